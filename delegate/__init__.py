@@ -1,0 +1,46 @@
+"""Artifact -> callable methods. The runtime: no compiler, no tracing.
+
+    >>> from ostinato.delegate import load_program
+    >>> program = load_program("artifact/")
+    >>> sorted(program.method_names)
+    ['decode', 'prefill']
+    >>> decode = program.load_method("decode", {"enable_cuda_graph_for_method": "decode"})
+    >>> (logits,) = decode.execute((tokens, input_pos))
+"""
+
+from .artifact import Dim, TensorSpec
+from .errors import (
+    ArtifactError,
+    CheckpointError,
+    ClosedError,
+    ExportError,
+    InputError,
+    OptionError,
+    OstinatoError,
+    TargetError,
+)
+from .graph import MethodStats, Phase
+from .options import BackendOptions
+from .program import Method, Program, ProgramStats, load_program
+from .target import Target
+
+__all__ = [
+    "ArtifactError",
+    "BackendOptions",
+    "CheckpointError",
+    "ClosedError",
+    "Dim",
+    "ExportError",
+    "InputError",
+    "Method",
+    "MethodStats",
+    "OptionError",
+    "OstinatoError",
+    "Phase",
+    "Program",
+    "ProgramStats",
+    "Target",
+    "TargetError",
+    "TensorSpec",
+    "load_program",
+]

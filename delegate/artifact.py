@@ -1,0 +1,217 @@
+"""What export and runtime must agree on: file names, keys and the records that travel in an artifact.
+
+An artifact is a folder::
+
+    model.pte   ExecuTorch program; the compiled code of each method is named data in it
+    model.ptd   FlatTensor: every constant once under its fully qualified name, and the manifest
+    tokenizer.json, tokenizer_config.json, ...   copied from the checkpoint
+
+Each delegated method carries a `MethodRecord` (JSON) as its delegate's processed bytes. The manifest, a named blob
+in `model.ptd`, holds the SHA-256 of `model.pte` and of every constant, so that damage and mixed-up files
+are found before anything runs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from .errors import ArtifactError
+
+FORMAT_VERSION = 1
+
+PROGRAM_FILE = "model.pte"
+CONSTANTS_FILE = "model.ptd"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+# ExecuTorch finds a backend by its class name; export/backend.py defines the class of this name.
+BACKEND_ID = "OstinatoBackend"
+
+SPEC_METHOD_NAME = "method_name"
+SPEC_TARGET = "target"
+SPEC_EXPORT_ID = "export_id"
+
+# Constant methods, under ExecuTorch's own names where it has one.
+META_MAX_SEQ_LEN = "get_max_seq_len"
+META_VOCAB_SIZE = "get_vocab_size"
+META_N_LAYERS = "get_n_layers"
+META_BOS_ID = "get_bos_id"
+META_EOS_IDS = "get_eos_ids"
+META_USE_KV_CACHE = "use_kv_cache"
+META_USE_SDPA = "use_sdpa_with_kv_cache"
+META_DYNAMIC_SHAPE = "enable_dynamic_shape"
+META_MUTABLE_BUFFERS = "get_mutable_buffer_metadata"
+META_MODEL_TYPE = "get_model_type"
+META_DTYPE = "get_activation_dtype"
+
+MANIFEST_KEY = "ostinato.manifest"
+CODE_KEY_PREFIX = "ostinato.code."
+EXTERN_KEY_PREFIX = "ostinato.extern."
+
+# ScalarType of executorch's scalar_type.fbs, the same codes as c10::ScalarType.
+SCALAR_TYPES: dict[int, torch.dtype] = {
+    0: torch.uint8,
+    1: torch.int8,
+    2: torch.int16,
+    3: torch.int32,
+    4: torch.int64,
+    5: torch.float16,
+    6: torch.float32,
+    7: torch.float64,
+    11: torch.bool,
+    15: torch.bfloat16,
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> `"bfloat16"`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """`"bfloat16"` -> `torch.bfloat16`; ArtifactError for a name that torch has not."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ArtifactError(f"unknown dtype {name!r} in the artifact")
+    return dtype
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dimension of an input: fixed when `min == max`; equal symbols of one call must have equal sizes."""
+
+    min: int
+    max: int
+    symbol: str = ""
+
+    @property
+    def is_static(self) -> bool:
+        return self.min == self.max
+
+    def __str__(self) -> str:
+        return str(self.min) if self.is_static else f"{self.symbol or 'T'}={self.min}..{self.max}"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A method's input or output. `value_range` bounds integer inputs (both ends included), None if unbounded."""
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...]
+    value_range: tuple[int, int] | None = None
+
+    @property
+    def shape_text(self) -> str:
+        return "[" + ", ".join(str(dim) for dim in self.shape) + "]"
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TensorSpec:
+        bounds = data.get("value_range")
+        return cls(
+            name=data["name"],
+            dtype=data["dtype"],
+            shape=tuple(Dim(**dim) for dim in data["shape"]),
+            value_range=(int(bounds[0]), int(bounds[1])) if bounds else None,
+        )
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """A mutable buffer that methods share. `initialised`: its first value is in `model.ptd`, else it is zeros."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    initialised: bool
+
+    @property
+    def nbytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * dtype_from_name(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class MethodRecord:
+    """What the runtime needs to know of one delegated method.
+
+    `constants` and `buffers` map the names that the compiled code uses onto keys of `model.ptd` and of
+    `buffer_specs`. `extern_key` names the list of ATen operators that the code calls by name, "" if there are none. Inputs and outputs stand in the order of the compiled code's arguments.
+    """
+
+    method: str
+    code_key: str
+    code_sha256: str
+    extern_key: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    constants: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
+    buffer_specs: dict[str, BufferSpec] = field(default_factory=dict)
+    version: int = FORMAT_VERSION
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self), sort_keys=True).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> MethodRecord:
+        """Raises ArtifactError when the bytes are not a record of this format version."""
+        try:
+            raw = json.loads(data)
+            version = raw["version"]
+            if version != FORMAT_VERSION:
+                raise ArtifactError(
+                    f"the artifact has format version {version}, this runtime reads version {FORMAT_VERSION}: "
+                    "export the model again with this version of ostinato"
+                )
+            return cls(
+                method=raw["method"],
+                code_key=raw["code_key"],
+                code_sha256=raw["code_sha256"],
+                extern_key=raw["extern_key"],
+                inputs=tuple(TensorSpec.from_json(item) for item in raw["inputs"]),
+                outputs=tuple(TensorSpec.from_json(item) for item in raw["outputs"]),
+                constants=raw["constants"],
+                buffers=raw["buffers"],
+                buffer_specs={
+                    key: BufferSpec(tuple(item["shape"]), item["dtype"], item["initialised"])
+                    for key, item in raw["buffer_specs"].items()
+                },
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArtifactError(f"a method's record in {PROGRAM_FILE} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Hashes (SHA-256, hex) that bind `model.ptd` to its `model.pte`; a blob in `model.ptd`."""
+
+    export_id: str
+    program_sha256: str
+    constants: dict[str, str]
+    version: int = FORMAT_VERSION
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self), sort_keys=True).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        try:
+            raw = json.loads(data)
+            return cls(
+                export_id=raw["export_id"],
+                program_sha256=raw["program_sha256"],
+                constants=dict(raw["constants"]),
+                version=raw["version"],
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArtifactError(f"the manifest in {CONSTANTS_FILE} cannot be read: {error}") from error

@@ -1,0 +1,35 @@
+"""The project's exceptions. One base class, so that a caller can catch all that Ostinato raises on purpose."""
+
+from __future__ import annotations
+
+
+class OstinatoError(Exception):
+    """Base class: the message says what came, what was expected and what to do."""
+
+
+class ArtifactError(OstinatoError):
+    """The folder or file is not an artifact, is damaged, or its parts do not belong together."""
+
+
+class TargetError(ArtifactError):
+    """The artifact was compiled for another device, architecture, instruction set or torch."""
+
+
+class OptionError(OstinatoError, ValueError):
+    """A backend option or argument has an unknown name, a wrong type or a value out of range."""
+
+
+class InputError(OstinatoError, ValueError):
+    """An input of `execute` or `generate` does not fit what the method was exported for."""
+
+
+class ClosedError(OstinatoError, RuntimeError):
+    """A program or method was used after `close()`."""
+
+
+class ExportError(OstinatoError):
+    """The export cannot go on: unsupported operator, missing compiler, no room on the disk."""
+
+
+class CheckpointError(ExportError):
+    """The checkpoint folder cannot be read as a supported model."""

@@ -1,0 +1,386 @@
+"""`load_program` -> `Program` -> `load_method` -> `Method` -> `execute`: the public shape of executorch.runtime."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from .aoti import Container
+from .artifact import CONSTANTS_FILE, PROGRAM_FILE, TensorSpec, dtype_from_name
+from .constants import ConstantPool, ConstantStats
+from .errors import ArtifactError, ClosedError, InputError, OptionError
+from .graph import CaptureEngine, CudaGraphEngine, HostEngine, MethodStats, PhasedRunner, Run, run_on_stream
+from .options import BackendOptions
+from .pte import DelegateMethod, ProgramFile, map_file, parse_program
+from .ptd import ConstantsFile, parse_constants
+from .target import Target, check_target
+
+Source = str | PathLike[str] | tuple[str | PathLike[str], str | PathLike[str]]
+
+
+@dataclass(frozen=True)
+class ProgramStats:
+    """Constants held by the pool, how many are shared, and the bytes that sharing saves."""
+
+    constants: int
+    constant_bytes: int
+    shared: int
+    bytes_saved: int
+    mutable_buffers: int
+    mutable_buffer_bytes: int
+
+
+class _Owner:
+    """Handles own device memory and loaded code; a copy would free them twice."""
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be copied: it owns loaded code and device memory")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__copy__()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be pickled: it owns loaded code and device memory")
+
+
+class Method(_Owner):
+    """One loaded method. Made by `Program.load_method`; freed with its program or by `close`."""
+
+    def __init__(
+        self,
+        entry: DelegateMethod,
+        container: Container,
+        runner: PhasedRunner,
+        keeps_alive: dict[str, torch.Tensor],
+        lock: threading.RLock,
+        device: torch.device,
+        skip_copy: bool,
+        on_close: Callable[[], None],
+    ) -> None:
+        self._entry = entry
+        self._container: Container | None = container
+        self._runner = runner
+        self._bound = keeps_alive
+        self._lock = lock
+        self._device = device
+        self._skip_copy = skip_copy
+        self._on_close = on_close
+        ordered: list[TensorSpec | None] = [None] * len(entry.input_order)
+        for argument, index in enumerate(entry.input_order):
+            ordered[index] = entry.record.inputs[argument]
+        self._inputs = tuple(spec for spec in ordered if spec is not None)
+
+    @property
+    def name(self) -> str:
+        return self._entry.name
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The method's inputs, in the order of `execute`."""
+        return self._inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The method's outputs, in the order that `execute` returns."""
+        return tuple(self._entry.record.outputs[i] for i in self._entry.output_order)
+
+    @property
+    def stats(self) -> MethodStats:
+        """A live view: phase, warmups, captures, replays, fallbacks and the reason of a fallback."""
+        return self._runner.stats
+
+    def execute(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run one step of the model; its state moves exactly once.
+
+        Args:
+            inputs: one tensor an input, with the shapes and dtypes of `inputs`, on the host or on the program's device.
+                Integer values with a declared range are checked when the tensor is on the host; on the device
+                that would cost a synchronisation, so there the range is the caller's promise.
+
+        Returns:
+            The outputs. On the host and owned by the caller, unless `skip_copy_output_to_cpu_for_method` names this
+            method: then on the device, and in the replay phase overwritten by the next call.
+
+        Raises:
+            InputError: number, type, shape, dtype, device or value of an input; state is untouched.
+            ClosedError: the method or its program was closed.
+        """
+        with self._lock:
+            if self._container is None:
+                raise ClosedError(f"method {self.name!r} is closed")
+            self._check(inputs)
+            results = self._runner([inputs[i] for i in self._entry.input_order])
+            outputs = [results[i] for i in self._entry.output_order]
+            if self._skip_copy:
+                return tuple(outputs)
+            # A replayed output is the graph's own buffer; on the CPU `.cpu()` would hand out that very buffer.
+            owned = self._device.type == "cpu" and not self._runner.has_static_outputs
+            return tuple(outputs) if owned else tuple(t.to("cpu", copy=True) for t in outputs)
+
+    def close(self) -> None:
+        """Free graph, buffers and container, in that order. Closing twice is fine."""
+        with self._lock:
+            if self._container is None:
+                return
+            self._runner.release()
+            self._container.close()
+            self._container = None
+            self._bound = {}
+            self._on_close()
+
+    def _check(self, inputs: Sequence[torch.Tensor]) -> None:
+        if isinstance(inputs, torch.Tensor) or len(inputs) != len(self._inputs):
+            got = "one tensor" if isinstance(inputs, torch.Tensor) else f"{len(inputs)} inputs"
+            names = ", ".join(f"{spec.name} {spec.shape_text} {spec.dtype}" for spec in self._inputs)
+            raise InputError(f"method {self.name!r} takes a sequence of {len(self._inputs)} inputs ({names}), got {got}")
+        symbols: dict[str, tuple[int, str]] = {}
+        for spec, tensor in zip(self._inputs, inputs, strict=True):
+            self._check_one(spec, tensor, symbols)
+
+    def _check_one(self, spec: TensorSpec, tensor: object, symbols: dict[str, tuple[int, str]]) -> None:
+        where = f"method {self.name!r}, input {spec.name!r}"
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(f"{where}: expected a tensor {spec.shape_text} {spec.dtype}, got {type(tensor).__name__}")
+        fits = tensor.dim() == len(spec.shape) and all(
+            dim.min <= size <= dim.max for dim, size in zip(spec.shape, tensor.shape, strict=True)
+        )
+        if not fits or tensor.dtype != dtype_from_name(spec.dtype):
+            raise InputError(
+                f"{where}: expected {spec.shape_text} {spec.dtype}, got {list(tensor.shape)} "
+                f"{str(tensor.dtype).removeprefix('torch.')}"
+            )
+        for dim, size in zip(spec.shape, tensor.shape, strict=True):
+            if dim.symbol:
+                known, first = symbols.setdefault(dim.symbol, (size, spec.name))
+                if known != size:
+                    raise InputError(f"{where}: its length {size} differs from {known}, the length of {first!r}")
+        if tensor.device.type != "cpu" and tensor.device != self._device:
+            raise InputError(f"{where}: it is on {tensor.device}; expected {self._device} or the host")
+        if spec.value_range is not None and tensor.device.type == "cpu" and tensor.numel():
+            low, high = (int(value) for value in torch.aminmax(tensor))
+            if low < spec.value_range[0] or high > spec.value_range[1]:
+                raise InputError(
+                    f"{where}: values must lie in {spec.value_range[0]}..{spec.value_range[1]}, got {low}..{high}"
+                )
+
+
+class Program(_Owner):
+    """A loaded artifact. Made by `load_program`; a context manager that closes its methods on exit."""
+
+    def __init__(self, parsed: ProgramFile, constants: ConstantsFile, pool: ConstantPool, device: torch.device) -> None:
+        self._parsed = parsed
+        self._constants = constants
+        self._pool = pool
+        self._device = device
+        self._methods: list[Method] = []
+        self._lock = threading.RLock()
+        self._stream: torch.cuda.Stream | None = None
+        self._closed = False
+
+    @property
+    def method_names(self) -> set[str]:
+        return set(self._parsed.methods)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Results of the program's constant methods by name, such as `get_max_seq_len`."""
+        return dict(self._parsed.metadata)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def target(self) -> Target:
+        """What the code was compiled for."""
+        return next(iter(self._parsed.methods.values())).target
+
+    @property
+    def mutable_buffers(self) -> dict[str, torch.Tensor]:
+        """The state that the loaded methods share, by fully qualified name; the tensors themselves, not copies."""
+        return self._pool.buffers
+
+    @property
+    def stats(self) -> ProgramStats:
+        constants: ConstantStats = self._pool.stats
+        buffers = self._pool.buffers.values()
+        return ProgramStats(
+            constants=constants.count,
+            constant_bytes=constants.nbytes,
+            shared=constants.shared,
+            bytes_saved=constants.bytes_saved,
+            mutable_buffers=len(buffers),
+            mutable_buffer_bytes=sum(tensor.nbytes for tensor in buffers),
+        )
+
+    def load_method(self, name: str, backend_options: Mapping[str, bool | int | str] | None = None) -> Method:
+        """Load one method and bind the pool's constants to it.
+
+        Args:
+            name: one of `method_names`.
+            backend_options: see `BackendOptions`.
+
+        Raises:
+            OptionError: no such method, or an option that is unknown, mistyped or names no method.
+            ArtifactError: code or constants are damaged.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the program is closed")
+            names = sorted(self._parsed.methods)
+            if name not in self._parsed.methods:
+                raise OptionError(f"the program has no method {name!r}; its methods are: {', '.join(names)}")
+            options = BackendOptions.parse(backend_options, names)
+            method = self._load(self._parsed.methods[name], options)
+            self._methods.append(method)
+            return method
+
+    def reset(self) -> None:
+        """Put every mutable buffer that is in use back to zeros.
+
+        A model whose state resets at position 0, as those of `ostinato export` do, needs no call of this.
+        """
+        with self._lock:
+            for tensor in self._pool.buffers.values():
+                tensor.zero_()
+
+    def close(self) -> None:
+        """Free methods, then constants. Closing twice is fine."""
+        with self._lock:
+            for method in list(self._methods):
+                method.close()
+            self._pool.close()
+            self._closed = True
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _load(self, entry: DelegateMethod, options: BackendOptions) -> Method:
+        record = entry.record
+        if record.code_key not in self._parsed.named_data:
+            raise ArtifactError(f"{PROGRAM_FILE} lacks the compiled code of method {entry.name!r}")
+        extern = self._parsed.named_data.get(record.extern_key)
+        container = Container(record, self._parsed.named_data[record.code_key], extern, self._device)
+        keys = record.constants.values()
+        share = options.weight_sharing_across_methods
+        constants = self._pool.bind(keys, share)
+        buffers = self._pool.bind_buffers(record.buffer_specs)
+        bound = {name: constants[key] for name, key in record.constants.items()}
+        bound |= {name: buffers[key] for name, key in record.buffers.items()}
+        container.bind(bound)
+        method: Method
+
+        def forget() -> None:
+            self._methods.remove(method)
+            if share:
+                self._pool.release(keys)
+
+        method = Method(
+            entry,
+            container,
+            self._runner(entry, container, options),
+            bound,
+            self._lock,
+            self._device,
+            options.skips_copy(entry.name),
+            forget,
+        )
+        return method
+
+    def _runner(self, entry: DelegateMethod, container: Container, options: BackendOptions) -> PhasedRunner:
+        run: Run = container.run
+        engine: CaptureEngine | None = None
+        if self._device.type == "cuda":
+            if options.use_shared_cuda_stream:
+                self._stream = stream = self._stream or torch.cuda.Stream(self._device)
+                run = _pinned_to(stream, container.run)
+            else:
+                stream = torch.cuda.Stream(self._device)
+            if options.uses_graph(entry.name):
+                # The engine changes to its stream by itself.
+                engine, run = CudaGraphEngine(stream), container.run
+        elif options.uses_graph(entry.name):
+            engine = HostEngine()
+        names = [spec.name for spec in entry.record.inputs]
+        return PhasedRunner(run, engine, self._device, names, options.cuda_graph_warmup_steps)
+
+
+def _pinned_to(stream: torch.cuda.Stream, run: Run) -> Run:
+    def run_there(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return run_on_stream(stream, run, inputs)
+
+    return run_there
+
+
+def load_program(
+    source: Source, verify: bool = True, on_load: Callable[[int], None] | None = None
+) -> Program:
+    """Load an artifact: `load_program("artifact/")` or `load_program(("model.pte", "model.ptd"))`.
+
+    The files are mapped, not read; constants are loaded with the first method that needs them.
+
+    Args:
+        source: an artifact folder, or the paths of its two files.
+        verify: compare SHA-256 of the program, and later of code and constants, with the manifest.
+        on_load: called with the size in bytes of each constant that has been loaded.
+
+    Raises:
+        ArtifactError: no such file, not an artifact, damaged, or the two files do not belong together.
+        TargetError: compiled for another device, architecture, instruction set or torch.
+    """
+    program_path, constants_path = artifact_paths(source)
+    parsed, constants = open_artifact(program_path, constants_path, verify)
+    entries = list(parsed.methods.values())
+    for entry in entries:
+        check_target(entry.target)
+    device = torch.device("cuda", torch.cuda.current_device()) if entries[0].target.device == "cuda" else torch.device("cpu")
+    return Program(parsed, constants, ConstantPool(constants, device, verify, on_load), device)
+
+
+def artifact_paths(source: Source) -> tuple[Path, Path]:
+    """The program's and the constants' file; ArtifactError when a folder is missing or holds no artifact."""
+    if isinstance(source, tuple):
+        return Path(source[0]), Path(source[1])
+    folder = Path(source)
+    if not folder.exists():
+        raise ArtifactError(f"no such folder: {folder}")
+    if folder.suffix == ".pte":
+        return folder, folder.with_suffix(".ptd")
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder} is not a folder: pass an artifact folder (it holds {PROGRAM_FILE} and {CONSTANTS_FILE})")
+    if not (folder / PROGRAM_FILE).exists():
+        raise ArtifactError(
+            f"{folder} is not an artifact: it has no {PROGRAM_FILE}. Make one with: ostinato export --model CHECKPOINT "
+            f"--output {folder}"
+        )
+    return folder / PROGRAM_FILE, folder / CONSTANTS_FILE
+
+
+def open_artifact(program_path: Path, constants_path: Path, verify: bool = True) -> tuple[ProgramFile, ConstantsFile]:
+    """Map and parse both files and check that they belong together; nothing is run and no target is checked."""
+    program_bytes = map_file(program_path)
+    constants = parse_constants(map_file(constants_path), constants_path)
+    # A foreign .ptd is told from a damaged .pte by the export id, so the program is parsed before hashes are compared.
+    intact = not verify or hashlib.sha256(program_bytes).hexdigest() == constants.manifest.program_sha256
+    parsed = parse_program(program_bytes, program_path)
+    if not parsed.methods:
+        raise ArtifactError(f"{program_path} has no method that can be run")
+    export_id = next(iter(parsed.methods.values())).export_id
+    if export_id != constants.manifest.export_id:
+        raise ArtifactError(
+            f"{constants_path} belongs to another export than {program_path} (export ids {constants.manifest.export_id[:8]} "
+            f"and {export_id[:8]}): use the two files that one export wrote"
+        )
+    if not intact:
+        raise ArtifactError(f"{program_path} is damaged: its SHA-256 is not the one that {constants_path.name} records")
+    return parsed, constants

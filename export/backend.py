@@ -1,0 +1,238 @@
+"""The ExecuTorch backend: turns one method's graph into AOTInductor code and a record for the runtime."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from executorch.backends.aoti.passes.replace_view_copy_with_view import ReplaceViewCopyWithViewPass
+from executorch.exir._serialize._named_data_store import NamedDataStore
+from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from torch.export import ExportedProgram
+from torch.export.passes import move_to_device_pass
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+from ..delegate.aoti import container_runner
+from ..delegate.artifact import (
+    CODE_KEY_PREFIX,
+    EXTERN_KEY_PREFIX,
+    SPEC_METHOD_NAME,
+    BufferSpec,
+    Dim,
+    MethodRecord,
+    TensorSpec,
+    dtype_name,
+)
+from ..delegate.errors import ExportError
+from .compiler import check_library
+from .progress import Progress
+
+# An unbounded dimension; 2**31 - 1 is what a FlatBuffers int32 size can say.
+_UNBOUNDED = 2**31 - 1
+
+
+@dataclass
+class Lowering:
+    """What the stages of one export share. `keys` and `tensors` are settled before lowering, from the modules' own tensors.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        keys: (method, fully qualified name) -> key in `model.ptd`; one tensor has one key.
+        tensors: key -> the tensor itself, on the CPU.
+        mutable: keys of the buffers that any method writes.
+        value_ranges: input name -> (lowest, highest) allowed value.
+        used: keys that compiled code asks for, filled while lowering.
+        records: by method, filled while lowering.
+        sources: by method, the C++ wrapper that AOTInductor generated, for whoever wants to look for copies in it.
+    """
+
+    device: str
+    progress: Progress
+    keys: dict[tuple[str, str], str] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    mutable: set[str] = field(default_factory=set)
+    value_ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    records: dict[str, MethodRecord] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+_LOWERING: ContextVar[Lowering] = ContextVar("lowering")
+
+
+@contextmanager
+def lowering(state: Lowering) -> Iterator[None]:
+    """exir calls `preprocess` with a graph and byte strings only; the rest of what it needs comes this way."""
+    token = _LOWERING.set(state)
+    try:
+        yield
+    finally:
+        _LOWERING.reset(token)
+
+
+@final
+class OstinatoBackend(BackendDetails):
+    """Found by exir under its class name, which is `artifact.BACKEND_ID`."""
+
+    @classmethod
+    def preprocess(cls, edge_program: ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
+        state = _LOWERING.get()
+        method = next(spec.value.decode() for spec in compile_specs if spec.key == SPEC_METHOD_NAME)
+        with state.progress.stage(f"compile {method}"), tempfile.TemporaryDirectory(prefix="ostinato-") as folder:
+            library = _compile(edge_program, state.device, Path(folder), method)
+            check_library(library)
+            code = library.read_bytes()
+            # hash.wrapper.json lists operators called by name; hash.wrapper_metadata.json is something else.
+            extern_data = b"".join(path.read_bytes() for path in library.parent.glob("*.wrapper.json"))
+            _check_extern(method, extern_data)
+            state.sources[method] = "".join(path.read_text() for path in library.parent.glob("*.wrapper.cpp"))
+            names = _constant_names(library, state.device)
+        record = _record(state, method, edge_program, names, code, bool(extern_data))
+        state.records[method] = record
+        store = NamedDataStore()
+        store.add_named_data(record.code_key, code, alignment=1)
+        if record.extern_key:
+            store.add_named_data(record.extern_key, extern_data, alignment=1)
+        return PreprocessResult(
+            processed_bytes=record.to_bytes(),
+            debug_handle_map={},
+            data_store_output=store.get_named_data_store_output(),
+        )
+
+
+def _compile(program: ExportedProgram, device: str, folder: Path, method: str) -> Path:
+    if device != "cpu":
+        program = move_to_device_pass(program, device)
+    ReplaceViewCopyWithViewPass()(program.graph_module)
+    module = program.module()
+    # As plain attributes, lifted constants would lose their names when AOTInductor traces the module again.
+    for name, tensor in program.constants.items():
+        if isinstance(tensor, torch.Tensor) and "." not in name and name not in dict(module.named_buffers()):
+            delattr(module, name)
+            module.register_buffer(name, tensor)
+    user_inputs = set(program.graph_signature.user_inputs)
+    arguments = tuple(
+        node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user_inputs
+    )
+    options = {
+        "aot_inductor.package_constants_in_so": False,
+        # Without it small constants are baked into the code as literals.
+        "always_keep_tensor_constants": True,
+        "aot_inductor.embed_kernel_binary": device == "cuda",
+        # Everything that the compiler writes lies beside the library and goes away with the folder.
+        "aot_inductor.output_path": str(folder / f"{method}.so"),
+    }
+    with torch.no_grad():
+        return Path(str(torch._inductor.aot_compile(module, arguments, options=options)))
+
+
+def _constant_names(library: Path, device: str) -> dict[str, str]:
+    """Name in the code -> fully qualified name, asked of the code itself; that also proves that it loads."""
+    runner = container_runner(str(library), torch.device(device))
+    return dict(runner.get_constant_names_to_original_fqns())
+
+
+def _check_extern(method: str, extern: bytes) -> None:
+    """ATen operators without a C entry point are called by name at run time; other operators' code is not in the artifact."""
+    if not extern:
+        return
+    nodes = json.loads(extern).get("nodes", [])
+    targets = sorted({node["node"]["target"] for node in nodes})
+    foreign = [target for target in targets if not target.removeprefix("torch.ops.").startswith(("aten.", "aten::"))]
+    if foreign:
+        raise ExportError(
+            f"method {method!r} calls operators whose code would not be inside the artifact: {', '.join(foreign)}. Write "
+            "them with torch operators, or as a torch.library.triton_op"
+        )
+
+
+def _record(
+    state: Lowering, method: str, program: ExportedProgram, names: dict[str, str], code: bytes, has_extern: bool
+) -> MethodRecord:
+    constants: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    specs: dict[str, BufferSpec] = {}
+    for in_code, name in names.items():
+        key = _key_of(state, method, program, name)
+        tensor = state.tensors[key]
+        if key not in state.mutable:
+            constants[in_code] = key
+            state.used.add(key)
+            continue
+        initialised = bool(tensor.count_nonzero())
+        buffers[in_code] = key
+        specs[key] = BufferSpec(tuple(tensor.shape), dtype_name(tensor.dtype), initialised)
+        if initialised:
+            state.used.add(key)
+    digest = hashlib.sha256(code).hexdigest()
+    return MethodRecord(
+        method=method,
+        code_key=CODE_KEY_PREFIX + digest,
+        code_sha256=digest,
+        extern_key=f"{EXTERN_KEY_PREFIX}{method}" if has_extern else "",
+        inputs=tuple(_input_specs(state, program)),
+        outputs=tuple(_output_specs(program)),
+        constants=constants,
+        buffers=buffers,
+        buffer_specs=specs,
+    )
+
+
+def _key_of(state: Lowering, method: str, program: ExportedProgram, name: str) -> str:
+    key = state.keys.get((method, name))
+    if key is not None:
+        return key
+    # A constant that a pass of exir made.
+    tensor = {**program.state_dict, **program.constants}.get(name)
+    if not isinstance(tensor, torch.Tensor):
+        raise ExportError(f"method {method!r}: the compiled code asks for a constant {name!r} that the graph does not have")
+    key = f"{method}.{name}"
+    state.keys[method, name] = key
+    state.tensors[key] = tensor.detach().cpu()
+    return key
+
+
+def _input_specs(state: Lowering, program: ExportedProgram) -> Iterator[TensorSpec]:
+    user_inputs = set(program.graph_signature.user_inputs)
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in user_inputs:
+            yield _tensor_spec(node.name, node.meta["val"], program, state.value_ranges.get(node.name))
+
+
+def _output_specs(program: ExportedProgram) -> Iterator[TensorSpec]:
+    output = next(node for node in program.graph.nodes if node.op == "output")
+    values = {node.name: node.meta["val"] for node in output.args[0] if hasattr(node, "meta")}
+    for name in program.graph_signature.user_outputs:
+        yield _tensor_spec(str(name), values[name], program, None)
+
+
+def _tensor_spec(name: str, value: Any, program: ExportedProgram, bounds: tuple[int, int] | None) -> TensorSpec:
+    if not isinstance(value, torch.Tensor):
+        raise ExportError(f"input or output {name!r} is a {type(value).__name__}; only tensors are supported")
+    shape = tuple(_dim(size, program) for size in value.shape)
+    return TensorSpec(name, dtype_name(value.dtype), shape, bounds)
+
+
+def _dim(size: int | torch.SymInt, program: ExportedProgram) -> Dim:
+    if isinstance(size, int):
+        return Dim(size, size)
+    expression = size.node.expr
+    ranges = {symbol: ValueRanges(r.lower, r.upper) for symbol, r in program.range_constraints.items()}
+    bounds = bound_sympy(expression, ranges)
+    return Dim(_finite(bounds.lower, 0), _finite(bounds.upper, _UNBOUNDED), str(expression))
+
+
+def _finite(bound: Any, fallback: int) -> int:
+    try:
+        return min(int(bound), _UNBOUNDED)
+    except (TypeError, OverflowError, ValueError):
+        return fallback

@@ -1,0 +1,211 @@
+"""Any model: a dict of methods -> torch.export -> exir and AOTInductor -> artifact folder."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from executorch.backends.aoti.aoti_partitioner import AotiPartitioner
+from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from executorch.exir.passes import MemoryPlanningPass
+from torch.export import ExportedProgram
+
+from ..delegate.artifact import (
+    BACKEND_ID,
+    CONSTANTS_FILE,
+    PROGRAM_FILE,
+    SPEC_EXPORT_ID,
+    SPEC_METHOD_NAME,
+    SPEC_TARGET,
+)
+from ..delegate.errors import ExportError, OstinatoError
+from ..delegate.target import Target, host_target
+from .backend import Lowering, lowering
+from .compiler import find_compiler
+from .progress import Progress
+from .writer import atomic_folder, write_constants
+
+MethodSpec = tuple[torch.nn.Module, tuple[torch.Tensor, ...], Any]
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export did: where, seconds by stage, sizes in bytes, and the generated C++ wrapper of each method."""
+
+    output: Path
+    target: Target
+    seconds: dict[str, float]
+    program_bytes: int
+    constant_bytes: int
+    sources: dict[str, str]
+
+
+def export_program(
+    methods: Mapping[str, MethodSpec],
+    output: str | Path,
+    *,
+    device: str = "cpu",
+    metadata: Mapping[str, Any] | None = None,
+    value_ranges: Mapping[str, tuple[int, int]] | None = None,
+    extra_files: Sequence[Path] = (),
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Export the methods of any model into one artifact folder.
+
+    A tensor that several modules hold (the same tensor, not an equal one) is stored and loaded once, whether it is a
+    parameter or a buffer; a buffer that a method writes is state that all methods share.
+
+    Args:
+        methods: name -> (module, example inputs, dynamic shapes as in `torch.export.export`, None if all are static).
+            Modules and inputs are on the CPU. Inputs and outputs are tensors.
+        output: the folder to write; it appears whole, or not at all.
+        device: "cpu" or "cuda".
+        metadata: constant methods of the program: name -> int, float, bool, str, or a list of one of them.
+        value_ranges: input name -> (lowest, highest) value; checked at run time for inputs on the host.
+        extra_files: files to copy into the folder.
+        progress: shows and keeps the time of each stage.
+
+    Raises:
+        ExportError: no compiler, an operator that cannot be lowered (named), no room on the disk.
+        TargetError: device "cuda" without a GPU.
+    """
+    progress = progress or Progress()
+    if not methods:
+        raise ExportError("there is no method to export")
+    if device not in ("cpu", "cuda"):
+        raise ExportError(f"unknown device {device!r}; the devices are: cpu, cuda")
+    find_compiler()
+    target = host_target(device)
+    with atomic_folder(Path(output)) as folder:
+        programs = _trace(methods, progress)
+        state = Lowering(device, progress, value_ranges=dict(value_ranges or {}))
+        _settle_constants(state, programs)
+        export_id = uuid.uuid4().hex
+        program = _lower(state, programs, target, export_id, dict(metadata or {}))
+        constants = {key: state.tensors[key] for key in sorted(state.used)}
+        with progress.stage("write artifact"):
+            (folder / PROGRAM_FILE).write_bytes(program)
+            write_constants(folder / CONSTANTS_FILE, constants, export_id, program)
+            for path in extra_files:
+                shutil.copyfile(path, folder / path.name)
+    return ExportReport(
+        output=Path(output),
+        target=target,
+        seconds=dict(progress.seconds),
+        program_bytes=len(program),
+        constant_bytes=sum(tensor.nbytes for tensor in constants.values()),
+        sources=state.sources,
+    )
+
+
+def _trace(methods: Mapping[str, MethodSpec], progress: Progress) -> dict[str, ExportedProgram]:
+    programs = {}
+    for name, (module, example, dynamic_shapes) in methods.items():
+        with progress.stage(f"trace {name}"), torch.no_grad(), _quiet():
+            try:
+                programs[name] = torch.export.export(module, example, dynamic_shapes=dynamic_shapes, strict=False)
+            except Exception as error:
+                raise ExportError(f"method {name!r} cannot be traced by torch.export: {error}") from error
+    return programs
+
+
+def _settle_constants(state: Lowering, programs: Mapping[str, ExportedProgram]) -> None:
+    """Give every tensor one key, and find what is mutable, while the tensors are still the modules' own."""
+    key_of_tensor: dict[tuple[Any, ...], str] = {}
+    for method, program in programs.items():
+        mutated = set(program.graph_signature.buffers_to_mutate.values())
+        for name, value in {**program.state_dict, **program.constants}.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            identity = (value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride())
+            key = key_of_tensor.get(identity)
+            if key is None:
+                key = name if name not in state.tensors else f"{method}.{name}"
+                key_of_tensor[identity] = key
+                state.tensors[key] = value.detach()
+            state.keys[method, name] = key
+            if name in mutated:
+                state.mutable.add(key)
+
+
+def _lower(
+    state: Lowering,
+    programs: Mapping[str, ExportedProgram],
+    target: Target,
+    export_id: str,
+    metadata: dict[str, Any],
+) -> bytes:
+    partitioners = {
+        name: [
+            AotiPartitioner(
+                BACKEND_ID,
+                [
+                    CompileSpec(SPEC_METHOD_NAME, name.encode()),
+                    CompileSpec(SPEC_TARGET, target.to_bytes()),
+                    CompileSpec(SPEC_EXPORT_ID, export_id.encode()),
+                ],
+            )
+        ]
+        for name in programs
+    }
+    config = ExecutorchBackendConfig(
+        extract_delegate_segments=True,
+        memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),
+    )
+    with lowering(state), _quiet():
+        try:
+            edge = to_edge_transform_and_lower(
+                dict(programs),
+                partitioner=partitioners,
+                compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+                constant_methods=metadata,
+            )
+            for name in programs:
+                _check_delegated(name, edge.exported_program(name))
+            with state.progress.stage("assemble program"):
+                return bytes(edge.to_executorch(config).buffer)
+        except (OstinatoError, OSError):
+            raise
+        except Exception as error:
+            raise ExportError(_explain(error)) from error
+
+
+def _check_delegated(method: str, program: ExportedProgram) -> None:
+    delegate = torch.ops.higher_order.executorch_call_delegate
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    left = sorted({str(n.target) for n in calls if n.target is not delegate and "getitem" not in str(n.target)})
+    count = sum(node.target is delegate for node in calls)
+    if left or count != 1:
+        what = f"operators that were not lowered: {', '.join(left)}" if left else f"{count} parts instead of one"
+        raise ExportError(f"method {method!r} is not wholly delegated: {what}")
+
+
+def _explain(error: Exception) -> str:
+    """The first line of a compiler's complaint, and the operator that it is about where it names one."""
+    text = str(error).strip()
+    operator = re.search(r"(?:target|op|operator)[:= ]+\s*((?:torch\.ops\.)?\w+[.:]{1,2}\w+(?:\.\w+)?)", text)
+    first = text.splitlines()[0] if text else type(error).__name__
+    return f"the model cannot be lowered: {first}" + (f" (operator {operator[1]})" if operator else "")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """exir and inductor warn of their own internals; nothing of it is for the person who exports."""
+    previous = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(previous)

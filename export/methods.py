@@ -1,0 +1,129 @@
+"""A Qwen3.5-MoE checkpoint -> its two methods, `prefill` and `decode`, and what the program says of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from ..delegate import artifact
+from ..delegate.errors import CheckpointError, ExportError
+from .checkpoint import load_checkpoint
+from .lower import ExportReport, MethodSpec, export_program
+from .models import ModelConfig, Qwen3_5Moe, build_on_meta
+from .progress import Progress
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEFAULT_MAX_SEQ_LEN = 4096
+
+
+def export_model(
+    model: str | Path,
+    output: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+    max_seq_len: int | None = None,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Export a Hugging Face checkpoint into an artifact folder.
+
+    The program has `prefill` (T tokens, 2 <= T <= max_seq_len - 1) and `decode` (one token). Both take
+    `(tokens [1, T] int64, input_pos [T] int64)` and give the last position's logits, [1, vocab] float32.
+
+    Args:
+        model: checkpoint folder (config.json, safetensors, tokenizer.json).
+        output: the artifact folder; it appears whole, or not at all.
+        device: "cpu" or "cuda".
+        dtype: "float32" or "bfloat16"; the checkpoint's own if None.
+        max_seq_len: tokens that prompt and answer may have together; by default the model's limit, at most 4096.
+        progress: shows and keeps the time of each stage.
+
+    Raises:
+        CheckpointError: the folder is not a checkpoint of a supported model, or its tensors do not fit its config.
+        ExportError: no compiler, no room on the disk, a length or dtype out of range.
+    """
+    progress = progress or Progress()
+    folder = Path(model)
+    config = ModelConfig.from_folder(folder)
+    length = _max_seq_len(config, max_seq_len)
+    dtype = dtype or (config.dtype if config.dtype in DTYPES else "float32")
+    if dtype not in DTYPES:
+        raise ExportError(f"unknown dtype {dtype!r}; the dtypes are: {', '.join(DTYPES)}")
+    network = build_on_meta(config, length, DTYPES[dtype])
+    with progress.stage("read checkpoint"):
+        skipped = load_checkpoint(network, folder)
+    if skipped:
+        progress.note(f"skipped {len(skipped)} tensors that a text model does not use")
+    return export_program(
+        model_methods(network),
+        output,
+        device=device,
+        metadata=_metadata(config, folder, length, dtype, network),
+        value_ranges={"tokens": (0, config.vocab_size - 1), "input_pos": (0, length - 1)},
+        extra_files=[folder / name for name in artifact.TOKENIZER_FILES if (folder / name).exists()],
+        progress=progress,
+    )
+
+
+def model_methods(network: Qwen3_5Moe) -> dict[str, MethodSpec]:
+    """`prefill` with a symbolic number of tokens and `decode` with one, from one module."""
+    longest = network.max_seq_len - 1
+    tokens = Dim("T", min=2, max=longest)
+    example = min(130, longest)
+    return {
+        "prefill": (
+            network,
+            (torch.zeros(1, example, dtype=torch.int64), torch.arange(example)),
+            ({1: tokens}, {0: tokens}),
+        ),
+        "decode": (network, (torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)), None),
+    }
+
+
+def _max_seq_len(config: ModelConfig, wanted: int | None) -> int:
+    if wanted is None:
+        return min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
+    if not 4 <= wanted <= config.max_position_embeddings:
+        raise ExportError(
+            f"--max-seq-len must be 4 to {config.max_position_embeddings} (the model's max_position_embeddings), got {wanted}"
+        )
+    return wanted
+
+
+def _metadata(config: ModelConfig, folder: Path, length: int, dtype: str, network: Qwen3_5Moe) -> dict[str, Any]:
+    state = [name for name, _ in network.named_buffers() if name.endswith(("_cache", "_state"))]
+    metadata: dict[str, Any] = {
+        artifact.META_MAX_SEQ_LEN: length,
+        artifact.META_VOCAB_SIZE: config.vocab_size,
+        artifact.META_N_LAYERS: config.num_hidden_layers,
+        artifact.META_USE_KV_CACHE: True,
+        artifact.META_USE_SDPA: False,
+        artifact.META_DYNAMIC_SHAPE: True,
+        artifact.META_MODEL_TYPE: config.model_type,
+        artifact.META_DTYPE: dtype,
+        artifact.META_MUTABLE_BUFFERS: json.dumps({"version": 1, "mutable_buffers": sorted(state)}),
+    }
+    eos = _eos_ids(folder)
+    if eos:
+        metadata[artifact.META_EOS_IDS] = eos
+    return metadata
+
+
+def _eos_ids(folder: Path) -> list[int]:
+    """End-of-sequence ids: generation_config.json, else config.json, in transformers' order of precedence."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            data = json.loads(path.read_text())
+        except ValueError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        ids = data.get("eos_token_id", data.get("text_config", {}).get("eos_token_id"))
+        if ids is not None:
+            return list(ids) if isinstance(ids, list) else [ids]
+    return []

@@ -1,0 +1,85 @@
+"""Gated full attention of Qwen3.5: QK-norm, partial rotary embedding, grouped heads, a KV cache, a gate on the output."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .config import ModelConfig
+from .norms import RMSNorm
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotation of the first `rotary_dim` elements of each head by its position (RoPE, arXiv:2104.09864)."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device="cpu") / config.rotary_dim
+        self.register_buffer("inv_freq", 1.0 / (config.rope_theta**exponent), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] int64 -> (cos, sin), each [T, rotary_dim] float32."""
+        angles = positions.float()[:, None] * self.inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, head_dim], cos and sin [T, rotary_dim]; elements past the rotary dimension pass through."""
+    size = cos.shape[-1]
+    turned, kept = x[..., :size].float(), x[..., size:]
+    first, second = turned.chunk(2, dim=-1)
+    half = torch.cat((-second, first), dim=-1)
+    return torch.cat(((turned * cos[:, None] + half * sin[:, None]).to(x.dtype), kept), dim=-1)
+
+
+class Attention(nn.Module):
+    """One layer's attention; keys and values of all positions so far are in its two buffers."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+
+    def __init__(self, config: ModelConfig, max_seq_len: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        size, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(size, 2 * self.heads * self.head_dim, bias=bias, dtype=dtype)
+        self.k_proj = nn.Linear(size, self.kv_heads * self.head_dim, bias=bias, dtype=dtype)
+        self.v_proj = nn.Linear(size, self.kv_heads * self.head_dim, bias=bias, dtype=dtype)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, size, bias=bias, dtype=dtype)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.rotary = RotaryEmbedding(config)
+        for name in ("k_cache", "v_cache"):
+            cache = torch.zeros(self.kv_heads, max_seq_len, self.head_dim, dtype=dtype, device="cpu")
+            self.register_buffer(name, cache, persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [T, hidden], positions [T] int64 -> [T, hidden]."""
+        tokens = x.shape[0]
+        query, gate = self.q_proj(x).view(tokens, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
+        key = self.k_proj(x).view(tokens, self.kv_heads, self.head_dim)
+        value = self.v_proj(x).view(tokens, self.kv_heads, self.head_dim)
+        cos, sin = self.rotary(positions)
+        self.k_cache.index_copy_(1, positions, rotate(self.k_norm(key), cos, sin).transpose(0, 1))
+        self.v_cache.index_copy_(1, positions, value.transpose(0, 1))
+        out = self._attend(rotate(self.q_norm(query), cos, sin), positions)
+        out = out * torch.sigmoid(gate.reshape(tokens, -1))
+        return self.o_proj(out)
+
+    def _attend(self, query: Tensor, positions: Tensor) -> Tensor:
+        """query [T, heads, head_dim] over the whole cache -> [T, heads * head_dim]."""
+        tokens, heads, head_dim = query.shape
+        group = heads // self.kv_heads
+        # Heads that share a key stand together, so one product a key head serves them all without repeating the cache.
+        grouped = query.view(tokens, self.kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
+        scores = (grouped @ self.k_cache.transpose(1, 2)).float() * head_dim**-0.5
+        slots = torch.arange(self.k_cache.shape[1], device=positions.device)
+        hidden = (slots[None, :] > positions[:, None]).repeat_interleave(group, dim=0)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(query.dtype)
+        out = (weights @ self.v_cache).unflatten(1, (tokens, group))
+        return out.transpose(0, 1).reshape(tokens, heads * head_dim)

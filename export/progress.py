@@ -1,0 +1,68 @@
+"""What a person sees while an export runs: one line a stage, with its time, on stderr."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TextIO
+
+
+@dataclass
+class Progress:
+    """Names the running stage and keeps each stage's seconds.
+
+    On a terminal the running stage's clock ticks; elsewhere a line is written when a stage begins and when it ends.
+    """
+
+    stream: TextIO | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        stop = threading.Event()
+        ticker = self._start_ticker(name, begin, stop)
+        try:
+            yield
+        except BaseException:
+            self._finish(stop, ticker)
+            self._write(f"\r  {name:<28} failed after {time.perf_counter() - begin:6.1f} s\n")
+            raise
+        self._finish(stop, ticker)
+        self.seconds[name] = time.perf_counter() - begin
+        self._write(f"\r  {name:<28} {self.seconds[name]:6.1f} s\n")
+
+    def note(self, text: str) -> None:
+        self._write(f"  {text}\n")
+
+    def _start_ticker(self, name: str, begin: float, stop: threading.Event) -> threading.Thread | None:
+        if self.stream is None or not self.stream.isatty():
+            return None
+
+        def tick() -> None:
+            while not stop.wait(0.2):
+                self._write(f"\r  {name:<28} {time.perf_counter() - begin:6.1f} s ...")
+
+        ticker = threading.Thread(target=tick, daemon=True)
+        ticker.start()
+        return ticker
+
+    def _finish(self, stop: threading.Event, ticker: threading.Thread | None) -> None:
+        stop.set()
+        if ticker is not None:
+            ticker.join()
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
+        if self.stream is None:
+            return
+        self.stream.write(text if self.stream.isatty() else text.lstrip("\r"))
+        self.stream.flush()
+
+
+def stderr_progress() -> Progress:
+    return Progress(sys.stderr)

@@ -1,0 +1,134 @@
+"""Write an artifact folder whole or not at all, each constant streamed once."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from executorch.exir._serialize._cord import FileBackedData
+from executorch.exir._serialize.data_serializer import DataEntry, DataPayload
+from executorch.exir.tensor_layout import TensorLayout
+from executorch.extension.flat_tensor.serialize.serialize import FlatTensorSerializer
+
+from ..delegate.artifact import MANIFEST_KEY, PROGRAM_FILE, Manifest
+from ..delegate.errors import ExportError
+
+_ALIGNMENT = 128
+
+
+class _TensorData(FileBackedData):
+    """A constant in executorch's file-backed clothes: its bytes are produced, and hashed, when the file is written."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._size = tensor.nbytes
+        self.hexdigest = "0" * 64
+
+    def write_to_file(self, outfile: io.BufferedIOBase) -> None:
+        flat = self._tensor.detach().cpu().contiguous().reshape(-1)
+        data = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+        self.hexdigest = hashlib.sha256(data).hexdigest()
+        outfile.write(data)
+
+
+class _ManifestData(FileBackedData):
+    """The manifest, last in the file: by then every hash is known, and hashes do not change its length."""
+
+    def __init__(self, export_id: str, program_sha256: str, tensors: dict[str, _TensorData]) -> None:
+        self._export_id = export_id
+        self._program_sha256 = program_sha256
+        self._tensors = tensors
+        self._size = len(self._render())
+
+    def _render(self) -> bytes:
+        hashes = {key: data.hexdigest for key, data in self._tensors.items()}
+        return Manifest(self._export_id, self._program_sha256, hashes).to_bytes()
+
+    def write_to_file(self, outfile: io.BufferedIOBase) -> None:
+        outfile.write(self._render())
+
+
+def write_constants(path: Path, constants: Mapping[str, torch.Tensor], export_id: str, program: bytes) -> None:
+    """Write `model.ptd`: every tensor of `constants` under its key, then the manifest."""
+    tensors = {key: _TensorData(tensor) for key, tensor in constants.items()}
+    buffers: list[FileBackedData] = list(tensors.values())
+    named = {
+        key: DataEntry(index, _ALIGNMENT, TensorLayout.from_tensor(tensor.contiguous()))
+        for index, (key, tensor) in enumerate(constants.items())
+    }
+    buffers.append(_ManifestData(export_id, hashlib.sha256(program).hexdigest(), tensors))
+    named[MANIFEST_KEY] = DataEntry(len(buffers) - 1, _ALIGNMENT, None)
+    cord = FlatTensorSerializer().serialize(DataPayload(buffers, named))
+    with open(path, "wb") as file:
+        cord.write_to_file(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def atomic_folder(output: Path) -> Iterator[Path]:
+    """A scratch folder beside `output` that takes its name when the block ends, and vanishes if it fails.
+
+    An artifact that already has the name is replaced only then; any other folder with files in it is refused.
+
+    Raises:
+        ExportError: the name is taken by something else, or there is no room on the disk.
+    """
+    output = output.absolute()
+    if output.exists() and not _replaceable(output):
+        raise ExportError(f"{output} exists and is no artifact: choose another --output, or remove it first")
+    scratch = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(output)
+        scratch.mkdir()
+        yield scratch
+        _install(scratch, output)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(output.parent if output.parent.exists() else "/").free
+            raise ExportError(
+                f"no room on the disk to write {output} ({free / 2**20:.0f} MiB free); nothing was left behind"
+            ) from error
+        if isinstance(error, (PermissionError, NotADirectoryError, FileExistsError)):
+            raise ExportError(f"{output} cannot be written: {error}") from error
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _replaceable(output: Path) -> bool:
+    return output.is_dir() and ((output / PROGRAM_FILE).exists() or not any(output.iterdir()))
+
+
+def _install(scratch: Path, output: Path) -> None:
+    old = output.with_name(f".{output.name}.old-{os.getpid()}")
+    if output.exists():
+        output.rename(old)
+    scratch.rename(output)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_abandoned(output: Path) -> None:
+    """Scratch folders of exports that were killed."""
+    for leftover in output.parent.glob(f".{output.name}.partial-*"):
+        pid = leftover.name.rpartition("-")[2]
+        if pid.isdigit() and not _is_running(int(pid)):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
