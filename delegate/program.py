@@ -18,7 +18,8 @@ from .constants import ConstantPool, ConstantStats
 from .errors import ArtifactError, ClosedError, InputError, OptionError
 from .graph import CaptureEngine, CudaGraphEngine, HostEngine, MethodStats, PhasedRunner, Run, run_on_stream
 from .options import BackendOptions
-from .pte import DelegateMethod, ProgramFile, map_file, parse_program
+from .flatbuffer import map_file
+from .pte import DelegateMethod, ProgramFile, parse_program
 from .ptd import ConstantsFile, parse_constants
 from .target import Target, check_target
 

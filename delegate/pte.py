@@ -1,27 +1,32 @@
-"""Read an ExecuTorch program (`.pte`) without executorch.exir, whose import takes seconds.
+"""Read an ExecuTorch program (`.pte`).
 
-The FlatBuffers readers are executorch's own generated ones. The layout of the file (flatbuffer, extended header `eh00`,
-segments) is that of executorch's `schema/extended_header.h` and `exir/_serialize/program.fbs`.
+The layout of the file (flatbuffer, extended header `eh00`, segments) is that of executorch's `schema/extended_header.h`; the
+slots below are the field numbers of its `exir/_serialize/program.fbs`.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import mmap
 import struct
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from .artifact import BACKEND_ID, SPEC_EXPORT_ID, SPEC_TARGET, MethodRecord
 from .errors import ArtifactError
+from .flatbuffer import Table, damaged
 from .target import Target
 
-_READERS = "executorch.exir._serialize.generated.executorch_flatbuffer"
-_STUBS = ("executorch.exir", "executorch.exir._serialize", "executorch.exir._serialize.generated")
+_PROGRAM_PLANS, _PROGRAM_INLINE, _PROGRAM_SEGMENTS, _PROGRAM_NAMED_DATA = 1, 3, 4, 7
+_PLAN_NAME, _PLAN_VALUES, _PLAN_INPUTS, _PLAN_OUTPUTS = 0, 2, 3, 4
+_PLAN_CHAINS, _PLAN_OPERATORS, _PLAN_DELEGATES = 5, 6, 7
+_CHAIN_INSTRUCTIONS = 2
+_DELEGATE_ID, _DELEGATE_PROCESSED, _DELEGATE_SPECS = 0, 1, 2
+_UNION_KIND, _UNION_VALUE = 0, 1
+_DELEGATE_CALL = 2
+_IN_SEGMENT = 1
+# KernelTypes of the values that constant methods return -> letter of the struct module; 6 is a string.
+_SCALARS = {2: "q", 3: "?", 4: "d"}
+_STRING = 6
 
 
 @dataclass(frozen=True)
@@ -49,168 +54,93 @@ class ProgramFile:
     named_data: dict[str, memoryview] = field(default_factory=dict)
 
 
-def parse_program(data: memoryview, origin: Path) -> ProgramFile:
+def parse_program(data: memoryview, path: Path) -> ProgramFile:
     """Parse the bytes of a `.pte`.
 
     Raises:
-        ArtifactError: not a program, cut short, or not one of this project's programs; names `origin`.
+        ArtifactError: not a program, cut short, or not one of this project's programs; names `path`.
     """
     if len(data) < 64 or bytes(data[4:6]) != b"ET":
-        raise ArtifactError(f"{origin} is not an ExecuTorch program (no 'ET..' identifier at byte 4)")
-    segment_base, segment_size = 0, 0
+        raise ArtifactError(f"{path} is not an ExecuTorch program (no 'ET..' identifier at byte 4)")
+    segment_base = 0
     if bytes(data[8:12]) == b"eh00":
-        (length,) = struct.unpack_from("<I", data, 12)
-        program_size, segment_base = struct.unpack_from("<QQ", data, 16)
-        segment_size = struct.unpack_from("<Q", data, 32)[0] if length > 24 else 0
-        if program_size > len(data) or segment_base + segment_size > len(data):
+        program_size, segment_base, segment_size = struct.unpack_from("<QQQ", data, 16)
+        if max(program_size, segment_base + segment_size) > len(data):
             raise ArtifactError(
-                f"{origin} is cut short: its header speaks of {segment_base + segment_size} bytes, "
-                f"the file has {len(data)}"
+                f"{path} is cut short: its header speaks of {segment_base + segment_size} bytes, the file has {len(data)}"
             )
-    try:
+    with damaged(path):
         return _read(data, segment_base)
-    except ArtifactError:
-        raise
-    except Exception as error:  # The generated readers fail in many ways on damaged tables.
-        raise ArtifactError(f"{origin} cannot be parsed, the file is damaged: {error}") from error
 
 
 def _read(data: memoryview, segment_base: int) -> ProgramFile:
-    program = _reader("Program").Program.GetRootAs(data, 0)
+    program = Table.root(data)
     segments = []
-    for i in range(program.SegmentsLength()):
-        segment = program.Segments(i)
-        begin = segment_base + segment.Offset()
-        segments.append(data[begin : begin + segment.Size()])
+    for segment in program.tables(_PROGRAM_SEGMENTS):
+        begin = segment_base + segment.integer(0, "Q")
+        segments.append(data[begin : begin + segment.integer(1, "Q")])
     out = ProgramFile()
-    for i in range(program.NamedDataLength()):
-        entry = program.NamedData(i)
-        out.named_data[entry.Key().decode()] = segments[entry.SegmentIndex()]
-    for i in range(program.ExecutionPlanLength()):
-        plan = program.ExecutionPlan(i)
-        name = plan.Name().decode()
-        if plan.DelegatesLength() == 0 and plan.InputsLength() == 0 and _instruction_count(plan) == 0:
-            values = [_constant_value(plan, plan.Outputs(j)) for j in range(plan.OutputsLength())]
-            out.metadata[name] = values[0] if len(values) == 1 else values
-        else:
+    for entry in program.tables(_PROGRAM_NAMED_DATA):
+        out.named_data[entry.text(0)] = segments[entry.integer(1)]
+    for plan in program.tables(_PROGRAM_PLANS):
+        name = plan.text(_PLAN_NAME)
+        if _instructions(plan) or plan.tables(_PLAN_DELEGATES):
             out.methods[name] = _delegated_method(program, plan, name, segments)
+        else:
+            values = [_constant_value(plan, index, name) for index in plan.numbers(_PLAN_OUTPUTS, "i")]
+            out.metadata[name] = values[0] if len(values) == 1 else values
     return out
 
 
-def _instruction_count(plan: Any) -> int:
-    return sum(plan.Chains(i).InstructionsLength() for i in range(plan.ChainsLength()))
+def _instructions(plan: Table) -> list[Table]:
+    return [item for chain in plan.tables(_PLAN_CHAINS) for item in chain.tables(_CHAIN_INSTRUCTIONS)]
 
 
-def _delegated_method(program: Any, plan: Any, name: str, segments: list[memoryview]) -> DelegateMethod:
-    kinds = _reader("InstructionArguments").InstructionArguments
-    instructions = [
-        plan.Chains(i).Instructions(j)
-        for i in range(plan.ChainsLength())
-        for j in range(plan.Chains(i).InstructionsLength())
-    ]
-    calls = [item for item in instructions if item.InstrArgsType() == kinds.DelegateCall]
-    if len(calls) != 1 or len(instructions) != 1:
-        operators = sorted({plan.Operators(i).Name().decode() for i in range(plan.OperatorsLength())})
+def _delegated_method(program: Table, plan: Table, name: str, segments: list[memoryview]) -> DelegateMethod:
+    instructions = _instructions(plan)
+    calls = [item.table(_UNION_VALUE) for item in instructions if item.integer(_UNION_KIND, "B") == _DELEGATE_CALL]
+    if len(calls) != 1 or len(instructions) != 1 or calls[0] is None:
+        operators = sorted({operator.text(0) for operator in plan.tables(_PLAN_OPERATORS)})
         raise ArtifactError(
-            f"method {name!r} is not one delegate call: {len(calls)} delegate calls and "
-            f"{len(instructions) - len(calls)} other instructions"
-            + (f" ({', '.join(operators)})" if operators else "")
-            + ". This runtime runs programs made by `ostinato export`"
+            f"method {name!r} is not one delegate call: {len(calls)} delegate calls and {len(instructions) - len(calls)} "
+            f"other instructions{' (' + ', '.join(operators) + ')' if operators else ''}. This runtime runs programs made "
+            "by `ostinato export`"
         )
-    call = _reader("DelegateCall").DelegateCall()
-    call.Init(calls[0].InstrArgs().Bytes, calls[0].InstrArgs().Pos)
-    delegate = plan.Delegates(call.DelegateIndex())
-    backend = delegate.Id().decode()
+    call = calls[0]
+    delegate = plan.tables(_PLAN_DELEGATES)[call.integer(0, "i")]
+    backend = delegate.text(_DELEGATE_ID)
     if backend != BACKEND_ID:
         raise ArtifactError(f"method {name!r} was lowered to backend {backend!r}; this runtime has {BACKEND_ID!r} only")
-    specs = {}
-    for i in range(delegate.CompileSpecsLength()):
-        spec = delegate.CompileSpecs(i)
-        specs[spec.Key().decode()] = bytes(spec.Value(j) for j in range(spec.ValueLength()))
-    record = MethodRecord.from_bytes(_delegate_bytes(program, delegate, segments))
-    args = [call.Args(i) for i in range(call.ArgsLength())]
-    inputs = [plan.Inputs(i) for i in range(plan.InputsLength())]
-    outputs = [plan.Outputs(i) for i in range(plan.OutputsLength())]
-    count = len(record.inputs)
+    specs = {spec.text(0): bytes(spec.blob(1)) for spec in delegate.tables(_DELEGATE_SPECS)}
+    record = MethodRecord.from_bytes(_processed_bytes(program, delegate, segments))
+    arguments = call.numbers(1, "i")
+    inputs = plan.numbers(_PLAN_INPUTS, "i")
+    results = arguments[len(record.inputs) :]
     return DelegateMethod(
         name=name,
         record=record,
         target=Target.from_bytes(specs[SPEC_TARGET]),
         export_id=specs[SPEC_EXPORT_ID].decode(),
-        input_order=tuple(inputs.index(arg) for arg in args[:count]),
-        output_order=tuple(args[count:].index(value) for value in outputs),
+        input_order=tuple(inputs.index(value) for value in arguments[: len(record.inputs)]),
+        output_order=tuple(results.index(value) for value in plan.numbers(_PLAN_OUTPUTS, "i")),
     )
 
 
-def _delegate_bytes(program: Any, delegate: Any, segments: list[memoryview]) -> bytes:
-    reference = delegate.Processed()
-    if reference.Location() == _reader("DataLocation").DataLocation.SEGMENT:
-        return bytes(segments[reference.Index()])
-    inline = program.BackendDelegateData(reference.Index())
-    return bytes(inline.Data(i) for i in range(inline.DataLength()))
+def _processed_bytes(program: Table, delegate: Table, segments: list[memoryview]) -> bytes:
+    reference = delegate.table(_DELEGATE_PROCESSED)
+    if reference is None:
+        return b""
+    index = reference.integer(1)
+    if reference.integer(0, "b") == _IN_SEGMENT:
+        return bytes(segments[index])
+    return bytes(program.tables(_PROGRAM_INLINE)[index].blob(0))
 
 
-def _constant_value(plan: Any, index: int) -> Any:
-    value = plan.Values(index)
-    kinds = _reader("KernelTypes").KernelTypes
-    fields = {
-        kinds.Int: ("Int", "IntVal"),
-        kinds.Bool: ("Bool", "BoolVal"),
-        kinds.Double: ("Double", "DoubleVal"),
-        kinds.String: ("String", "StringVal"),
-    }
-    if value.ValType() not in fields:
-        raise ArtifactError(f"a constant method returns a value of kind {value.ValType()}, which is not supported")
-    table, accessor = fields[value.ValType()]
-    reader = getattr(_reader(table), table)()
-    reader.Init(value.Val().Bytes, value.Val().Pos)
-    raw = getattr(reader, accessor)()
-    return raw.decode() if isinstance(raw, bytes) else raw
-
-
-_reader_cache: dict[str, ModuleType] = {}
-
-
-def _reader(table: str) -> ModuleType:
-    """Import one generated reader module without running `executorch/exir/__init__.py`.
-
-    The readers live inside the package `executorch.exir` and import one another by that name. While they load, empty
-    packages with the right search path stand in for their parents; they are taken out afterwards, so that a
-    later `import executorch.exir` in this process gets the real one.
-    """
-    if table in _reader_cache:
-        return _reader_cache[table]
-    if "executorch.exir" in sys.modules:
-        module = importlib.import_module(f"{_READERS}.{table}")
-    else:
-        spec = importlib.util.find_spec("executorch")
-        if spec is None or not spec.submodule_search_locations:
-            raise ArtifactError("the package executorch is not installed: pip install executorch==1.5.1")
-        root = Path(next(iter(spec.submodule_search_locations)))
-        try:
-            for stub in _STUBS:
-                package = ModuleType(stub)
-                package.__path__ = [str(root.joinpath(*stub.split(".")[1:]))]
-                sys.modules[stub] = package
-            module = importlib.import_module(f"{_READERS}.{table}")
-        finally:
-            for name in [name for name in sys.modules if name.startswith("executorch.exir")]:
-                del sys.modules[name]
-            sys.modules.pop("executorch.exir", None)
-    _reader_cache[table] = module
-    return module
-
-
-def map_file(path: Path) -> memoryview:
-    """The whole file as a private, copy-on-write memory map: pages are read when touched, never written back.
-
-    Raises:
-        ArtifactError: the file is missing, unreadable or empty.
-    """
-    try:
-        with open(path, "rb") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    except FileNotFoundError:
-        raise ArtifactError(f"{path} does not exist") from None
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path} cannot be read: {error}") from error
+def _constant_value(plan: Table, index: int, name: str) -> int | float | bool | str:
+    value = plan.tables(_PLAN_VALUES)[index]
+    kind, held = value.integer(_UNION_KIND, "B"), value.table(_UNION_VALUE)
+    if held is not None and kind == _STRING:
+        return held.text(0)
+    if held is None or kind not in _SCALARS:
+        raise ArtifactError(f"constant method {name!r} returns a value of kind {kind}, which is not supported")
+    return held.number(0, _SCALARS[kind])

@@ -6,8 +6,23 @@
 For a model of your own: `export_program({"forward": (module, example_inputs, dynamic_shapes)}, "artifact/")`.
 """
 
-from .lower import ExportReport, MethodSpec, export_program
-from .methods import export_model
+from typing import TYPE_CHECKING, Any
+
 from .progress import Progress, stderr_progress
 
+if TYPE_CHECKING:
+    from .lower import ExportReport, MethodSpec, export_program
+    from .methods import export_model
+
 __all__ = ["ExportReport", "MethodSpec", "Progress", "export_model", "export_program", "stderr_progress"]
+
+_HOMES = {"ExportReport": "lower", "MethodSpec": "lower", "export_program": "lower", "export_model": "methods"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import exir and the compiler only when something of theirs is asked for: it takes seconds."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

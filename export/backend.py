@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,8 @@ class Lowering:
         tensors: key -> the tensor itself, on the CPU.
         mutable: keys of the buffers that any method writes.
         value_ranges: input name -> (lowest, highest) allowed value.
+        output_names: names for the methods' outputs, in order.
+        symbols: by method, torch's symbol -> the name that its dimension has for people.
         used: keys that compiled code asks for, filled while lowering.
         records: by method, filled while lowering.
         sources: by method, the C++ wrapper that AOTInductor generated, for whoever wants to look for copies in it.
@@ -61,6 +64,8 @@ class Lowering:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     mutable: set[str] = field(default_factory=set)
     value_ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
+    output_names: tuple[str, ...] = ()
+    symbols: dict[str, dict[str, str]] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     records: dict[str, MethodRecord] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -88,7 +93,7 @@ class OstinatoBackend(BackendDetails):
         state = _LOWERING.get()
         method = next(spec.value.decode() for spec in compile_specs if spec.key == SPEC_METHOD_NAME)
         with state.progress.stage(f"compile {method}"), tempfile.TemporaryDirectory(prefix="ostinato-") as folder:
-            library = _compile(edge_program, state.device, Path(folder), method)
+            library = _compile(state, edge_program, Path(folder), method)
             check_library(library)
             code = library.read_bytes()
             # hash.wrapper.json lists operators called by name; hash.wrapper_metadata.json is something else.
@@ -109,16 +114,12 @@ class OstinatoBackend(BackendDetails):
         )
 
 
-def _compile(program: ExportedProgram, device: str, folder: Path, method: str) -> Path:
-    if device != "cpu":
-        program = move_to_device_pass(program, device)
+def _compile(state: Lowering, program: ExportedProgram, folder: Path, method: str) -> Path:
+    if state.device != "cpu":
+        program = move_to_device_pass(program, state.device)
     ReplaceViewCopyWithViewPass()(program.graph_module)
     module = program.module()
-    # As plain attributes, lifted constants would lose their names when AOTInductor traces the module again.
-    for name, tensor in program.constants.items():
-        if isinstance(tensor, torch.Tensor) and "." not in name and name not in dict(module.named_buffers()):
-            delattr(module, name)
-            module.register_buffer(name, tensor)
+    _name_constants(state, program, module, method)
     user_inputs = set(program.graph_signature.user_inputs)
     arguments = tuple(
         node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user_inputs
@@ -127,12 +128,39 @@ def _compile(program: ExportedProgram, device: str, folder: Path, method: str) -
         "aot_inductor.package_constants_in_so": False,
         # Without it small constants are baked into the code as literals.
         "always_keep_tensor_constants": True,
-        "aot_inductor.embed_kernel_binary": device == "cuda",
+        "aot_inductor.embed_kernel_binary": state.device == "cuda",
         # Everything that the compiler writes lies beside the library and goes away with the folder.
         "aot_inductor.output_path": str(folder / f"{method}.so"),
     }
     with torch.no_grad():
         return Path(str(torch._inductor.aot_compile(module, arguments, options=options)))
+
+
+def _name_constants(state: Lowering, program: ExportedProgram, module: torch.fx.GraphModule, method: str) -> None:
+    """Write back as numbers what exir made tensors of, and keep the names of lifted constants."""
+    buffers = dict(module.named_buffers())
+    constants = {**program.constants, **buffers}
+    for name, tensor in constants.items():
+        if isinstance(tensor, torch.Tensor) and tensor.dim() == 0 and (method, name) not in state.keys:
+            _write_as_number(module.graph, name, tensor)
+        elif isinstance(tensor, torch.Tensor) and "." not in name and name not in buffers:
+            # As a plain attribute it would lose its name when AOTInductor traces the module again.
+            delattr(module, name)
+            module.register_buffer(name, tensor)
+    module.recompile()
+
+
+def _write_as_number(graph: torch.fx.Graph, name: str, tensor: torch.Tensor) -> None:
+    """A number in the code costs nothing; a scalar tensor is a load in every kernel, and a constant to bind."""
+    for node in graph.find_nodes(op="get_attr", target=name):
+        with graph.inserting_before(node):
+            number = graph.call_function(
+                torch.ops.aten.full.default,
+                ([], tensor.item()),
+                {"dtype": tensor.dtype, "device": tensor.device},
+            )
+        node.replace_all_uses_with(number)
+        graph.erase_node(node)
 
 
 def _constant_names(library: Path, device: str) -> dict[str, str]:
@@ -179,8 +207,8 @@ def _record(
         code_key=CODE_KEY_PREFIX + digest,
         code_sha256=digest,
         extern_key=f"{EXTERN_KEY_PREFIX}{method}" if has_extern else "",
-        inputs=tuple(_input_specs(state, program)),
-        outputs=tuple(_output_specs(program)),
+        inputs=tuple(_input_specs(state, method, program)),
+        outputs=tuple(_output_specs(state, method, program)),
         constants=constants,
         buffers=buffers,
         buffer_specs=specs,
@@ -201,34 +229,43 @@ def _key_of(state: Lowering, method: str, program: ExportedProgram, name: str) -
     return key
 
 
-def _input_specs(state: Lowering, program: ExportedProgram) -> Iterator[TensorSpec]:
+def _input_specs(state: Lowering, method: str, program: ExportedProgram) -> Iterator[TensorSpec]:
     user_inputs = set(program.graph_signature.user_inputs)
+    names = state.symbols.get(method, {})
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name in user_inputs:
-            yield _tensor_spec(node.name, node.meta["val"], program, state.value_ranges.get(node.name))
+            yield _tensor_spec(node.name, node.meta["val"], program, names, state.value_ranges.get(node.name))
 
 
-def _output_specs(program: ExportedProgram) -> Iterator[TensorSpec]:
+def _output_specs(state: Lowering, method: str, program: ExportedProgram) -> Iterator[TensorSpec]:
     output = next(node for node in program.graph.nodes if node.op == "output")
     values = {node.name: node.meta["val"] for node in output.args[0] if hasattr(node, "meta")}
-    for name in program.graph_signature.user_outputs:
-        yield _tensor_spec(str(name), values[name], program, None)
+    for index, node_name in enumerate(program.graph_signature.user_outputs):
+        name = state.output_names[index] if index < len(state.output_names) else f"output_{index}"
+        yield _tensor_spec(name, values[node_name], program, state.symbols.get(method, {}))
 
 
-def _tensor_spec(name: str, value: Any, program: ExportedProgram, bounds: tuple[int, int] | None) -> TensorSpec:
+def _tensor_spec(
+    name: str,
+    value: Any,
+    program: ExportedProgram,
+    names: dict[str, str],
+    bounds: tuple[int, int] | None = None,
+) -> TensorSpec:
     if not isinstance(value, torch.Tensor):
         raise ExportError(f"input or output {name!r} is a {type(value).__name__}; only tensors are supported")
-    shape = tuple(_dim(size, program) for size in value.shape)
+    shape = tuple(_dim(size, program, names) for size in value.shape)
     return TensorSpec(name, dtype_name(value.dtype), shape, bounds)
 
 
-def _dim(size: int | torch.SymInt, program: ExportedProgram) -> Dim:
+def _dim(size: int | torch.SymInt, program: ExportedProgram, names: dict[str, str]) -> Dim:
     if isinstance(size, int):
         return Dim(size, size)
     expression = size.node.expr
     ranges = {symbol: ValueRanges(r.lower, r.upper) for symbol, r in program.range_constraints.items()}
     bounds = bound_sympy(expression, ranges)
-    return Dim(_finite(bounds.lower, 0), _finite(bounds.upper, _UNBOUNDED), str(expression))
+    text = re.sub(r"\w+", lambda match: names.get(match[0], match[0]), str(expression))
+    return Dim(_finite(bounds.lower, 0), _finite(bounds.upper, _UNBOUNDED), text)
 
 
 def _finite(bound: Any, fallback: int) -> int:

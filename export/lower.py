@@ -57,6 +57,7 @@ def export_program(
     device: str = "cpu",
     metadata: Mapping[str, Any] | None = None,
     value_ranges: Mapping[str, tuple[int, int]] | None = None,
+    output_names: Sequence[str] = (),
     extra_files: Sequence[Path] = (),
     progress: Progress | None = None,
 ) -> ExportReport:
@@ -72,6 +73,7 @@ def export_program(
         device: "cpu" or "cuda".
         metadata: constant methods of the program: name -> int, float, bool, str, or a list of one of them.
         value_ranges: input name -> (lowest, highest) value; checked at run time for inputs on the host.
+        output_names: what the methods' outputs are called, in order; `output_0`, ... by default.
         extra_files: files to copy into the folder.
         progress: shows and keeps the time of each stage.
 
@@ -88,7 +90,9 @@ def export_program(
     target = host_target(device)
     with atomic_folder(Path(output)) as folder:
         programs = _trace(methods, progress)
-        state = Lowering(device, progress, value_ranges=dict(value_ranges or {}))
+        state = Lowering(device, progress, value_ranges=dict(value_ranges or {}), output_names=tuple(output_names))
+        for name, (_, _, dynamic_shapes) in methods.items():
+            state.symbols[name] = _symbol_names(programs[name], dynamic_shapes)
         _settle_constants(state, programs)
         export_id = uuid.uuid4().hex
         program = _lower(state, programs, target, export_id, dict(metadata or {}))
@@ -113,10 +117,27 @@ def _trace(methods: Mapping[str, MethodSpec], progress: Progress) -> dict[str, E
     for name, (module, example, dynamic_shapes) in methods.items():
         with progress.stage(f"trace {name}"), torch.no_grad(), _quiet():
             try:
-                programs[name] = torch.export.export(module, example, dynamic_shapes=dynamic_shapes, strict=False)
+                traced = torch.export.export(module, example, dynamic_shapes=dynamic_shapes, strict=False)
+                # Without in-place operators, the signature says which buffers are written.
+                programs[name] = traced.run_decompositions({})
             except Exception as error:
                 raise ExportError(f"method {name!r} cannot be traced by torch.export: {error}") from error
     return programs
+
+
+def _symbol_names(program: ExportedProgram, dynamic_shapes: Any) -> dict[str, str]:
+    """torch's symbol (`s27`) -> the name of the `Dim` that the caller gave, for shapes that people read."""
+    if not isinstance(dynamic_shapes, (tuple, list)):
+        return {}
+    user_inputs = set(program.graph_signature.user_inputs)
+    nodes = [n for n in program.graph.nodes if n.op == "placeholder" and n.name in user_inputs]
+    names = {}
+    for node, dims in zip(nodes, dynamic_shapes, strict=False):
+        for index, dim in (dims or {}).items() if isinstance(dims, dict) else ():
+            size = node.meta["val"].shape[index]
+            if isinstance(size, torch.SymInt) and getattr(dim, "__name__", None):
+                names[str(size.node.expr)] = dim.__name__
+    return names
 
 
 def _settle_constants(state: Lowering, programs: Mapping[str, ExportedProgram]) -> None:

@@ -64,6 +64,7 @@ def export_model(
         device=device,
         metadata=_metadata(config, folder, length, dtype, network),
         value_ranges={"tokens": (0, config.vocab_size - 1), "input_pos": (0, length - 1)},
+        output_names=("logits",),
         extra_files=[folder / name for name in artifact.TOKENIZER_FILES if (folder / name).exists()],
         progress=progress,
     )

@@ -1,0 +1,13 @@
+"""Methods -> text.
+
+    >>> from ostinato.runner import Engine
+    >>> engine = Engine.load("artifact/", cuda_graph=True)
+    >>> print("".join(engine.generate("What is the capital of France?")))
+    Paris
+"""
+
+from .engine import Engine, Result
+from .sampling import Sampling
+from .tokenizer import Tokenizer
+
+__all__ = ["Engine", "Result", "Sampling", "Tokenizer"]

@@ -1,0 +1,61 @@
+"""`ostinato`: export, run, inspect."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+
+# Each module has `SUMMARY`, `add_arguments(parser)` and `main(arguments) -> exit status`. By name, so that `run` imports no
+# compiler, and this package none of export/.
+COMMANDS = {
+    "export": "ostinato.export.command",
+    "run": "ostinato.runner.command_run",
+    "inspect": "ostinato.runner.command_inspect",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Exit status: 0 done, 2 an error in what was asked or given, 130 interrupted."""
+    words = sys.argv[1:] if argv is None else argv
+    chosen = next((word for word in words if word in COMMANDS), None)
+    parser = argparse.ArgumentParser(
+        prog="ostinato", description="Run language models exported ahead of time, from Python, at the speed of the memory."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    summaries = {
+        "export": "a Hugging Face checkpoint -> an artifact (needs a C++ compiler)",
+        "run": "answer a prompt with an artifact",
+        "inspect": "show what an artifact holds",
+    }
+    module = None
+    for name, where in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summaries[name], formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
+        )
+        if name == chosen:
+            module = importlib.import_module(where)
+            command.description = module.__doc__
+            command.formatter_class = argparse.RawDescriptionHelpFormatter
+            module.add_arguments(command)
+    arguments = parser.parse_args(words)
+    assert module is not None
+    from ..delegate.errors import OstinatoError
+
+    try:
+        return module.main(arguments)
+    except OstinatoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`ostinato run ... | head`); Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Answer a prompt with an artifact.
+
+stdout carries the answer alone (or one JSON object); progress, figures and errors go to stderr.
+Exit status: 0 done, 2 an error in what was asked or given, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from .engine import DEFAULT_MAX_NEW_TOKENS, Engine, Result
+from .sampling import Sampling
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("artifact", metavar="ARTIFACT", help="artifact folder")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to ask; the chat template is applied")
+    parser.add_argument("--raw", action="store_true", help="no chat template: continue the prompt as it is")
+    parser.add_argument(
+        "--cuda_graph", "--cuda-graph", action="store_true", help="take decode through warmup -> capture -> replay"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=DEFAULT_MAX_NEW_TOKENS, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default): most likely token")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 (default): off")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 (default): off")
+    parser.add_argument("--seed", type=int, metavar="N", help="draw the same tokens again")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    with Engine.load(arguments.artifact, cuda_graph=arguments.cuda_graph) as engine:
+        if arguments.cuda_graph and engine.program.device.type == "cpu":
+            _say(
+                "note: this artifact runs on the CPU, where --cuda_graph takes the host engine: the same phases and checks, "
+                "no graph and no gain"
+            )
+        pieces = engine.generate(
+            arguments.prompt,
+            raw=arguments.raw,
+            max_new_tokens=arguments.max_new_tokens,
+            sampling=sampling,
+            ignore_eos=arguments.ignore_eos,
+        )
+        interrupted = False
+        try:
+            for piece in pieces:
+                if not arguments.json:
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
+        except KeyboardInterrupt:
+            interrupted = True
+        result = engine.last
+    if arguments.json:
+        print(json.dumps(result.as_dict(), ensure_ascii=False))
+    else:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        _say(figures(result))
+    for name, stats in result.methods.items():
+        if stats["fallbacks"]:
+            _say(f"warning: {name}: no graph, the capture failed: {stats['fallback_reason']}")
+    return 130 if interrupted else 0
+
+
+def figures(result: Result) -> str:
+    """One line: prompt and decode speed, and how many steps were made in which way."""
+    counts = {"run": 0, "warmup": 0, "capture": 0, "replay": 0}
+    decode = list(result.methods.values())[-1] if result.methods else {}
+    for word, key in (("run", "runs"), ("warmup", "warmups"), ("capture", "captures"), ("replay", "replays")):
+        counts[word] = decode.get(key, 0)
+    steps = ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "none"
+    return (
+        f"prompt: {result.prompt_tokens} tokens, {result.prefill_tokens_per_second:.1f} tokens/s | "
+        f"decode: {len(result.tokens)} tokens, {result.decode_tokens_per_second:.1f} tokens/s | "
+        f"steps: {steps} | {result.finish_reason}"
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,289 @@
+"""`Engine`: a loaded artifact that answers prompts. prefill, then decode_one_token until a reason to stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..delegate import InputError, Method, Program, load_program
+from ..delegate.artifact import META_EOS_IDS, META_MAX_SEQ_LEN
+from ..delegate.errors import ArtifactError, OptionError
+from .sampling import Sampler, Sampling
+from .tokenizer import Message, TextStream, Tokenizer
+
+DEFAULT_MAX_NEW_TOKENS = 256
+
+
+@dataclass
+class Result:
+    """One finished answer.
+
+    `finish_reason`: "stop" (end-of-sequence token), "length" (`max_new_tokens`), "max_seq_len" or "interrupted".
+    `tokens` has the end-of-sequence token when there was one; `text` has not. Prefill includes the first token's sampling;
+    decode is every token after it.
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    finish_reason: str = "interrupted"
+    methods: dict[str, dict[str, Any]] = field(default_factory=dict)
+    constants: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        steps = len(self.tokens) - 1
+        return steps / self.decode_seconds if steps > 0 and self.decode_seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        data = asdict(self)
+        data["prefill_tokens_per_second"] = self.prefill_tokens_per_second
+        data["decode_tokens_per_second"] = self.decode_tokens_per_second
+        return data
+
+
+class Engine:
+    """Made by `Engine.load`. One sequence at a time; a context manager that frees the program on exit.
+
+    >>> with Engine.load("artifact/", cuda_graph=True) as engine:
+    ...     for piece in engine.generate("What is the capital of France?"):
+    ...         print(piece, end="", flush=True)
+    ...     print(engine.last.decode_tokens_per_second)
+    """
+
+    def __init__(self, program: Program, folder: Path, cuda_graph: bool, warmup_steps: int) -> None:
+        self.program = program
+        self.last = Result()
+        self._folder = folder
+        self._tokenizer: Tokenizer | None = None
+        self._load_methods(cuda_graph, warmup_steps)
+        limit = program.metadata.get(META_MAX_SEQ_LEN)
+        self.max_seq_len = int(limit) if limit is not None else self._longest_input()
+        eos = program.metadata.get(META_EOS_IDS, [])
+        self.eos_ids = frozenset(eos if isinstance(eos, list) else [eos])
+
+    @classmethod
+    def load(
+        cls,
+        path: str | PathLike[str],
+        *,
+        cuda_graph: bool = False,
+        warmup_steps: int = 3,
+        on_load: Callable[[int], None] | None = None,
+    ) -> Engine:
+        """Load an artifact.
+
+        Args:
+            path: the artifact folder.
+            cuda_graph: take decode through warmup -> capture -> replay.
+            warmup_steps: decode steps before the capture.
+            on_load: called with the size of each constant loaded, for progress displays.
+
+        Raises:
+            ArtifactError, TargetError: as `load_program`.
+        """
+        program = load_program(path, on_load=on_load)
+        try:
+            return cls(program, Path(path), cuda_graph, warmup_steps)
+        except BaseException:
+            program.close()
+            raise
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer(self._folder)
+        return self._tokenizer
+
+    def encode_prompt(self, prompt: str | Sequence[Message], raw: bool = False) -> list[int]:
+        """Token ids of a question in the chat template's dress, of a whole chat, or with `raw` of the text as it is.
+
+        Raises:
+            InputError: an empty prompt, or no chat template.
+        """
+        if not prompt or (isinstance(prompt, str) and not raw and not prompt.strip()):
+            raise InputError("the prompt is empty")
+        if raw:
+            if not isinstance(prompt, str):
+                raise InputError("raw=True takes a string, not a list of messages")
+            tokens = self.tokenizer.encode(prompt)
+        else:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            tokens = self.tokenizer.encode(self.tokenizer.render(messages))
+        if not tokens:
+            raise InputError("the prompt has no tokens")
+        return tokens
+
+    def generate(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        raw: bool = False,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        sampling: Sampling | None = None,
+        ignore_eos: bool = False,
+    ) -> Iterator[str]:
+        """Yield the answer piece by piece; pieces never split a character. Figures are in `last` afterwards.
+
+        Raises:
+            InputError: an empty prompt, or one that leaves no room in max_seq_len.
+        """
+        tokens = self.encode_prompt(prompt, raw)
+        stream = TextStream(self.tokenizer)
+        steps = self.generate_tokens(
+            tokens, max_new_tokens=max_new_tokens, sampling=sampling, ignore_eos=ignore_eos
+        )
+        result = self.last
+
+        def pieces() -> Iterator[str]:
+            for token in steps:
+                yield stream.push(token)
+            yield stream.flush()
+
+        for piece in pieces():
+            if piece:
+                result.text += piece
+                yield piece
+
+    def generate_tokens(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        sampling: Sampling | None = None,
+        ignore_eos: bool = False,
+    ) -> Iterator[int]:
+        """Yield token ids after the prompt `tokens`; an end-of-sequence id ends the answer and is not yielded.
+
+        The checks are made at once, the work when the iterator is asked. Raises as `generate`.
+        """
+        if not tokens:
+            raise InputError("the prompt is empty")
+        if max_new_tokens < 1:
+            raise OptionError(f"max_new_tokens must be 1 or more, got {max_new_tokens}")
+        if len(tokens) >= self.max_seq_len:
+            raise InputError(
+                f"the prompt has {len(tokens)} tokens and leaves no room for an answer in max_seq_len {self.max_seq_len}: "
+                "shorten it, or export with a larger --max-seq-len"
+            )
+        self.last = Result(prompt_tokens=len(tokens))
+        sampler = Sampler(sampling or Sampling(), self.program.device)
+        return self._generate(list(tokens), max_new_tokens, sampler, frozenset() if ignore_eos else self.eos_ids)
+
+    def close(self) -> None:
+        self.program.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _generate(
+        self, prompt: list[int], max_new_tokens: int, sampler: Sampler, eos_ids: frozenset[int]
+    ) -> Iterator[int]:
+        result = self.last
+        begin = time.perf_counter()
+        try:
+            token = sampler(self._prefill(prompt))
+            result.prefill_seconds = time.perf_counter() - begin
+            begin = time.perf_counter()
+            while True:
+                result.tokens.append(token)
+                if token in eos_ids:
+                    result.finish_reason = "stop"
+                    return
+                # The clock of decode stops while the caller has the token.
+                result.decode_seconds += time.perf_counter() - begin
+                yield token
+                begin = time.perf_counter()
+                if len(result.tokens) >= max_new_tokens:
+                    result.finish_reason = "length"
+                    return
+                if len(prompt) + len(result.tokens) >= self.max_seq_len:
+                    result.finish_reason = "max_seq_len"
+                    return
+                token = sampler(self._decode_one_token(prompt, result.tokens))
+        finally:
+            if result.tokens:
+                result.decode_seconds += time.perf_counter() - begin
+            result.methods = {method.name: asdict(method.stats) for method in self._methods}
+            stats = self.program.stats
+            result.constants = {
+                "count": stats.constants,
+                "shared": stats.shared,
+                "bytes_saved": stats.bytes_saved,
+            }
+
+    def _prefill(self, prompt: list[int]) -> torch.Tensor:
+        """Logits [vocab] after the prompt; the state starts anew."""
+        low, high = _lengths(self._many)
+        if low <= len(prompt) <= high:
+            return self._step(self._many, prompt, 0)
+        logits = torch.empty(0)
+        for position, token in enumerate(prompt):
+            logits = self._step(self._one, [token], position)
+        return logits
+
+    def _decode_one_token(self, prompt: list[int], answer: list[int]) -> torch.Tensor:
+        """Logits [vocab] after the last token of the answer."""
+        if len(self._many.inputs) == 1:
+            # No state: the whole sequence goes through again.
+            return self._step(self._many, prompt + answer, 0)
+        return self._step(self._one, answer[-1:], len(prompt) + len(answer) - 1)
+
+    def _step(self, method: Method, tokens: list[int], position: int) -> torch.Tensor:
+        inputs = [torch.tensor([tokens], dtype=torch.int64)]
+        if len(method.inputs) == 2:
+            inputs.append(torch.arange(position, position + len(tokens)))
+        logits = method.execute(inputs)[0]
+        return logits.reshape(-1, logits.shape[-1])[-1]
+
+    def _load_methods(self, cuda_graph: bool, warmup_steps: int) -> None:
+        names = self.program.method_names
+        if {"prefill", "decode"} <= names:
+            many, one = "prefill", "decode"
+        elif "forward" in names:
+            many = one = "forward"
+        else:
+            raise ArtifactError(
+                "the runner needs the methods 'prefill' and 'decode', or 'forward'; the program has: "
+                f"{', '.join(sorted(names))}"
+            )
+        stay = {"skip_copy_output_to_cpu_for_method": f"{many},{one}"}
+        graph = {"enable_cuda_graph_for_method": one, "cuda_graph_warmup_steps": warmup_steps}
+        self._one = self.program.load_method(one, {**stay, **graph} if cuda_graph else stay)
+        # A lone `forward` is loaded twice when it is captured: its prefill has other shapes than its graph.
+        share_handle = many == one and not cuda_graph
+        self._many = self._one if share_handle else self.program.load_method(many, stay)
+        self._methods = [self._one] if many == one else [self._many, self._one]
+        for method in (self._many, self._one):
+            if len(method.inputs) not in (1, 2) or len(method.inputs[0].shape) != 2:
+                raise ArtifactError(
+                    f"the runner needs methods of (tokens [1, T], input_pos [T]) or (tokens [1, T]); {method.name!r} takes "
+                    + ", ".join(f"{spec.name} {spec.shape_text}" for spec in method.inputs)
+                )
+
+    def _longest_input(self) -> int:
+        return _lengths(self._many)[1]
+
+
+def _lengths(method: Method) -> tuple[int, int]:
+    """Shortest and longest run of tokens that the method takes."""
+    dim = method.inputs[0].shape[1]
+    return dim.min, dim.max
