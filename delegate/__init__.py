@@ -1,11 +1,11 @@
 """Artifact -> callable methods. The runtime: no compiler, no tracing.
 
-    >>> from ostinato.delegate import load_program
-    >>> program = load_program("artifact/")
-    >>> sorted(program.method_names)
-    ['decode', 'prefill']
-    >>> decode = program.load_method("decode", {"enable_cuda_graph_for_method": "decode"})
-    >>> (logits,) = decode.execute((tokens, input_pos))
+>>> from ostinato.delegate import load_program
+>>> program = load_program("artifact/")
+>>> sorted(program.method_names)
+['decode', 'prefill']
+>>> decode = program.load_method("decode", {"enable_cuda_graph_for_method": "decode"})
+>>> (logits,) = decode.execute((tokens, input_pos))
 """
 
 from .artifact import Dim, TensorSpec

@@ -145,7 +145,8 @@ class MethodRecord:
     """What the runtime needs to know of one delegated method.
 
     `constants` and `buffers` map the names that the compiled code uses onto keys of `model.ptd` and of
-    `buffer_specs`. `extern_key` names the list of ATen operators that the code calls by name, "" if there are none. Inputs and outputs stand in the order of the compiled code's arguments.
+    `buffer_specs`. `extern_key` names the list of ATen operators that the code calls by name, "" if there are none.
+    Inputs and outputs stand in the order of the compiled code's arguments.
     """
 
     method: str

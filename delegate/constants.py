@@ -107,7 +107,9 @@ class ConstantPool:
     def _load(self, key: str, private: bool = False) -> torch.Tensor:
         entry = self._file.entries.get(key)
         if entry is None or entry.dtype is None:
-            raise ArtifactError(f"{self._file.path} lacks the constant {key!r}: it belongs to another export, or is damaged")
+            raise ArtifactError(
+                f"{self._file.path} lacks the constant {key!r}: it belongs to another export, or is damaged"
+            )
         if self._verify:
             self._check_hash(key, entry)
         if self._device.type == "cpu":

@@ -47,7 +47,9 @@ class BackendOptions:
             if key not in defaults:
                 near = difflib.get_close_matches(str(key), defaults, 1)
                 hint = f" (did you mean {near[0]!r}?)" if near else ""
-                raise OptionError(f"unknown backend option {key!r}{hint}; the options are: {', '.join(sorted(defaults))}")
+                raise OptionError(
+                    f"unknown backend option {key!r}{hint}; the options are: {', '.join(sorted(defaults))}"
+                )
             expected = type(defaults[key])
             if type(value) is not expected:
                 raise OptionError(

@@ -16,11 +16,11 @@ from .aoti import Container
 from .artifact import CONSTANTS_FILE, PROGRAM_FILE, TensorSpec, dtype_from_name
 from .constants import ConstantPool, ConstantStats
 from .errors import ArtifactError, ClosedError, InputError, OptionError
+from .flatbuffer import map_file
 from .graph import CaptureEngine, CudaGraphEngine, HostEngine, MethodStats, PhasedRunner, Run, run_on_stream
 from .options import BackendOptions
-from .flatbuffer import map_file
-from .pte import DelegateMethod, ProgramFile, parse_program
 from .ptd import ConstantsFile, parse_constants
+from .pte import DelegateMethod, ProgramFile, parse_program
 from .target import Target, check_target
 
 Source = str | PathLike[str] | tuple[str | PathLike[str], str | PathLike[str]]
@@ -140,7 +140,9 @@ class Method(_Owner):
         if isinstance(inputs, torch.Tensor) or len(inputs) != len(self._inputs):
             got = "one tensor" if isinstance(inputs, torch.Tensor) else f"{len(inputs)} inputs"
             names = ", ".join(f"{spec.name} {spec.shape_text} {spec.dtype}" for spec in self._inputs)
-            raise InputError(f"method {self.name!r} takes a sequence of {len(self._inputs)} inputs ({names}), got {got}")
+            raise InputError(
+                f"method {self.name!r} takes a sequence of {len(self._inputs)} inputs ({names}), got {got}"
+            )
         symbols: dict[str, tuple[int, str]] = {}
         for spec, tensor in zip(self._inputs, inputs, strict=True):
             self._check_one(spec, tensor, symbols)
@@ -323,9 +325,7 @@ def _pinned_to(stream: torch.cuda.Stream, run: Run) -> Run:
     return run_there
 
 
-def load_program(
-    source: Source, verify: bool = True, on_load: Callable[[int], None] | None = None
-) -> Program:
+def load_program(source: Source, verify: bool = True, on_load: Callable[[int], None] | None = None) -> Program:
     """Load an artifact: `load_program("artifact/")` or `load_program(("model.pte", "model.ptd"))`.
 
     The files are mapped, not read; constants are loaded with the first method that needs them.
@@ -344,7 +344,9 @@ def load_program(
     entries = list(parsed.methods.values())
     for entry in entries:
         check_target(entry.target)
-    device = torch.device("cuda", torch.cuda.current_device()) if entries[0].target.device == "cuda" else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device()) if entries[0].target.device == "cuda" else torch.device("cpu")
+    )
     return Program(parsed, constants, ConstantPool(constants, device, verify, on_load), device)
 
 
@@ -358,7 +360,9 @@ def artifact_paths(source: Source) -> tuple[Path, Path]:
     if folder.suffix == ".pte":
         return folder, folder.with_suffix(".ptd")
     if not folder.is_dir():
-        raise ArtifactError(f"{folder} is not a folder: pass an artifact folder (it holds {PROGRAM_FILE} and {CONSTANTS_FILE})")
+        raise ArtifactError(
+            f"{folder} is not a folder: pass an artifact folder (it holds {PROGRAM_FILE} and {CONSTANTS_FILE})"
+        )
     if not (folder / PROGRAM_FILE).exists():
         raise ArtifactError(
             f"{folder} is not an artifact: it has no {PROGRAM_FILE}. Make one with: ostinato export --model CHECKPOINT "

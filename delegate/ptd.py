@@ -61,13 +61,13 @@ def parse_constants(data: memoryview, path: Path) -> ConstantsFile:
         raise ArtifactError(f"{path} is not a FlatTensor file (no 'FT01' identifier at byte 4)")
     base, size = struct.unpack_from("<QQ", data, 32)
     if base + size > len(data):
-        raise ArtifactError(
-            f"{path} is cut short: its header speaks of {base + size} bytes, the file has {len(data)}"
-        )
+        raise ArtifactError(f"{path} is cut short: its header speaks of {base + size} bytes, the file has {len(data)}")
     with damaged(path):
         entries = _read(data, base)
     if MANIFEST_KEY not in entries:
-        raise ArtifactError(f"{path} has no manifest ({MANIFEST_KEY!r}): it was not made by `ostinato export`, or is damaged")
+        raise ArtifactError(
+            f"{path} has no manifest ({MANIFEST_KEY!r}): it was not made by `ostinato export`, or is damaged"
+        )
     manifest = Manifest.from_bytes(bytes(entries.pop(MANIFEST_KEY).data))
     return ConstantsFile(path, manifest, entries)
 

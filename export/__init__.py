@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportReport", "MethodSpec", "Progress", "export_model", "export_program", "stderr_progress"]
 
-_HOMES = {"ExportReport": "lower", "MethodSpec": "lower", "export_program": "lower", "export_model": "methods"}
+_HOMES = {
+    "ExportReport": "lower",
+    "MethodSpec": "lower",
+    "export_program": "lower",
+    "export_model": "methods",
+}
 
 
 def __getattr__(name: str) -> Any:

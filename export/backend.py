@@ -92,7 +92,10 @@ class OstinatoBackend(BackendDetails):
     def preprocess(cls, edge_program: ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
         state = _LOWERING.get()
         method = next(spec.value.decode() for spec in compile_specs if spec.key == SPEC_METHOD_NAME)
-        with state.progress.stage(f"compile {method}"), tempfile.TemporaryDirectory(prefix="ostinato-") as folder:
+        with (
+            state.progress.stage(f"compile {method}"),
+            tempfile.TemporaryDirectory(prefix="ostinato-") as folder,
+        ):
             library = _compile(state, edge_program, Path(folder), method)
             check_library(library)
             code = library.read_bytes()
@@ -184,7 +187,12 @@ def _check_extern(method: str, extern: bytes) -> None:
 
 
 def _record(
-    state: Lowering, method: str, program: ExportedProgram, names: dict[str, str], code: bytes, has_extern: bool
+    state: Lowering,
+    method: str,
+    program: ExportedProgram,
+    names: dict[str, str],
+    code: bytes,
+    has_extern: bool,
 ) -> MethodRecord:
     constants: dict[str, str] = {}
     buffers: dict[str, str] = {}
@@ -222,7 +230,9 @@ def _key_of(state: Lowering, method: str, program: ExportedProgram, name: str) -
     # A constant that a pass of exir made.
     tensor = {**program.state_dict, **program.constants}.get(name)
     if not isinstance(tensor, torch.Tensor):
-        raise ExportError(f"method {method!r}: the compiled code asks for a constant {name!r} that the graph does not have")
+        raise ExportError(
+            f"method {method!r}: the compiled code asks for a constant {name!r} that the graph does not have"
+        )
     key = f"{method}.{name}"
     state.keys[method, name] = key
     state.tensors[key] = tensor.detach().cpu()

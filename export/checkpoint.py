@@ -146,7 +146,9 @@ def _read(source: SafetensorsFolder, name: str, sources: list[str], shape: tuple
     experts = shape[0]
     rows = shape[1] * experts // len(sources)
     if len(sources) % experts:
-        raise CheckpointError(f"the checkpoint has {len(sources)} tensors for {name}, config.json speaks of {experts} experts")
+        raise CheckpointError(
+            f"the checkpoint has {len(sources)} tensors for {name}, config.json speaks of {experts} experts"
+        )
     for item in sources:
         _check_shape(source, item, (rows, shape[2]))
     return torch.cat([source.read(item) for item in sources]).view(shape)

@@ -22,7 +22,9 @@ def find_compiler() -> str:
         if path:
             return path
     if wanted:
-        raise ExportError(f"the C++ compiler that CXX names, {wanted!r}, does not exist: set CXX to one that does, or unset it")
+        raise ExportError(
+            f"the C++ compiler that CXX names, {wanted!r}, does not exist: set CXX to one that does, or unset it"
+        )
     raise ExportError(
         "no C++ compiler found: an export compiles code. Install one (Debian, Ubuntu: apt-get install g++; "
         "Fedora: dnf install gcc-c++), or set CXX to its path"

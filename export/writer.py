@@ -33,7 +33,7 @@ class _TensorData(FileBackedData):
 
     def write_to_file(self, outfile: io.BufferedIOBase) -> None:
         flat = self._tensor.detach().cpu().contiguous().reshape(-1)
-        data = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+        data = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
         self.hexdigest = hashlib.sha256(data).hexdigest()
         outfile.write(data)
 

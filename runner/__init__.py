@@ -1,9 +1,9 @@
 """Methods -> text.
 
-    >>> from ostinato.runner import Engine
-    >>> engine = Engine.load("artifact/", cuda_graph=True)
-    >>> print("".join(engine.generate("What is the capital of France?")))
-    Paris
+>>> from ostinato.runner import Engine
+>>> engine = Engine.load("artifact/", cuda_graph=True)
+>>> print("".join(engine.generate("What is the capital of France?")))
+Paris
 """
 
 from .engine import Engine, Result

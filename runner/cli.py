@@ -21,7 +21,8 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     chosen = next((word for word in words if word in COMMANDS), None)
     parser = argparse.ArgumentParser(
-        prog="ostinato", description="Run language models exported ahead of time, from Python, at the speed of the memory."
+        prog="ostinato",
+        description="Run language models exported ahead of time, from Python, at the speed of the memory.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     summaries = {
@@ -32,7 +33,10 @@ def main(argv: list[str] | None = None) -> int:
     module = None
     for name, where in COMMANDS.items():
         command = commands.add_parser(
-            name, help=summaries[name], formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
+            name,
+            help=summaries[name],
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            allow_abbrev=False,
         )
         if name == chosen:
             module = importlib.import_module(where)

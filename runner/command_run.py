@@ -19,7 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to ask; the chat template is applied")
     parser.add_argument("--raw", action="store_true", help="no chat template: continue the prompt as it is")
     parser.add_argument(
-        "--cuda_graph", "--cuda-graph", action="store_true", help="take decode through warmup -> capture -> replay"
+        "--cuda_graph",
+        "--cuda-graph",
+        action="store_true",
+        help="take decode through warmup -> capture -> replay",
     )
     parser.add_argument(
         "--max-new-tokens", type=int, default=DEFAULT_MAX_NEW_TOKENS, metavar="N", help="default: %(default)s"

@@ -143,9 +143,7 @@ class Engine:
         """
         tokens = self.encode_prompt(prompt, raw)
         stream = TextStream(self.tokenizer)
-        steps = self.generate_tokens(
-            tokens, max_new_tokens=max_new_tokens, sampling=sampling, ignore_eos=ignore_eos
-        )
+        steps = self.generate_tokens(tokens, max_new_tokens=max_new_tokens, sampling=sampling, ignore_eos=ignore_eos)
         result = self.last
 
         def pieces() -> Iterator[str]:

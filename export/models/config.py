@@ -144,8 +144,18 @@ def _layer_types(text: dict[str, Any]) -> tuple[str, ...]:
 
 def _check(config: ModelConfig) -> None:
     whole = [
-        ("num_attention_heads", config.num_attention_heads, "num_key_value_heads", config.num_key_value_heads),
-        ("linear_num_value_heads", config.linear_num_value_heads, "linear_num_key_heads", config.linear_num_key_heads),
+        (
+            "num_attention_heads",
+            config.num_attention_heads,
+            "num_key_value_heads",
+            config.num_key_value_heads,
+        ),
+        (
+            "linear_num_value_heads",
+            config.linear_num_value_heads,
+            "linear_num_key_heads",
+            config.linear_num_key_heads,
+        ),
         ("rotary dimension", config.rotary_dim, "2", 2),
     ]
     for name, value, by, divisor in whole:
@@ -156,4 +166,6 @@ def _check(config: ModelConfig) -> None:
             f"config.json: num_experts_per_tok ({config.num_experts_per_tok}) must be 1 to num_experts ({config.num_experts})"
         )
     if config.linear_conv_kernel_dim < 2:
-        raise CheckpointError(f"config.json: linear_conv_kernel_dim must be 2 or more, got {config.linear_conv_kernel_dim}")
+        raise CheckpointError(
+            f"config.json: linear_conv_kernel_dim must be 2 or more, got {config.linear_conv_kernel_dim}"
+        )

@@ -1,0 +1,84 @@
+"""Fixtures shared by all tests. Artifacts are exported once and kept in pytest's cache until their sources change."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+CAPITALS = ROOT / "tests" / "assets" / "capitals"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    why = "no NVIDIA GPU" if torch.version.cuda else f"torch {torch.__version__} is a build without CUDA"
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture(scope="session")
+def exported(pytestconfig: pytest.Config) -> Callable[[str, Callable[[Path], object], str], Path]:
+    """`exported(name, build, extra)`: the artifact that `build(path)` makes, from the cache if nothing changed.
+
+    `extra` is whatever the artifact depends on besides the sources of export/ and delegate/.
+    """
+    cache = pytestconfig.cache
+    assert cache is not None
+    base = Path(cache.mkdir("artifacts"))
+    digest = hashlib.sha256(torch.__version__.encode())
+    for folder in ("export", "delegate"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    for path in (ROOT / "tests" / "modules.py", *sorted(CAPITALS.iterdir())):
+        digest.update(path.read_bytes())
+
+    def get(name: str, build: Callable[[Path], object], extra: str = "") -> Path:
+        state = digest.copy()
+        state.update(extra.encode())
+        path = base / f"{name}-{state.hexdigest()[:16]}"
+        if not path.exists():
+            for old in base.glob(f"{name}-*"):
+                shutil.rmtree(old, ignore_errors=True)
+            build(path)
+        return path
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def capitals_checkpoint() -> Path:
+    return CAPITALS
+
+
+@pytest.fixture(scope="session")
+def capitals_artifact(exported: Callable[..., Path]) -> Path:
+    """The shipped checkpoint on the CPU: float32, max_seq_len 256. Do not write to it: copy it."""
+    from ostinato.export import export_model
+
+    return exported("capitals", lambda path: export_model(CAPITALS, path, max_seq_len=256))
+
+
+@pytest.fixture(scope="session")
+def recurrent_artifact(exported: Callable[..., Path]) -> Path:
+    """The toy module of tests/modules.py on the CPU, in two methods. Do not write to it: copy it."""
+    from ostinato.export import export_program
+
+    from .modules import MAX_SEQ_LEN, VOCAB, Recurrent, recurrent_methods
+
+    def build(path: Path) -> None:
+        export_program(
+            recurrent_methods(Recurrent()),
+            path,
+            metadata={"get_max_seq_len": MAX_SEQ_LEN, "get_vocab_size": VOCAB, "get_eos_ids": [3]},
+            value_ranges={"tokens": (0, VOCAB - 1), "input_pos": (0, MAX_SEQ_LEN - 1)},
+            output_names=("logits",),
+        )
+
+    return exported("recurrent", build)
