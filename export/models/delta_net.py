@@ -19,14 +19,14 @@ class CausalConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, width, dtype=dtype))
 
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """x [channels, T] after state [channels, width - 1] -> (SiLU of the convolution [channels, T], new state)."""
-        tokens = x.shape[1]
-        window = torch.cat((state, x), dim=1)
-        taps = self.weight[:, 0, :].float()
+        """x [T, channels] after state [width - 1, channels] -> (SiLU of the convolution [T, channels], new state)."""
+        tokens = x.shape[0]
+        window = torch.cat((state, x), dim=0)
+        taps = self.weight[:, 0, :].float().t()
         # Width is 4: four fused multiply-adds beat a convolution call, and need no library kernel.
-        out = sum(taps[:, i : i + 1] * window[:, i : i + tokens].float() for i in range(taps.shape[1]))
+        out = sum(taps[i] * window[i : i + tokens].float() for i in range(taps.shape[0]))
         assert isinstance(out, Tensor)
-        return F.silu(out).to(x.dtype), window[:, tokens:]
+        return F.silu(out).to(x.dtype), window[tokens:]
 
 
 class GatedDeltaNet(nn.Module):
@@ -56,7 +56,7 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(self.value_heads))
         self.norm = GatedRMSNorm(self.value_head_dim, config.rms_norm_eps)
         self.out_proj = nn.Linear(config.value_dim, size, bias=False, dtype=dtype)
-        conv = torch.zeros(config.conv_dim, width - 1, dtype=dtype, device="cpu")
+        conv = torch.zeros(width - 1, config.conv_dim, dtype=dtype, device="cpu")
         state = torch.zeros(self.value_heads, self.key_head_dim, self.value_head_dim, device="cpu")
         self.register_buffer("conv_state", conv, persistent=False)
         self.register_buffer("recurrent_state", state, persistent=False)
@@ -68,8 +68,8 @@ class GatedDeltaNet(nn.Module):
         conv_before = torch.where(starts_here, torch.zeros_like(self.conv_state), self.conv_state)
         state_before = torch.where(starts_here, torch.zeros_like(self.recurrent_state), self.recurrent_state)
 
-        mixed, conv_after = self.conv1d(self.in_proj_qkv(x).t(), conv_before)
-        q, k, v = mixed.float().split(self.sizes, dim=0)
+        mixed, conv_after = self.conv1d(self.in_proj_qkv(x), conv_before)
+        q, k, v = mixed.float().split(self.sizes, dim=1)
         q = self._per_value_head(l2_normalize(self._heads(q, self.key_head_dim))) * self.key_head_dim**-0.5
         k = self._per_value_head(l2_normalize(self._heads(k, self.key_head_dim)))
         v = self._heads(v, self.value_head_dim)
@@ -89,8 +89,8 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(out.reshape(tokens, -1))
 
     def _heads(self, x: Tensor, head_dim: int) -> Tensor:
-        """[heads * head_dim, T] -> [heads, T, head_dim]."""
-        return x.reshape(-1, head_dim, x.shape[1]).transpose(1, 2)
+        """[T, heads * head_dim] -> [heads, T, head_dim]."""
+        return x.unflatten(1, (-1, head_dim)).transpose(0, 1)
 
     def _per_value_head(self, x: Tensor) -> Tensor:
         """Repeat each key head for the value heads that share it."""

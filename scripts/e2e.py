@@ -1,0 +1,83 @@
+"""Export the capitals checkpoint, run it without and with --cuda_graph, and compare answers and speed.
+
+Each step is a command that a person can repeat; it is printed before it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKPOINT = ROOT / "tests" / "assets" / "capitals"
+QUESTION = "What is the capital of France?"
+ANSWER = "Paris"
+# Long enough that warm-up and capture, four steps, do not blur the speed of replay.
+MEASURED_TOKENS = 200
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--output", type=Path, help="keep the artifact here (default: a temporary folder)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ostinato-e2e-") as scratch:
+        artifact = arguments.output or Path(scratch) / "artifact"
+        command = ["export", "--model", CHECKPOINT, "--output", artifact, "--device", arguments.device]
+        ostinato(*command, "--max-seq-len", "512")
+        ostinato("inspect", artifact, "--top", "3")
+        rows = [measure(artifact, mode) for mode in ([], ["--cuda_graph"])]
+    return report(rows)
+
+
+def measure(artifact: Path, mode: list[str]) -> dict[str, Any]:
+    """The answer as a person gets it, and a longer run's speed, both in one mode."""
+    answer = json.loads(ostinato("run", artifact, "--prompt", QUESTION, *mode, "--json", capture=True))
+    length = ["--max-new-tokens", str(MEASURED_TOKENS), "--ignore-eos"]
+    # The first of two runs meets cold files; the second one counts.
+    for _ in range(2):
+        run = json.loads(ostinato("run", artifact, "--prompt", QUESTION, *mode, *length, "--json", capture=True))
+    return {"mode": " ".join(mode) or "no graph", "answer": answer["text"], "tokens": answer["tokens"], "run": run}
+
+
+def report(rows: list[dict[str, Any]]) -> int:
+    """Print the table; 0 if both modes gave the right answer and the same tokens."""
+    base = rows[0]["run"]["decode_tokens_per_second"]
+    print(f"\n{'mode':<14}{'tokens/s':>10}{'ratio':>8}   {'steps by phase':<38}answer")
+    for row in rows:
+        stats = row["run"]["methods"]["decode"]
+        counts = {"run": "runs", "warmup": "warmups", "capture": "captures", "replay": "replays"}
+        phases = ", ".join(f"{stats[key]} {word}" for word, key in counts.items() if stats[key])
+        speed = row["run"]["decode_tokens_per_second"]
+        print(f"{row['mode']:<14}{speed:>10.1f}{speed / base:>8.2f}   {phases:<38}{row['answer']}")
+    complaints = [f"{row['mode']}: answered {row['answer']!r}" for row in rows if row["answer"] != ANSWER]
+    if rows[0]["tokens"] != rows[1]["tokens"] or rows[0]["run"]["tokens"] != rows[1]["run"]["tokens"]:
+        complaints.append("the two modes gave different tokens")
+    if rows[1]["run"]["methods"]["decode"]["replays"] == 0:
+        complaints.append(f"no step was replayed: {rows[1]['run']['methods']['decode']['fallback_reason']}")
+    for complaint in complaints:
+        print(f"error: {complaint}", file=sys.stderr)
+    return 1 if complaints else 0
+
+
+def ostinato(*words: object, capture: bool = False) -> str:
+    """Run one command of the package; its output, if it is captured. Exits with the command's status if it fails."""
+    arguments = [str(word) for word in words]
+    print(f"\n$ ostinato {shlex.join(arguments)}", flush=True)
+    command = [sys.executable, "-m", "ostinato.runner.cli", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE if capture else None, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+    if capture:
+        print(done.stdout.strip()[:300], flush=True)
+    return done.stdout or ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# From a checkpoint to replayed decode: sets up .venv, exports the capitals checkpoint, runs it without and with
+# --cuda_graph, and compares.
+#
+#   bash scripts/e2e.sh [--device cpu|cuda] [--output DIR]
+#
+# Exit status 0: both modes gave the same, right answer.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+case "${1:-}" in
+-h | --help)
+    sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
+device=cpu
+previous=
+for word in "$@"; do
+    [ "$previous" = --device ] && device="$word"
+    case "$word" in --device=*) device="${word#--device=}" ;; esac
+    previous="$word"
+done
+case "$device" in cpu | cuda) ;; *) fail "--device takes cpu or cuda, got '$device'" ;; esac
+make_environment "$device"
+exec "$PYTHON_BIN" "$ROOT/scripts/e2e.py" "$@"

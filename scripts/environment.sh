@@ -1,0 +1,60 @@
+# Sourced by the other scripts: makes or reuses .venv and sets PYTHON_BIN to its interpreter.
+#
+#   make_environment cpu|cuda
+#
+# PYTHON            interpreter that makes .venv (default: python3)
+# OSTINATO_PYTHON   an interpreter that has everything already; then no .venv is made and nothing is installed
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+check_tools() {
+    local python="$1"
+    command -v "$python" >/dev/null || fail "no '$python' found: install Python 3.10 to 3.12 (Debian, Ubuntu: apt-get install python3 python3-venv), or set PYTHON"
+    "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' ||
+        fail "'$python' is $("$python" --version 2>&1); ostinato needs Python 3.10 to 3.12: set PYTHON to one"
+    if [ -n "${CXX:-}" ]; then
+        command -v "$CXX" >/dev/null || fail "CXX names '$CXX', which does not exist"
+    else
+        command -v g++ >/dev/null || command -v clang++ >/dev/null ||
+            fail "no C++ compiler: an export compiles code. Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++"
+    fi
+}
+
+make_environment() {
+    local device="$1"
+    if [ -n "${OSTINATO_PYTHON:-}" ]; then
+        check_tools "$OSTINATO_PYTHON"
+        PYTHON_BIN="$OSTINATO_PYTHON"
+        "$PYTHON_BIN" -c 'import ostinato.delegate' 2>/dev/null ||
+            fail "OSTINATO_PYTHON=$OSTINATO_PYTHON cannot import ostinato: pip install . there, or unset it"
+        return
+    fi
+    local python="${PYTHON:-python3}"
+    check_tools "$python"
+    "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+        fail "'$python' has no venv module (Debian, Ubuntu: apt-get install python3-venv)"
+    local venv="$ROOT/.venv"
+    local constraints="$ROOT/scripts/constraints-$device.txt"
+    local stamp
+    stamp="$device $(cat "$constraints" "$ROOT/pyproject.toml" | cksum) $ROOT"
+    PYTHON_BIN="$venv/bin/python"
+    if [ -x "$PYTHON_BIN" ] && [ "$(cat "$venv/.ostinato" 2>/dev/null)" = "$stamp" ]; then
+        return
+    fi
+    echo "== making $venv for $device (a few minutes, once) ==" >&2
+    rm -f "$venv/.ostinato"
+    "$python" -m venv "$venv" || fail "'$python -m venv $venv' failed"
+    local extras="test"
+    [ "$device" = cuda ] && extras="test,cuda"
+    # torch first: a later package that only asks for "torch" must not bring another build of it.
+    "$PYTHON_BIN" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' "$constraints")" \
+        -c "$constraints" || fail "pip could not install torch (see above)"
+    "$PYTHON_BIN" -m pip install --quiet --disable-pip-version-check -c "$constraints" -e "$ROOT[$extras]" ||
+        fail "pip could not install ostinato and what it needs (see above)"
+    echo "$stamp" >"$venv/.ostinato"
+}
