@@ -70,9 +70,9 @@ class GatedDeltaNet(nn.Module):
 
         mixed, conv_after = self.conv1d(self.in_proj_qkv(x), conv_before)
         q, k, v = mixed.float().split(self.sizes, dim=1)
-        q = self._per_value_head(l2_normalize(self._heads(q, self.key_head_dim))) * self.key_head_dim**-0.5
-        k = self._per_value_head(l2_normalize(self._heads(k, self.key_head_dim)))
-        v = self._heads(v, self.value_head_dim)
+        q = self._key_heads(q) * self.key_head_dim**-0.5
+        k = self._key_heads(k)
+        v = v.unflatten(1, (-1, self.value_head_dim)).transpose(0, 1)
         beta = torch.sigmoid(self.in_proj_b(x)).float().t()
         g = (-self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())).t()
 
@@ -88,10 +88,7 @@ class GatedDeltaNet(nn.Module):
         out = self.norm(out.transpose(0, 1).to(x.dtype), z)
         return self.out_proj(out.reshape(tokens, -1))
 
-    def _heads(self, x: Tensor, head_dim: int) -> Tensor:
-        """[T, heads * head_dim] -> [heads, T, head_dim]."""
-        return x.unflatten(1, (-1, head_dim)).transpose(0, 1)
-
-    def _per_value_head(self, x: Tensor) -> Tensor:
-        """Repeat each key head for the value heads that share it."""
-        return x.repeat_interleave(self.value_heads // self.key_heads, dim=0)
+    def _key_heads(self, x: Tensor) -> Tensor:
+        """[T, key heads * key_head_dim] -> [value heads, T, key_head_dim], normalised, repeated where value heads share."""
+        heads = l2_normalize(x.unflatten(1, (-1, self.key_head_dim)))
+        return heads.repeat_interleave(self.value_heads // self.key_heads, dim=1).transpose(0, 1)
