@@ -24,6 +24,9 @@ from .errors import InputError
 
 logger = logging.getLogger(__name__)
 
+# Bytes; Inductor's kernels load up to 16 at a time.
+_INPUT_ALIGNMENT = 16
+
 Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
@@ -256,7 +259,7 @@ class PhasedRunner:
 
     def _capture(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         assert self._engine is not None
-        self._static_inputs = [torch.empty_like(t, device=self._device).copy_(t) for t in inputs]
+        self._static_inputs = [torch.empty(t.shape, dtype=t.dtype, device=self._device).copy_(t) for t in inputs]
         try:
             self._graph = self._engine.record(self._run, self._static_inputs)
         except Exception as error:
@@ -297,4 +300,11 @@ class PhasedRunner:
         return outputs
 
     def _on_device(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [tensor.to(self._device) for tensor in inputs]
+        return [_as_compiled_for(tensor.to(self._device)) for tensor in inputs]
+
+
+def _as_compiled_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Compiled code takes its inputs to be contiguous and aligned, and does not look: a slice may be neither."""
+    if tensor.is_contiguous() and tensor.data_ptr() % _INPUT_ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

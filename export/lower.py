@@ -115,9 +115,14 @@ def export_program(
 def _trace(methods: Mapping[str, MethodSpec], progress: Progress) -> dict[str, ExportedProgram]:
     programs = {}
     for name, (module, example, dynamic_shapes) in methods.items():
+        others = sorted({type(value).__name__ for value in example if not isinstance(value, torch.Tensor)})
+        if others:
+            raise ExportError(f"method {name!r}: inputs must be tensors, got {', '.join(others)}")
         with progress.stage(f"trace {name}"), torch.no_grad(), _quiet():
             try:
-                traced = torch.export.export(module, example, dynamic_shapes=dynamic_shapes, strict=False)
+                # The runtime hands contiguous inputs to the code, so it is made for such.
+                inputs = tuple(tensor.contiguous() for tensor in example)
+                traced = torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes, strict=False)
                 # Without in-place operators, the signature says which buffers are written.
                 programs[name] = traced.run_decompositions({})
             except Exception as error:

@@ -58,6 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
                     sys.stdout.flush()
         except KeyboardInterrupt:
             interrupted = True
+            pieces.close()
         result = engine.last
     if arguments.json:
         print(json.dumps(result.as_dict(), ensure_ascii=False))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -135,7 +135,7 @@ class Engine:
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         sampling: Sampling | None = None,
         ignore_eos: bool = False,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Yield the answer piece by piece; pieces never split a character. Figures are in `last` afterwards.
 
         Raises:
@@ -151,10 +151,14 @@ class Engine:
                 yield stream.push(token)
             yield stream.flush()
 
-        for piece in pieces():
-            if piece:
-                result.text += piece
-                yield piece
+        try:
+            for piece in pieces():
+                if piece:
+                    result.text += piece
+                    yield piece
+        finally:
+            # Also when the caller stops early: the figures are settled when the steps are closed.
+            steps.close()
 
     def generate_tokens(
         self,
@@ -163,7 +167,7 @@ class Engine:
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         sampling: Sampling | None = None,
         ignore_eos: bool = False,
-    ) -> Iterator[int]:
+    ) -> Generator[int, None, None]:
         """Yield token ids after the prompt `tokens`; an end-of-sequence id ends the answer and is not yielded.
 
         The checks are made at once, the work when the iterator is asked. Raises as `generate`.
@@ -194,7 +198,7 @@ class Engine:
 
     def _generate(
         self, prompt: list[int], max_new_tokens: int, sampler: Sampler, eos_ids: frozenset[int]
-    ) -> Iterator[int]:
+    ) -> Generator[int, None, None]:
         result = self.last
         begin = time.perf_counter()
         try:

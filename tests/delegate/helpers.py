@@ -1,0 +1,57 @@
+"""Steps of the toy module, and ways to look at a program's state."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.delegate import Method, Program
+
+from ..modules import MAX_SEQ_LEN, VOCAB, Recurrent
+
+GRAPH = {"enable_cuda_graph_for_method": "decode"}
+STATIC = {"skip_copy_output_to_cpu_for_method": "decode"}
+FIRST_STEPS = 100
+
+
+def step_inputs(index: int) -> tuple[Tensor, Tensor]:
+    """Inputs of the `index`-th decode step of an endless run: positions start anew at the end of the cache."""
+    token = (7 * index + 3) % VOCAB
+    return torch.tensor([[token]]), torch.tensor([index % MAX_SEQ_LEN])
+
+
+def eager_answers(count: int) -> list[Tensor]:
+    """Logits of the first `count` steps, by torch."""
+    module = Recurrent()
+    return [module(*step_inputs(index)) for index in range(count)]
+
+
+def state(program: Program) -> dict[str, Tensor]:
+    return {key: tensor.detach().cpu().clone() for key, tensor in program.mutable_buffers.items()}
+
+
+def same_state(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
+    return before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+def steps_made(program: Program) -> int:
+    """How often the model has stepped, by its own counter."""
+    return int(program.mutable_buffers["steps"]) - FIRST_STEPS
+
+
+def counters(method: Method) -> dict[str, int]:
+    names = ("runs", "warmups", "captures", "replays", "fallbacks")
+    stats: dict[str, Any] = asdict(method.stats)
+    return {name: stats[name] for name in names}
+
+
+def bring_to(method: Method, phase: str) -> int:
+    """Call `method` until its next call is in `phase`; returns how many calls that took."""
+    for index in range(8):
+        if method.stats.phase == phase:
+            return index
+        method.execute(step_inputs(index))
+    raise AssertionError(f"the method never came to {phase}: {method.stats}")

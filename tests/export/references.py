@@ -1,0 +1,146 @@
+"""Reference models that nobody here wrote: transformers' Qwen3.5-MoE in random tiny shapes, saved as checkpoints.
+
+The weights are drawn so that every block matters: `test_models.py` checks that changing any one parameter moves the
+logits far more than the tolerance of the comparisons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from ostinato.export.checkpoint import load_checkpoint
+from ostinato.export.models import ModelConfig, Qwen3_5Moe, build_on_meta
+from torch import Tensor
+from transformers import Qwen3_5MoeForCausalLM
+from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
+
+LENGTHS = (1, 2, 3, 31, 63, 64, 65, 128, 200)
+LINEAR, FULL = "linear_attention", "full_attention"
+
+# Every setting that shapes the network; a case of `CASES` says what it has different.
+BASE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "layer_types": [LINEAR, FULL],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "attention_bias": False,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000.0,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 1024,
+    "eos_token_id": 5,
+}
+
+CASES: dict[str, dict[str, Any]] = {
+    "three-to-one": {"num_hidden_layers": 4, "layer_types": None},
+    "all-linear": {"layer_types": [LINEAR] * 2, "linear_conv_kernel_dim": 3, "linear_num_value_heads": 2},
+    "all-full": {"layer_types": [FULL] * 2, "num_key_value_heads": 4, "partial_rotary_factor": 1.0},
+    "alternating": {"num_hidden_layers": 3, "layer_types": [FULL, LINEAR, FULL], "head_dim": 32},
+    "four-queries-a-key": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 24, "rope_theta": 5e5},
+    "one-key-head": {"num_key_value_heads": 1, "head_dim": 8, "partial_rotary_factor": 0.5, "hidden_size": 48},
+    "wide-values": {"linear_num_value_heads": 8, "linear_value_head_dim": 24, "tie_word_embeddings": True},
+    "wide-keys": {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_key_head_dim": 32},
+    "short-convolution": {"linear_conv_kernel_dim": 2, "num_experts": 4, "num_experts_per_tok": 1},
+    "many-experts": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 8, "vocab_size": 131},
+    "biases": {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-3, "rope_theta": 1e7},
+    "full-first": {"num_hidden_layers": 3, "layer_types": [FULL, FULL, LINEAR], "num_experts_per_tok": 3},
+    # All experts are chosen, so that rounding cannot choose others.
+    "every-expert": {
+        "num_experts": 4,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 3,
+        "layer_types": [LINEAR] * 2 + [FULL],
+    },
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A checkpoint folder and transformers' model of the same weights, float32."""
+
+    folder: Path
+    model: Qwen3_5MoeForCausalLM
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """tokens [1, T] -> logits of every position, [T, vocab], without any cache."""
+        with torch.no_grad():
+            return self.model(tokens, use_cache=False).logits[0].float()
+
+    def tokens(self, count: int, seed: int = 0) -> Tensor:
+        """[1, count] int64."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(self.model.config.vocab_size, (1, count), generator=generator)
+
+
+def make_reference(folder: Path, changes: Mapping[str, Any], seed: int, max_shard_size: str = "20KB") -> Reference:
+    """Build the model of `BASE` with `changes`, draw its weights, and save it (sharded, experts one by one)."""
+    settings = {**BASE, **changes}
+    model = Qwen3_5MoeForCausalLM(text_config(settings)).eval().requires_grad_(False)
+    draw_weights(model, seed)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return Reference(folder, model)
+
+
+def text_config(settings: Mapping[str, Any]) -> Qwen3_5MoeTextConfig:
+    rope = {
+        "rope_type": "default",
+        "rope_theta": settings["rope_theta"],
+        "partial_rotary_factor": settings["partial_rotary_factor"],
+    }
+    plain = {key: value for key, value in settings.items() if key not in rope}
+    return Qwen3_5MoeTextConfig(**plain, rope_parameters=rope, attn_implementation="eager")
+
+
+def draw_weights(model: torch.nn.Module, seed: int) -> None:
+    """Weights of about one over the root of the fan-in, norms and decays that differ from channel to channel."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(_scaled(name, noise))
+
+
+def _scaled(name: str, noise: Tensor) -> Tensor:
+    if name.endswith("A_log"):
+        return noise - 1.0
+    if name.endswith("linear_attn.norm.weight"):
+        return 1 + 0.3 * noise
+    if name.endswith(("norm.weight", "bias")):
+        return 0.4 * noise
+    if name.endswith("conv1d.weight"):
+        return 0.6 * noise
+    if name.endswith("embed_tokens.weight"):
+        return noise
+    return noise / math.sqrt(noise.shape[-1])
+
+
+def load_ours(folder: Path, max_seq_len: int = 256, dtype: torch.dtype = torch.float32) -> Qwen3_5Moe:
+    """Our module with the checkpoint's weights and fresh state."""
+    model = build_on_meta(ModelConfig.from_folder(folder), max_seq_len, dtype)
+    load_checkpoint(model, folder)
+    return model
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|; infinite if `found` is not finite."""
+    if not found.isfinite().all():
+        return math.inf
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()

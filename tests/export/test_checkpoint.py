@@ -1,0 +1,279 @@
+"""Checkpoint folders in every layout that is out there, and in every state of disrepair."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ostinato.delegate.errors import CheckpointError
+from ostinato.export.checkpoint import INDEX_FILE, load_checkpoint
+from ostinato.export.models import ModelConfig, build_on_meta
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen3_5MoeForConditionalGeneration
+from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig
+
+from .references import BASE, Reference, draw_weights, load_ours, make_reference, relative_error, text_config
+
+EXPERTS = "model.layers.0.mlp.experts"
+Edit = Callable[[dict[str, Tensor]], object]
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Many shards with an index, experts one by one: what transformers saves."""
+    return make_reference(tmp_path_factory.mktemp("sharded"), {}, seed=1)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_reference(tmp_path_factory.mktemp("tied"), {"tie_word_embeddings": True}, seed=2, max_shard_size="1GB")
+
+
+def read_all(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def rewrite(source: Path, folder: Path, edit: Edit = lambda tensors: None) -> Path:
+    """A copy of the checkpoint as one file without an index, its tensors changed by `edit`."""
+    tensors = read_all(source)
+    edit(tensors)
+    folder.mkdir(exist_ok=True)
+    shutil.copyfile(source / "config.json", folder / "config.json")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def fuse_experts(tensors: dict[str, Tensor], experts: int = BASE["num_experts"]) -> None:
+    for layer in range(BASE["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.mlp.experts"
+
+        def take(part: str, prefix: str = prefix) -> list[Tensor]:
+            return [tensors.pop(f"{prefix}.{index}.{part}.weight") for index in range(experts)]
+
+        gate_up = [torch.cat(pair) for pair in zip(take("gate_proj"), take("up_proj"), strict=True)]
+        tensors[f"{prefix}.gate_up_proj"] = torch.stack(gate_up)
+        tensors[f"{prefix}.down_proj"] = torch.stack(take("down_proj"))
+
+
+def load(folder: Path) -> list[str]:
+    return load_checkpoint(build_on_meta(ModelConfig.from_folder(folder), 32, torch.float32), folder)
+
+
+def refused(folder: Path) -> str:
+    """What `load` complains of."""
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    return str(caught.value)
+
+
+def parameters(folder: Path) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in load_ours(folder).named_parameters()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_experts_one_by_one_and_fused_are_the_same_model(sharded: Reference, tmp_path: Path) -> None:
+    assert len(list(sharded.folder.glob("*.safetensors"))) > 3
+    assert f"{EXPERTS}.0.gate_proj.weight" in read_all(sharded.folder)
+    expected = {name: tensor.detach() for name, tensor in sharded.model.named_parameters()}
+    assert_same(parameters(sharded.folder), expected)
+    assert_same(parameters(rewrite(sharded.folder, tmp_path / "single")), expected)
+    fused = rewrite(sharded.folder, tmp_path / "fused", fuse_experts)
+    assert f"{EXPERTS}.gate_up_proj" in read_all(fused)
+    assert_same(parameters(fused), expected)
+
+
+def test_every_parameter_is_announced_and_none_is_skipped(sharded: Reference) -> None:
+    model = build_on_meta(ModelConfig.from_folder(sharded.folder), 32, torch.float32)
+    seen: list[str] = []
+    assert load_checkpoint(model, sharded.folder, seen.append) == []
+    assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
+    assert all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_tied_embedding_is_one_tensor(tied: Reference, tmp_path: Path) -> None:
+    assert "lm_head.weight" not in read_all(tied.folder)
+    both = rewrite(
+        tied.folder, tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    )
+    for folder in (tied.folder, both):
+        model = load_ours(folder)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        tokens = tied.tokens(9)
+        found = model(tokens, torch.arange(9))[0]
+        assert relative_error(found, tied.logits(tokens)[-1]) < 1e-5
+
+
+def test_tensors_are_converted_to_the_models_dtype(sharded: Reference, tmp_path: Path) -> None:
+    def to_bfloat16(tensors: dict[str, Tensor]) -> None:
+        tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
+
+    folder = rewrite(sharded.folder, tmp_path, to_bfloat16)
+    expected = parameters(sharded.folder)
+    assert_same(parameters(folder), {name: tensor.bfloat16().float() for name, tensor in expected.items()})
+
+
+@pytest.mark.parametrize("tie", (False, True))
+def test_multimodal_wrapper(tmp_path: Path, tie: bool) -> None:
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+    vision |= {"out_hidden_size": BASE["hidden_size"], "num_position_embeddings": 16}
+    text = text_config({**BASE, "tie_word_embeddings": tie}).to_dict()
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=tie)
+    model = Qwen3_5MoeForConditionalGeneration(config).eval().requires_grad_(False)
+    draw_weights(model, seed=3)
+    model.save_pretrained(tmp_path)
+    save_file({"mtp.fc.weight": torch.ones(2, 2), "mtp.norm.weight": torch.ones(2)}, tmp_path / "mtp.safetensors")
+    names = read_all(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen3_5_moe"
+    assert any(name.startswith("model.language_model.layers.1.") for name in names)
+    assert ("lm_head.weight" in names) is not tie
+
+    skipped = load(tmp_path)
+    assert sorted(skipped) == sorted(name for name in names if name.startswith(("model.visual.", "mtp.")))
+    assert len(skipped) > 10
+    tokens = torch.arange(70)[None] % BASE["vocab_size"]
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits[0, -1]
+        found = load_ours(tmp_path)(tokens, torch.arange(70))[0]
+    assert relative_error(found, expected) < 1e-4
+
+
+def test_missing_and_unexpected_tensors(sharded: Reference, tmp_path: Path) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        del tensors["model.layers.0.linear_attn.A_log"]
+        tensors["model.layers.0.linear_attn.surprise"] = torch.ones(1)
+
+    message = refused(rewrite(sharded.folder, tmp_path, edit))
+    assert "missing (1): model.layers.0.linear_attn.A_log" in message
+    assert "unexpected (1): model.layers.0.linear_attn.surprise" in message
+
+
+def test_many_missing_tensors_are_counted(sharded: Reference, tmp_path: Path) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if "layers.1." in name]:
+            del tensors[name]
+
+    message = refused(rewrite(sharded.folder, tmp_path, edit))
+    assert "model.layers.1." in message and " more" in message
+
+
+@pytest.mark.parametrize(
+    "name", ("model.norm.weight", f"{EXPERTS}.3.up_proj.weight", "model.layers.0.linear_attn.conv1d.weight")
+)
+def test_tensor_of_another_shape(sharded: Reference, tmp_path: Path, name: str) -> None:
+    expected = read_all(sharded.folder)[name].shape
+    message = refused(rewrite(sharded.folder, tmp_path, lambda t: t.update({name: torch.ones(3, 5)})))
+    assert repr(name) in message and "[3, 5]" in message and str(list(expected)) in message
+
+
+def test_fused_experts_of_another_shape(sharded: Reference, tmp_path: Path) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        fuse_experts(tensors)
+        tensors[f"{EXPERTS}.down_proj"] = tensors[f"{EXPERTS}.down_proj"][1:]
+
+    assert f"{EXPERTS}.down_proj" in refused(rewrite(sharded.folder, tmp_path, edit))
+
+
+@pytest.mark.parametrize("index", (0, 3, 7))
+def test_missing_expert(sharded: Reference, tmp_path: Path, index: int) -> None:
+    """The last expert leaves no gap, only a number that is not the config's."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            del tensors[f"{EXPERTS}.{index}.{part}.weight"]
+
+    message = refused(rewrite(sharded.folder, tmp_path, edit))
+    assert EXPERTS in message
+    assert f"{EXPERTS}.{index}." in message or "8 experts" in message
+
+
+def test_more_experts_than_the_config_says(sharded: Reference, tmp_path: Path) -> None:
+    folder = rewrite(sharded.folder, tmp_path)
+    change_config(folder, num_experts=4)
+    message = refused(folder)
+    assert "experts" in message or "mlp.gate.weight" in message
+
+
+def test_missing_shard(sharded: Reference, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(sharded.folder, folder)
+    gone = sorted(folder.glob("*.safetensors"))[1]
+    gone.unlink()
+    assert gone.name in refused(folder)
+
+
+@pytest.mark.parametrize("text", ("{", "{}", "[]", '{"weight_map": 3}'))
+def test_broken_index(sharded: Reference, tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(sharded.folder, folder)
+    (folder / INDEX_FILE).write_text(text)
+    assert INDEX_FILE in refused(folder)
+
+
+def test_broken_or_absent_safetensors(sharded: Reference, tmp_path: Path) -> None:
+    folder = rewrite(sharded.folder, tmp_path)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert str(path) in refused(folder)
+    path.write_bytes(b"")
+    assert str(path) in refused(folder)
+    path.unlink()
+    assert "no .safetensors" in refused(folder)
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Set settings of config.json; None removes one."""
+    path = folder / "config.json"
+    data = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
+
+
+# What is changed in config.json, and what the complaint must speak of.
+WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"model_type": "llama"}, ("'llama'", "qwen3_5_moe_text", "qwen3_5_moe")),
+    ({"model_type": None}, ("None", "qwen3_5_moe_text")),
+    ({"layer_types": ["linear_attention", "mamba"]}, ("mamba", "full_attention", "linear_attention")),
+    ({"num_key_value_heads": 3}, ("num_attention_heads (4)", "num_key_value_heads (3)")),
+    ({"linear_num_value_heads": 3}, ("linear_num_value_heads (3)", "linear_num_key_heads (2)")),
+    ({"num_key_value_heads": 0}, ("num_key_value_heads",)),
+    ({"num_experts_per_tok": 9}, ("num_experts_per_tok (9)", "num_experts (8)")),
+    ({"num_experts_per_tok": 0}, ("num_experts_per_tok",)),
+    ({"linear_conv_kernel_dim": 1}, ("linear_conv_kernel_dim", "1")),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ("yarn", "default")),
+    ({"hidden_act": "gelu"}, ("gelu", "silu")),
+    ({"hidden_size": "many"}, ("hidden_size",)),
+    *[({key: None}, (repr(key),)) for key in ("vocab_size", "hidden_size", "num_experts", "linear_key_head_dim")],
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG, ids=[str(changes) for changes, _ in WRONG])
+def test_config_errors(sharded: Reference, tmp_path: Path, changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    shutil.copyfile(sharded.folder / "config.json", tmp_path / "config.json")
+    change_config(tmp_path, **changes)
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_folder(tmp_path)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("text", ("{", "[]", '"qwen3_5_moe"'))
+def test_broken_config(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_no_folder_and_no_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        ModelConfig.from_folder(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        ModelConfig.from_folder(tmp_path)
