@@ -131,6 +131,10 @@ def _compile(state: Lowering, program: ExportedProgram, folder: Path, method: st
         "aot_inductor.package_constants_in_so": False,
         # Without it small constants are baked into the code as literals.
         "always_keep_tensor_constants": True,
+        # Folding would bake a parameter whose elements are all equal (a fresh norm) into the code.
+        "joint_graph_constant_folding": False,
+        # As many threads as the machine that runs it allows, and not as the one that compiled it had.
+        "cpp.dynamic_threads": True,
         "aot_inductor.embed_kernel_binary": state.device == "cuda",
         # Everything that the compiler writes lies beside the library and goes away with the folder.
         "aot_inductor.output_path": str(folder / f"{method}.so"),

@@ -98,11 +98,18 @@ def chunked_gated_delta_rule(
 def _split_chunks(x: Tensor) -> Tensor:
     """[H, T, D] -> [H, chunks, CHUNK, D], zeros behind: a token of zeros with g = 0 leaves the state alone."""
     heads, tokens, size = x.shape
-    # Two chunks at least: torch.export takes a size of one for a constant, and the graph would fit short prompts only.
-    # One quotient and no sum, so that its solver sees a product of it to be divisible by it.
-    chunks = (tokens + 2 * CHUNK - 1) // CHUNK
+    chunks = _chunk_count(tokens)
     padded = F.pad(x, (0, 0, 0, chunks * CHUNK - tokens))
     return padded.reshape(heads, chunks, CHUNK, size)
+
+
+def _chunk_count(tokens: int) -> int:
+    """Chunks for `tokens`, the last of them empty.
+
+    Two at least: torch.export takes a size of one for a constant, and the graph would fit short prompts only. One quotient
+    and no sum, so that its solver sees a product of it to be divisible by it.
+    """
+    return (tokens + 2 * CHUNK - 1) // CHUNK
 
 
 def invert_unit_lower(matrix: Tensor) -> Tensor:
@@ -138,7 +145,7 @@ def _scan_chunks(transition: Tensor, update: Tensor, state: Tensor, max_tokens: 
     chunks = transition.shape[1]
     first = transition[:, :1] @ state.unsqueeze(1)
     update = update + first * _is_first(update)
-    steps = math.ceil(math.log2(max(1, math.ceil(max_tokens / CHUNK))))
+    steps = math.ceil(math.log2(_chunk_count(max_tokens)))
     eye = torch.eye(transition.shape[-1], dtype=transition.dtype, device=transition.device)
     for step in range(steps):
         stride = 2**step
