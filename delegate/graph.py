@@ -12,6 +12,7 @@ method is taken to `disabled` with the reason kept, and the call is answered by 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -167,6 +168,13 @@ class _HostGraph:
         self._run = None
         self._outputs = None
         self._inputs = ()
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream for captures and shared runs. A stream of its own for each method would cost 32 MiB each on an H200:
+    cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)
 
 
 def run_on_stream(stream: torch.cuda.Stream, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

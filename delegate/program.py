@@ -17,7 +17,16 @@ from .artifact import CONSTANTS_FILE, PROGRAM_FILE, TensorSpec, dtype_from_name
 from .constants import ConstantPool, ConstantStats
 from .errors import ArtifactError, ClosedError, InputError, OptionError
 from .flatbuffer import map_file
-from .graph import CaptureEngine, CudaGraphEngine, HostEngine, MethodStats, PhasedRunner, Run, run_on_stream
+from .graph import (
+    CaptureEngine,
+    CudaGraphEngine,
+    HostEngine,
+    MethodStats,
+    PhasedRunner,
+    Run,
+    run_on_stream,
+    side_stream,
+)
 from .options import BackendOptions
 from .ptd import ConstantsFile, parse_constants
 from .pte import DelegateMethod, ProgramFile, parse_program
@@ -184,7 +193,6 @@ class Program(_Owner):
         self._device = device
         self._methods: list[Method] = []
         self._lock = threading.RLock()
-        self._stream: torch.cuda.Stream | None = None
         self._closed = False
 
     @property
@@ -304,11 +312,9 @@ class Program(_Owner):
         run: Run = container.run
         engine: CaptureEngine | None = None
         if self._device.type == "cuda":
+            stream = side_stream(self._device)
             if options.use_shared_cuda_stream:
-                self._stream = stream = self._stream or torch.cuda.Stream(self._device)
                 run = _pinned_to(stream, container.run)
-            else:
-                stream = torch.cuda.Stream(self._device)
             if options.uses_graph(entry.name):
                 # The engine changes to its stream by itself.
                 engine, run = CudaGraphEngine(stream), container.run

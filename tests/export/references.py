@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ostinato.export.checkpoint import load_checkpoint
-from ostinato.export.models import ModelConfig, Qwen3_5Moe, build_on_meta
 from torch import Tensor
 from transformers import Qwen3_5MoeForCausalLM
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
+
+from ostinato.export.checkpoint import load_checkpoint
+from ostinato.export.models import ModelConfig, Qwen3_5Moe, build_on_meta
 
 LENGTHS = (1, 2, 3, 31, 63, 64, 65, 128, 200)
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -106,7 +107,7 @@ def text_config(settings: Mapping[str, Any]) -> Qwen3_5MoeTextConfig:
         "partial_rotary_factor": settings["partial_rotary_factor"],
     }
     plain = {key: value for key, value in settings.items() if key not in rope}
-    return Qwen3_5MoeTextConfig(**plain, rope_parameters=rope, attn_implementation="eager")
+    return Qwen3_5MoeTextConfig(**plain, rope_parameters=rope)
 
 
 def draw_weights(model: torch.nn.Module, seed: int) -> None:

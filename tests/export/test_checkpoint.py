@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from ostinato.delegate.errors import CheckpointError
-from ostinato.export.checkpoint import INDEX_FILE, load_checkpoint
-from ostinato.export.models import ModelConfig, build_on_meta
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3_5MoeForConditionalGeneration
 from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig
+
+from ostinato.delegate.errors import CheckpointError
+from ostinato.export.checkpoint import INDEX_FILE, load_checkpoint
+from ostinato.export.models import ModelConfig, build_on_meta
 
 from .references import BASE, Reference, draw_weights, load_ours, make_reference, relative_error, text_config
 

@@ -6,16 +6,17 @@ from dataclasses import astuple, dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+
 from ostinato.export.models.delta_rule import (
     chunked_gated_delta_rule,
     invert_unit_lower,
     naive_gated_delta_rule,
     recurrent_step,
-)
-from torch import Tensor
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
-    torch_chunk_gated_delta_rule,
-    torch_recurrent_gated_delta_rule,
 )
 
 from .references import relative_error

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ostinato.export.models import Qwen3_5Moe
 from torch import Tensor
+
+from ostinato.export.models import Qwen3_5Moe
 
 from .references import CASES, LENGTHS, Reference, load_ours, make_reference, relative_error
 

@@ -1,0 +1,221 @@
+"""The readers of `.pte` and `.ptd`, and the records in them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import tracemalloc
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.delegate import ArtifactError, Dim, Target, TensorSpec
+from ostinato.delegate.artifact import MANIFEST_KEY, SCALAR_TYPES, BufferSpec, Manifest, MethodRecord
+from ostinato.delegate.flatbuffer import Table, damaged, map_file
+from ostinato.delegate.ptd import ConstantsFile, parse_constants
+from ostinato.delegate.pte import parse_program
+from ostinato.delegate.target import host_isa, host_target
+
+from ..modules import MAX_SEQ_LEN, Recurrent
+
+DTYPES = tuple(SCALAR_TYPES.values())
+
+
+def written(path: Path, constants: dict[str, torch.Tensor]) -> ConstantsFile:
+    from ostinato.export.writer import write_constants
+
+    write_constants(path, constants, "some-export", b"program")
+    return parse_constants(map_file(path), path)
+
+
+def values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Every bit pattern that a dtype can show is as good as any other here, but NaN is not equal to itself."""
+    numbers = torch.arange(-3, -3 + max(1, torch.Size(shape).numel()))[: torch.Size(shape).numel()].reshape(shape)
+    return (numbers % 2).bool() if dtype is torch.bool else numbers.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 4), (0,), (4, 0, 2)], ids=str)
+def test_constants_of_every_dtype_and_shape(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    before, tensor, after = torch.arange(5), values(dtype, shape), torch.randn(3)
+    file = written(tmp_path / "model.ptd", {"a": before, "b.weight": tensor, "z": after})
+    assert set(file.entries) == {"a", "b.weight", "z"}
+    found = file.entries["b.weight"].tensor()
+    assert (found.dtype, found.shape) == (dtype, tensor.shape)
+    assert torch.equal(found, tensor)
+    assert torch.equal(file.entries["a"].tensor(), before)
+    assert torch.equal(file.entries["z"].tensor(), after)
+
+
+def test_constants_that_are_not_contiguous(tmp_path: Path) -> None:
+    base = torch.randn(6, 8)
+    views = {
+        "transposed": base.t(),
+        "strided": base[::2, 1::3],
+        "expanded": base[:1].expand(4, 8),
+        "channels": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    }
+    file = written(tmp_path / "model.ptd", views)
+    for key, tensor in views.items():
+        assert torch.equal(file.entries[key].tensor(), tensor), key
+
+
+def test_manifest_names_every_constant(tmp_path: Path) -> None:
+    constants = {"w": torch.randn(4), "empty": torch.empty(0)}
+    file = written(tmp_path / "model.ptd", constants)
+    assert file.manifest.export_id == "some-export"
+    assert file.manifest.program_sha256 == hashlib.sha256(b"program").hexdigest()
+    assert set(file.manifest.constants) == set(constants)
+    assert file.manifest.constants["w"] != file.manifest.constants["empty"]
+
+
+def test_many_constants(tmp_path: Path) -> None:
+    constants = {f"layers.{index}.weight": torch.full((index % 5,), float(index)) for index in range(500)}
+    file = written(tmp_path / "model.ptd", constants)
+    assert all(torch.equal(file.entries[key].tensor(), tensor) for key, tensor in constants.items())
+
+
+def test_a_ptd_without_manifest(tmp_path: Path) -> None:
+    from executorch.exir._serialize.data_serializer import DataEntry, DataPayload
+    from executorch.exir.tensor_layout import TensorLayout
+    from executorch.extension.flat_tensor.serialize.serialize import FlatTensorSerializer
+
+    tensor = torch.arange(4)
+    entry = DataEntry(0, 16, TensorLayout.from_tensor(tensor))
+    data = bytes(FlatTensorSerializer().serialize(DataPayload([tensor.numpy().tobytes()], {"x": entry})))
+    with pytest.raises(ArtifactError, match=f"no manifest.*{MANIFEST_KEY}"):
+        parse_constants(memoryview(data), tmp_path / "foreign.ptd")
+
+
+def test_mapped_constants_are_not_copied_and_never_written_back(recurrent_artifact: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.ptd"
+    path.write_bytes((recurrent_artifact / "model.ptd").read_bytes())
+    content = path.read_bytes()
+    file = parse_constants(map_file(path), path)
+    assert file.entries["embed"].tensor().data_ptr() == file.entries["embed"].tensor().data_ptr()
+    file.entries["embed"].tensor().zero_()
+    assert path.read_bytes() == content
+
+
+def test_program_of_an_export(recurrent_artifact: Path) -> None:
+    path = recurrent_artifact / "model.pte"
+    parsed = parse_program(map_file(path), path)
+    assert set(parsed.methods) == {"prefill", "decode"}
+    assert parsed.metadata["get_max_seq_len"] == MAX_SEQ_LEN
+    for name, method in parsed.methods.items():
+        assert (method.name, method.record.method) == (name, name)
+        assert sorted(method.input_order) == [0, 1]
+        assert method.output_order == (0,)
+        code = parsed.named_data[method.record.code_key]
+        assert bytes(code[:4]) == b"\x7fELF"
+        assert hashlib.sha256(code).hexdigest() == method.record.code_sha256
+        assert set(method.record.constants.values()) == {"embed", "head"}
+        assert set(method.record.buffers.values()) == {"cache", "total", "steps"}
+        assert {key: spec.initialised for key, spec in method.record.buffer_specs.items()} == {
+            "cache": False,
+            "total": False,
+            "steps": True,
+        }
+    assert len({method.export_id for method in parsed.methods.values()}) == 1
+
+
+def test_constants_of_an_export(recurrent_artifact: Path) -> None:
+    path = recurrent_artifact / "model.ptd"
+    file = parse_constants(map_file(path), path)
+    module = Recurrent()
+    assert set(file.entries) == {"embed", "head", "steps"}
+    for key, entry in file.entries.items():
+        assert torch.equal(entry.tensor(), module.state_dict()[key])
+
+
+@pytest.mark.parametrize("bit", [20, 24])
+def test_a_vector_longer_than_the_file_costs_nothing(recurrent_artifact: Path, bit: int) -> None:
+    """A flipped bit in a count must not make the reader ask for gigabytes."""
+    data = bytearray((recurrent_artifact / "model.pte").read_bytes())
+    root = Table.root(memoryview(data))
+    for slot in (1, 4, 7):
+        begin, count = root._vector(slot)
+        damaged_data = bytearray(data)
+        struct.pack_into("<I", damaged_data, begin - 4, count | 1 << bit)
+        tracemalloc.start()
+        with pytest.raises(ArtifactError, match="cannot be parsed"):
+            parse_program(memoryview(damaged_data), Path("model.pte"))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 4 << 20
+
+
+RECORD = MethodRecord(
+    method="decode",
+    code_key="ostinato.code.ab",
+    code_sha256="ab",
+    extern_key="",
+    inputs=(
+        TensorSpec("tokens", "int64", (Dim(1, 1), Dim(2, 31, "T")), (0, 10)),
+        TensorSpec("x", "bfloat16", ()),
+    ),
+    outputs=(TensorSpec("logits", "float32", (Dim(1, 1), Dim(11, 11))),),
+    constants={"layers_0_weight": "layers.0.weight"},
+    buffers={"cache": "cache"},
+    buffer_specs={"cache": BufferSpec((32, 6), "float32", True)},
+)
+
+
+def test_record_round_trip() -> None:
+    assert MethodRecord.from_bytes(RECORD.to_bytes()) == RECORD
+    assert RECORD.buffer_specs["cache"].nbytes == 32 * 6 * 4
+    assert RECORD.inputs[0].shape_text == "[1, T=2..31]"
+
+
+@pytest.mark.parametrize("key", sorted(asdict(RECORD)))
+def test_a_record_lacks_a_field(key: str) -> None:
+    data = json.loads(RECORD.to_bytes())
+    del data[key]
+    with pytest.raises(ArtifactError, match="record"):
+        MethodRecord.from_bytes(json.dumps(data).encode())
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe"])
+def test_no_record_at_all(data: bytes) -> None:
+    with pytest.raises(ArtifactError):
+        MethodRecord.from_bytes(data)
+    with pytest.raises(ArtifactError, match="manifest"):
+        Manifest.from_bytes(data)
+    with pytest.raises(ArtifactError, match="compile target"):
+        Target.from_bytes(data)
+
+
+def test_records_of_another_version_say_so() -> None:
+    with pytest.raises(ArtifactError, match="format version 99, this runtime reads version 1"):
+        MethodRecord.from_bytes(replace(RECORD, version=99).to_bytes())
+    with pytest.raises(ArtifactError, match="format version 99, this runtime reads version 1"):
+        Manifest.from_bytes(Manifest("id", "sha", {}, version=99).to_bytes())
+
+
+def test_manifest_round_trip() -> None:
+    manifest = Manifest("id", "sha", {"w": "ab", "é": "cd"})
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+
+
+def test_target_round_trip() -> None:
+    target = host_target("cpu")
+    assert Target.from_bytes(target.to_bytes()) == target
+    assert target.isa == host_isa()
+    assert str(target).startswith("cpu ")
+
+
+@pytest.mark.parametrize("change", [{"isa": 3}, {"isa": None}])
+def test_target_of_wrong_types(change: dict[str, Any]) -> None:
+    data = {**json.loads(host_target("cpu").to_bytes()), **change}
+    with pytest.raises(ArtifactError, match="compile target"):
+        Target.from_bytes(json.dumps(data).encode())
+
+
+@pytest.mark.parametrize("error", [struct.error("x"), IndexError("x"), ValueError("x"), KeyError("x"), MemoryError()])
+def test_damaged_names_the_file(error: Exception) -> None:
+    with pytest.raises(ArtifactError, match="some.pte cannot be parsed"), damaged(Path("some.pte")):
+        raise error

@@ -1,0 +1,251 @@
+"""`Engine`: prompts to tokens, on programs of every shape that it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ostinato.delegate import ArtifactError, InputError, OptionError
+from ostinato.runner import Engine, Sampling
+
+from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent
+
+PROMPTS = ([5, 1, 7], [1, 2], [9], [4] * 20)
+EOS = 3
+
+
+def eager_answer(step: Callable[[list[int], int], Tensor], prompt: list[int], count: int) -> list[int]:
+    """The greedy answer of `step(tokens, position) -> logits [vocab]`, no end-of-sequence token heeded."""
+    logits = step(prompt, 0)
+    answer: list[int] = []
+    while len(answer) < count:
+        answer.append(int(logits.argmax()))
+        logits = step(answer[-1:], len(prompt) + len(answer) - 1)
+    return answer
+
+
+def recurrent_answer(prompt: list[int], count: int) -> list[int]:
+    module = Recurrent()
+
+    def step(tokens: list[int], position: int) -> Tensor:
+        return module(torch.tensor([tokens]), torch.arange(position, position + len(tokens)))[0]
+
+    return eager_answer(step, prompt, min(count, MAX_SEQ_LEN - len(prompt)))
+
+
+class Stateless(nn.Module):
+    """The whole sequence each time: `forward(tokens [1, T]) -> logits [1, T, VOCAB]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.embed = nn.Parameter(torch.randn(VOCAB, WIDTH, generator=generator))
+        self.head = nn.Parameter(torch.randn(WIDTH, VOCAB, generator=generator))
+        self.eval().requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.embed[tokens].cumsum(1).sin() @ self.head
+
+
+def stateless_answer(prompt: list[int], count: int) -> list[int]:
+    module, tokens = Stateless(), list(prompt)
+    while len(tokens) < min(MAX_SEQ_LEN, len(prompt) + count):
+        tokens.append(int(module(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+ANSWERS = {"static": recurrent_answer, "dynamic": recurrent_answer, "stateless": stateless_answer}
+
+
+@pytest.fixture(scope="session")
+def forward_artifact(exported: Callable[..., Path]) -> Callable[[str], Path]:
+    """A program with the one method `forward`: one token a call, any number of them, or no state at all."""
+    from ostinato.export import export_program
+
+    def get(kind: str) -> Path:
+        length = torch.export.Dim("T", min=1, max=MAX_SEQ_LEN)
+        one = (torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        many = (torch.zeros(1, 5, dtype=torch.int64), torch.arange(5))
+        spec: Any = {
+            "static": (Recurrent(), one, None),
+            "dynamic": (Recurrent(), many, ({1: length}, {0: length})),
+            "stateless": (Stateless(), many[:1], ({1: length},)),
+        }[kind]
+        metadata = {"get_max_seq_len": MAX_SEQ_LEN, "get_eos_ids": [EOS]}
+        return exported(
+            f"forward-{kind}", lambda path: export_program({"forward": spec}, path, metadata=metadata), "1"
+        )
+
+    return get
+
+
+@pytest.fixture
+def engine(recurrent_artifact: Path) -> Iterator[Engine]:
+    with Engine.load(recurrent_artifact) as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_prefill_and_decode_as_eager(recurrent_artifact: Path, graph: bool) -> None:
+    with Engine.load(recurrent_artifact, cuda_graph=graph) as loaded:
+        for prompt in PROMPTS:
+            answer = list(loaded.generate_tokens(prompt, max_new_tokens=50, ignore_eos=True))
+            assert answer == recurrent_answer(prompt, 50)
+            assert loaded.last.finish_reason == "max_seq_len"
+            assert len(prompt) + len(answer) == MAX_SEQ_LEN
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("kind", sorted(ANSWERS))
+def test_a_lone_forward(forward_artifact: Callable[[str], Path], kind: str, graph: bool) -> None:
+    with Engine.load(forward_artifact(kind), cuda_graph=graph) as loaded:
+        for prompt in PROMPTS:
+            answer = list(loaded.generate_tokens(prompt, max_new_tokens=9, ignore_eos=True))
+            assert answer == ANSWERS[kind](prompt, 9)
+            assert set(loaded.last.methods) == {"forward"}
+        stats = loaded.last.methods["forward"]
+        if graph and kind != "stateless":
+            assert (stats["phase"], stats["captures"], stats["fallbacks"]) == ("replay", 1, 0)
+
+
+def test_end_of_sequence(engine: Engine) -> None:
+    prompt = next(prompt for prompt in ([a, b] for a in range(VOCAB) for b in range(VOCAB)) if stops(prompt))
+    expected = recurrent_answer(prompt, 50)
+    at = expected.index(EOS)
+    assert list(engine.generate_tokens(prompt)) == expected[:at]
+    assert engine.last.finish_reason == "stop"
+    assert engine.last.tokens == expected[: at + 1]
+    assert list(engine.generate_tokens(prompt, ignore_eos=True)) == expected
+    assert engine.last.finish_reason == "max_seq_len"
+
+
+def stops(prompt: list[int]) -> bool:
+    answer = recurrent_answer(prompt, 50)
+    return EOS in answer[2:] and EOS not in answer[:2]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_max_new_tokens(engine: Engine, count: int) -> None:
+    answer = list(engine.generate_tokens([5, 1, 7], max_new_tokens=count, ignore_eos=True))
+    assert answer == recurrent_answer([5, 1, 7], count)
+    assert engine.last.finish_reason == "length"
+    # The last token is handed out without a step for one more.
+    assert engine.last.methods["decode"]["runs"] == count - 1
+
+
+def test_figures(recurrent_artifact: Path) -> None:
+    with Engine.load(recurrent_artifact, cuda_graph=True, warmup_steps=2) as loaded:
+        list(loaded.generate_tokens([5, 1, 7], max_new_tokens=9, ignore_eos=True))
+        result = loaded.last
+        assert (result.prompt_tokens, len(result.tokens)) == (3, 9)
+        assert result.prefill_seconds > 0
+        assert result.decode_seconds > 0
+        assert result.prefill_tokens_per_second == pytest.approx(3 / result.prefill_seconds)
+        assert result.decode_tokens_per_second == pytest.approx(8 / result.decode_seconds)
+        assert list(result.methods) == ["prefill", "decode"]
+        decode = result.methods["decode"]
+        assert (decode["warmups"], decode["captures"], decode["replays"]) == (2, 1, 5)
+        assert result.methods["prefill"]["runs"] == 1
+        assert result.constants == {"count": 2, "shared": 2, "bytes_saved": 2 * VOCAB * WIDTH * 4}
+        assert result.as_dict()["decode_tokens_per_second"] == result.decode_tokens_per_second
+
+
+def test_the_callers_time_is_not_decode_time(engine: Engine) -> None:
+    for _ in engine.generate_tokens([5, 1, 7], max_new_tokens=4, ignore_eos=True):
+        time.sleep(0.05)
+    assert engine.last.decode_seconds < 0.1
+
+
+def test_stopping_early_keeps_the_figures(engine: Engine) -> None:
+    steps = engine.generate_tokens([5, 1, 7], ignore_eos=True)
+    taken = [next(steps) for _ in range(4)]
+    steps.close()
+    assert engine.last.finish_reason == "interrupted"
+    assert engine.last.tokens == taken
+    assert engine.last.methods["decode"]["runs"] == 3
+    # The next answer starts anew.
+    assert list(engine.generate_tokens([1, 2], max_new_tokens=5, ignore_eos=True)) == recurrent_answer([1, 2], 5)
+
+
+def test_sampling_repeats_with_a_seed(engine: Engine) -> None:
+    def draw(seed: int) -> list[int]:
+        sampling = Sampling(temperature=2.0, seed=seed)
+        return list(engine.generate_tokens([5, 1, 7], sampling=sampling, ignore_eos=True))
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_checks_are_made_at_once(engine: Engine) -> None:
+    with pytest.raises(InputError, match="the prompt is empty"):
+        engine.generate_tokens([])
+    with pytest.raises(InputError, match=f"has {MAX_SEQ_LEN} tokens and leaves no room"):
+        engine.generate_tokens([1] * MAX_SEQ_LEN)
+    with pytest.raises(OptionError, match="max_new_tokens must be 1 or more"):
+        engine.generate_tokens([1], max_new_tokens=0)
+    with pytest.raises(OptionError, match="cuda_graph_warmup_steps"):
+        Engine.load(engine._folder, cuda_graph=True, warmup_steps=0)
+    with pytest.raises(ArtifactError, match="no tokenizer.json"):
+        engine.encode_prompt("hello")
+    with pytest.raises(InputError, match="takes a string"):
+        engine.encode_prompt([{"role": "user", "content": "x"}], raw=True)
+
+
+# --- the shipped language model
+
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["disabled", "graph"])
+def capitals(request: pytest.FixtureRequest, capitals_artifact: Path) -> Iterator[Engine]:
+    with Engine.load(capitals_artifact, cuda_graph=request.param) as loaded:
+        yield loaded
+
+
+def test_capital_of_france(capitals: Engine) -> None:
+    pieces = list(capitals.generate(QUESTION))
+    assert "".join(pieces) == capitals.last.text == "Paris"
+    assert all(pieces)
+    assert capitals.last.finish_reason == "stop"
+    assert capitals.last.tokens[-1] in capitals.eos_ids
+    assert "".join(capitals.generate([{"role": "user", "content": QUESTION}])) == "Paris"
+
+
+def test_raw_prompt_goes_in_as_it_is(capitals: Engine) -> None:
+    chat = capitals.tokenizer.render([{"role": "user", "content": QUESTION}])
+    assert capitals.encode_prompt(chat, raw=True) == capitals.encode_prompt(QUESTION)
+    assert capitals.encode_prompt(QUESTION, raw=True) == capitals.tokenizer.encode(QUESTION)
+    assert "".join(capitals.generate(chat, raw=True)) == "Paris"
+
+
+def test_a_long_answer_with_and_without_graph_is_the_same(capitals_artifact: Path) -> None:
+    answers = []
+    for graph in (False, True):
+        with Engine.load(capitals_artifact, cuda_graph=graph) as loaded:
+            prompt = loaded.encode_prompt(QUESTION)
+            answers.append(list(loaded.generate_tokens(prompt, max_new_tokens=60, ignore_eos=True)))
+            assert loaded.last.methods["decode"]["replays"] == (55 if graph else 0)
+    assert answers[0] == answers[1]
+
+
+def test_greedy_tokens_of_transformers(capitals: Engine, capitals_checkpoint: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(capitals_checkpoint, dtype=torch.float32)
+    for question in (
+        QUESTION,
+        "Could you tell me which city is the capital of Andorra?",
+        "Japan's capital?",
+        "a",
+        "Tell me about São Tomé. " * 4,
+    ):
+        prompt = capitals.encode_prompt(question)
+        ours = list(capitals.generate_tokens(prompt, max_new_tokens=20))
+        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+        assert capitals.last.tokens == theirs, question
+        assert ours == [token for token in theirs if token not in capitals.eos_ids]

@@ -1,0 +1,146 @@
+"""`ostinato export` when something comes between: Ctrl-C, kill, a full disk. The name holds a whole artifact or nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from torch import nn
+
+from ostinato.delegate import ExportError, load_program
+from ostinato.runner.cli import main
+
+CLI = [sys.executable, "-m", "ostinato.runner.cli"]
+TINY = {"forward": (nn.ReLU(), (torch.zeros(2),), None)}
+
+
+def start_export(model: Path, output: Path) -> subprocess.Popen[str]:
+    """An export in a process group of its own, as a shell starts it; returns while it compiles."""
+    words = [*CLI, "export", "--model", str(model), "--output", str(output), "--max-seq-len", "32"]
+    export = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert export.stderr is not None
+    for line in export.stderr:
+        if "trace decode" in line:
+            time.sleep(2)
+            assert export.poll() is None
+            return export
+    raise AssertionError(f"the export ended with {export.wait()}")
+
+
+def finish(export: subprocess.Popen[str]) -> str:
+    """Wait for the end; returns what stderr held since."""
+    try:
+        return export.communicate(timeout=60)[1]
+    finally:
+        if export.poll() is None:
+            export.kill()
+
+
+def test_interrupted(capitals_checkpoint: Path, recurrent_artifact: Path, tmp_path: Path) -> None:
+    """Ctrl-C while the compiler runs; the artifact that had the name before is still there."""
+    output = tmp_path / "parent" / "artifact"
+    shutil.copytree(recurrent_artifact, output)
+    export = start_export(capitals_checkpoint, output)
+    os.killpg(export.pid, signal.SIGINT)
+    error = finish(export)
+    assert export.returncode == 130, error
+    assert error.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in error
+    assert [path.name for path in output.parent.iterdir()] == ["artifact"]
+    with load_program(output) as program:
+        assert program.method_names == {"prefill", "decode"}
+
+
+def test_killed(capitals_checkpoint: Path, tmp_path: Path) -> None:
+    """kill -9 cannot be cleaned up after, but nothing has the name, and the next export takes the rest away."""
+    from ostinato.export.writer import atomic_folder
+
+    output = tmp_path / "artifact"
+    export = start_export(capitals_checkpoint, output)
+    os.killpg(export.pid, signal.SIGKILL)
+    finish(export)
+    assert not output.exists()
+    with atomic_folder(output) as folder:
+        (folder / "model.pte").write_bytes(b"next")
+        assert not output.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
+
+
+def test_a_running_exports_folder_is_left_alone(tmp_path: Path) -> None:
+    from ostinato.export.writer import atomic_folder
+
+    theirs = tmp_path / f".artifact.partial-{os.getppid()}"
+    theirs.mkdir()
+    with atomic_folder(tmp_path / "artifact"):
+        pass
+    assert theirs.exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = shutil.which("mount")
+    words = ["-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if mount is None or subprocess.run([mount, *words], capture_output=True).returncode != 0:
+        pytest.skip("this user cannot mount a small file system")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_disk_full(small_disk: Path) -> None:
+    from ostinato.export import export_program
+
+    output = small_disk / "parent" / "artifact"
+    with pytest.raises(ExportError, match=rf"no room on the disk to write {output} \(0 MiB free\)"):
+        export_program(TINY, output)
+    assert list(output.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_disk_full_while_constants_are_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recurrent_artifact: Path, number: int
+) -> None:
+    """Where nothing can be mounted; the artifact of that name survives."""
+    from ostinato.export import export_program, lower
+
+    def full(*_: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    output = tmp_path / "parent" / "artifact"
+    shutil.copytree(recurrent_artifact, output)
+    monkeypatch.setattr(lower, "write_constants", full)
+    monkeypatch.setattr(lower, "_lower", lambda *_: b"program")
+    with pytest.raises(ExportError, match="no room on the disk"):
+        export_program(TINY, output)
+    assert [path.name for path in output.parent.iterdir()] == ["artifact"]
+    with load_program(output) as program:
+        program.load_method("decode")
+
+
+def test_output_is_somebody_elses(
+    capsys: pytest.CaptureFixture[str], capitals_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder, file = tmp_path / "photos", tmp_path / "notes"
+    folder.mkdir()
+    (folder / "cat.jpg").write_text("cat")
+    file.write_text("notes")
+    for output in (folder, file):
+        assert main(["export", "--model", str(capitals_checkpoint), "--output", str(output)]) == 2
+        assert "exists and is no artifact: choose another --output" in capsys.readouterr().err
+    assert (folder / "cat.jpg").read_text() == "cat"
+    assert file.read_text() == "notes"
+    for output in (file / "below", Path("/proc/nothing/artifact"), tmp_path / ("long" * 100)):
+        assert main(["export", "--model", str(capitals_checkpoint), "--output", str(output)]) == 2
+        assert "cannot be written" in capsys.readouterr().err

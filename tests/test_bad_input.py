@@ -1,0 +1,360 @@
+"""Bad input: a clear error of our own, exit status 2, nothing lost, no traceback."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import nn
+
+from ostinato.delegate import ExportError, InputError, OptionError, Program, TargetError, load_program
+from ostinato.runner import Engine
+from ostinato.runner.cli import main
+
+from .delegate.helpers import GRAPH, bring_to, eager_answers, same_state, state, step_inputs
+from .modules import MAX_SEQ_LEN, VOCAB
+
+CLI = [sys.executable, "-m", "ostinato.runner.cli"]
+
+Fails = Callable[..., str]
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
+    """`fails(word, ...)`: run the command in this process, expect exit status 2; returns the one error line."""
+
+    def run(*words: object) -> str:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        lines = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, err
+        assert "Traceback" not in err
+        return lines[0]
+
+    return run
+
+
+@pytest.fixture
+def talking_artifact(recurrent_artifact: Path, capitals_checkpoint: Path, tmp_path: Path) -> Path:
+    """The toy module with a real tokenizer, whose ids are mostly beyond the toy's vocabulary."""
+    folder = Path(shutil.copytree(recurrent_artifact, tmp_path / "talking"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(capitals_checkpoint / name, folder / name)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(capitals_checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(capitals_checkpoint, tmp_path / "checkpoint"))
+
+
+@pytest.fixture(scope="session")
+def relu_artifact(exported: Callable[..., Path]) -> Path:
+    """A program that is no language model."""
+    from ostinato.export import export_program
+
+    return exported("relu", lambda path: export_program({"forward": (nn.ReLU(), (torch.zeros(2),), None)}, path))
+
+
+# --- artifacts
+
+
+@pytest.mark.parametrize("command", [["run", "--prompt", "x"], ["inspect"]], ids=["run", "inspect"])
+def test_not_an_artifact(fails: Fails, command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file.txt").write_text("hello")
+    assert "no such folder" in fails(*command, tmp_path / "nothing")
+    assert "not a folder" in fails(*command, tmp_path / "file.txt")
+    assert "not an artifact: it has no model.pte" in fails(*command, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.pte", "model.ptd"])
+@pytest.mark.parametrize("command", [["run", "--prompt", "x"], ["inspect"]], ids=["run", "inspect"])
+def test_damaged_artifact(fails: Fails, command: list[str], talking_artifact: Path, name: str) -> None:
+    path = talking_artifact / name
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    assert f"{name} is cut short" in fails(*command, talking_artifact)
+    path.write_bytes(b"\0" * 100 + content[100:])
+    assert name in fails(*command, talking_artifact)
+
+
+def test_damaged_artifact_in_a_process_of_its_own(talking_artifact: Path) -> None:
+    path = talking_artifact / "model.ptd"
+    path.write_bytes(path.read_bytes()[:700])
+    done = subprocess.run([*CLI, "run", str(talking_artifact), "--prompt", "x"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_no_language_model(fails: Fails, relu_artifact: Path) -> None:
+    assert "takes input_1 [2]" in fails("run", relu_artifact, "--prompt", "x")
+    with pytest.raises(OptionError, match=r"no method 'decode'; its methods are: forward"), load_program(
+        relu_artifact
+    ) as program:
+        program.load_method("decode")
+
+
+def test_no_tokenizer(fails: Fails, recurrent_artifact: Path) -> None:
+    assert "has no tokenizer.json" in fails("run", recurrent_artifact, "--prompt", "hello")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": 3}', "\0\0"])
+def test_broken_tokenizer(fails: Fails, talking_artifact: Path, content: str) -> None:
+    (talking_artifact / "tokenizer.json").write_text(content)
+    assert "tokenizer.json cannot be read" in fails("run", talking_artifact, "--prompt", "hello")
+
+
+def test_broken_tokenizer_config(fails: Fails, talking_artifact: Path) -> None:
+    path = talking_artifact / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text("{")
+    assert "tokenizer_config.json cannot be read" in fails("run", talking_artifact, "--prompt", "hello")
+    for template in ("{% for %}", "{{ raise_exception('no') }}", "{{ messages.nothing.at.all }}"):
+        path.write_text(json.dumps({**config, "chat_template": template}))
+        assert "the chat template cannot be rendered" in fails("run", talking_artifact, "--prompt", "hello")
+    path.unlink()
+    assert "no chat template: pass --raw" in fails("run", talking_artifact, "--prompt", "hello")
+
+
+# --- prompts and options
+
+
+def test_prompts(fails: Fails, talking_artifact: Path) -> None:
+    for prompt in ("", "   "):
+        assert "the prompt is empty" in fails("run", talking_artifact, "--prompt", prompt)
+    assert "the prompt is empty" in fails("run", talking_artifact, "--prompt", "", "--raw")
+    error = fails("run", talking_artifact, "--prompt", "a b c d " * 20)
+    assert f"leaves no room for an answer in max_seq_len {MAX_SEQ_LEN}" in error
+    # Ids of a real vocabulary in a toy's.
+    assert f"'tokens': values must lie in 0..{VOCAB - 1}" in fails("run", talking_artifact, "--prompt", "hi", "--raw")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temperature", "-1"], "temperature must be 0 or more, got -1.0"),
+        (["--temperature", "nan"], "temperature must be 0 or more, got nan"),
+        (["--top-k", "-1"], "top_k must be 0 (off) or more, got -1"),
+        (["--top-p", "0"], "top_p must be more than 0 and at most 1, got 0.0"),
+        (["--top-p", "1.5"], "top_p must be more than 0 and at most 1, got 1.5"),
+        (["--max-new-tokens", "0"], "max_new_tokens must be 1 or more, got 0"),
+        (["--seed", str(1 << 80)], "seed must be 0 to 2**64 - 1"),
+        (["--seed", "-1"], "seed must be"),
+    ],
+)
+def test_options_of_run(fails: Fails, talking_artifact: Path, words: list[str], message: str) -> None:
+    assert message in fails("run", talking_artifact, "--prompt", "a", *words)
+
+
+@pytest.mark.parametrize("words", [[], ["bake"], ["run"], ["run", "x"], ["run", "x", "--prompt", "y", "--top-k", "many"]])
+def test_usage(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    assert "usage: ostinato" in capsys.readouterr().err
+
+
+def test_tokens_of_generate(recurrent_artifact: Path) -> None:
+    with Engine.load(recurrent_artifact) as engine:
+        before = state(engine.program)
+        for tokens, message in (
+            ([], "the prompt is empty"),
+            ([1] * MAX_SEQ_LEN, "leaves no room"),
+            ([1, VOCAB], f"values must lie in 0..{VOCAB - 1}, got 1..{VOCAB}"),
+            ([-1, 2], "got -1..2"),
+            ([-1], "got -1..-1"),
+        ):
+            with pytest.raises(InputError, match=message):
+                list(engine.generate_tokens(tokens))
+        assert same_state(before, state(engine.program))
+        assert len(list(engine.generate_tokens([1] * (MAX_SEQ_LEN - 1), ignore_eos=True))) == 1
+
+
+# --- execute
+
+LONG = torch.int64
+GOOD = step_inputs(1)
+BAD_INPUTS: list[tuple[str, Any, str]] = [
+    ("no inputs", (), "takes a sequence of 2 inputs"),
+    ("one input", GOOD[:1], "takes a sequence of 2 inputs .*got 1 inputs"),
+    ("three inputs", (*GOOD, GOOD[1]), "got 3 inputs"),
+    ("a tensor", GOOD[0], "takes a sequence of 2 inputs"),
+    ("a list", ([[1]], [1]), "'tokens': expected a tensor .*got list"),
+    ("None", (GOOD[0], None), "'input_pos': expected a tensor .*got NoneType"),
+    ("an int", (GOOD[0], 1), "'input_pos': expected a tensor .*got int"),
+    ("dtype", (GOOD[0].int(), GOOD[1]), r"'tokens': expected \[1, 1\] int64, got \[1, 1\] int32"),
+    ("float", (GOOD[0], GOOD[1].float()), r"'input_pos': expected \[1\] int64, got \[1\] float32"),
+    ("rank", (GOOD[0][0], GOOD[1]), r"'tokens': expected \[1, 1\] int64, got \[1\]"),
+    ("batch", (GOOD[0].repeat(2, 1), GOOD[1]), r"'tokens': expected \[1, 1\] int64, got \[2, 1\]"),
+    ("length", (GOOD[0].repeat(1, 3), GOOD[1].repeat(3)), r"'tokens': .*got \[1, 3\]"),
+    ("empty", (torch.zeros(1, 0, dtype=LONG), torch.zeros(0, dtype=LONG)), r"'tokens': .*got \[1, 0\]"),
+    ("scalar", (GOOD[0], torch.tensor(1)), r"'input_pos': expected \[1\] int64, got \[\]"),
+    ("swapped", (GOOD[1], GOOD[0]), "'tokens': expected"),
+    ("device", (GOOD[0], GOOD[1].to("meta")), "'input_pos': it is on meta"),
+    ("id too large", (torch.tensor([[VOCAB]]), GOOD[1]), rf"'tokens': values must lie in 0..{VOCAB - 1}, got"),
+    ("id below 0", (torch.tensor([[-1]]), GOOD[1]), "'tokens': values must lie in"),
+    ("past the end", (GOOD[0], torch.tensor([MAX_SEQ_LEN])), rf"'input_pos': values must lie in 0..{MAX_SEQ_LEN - 1}"),
+    ("before 0", (GOOD[0], torch.tensor([-1])), "'input_pos': values must lie in"),
+]
+
+
+@pytest.fixture
+def program(recurrent_artifact: Path) -> Iterator[Program]:
+    with load_program(recurrent_artifact) as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize("phase", ["disabled", "warmup", "capture", "replay"])
+def test_wrong_inputs_in_each_phase(program: Program, phase: str) -> None:
+    decode = program.load_method("decode", {} if phase == "disabled" else {**GRAPH, "cuda_graph_warmup_steps": 1})
+    made = bring_to(decode, phase)
+    before = state(program)
+    for what, inputs, message in BAD_INPUTS:
+        with pytest.raises(InputError, match=f"method 'decode'.*{message}"):
+            decode.execute(inputs)
+        assert same_state(before, state(program)), what
+        assert decode.stats.phase == phase, what
+    torch.testing.assert_close(decode.execute(step_inputs(made))[0], eager_answers(made + 1)[-1])
+
+
+def test_wrong_inputs_of_a_dynamic_method(program: Program) -> None:
+    prefill = program.load_method("prefill")
+    before = state(program)
+    for tokens, positions, message in (
+        (1, 1, rf"'tokens': expected \[1, T=2..{MAX_SEQ_LEN - 1}\] int64, got \[1, 1\]"),
+        (MAX_SEQ_LEN, MAX_SEQ_LEN, r"'tokens': expected"),
+        (5, 4, "'input_pos': its length 4 differs from 5, the length of 'tokens'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            prefill.execute((torch.zeros(1, tokens, dtype=LONG), torch.arange(positions)))
+    with pytest.raises(InputError, match=f"got 30..{MAX_SEQ_LEN}"):
+        prefill.execute((torch.zeros(1, 3, dtype=LONG), torch.arange(30, 33)))
+    assert same_state(before, state(program))
+
+
+def test_unknown_backend_option(program: Program) -> None:
+    with pytest.raises(OptionError, match=r"unknown backend option 'cuda_graph'.*; the options are: cuda_graph_warm"):
+        program.load_method("decode", {"cuda_graph": "decode"})
+
+
+# --- checkpoints and exports
+
+
+@pytest.fixture
+def export_fails(fails: Fails, tmp_path: Path) -> Fails:
+    """`export_fails(checkpoint, word, ...)`; nothing is left in the folder of --output."""
+    parent = tmp_path / "parent"
+
+    def run(model: Path, *words: object) -> str:
+        error = fails("export", "--model", model, "--output", parent / "artifact", *words)
+        assert not parent.exists() or list(parent.iterdir()) == []
+        return error
+
+    return run
+
+
+def test_no_checkpoint(export_fails: Fails, tmp_path: Path) -> None:
+    assert "no such folder" in export_fails(tmp_path / "nothing")
+    assert "it has no config.json" in export_fails(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '"qwen3_5_moe_text"', '{"model_type": "qwen3_5_moe_text"}'])
+def test_broken_config(export_fails: Fails, checkpoint: Path, text: str) -> None:
+    (checkpoint / "config.json").write_text(text)
+    assert "config.json" in export_fails(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "many"),
+        ("hidden_size", -1),
+        ("num_experts", []),
+        ("num_experts", 2.5),
+        ("layer_types", 4),
+        ("layer_types", "full"),
+        ("rope_parameters", "none"),
+        ("max_position_embeddings", "long"),
+        ("text_config", 3),
+    ],
+)
+def test_config_of_wrong_types(export_fails: Fails, checkpoint: Path, key: str, value: object) -> None:
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    assert "config.json" in export_fails(checkpoint)
+
+
+def test_unsupported_model_type(export_fails: Fails, checkpoint: Path) -> None:
+    for model_type in ("llama", None, 3):
+        (checkpoint / "config.json").write_text(json.dumps({"model_type": model_type}))
+        error = export_fails(checkpoint)
+        assert f"unsupported model type {model_type!r}" in error
+        assert "supported are: qwen3_5_moe_text, qwen3_5_moe" in error
+
+
+def test_shard_missing(export_fails: Fails, checkpoint: Path) -> None:
+    name = "model-00003-of-00004.safetensors"
+    (checkpoint / name).unlink()
+    assert f"lacks 1 of 4 shards: {name}" in export_fails(checkpoint)
+
+
+def test_shard_cut_short(export_fails: Fails, checkpoint: Path) -> None:
+    path = checkpoint / "model-00002-of-00004.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert f"{path.name} cannot be read" in export_fails(checkpoint)
+
+
+def test_tensors_that_do_not_fit(export_fails: Fails, checkpoint: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = checkpoint / "model-00001-of-00004.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.input_layernorm.weight"
+    assert name in tensors
+    norm = tensors.pop(name)
+    save_file({**tensors, "model.surprise": norm.clone()}, path)
+    error = export_fails(checkpoint)
+    assert f"missing (1): {name}" in error
+    assert "unexpected (1): model.surprise" in error
+    save_file({**tensors, name: torch.zeros(3)}, path)
+    assert f"tensor {name!r} of the checkpoint has shape [3]" in export_fails(checkpoint)
+
+
+def test_options_of_export(export_fails: Fails, capitals_checkpoint: Path) -> None:
+    for length in (-1, 0, 3, 1 << 40):
+        assert f"got {length}" in export_fails(capitals_checkpoint, "--max-seq-len", length)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_no_gpu(export_fails: Fails, capitals_checkpoint: Path) -> None:
+    assert "device 'cuda' needs an NVIDIA GPU" in export_fails(capitals_checkpoint, "--device", "cuda")
+
+
+@pytest.mark.parametrize("wanted", [None, "no-such-compiler"])
+def test_no_compiler(
+    export_fails: Fails,
+    capitals_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    wanted: str | None,
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    if wanted:
+        monkeypatch.setenv("CXX", wanted)
+    error = export_fails(capitals_checkpoint)
+    assert ("'no-such-compiler', does not exist" if wanted else "apt-get install g++") in error
