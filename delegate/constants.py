@@ -49,6 +49,7 @@ class ConstantPool:
         self._on_load = on_load
         self._tensors: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
+        self._buffer_specs: dict[str, BufferSpec] = {}
         self._users: dict[str, int] = {}
         self._staging: _Staging | None = None
 
@@ -74,14 +75,18 @@ class ConstantPool:
     def bind_buffers(self, specs: dict[str, BufferSpec]) -> dict[str, torch.Tensor]:
         """The mutable buffers of `specs`, made on first use: zeros, or the first value that `model.ptd` holds."""
         for key, spec in specs.items():
-            if key in self._buffers:
-                continue
-            if spec.initialised:
-                self._buffers[key] = self._load(key, private=True)
-            else:
-                dtype = dtype_from_name(spec.dtype)
-                self._buffers[key] = torch.zeros(spec.shape, dtype=dtype, device=self._device)
+            if key not in self._buffers:
+                self._buffers[key] = self._first_value(key, spec)
+                self._buffer_specs[key] = spec
         return {key: self._buffers[key] for key in specs}
+
+    def reset_buffers(self) -> None:
+        """Put the first values back, in place."""
+        for key, spec in self._buffer_specs.items():
+            if spec.initialised:
+                self._buffers[key].copy_(self._first_value(key, spec))
+            else:
+                self._buffers[key].zero_()
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -102,7 +107,13 @@ class ConstantPool:
     def close(self) -> None:
         self._tensors.clear()
         self._buffers.clear()
+        self._buffer_specs.clear()
         self._users.clear()
+
+    def _first_value(self, key: str, spec: BufferSpec) -> torch.Tensor:
+        if spec.initialised:
+            return self._load(key, private=True)
+        return torch.zeros(spec.shape, dtype=dtype_from_name(spec.dtype), device=self._device)
 
     def _load(self, key: str, private: bool = False) -> torch.Tensor:
         entry = self._file.entries.get(key)

@@ -82,10 +82,7 @@ class Method(_Owner):
         self._device = device
         self._skip_copy = skip_copy
         self._on_close = on_close
-        ordered: list[TensorSpec | None] = [None] * len(entry.input_order)
-        for argument, index in enumerate(entry.input_order):
-            ordered[index] = entry.record.inputs[argument]
-        self._inputs = tuple(spec for spec in ordered if spec is not None)
+        self._inputs = entry.inputs
 
     @property
     def name(self) -> str:
@@ -99,7 +96,7 @@ class Method(_Owner):
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The method's outputs, in the order that `execute` returns."""
-        return tuple(self._entry.record.outputs[i] for i in self._entry.output_order)
+        return self._entry.outputs
 
     @property
     def stats(self) -> MethodStats:
@@ -254,13 +251,12 @@ class Program(_Owner):
             return method
 
     def reset(self) -> None:
-        """Put every mutable buffer that is in use back to zeros.
+        """Put the first values back into every mutable buffer in use.
 
         A model whose state resets at position 0, as those of `ostinato export` do, needs no call of this.
         """
         with self._lock:
-            for tensor in self._pool.buffers.values():
-                tensor.zero_()
+            self._pool.reset_buffers()
 
     def close(self) -> None:
         """Free methods, then constants. Closing twice is fine."""

@@ -7,11 +7,11 @@ slots below are the field numbers of its `exir/_serialize/program.fbs`.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .artifact import BACKEND_ID, SPEC_EXPORT_ID, SPEC_TARGET, MethodRecord
+from .artifact import BACKEND_ID, SPEC_EXPORT_ID, SPEC_TARGET, MethodRecord, TensorSpec
 from .errors import ArtifactError
 from .flatbuffer import Table, damaged
 from .target import Target
@@ -43,6 +43,20 @@ class DelegateMethod:
     export_id: str
     input_order: tuple[int, ...]
     output_order: tuple[int, ...]
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """In the method's order."""
+        return tuple(self.record.inputs[self.input_order.index(i)] for i in range(len(self.input_order)))
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """In the method's order, in which they were named too."""
+        names = [spec.name for spec in self.record.outputs]
+        return tuple(
+            replace(self.record.outputs[index], name=names[place] if place < len(names) else f"output_{place}")
+            for place, index in enumerate(self.output_order)
+        )
 
 
 @dataclass

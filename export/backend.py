@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from executorch.backends.aoti.passes.replace_view_copy_with_view import ReplaceViewCopyWithViewPass
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
@@ -39,6 +38,24 @@ from .progress import Progress
 
 # An unbounded dimension; 2**31 - 1 is what a FlatBuffers int32 size can say.
 _UNBOUNDED = 2**31 - 1
+
+
+_VIEWS: dict[str, torch._ops.OpOverload] = {
+    f"aten.{name}_copy.{overload}": getattr(getattr(torch.ops.aten, name), overload)
+    for name, overload in (
+        ("expand", "default"),
+        ("permute", "default"),
+        ("select", "int"),
+        ("slice", "Tensor"),
+        ("split", "Tensor"),
+        ("split_with_sizes", "default"),
+        ("squeeze", "dim"),
+        ("squeeze", "dims"),
+        ("t", "default"),
+        ("transpose", "int"),
+        ("unsqueeze", "default"),
+    )
+}
 
 
 @dataclass
@@ -120,7 +137,7 @@ class OstinatoBackend(BackendDetails):
 def _compile(state: Lowering, program: ExportedProgram, folder: Path, method: str) -> Path:
     if state.device != "cpu":
         program = move_to_device_pass(program, state.device)
-    ReplaceViewCopyWithViewPass()(program.graph_module)
+    _use_views(program.graph_module)
     module = program.module()
     _name_constants(state, program, module, method)
     user_inputs = set(program.graph_signature.user_inputs)
@@ -141,6 +158,19 @@ def _compile(state: Lowering, program: ExportedProgram, folder: Path, method: st
     }
     with torch.no_grad():
         return Path(str(torch._inductor.aot_compile(module, arguments, options=options)))
+
+
+def _use_views(graph_module: torch.fx.GraphModule) -> None:
+    """Put views back where exir has put copies.
+
+    The graph writes nothing in place, so a view is as good; a copy is the whole K cache at every step where attention
+    transposes it, and all experts' weights at every prompt.
+    """
+    for node in graph_module.graph.nodes:
+        operator = getattr(node.target, "_op", node.target)
+        if node.op == "call_function" and str(operator) in _VIEWS:
+            node.target = _VIEWS[str(operator)]
+    graph_module.recompile()
 
 
 def _name_constants(state: Lowering, program: ExportedProgram, module: torch.fx.GraphModule, method: str) -> None:

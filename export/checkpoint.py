@@ -64,7 +64,7 @@ class SafetensorsFolder:
             return shards
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} cannot be read: {error}") from error
         missing = [name for name in names if not (self._folder / name).exists()]
         if missing:
@@ -144,13 +144,13 @@ def _read(source: SafetensorsFolder, name: str, sources: list[str], shape: tuple
         return source.read(name)
     # Experts one by one: each part has the rows of one projection of one expert.
     experts = shape[0]
-    rows = shape[1] * experts // len(sources)
-    if len(sources) % experts:
+    parts = 2 if name.endswith("gate_up_proj") else 1
+    if len(sources) != parts * experts:
         raise CheckpointError(
-            f"the checkpoint has {len(sources)} tensors for {name}, config.json speaks of {experts} experts"
+            f"the checkpoint has {len(sources) // parts} experts for {name}, its config.json speaks of {experts} experts"
         )
     for item in sources:
-        _check_shape(source, item, (rows, shape[2]))
+        _check_shape(source, item, (shape[1] // parts, shape[2]))
     return torch.cat([source.read(item) for item in sources]).view(shape)
 
 

@@ -120,14 +120,30 @@ def _trace(methods: Mapping[str, MethodSpec], progress: Progress) -> dict[str, E
             raise ExportError(f"method {name!r}: inputs must be tensors, got {', '.join(others)}")
         with progress.stage(f"trace {name}"), torch.no_grad(), _quiet():
             try:
-                # The runtime hands contiguous inputs to the code, so it is made for such.
-                inputs = tuple(tensor.contiguous() for tensor in example)
+                # The runtime hands contiguous inputs to the code, so it is made for such; and one tensor given as the
+                # example of two inputs would be traced as one input.
+                inputs = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in example)
                 traced = torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes, strict=False)
                 # Without in-place operators, the signature says which buffers are written.
                 programs[name] = traced.run_decompositions({})
             except Exception as error:
                 raise ExportError(f"method {name!r} cannot be traced by torch.export: {error}") from error
+        _check_ends(name, programs[name])
     return programs
+
+
+def _check_ends(method: str, program: ExportedProgram) -> None:
+    """A delegate call has computed outputs only, and only inputs that are used."""
+    signature = program.graph_signature
+    nodes = {node.name: node for node in program.graph.nodes}
+    for name in signature.user_inputs:
+        if isinstance(name, str) and not nodes[name].users:
+            raise ExportError(f"method {method!r}: input {name!r} is not used: take it out of forward's arguments")
+    for index, name in enumerate(signature.user_outputs):
+        if not isinstance(name, str) or nodes[name].op == "placeholder":
+            raise ExportError(
+                f"method {method!r}: output {index} is an input or a constant as it came in: return a copy (`.clone()`)"
+            )
 
 
 def _symbol_names(program: ExportedProgram, dynamic_shapes: Any) -> dict[str, str]:

@@ -40,10 +40,9 @@ def describe(path: str) -> dict[str, Any]:
     methods = {}
     for name, entry in sorted(parsed.methods.items()):
         record = entry.record
-        inputs = [record.inputs[entry.input_order.index(i)] for i in range(len(entry.input_order))]
         methods[name] = {
-            "inputs": [_tensor(spec) for spec in inputs],
-            "outputs": [_tensor(record.outputs[i]) for i in entry.output_order],
+            "inputs": [_tensor(spec) for spec in entry.inputs],
+            "outputs": [_tensor(spec) for spec in entry.outputs],
             "constants": len(record.constants),
             "mutable_buffers": len(record.buffers),
             "code_bytes": len(parsed.named_data.get(record.code_key, b"")),

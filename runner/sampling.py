@@ -32,6 +32,8 @@ class Sampling:
             raise OptionError(f"top_k must be 0 (off) or more, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise OptionError(f"top_p must be more than 0 and at most 1, got {self.top_p}")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise OptionError(f"seed must be 0 to 2**64 - 1, got {self.seed}")
 
 
 class Sampler:

@@ -49,7 +49,7 @@ def exported(pytestconfig: pytest.Config) -> Callable[[str, Callable[[Path], obj
         path = base / f"{name}-{state.hexdigest()[:16]}"
         if not path.exists():
             for old in base.glob(f"{name}-*"):
-                shutil.rmtree(old, ignore_errors=True)
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
             build(path)
         return path
 

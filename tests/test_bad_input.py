@@ -102,9 +102,10 @@ def test_damaged_artifact_in_a_process_of_its_own(talking_artifact: Path) -> Non
 
 def test_no_language_model(fails: Fails, relu_artifact: Path) -> None:
     assert "takes input_1 [2]" in fails("run", relu_artifact, "--prompt", "x")
-    with pytest.raises(OptionError, match=r"no method 'decode'; its methods are: forward"), load_program(
-        relu_artifact
-    ) as program:
+    with (
+        pytest.raises(OptionError, match=r"no method 'decode'; its methods are: forward"),
+        load_program(relu_artifact) as program,
+    ):
         program.load_method("decode")
 
 
@@ -160,7 +161,9 @@ def test_options_of_run(fails: Fails, talking_artifact: Path, words: list[str], 
     assert message in fails("run", talking_artifact, "--prompt", "a", *words)
 
 
-@pytest.mark.parametrize("words", [[], ["bake"], ["run"], ["run", "x"], ["run", "x", "--prompt", "y", "--top-k", "many"]])
+@pytest.mark.parametrize(
+    "words", [[], ["bake"], ["run"], ["run", "x"], ["run", "x", "--prompt", "y", "--top-k", "many"]]
+)
 def test_usage(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(words)
@@ -272,7 +275,9 @@ def test_no_checkpoint(export_fails: Fails, tmp_path: Path) -> None:
     assert "it has no config.json" in export_fails(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '"qwen3_5_moe_text"', '{"model_type": "qwen3_5_moe_text"}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", "null", '"qwen3_5_moe_text"', '{"model_type": "qwen3_5_moe_text"}']
+)
 def test_broken_config(export_fails: Fails, checkpoint: Path, text: str) -> None:
     (checkpoint / "config.json").write_text(text)
     assert "config.json" in export_fails(checkpoint)

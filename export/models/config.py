@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,8 @@ class ModelConfig:
             data = json.loads(path.read_text())
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if not isinstance(data, dict) or not isinstance(data.get("text_config", {}), dict):
+            raise CheckpointError(f"{path} is not the config of a model: expected a JSON object")
         return cls.from_dict(data)
 
     @classmethod
@@ -95,7 +97,7 @@ class ModelConfig:
             raise CheckpointError(f"unsupported rope_type {rope['rope_type']!r} in config.json; supported is: default")
         if text.get("hidden_act", "silu") != "silu":
             raise CheckpointError(f"unsupported hidden_act {text['hidden_act']!r} in config.json; supported is: silu")
-        head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+        head_dim = text.get("head_dim") or _quotient(text["hidden_size"], text["num_attention_heads"])
         # transformers 5 puts both into rope_parameters; older configs have them at the top.
         partial = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
         theta = rope.get("rope_theta", text.get("rope_theta", 10000.0))
@@ -108,8 +110,10 @@ class ModelConfig:
             num_key_value_heads=text["num_key_value_heads"],
             head_dim=head_dim,
             attention_bias=text.get("attention_bias", False),
-            rotary_dim=int(head_dim * partial),
-            rope_theta=float(theta),
+            rotary_dim=int(head_dim * partial)
+            if isinstance(head_dim, int) and isinstance(partial, (int, float))
+            else 0,
+            rope_theta=theta,
             linear_num_key_heads=text["linear_num_key_heads"],
             linear_num_value_heads=text["linear_num_value_heads"],
             linear_key_head_dim=text["linear_key_head_dim"],
@@ -128,12 +132,18 @@ class ModelConfig:
         return config
 
 
+def _quotient(size: Any, parts: Any) -> int:
+    return size // parts if isinstance(size, int) and isinstance(parts, int) and parts else 0
+
+
 def _layer_types(text: dict[str, Any]) -> tuple[str, ...]:
     types = text.get("layer_types")
     if types is None:
         interval = text.get("full_attention_interval", 4)
         count = text["num_hidden_layers"]
         types = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(count)]
+    if not isinstance(types, list) or len(types) != text.get("num_hidden_layers", len(types)):
+        raise CheckpointError("config.json: layer_types must be a list of num_hidden_layers names")
     unknown = sorted(set(types) - {"full_attention", "linear_attention"})
     if unknown:
         raise CheckpointError(
@@ -143,6 +153,7 @@ def _layer_types(text: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _check(config: ModelConfig) -> None:
+    _check_types(config)
     whole = [
         (
             "num_attention_heads",
@@ -169,3 +180,13 @@ def _check(config: ModelConfig) -> None:
         raise CheckpointError(
             f"config.json: linear_conv_kernel_dim must be 2 or more, got {config.linear_conv_kernel_dim}"
         )
+
+
+def _check_types(config: ModelConfig) -> None:
+    """Every size is a whole number of 1 or more; what else JSON may hold would fail far from here."""
+    for field in fields(ModelConfig):
+        value = getattr(config, field.name)
+        if field.type == "int" and (type(value) is not int or value < 1):
+            raise CheckpointError(f"config.json: {field.name} must be a whole number of 1 or more, got {value!r}")
+        if field.type == "float" and not isinstance(value, (int, float)):
+            raise CheckpointError(f"config.json: {field.name} must be a number, got {value!r}")

@@ -228,7 +228,9 @@ def test_an_older_cpu_can_be_compiled_for() -> None:
     check_target(replace(HOST, isa=HOST.isa[:3]))
 
 
-@pytest.mark.parametrize(("arch", "message"), [("sm_80", "GPU architecture sm_80, this machine has sm_90"), ("sm_90", "")])
+@pytest.mark.parametrize(
+    ("arch", "message"), [("sm_80", "GPU architecture sm_80, this machine has sm_90"), ("sm_90", "")]
+)
 def test_gpu_architecture(monkeypatch: pytest.MonkeyPatch, arch: str, message: str) -> None:
     monkeypatch.setattr(target_module.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(target_module.torch.cuda, "get_device_capability", lambda: (9, 0))

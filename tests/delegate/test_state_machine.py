@@ -286,9 +286,7 @@ def test_runner_alone_replays_over_static_buffers() -> None:
 
 def test_runner_alone_without_engine_stays_disabled() -> None:
     total = torch.zeros(1)
-    runner = PhasedRunner(
-        lambda inputs: accumulate(total, inputs), None, torch.device("cpu"), ["x"], warmup_steps=1
-    )
+    runner = PhasedRunner(lambda inputs: accumulate(total, inputs), None, torch.device("cpu"), ["x"], warmup_steps=1)
     for _ in range(3):
         runner([torch.ones(1)])
     assert (runner.stats.phase, runner.stats.runs, total.item()) == ("disabled", 3, 3.0)

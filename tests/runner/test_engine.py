@@ -78,9 +78,7 @@ def forward_artifact(exported: Callable[..., Path]) -> Callable[[str], Path]:
             "stateless": (Stateless(), many[:1], ({1: length},)),
         }[kind]
         metadata = {"get_max_seq_len": MAX_SEQ_LEN, "get_eos_ids": [EOS]}
-        return exported(
-            f"forward-{kind}", lambda path: export_program({"forward": spec}, path, metadata=metadata), "1"
-        )
+        return exported(f"forward-{kind}", lambda path: export_program({"forward": spec}, path, metadata=metadata), "1")
 
     return get
 

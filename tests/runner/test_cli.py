@@ -1,0 +1,278 @@
+"""The commands as a shell runs them: what goes to stdout, what to stderr, and how they end."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ostinato.delegate import load_program
+from ostinato.runner.cli import main
+
+from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH
+
+CLI = [sys.executable, "-m", "ostinato.runner.cli"]
+# Linux; the constant has a name in `fcntl` since Python 3.10 only there.
+F_SETPIPE_SZ = 1031
+QUESTION = "What is the capital of France?"
+
+
+def ostinato(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*CLI, *map(str, words)], capture_output=True, text=True, timeout=120)
+
+
+# --- run
+
+
+def test_stdout_is_the_answer_alone(capitals_artifact: Path) -> None:
+    done = ostinato("run", capitals_artifact, "--prompt", QUESTION)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "Paris\n"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("prompt: ")
+    assert "tokens/s | decode: " in line
+    assert line.endswith(" run | stop")
+
+
+@pytest.mark.parametrize("option", ["--cuda_graph", "--cuda-graph"])
+def test_cuda_graph(capitals_artifact: Path, option: str) -> None:
+    done = ostinato("run", capitals_artifact, "--prompt", QUESTION, option, "--ignore-eos", "--max-new-tokens", "9")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Paris")
+    with load_program(capitals_artifact) as program:
+        on_cpu = program.device.type == "cpu"
+    lines = done.stderr.splitlines()
+    assert len(lines) == (2 if on_cpu else 1)
+    assert not on_cpu or "host engine" in lines[0]
+    assert lines[-1].endswith("steps: 3 warmup, 1 capture, 4 replay | length")
+
+
+def test_json(capitals_artifact: Path) -> None:
+    done = ostinato("run", capitals_artifact, "--prompt", QUESTION, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert {
+        "text",
+        "tokens",
+        "prompt_tokens",
+        "prefill_seconds",
+        "decode_seconds",
+        "decode_tokens_per_second",
+        "finish_reason",
+        "methods",
+        "constants",
+    } <= set(result)
+    assert (result["text"], result["finish_reason"]) == ("Paris", "stop")
+    assert result["methods"]["decode"]["runs"] == len(result["tokens"]) - 1
+    assert set(result["methods"]["decode"]) == {
+        "phase",
+        "runs",
+        "warmups",
+        "captures",
+        "replays",
+        "fallbacks",
+        "fallback_reason",
+    }
+    assert result["constants"]["shared"] == result["constants"]["count"] > 0
+
+
+def run_here(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 0
+    return capsys.readouterr().out
+
+
+def test_raw(capsys: pytest.CaptureFixture[str], capitals_artifact: Path) -> None:
+    text = run_here(capsys, "run", capitals_artifact, "--raw", "--prompt", "The capital of France is")
+    with_template = run_here(capsys, "run", capitals_artifact, "--json", "--prompt", "The capital of France is")
+    raw = run_here(capsys, "run", capitals_artifact, "--json", "--raw", "--prompt", "The capital of France is")
+    assert json.loads(raw)["text"] == text.removesuffix("\n")
+    assert json.loads(raw)["prompt_tokens"] < json.loads(with_template)["prompt_tokens"]
+
+
+def test_sampling_options(capsys: pytest.CaptureFixture[str], capitals_artifact: Path) -> None:
+    words = ["run", capitals_artifact, "--prompt", QUESTION, "--ignore-eos", "--max-new-tokens", 20]
+    hot = [*words, "--temperature", 3.0, "--top-k", 50, "--top-p", 0.99]
+    assert run_here(capsys, *hot, "--seed", 1) == run_here(capsys, *hot, "--seed", 1)
+    assert run_here(capsys, *hot, "--seed", 1) != run_here(capsys, *hot, "--seed", 2)
+    assert run_here(capsys, *words, "--temperature", 3.0, "--top-k", 1) == run_here(capsys, *words)
+
+
+def test_failed_capture_is_told(
+    capsys: pytest.CaptureFixture[str], capitals_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load_program(capitals_artifact) as program:
+        if program.device.type != "cpu":
+            pytest.skip("the host engine is what fails here")
+    from ostinato.delegate.graph import HostEngine
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(HostEngine, "record", fail)
+    words = [
+        "run",
+        str(capitals_artifact),
+        "--prompt",
+        QUESTION,
+        "--cuda_graph",
+        "--ignore-eos",
+        "--max-new-tokens",
+        "9",
+    ]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("Paris")
+    assert "warning: decode: no graph, the capture failed: RuntimeError: injected" in err
+
+
+@dataclass
+class Blocked:
+    """A `run` that waits for its reader, in the middle of an answer."""
+
+    process: subprocess.Popen[bytes]
+    reader: int
+
+    def rest(self) -> bytes:
+        """All that is left to read from its stdout."""
+        data = b""
+        while piece := os.read(self.reader, 65536):
+            data += piece
+        return data.lstrip(b".")
+
+    def finish(self) -> str:
+        error = self.process.communicate(timeout=60)[1].decode()
+        assert "Traceback" not in error
+        assert "Exception" not in error
+        return error
+
+
+@pytest.fixture
+def blocked(capitals_artifact: Path) -> Iterator[Blocked]:
+    """The pipe is all but full, so the answer cannot be over before the test has acted."""
+    reader, writer = os.pipe()
+    size = fcntl.fcntl(writer, F_SETPIPE_SZ, 4096)
+    os.write(writer, b"." * (size - 40))
+    words = ["run", str(capitals_artifact), "--prompt", QUESTION, "--ignore-eos"]
+    process = subprocess.Popen([*CLI, *words], stdout=writer, stderr=subprocess.PIPE, start_new_session=True)
+    os.close(writer)
+    held, before = 0, -1
+    while held != before or held <= size - 40:
+        time.sleep(0.3)
+        assert process.poll() is None
+        before, held = held, struct.unpack("i", fcntl.ioctl(reader, termios.FIONREAD, b"\0" * 4))[0]
+    yield Blocked(process, reader)
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs F_SETPIPE_SZ")
+def test_interrupt(blocked: Blocked) -> None:
+    os.killpg(blocked.process.pid, signal.SIGINT)
+    text = blocked.rest()
+    error = blocked.finish()
+    assert blocked.process.returncode == 130
+    assert text.startswith(b"Paris")
+    assert text.endswith(b"\n")
+    assert error.rstrip().endswith("| interrupted")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs F_SETPIPE_SZ")
+def test_reader_goes_away(blocked: Blocked) -> None:
+    """`ostinato run ... | head -c 1`"""
+    os.close(blocked.reader)
+    assert blocked.finish() == ""
+    assert blocked.process.returncode == 0
+
+
+def test_reader_of_inspect_goes_away(recurrent_artifact: Path) -> None:
+    command = f"{sys.executable} -m ostinato.runner.cli inspect {recurrent_artifact} | head -c 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert (len(done.stdout), done.stderr) == (1, "")
+
+
+# --- inspect
+
+
+def test_inspect(capsys: pytest.CaptureFixture[str], recurrent_artifact: Path) -> None:
+    text = run_here(capsys, "inspect", recurrent_artifact)
+    for part in (
+        "compiled for  ",
+        "model.pte",
+        "model.ptd",
+        "method        decode",
+        "method        prefill",
+        f"tokens [1, T=2..{MAX_SEQ_LEN - 1}] int64, values 0..{VOCAB - 1}",
+        f"logits [1, {VOCAB}] float32",
+        f"get_max_seq_len = {MAX_SEQ_LEN}",
+        f"embed [{VOCAB}, {WIDTH}] float32",
+        f"cache [{MAX_SEQ_LEN}, {WIDTH}] float32",
+    ):
+        assert part in text
+    assert "and 2 more (--top N)" in run_here(capsys, "inspect", recurrent_artifact, "--top", 1)
+
+
+def test_inspect_json(capsys: pytest.CaptureFixture[str], recurrent_artifact: Path) -> None:
+    out = run_here(capsys, "inspect", recurrent_artifact, "--json")
+    assert out.count("\n") == 1
+    data = json.loads(out)
+    assert set(data["methods"]) == {"prefill", "decode"}
+    decode = data["methods"]["decode"]
+    assert decode["inputs"][0] == {
+        "name": "tokens",
+        "shape": [1, 1],
+        "dtype": "int64",
+        "value_range": [0, VOCAB - 1],
+    }
+    assert (decode["constants"], decode["mutable_buffers"]) == (2, 3)
+    assert decode["code_bytes"] > 1000
+    sizes = {item["name"]: item["bytes"] for item in data["constants"]}
+    assert sizes == {"embed": VOCAB * WIDTH * 4, "head": VOCAB * WIDTH * 4, "steps": 8}
+    assert {item["name"] for item in data["mutable_buffers"]} == {"cache", "total", "steps"}
+    assert data["metadata"]["get_vocab_size"] == VOCAB
+    assert data["files"] == {path.name: path.stat().st_size for path in recurrent_artifact.iterdir()}
+    assert data["target"]["device"] == "cpu"
+
+
+def test_inspect_of_a_language_model(capsys: pytest.CaptureFixture[str], capitals_artifact: Path) -> None:
+    data = json.loads(run_here(capsys, "inspect", capitals_artifact, "--json"))
+    assert data["metadata"]["get_max_seq_len"] == 256
+    names = {item["name"] for item in data["constants"]}
+    assert "lm_head.weight" in names
+    assert "lm_head.weight" in run_here(capsys, "inspect", capitals_artifact, "--top", 1000)
+
+
+# --- the command itself
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["inspect", "--help"], ["export", "--help"]])
+def test_help(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: ostinato")
+    for option in {"run": ["--prompt", "--cuda-graph", "--seed"], "export": ["--max-seq-len"]}.get(words[0], []):
+        assert option in out
+
+
+def test_run_imports_no_compiler(recurrent_artifact: Path) -> None:
+    code = (
+        "import sys; from ostinato.runner.cli import main; main(sys.argv[1:]); "
+        "print([m for m in sys.modules if m.startswith(('executorch.exir', 'ostinato.export'))], file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, "inspect", str(recurrent_artifact)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stderr == "[]\n"
