@@ -42,14 +42,12 @@ class Table:
 
     def numbers(self, slot: int, code: str) -> tuple[int, ...]:
         """A vector of scalars."""
-        begin, count = self._vector(slot)
+        begin, count = self._vector(slot, struct.calcsize(f"<{code}"))
         return struct.unpack_from(f"<{count}{code}", self.data, begin) if count else ()
 
     def blob(self, slot: int) -> memoryview:
         """A vector of bytes, not copied."""
-        begin, count = self._vector(slot)
-        if begin + count > len(self.data):
-            raise ValueError("a vector runs past the end of the file")
+        begin, count = self._vector(slot, 1)
         return self.data[begin : begin + count]
 
     def text(self, slot: int) -> str:
@@ -61,7 +59,7 @@ class Table:
 
     def tables(self, slot: int) -> list[Table]:
         """A vector of tables."""
-        begin, count = self._vector(slot)
+        begin, count = self._vector(slot, 4)
         places = [begin + 4 * i for i in range(count)]
         return [Table(self.data, at + struct.unpack_from("<I", self.data, at)[0]) for at in places]
 
@@ -74,10 +72,16 @@ class Table:
             return None
         return self.position + at + struct.unpack_from("<I", self.data, self.position + at)[0]
 
-    def _vector(self, slot: int) -> tuple[int, int]:
-        """(position of the first element, count)."""
+    def _vector(self, slot: int, width: int) -> tuple[int, int]:
+        """(position of the first element, count) of a vector whose elements have `width` bytes."""
         at = self._target(slot)
-        return (0, 0) if at is None else (at + 4, struct.unpack_from("<I", self.data, at)[0])
+        if at is None:
+            return 0, 0
+        count = struct.unpack_from("<I", self.data, at)[0]
+        # Before anything is made of that size: a flipped bit can ask for four thousand million elements.
+        if at + 4 + count * width > len(self.data):
+            raise ValueError("a vector runs past the end of the file")
+        return at + 4, count
 
 
 @contextmanager

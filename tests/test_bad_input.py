@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ostinato.delegate import ExportError, InputError, OptionError, Program, TargetError, load_program
+from ostinato.delegate import InputError, OptionError, Program, load_program
 from ostinato.runner import Engine
 from ostinato.runner.cli import main
 

@@ -217,5 +217,5 @@ def test_target_of_wrong_types(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("error", [struct.error("x"), IndexError("x"), ValueError("x"), KeyError("x"), MemoryError()])
 def test_damaged_names_the_file(error: Exception) -> None:
-    with pytest.raises(ArtifactError, match="some.pte cannot be parsed"), damaged(Path("some.pte")):
+    with pytest.raises(ArtifactError, match=r"some\.pte cannot be parsed"), damaged(Path("some.pte")):
         raise error

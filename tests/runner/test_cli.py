@@ -23,7 +23,7 @@ from ostinato.runner.cli import main
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH
 
 CLI = [sys.executable, "-m", "ostinato.runner.cli"]
-# Linux; the constant has a name in `fcntl` since Python 3.10 only there.
+# Linux; `fcntl` names it on that system only.
 F_SETPIPE_SZ = 1031
 QUESTION = "What is the capital of France?"
 

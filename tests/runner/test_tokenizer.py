@@ -122,7 +122,7 @@ def test_template_errors(capitals_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
     with pytest.raises(InputError, match="unsafe"):
         Tokenizer(tmp_path).render(CHATS[0])
-    with pytest.raises(ArtifactError, match="no tokenizer.json"):
+    with pytest.raises(ArtifactError, match=r"no tokenizer\.json"):
         Tokenizer(tmp_path / "nothing")
 
 
