@@ -105,6 +105,8 @@ class ConstantPool:
         )
 
     def close(self) -> None:
+        """Free all tensors, also those that someone still holds."""
+        free_tensors([*self._tensors.values(), *self._buffers.values()])
         self._tensors.clear()
         self._buffers.clear()
         self._buffer_specs.clear()
@@ -140,6 +142,13 @@ class ConstantPool:
                 f"{self._file.path} is damaged: constant {key!r} has SHA-256 {found[:12]}..., the manifest says "
                 f"{(expected or 'nothing')[:12]}...: copy the artifact again or export it again"
             )
+
+
+def free_tensors(tensors: Iterable[torch.Tensor]) -> None:
+    """Take the memory from under the tensors. torch's container never lets go of a user-managed constant (seen with 2.11
+    and 2.13), so dropping our own references would leave a whole model allocated."""
+    for tensor in tensors:
+        tensor.set_()  # type: ignore[call-overload]
 
 
 class _Staging:

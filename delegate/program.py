@@ -14,7 +14,7 @@ import torch
 
 from .aoti import Container
 from .artifact import CONSTANTS_FILE, PROGRAM_FILE, TensorSpec, dtype_from_name
-from .constants import ConstantPool, ConstantStats
+from .constants import ConstantPool, ConstantStats, free_tensors
 from .errors import ArtifactError, ClosedError, InputError, OptionError
 from .flatbuffer import map_file
 from .graph import (
@@ -143,8 +143,8 @@ class Method(_Owner):
             self._on_close()
 
     def _check(self, inputs: Sequence[torch.Tensor]) -> None:
-        if isinstance(inputs, torch.Tensor) or len(inputs) != len(self._inputs):
-            got = "one tensor" if isinstance(inputs, torch.Tensor) else f"{len(inputs)} inputs"
+        if not isinstance(inputs, (tuple, list)) or len(inputs) != len(self._inputs):
+            got = f"{len(inputs)} inputs" if isinstance(inputs, (tuple, list)) else f"a {type(inputs).__name__}"
             names = ", ".join(f"{spec.name} {spec.shape_text} {spec.dtype}" for spec in self._inputs)
             raise InputError(
                 f"method {self.name!r} takes a sequence of {len(self._inputs)} inputs ({names}), got {got}"
@@ -291,6 +291,8 @@ class Program(_Owner):
             self._methods.remove(method)
             if share:
                 self._pool.release(keys)
+            else:
+                free_tensors(constants.values())
 
         method = Method(
             entry,

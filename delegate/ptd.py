@@ -38,8 +38,9 @@ class Entry:
         assert self.dtype is not None
         if self.nbytes == 0:
             return torch.empty(self.shape, dtype=self.dtype)
-        flat = torch.frombuffer(self.data, dtype=self.dtype)
-        return flat.as_strided(self.shape, self.strides)
+        storage = torch.frombuffer(self.data, dtype=self.dtype).untyped_storage()
+        # No view of the flat tensor: a view keeps its base alive, and with it the map.
+        return torch.empty(0, dtype=self.dtype).set_(storage, 0, self.shape, self.strides)
 
 
 @dataclass(frozen=True)

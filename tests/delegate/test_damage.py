@@ -113,7 +113,7 @@ def test_every_bit_of_the_constants_layouts_flipped(folder: Path) -> None:
     layouts = [table for named in Table.root(memoryview(content)).tables(2) if (table := named.table(2)) is not None]
     assert len(layouts) == 3
     for layout in layouts:
-        (sizes, rank), (order, _) = layout._vector(1), layout._vector(2)
+        (sizes, rank), (order, _) = layout._vector(1, 4), layout._vector(2, 1)
         dtype = layout.position + layout._offset(0)
         for offset in (dtype, *range(sizes, sizes + 4 * rank), *range(order, order + rank)):
             for bit in range(8):

@@ -138,7 +138,7 @@ def test_a_vector_longer_than_the_file_costs_nothing(recurrent_artifact: Path, b
     data = bytearray((recurrent_artifact / "model.pte").read_bytes())
     root = Table.root(memoryview(data))
     for slot in (1, 4, 7):
-        begin, count = root._vector(slot)
+        begin, count = root._vector(slot, 4)
         damaged_data = bytearray(data)
         struct.pack_into("<I", damaged_data, begin - 4, count | 1 << bit)
         tracemalloc.start()
