@@ -13,6 +13,7 @@ are found before anything runs.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -168,12 +169,7 @@ class MethodRecord:
         """Raises ArtifactError when the bytes are not a record of this format version."""
         try:
             raw = json.loads(data)
-            version = raw["version"]
-            if version != FORMAT_VERSION:
-                raise ArtifactError(
-                    f"the artifact has format version {version}, this runtime reads version {FORMAT_VERSION}: "
-                    "export the model again with this version of ostinato"
-                )
+            _check_version(raw["version"])
             return cls(
                 method=raw["method"],
                 code_key=raw["code_key"],
@@ -192,6 +188,21 @@ class MethodRecord:
             raise ArtifactError(f"a method's record in {PROGRAM_FILE} cannot be read: {error}") from error
 
 
+def constant_digest(data: memoryview | bytes, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
+    """SHA-256 (hex) of a constant: of its bytes, and of what they mean."""
+    digest = hashlib.sha256(data)
+    digest.update(f"{dtype} {list(shape)} {list(strides)}".encode())
+    return digest.hexdigest()
+
+
+def _check_version(version: object) -> None:
+    if version != FORMAT_VERSION:
+        raise ArtifactError(
+            f"the artifact has format version {version}, this runtime reads version {FORMAT_VERSION}: "
+            "export the model again with this version of ostinato"
+        )
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Hashes (SHA-256, hex) that bind `model.ptd` to its `model.pte`; a blob in `model.ptd`."""
@@ -208,11 +219,11 @@ class Manifest:
     def from_bytes(cls, data: bytes) -> Manifest:
         try:
             raw = json.loads(data)
+            _check_version(raw["version"])
             return cls(
                 export_id=raw["export_id"],
                 program_sha256=raw["program_sha256"],
                 constants=dict(raw["constants"]),
-                version=raw["version"],
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ArtifactError(f"the manifest in {CONSTANTS_FILE} cannot be read: {error}") from error

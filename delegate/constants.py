@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from .artifact import BufferSpec, dtype_from_name
+from .artifact import BufferSpec, constant_digest, dtype_from_name, dtype_name
 from .errors import ArtifactError
 from .ptd import ConstantsFile, Entry
 
@@ -136,7 +135,8 @@ class ConstantPool:
 
     def _check_hash(self, key: str, entry: Entry) -> None:
         expected = self._file.manifest.constants.get(key)
-        found = hashlib.sha256(entry.data).hexdigest()
+        assert entry.dtype is not None
+        found = constant_digest(entry.data, dtype_name(entry.dtype), entry.shape, entry.strides)
         if found != expected:
             raise ArtifactError(
                 f"{self._file.path} is damaged: constant {key!r} has SHA-256 {found[:12]}..., the manifest says "

@@ -96,6 +96,8 @@ def _read(data: memoryview, base: int) -> dict[str, Entry]:
 
 
 def _strides(shape: tuple[int, ...], dim_order: tuple[int, ...]) -> tuple[int, ...]:
+    if sorted(dim_order) != list(range(len(shape))):
+        raise ValueError(f"dim_order {list(dim_order)} is no order of {len(shape)} dimensions")
     strides = [1] * len(shape)
     step = 1
     for dim in reversed(dim_order):

@@ -70,6 +70,7 @@ class Lowering:
         value_ranges: input name -> (lowest, highest) allowed value.
         output_names: names for the methods' outputs, in order.
         symbols: by method, torch's symbol -> the name that its dimension has for people.
+        ranges: by method, torch's symbol -> the sizes that its dimension may have.
         used: keys that compiled code asks for, filled while lowering.
         records: by method, filled while lowering.
         sources: by method, the C++ wrapper that AOTInductor generated, for whoever wants to look for copies in it.
@@ -83,6 +84,7 @@ class Lowering:
     value_ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
     output_names: tuple[str, ...] = ()
     symbols: dict[str, dict[str, str]] = field(default_factory=dict)
+    ranges: dict[str, dict[str, Any]] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     records: dict[str, MethodRecord] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -275,10 +277,9 @@ def _key_of(state: Lowering, method: str, program: ExportedProgram, name: str) -
 
 def _input_specs(state: Lowering, method: str, program: ExportedProgram) -> Iterator[TensorSpec]:
     user_inputs = set(program.graph_signature.user_inputs)
-    names = state.symbols.get(method, {})
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name in user_inputs:
-            yield _tensor_spec(node.name, node.meta["val"], program, names, state.value_ranges.get(node.name))
+            yield _tensor_spec(state, method, node.name, node.meta["val"], state.value_ranges.get(node.name))
 
 
 def _output_specs(state: Lowering, method: str, program: ExportedProgram) -> Iterator[TensorSpec]:
@@ -286,27 +287,26 @@ def _output_specs(state: Lowering, method: str, program: ExportedProgram) -> Ite
     values = {node.name: node.meta["val"] for node in output.args[0] if hasattr(node, "meta")}
     for index, node_name in enumerate(program.graph_signature.user_outputs):
         name = state.output_names[index] if index < len(state.output_names) else f"output_{index}"
-        yield _tensor_spec(name, values[node_name], program, state.symbols.get(method, {}))
+        yield _tensor_spec(state, method, name, values[node_name])
 
 
 def _tensor_spec(
-    name: str,
-    value: Any,
-    program: ExportedProgram,
-    names: dict[str, str],
-    bounds: tuple[int, int] | None = None,
+    state: Lowering, method: str, name: str, value: Any, bounds: tuple[int, int] | None = None
 ) -> TensorSpec:
     if not isinstance(value, torch.Tensor):
         raise ExportError(f"input or output {name!r} is a {type(value).__name__}; only tensors are supported")
-    shape = tuple(_dim(size, program, names) for size in value.shape)
+    shape = tuple(_dim(state, method, size) for size in value.shape)
     return TensorSpec(name, dtype_name(value.dtype), shape, bounds)
 
 
-def _dim(size: int | torch.SymInt, program: ExportedProgram, names: dict[str, str]) -> Dim:
+def _dim(state: Lowering, method: str, size: int | torch.SymInt) -> Dim:
     if isinstance(size, int):
         return Dim(size, size)
-    expression = size.node.expr
-    ranges = {symbol: ValueRanges(r.lower, r.upper) for symbol, r in program.range_constraints.items()}
+    expression, names = size.node.expr, state.symbols.get(method, {})
+    known = state.ranges.get(method, {})
+    ranges = {
+        s: ValueRanges(known[str(s)].lower, known[str(s)].upper) for s in expression.free_symbols if str(s) in known
+    }
     bounds = bound_sympy(expression, ranges)
     text = re.sub(r"\w+", lambda match: names.get(match[0], match[0]), str(expression))
     return Dim(_finite(bounds.lower, 0), _finite(bounds.upper, _UNBOUNDED), text)

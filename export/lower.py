@@ -93,6 +93,8 @@ def export_program(
         state = Lowering(device, progress, value_ranges=dict(value_ranges or {}), output_names=tuple(output_names))
         for name, (_, _, dynamic_shapes) in methods.items():
             state.symbols[name] = _symbol_names(programs[name], dynamic_shapes)
+            # Taken now: exir's own tracing forgets that a length may be 1.
+            state.ranges[name] = {str(symbol): bounds for symbol, bounds in programs[name].range_constraints.items()}
         _settle_constants(state, programs)
         export_id = uuid.uuid4().hex
         program = _lower(state, programs, target, export_id, dict(metadata or {}))

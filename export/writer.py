@@ -17,7 +17,7 @@ from executorch.exir._serialize.data_serializer import DataEntry, DataPayload
 from executorch.exir.tensor_layout import TensorLayout
 from executorch.extension.flat_tensor.serialize.serialize import FlatTensorSerializer
 
-from ..delegate.artifact import MANIFEST_KEY, PROGRAM_FILE, Manifest
+from ..delegate.artifact import MANIFEST_KEY, PROGRAM_FILE, Manifest, constant_digest, dtype_name
 from ..delegate.errors import ExportError
 
 _ALIGNMENT = 128
@@ -34,7 +34,8 @@ class _TensorData(FileBackedData):
     def write_to_file(self, outfile: io.BufferedIOBase) -> None:
         flat = self._tensor.detach().cpu().contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-        self.hexdigest = hashlib.sha256(data).hexdigest()
+        layout = (dtype_name(self._tensor.dtype), tuple(self._tensor.shape), self._tensor.contiguous().stride())
+        self.hexdigest = constant_digest(data, *layout)
         outfile.write(data)
 
 
@@ -82,10 +83,10 @@ def atomic_folder(output: Path) -> Iterator[Path]:
         ExportError: the name is taken by something else, or there is no room on the disk.
     """
     output = output.absolute()
-    if output.exists() and not _replaceable(output):
-        raise ExportError(f"{output} exists and is no artifact: choose another --output, or remove it first")
     scratch = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:
+        if output.exists() and not _replaceable(output):
+            raise ExportError(f"{output} exists and is no artifact: choose another --output, or remove it first")
         output.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(output)
         scratch.mkdir()
@@ -97,9 +98,7 @@ def atomic_folder(output: Path) -> Iterator[Path]:
             raise ExportError(
                 f"no room on the disk to write {output} ({free / 2**20:.0f} MiB free); nothing was left behind"
             ) from error
-        if isinstance(error, (PermissionError, NotADirectoryError, FileExistsError)):
-            raise ExportError(f"{output} cannot be written: {error}") from error
-        raise
+        raise ExportError(f"{output} cannot be written: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
