@@ -212,7 +212,7 @@ class Program(_Owner):
 
     @property
     def mutable_buffers(self) -> dict[str, torch.Tensor]:
-        """The state that the loaded methods share, by fully qualified name; the tensors themselves, not copies."""
+        """The state that the loaded methods share, by fully qualified name: the tensors themselves, emptied by `close`."""
         return self._pool.buffers
 
     @property

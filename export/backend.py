@@ -150,7 +150,8 @@ def _compile(state: Lowering, program: ExportedProgram, folder: Path, method: st
         "aot_inductor.package_constants_in_so": False,
         # Without it small constants are baked into the code as literals.
         "always_keep_tensor_constants": True,
-        # Folding would bake a parameter whose elements are all equal (a fresh norm) into the code.
+        # Folding would bake what has equal elements into the code: a fresh norm, and, worse, a buffer of one element, which
+        # would then never change.
         "joint_graph_constant_folding": False,
         # As many threads as the machine that runs it allows, and not as the one that compiled it had.
         "cpp.dynamic_threads": True,

@@ -15,7 +15,7 @@ from typing import TextIO
 class Progress:
     """Names the running stage and keeps each stage's seconds.
 
-    On a terminal the running stage's clock ticks; elsewhere a line is written when a stage begins and when it ends.
+    On a terminal the running stage's clock ticks; elsewhere its name is written when it begins and its time when it ends.
     """
 
     stream: TextIO | None = None
@@ -26,21 +26,23 @@ class Progress:
         begin = time.perf_counter()
         stop = threading.Event()
         ticker = self._start_ticker(name, begin, stop)
+        if not self._ticks:
+            self._write(f"  {name:<28} ")
         try:
             yield
         except BaseException:
             self._finish(stop, ticker)
-            self._write(f"\r  {name:<28} failed after {time.perf_counter() - begin:6.1f} s\n")
+            self._end(name, f"failed after {time.perf_counter() - begin:.1f} s")
             raise
         self._finish(stop, ticker)
         self.seconds[name] = time.perf_counter() - begin
-        self._write(f"\r  {name:<28} {self.seconds[name]:6.1f} s\n")
+        self._end(name, f"{self.seconds[name]:6.1f} s")
 
     def note(self, text: str) -> None:
         self._write(f"  {text}\n")
 
     def _start_ticker(self, name: str, begin: float, stop: threading.Event) -> threading.Thread | None:
-        if self.stream is None or not self.stream.isatty():
+        if not self._ticks:
             return None
 
         def tick() -> None:
@@ -57,11 +59,17 @@ class Progress:
             ticker.join()
             self._write("\r\x1b[K")
 
+    @property
+    def _ticks(self) -> bool:
+        return self.stream is not None and self.stream.isatty()
+
+    def _end(self, name: str, text: str) -> None:
+        self._write(f"\r  {name:<28} {text}\n" if self._ticks else f"{text}\n")
+
     def _write(self, text: str) -> None:
-        if self.stream is None:
-            return
-        self.stream.write(text if self.stream.isatty() else text.lstrip("\r"))
-        self.stream.flush()
+        if self.stream is not None:
+            self.stream.write(text)
+            self.stream.flush()
 
 
 def stderr_progress() -> Progress:

@@ -93,6 +93,8 @@ class ModelConfig:
     @classmethod
     def _from_text(cls, text: dict[str, Any], model_type: str, outer_tie: bool) -> ModelConfig:
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise CheckpointError(f"config.json: rope_parameters must be an object, got {rope!r}")
         if rope.get("rope_type", "default") != "default":
             raise CheckpointError(f"unsupported rope_type {rope['rope_type']!r} in config.json; supported is: default")
         if text.get("hidden_act", "silu") != "silu":
