@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -88,18 +89,19 @@ class CudaGraphEngine:
 
     def record(self, run: Run, static_inputs: Sequence[torch.Tensor]) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        # Nothing may still be running into the capture, and cached blocks cannot move to the graph's pool later.
-        torch.cuda.synchronize(self._stream.device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            # thread_local: another thread's allocation must not break this capture.
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                outputs = run(static_inputs)
-            except BaseException:
-                _abandon(graph)
-                raise
-            graph.capture_end()
+        with _side_lock:
+            # Nothing may still be running into the capture, and cached blocks cannot move to the graph's pool later.
+            torch.cuda.synchronize(self._stream.device)
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                # thread_local: another thread's allocation must not break this capture.
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    outputs = run(static_inputs)
+                except BaseException:
+                    _abandon(graph)
+                    raise
+                graph.capture_end()
         return _CudaGraph(graph, static_inputs, outputs)
 
 
@@ -170,6 +172,10 @@ class _HostGraph:
         self._inputs = ()
 
 
+# Programs have locks of their own and share the side stream: what one thread runs there must not get into another's capture.
+_side_lock = threading.Lock()
+
+
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The one stream for captures and shared runs. A stream of its own for each method would cost 32 MiB each on an H200:
@@ -180,10 +186,11 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 def run_on_stream(stream: torch.cuda.Stream, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run on `stream`, after all that the current stream holds and before all that it will get."""
     current = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        outputs = run(inputs)
-    current.wait_stream(stream)
+    with _side_lock:
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            outputs = run(inputs)
+        current.wait_stream(stream)
     for tensor in inputs:
         tensor.record_stream(stream)
     for tensor in outputs:

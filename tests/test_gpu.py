@@ -210,6 +210,28 @@ def test_two_threads_are_serialised(program: Program) -> None:
     assert program.mutable_buffers["steps"].item() == 300
 
 
+def test_two_programs_capture_at_once(recurrent_cuda: Path) -> None:
+    """They share the stream that captures use; neither's work may get into the other's graph."""
+    results: dict[int, Tensor] = {}
+
+    def work(index: int) -> None:
+        with load_program(recurrent_cuda) as loaded:
+            for _ in range(5):
+                decode = loaded.load_method("decode", {**GRAPH, "cuda_graph_warmup_steps": 1})
+                results[index] = walk(decode, 12)
+                assert decode.stats.fallbacks == 0
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with load_program(recurrent_cuda) as loaded:
+        want = walk(loaded.load_method("decode"), 12)
+    assert len(results) == 3
+    assert all(torch.equal(got, want) for got in results.values())
+
+
 def test_close_frees_device_memory(recurrent_cuda: Path) -> None:
     def use() -> None:
         with load_program(recurrent_cuda) as loaded:
