@@ -72,7 +72,6 @@ class Lowering:
         symbols: by method, torch's symbol -> the name that its dimension has for people.
         ranges: by method, torch's symbol -> the sizes that its dimension may have.
         used: keys that compiled code asks for, filled while lowering.
-        records: by method, filled while lowering.
         sources: by method, the C++ wrapper that AOTInductor generated, for whoever wants to look for copies in it.
     """
 
@@ -86,7 +85,6 @@ class Lowering:
     symbols: dict[str, dict[str, str]] = field(default_factory=dict)
     ranges: dict[str, dict[str, Any]] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
-    records: dict[str, MethodRecord] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
 
@@ -124,7 +122,6 @@ class OstinatoBackend(BackendDetails):
             state.sources[method] = "".join(path.read_text() for path in library.parent.glob("*.wrapper.cpp"))
             names = _constant_names(library, state.device)
         record = _record(state, method, edge_program, names, code, bool(extern_data))
-        state.records[method] = record
         store = NamedDataStore()
         store.add_named_data(record.code_key, code, alignment=1)
         if record.extern_key:

@@ -28,31 +28,31 @@ class SafetensorsFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._files: dict[str, Path] = {}
+        # Canonical name -> (shard, name in it).
+        self._stored: dict[str, tuple[Path, str]] = {}
         self._folder = folder
         for path in self._shards():
             try:
                 with safe_open(path, framework="pt") as file:
-                    self._files.update({_canonical(name): path for name in file.keys()})  # noqa: SIM118
+                    self._stored.update({_canonical(name): (path, name) for name in file.keys()})  # noqa: SIM118
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._stored)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._stored
 
     def read(self, name: str) -> Tensor:
         """The tensor `name`, on the CPU in its stored dtype."""
-        path = self._files[name]
+        path, stored = self._stored[name]
         with safe_open(path, framework="pt") as file:
-            stored = next(key for key in file.keys() if _canonical(key) == name)  # noqa: SIM118
             return file.get_tensor(stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        with safe_open(self._files[name], framework="pt") as file:
-            stored = next(key for key in file.keys() if _canonical(key) == name)  # noqa: SIM118
+        path, stored = self._stored[name]
+        with safe_open(path, framework="pt") as file:
             return tuple(file.get_slice(stored).get_shape())
 
     def _shards(self) -> list[Path]:

@@ -32,10 +32,9 @@ class _TensorData(FileBackedData):
         self.hexdigest = "0" * 64
 
     def write_to_file(self, outfile: io.BufferedIOBase) -> None:
-        flat = self._tensor.detach().cpu().contiguous().reshape(-1)
-        data = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-        layout = (dtype_name(self._tensor.dtype), tuple(self._tensor.shape), self._tensor.contiguous().stride())
-        self.hexdigest = constant_digest(data, *layout)
+        tensor = self._tensor.detach().cpu().contiguous()
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+        self.hexdigest = constant_digest(data, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride())
         outfile.write(data)
 
 

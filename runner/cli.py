@@ -7,12 +7,12 @@ import importlib
 import os
 import sys
 
-# Each module has `SUMMARY`, `add_arguments(parser)` and `main(arguments) -> exit status`. By name, so that `run` imports no
-# compiler, and this package none of export/.
+# Name -> (module, what it does). Each module has `add_arguments(parser)` and `main(arguments) -> exit status`. By name, so
+# that `run` imports no compiler, and this package none of export/.
 COMMANDS = {
-    "export": "ostinato.export.command",
-    "run": "ostinato.runner.command_run",
-    "inspect": "ostinato.runner.command_inspect",
+    "export": ("ostinato.export.command", "a Hugging Face checkpoint -> an artifact (needs a C++ compiler)"),
+    "run": ("ostinato.runner.command_run", "answer a prompt with an artifact"),
+    "inspect": ("ostinato.runner.command_inspect", "show what an artifact holds"),
 }
 
 
@@ -25,23 +25,14 @@ def main(argv: list[str] | None = None) -> int:
         description="Run language models exported ahead of time, from Python, at the speed of the memory.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    summaries = {
-        "export": "a Hugging Face checkpoint -> an artifact (needs a C++ compiler)",
-        "run": "answer a prompt with an artifact",
-        "inspect": "show what an artifact holds",
-    }
     module = None
-    for name, where in COMMANDS.items():
+    for name, (where, summary) in COMMANDS.items():
         command = commands.add_parser(
-            name,
-            help=summaries[name],
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-            allow_abbrev=False,
+            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
         if name == chosen:
             module = importlib.import_module(where)
             command.description = module.__doc__
-            command.formatter_class = argparse.RawDescriptionHelpFormatter
             module.add_arguments(command)
     arguments = parser.parse_args(words)
     assert module is not None

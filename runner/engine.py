@@ -71,7 +71,7 @@ class Engine:
         self._tokenizer: Tokenizer | None = None
         self._load_methods(cuda_graph, warmup_steps)
         limit = program.metadata.get(META_MAX_SEQ_LEN)
-        self.max_seq_len = int(limit) if limit is not None else self._longest_input()
+        self.max_seq_len = int(limit) if limit is not None else _lengths(self._many)[1]
         eos = program.metadata.get(META_EOS_IDS, [])
         self.eos_ids = frozenset(eos if isinstance(eos, list) else [eos])
 
@@ -204,26 +204,23 @@ class Engine:
         try:
             token = sampler(self._prefill(prompt))
             result.prefill_seconds = time.perf_counter() - begin
-            begin = time.perf_counter()
             while True:
                 result.tokens.append(token)
                 if token in eos_ids:
                     result.finish_reason = "stop"
                     return
-                # The clock of decode stops while the caller has the token.
-                result.decode_seconds += time.perf_counter() - begin
                 yield token
-                begin = time.perf_counter()
                 if len(result.tokens) >= max_new_tokens:
                     result.finish_reason = "length"
                     return
                 if len(prompt) + len(result.tokens) >= self.max_seq_len:
                     result.finish_reason = "max_seq_len"
                     return
+                # Around the step alone: the time that the caller keeps a token for is not decode's.
+                begin = time.perf_counter()
                 token = sampler(self._decode_one_token(prompt, result.tokens))
-        finally:
-            if result.tokens:
                 result.decode_seconds += time.perf_counter() - begin
+        finally:
             result.methods = {method.name: asdict(method.stats) for method in self._methods}
             stats = self.program.stats
             result.constants = {
@@ -280,9 +277,6 @@ class Engine:
                     f"the runner needs methods of (tokens [1, T], input_pos [T]) or (tokens [1, T]); {method.name!r} takes "
                     + ", ".join(f"{spec.name} {spec.shape_text}" for spec in method.inputs)
                 )
-
-    def _longest_input(self) -> int:
-        return _lengths(self._many)[1]
 
 
 def _lengths(method: Method) -> tuple[int, int]:
