@@ -13,7 +13,7 @@ from ..delegate import artifact
 from ..delegate.errors import CheckpointError, ExportError
 from .checkpoint import load_checkpoint
 from .lower import ExportReport, MethodSpec, export_program
-from .models import ModelConfig, Qwen3_5Moe, build_on_meta
+from .models import ModelConfig, Qwen3_5, build_on_meta
 from .progress import Progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -70,9 +70,9 @@ def export_model(
     )
 
 
-def model_methods(network: Qwen3_5Moe) -> dict[str, MethodSpec]:
+def model_methods(network: Qwen3_5) -> dict[str, MethodSpec]:
     """`prefill` with a symbolic number of tokens and `decode` with one, from one module."""
-    longest = network.max_seq_len - 1
+    longest = network.build.max_chunk
     tokens = Dim("T", min=2, max=longest)
     example = min(130, longest)
     return {
@@ -95,7 +95,7 @@ def _max_seq_len(config: ModelConfig, wanted: int | None) -> int:
     return wanted
 
 
-def _metadata(config: ModelConfig, folder: Path, length: int, dtype: str, network: Qwen3_5Moe) -> dict[str, Any]:
+def _metadata(config: ModelConfig, folder: Path, length: int, dtype: str, network: Qwen3_5) -> dict[str, Any]:
     state = [name for name, _ in network.named_buffers() if name.endswith(("_cache", "_state"))]
     metadata: dict[str, Any] = {
         artifact.META_MAX_SEQ_LEN: length,

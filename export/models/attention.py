@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .linear import Build, make_linear
 from .norms import RMSNorm
 
 
@@ -41,45 +42,34 @@ class Attention(nn.Module):
     k_cache: Tensor
     v_cache: Tensor
 
-    def __init__(self, config: ModelConfig, max_seq_len: int, dtype: torch.dtype) -> None:
+    def __init__(self, build: Build) -> None:
         super().__init__()
+        config = build.config
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
         size, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(size, 2 * self.heads * self.head_dim, bias=bias, dtype=dtype)
-        self.k_proj = nn.Linear(size, self.kv_heads * self.head_dim, bias=bias, dtype=dtype)
-        self.v_proj = nn.Linear(size, self.kv_heads * self.head_dim, bias=bias, dtype=dtype)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, size, bias=bias, dtype=dtype)
+        self.sizes = (2 * self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim)
+        self.qkv_proj = make_linear(size, sum(self.sizes), build, bias)
+        self.o_proj = make_linear(self.heads * self.head_dim, size, build, bias)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config)
+        self.attend = build.kernels.attend
         for name in ("k_cache", "v_cache"):
-            cache = torch.zeros(self.kv_heads, max_seq_len, self.head_dim, dtype=dtype, device="cpu")
+            cache = torch.zeros(self.kv_heads, build.max_seq_len, self.head_dim, dtype=build.dtype, device="cpu")
             self.register_buffer(name, cache, persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, hidden], positions [T] int64 -> [T, hidden]."""
         tokens = x.shape[0]
-        query, gate = self.q_proj(x).view(tokens, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
-        key = self.k_proj(x).view(tokens, self.kv_heads, self.head_dim)
-        value = self.v_proj(x).view(tokens, self.kv_heads, self.head_dim)
+        query, key, value = self.qkv_proj(x).split(self.sizes, dim=1)
+        # Each head's query and the gate of its output stand together.
+        query, gate = query.reshape(tokens, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
+        key = key.reshape(tokens, self.kv_heads, self.head_dim)
+        value = value.reshape(tokens, self.kv_heads, self.head_dim)
         cos, sin = self.rotary(positions)
         self.k_cache.index_copy_(1, positions, rotate(self.k_norm(key), cos, sin).transpose(0, 1))
         self.v_cache.index_copy_(1, positions, value.transpose(0, 1))
-        out = self._attend(rotate(self.q_norm(query), cos, sin), positions)
-        out = out * torch.sigmoid(gate.reshape(tokens, -1))
-        return self.o_proj(out)
-
-    def _attend(self, query: Tensor, positions: Tensor) -> Tensor:
-        """query [T, heads, head_dim] over the whole cache -> [T, heads * head_dim]."""
-        tokens, heads, head_dim = query.shape
-        group = heads // self.kv_heads
-        # Heads that share a key stand together, so one product a key head serves them all without repeating the cache.
-        grouped = query.view(tokens, self.kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
-        scores = (grouped @ self.k_cache.transpose(1, 2)).float() * head_dim**-0.5
-        slots = torch.arange(self.k_cache.shape[1], device=positions.device)
-        hidden = (slots[None, :] > positions[:, None]).repeat_interleave(group, dim=0)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(query.dtype)
-        out = (weights @ self.v_cache).unflatten(1, (tokens, group))
-        return out.transpose(0, 1).reshape(tokens, heads * head_dim)
+        out = self.attend(rotate(self.q_norm(query), cos, sin), self.k_cache, self.v_cache, positions)
+        return self.o_proj((out * torch.sigmoid(gate)).reshape(tokens, -1))

@@ -1,4 +1,4 @@
-"""Shape of a Qwen3.5-MoE text model, read from a Hugging Face `config.json` as it stands."""
+"""Shape of a Qwen3.5 text model, with experts or dense, read from a Hugging Face `config.json` as it stands."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ from typing import Any
 
 from ...delegate.errors import CheckpointError
 
-SUPPORTED_MODEL_TYPES = ("qwen3_5_moe_text", "qwen3_5_moe")
+MOE_MODEL_TYPES = ("qwen3_5_moe_text", "qwen3_5_moe")
+DENSE_MODEL_TYPES = ("qwen3_5_text", "qwen3_5")
+SUPPORTED_MODEL_TYPES = MOE_MODEL_TYPES + DENSE_MODEL_TYPES
+
+
+# What one of the two families does not have.
+_MOE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+_DENSE_FIELDS = ("intermediate_size",)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Names follow transformers' `Qwen3_5MoeTextConfig` where they are the same thing."""
+    """Names follow transformers' `Qwen3_5MoeTextConfig` and `Qwen3_5TextConfig` where they are the same thing.
+
+    A dense model has an `intermediate_size` and zeros for what speaks of experts; a model with experts the other way round.
+    """
 
     model_type: str
     vocab_size: int
@@ -35,6 +45,7 @@ class ModelConfig:
     num_experts_per_tok: int
     moe_intermediate_size: int
     shared_expert_intermediate_size: int
+    intermediate_size: int
     rms_norm_eps: float
     tie_word_embeddings: bool
     max_position_embeddings: int
@@ -43,6 +54,10 @@ class ModelConfig:
     @property
     def num_hidden_layers(self) -> int:
         return len(self.layer_types)
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
 
     @property
     def key_dim(self) -> int:
@@ -103,6 +118,7 @@ class ModelConfig:
         # transformers 5 puts both into rope_parameters; older configs have them at the top.
         partial = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
         theta = rope.get("rope_theta", text.get("rope_theta", 10000.0))
+        is_moe = model_type in MOE_MODEL_TYPES
         config = cls(
             model_type=model_type,
             vocab_size=text["vocab_size"],
@@ -121,10 +137,11 @@ class ModelConfig:
             linear_key_head_dim=text["linear_key_head_dim"],
             linear_value_head_dim=text["linear_value_head_dim"],
             linear_conv_kernel_dim=text["linear_conv_kernel_dim"],
-            num_experts=text["num_experts"],
-            num_experts_per_tok=text["num_experts_per_tok"],
-            moe_intermediate_size=text["moe_intermediate_size"],
-            shared_expert_intermediate_size=text["shared_expert_intermediate_size"],
+            num_experts=text["num_experts"] if is_moe else 0,
+            num_experts_per_tok=text["num_experts_per_tok"] if is_moe else 0,
+            moe_intermediate_size=text["moe_intermediate_size"] if is_moe else 0,
+            shared_expert_intermediate_size=text["shared_expert_intermediate_size"] if is_moe else 0,
+            intermediate_size=0 if is_moe else text["intermediate_size"],
             rms_norm_eps=text.get("rms_norm_eps", 1e-6),
             tie_word_embeddings=bool(text.get("tie_word_embeddings", outer_tie)),
             max_position_embeddings=text.get("max_position_embeddings", 32768),
@@ -174,7 +191,7 @@ def _check(config: ModelConfig) -> None:
     for name, value, by, divisor in whole:
         if value % divisor:
             raise CheckpointError(f"config.json: {name} ({value}) is not a multiple of {by} ({divisor})")
-    if not 1 <= config.num_experts_per_tok <= config.num_experts:
+    if config.is_moe and not 1 <= config.num_experts_per_tok <= config.num_experts:
         raise CheckpointError(
             f"config.json: num_experts_per_tok ({config.num_experts_per_tok}) must be 1 to num_experts ({config.num_experts})"
         )
@@ -188,7 +205,8 @@ def _check_types(config: ModelConfig) -> None:
     """Every size is a whole number of 1 or more; what else JSON may hold would fail far from here."""
     for field in fields(ModelConfig):
         value = getattr(config, field.name)
-        if field.type == "int" and (type(value) is not int or value < 1):
+        absent = value == 0 and field.name in (_DENSE_FIELDS if config.model_type in MOE_MODEL_TYPES else _MOE_FIELDS)
+        if field.type == "int" and (type(value) is not int or value < 1) and not absent:
             raise CheckpointError(f"config.json: {field.name} must be a whole number of 1 or more, got {value!r}")
         if field.type == "float" and not isinstance(value, (int, float)):
             raise CheckpointError(f"config.json: {field.name} must be a number, got {value!r}")

@@ -34,8 +34,3 @@ class GatedRMSNorm(nn.Module):
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         normed = self.weight * (wide * scale).to(x.dtype)
         return (normed * F.silu(gate.float())).to(x.dtype)
-
-
-def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """`x / |x|` over the last dimension, eps under the root as in flash-linear-attention."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)

@@ -18,7 +18,7 @@ from transformers import Qwen3_5MoeForCausalLM
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
 from ostinato.export.checkpoint import load_checkpoint
-from ostinato.export.models import ModelConfig, Qwen3_5Moe, build_on_meta
+from ostinato.export.models import ModelConfig, Qwen3_5, build_on_meta
 
 LENGTHS = (1, 2, 3, 31, 63, 64, 65, 128, 200)
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -133,7 +133,7 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
     return noise / math.sqrt(noise.shape[-1])
 
 
-def load_ours(folder: Path, max_seq_len: int = 256, dtype: torch.dtype = torch.float32) -> Qwen3_5Moe:
+def load_ours(folder: Path, max_seq_len: int = 256, dtype: torch.dtype = torch.float32) -> Qwen3_5:
     """Our module with the checkpoint's weights and fresh state."""
     model = build_on_meta(ModelConfig.from_folder(folder), max_seq_len, dtype)
     load_checkpoint(model, folder)

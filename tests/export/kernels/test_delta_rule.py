@@ -12,14 +12,14 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     torch_recurrent_gated_delta_rule,
 )
 
-from ostinato.export.models.delta_rule import (
+from ostinato.export.kernels.delta_rule import (
     chunked_gated_delta_rule,
     invert_unit_lower,
     naive_gated_delta_rule,
     recurrent_step,
 )
 
-from .references import relative_error
+from ..references import relative_error
 
 LENGTHS = (1, 2, 3, 31, 63, 64, 65, 127, 128, 129, 200, 256, 1000)
 HEADS, KEY_DIM, VALUE_DIM = 3, 16, 24

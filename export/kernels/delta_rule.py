@@ -20,6 +20,63 @@ from torch import Tensor
 CHUNK = 64
 
 
+def gated_delta_rule(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    positions: Tensor,
+    key_heads: int,
+    max_tokens: int,
+) -> Tensor:
+    """The delta rule of a gated delta-net layer, from the convolution's output to the heads' outputs.
+
+    Queries and keys are L2-normalised, queries scaled by K ** -0.5, `g = -exp(a_log) softplus(a + dt_bias)`, `beta = sigmoid(b)`; key
+    heads are repeated where value heads share them (value head h takes key head h // (value heads / key heads)).
+
+    Args:
+        mixed: [T, key_heads K + key_heads K + H V]: q, k and v side by side, after the convolution and its SiLU.
+        a, b: [T, H], the gates' projections.
+        a_log, dt_bias: [H].
+        state: [H, K, V] float32, written in place: the state after the last token.
+        positions: [T] int64; where the first is 0 the old state counts as zeros.
+        key_heads: how many key heads.
+        max_tokens: upper bound of T, known when the graph is made.
+
+    Returns:
+        [T, H, V] in mixed's dtype.
+    """
+    heads, key_dim, value_dim = state.shape
+    tokens = mixed.shape[0]
+    before = torch.where(positions[0] == 0, torch.zeros_like(state), state)
+    q, k, v = mixed.float().split((key_heads * key_dim, key_heads * key_dim, heads * value_dim), dim=1)
+    q = _key_heads(q, key_dim, heads // key_heads) * key_dim**-0.5
+    k = _key_heads(k, key_dim, heads // key_heads)
+    v = v.unflatten(1, (heads, value_dim)).transpose(0, 1)
+    beta = torch.sigmoid(b).float().t()
+    g = (-a_log.float().exp() * F.softplus(a.float() + dt_bias.float())).t()
+    if tokens == 1:
+        out, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], before)
+        out = out.unsqueeze(1)
+    else:
+        out, after = chunked_gated_delta_rule(q, k, v, g, beta, before, max_tokens)
+    state.copy_(after)
+    return out.transpose(0, 1).to(mixed.dtype)
+
+
+def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """`x / |x|` over the last dimension, eps under the root as in flash-linear-attention."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def _key_heads(x: Tensor, key_dim: int, repeats: int) -> Tensor:
+    """[T, key heads * K] -> [value heads, T, K], normalised, repeated where value heads share."""
+    heads = l2_normalize(x.unflatten(1, (-1, key_dim)))
+    return heads.repeat_interleave(repeats, dim=1).transpose(0, 1)
+
+
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """One token.
 
