@@ -51,6 +51,11 @@ META_DYNAMIC_SHAPE = "enable_dynamic_shape"
 META_MUTABLE_BUFFERS = "get_mutable_buffer_metadata"
 META_MODEL_TYPE = "get_model_type"
 META_DTYPE = "get_activation_dtype"
+META_QUANTIZATION = "get_quantization"
+# Bytes that a decode step must read or write at least once: weights that one token uses, and state of fixed size.
+META_DECODE_BYTES = "get_decode_bytes"
+# Bytes that a decode step reads besides for each position that the KV caches hold.
+META_KV_BYTES = "get_kv_bytes_per_token"
 
 MANIFEST_KEY = "ostinato.manifest"
 CODE_KEY_PREFIX = "ostinato.code."

@@ -1,23 +1,26 @@
-"""Fill a model from a folder of safetensors, one tensor at a time."""
+"""A folder of safetensors, read one parameter at a time in the shape that our modules have."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..delegate.errors import CheckpointError
+from .models import STACKED
 
 INDEX_FILE = "model.safetensors.index.json"
 
 # Tensors of a multimodal or speculative checkpoint that the text model does not have.
 _SKIPPED = re.compile(r"^(mtp\.|model\.visual\.|visual\.|model\.mtp\.)|rotary_emb\.inv_freq$")
 _EXPERT = re.compile(r"^(?P<layer>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class SafetensorsFolder:
@@ -28,13 +31,15 @@ class SafetensorsFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        # Canonical name -> (shard, name in it).
-        self._stored: dict[str, tuple[Path, str]] = {}
+        # Canonical name -> (shard, name in it, shape).
+        self._stored: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
         self._folder = folder
+        self._open: tuple[Path, Any] | None = None
         for path in self._shards():
             try:
                 with safe_open(path, framework="pt") as file:
-                    self._stored.update({_canonical(name): (path, name) for name in file.keys()})  # noqa: SIM118
+                    for name in file.keys():  # noqa: SIM118
+                        self._stored[_canonical(name)] = (path, name, tuple(file.get_slice(name).get_shape()))
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
 
@@ -46,21 +51,24 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> Tensor:
         """The tensor `name`, on the CPU in its stored dtype."""
-        path, stored = self._stored[name]
-        with safe_open(path, framework="pt") as file:
-            return file.get_tensor(stored)
+        path, stored, _ = self._stored[name]
+        # The last shard stays open: a layer's experts, one by one, are hundreds of tensors in one file.
+        if self._open is None or self._open[0] != path:
+            self._open = (path, safe_open(path, framework="pt"))
+        return self._open[1].get_tensor(stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        path, stored = self._stored[name]
-        with safe_open(path, framework="pt") as file:
-            return tuple(file.get_slice(stored).get_shape())
+        return self._stored[name][2]
 
     def _shards(self) -> list[Path]:
         index = self._folder / INDEX_FILE
         if not index.exists():
             shards = sorted(self._folder.glob("*.safetensors"))
             if not shards:
-                raise CheckpointError(f"{self._folder} holds no .safetensors file and no {INDEX_FILE}")
+                raise CheckpointError(
+                    f"{self._folder} holds no .safetensors file and no {INDEX_FILE}; for random weights of the config's "
+                    "shape: --load-format dummy"
+                )
             return shards
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -77,43 +85,90 @@ def _canonical(name: str) -> str:
     return name.replace("model.language_model.", "model.", 1)
 
 
-def load_checkpoint(model: nn.Module, folder: Path, on_tensor: Callable[[str], None] | None = None) -> list[str]:
-    """Put the checkpoint's tensors in place of `model`'s parameters, converted to the parameters' dtypes.
+class CheckpointWeights:
+    """The parameters of a network as a checkpoint has them, before any quantisation.
 
-    Experts may be stored fused ([E, 2 I, H] and [E, H, I]) or one by one (`experts.3.gate_proj.weight`).
+    A parameter may be stored as it is, as several tensors whose rows are stacked (`STACKED`; experts one by one), or, a tied
+    `lm_head`, under the embedding's name.
 
     Args:
-        model: parameters on the meta device; afterwards they are on the CPU.
         folder: a checkpoint folder.
-        on_tensor: called with the name of each parameter that was filled.
+        shapes: parameter name -> its shape in floating point.
+        tied: whether the head may be the embedding.
 
-    Returns:
-        Names of tensors in the checkpoint that a text model does not use and that were skipped.
+    Attributes:
+        skipped: names of tensors that a text model does not use.
 
     Raises:
-        CheckpointError: naming a tensor that is missing, unexpected or of another shape.
+        CheckpointError: naming tensors that are missing, unexpected or of another shape. Nothing but headers is read for it.
     """
-    source = SafetensorsFolder(folder)
-    per_expert = _group_experts(source)
-    wanted = dict(model.named_parameters(remove_duplicate=True))
-    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(wanted)
-    used: set[str] = set()
-    missing: list[str] = []
-    for name, parameter in wanted.items():
-        sources = [name] if name in source else per_expert.get(name, [])
-        if not sources:
-            missing.append(name)
-            continue
-        tensor = _read(source, name, sources, tuple(parameter.shape))
-        used.update(sources)
-        _replace(model, name, nn.Parameter(tensor.to(parameter.dtype).contiguous(), requires_grad=False))
-        if on_tensor is not None:
-            on_tensor(name)
-    skipped = [name for name in source if _SKIPPED.search(name)]
-    unexpected = sorted(set(source) - used - set(skipped) - aliases)
-    if missing or unexpected:
-        raise CheckpointError(_complaint(folder, missing, unexpected))
-    return skipped
+
+    def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: bool) -> None:
+        self._source = SafetensorsFolder(folder)
+        self._shapes = shapes
+        self._parts: dict[str, list[str]] = {}
+        experts = _group_experts(self._source)
+        missing: list[str] = []
+        for name, shape in shapes.items():
+            parts = self._find(name, experts, tied)
+            absent = [part for part in parts if part not in self._source]
+            missing.extend(absent)
+            if not absent:
+                self._check_shapes(name, parts, shape)
+                self._parts[name] = parts
+        used = {part for parts in self._parts.values() for part in parts}
+        self.skipped = [name for name in self._source if _SKIPPED.search(name)]
+        unexpected = set(self._source) - used - set(self.skipped) - ({_HEAD} if tied else set())
+        if missing or unexpected:
+            raise CheckpointError(_complaint(folder, missing, sorted(unexpected)))
+
+    def read(self, name: str) -> Tensor:
+        """The parameter, in its floating-point shape and the checkpoint's dtype, on the CPU."""
+        parts = [self._source.read(part) for part in self._parts[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts).view(self._shapes[name])
+
+    def _find(self, name: str, experts: dict[str, list[str]], tied: bool) -> list[str]:
+        """Names of the tensors that make up `name`, whether the checkpoint has them or not."""
+        if name in self._source:
+            return [name]
+        if name in experts:
+            return experts[name]
+        if tied and name == _HEAD:
+            return [_EMBEDDING]
+        prefix, _, last = name.rpartition(".")
+        parent, _, module = prefix.rpartition(".")
+        if module in STACKED:
+            return [f"{parent}.{part}.{last}" for part in STACKED[module]]
+        return [name]
+
+    def _check_shapes(self, name: str, parts: list[str], expected: tuple[int, ...]) -> None:
+        shapes = [self._source.shape(part) for part in parts]
+        if len(parts) == 1:
+            if shapes[0] != expected:
+                raise CheckpointError(
+                    f"tensor {name!r} of the checkpoint has shape {list(shapes[0])}, its config.json asks for "
+                    f"{list(expected)}"
+                )
+        elif len(expected) == 3:
+            self._check_experts(name, parts, expected)
+        elif {shape[1:] for shape in shapes} != {expected[1:]} or sum(shape[0] for shape in shapes) != expected[0]:
+            listed = ", ".join(f"{part} {list(shape)}" for part, shape in zip(parts, shapes, strict=True))
+            raise CheckpointError(
+                f"the checkpoint has {listed}; its config.json asks for {list(expected)} with their rows stacked"
+            )
+
+    def _check_experts(self, name: str, parts: list[str], expected: tuple[int, ...]) -> None:
+        each = 2 if name.endswith("gate_up_proj") else 1
+        if len(parts) != each * expected[0]:
+            raise CheckpointError(
+                f"the checkpoint has {len(parts) // each} experts for {name}, its config.json speaks of {expected[0]} experts"
+            )
+        for part in parts:
+            shape, wanted = self._source.shape(part), (expected[1] // each, expected[2])
+            if shape != wanted:
+                raise CheckpointError(
+                    f"tensor {part!r} of the checkpoint has shape {list(shape)}, its config.json asks for {list(wanted)}"
+                )
 
 
 def _group_experts(source: SafetensorsFolder) -> dict[str, list[str]]:
@@ -133,42 +188,6 @@ def _group_experts(source: SafetensorsFolder) -> dict[str, list[str]]:
             ]
             groups[f"{layer}.{target}"] = stack
     return groups
-
-
-def _read(source: SafetensorsFolder, name: str, sources: list[str], shape: tuple[int, ...]) -> Tensor:
-    absent = [item for item in sources if item not in source]
-    if absent:
-        raise CheckpointError(f"the checkpoint lacks {len(absent)} tensors: {_some(absent)}")
-    if len(sources) == 1 and sources[0] == name:
-        _check_shape(source, name, shape)
-        return source.read(name)
-    # Experts one by one: each part has the rows of one projection of one expert.
-    experts = shape[0]
-    parts = 2 if name.endswith("gate_up_proj") else 1
-    if len(sources) != parts * experts:
-        raise CheckpointError(
-            f"the checkpoint has {len(sources) // parts} experts for {name}, its config.json speaks of {experts} experts"
-        )
-    for item in sources:
-        _check_shape(source, item, (shape[1] // parts, shape[2]))
-    return torch.cat([source.read(item) for item in sources]).view(shape)
-
-
-def _check_shape(source: SafetensorsFolder, name: str, expected: tuple[int, ...]) -> None:
-    found = source.shape(name)
-    if found != expected:
-        raise CheckpointError(
-            f"tensor {name!r} of the checkpoint has shape {list(found)}, its config.json asks for {list(expected)}"
-        )
-
-
-def _replace(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Set the parameter everywhere it stands: a tied one stands in two modules."""
-    old = model.get_parameter(name)
-    for module in model.modules():
-        for local, candidate in list(module.named_parameters(recurse=False)):
-            if candidate is old:
-                setattr(module, local, parameter)
 
 
 def _complaint(folder: Path, missing: list[str], unexpected: list[str]) -> str:

@@ -9,6 +9,10 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .quantization import Quantization
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +26,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of prompt and answer together (default: the model's limit, at most 4096)",
     )
+    parser.add_argument(
+        "--prefill-chunk",
+        type=int,
+        metavar="N",
+        help="most tokens that prefill takes at once; longer prompts go through in chunks (default: at most 2048)",
+    )
+    parser.add_argument("--quant", choices=("int4",), help="quantise linear layers and experts (default: keep them)")
+    parser.add_argument(
+        "--group-size", type=int, metavar="G", help="elements that share a scale: 32, 64 or 128 (default: 128)"
+    )
+    parser.add_argument("--hqq", action="store_true", help="choose int4 scales by half-quadratic quantisation (slower)")
+    parser.add_argument(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help="auto (default): the folder's safetensors; dummy: random weights, a config.json is enough",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -33,6 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
     from .progress import stderr_progress
 
     ModelConfig.from_folder(Path(arguments.model))
+    quant = _quantization(arguments)
     find_compiler()
     progress = stderr_progress()
     with progress.stage("import compiler stack"):
@@ -47,11 +69,37 @@ def main(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         dtype=arguments.dtype,
         max_seq_len=arguments.max_seq_len,
+        prefill_chunk=arguments.prefill_chunk,
+        quant=quant,
+        load_format=arguments.load_format,
         progress=progress,
     )
     size = (report.program_bytes + report.constant_bytes) / 2**20
     print(
-        f"{report.output}: {size:.1f} MiB in {sum(report.seconds.values()):.1f} s, compiled for {report.target}",
+        f"{report.output}: {size:,.1f} MiB in {sum(report.seconds.values()):.1f} s, compiled for {report.target}; "
+        f"peak memory {_peak_memory(arguments.device)}",
         file=sys.stderr,
     )
     return 0
+
+
+def _quantization(arguments: argparse.Namespace) -> Quantization | None:
+    from ..delegate.errors import OptionError
+    from .quantization import Quantization
+
+    if arguments.quant is None:
+        given = "--group-size" if arguments.group_size is not None else "--hqq" if arguments.hqq else None
+        if given:
+            raise OptionError(f"{given} says how to quantise: give --quant int4 as well")
+        return None
+    return Quantization(128 if arguments.group_size is None else arguments.group_size, arguments.hqq)
+
+
+def _peak_memory(device: str) -> str:
+    """Of this process: resident memory (Linux counts KiB), and what torch had allocated on the GPU."""
+    import resource
+
+    import torch
+
+    host = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB on the host"
+    return f"{host}, {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB on the GPU" if device == "cuda" else host

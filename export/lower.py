@@ -1,4 +1,4 @@
-"""Any model: a dict of methods -> torch.export -> exir and AOTInductor -> artifact folder."""
+"""Any model: a dict of methods -> torch.export -> AOTInductor -> an ExecuTorch program -> artifact folder."""
 
 from __future__ import annotations
 
@@ -10,28 +10,20 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from executorch.backends.aoti.aoti_partitioner import AotiPartitioner
-from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
-from executorch.exir.backend.compile_spec_schema import CompileSpec
-from executorch.exir.passes import MemoryPlanningPass
 from torch.export import ExportedProgram
 
-from ..delegate.artifact import (
-    BACKEND_ID,
-    CONSTANTS_FILE,
-    PROGRAM_FILE,
-    SPEC_EXPORT_ID,
-    SPEC_METHOD_NAME,
-    SPEC_TARGET,
-)
+from ..delegate.artifact import CONSTANTS_FILE, PROGRAM_FILE
 from ..delegate.errors import ExportError, OstinatoError
 from ..delegate.target import Target, host_target
-from .backend import Lowering, lowering
+from .aot import CompiledMethod, Lowering, compile_method
+from .assemble import assemble
 from .compiler import find_compiler
+from .mutation import written_buffers
 from .progress import Progress
 from .writer import atomic_folder, write_constants
 
@@ -59,6 +51,7 @@ def export_program(
     value_ranges: Mapping[str, tuple[int, int]] | None = None,
     output_names: Sequence[str] = (),
     extra_files: Sequence[Path] = (),
+    weights: Mapping[str, torch.Tensor] | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
     """Export the methods of any model into one artifact folder.
@@ -75,6 +68,8 @@ def export_program(
         value_ranges: input name -> (lowest, highest) value; checked at run time for inputs on the host.
         output_names: what the methods' outputs are called, in order; `output_0`, ... by default.
         extra_files: files to copy into the folder.
+        weights: values of tensors that the modules hold for their shape only, by the tensor's name in the artifact. Each is
+            asked for once, when it is written. Other constants are written as the modules hold them.
         progress: shows and keeps the time of each stage.
 
     Raises:
@@ -93,15 +88,17 @@ def export_program(
         state = Lowering(device, progress, value_ranges=dict(value_ranges or {}), output_names=tuple(output_names))
         for name, (_, _, dynamic_shapes) in methods.items():
             state.symbols[name] = _symbol_names(programs[name], dynamic_shapes)
-            # Taken now: exir's own tracing forgets that a length may be 1.
             state.ranges[name] = {str(symbol): bounds for symbol, bounds in programs[name].range_constraints.items()}
         _settle_constants(state, programs)
         export_id = uuid.uuid4().hex
-        program = _lower(state, programs, target, export_id, dict(metadata or {}))
+        compiled = _compile_all(state, programs)
+        with progress.stage("assemble program"), _quiet():
+            program = assemble(compiled, target, export_id, dict(metadata or {}))
         constants = {key: state.tensors[key] for key in sorted(state.used)}
         with progress.stage("write artifact"):
             (folder / PROGRAM_FILE).write_bytes(program)
-            write_constants(folder / CONSTANTS_FILE, constants, export_id, program)
+            load = partial(_value, weights or {}, constants)
+            write_constants(folder / CONSTANTS_FILE, constants, export_id, program, load)
             for path in extra_files:
                 shutil.copyfile(path, folder / path.name)
     return ExportReport(
@@ -112,6 +109,10 @@ def export_program(
         constant_bytes=sum(tensor.nbytes for tensor in constants.values()),
         sources=state.sources,
     )
+
+
+def _value(weights: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
+    return weights[key] if key in weights else own[key]
 
 
 def _trace(methods: Mapping[str, MethodSpec], progress: Progress) -> dict[str, ExportedProgram]:
@@ -125,9 +126,7 @@ def _trace(methods: Mapping[str, MethodSpec], progress: Progress) -> dict[str, E
                 # The runtime hands contiguous inputs to the code, so it is made for such; and one tensor given as the
                 # example of two inputs would be traced as one input.
                 inputs = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in example)
-                traced = torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes, strict=False)
-                # Without in-place operators, the signature says which buffers are written.
-                programs[name] = traced.run_decompositions({})
+                programs[name] = torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes, strict=False)
             except Exception as error:
                 raise ExportError(f"method {name!r} cannot be traced by torch.export: {error}") from error
         _check_ends(name, programs[name])
@@ -167,7 +166,7 @@ def _settle_constants(state: Lowering, programs: Mapping[str, ExportedProgram]) 
     """Give every tensor one key, and find what is mutable, while the tensors are still the modules' own."""
     key_of_tensor: dict[tuple[Any, ...], str] = {}
     for method, program in programs.items():
-        mutated = set(program.graph_signature.buffers_to_mutate.values())
+        mutated = written_buffers(method, program)
         for name, value in {**program.state_dict, **program.constants}.items():
             if not isinstance(value, torch.Tensor):
                 continue
@@ -182,56 +181,17 @@ def _settle_constants(state: Lowering, programs: Mapping[str, ExportedProgram]) 
                 state.mutable.add(key)
 
 
-def _lower(
-    state: Lowering,
-    programs: Mapping[str, ExportedProgram],
-    target: Target,
-    export_id: str,
-    metadata: dict[str, Any],
-) -> bytes:
-    partitioners = {
-        name: [
-            AotiPartitioner(
-                BACKEND_ID,
-                [
-                    CompileSpec(SPEC_METHOD_NAME, name.encode()),
-                    CompileSpec(SPEC_TARGET, target.to_bytes()),
-                    CompileSpec(SPEC_EXPORT_ID, export_id.encode()),
-                ],
-            )
-        ]
-        for name in programs
-    }
-    config = ExecutorchBackendConfig(
-        extract_delegate_segments=True,
-        memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),
-    )
-    with lowering(state), _quiet():
-        try:
-            edge = to_edge_transform_and_lower(
-                dict(programs),
-                partitioner=partitioners,
-                compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
-                constant_methods=metadata,
-            )
-            for name in programs:
-                _check_delegated(name, edge.exported_program(name))
-            with state.progress.stage("assemble program"):
-                return bytes(edge.to_executorch(config).buffer)
-        except (OstinatoError, OSError):
-            raise
-        except Exception as error:
-            raise ExportError(_explain(error)) from error
-
-
-def _check_delegated(method: str, program: ExportedProgram) -> None:
-    delegate = torch.ops.higher_order.executorch_call_delegate
-    calls = [node for node in program.graph.nodes if node.op == "call_function"]
-    left = sorted({str(n.target) for n in calls if n.target is not delegate and "getitem" not in str(n.target)})
-    count = sum(node.target is delegate for node in calls)
-    if left or count != 1:
-        what = f"operators that were not lowered: {', '.join(left)}" if left else f"{count} parts instead of one"
-        raise ExportError(f"method {method!r} is not wholly delegated: {what}")
+def _compile_all(state: Lowering, programs: Mapping[str, ExportedProgram]) -> dict[str, CompiledMethod]:
+    compiled = {}
+    for name, program in programs.items():
+        with state.progress.stage(f"compile {name}"), _quiet():
+            try:
+                compiled[name] = compile_method(state, name, program)
+            except (OstinatoError, OSError):
+                raise
+            except Exception as error:
+                raise ExportError(f"method {name!r}: {_explain(error)}") from error
+    return compiled
 
 
 def _explain(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""A Qwen3.5-MoE checkpoint -> its two methods, `prefill` and `decode`, and what the program says of itself."""
+"""A Qwen3.5 checkpoint -> its two methods, `prefill` and `decode`, and what the program says of itself."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from torch.export import Dim
 
 from ..delegate import artifact
 from ..delegate.errors import CheckpointError, ExportError
-from .checkpoint import load_checkpoint
+from ..delegate.target import host_target
+from .limits import check_shapes
 from .lower import ExportReport, MethodSpec, export_program
 from .models import ModelConfig, Qwen3_5, build_on_meta
 from .progress import Progress
+from .quantization import Quantization
+from .traffic import decode_bytes, kv_bytes_per_token
+from .weights import DummyWeights, QuantizedWeights, WeightSource, checkpoint_weights, float_shapes, hollow
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LOAD_FORMATS = ("auto", "dummy")
 DEFAULT_MAX_SEQ_LEN = 4096
+DEFAULT_PREFILL_CHUNK = 2048
 
 
 def export_model(
@@ -27,12 +33,17 @@ def export_model(
     device: str = "cpu",
     dtype: str | None = None,
     max_seq_len: int | None = None,
+    prefill_chunk: int | None = None,
+    quant: Quantization | None = None,
+    load_format: str = "auto",
     progress: Progress | None = None,
 ) -> ExportReport:
     """Export a Hugging Face checkpoint into an artifact folder.
 
-    The program has `prefill` (T tokens, 2 <= T <= max_seq_len - 1) and `decode` (one token). Both take
+    The program has `prefill` (T tokens, 2 <= T <= prefill_chunk) and `decode` (one token). Both take
     `(tokens [1, T] int64, input_pos [T] int64)` and give the last position's logits, [1, vocab] float32.
+
+    Weights never stand in memory together: each is read, quantised and written by itself when the code has been compiled.
 
     Args:
         model: checkpoint folder (config.json, safetensors, tokenizer.json).
@@ -40,32 +51,49 @@ def export_model(
         device: "cpu" or "cuda".
         dtype: "float32" or "bfloat16"; the checkpoint's own if None.
         max_seq_len: tokens that prompt and answer may have together; by default the model's limit, at most 4096.
+        prefill_chunk: most tokens that one call of `prefill` takes; by default 2048, or what max_seq_len leaves.
+        quant: int4 weights; None keeps them in `dtype`.
+        load_format: "auto" reads the folder's safetensors; "dummy" draws random weights for its config.json.
         progress: shows and keeps the time of each stage.
 
     Raises:
         CheckpointError: the folder is not a checkpoint of a supported model, or its tensors do not fit its config.
-        ExportError: no compiler, no room on the disk, a length or dtype out of range.
+        ExportError: no compiler, no room on the disk, a length, dtype or group size out of range, shapes that the kernels
+            cannot take.
     """
     progress = progress or Progress()
     folder = Path(model)
     config = ModelConfig.from_folder(folder)
     length = _max_seq_len(config, max_seq_len)
+    chunk = _prefill_chunk(length, prefill_chunk)
     dtype = dtype or (config.dtype if config.dtype in DTYPES else "float32")
     if dtype not in DTYPES:
         raise ExportError(f"unknown dtype {dtype!r}; the dtypes are: {', '.join(DTYPES)}")
-    network = build_on_meta(config, length, DTYPES[dtype])
-    with progress.stage("read checkpoint"):
-        skipped = load_checkpoint(network, folder)
-    if skipped:
-        progress.note(f"skipped {len(skipped)} tensors that a text model does not use")
+    if load_format not in LOAD_FORMATS:
+        raise ExportError(f"unknown load format {load_format!r}; the load formats are: {', '.join(LOAD_FORMATS)}")
+    host_target(device)
+    group_size = None if quant is None else quant.group_size
+    check_shapes(config, group_size, device)
+    network = build_on_meta(config, length, DTYPES[dtype], device=device, max_chunk=chunk, group_size=group_size)
+    source: WeightSource
+    if load_format == "dummy":
+        source = DummyWeights(float_shapes(network), torch.device(device), DTYPES[dtype])
+        progress.note("weights are random (--load-format dummy)")
+    else:
+        with progress.stage("check checkpoint"):
+            source = checkpoint_weights(network, folder)
+        if source.skipped:
+            progress.note(f"skipped {len(source.skipped)} tensors that a text model does not use")
+    hollow(network)
     return export_program(
         model_methods(network),
         output,
         device=device,
-        metadata=_metadata(config, folder, length, dtype, network),
+        metadata=_metadata(config, folder, length, dtype, quant, network),
         value_ranges={"tokens": (0, config.vocab_size - 1), "input_pos": (0, length - 1)},
         output_names=("logits",),
         extra_files=[folder / name for name in artifact.TOKENIZER_FILES if (folder / name).exists()],
+        weights=QuantizedWeights(network, source, torch.device(device), hqq=quant is not None and quant.hqq),
         progress=progress,
     )
 
@@ -95,7 +123,23 @@ def _max_seq_len(config: ModelConfig, wanted: int | None) -> int:
     return wanted
 
 
-def _metadata(config: ModelConfig, folder: Path, length: int, dtype: str, network: Qwen3_5) -> dict[str, Any]:
+def _prefill_chunk(length: int, wanted: int | None) -> int:
+    longest = length - 1
+    if wanted is None:
+        return min(longest, DEFAULT_PREFILL_CHUNK)
+    if not 2 <= wanted <= longest:
+        raise ExportError(f"--prefill-chunk must be 2 to {longest} (max_seq_len - 1), got {wanted}")
+    return wanted
+
+
+def _metadata(
+    config: ModelConfig,
+    folder: Path,
+    length: int,
+    dtype: str,
+    quant: Quantization | None,
+    network: Qwen3_5,
+) -> dict[str, Any]:
     state = [name for name, _ in network.named_buffers() if name.endswith(("_cache", "_state"))]
     metadata: dict[str, Any] = {
         artifact.META_MAX_SEQ_LEN: length,
@@ -106,6 +150,9 @@ def _metadata(config: ModelConfig, folder: Path, length: int, dtype: str, networ
         artifact.META_DYNAMIC_SHAPE: True,
         artifact.META_MODEL_TYPE: config.model_type,
         artifact.META_DTYPE: dtype,
+        artifact.META_QUANTIZATION: "none" if quant is None else str(quant),
+        artifact.META_DECODE_BYTES: decode_bytes(network),
+        artifact.META_KV_BYTES: kv_bytes_per_token(network),
         artifact.META_MUTABLE_BUFFERS: json.dumps({"version": 1, "mutable_buffers": sorted(state)}),
     }
     eos = _eos_ids(folder)

@@ -7,8 +7,10 @@ import hashlib
 import io
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -23,19 +25,54 @@ from ..delegate.errors import ExportError
 _ALIGNMENT = 128
 
 
-class _TensorData(FileBackedData):
-    """A constant in executorch's file-backed clothes: its bytes are produced, and hashed, when the file is written."""
+class _Loader:
+    """Values by key, each made once, the next one while the last is being written."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._size = tensor.nbytes
+    def __init__(self, keys: Sequence[str], load: Callable[[str], torch.Tensor]) -> None:
+        self._load = load
+        self._after = dict(pairwise(keys))
+        self._pool = ThreadPoolExecutor(1)
+        self._next: tuple[str, Future[torch.Tensor]] | None = None
+
+    def __call__(self, key: str) -> torch.Tensor:
+        pending = self._next if self._next is not None and self._next[0] == key else (key, self._submit(key))
+        value = pending[1].result()
+        following = self._after.get(key)
+        self._next = None if following is None else (following, self._submit(following))
+        return value
+
+    def _submit(self, key: str) -> Future[torch.Tensor]:
+        return self._pool.submit(self._load, key)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+class _TensorData(FileBackedData):
+    """A constant in executorch's file-backed clothes: its bytes are produced, and hashed, when the file is written.
+
+    `placeholder` says shape and dtype; `load` gives the value, and is asked once.
+    """
+
+    def __init__(self, key: str, placeholder: torch.Tensor, load: Callable[[str], torch.Tensor]) -> None:
+        self._key = key
+        self._shape, self._dtype = placeholder.shape, placeholder.dtype
+        self._load = load
+        self._size = placeholder.nbytes
         self.hexdigest = "0" * 64
 
     def write_to_file(self, outfile: io.BufferedIOBase) -> None:
-        tensor = self._tensor.detach().cpu().contiguous()
+        tensor = self._load(self._key).detach().cpu().contiguous()
+        if tensor.shape != self._shape or tensor.dtype != self._dtype:
+            raise ExportError(
+                f"constant {self._key!r} was compiled as {list(self._shape)} {dtype_name(self._dtype)}, its value is "
+                f"{list(tensor.shape)} {dtype_name(tensor.dtype)}"
+            )
         data = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
-        self.hexdigest = constant_digest(data, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride())
-        outfile.write(data)
+        with ThreadPoolExecutor(1) as pool:
+            digest = pool.submit(constant_digest, data, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride())
+            outfile.write(data)
+            self.hexdigest = digest.result()
 
 
 class _ManifestData(FileBackedData):
@@ -55,21 +92,43 @@ class _ManifestData(FileBackedData):
         outfile.write(self._render())
 
 
-def write_constants(path: Path, constants: Mapping[str, torch.Tensor], export_id: str, program: bytes) -> None:
-    """Write `model.ptd`: every tensor of `constants` under its key, then the manifest."""
-    tensors = {key: _TensorData(tensor) for key, tensor in constants.items()}
+def write_constants(
+    path: Path,
+    constants: Mapping[str, torch.Tensor],
+    export_id: str,
+    program: bytes,
+    load: Callable[[str], torch.Tensor],
+) -> None:
+    """Write `model.ptd`: every tensor of `constants` under its key, then the manifest.
+
+    Args:
+        path: the file.
+        constants: key -> a tensor of the constant's shape and dtype; its value is not read.
+        export_id: what binds the two files of an artifact.
+        program: the bytes of `model.pte`.
+        load: key -> the value, asked for once each in this order, from a thread of its own.
+    """
+    loader = _Loader(list(constants), load)
+    tensors = {key: _TensorData(key, tensor, loader) for key, tensor in constants.items()}
     buffers: list[FileBackedData] = list(tensors.values())
     named = {
-        key: DataEntry(index, _ALIGNMENT, TensorLayout.from_tensor(tensor.contiguous()))
-        for index, (key, tensor) in enumerate(constants.items())
+        key: DataEntry(index, _ALIGNMENT, _layout(tensor)) for index, (key, tensor) in enumerate(constants.items())
     }
     buffers.append(_ManifestData(export_id, hashlib.sha256(program).hexdigest(), tensors))
     named[MANIFEST_KEY] = DataEntry(len(buffers) - 1, _ALIGNMENT, None)
     cord = FlatTensorSerializer().serialize(DataPayload(buffers, named))
-    with open(path, "wb") as file:
-        cord.write_to_file(file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(path, "wb") as file:
+            cord.write_to_file(file)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        loader.close()
+
+
+def _layout(tensor: torch.Tensor) -> TensorLayout:
+    """As it is written: contiguous. From shape and dtype alone, since a value of this size may not exist yet."""
+    return TensorLayout.from_tensor(torch.empty(tensor.shape, dtype=tensor.dtype))
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The steps that decide speed, as functions: a plain PyTorch reference each, and beside it a Triton form for NVIDIA GPUs.
 
-`int4.py`, `experts.py`, `delta_rule.py` and `attention.py` hold the references; what is beside them with `_triton` at the end of
-its name holds the kernels, with the same functions and the same arguments. `kernels_for` chooses.
+`int4.py`, `experts.py`, `delta_rule.py` and `attention.py` hold the references; beside each, a file with `_triton` in its
+name holds the kernels, with the same functions and the same arguments. `kernels_for` chooses.
 """
 
 from __future__ import annotations

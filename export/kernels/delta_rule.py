@@ -33,8 +33,8 @@ def gated_delta_rule(
 ) -> Tensor:
     """The delta rule of a gated delta-net layer, from the convolution's output to the heads' outputs.
 
-    Queries and keys are L2-normalised, queries scaled by K ** -0.5, `g = -exp(a_log) softplus(a + dt_bias)`, `beta = sigmoid(b)`; key
-    heads are repeated where value heads share them (value head h takes key head h // (value heads / key heads)).
+    Queries and keys are L2-normalised, queries scaled by K ** -0.5, `g = -exp(a_log) softplus(a + dt_bias)`,
+    `beta = sigmoid(b)`. Value head h takes key head h // (value heads / key heads).
 
     Args:
         mixed: [T, key_heads K + key_heads K + H V]: q, k and v side by side, after the convolution and its SiLU.

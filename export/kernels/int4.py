@@ -4,10 +4,11 @@ A weight [..., N, K] is quantised symmetrically along K, one scale for each grou
 
     w[n, k] = scale[n, k // G] * q[n, k],    -8 <= q <= 7
 
-Stored are `scale` [..., N, K / G] in bfloat16 and `weight` [..., N, K / 2] in uint8. K is cut into spans of 64 elements, 32 bytes
-each. Byte `j` of a span holds `q + 8` of the span's element `j` in its low four bits and of element `j + 32` in its high
-four. So the low nibbles of 32 neighbouring bytes are 32 neighbouring elements, and so are the high ones: a kernel multiplies
-each half by a contiguous piece of the input and never interleaves. A span lies in one group, or is two groups of 32, one a half.
+Stored are `scale` [..., N, K / G] in bfloat16 and `weight` [..., N, K / 2] in uint8. K is cut into spans of 64 elements,
+32 bytes each. Byte `j` of a span holds `q + 8` of the span's element `j` in its low four bits and of element `j + 32` in its
+high four. So the low nibbles of 32 neighbouring bytes are 32 neighbouring elements, and so are the high ones: a kernel
+multiplies each half by a contiguous piece of the input and never interleaves. A span lies in one group, or is two groups of
+32, one a half.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from torch import Tensor
 
 SPAN = 64
 HALF = SPAN // 2
-GROUP_SIZES = (32, 64, 128)
 
 
 def pack_int4(q: Tensor) -> Tensor:

@@ -31,8 +31,8 @@ class CausalConv(nn.Module):
 class GatedDeltaNet(nn.Module):
     """One layer's linear attention; the convolution's last inputs and the recurrent state are in its two buffers.
 
-    The recurrent state is float32 in every model dtype: it accumulates over the whole sequence. The gates' projections stay in the
-    model's dtype when other weights are quantised.
+    The recurrent state is float32 in every model dtype: it accumulates over the whole sequence. The gates' projections stay
+    in the model's dtype when other weights are quantised.
     """
 
     conv_state: Tensor

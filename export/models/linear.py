@@ -23,7 +23,7 @@ class Build:
         max_chunk: most tokens of one call.
         dtype: of activations, and of weights that are not quantised.
         kernels: the functions for the device that the code is compiled for.
-        group_size: elements a scale, for int4 linear layers and experts and an int8 embedding; None leaves weights as they are.
+        group_size: elements a scale, for int4 linear layers and experts and an int8 embedding; None: no quantisation.
     """
 
     config: ModelConfig

@@ -26,7 +26,9 @@ class SwiGLU(nn.Module):
 class Experts(nn.Module):
     """All routed experts' weights: gate and up projection stacked, [E, 2 I, H], and down projection, [E, H, I]."""
 
+    gate_up_proj: Tensor
     gate_up_proj_scale: Tensor | None
+    down_proj: Tensor
     down_proj_scale: Tensor | None
 
     def __init__(self, build: Build) -> None:
@@ -41,7 +43,9 @@ class Experts(nn.Module):
                 weight = torch.empty(*shape[:2], shape[2] // 2, dtype=torch.uint8)
                 scale = torch.empty(*shape[:2], shape[2] // group_size, dtype=SCALE_DTYPE)
             setattr(self, name, nn.Parameter(weight, requires_grad=False))
-            self.register_parameter(f"{name}_scale", None if scale is None else nn.Parameter(scale, requires_grad=False))
+            self.register_parameter(
+                f"{name}_scale", None if scale is None else nn.Parameter(scale, requires_grad=False)
+            )
         self.experts = build.kernels.experts
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

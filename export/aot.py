@@ -1,4 +1,4 @@
-"""The ExecuTorch backend: turns one method's graph into AOTInductor code and a record for the runtime."""
+"""One method: its graph -> AOTInductor code, and a record for the runtime."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
-from executorch.exir._serialize._named_data_store import NamedDataStore
-from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
-from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
@@ -25,7 +20,6 @@ from ..delegate.aoti import container_runner
 from ..delegate.artifact import (
     CODE_KEY_PREFIX,
     EXTERN_KEY_PREFIX,
-    SPEC_METHOD_NAME,
     BufferSpec,
     Dim,
     MethodRecord,
@@ -38,24 +32,8 @@ from .progress import Progress
 
 # An unbounded dimension; 2**31 - 1 is what a FlatBuffers int32 size can say.
 _UNBOUNDED = 2**31 - 1
-
-
-_VIEWS: dict[str, torch._ops.OpOverload] = {
-    f"aten.{name}_copy.{overload}": getattr(getattr(torch.ops.aten, name), overload)
-    for name, overload in (
-        ("expand", "default"),
-        ("permute", "default"),
-        ("select", "int"),
-        ("slice", "Tensor"),
-        ("split", "Tensor"),
-        ("split_with_sizes", "default"),
-        ("squeeze", "dim"),
-        ("squeeze", "dims"),
-        ("t", "default"),
-        ("transpose", "int"),
-        ("unsqueeze", "default"),
-    )
-}
+# Enough for an address of its own, aligned as CUDA's allocator aligns.
+_HOLLOW_BYTES = 512
 
 
 @dataclass
@@ -88,57 +66,39 @@ class Lowering:
     sources: dict[str, str] = field(default_factory=dict)
 
 
-_LOWERING: ContextVar[Lowering] = ContextVar("lowering")
+@dataclass(frozen=True)
+class CompiledMethod:
+    """A method's record, its shared library, and the list of operators that it calls by name (often empty)."""
+
+    record: MethodRecord
+    code: bytes
+    extern: bytes
 
 
-@contextmanager
-def lowering(state: Lowering) -> Iterator[None]:
-    """exir calls `preprocess` with a graph and byte strings only; the rest of what it needs comes this way."""
-    token = _LOWERING.set(state)
-    try:
-        yield
-    finally:
-        _LOWERING.reset(token)
+def compile_method(state: Lowering, method: str, program: ExportedProgram) -> CompiledMethod:
+    """Compile the graph as torch.export made it; `program` is changed.
 
-
-@final
-class OstinatoBackend(BackendDetails):
-    """Found by exir under its class name, which is `artifact.BACKEND_ID`."""
-
-    @classmethod
-    def preprocess(cls, edge_program: ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
-        state = _LOWERING.get()
-        method = next(spec.value.decode() for spec in compile_specs if spec.key == SPEC_METHOD_NAME)
-        with (
-            state.progress.stage(f"compile {method}"),
-            tempfile.TemporaryDirectory(prefix="ostinato-") as folder,
-        ):
-            library = _compile(state, edge_program, Path(folder), method)
-            check_library(library)
-            code = library.read_bytes()
-            # hash.wrapper.json lists operators called by name; hash.wrapper_metadata.json is something else.
-            extern_data = b"".join(path.read_bytes() for path in library.parent.glob("*.wrapper.json"))
-            _check_extern(method, extern_data)
-            state.sources[method] = "".join(path.read_text() for path in library.parent.glob("*.wrapper.cpp"))
-            names = _constant_names(library, state.device)
-        record = _record(state, method, edge_program, names, code, bool(extern_data))
-        store = NamedDataStore()
-        store.add_named_data(record.code_key, code, alignment=1)
-        if record.extern_key:
-            store.add_named_data(record.extern_key, extern_data, alignment=1)
-        return PreprocessResult(
-            processed_bytes=record.to_bytes(),
-            debug_handle_map={},
-            data_store_output=store.get_named_data_store_output(),
-        )
+    Raises:
+        ExportError: the compiler links libstdc++ statically, or an operator's code would not be in the artifact.
+    """
+    with tempfile.TemporaryDirectory(prefix="ostinato-") as folder:
+        library = _compile(state, program, Path(folder), method)
+        check_library(library)
+        code = library.read_bytes()
+        # hash.wrapper.json lists operators called by name; hash.wrapper_metadata.json is something else.
+        extern = b"".join(path.read_bytes() for path in library.parent.glob("*.wrapper.json"))
+        _check_extern(method, extern)
+        state.sources[method] = "".join(path.read_text() for path in library.parent.glob("*.wrapper.cpp"))
+        names = _constant_names(library, state.device)
+    return CompiledMethod(_record(state, method, program, names, code, bool(extern)), code, extern)
 
 
 def _compile(state: Lowering, program: ExportedProgram, folder: Path, method: str) -> Path:
+    _place_constants(state, program, method)
     if state.device != "cpu":
         program = move_to_device_pass(program, state.device)
-    _use_views(program.graph_module)
-    module = program.module()
-    _name_constants(state, program, module, method)
+    module = program.module(check_guards=False)
+    _name_constants(program, module)
     user_inputs = set(program.graph_signature.user_inputs)
     arguments = tuple(
         node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user_inputs
@@ -160,44 +120,42 @@ def _compile(state: Lowering, program: ExportedProgram, folder: Path, method: st
         return Path(str(torch._inductor.aot_compile(module, arguments, options=options)))
 
 
-def _use_views(graph_module: torch.fx.GraphModule) -> None:
-    """Put views back where exir has put copies.
+def _place_constants(state: Lowering, program: ExportedProgram, method: str) -> None:
+    """Constants as the runtime will bind them: contiguous, and on the device.
 
-    The graph writes nothing in place, so a view is as good; a copy is the whole K cache at every step where attention
-    transposes it, and all experts' weights at every prompt.
+    Shapes are all that a compiler needs, so what goes to a GPU goes without its memory.
     """
-    for node in graph_module.graph.nodes:
-        operator = getattr(node.target, "_op", node.target)
-        if node.op == "call_function" and str(operator) in _VIEWS:
-            node.target = _VIEWS[str(operator)]
-    graph_module.recompile()
+    for values in (program.state_dict, program.constants):
+        for name, value in values.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if state.device != "cpu" and value.dim():
+                values[name] = _hollow(value, state.device)
+            elif not value.is_contiguous():
+                values[name] = _as_parameter(value.contiguous(), value)
 
 
-def _name_constants(state: Lowering, program: ExportedProgram, module: torch.fx.GraphModule, method: str) -> None:
-    """Write back as numbers what exir made tensors of, and keep the names of lifted constants."""
+def _hollow(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A tensor of this shape over a few bytes of its own: Inductor takes tensors at one address for the same constant."""
+    hollow = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    hollow.untyped_storage().resize_(min(_HOLLOW_BYTES, hollow.nbytes))
+    return _as_parameter(hollow, tensor)
+
+
+def _as_parameter(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return torch.nn.Parameter(tensor, requires_grad=False) if isinstance(like, torch.nn.Parameter) else tensor
+
+
+def _name_constants(program: ExportedProgram, module: torch.nn.Module) -> None:
+    """Keep the names of tensors that the graph made constants of.
+
+    As plain attributes they would lose them when AOTInductor traces the module again.
+    """
     buffers = dict(module.named_buffers())
-    constants = {**program.constants, **buffers}
-    for name, tensor in constants.items():
-        if isinstance(tensor, torch.Tensor) and tensor.dim() == 0 and (method, name) not in state.keys:
-            _write_as_number(module.graph, name, tensor)
-        elif isinstance(tensor, torch.Tensor) and "." not in name and name not in buffers:
-            # As a plain attribute it would lose its name when AOTInductor traces the module again.
+    for name, tensor in program.constants.items():
+        if isinstance(tensor, torch.Tensor) and "." not in name and name not in buffers:
             delattr(module, name)
             module.register_buffer(name, tensor)
-    module.recompile()
-
-
-def _write_as_number(graph: torch.fx.Graph, name: str, tensor: torch.Tensor) -> None:
-    """A number in the code costs nothing; a scalar tensor is a load in every kernel, and a constant to bind."""
-    for node in graph.find_nodes(op="get_attr", target=name):
-        with graph.inserting_before(node):
-            number = graph.call_function(
-                torch.ops.aten.full.default,
-                ([], tensor.item()),
-                {"dtype": tensor.dtype, "device": tensor.device},
-            )
-        node.replace_all_uses_with(number)
-        graph.erase_node(node)
 
 
 def _constant_names(library: Path, device: str) -> dict[str, str]:
@@ -232,7 +190,7 @@ def _record(
     buffers: dict[str, str] = {}
     specs: dict[str, BufferSpec] = {}
     for in_code, name in names.items():
-        key = _key_of(state, method, program, name)
+        key = state.keys[method, name]
         tensor = state.tensors[key]
         if key not in state.mutable:
             constants[in_code] = key
@@ -255,22 +213,6 @@ def _record(
         buffers=buffers,
         buffer_specs=specs,
     )
-
-
-def _key_of(state: Lowering, method: str, program: ExportedProgram, name: str) -> str:
-    key = state.keys.get((method, name))
-    if key is not None:
-        return key
-    # A constant that a pass of exir made.
-    tensor = {**program.state_dict, **program.constants}.get(name)
-    if not isinstance(tensor, torch.Tensor):
-        raise ExportError(
-            f"method {method!r}: the compiled code asks for a constant {name!r} that the graph does not have"
-        )
-    key = f"{method}.{name}"
-    state.keys[method, name] = key
-    state.tensors[key] = tensor.detach().cpu()
-    return key
 
 
 def _input_specs(state: Lowering, method: str, program: ExportedProgram) -> Iterator[TensorSpec]:

@@ -1,0 +1,123 @@
+"""Compiled methods -> the bytes of an ExecuTorch program.
+
+The graphs went from torch.export straight to AOTInductor. exir only makes the program around the code: for each method a
+shell with its inputs and outputs, whose body is one call of the delegate. Sending the graphs themselves through exir's
+passes would give the same program, but copies every weight in memory and takes minutes for a model of 40 layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge
+from executorch.exir._serialize._named_data_store import NamedDataStore
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from executorch.exir.lowered_backend_module import LoweredBackendModule
+from executorch.exir.passes import MemoryPlanningPass
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from ..delegate import artifact
+from ..delegate.artifact import Dim as ArtifactDim
+from ..delegate.artifact import MethodRecord, dtype_from_name
+from ..delegate.target import Target
+from .aot import CompiledMethod
+
+_EDGE = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
+
+
+class _Shell(nn.Module):
+    """A method's outputs by shape and dtype, from its inputs; never run."""
+
+    def __init__(self, record: MethodRecord) -> None:
+        super().__init__()
+        self._record = record
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        sizes = {
+            dim.symbol: size
+            for spec, x in zip(self._record.inputs, inputs, strict=True)
+            for dim, size in zip(spec.shape, x.shape, strict=True)
+            if dim.symbol
+        }
+        used = torch.stack([x.sum().float() for x in inputs]).sum() * 0
+        return tuple(
+            torch.zeros([_size(dim, sizes) for dim in spec.shape], dtype=dtype_from_name(spec.dtype))
+            + used.to(dtype_from_name(spec.dtype))
+            for spec in self._record.outputs
+        )
+
+
+def _size(dim: ArtifactDim, sizes: Mapping[str, Any]) -> Any:
+    """An output's size in terms of the inputs' sizes, such as `2*T + 1`."""
+    if dim.min == dim.max:
+        return dim.max
+    names = list(sizes)
+    expression = sympy.sympify(dim.symbol, locals={name: sympy.Symbol(name) for name in names})
+    return sympy.lambdify(names, expression)(*sizes.values())
+
+
+class _Call(nn.Module):
+    """The delegate call and nothing else."""
+
+    def __init__(self, lowered: LoweredBackendModule) -> None:
+        super().__init__()
+        self._lowered = lowered
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self._lowered(*inputs)
+
+
+def assemble(methods: Mapping[str, CompiledMethod], target: Target, export_id: str, metadata: dict[str, Any]) -> bytes:
+    """The program with the methods' code as named data and `metadata` as constant methods."""
+    programs = {name: _delegate_call(compiled, target, export_id) for name, compiled in methods.items()}
+    config = ExecutorchBackendConfig(
+        extract_delegate_segments=True,
+        memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),
+    )
+    edge = to_edge(programs, constant_methods=metadata, compile_config=_EDGE)
+    return bytes(edge.to_executorch(config).buffer)
+
+
+def _delegate_call(compiled: CompiledMethod, target: Target, export_id: str) -> ExportedProgram:
+    record = compiled.record
+    store = NamedDataStore()
+    store.add_named_data(record.code_key, compiled.code, alignment=1)
+    if record.extern_key:
+        store.add_named_data(record.extern_key, compiled.extern, alignment=1)
+    specs = [
+        CompileSpec(artifact.SPEC_METHOD_NAME, record.method.encode()),
+        CompileSpec(artifact.SPEC_TARGET, target.to_bytes()),
+        CompileSpec(artifact.SPEC_EXPORT_ID, export_id.encode()),
+    ]
+    inputs, dynamic = _example(record)
+    shell = torch.export.export(_Shell(record), inputs, dynamic_shapes=dynamic, strict=False)
+    lowered = LoweredBackendModule(
+        to_edge(shell, compile_config=_EDGE).exported_program(),
+        artifact.BACKEND_ID,
+        record.to_bytes(),
+        specs,
+        store.get_named_data_store_output(),
+    )
+    lowered.meta = {"debug_handle_map": {}}
+    return torch.export.export(_Call(lowered), inputs, dynamic_shapes=dynamic, strict=False)
+
+
+def _example(record: MethodRecord) -> tuple[tuple[Tensor, ...], Any]:
+    """Small inputs, and which of their dimensions may have other sizes; lengths that are one symbol stay one."""
+    dims = {dim.symbol: dim for spec in record.inputs for dim in spec.shape if dim.min != dim.max}
+    # 2 to 6 elements, one size a symbol: torch.export takes 0 and 1, and what is equal by chance, for a rule.
+    sizes = {symbol: min(dim.max, max(dim.min, 3 + i % 4)) for i, (symbol, dim) in enumerate(dims.items())}
+    lengths = {symbol: Dim(symbol, min=dim.min, max=dim.max) for symbol, dim in dims.items()}
+    inputs = tuple(
+        torch.zeros([sizes.get(dim.symbol, dim.max) for dim in spec.shape], dtype=dtype_from_name(spec.dtype))
+        for spec in record.inputs
+    )
+    dynamic = tuple(
+        {axis: lengths[dim.symbol] for axis, dim in enumerate(spec.shape) if dim.symbol in lengths}
+        for spec in record.inputs
+    )
+    return inputs, (dynamic,)

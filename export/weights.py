@@ -1,0 +1,147 @@
+"""The values of a network's parameters, made when they are asked for: read or drawn, quantised, and let go."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import CheckpointWeights
+from .models import Qwen3_5
+from .quantize import quantize_int4, quantize_int8
+
+_SCALE = "_scale"
+
+
+class WeightSource(Protocol):
+    """Parameters in floating point by name."""
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class DummyWeights:
+    """Random weights of a network's shape, the same for the same seed and device kind; no checkpoint needed.
+
+    Matrices have a standard deviation of one over the root of their fan-in, so that activations stay of order one through
+    any number of layers; norms and decays lie where trained ones do.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype, seed: int = 0):
+        self._shapes = shapes
+        self._device = device
+        self._dtype = dtype
+        self._seed = seed
+
+    def read(self, name: str) -> Tensor:
+        """The parameter, in its floating-point shape, on the device."""
+        generator = torch.Generator(self._device)
+        generator.manual_seed(self._seed + zlib.crc32(name.encode()))
+        shape = self._shapes[name]
+        noise = torch.empty(shape, dtype=self._dtype, device=self._device).normal_(generator=generator)
+        if name.endswith("A_log"):
+            return noise.mul_(0.5)
+        if name.endswith("linear_attn.norm.weight"):
+            return noise.mul_(0.1).add_(1)
+        if len(shape) == 1:
+            return noise.mul_(0.1)
+        if name.endswith("conv1d.weight"):
+            return noise.mul_(0.5)
+        if name.endswith("embed_tokens.weight"):
+            return noise
+        return noise.div_(math.sqrt(shape[-1]))
+
+
+class QuantizedWeights(Mapping[str, Tensor]):
+    """Parameter name -> its value as the artifact stores it, on the CPU, made anew each time it is asked for.
+
+    A parameter that has a `_scale` beside it is quantised: both are made together, and one is kept until it is asked for.
+
+    Args:
+        network: parameters that have shapes and dtypes; their values do not matter.
+        source: the values in floating point.
+        device: where quantisation computes.
+        hqq: how int4 scales are chosen.
+    """
+
+    def __init__(self, network: nn.Module, source: WeightSource, device: torch.device, hqq: bool = False) -> None:
+        self._parameters = dict(network.named_parameters())
+        self._source = source
+        self._device = device
+        self._hqq = hqq
+        self._kept: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._parameters:
+            raise KeyError(name)
+        if name in self._kept:
+            return self._kept.pop(name)
+        base = name.removesuffix(_SCALE)
+        if base + _SCALE not in self._parameters:
+            return self._source.read(name).to("cpu", self._parameters[name].dtype).contiguous()
+        stored, scale = self._quantize(base)
+        pair = {base: stored, base + _SCALE: scale}
+        value = pair.pop(name)
+        self._kept = pair
+        return value
+
+    def _quantize(self, name: str) -> tuple[Tensor, Tensor]:
+        group_size = group_size_of(self._parameters[name], self._parameters[name + _SCALE])
+        weight = self._source.read(name)
+        if self._parameters[name].dtype == torch.int8:
+            return quantize_int8(weight, group_size, self._device)
+        return quantize_int4(weight, group_size, self._hqq, self._device)
+
+
+def group_size_of(weight: Tensor, scale: Tensor) -> int:
+    return _float_shape(weight)[-1] // scale.shape[-1]
+
+
+def float_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> its shape before quantisation; scales, which come with a weight, are left out."""
+    parameters = dict(network.named_parameters())
+    return {
+        name: _float_shape(parameter)
+        for name, parameter in parameters.items()
+        if not (name.endswith(_SCALE) and name.removesuffix(_SCALE) in parameters)
+    }
+
+
+def _float_shape(parameter: Tensor) -> tuple[int, ...]:
+    """A packed byte is two elements."""
+    return (*parameter.shape[:-1], parameter.shape[-1] * (2 if parameter.dtype == torch.uint8 else 1))
+
+
+def checkpoint_weights(network: Qwen3_5, folder: Path) -> CheckpointWeights:
+    """The checkpoint of `network`; its names and shapes are checked here. Raises CheckpointError."""
+    return CheckpointWeights(folder, float_shapes(network), network.build.config.tie_word_embeddings)
+
+
+def hollow(network: nn.Module) -> None:
+    """Give parameters on the meta device memory that nobody touches: what is never written costs no RAM.
+
+    Tracing and compiling need shapes, and tensors that can be told apart; the values come when the artifact is written.
+    """
+    materialise(network, {name: torch.empty(p.shape, dtype=p.dtype) for name, p in network.named_parameters()})
+
+
+def materialise(network: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Put `values` in place of the network's parameters; a tied one is replaced everywhere it stands."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in network.modules():
+        for local, parameter in module.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((module, local))
+    for name, parameter in list(network.named_parameters()):
+        value = nn.Parameter(values[name], requires_grad=False)
+        for module, local in places[parameter]:
+            setattr(module, local, value)
