@@ -1,4 +1,4 @@
-"""Reference models that nobody here wrote: transformers' Qwen3.5-MoE in random tiny shapes, saved as checkpoints.
+"""Reference models that nobody here wrote: transformers' Qwen3.5 in random tiny shapes, saved as checkpoints.
 
 The weights are drawn so that every block matters: `test_models.py` checks that changing any one parameter moves the
 logits far more than the tolerance of the comparisons.
@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3_5MoeForCausalLM
+from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
-from ostinato.export.checkpoint import load_checkpoint
 from ostinato.export.models import ModelConfig, Qwen3_5, build_on_meta
+from ostinato.export.weights import CheckpointWeights, materialise
 
 LENGTHS = (1, 2, 3, 31, 63, 64, 65, 128, 200)
 LINEAR, FULL = "linear_attention", "full_attention"
 
-# Every setting that shapes the network; a case of `CASES` says what it has different.
+# Every setting that shapes the network; a case of `CASES` says what it has different. One with an `intermediate_size` is
+# dense: what `BASE` says of experts is left out.
 BASE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -70,7 +72,24 @@ CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": [LINEAR] * 2 + [FULL],
     },
+    "dense": {"intermediate_size": 40, "num_hidden_layers": 4, "layer_types": None},
+    "dense-tied": {"intermediate_size": 24, "tie_word_embeddings": True, "linear_num_value_heads": 2},
+    "dense-biases": {"intermediate_size": 64, "attention_bias": True, "layer_types": [FULL, LINEAR], "rope_theta": 1e7},
+    "dense-wide": {
+        "intermediate_size": 56,
+        "num_hidden_layers": 3,
+        "layer_types": [LINEAR, FULL, LINEAR],
+        "num_key_value_heads": 1,
+        "linear_num_key_heads": 1,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-3,
+    },
 }
+
+EXPERT_SETTINGS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+TextConfig = Qwen3_5MoeTextConfig | Qwen3_5TextConfig
 
 
 @dataclass(frozen=True)
@@ -78,7 +97,7 @@ class Reference:
     """A checkpoint folder and transformers' model of the same weights, float32."""
 
     folder: Path
-    model: Qwen3_5MoeForCausalLM
+    model: Qwen3_5MoeForCausalLM | Qwen3_5ForCausalLM
 
     def logits(self, tokens: Tensor) -> Tensor:
         """tokens [1, T] -> logits of every position, [T, vocab], without any cache."""
@@ -93,21 +112,24 @@ class Reference:
 
 def make_reference(folder: Path, changes: Mapping[str, Any], seed: int, max_shard_size: str = "20KB") -> Reference:
     """Build the model of `BASE` with `changes`, draw its weights, and save it (sharded, experts one by one)."""
-    settings = {**BASE, **changes}
-    model = Qwen3_5MoeForCausalLM(text_config(settings)).eval().requires_grad_(False)
+    config = text_config({**BASE, **changes})
+    model_class = Qwen3_5MoeForCausalLM if isinstance(config, Qwen3_5MoeTextConfig) else Qwen3_5ForCausalLM
+    model = model_class(config).eval().requires_grad_(False)
     draw_weights(model, seed)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return Reference(folder, model)
 
 
-def text_config(settings: Mapping[str, Any]) -> Qwen3_5MoeTextConfig:
+def text_config(settings: Mapping[str, Any]) -> TextConfig:
     rope = {
         "rope_type": "default",
         "rope_theta": settings["rope_theta"],
         "partial_rotary_factor": settings["partial_rotary_factor"],
     }
-    plain = {key: value for key, value in settings.items() if key not in rope}
-    return Qwen3_5MoeTextConfig(**plain, rope_parameters=rope)
+    dense = "intermediate_size" in settings
+    left_out = {*rope, *EXPERT_SETTINGS} if dense else {*rope}
+    plain = {key: value for key, value in settings.items() if key not in left_out}
+    return (Qwen3_5TextConfig if dense else Qwen3_5MoeTextConfig)(**plain, rope_parameters=rope)
 
 
 def draw_weights(model: torch.nn.Module, seed: int) -> None:
@@ -136,7 +158,7 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
 def load_ours(folder: Path, max_seq_len: int = 256, dtype: torch.dtype = torch.float32) -> Qwen3_5:
     """Our module with the checkpoint's weights and fresh state."""
     model = build_on_meta(ModelConfig.from_folder(folder), max_seq_len, dtype)
-    load_checkpoint(model, folder)
+    materialise(model, CheckpointWeights(folder, model))
     return model
 
 

@@ -9,12 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3_5ForConditionalGeneration
+from transformers.models.qwen3_5 import Qwen3_5Config
 
-from ostinato.export.models import Qwen3_5Moe
+from ostinato.export.models import Qwen3_5
 
-from .references import CASES, LENGTHS, Reference, load_ours, make_reference, relative_error
+from .references import (
+    BASE,
+    CASES,
+    LENGTHS,
+    Reference,
+    draw_weights,
+    load_ours,
+    make_reference,
+    relative_error,
+    text_config,
+)
 
 MAX_SEQ_LEN, STEPS, TOLERANCE = 256, 3, 1e-4
+# Where rounding cannot choose other experts: how far the worst position may be off. transformers' own bfloat16 is off from its
+# float32 by 0.05 and 0.12 there; ours, by 0.036 and 0.077.
+EACH_CLOSE = {"every-expert": 5e-2, "dense": 0.15}
 Get = Callable[[str], Reference]
 
 
@@ -32,12 +47,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Get:
 
 
 @torch.no_grad()
-def run(model: Qwen3_5Moe, tokens: Tensor, begin: int, end: int) -> Tensor:
+def run(model: Qwen3_5, tokens: Tensor, begin: int, end: int) -> Tensor:
     """Logits [vocab] after tokens `begin` to `end`, as one call."""
     return model(tokens[:, begin:end], torch.arange(begin, end))[0]
 
 
-def converse(model: Qwen3_5Moe, tokens: Tensor, length: int, steps: int = STEPS) -> list[Tensor]:
+def converse(model: Qwen3_5, tokens: Tensor, length: int, steps: int = STEPS) -> list[Tensor]:
     """Prefill of `length` tokens, then `steps` decode steps; the logits of each call."""
     prefill = run(model, tokens, 0, length)
     return [prefill, *(run(model, tokens, at, at + 1) for at in range(length, length + steps))]
@@ -50,7 +65,7 @@ def check(found: list[Tensor], expected: Tensor, what: str) -> None:
 
 def test_random_models_are_sensitive(reference: Get) -> None:
     """A mistake in any one block would show: without any one parameter the logits are others."""
-    for case in ("three-to-one", "biases"):
+    for case in ("three-to-one", "biases", "dense", "dense-biases"):
         ref = reference(case)
         tokens = ref.tokens(65)
         expected = ref.logits(tokens)
@@ -69,6 +84,20 @@ def test_prefill_and_decode(reference: Get, case: str, length: int) -> None:
     tokens = ref.tokens(length + STEPS, seed=length)
     expected = ref.logits(tokens)[length - 1 :]
     check(converse(load_ours(ref.folder, MAX_SEQ_LEN), tokens, length), expected, f"{case}, {length} tokens")
+
+
+def test_text_model_of_a_multimodal_dense_checkpoint(tmp_path: Path) -> None:
+    """`model.language_model.` before the names, and tied embeddings that only the outer config states."""
+    text = text_config({**BASE, "intermediate_size": 40}).to_dict()
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+    vision |= {"out_hidden_size": BASE["hidden_size"], "num_position_embeddings": 16}
+    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    model = Qwen3_5ForConditionalGeneration(config).eval().requires_grad_(False)
+    draw_weights(model, seed=7)
+    model.save_pretrained(tmp_path)
+    tokens = torch.arange(70 + STEPS)[None] % BASE["vocab_size"]
+    expected = model(input_ids=tokens).logits[0, 69:]
+    check(converse(load_ours(tmp_path, MAX_SEQ_LEN), tokens, 70), expected, "the text model")
 
 
 @pytest.mark.parametrize("max_seq_len", (40, 64, 65, 128, 129, 192, 193, 512))
@@ -112,7 +141,7 @@ def test_decode_from_the_first_token(reference: Get) -> None:
 
 
 @pytest.mark.parametrize("length", (1, 2, 70))
-@pytest.mark.parametrize("case", ("three-to-one", "all-linear", "all-full", "short-convolution"))
+@pytest.mark.parametrize("case", ("three-to-one", "all-linear", "all-full", "short-convolution", "dense"))
 def test_second_conversation_equals_a_fresh_model(reference: Get, case: str, length: int) -> None:
     ref = reference(case)
     used = load_ours(ref.folder, MAX_SEQ_LEN)
@@ -126,7 +155,7 @@ def test_second_conversation_equals_a_fresh_model(reference: Get, case: str, len
 
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_is_close_to_float32(reference: Get, case: str, tmp_path: Path) -> None:
-    """Rounding can choose another expert at some position, so the median counts; with every expert chosen, each does."""
+    """Rounding can choose another expert at some position, so the median counts; where it cannot, each position does."""
     ref = reference(case)
     tokens = ref.tokens(LENGTHS[-1] + STEPS)
     exact, rounded = load_ours(ref.folder, MAX_SEQ_LEN), load_ours(ref.folder, MAX_SEQ_LEN, torch.bfloat16)
@@ -137,5 +166,5 @@ def test_bfloat16_is_close_to_float32(reference: Get, case: str, tmp_path: Path)
         errors += [relative_error(ours, full) for ours, full in pairs]
     assert max(errors) < float("inf")
     assert statistics.median(errors) < 5e-2
-    if case == "every-expert":
-        assert max(errors) < 5e-2
+    if case in EACH_CLOSE:
+        assert max(errors) < EACH_CLOSE[case]
