@@ -162,16 +162,31 @@ def _metadata(
 
 
 def _eos_ids(folder: Path) -> list[int]:
-    """End-of-sequence ids: generation_config.json, else config.json, in transformers' order of precedence."""
+    """End-of-sequence ids: generation_config.json, else config.json, and the id of the tokenizer's `eos_token`.
+
+    Published chat models end a turn with the tokenizer's, which their config.json may not name.
+    """
+    ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if not path.exists():
-            continue
-        try:
-            data = json.loads(path.read_text())
-        except ValueError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        ids = data.get("eos_token_id", data.get("text_config", {}).get("eos_token_id"))
-        if ids is not None:
-            return list(ids) if isinstance(ids, list) else [ids]
-    return []
+        data = _read_json(folder / name)
+        found = data.get("eos_token_id")
+        if found is None:
+            found = (data.get("text_config") or {}).get("eos_token_id")
+        if found is not None:
+            ids = list(found) if isinstance(found, list) else [found]
+            break
+    token = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    added = _read_json(folder / "tokenizer.json").get("added_tokens", []) if content else []
+    ids += [entry["id"] for entry in added if entry.get("content") == content and entry["id"] not in ids]
+    return ids
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return data if isinstance(data, dict) else {}

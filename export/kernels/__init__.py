@@ -11,6 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ...delegate.errors import ExportError
+
 
 class Int4Linear(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor: ...
@@ -65,6 +67,8 @@ class Kernels:
 
 def kernels_for(device: str) -> Kernels:
     """The references for "cpu", the Triton kernels for "cuda" (these need the triton package)."""
+    if device not in ("cpu", "cuda"):
+        raise ExportError(f"unknown device {device!r}; the devices are: cpu, cuda")
     if device == "cuda":
         from .attention_triton import attend
         from .delta_rule_triton import gated_delta_rule

@@ -15,7 +15,7 @@ def attend(query: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor) -
         positions: [T] int64, consecutive.
 
     Returns:
-        [T, heads, D] in query's dtype. Scores and softmax are float32.
+        [T, heads, D] in query's dtype. The softmax is float32; in bfloat16 the scores are rounded before it.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = k_cache.shape[0]

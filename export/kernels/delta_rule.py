@@ -38,7 +38,7 @@ def gated_delta_rule(
 
     Args:
         mixed: [T, key_heads K + key_heads K + H V]: q, k and v side by side, after the convolution and its SiLU.
-        a, b: [T, H], the gates' projections.
+        a, b: [T, H], the gates' projections; like `mixed`, possibly columns of a wider tensor.
         a_log, dt_bias: [H].
         state: [H, K, V] float32, written in place: the state after the last token.
         positions: [T] int64; where the first is 0 the old state counts as zeros.

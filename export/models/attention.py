@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
 from .linear import Build, make_linear
 from .norms import RMSNorm
+
+
+class Place(NamedTuple):
+    """Where the tokens of a call stand.
+
+    Attributes:
+        positions: [T] int64, consecutive.
+        cos, sin: [T, rotary_dim] float32, of the angles by which queries and keys are turned.
+    """
+
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
 
 
 class RotaryEmbedding(nn.Module):
@@ -20,11 +35,11 @@ class RotaryEmbedding(nn.Module):
         exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device="cpu") / config.rotary_dim
         self.register_buffer("inv_freq", 1.0 / (config.rope_theta**exponent), persistent=False)
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] int64 -> (cos, sin), each [T, rotary_dim] float32."""
+    def forward(self, positions: Tensor) -> Place:
+        """positions [T] int64, consecutive."""
         angles = positions.float()[:, None] * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos(), angles.sin()
+        return Place(positions, angles.cos(), angles.sin())
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -54,21 +69,20 @@ class Attention(nn.Module):
         self.o_proj = make_linear(self.heads * self.head_dim, size, build, bias)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.rotary = RotaryEmbedding(config)
         self.attend = build.kernels.attend
         for name in ("k_cache", "v_cache"):
             cache = torch.zeros(self.kv_heads, build.max_seq_len, self.head_dim, dtype=build.dtype, device="cpu")
             self.register_buffer(name, cache, persistent=False)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [T, hidden], positions [T] int64 -> [T, hidden]."""
+    def forward(self, x: Tensor, place: Place) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        positions, cos, sin = place
         tokens = x.shape[0]
         query, key, value = self.qkv_proj(x).split(self.sizes, dim=1)
         # Each head's query and the gate of its output stand together.
         query, gate = query.reshape(tokens, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
         key = key.reshape(tokens, self.kv_heads, self.head_dim)
         value = value.reshape(tokens, self.kv_heads, self.head_dim)
-        cos, sin = self.rotary(positions)
         self.k_cache.index_copy_(1, positions, rotate(self.k_norm(key), cos, sin).transpose(0, 1))
         self.v_cache.index_copy_(1, positions, value.transpose(0, 1))
         out = self.attend(rotate(self.q_norm(query), cos, sin), self.k_cache, self.v_cache, positions)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .attention import Place
 from .linear import Build, make_linear
 from .norms import GatedRMSNorm
 
@@ -60,8 +61,9 @@ class GatedDeltaNet(nn.Module):
         self.register_buffer("conv_state", conv, persistent=False)
         self.register_buffer("recurrent_state", state, persistent=False)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [T, hidden], positions [T] int64 -> [T, hidden]. At position 0 the old state counts as zeros."""
+    def forward(self, x: Tensor, place: Place) -> Tensor:
+        """x [T, hidden] -> [T, hidden]. At position 0 the old state counts as zeros."""
+        positions = place.positions
         tokens = x.shape[0]
         qkv, z = self.in_proj_qkvz(x).split(self.sizes, dim=1)
         b, a = self.in_proj_ba(x).chunk(2, dim=1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import kernels_for
-from .attention import Attention
+from .attention import Attention, Place, RotaryEmbedding
 from .config import ModelConfig
 from .delta_net import GatedDeltaNet
 from .linear import Build, make_embedding, make_linear
@@ -27,7 +27,7 @@ STACKED = {
 
 
 class DecoderLayer(nn.Module):
-    """norm -> mixer -> add, norm -> feed-forward -> add."""
+    """x + mixer(norm(x)), then x + feed_forward(norm(x))."""
 
     def __init__(self, build: Build, layer_type: str) -> None:
         super().__init__()
@@ -41,9 +41,10 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layer_type = layer_type
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, place: Place) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
         mixer = self.linear_attn if self.layer_type == "linear_attention" else self.self_attn
-        x = x + mixer(self.input_layernorm(x), positions)
+        x = x + mixer(self.input_layernorm(x), place)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -56,12 +57,14 @@ class Decoder(nn.Module):
         self.embed_tokens = make_embedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList(DecoderLayer(build, kind) for kind in config.layer_types)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = RotaryEmbedding(config)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [1, T], positions [T] -> the last position's hidden state, [1, hidden]."""
         x = self.embed_tokens(tokens[0])
+        place = self.rotary(positions)
         for layer in self.layers:
-            x = layer(x, positions)
+            x = layer(x, place)
         return self.norm(x[-1:])
 
 

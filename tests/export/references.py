@@ -19,7 +19,7 @@ from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
 from ostinato.export.models import ModelConfig, Qwen3_5, build_on_meta
-from ostinato.export.weights import CheckpointWeights, materialise
+from ostinato.export.weights import QuantizedWeights, checkpoint_weights, materialise
 
 LENGTHS = (1, 2, 3, 31, 63, 64, 65, 128, 200)
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -158,7 +158,7 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
 def load_ours(folder: Path, max_seq_len: int = 256, dtype: torch.dtype = torch.float32) -> Qwen3_5:
     """Our module with the checkpoint's weights and fresh state."""
     model = build_on_meta(ModelConfig.from_folder(folder), max_seq_len, dtype)
-    materialise(model, CheckpointWeights(folder, model))
+    materialise(model, QuantizedWeights(model, checkpoint_weights(model, folder), torch.device("cpu")))
     return model
 
 
