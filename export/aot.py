@@ -94,6 +94,7 @@ def compile_method(state: Lowering, method: str, program: ExportedProgram) -> Co
 
 
 def _compile(state: Lowering, program: ExportedProgram, folder: Path, method: str) -> Path:
+    _remove_checks(program)
     _place_constants(state, program, method)
     if state.device != "cpu":
         program = move_to_device_pass(program, state.device)
@@ -118,6 +119,14 @@ def _compile(state: Lowering, program: ExportedProgram, folder: Path, method: st
     }
     with torch.no_grad():
         return Path(str(torch._inductor.aot_compile(module, arguments, options=options)))
+
+
+def _remove_checks(program: ExportedProgram) -> None:
+    """The tracer's checks of its own dtypes and devices; they name the device that it traced on."""
+    for node in list(program.graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            program.graph.erase_node(node)
+    program.graph_module.recompile()
 
 
 def _place_constants(state: Lowering, program: ExportedProgram, method: str) -> None:
