@@ -19,6 +19,7 @@ from .sampling import Sampler, Sampling
 from .tokenizer import Message, TextStream, Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 256
+DEFAULT_WARMUP_STEPS = 3
 
 
 @dataclass
@@ -56,7 +57,8 @@ class Result:
 
 
 class Engine:
-    """Made by `Engine.load`. One sequence at a time; a context manager that frees the program on exit.
+    """Made by `Engine.load`, or over a loaded program. One sequence at a time; a context manager that frees the program
+    on exit.
 
     >>> with Engine.load("artifact/", cuda_graph=True) as engine:
     ...     for piece in engine.generate("What is the capital of France?"):
@@ -81,7 +83,7 @@ class Engine:
         path: str | PathLike[str],
         *,
         cuda_graph: bool = False,
-        warmup_steps: int = 3,
+        warmup_steps: int = DEFAULT_WARMUP_STEPS,
         on_load: Callable[[int], None] | None = None,
     ) -> Engine:
         """Load an artifact.
@@ -185,6 +187,46 @@ class Engine:
         sampler = Sampler(sampling or Sampling(), self.program.device)
         return self._generate(list(tokens), max_new_tokens, sampler, frozenset() if ignore_eos else self.eos_ids)
 
+    @property
+    def has_state(self) -> bool:
+        """Whether the methods keep state; one that has none gets the whole sequence anew for each token."""
+        return len(self._many.inputs) == 2
+
+    @property
+    def method_stats(self) -> dict[str, dict[str, Any]]:
+        """Counts of calls by method, what decodes last."""
+        return {method.name: asdict(method.stats) for method in self._methods}
+
+    def prefill(self, tokens: Sequence[int], position: int = 0) -> torch.Tensor:
+        """Logits [vocab] after `tokens`, the first of which stands at `position`; position 0 starts the state anew.
+
+        They go in as chunks of the most that the prefill method takes at once; a rest that is shorter than its least
+        (one token, in what `ostinato export` writes) goes through decode.
+
+        Raises:
+            InputError: no tokens, or a token or a position out of range.
+        """
+        if not tokens:
+            raise InputError("there is no token to prefill")
+        if not self.has_state:
+            return self._step(self._many, tokens, position)
+        low, high = _lengths(self._many)
+        logits = torch.empty(0)
+        done = 0
+        while done < len(tokens):
+            count = min(len(tokens) - done, high)
+            # One token is decode's even where the other takes it too: decode may have its graph.
+            method, count = (self._many, count) if count >= max(low, 2) else (self._one, 1)
+            logits = self._step(method, tokens[done : done + count], position + done)
+            done += count
+        return logits
+
+    def decode_one_token(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+        """Logits [vocab] after the last token of `answer`, the one that the state has not seen yet."""
+        if not self.has_state:
+            return self._step(self._many, [*prompt, *answer], 0)
+        return self._step(self._one, answer[-1:], len(prompt) + len(answer) - 1)
+
     def close(self) -> None:
         self.program.close()
 
@@ -202,7 +244,7 @@ class Engine:
         result = self.last
         begin = time.perf_counter()
         try:
-            token = sampler(self._prefill(prompt))
+            token = sampler(self.prefill(prompt))
             result.prefill_seconds = time.perf_counter() - begin
             while True:
                 result.tokens.append(token)
@@ -218,10 +260,10 @@ class Engine:
                     return
                 # Around the step alone: the time that the caller keeps a token for is not decode's.
                 begin = time.perf_counter()
-                token = sampler(self._decode_one_token(prompt, result.tokens))
+                token = sampler(self.decode_one_token(prompt, result.tokens))
                 result.decode_seconds += time.perf_counter() - begin
         finally:
-            result.methods = {method.name: asdict(method.stats) for method in self._methods}
+            result.methods = self.method_stats
             stats = self.program.stats
             result.constants = {
                 "count": stats.constants,
@@ -229,25 +271,8 @@ class Engine:
                 "bytes_saved": stats.bytes_saved,
             }
 
-    def _prefill(self, prompt: list[int]) -> torch.Tensor:
-        """Logits [vocab] after the prompt; the state starts anew."""
-        low, high = _lengths(self._many)
-        if low <= len(prompt) <= high:
-            return self._step(self._many, prompt, 0)
-        logits = torch.empty(0)
-        for position, token in enumerate(prompt):
-            logits = self._step(self._one, [token], position)
-        return logits
-
-    def _decode_one_token(self, prompt: list[int], answer: list[int]) -> torch.Tensor:
-        """Logits [vocab] after the last token of the answer."""
-        if len(self._many.inputs) == 1:
-            # No state: the whole sequence goes through again.
-            return self._step(self._many, prompt + answer, 0)
-        return self._step(self._one, answer[-1:], len(prompt) + len(answer) - 1)
-
-    def _step(self, method: Method, tokens: list[int], position: int) -> torch.Tensor:
-        inputs = [torch.tensor([tokens], dtype=torch.int64)]
+    def _step(self, method: Method, tokens: Sequence[int], position: int) -> torch.Tensor:
+        inputs = [torch.tensor([list(tokens)], dtype=torch.int64)]
         if len(method.inputs) == 2:
             inputs.append(torch.arange(position, position + len(tokens)))
         logits = method.execute(inputs)[0]

@@ -86,3 +86,18 @@ def recurrent_artifact(exported: Callable[..., Path]) -> Path:
         )
 
     return exported("recurrent", build)
+
+
+@pytest.fixture(scope="session")
+def chunked_artifact(exported: Callable[..., Path]) -> Path:
+    """The toy module, with a prefill of 2 to 8 tokens: longer prompts go through in chunks. It says what a step reads."""
+    from ostinato.export import export_program
+
+    from .modules import MAX_SEQ_LEN, VOCAB, Recurrent, recurrent_methods
+
+    def build(path: Path) -> None:
+        metadata = {"get_max_seq_len": MAX_SEQ_LEN, "get_vocab_size": VOCAB}
+        metadata |= {"get_decode_bytes": 1000, "get_kv_bytes_per_token": 24}
+        export_program(recurrent_methods(Recurrent(), longest=8), path, metadata=metadata)
+
+    return exported("chunked", build)

@@ -36,9 +36,11 @@ class Recurrent(nn.Module):
         return (mixed @ self.head)[None]
 
 
-def recurrent_methods(module: Recurrent) -> dict[str, tuple[nn.Module, tuple[Tensor, ...], object]]:
-    """`prefill` (2 <= T <= 31) and `decode` (T = 1)."""
-    length = torch.export.Dim("T", min=2, max=MAX_SEQ_LEN - 1)
+def recurrent_methods(
+    module: Recurrent, longest: int = MAX_SEQ_LEN - 1
+) -> dict[str, tuple[nn.Module, tuple[Tensor, ...], object]]:
+    """`prefill` (2 <= T <= longest) and `decode` (T = 1)."""
+    length = torch.export.Dim("T", min=2, max=longest)
     return {
         "prefill": (module, (torch.zeros(1, 5, dtype=torch.int64), torch.arange(5)), ({1: length}, {0: length})),
         "decode": (module, (torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)), None),

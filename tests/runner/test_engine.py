@@ -112,6 +112,36 @@ def test_a_lone_forward(forward_artifact: Callable[[str], Path], kind: str, grap
             assert (stats["phase"], stats["captures"], stats["fallbacks"]) == ("replay", 1, 0)
 
 
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 10, 15, 16, 17, 18, 25])
+def test_a_prompt_in_chunks_as_in_one(
+    chunked_artifact: Path, recurrent_artifact: Path, length: int, graph: bool
+) -> None:
+    """At most 8 tokens a call, at least 2: around once, twice and three times that."""
+    prompt = [(7 * i + 2) % VOCAB for i in range(length)]
+    with Engine.load(chunked_artifact, cuda_graph=graph) as chunked, Engine.load(recurrent_artifact) as whole:
+        torch.testing.assert_close(chunked.prefill(prompt), whole.prefill(prompt))
+        for name, tensor in whole.program.mutable_buffers.items():
+            torch.testing.assert_close(chunked.program.mutable_buffers[name], tensor, msg=name)
+        chunks = chunked.method_stats["prefill"]["runs"]
+        # What is left over is one token, decode's, or a chunk.
+        assert chunks == length // 8 + (length % 8 > 1)
+        assert sum(chunked.method_stats["decode"][key] for key in ("runs", "warmups")) == (length % 8 == 1)
+        answer = list(chunked.generate_tokens(prompt, max_new_tokens=50, ignore_eos=True))
+        assert answer == recurrent_answer(prompt, 50)
+
+
+def test_prefill_goes_on_from_a_position(chunked_artifact: Path, recurrent_artifact: Path) -> None:
+    prompt = [(5 * i + 1) % VOCAB for i in range(20)]
+    with Engine.load(chunked_artifact) as chunked, Engine.load(recurrent_artifact) as whole:
+        expected = whole.prefill(prompt)
+        for cut in (1, 3, 8, 19):
+            chunked.prefill(prompt[:cut])
+            torch.testing.assert_close(chunked.prefill(prompt[cut:], cut), expected)
+        with pytest.raises(InputError, match="no token"):
+            chunked.prefill([])
+
+
 def test_end_of_sequence(engine: Engine) -> None:
     prompt = next(prompt for prompt in ([a, b] for a in range(VOCAB) for b in range(VOCAB)) if stops(prompt))
     expected = recurrent_answer(prompt, 50)
