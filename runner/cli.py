@@ -1,4 +1,4 @@
-"""`ostinato`: export, run, inspect."""
+"""`ostinato`: export, run, bench, inspect."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 COMMANDS = {
     "export": ("ostinato.export.command", "a Hugging Face checkpoint -> an artifact (needs a C++ compiler)"),
     "run": ("ostinato.runner.command_run", "answer a prompt with an artifact"),
+    "bench": ("ostinato.runner.command_bench", "measure how fast an artifact runs"),
     "inspect": ("ostinato.runner.command_inspect", "show what an artifact holds"),
 }
 

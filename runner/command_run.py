@@ -13,6 +13,11 @@ import sys
 from .engine import DEFAULT_MAX_NEW_TOKENS, Engine, Result
 from .sampling import Sampling
 
+HOST_ENGINE_NOTE = (
+    "note: this artifact runs on the CPU, where --cuda_graph takes the host engine: the same phases and checks, "
+    "no graph and no gain"
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", metavar="ARTIFACT", help="artifact folder")
@@ -39,10 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     with Engine.load(arguments.artifact, cuda_graph=arguments.cuda_graph) as engine:
         if arguments.cuda_graph and engine.program.device.type == "cpu":
-            _say(
-                "note: this artifact runs on the CPU, where --cuda_graph takes the host engine: the same phases and checks, "
-                "no graph and no gain"
-            )
+            _say(HOST_ENGINE_NOTE)
         pieces = engine.generate(
             arguments.prompt,
             raw=arguments.raw,

@@ -1,0 +1,260 @@
+"""The speed of an artifact, measured in the manner of llama-bench: `pp512` prefills 512 tokens, `tg128` decodes 128.
+
+`@ d4000` says that the state held 4,000 tokens before; filling it is not timed. Decoding goes through `Engine` and
+`Sampler`, so that what is measured is what `ostinato run` does, greedily.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..delegate.artifact import META_MAX_SEQ_LEN, META_VOCAB_SIZE
+from ..delegate.errors import ArtifactError, OptionError
+from ..delegate.program import Program
+from .device import synchronize
+from .engine import Engine
+from .sampling import Sampler, Sampling
+
+DEFAULT_PROMPTS = (512,)
+DEFAULT_ANSWERS = (128,)
+DEFAULT_DEPTHS = (0, 4000)
+DEFAULT_REPETITIONS = 5
+MODE_NAMES = {False: "no graph", True: "--cuda_graph"}
+_SEED = 0
+
+# Counters of `MethodStats` -> the phase that a step was made in.
+_PHASES = {"runs": "run", "warmups": "warmup", "captures": "capture", "replays": "replay"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What llama-bench calls a test. `kind` "pp": prefill `tokens` tokens; "tg": decode as many. From position `depth` on."""
+
+    kind: str
+    tokens: int
+    depth: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.tokens}" + (f" @ d{self.depth}" if self.depth else "")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. `skipped` says why a default case is left out."""
+
+    cases: tuple[Case, ...]
+    repetitions: int
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One case in one mode: nanoseconds of each repetition, synchronised around the whole of it."""
+
+    case: Case
+    cuda_graph: bool
+    samples_ns: tuple[int, ...]
+
+    @property
+    def samples(self) -> list[float]:
+        """Tokens a second, by repetition."""
+        return [self.case.tokens / nanoseconds * 1e9 for nanoseconds in self.samples_ns]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """What the first answer spent in one phase: "prefill" (its `calls` are tokens), "run", "warmup", "capture", "replay"."""
+
+    name: str
+    calls: int
+    seconds: float
+
+
+@dataclass
+class ModeResult:
+    """All that was measured with one setting of `cuda_graph`. `methods`: counts of calls, at the end."""
+
+    cuda_graph: bool
+    measurements: list[Measurement] = field(default_factory=list)
+    phases: list[PhaseTime] = field(default_factory=list)
+    methods: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why a capture was given up; None when all went well."""
+        return next((stats["fallback_reason"] for stats in self.methods.values() if stats["fallbacks"]), None)
+
+
+def make_plan(
+    max_seq_len: int,
+    prompts: Sequence[int] | None = None,
+    answers: Sequence[int] | None = None,
+    depths: Sequence[int] | None = None,
+    repetitions: int = DEFAULT_REPETITIONS,
+) -> Plan:
+    """All prompts, then all answers, at each depth. None takes the defaults, 0 tokens is no case.
+
+    A case that max_seq_len has no room for is an error if it was asked for, and left out if a default is to blame: at depth 0
+    the default of its size, further on that of the depths.
+
+    Raises:
+        OptionError: a case does not fit, none is left, or `repetitions` is below 1.
+    """
+    if repetitions < 1:
+        raise OptionError(f"-r must be 1 or more, got {repetitions}")
+    given = {"pp": prompts is not None, "tg": answers is not None}
+    sizes = [("pp", size) for size in (DEFAULT_PROMPTS if prompts is None else prompts)]
+    sizes += [("tg", size) for size in (DEFAULT_ANSWERS if answers is None else answers)]
+    wanted = [
+        Case(kind, size, depth) for depth in (DEFAULT_DEPTHS if depths is None else depths) for kind, size in sizes
+    ]
+    cases, skipped = [], []
+    for case in dict.fromkeys(case for case in wanted if case.tokens):
+        if case.depth + case.tokens <= max_seq_len:
+            cases.append(case)
+            continue
+        length = f"{case.depth} + {case.tokens}" if case.depth else f"{case.tokens}"
+        reason = f"{case.name} has {length} tokens, max_seq_len is {max_seq_len}"
+        asked_for = depths is not None if case.depth else given[case.kind]
+        if asked_for:
+            raise OptionError(f"{reason}: ask for less, or export with a larger --max-seq-len")
+        skipped.append(reason)
+    if not cases:
+        raise OptionError("; ".join(["there is nothing to measure", *skipped]))
+    return Plan(tuple(cases), repetitions, tuple(skipped))
+
+
+def sizes_of(program: Program) -> tuple[int, int]:
+    """(max_seq_len, vocabulary) of a program.
+
+    Raises:
+        ArtifactError: it does not say.
+    """
+    missing = [name for name in (META_MAX_SEQ_LEN, META_VOCAB_SIZE) if name not in program.metadata]
+    if missing:
+        raise ArtifactError(
+            f"bench needs to know {' and '.join(missing)}, which the program lacks: export it with that in `metadata`"
+        )
+    return int(program.metadata[META_MAX_SEQ_LEN]), int(program.metadata[META_VOCAB_SIZE])
+
+
+def measure(
+    engine: Engine, plan: Plan, vocabulary: int, *, cuda_graph: bool, warmup_steps: int, say: Callable[[str], None]
+) -> ModeResult:
+    """Measure every case of `plan` with one loaded engine, whose decode is not warm yet.
+
+    Args:
+        engine: fresh; nothing was run with it.
+        plan: what to measure.
+        vocabulary: tokens are drawn below this.
+        cuda_graph, warmup_steps: what the engine was loaded with.
+        say: gets a line after each case.
+
+    Raises:
+        ArtifactError: the program keeps no state, so there is no depth to measure at.
+    """
+    if not engine.has_state:
+        raise ArtifactError("bench needs methods of (tokens, input_pos), with state; this program takes tokens alone")
+    bench = _Bench(engine, vocabulary)
+    result = ModeResult(cuda_graph)
+    result.phases = bench.first_answer(plan, warmup_steps)
+    for case, samples in bench.run(plan):
+        measurement = Measurement(case, cuda_graph, tuple(samples))
+        result.measurements.append(measurement)
+        say(f"{MODE_NAMES[cuda_graph]:<14}{case.name:<14}{measurement.median:>10,.1f} tokens/s")
+    result.methods = engine.method_stats
+    return result
+
+
+class _Bench:
+    """One engine, its sampler, and tokens to feed it: the same ones each time."""
+
+    def __init__(self, engine: Engine, vocabulary: int) -> None:
+        self._engine = engine
+        self._device = engine.program.device
+        self._sampler = Sampler(Sampling(), self._device)
+        generator = torch.Generator().manual_seed(_SEED)
+        self._tokens = torch.randint(vocabulary, (engine.max_seq_len,), generator=generator).tolist()
+
+    def first_answer(self, plan: Plan, warmup_steps: int) -> list[PhaseTime]:
+        """Time by phase of one answer with a fresh decode and a warm prefill, of the plan's first sizes if there is room.
+
+        It is also the warm-up of what follows: when it is over, decode has made its capture.
+        """
+        room = self._engine.max_seq_len
+        # Enough steps for warm-up, capture and one replay, whatever was asked for.
+        least = warmup_steps + 2
+        answer = min(max(_first(plan, "tg"), least), max(room // 2, least), room)
+        prompt = self._tokens[: min(_first(plan, "pp"), room - answer)]
+        phases = {}
+        if prompt:
+            # Kernels are loaded when they first run. One token goes through decode, which is to stay fresh.
+            if len(prompt) > 1:
+                self._engine.prefill(prompt)
+            seconds = self._timed(lambda: self._engine.prefill(prompt)) / 1e9
+            phases["prefill"] = PhaseTime("prefill", len(prompt), seconds)
+        tokens = self._tokens[:1]
+        for _ in range(answer):
+            before = self._counts()
+            spent = self._timed(lambda: self._decode(prompt, tokens, 1)) / 1e9
+            name = next(word for key, word in _PHASES.items() if self._counts()[key] > before[key])
+            known = phases.get(name, PhaseTime(name, 0, 0.0))
+            phases[name] = PhaseTime(name, known.calls + 1, known.seconds + spent)
+        return list(phases.values())
+
+    def run(self, plan: Plan) -> Iterator[tuple[Case, list[int]]]:
+        """Each case with the nanoseconds of its repetitions."""
+        held = 0
+        state: dict[str, torch.Tensor] = {}
+        for case in plan.cases:
+            if case.depth and case.depth != held:
+                self._engine.prefill(self._tokens[: case.depth])
+                # On the host, so that a long context is not twice on a GPU that it only just fits.
+                state = {name: tensor.to("cpu", copy=True) for name, tensor in self._buffers().items()}
+                held = case.depth
+            # Decode is warm from the first answer on; memory for a prompt of this length may yet have to be found.
+            self._once(case if case.kind == "pp" else Case("tg", 1, case.depth), state)
+            yield case, [self._once(case, state) for _ in range(plan.repetitions)]
+
+    def _once(self, case: Case, state: dict[str, torch.Tensor]) -> int:
+        """Nanoseconds of one repetition, from the state at the case's depth."""
+        if case.depth:
+            for name, tensor in self._buffers().items():
+                tensor.copy_(state[name])
+        before, after = self._tokens[: case.depth], self._tokens[case.depth : case.depth + case.tokens]
+        if case.kind == "pp":
+            return self._timed(lambda: self._engine.prefill(after, case.depth))
+        return self._timed(lambda: self._decode(before, after[:1], case.tokens))
+
+    def _decode(self, prompt: list[int], answer: list[int], count: int) -> None:
+        """Decode `count` tokens after `answer`, which they are added to."""
+        for _ in range(count):
+            answer.append(self._sampler(self._engine.decode_one_token(prompt, answer)))
+
+    def _timed(self, work: Callable[[], object]) -> int:
+        synchronize(self._device)
+        begin = time.perf_counter_ns()
+        work()
+        synchronize(self._device)
+        return time.perf_counter_ns() - begin
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return self._engine.program.mutable_buffers
+
+    def _counts(self) -> dict[str, Any]:
+        return list(self._engine.method_stats.values())[-1]
+
+
+def _first(plan: Plan, kind: str) -> int:
+    return next((case.tokens for case in plan.cases if case.kind == kind), 0)

@@ -1,0 +1,172 @@
+"""Measure how fast an artifact runs, in the manner of llama-bench: without and with --cuda_graph, in one run.
+
+Tests: pp512 prefills 512 tokens, tg128 decodes 128 of them one by one; "@ d4000" says that 4,000 tokens stood before.
+Loading, warm-up, capture and filling the state are not in these figures. The device is waited for around each
+repetition, not around each token.
+
+stdout carries the table (or --output); progress, notes and errors go to stderr.
+Exit status: 0 done, 2 an error in what was asked or given, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from ..delegate import Program, load_program
+from ..delegate.artifact import META_DTYPE, META_MODEL_TYPE, META_N_LAYERS
+from ..delegate.errors import OptionError
+from .bench import (
+    DEFAULT_ANSWERS,
+    DEFAULT_DEPTHS,
+    DEFAULT_PROMPTS,
+    DEFAULT_REPETITIONS,
+    Plan,
+    make_plan,
+    measure,
+    sizes_of,
+)
+from .command_run import HOST_ENGINE_NOTE
+from .device import copy_speed, device_memory, device_name
+from .engine import DEFAULT_WARMUP_STEPS, Engine
+from .plot import check_plot, draw
+from .report import FORMATS, Reads, Report, Subject, render
+
+_MODES = {"both": (False, True), "off": (False,), "on": (True,)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("artifact", metavar="ARTIFACT", help="artifact folder")
+    for flags, what, default in (
+        (("-p", "--n-prompt"), "lengths of prompts to prefill", DEFAULT_PROMPTS),
+        (("-n", "--n-gen"), "numbers of tokens to decode", DEFAULT_ANSWERS),
+        (("-d", "--n-depth"), "tokens in the state before each test", DEFAULT_DEPTHS),
+    ):
+        none = "; 0: none" if flags[0] != "-d" else ""
+        shown = ",".join(map(str, default))
+        parser.add_argument(
+            *flags, action="append", metavar="N,N", help=f"{what}, separated by commas{none} (default: {shown})"
+        )
+    parser.add_argument(
+        "-r",
+        "--repetitions",
+        type=int,
+        default=DEFAULT_REPETITIONS,
+        metavar="N",
+        help="how often each test is timed (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cuda_graph",
+        "--cuda-graph",
+        type=_modes,
+        nargs="?",
+        const=(True,),
+        default=(False, True),
+        metavar="on|off|both",
+        help="measure decode with CUDA graph (on, or the bare option), without (off), or both and their ratio (default)",
+    )
+    parser.add_argument(
+        "-o", "--output", choices=FORMATS, default="table", help="what to print; json has every sample (default: table)"
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw tokens/s over depth, and the time of the first answer by phase (needs ostinato[plot])",
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    modes = arguments.cuda_graph
+    prompts, answers = _sizes("-p", arguments.n_prompt), _sizes("-n", arguments.n_gen)
+    depths = _sizes("-d", arguments.n_depth)
+    if arguments.plot:
+        check_plot(arguments.plot)
+    begin = time.perf_counter()
+    with load_program(arguments.artifact) as program:
+        max_seq_len, vocabulary = sizes_of(program)
+        plan = make_plan(max_seq_len, prompts, answers, depths, arguments.repetitions)
+        for reason in plan.skipped:
+            _say(f"note: left out: {reason}")
+        if True in modes and program.device.type == "cpu":
+            _say(HOST_ENGINE_NOTE)
+        report = _measure_all(program, arguments.artifact, modes, plan, vocabulary, begin)
+    print(render(report, arguments.output))
+    if arguments.plot:
+        draw(report, arguments.plot)
+        _say(f"wrote {arguments.plot}")
+    return 0
+
+
+def _measure_all(
+    program: Program, path: str, modes: Sequence[bool], plan: Plan, vocabulary: int, begin: float
+) -> Report:
+    """Load an engine for each mode over the one program, whose constants they share, and measure with it."""
+    _say(f"loading {path}")
+    total = len(modes) * len(plan.cases)
+    counter = itertools.count(1)
+
+    def say(line: str) -> None:
+        _say(f"[{next(counter):>{len(str(total))}}/{total}] {line}")
+
+    results = []
+    subject = None
+    warmup_steps = DEFAULT_WARMUP_STEPS
+    for cuda_graph in modes:
+        engine = Engine(program, Path(path), cuda_graph, warmup_steps)
+        subject = subject or _subject(engine, path, time.perf_counter() - begin)
+        results.append(measure(engine, plan, vocabulary, cuda_graph=cuda_graph, warmup_steps=warmup_steps, say=say))
+    assert subject is not None
+    return Report(subject, tuple(results))
+
+
+def _subject(engine: Engine, path: str, load_seconds: float) -> Subject:
+    program = engine.program
+    # Before the copy, whose buffers would count.
+    memory = device_memory(program.device)
+    return Subject(
+        artifact=path,
+        model_type=str(program.metadata.get(META_MODEL_TYPE, "a program")),
+        dtype=str(program.metadata.get(META_DTYPE, "unknown dtype")),
+        n_layers=program.metadata.get(META_N_LAYERS),
+        max_seq_len=engine.max_seq_len,
+        constant_bytes=program.stats.constant_bytes,
+        state_bytes=program.stats.mutable_buffer_bytes,
+        load_seconds=load_seconds,
+        device=device_name(program.device),
+        torch=torch.__version__,
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        memory=memory,
+        copy=copy_speed(program.device),
+        reads=Reads.of(program),
+    )
+
+
+def _modes(word: str) -> tuple[bool, ...]:
+    if word not in _MODES:
+        # `--cuda_graph ARTIFACT`, as one writes it for `run`.
+        raise argparse.ArgumentTypeError(
+            f"takes on, off or both, got {word!r}: write ARTIFACT first, or --cuda_graph=on"
+        )
+    return _MODES[word]
+
+
+def _sizes(option: str, texts: Sequence[str] | None) -> list[int] | None:
+    """`["512,1024"]` -> `[512, 1024]`; None stays None, for the default."""
+    if texts is None:
+        return None
+    words = ",".join(texts).split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise OptionError(f"{option} takes whole numbers, 0 or more, separated by commas; got {','.join(texts)!r}")
+    return [int(word) for word in words]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

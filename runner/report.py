@@ -1,0 +1,275 @@
+"""What `ostinato bench` prints: a table for people, or Markdown, CSV or JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..delegate import artifact
+from ..delegate.program import Program
+from .bench import MODE_NAMES, Measurement, ModeResult
+from .device import CopySpeed, DeviceMemory
+
+FORMATS = ("table", "md", "csv", "json")
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Bytes that a decode step reads or writes at least once: `fixed`, and `per_position` of the sequence.
+
+    `exact` is false for a program that does not say; then `fixed` is all constants and all state, the most that it can be.
+    """
+
+    fixed: int
+    per_position: int
+    exact: bool
+
+    @classmethod
+    def of(cls, program: Program) -> Reads:
+        """From the program's constant methods, or else from its loaded constants and state."""
+        fixed = program.metadata.get(artifact.META_DECODE_BYTES)
+        if fixed is None:
+            return cls(program.stats.constant_bytes + program.stats.mutable_buffer_bytes, 0, False)
+        return cls(int(fixed), int(program.metadata.get(artifact.META_KV_BYTES, 0)), True)
+
+    def per_token(self, measurement: Measurement) -> float | None:
+        """Mean over the steps of a decode measurement, the i-th of which sees depth + i positions. None for a prefill."""
+        case = measurement.case
+        if case.kind != "tg":
+            return None
+        return self.fixed + self.per_position * (case.depth + (case.tokens + 1) / 2)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What was measured, and where. Sizes in bytes; `date` in ISO 8601; `memory` after loading, None on a CPU."""
+
+    artifact: str
+    model_type: str
+    dtype: str
+    n_layers: int | None
+    max_seq_len: int
+    constant_bytes: int
+    state_bytes: int
+    load_seconds: float
+    device: str
+    torch: str
+    date: str
+    memory: DeviceMemory | None
+    copy: CopySpeed
+    reads: Reads
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run of the command: both modes, or one."""
+
+    subject: Subject
+    modes: tuple[ModeResult, ...]
+
+    @property
+    def rows(self) -> list[Measurement]:
+        """All measurements, the modes of a case side by side."""
+        return [row for rows in zip(*(mode.measurements for mode in self.modes), strict=True) for row in rows]
+
+    def ratio(self, row: Measurement) -> float | None:
+        """Speed against no graph; None if only one mode was measured."""
+        if len(self.modes) < 2:
+            return None
+        base = next(one for one in self.modes[0].measurements if one.case == row.case)
+        return row.median / base.median
+
+    def bandwidth(self, row: Measurement) -> float | None:
+        """Bytes a second that decode had to move; None for a prefill."""
+        per_token = self.subject.reads.per_token(row)
+        return None if per_token is None else per_token * row.median
+
+    def share(self, row: Measurement) -> float | None:
+        """`bandwidth` as a fraction of the copy's."""
+        moved = self.bandwidth(row)
+        return None if moved is None else moved / self.subject.copy.bytes_per_second
+
+
+def render(report: Report, style: str) -> str:
+    """The report in one of FORMATS, without a newline at its end."""
+    return {"table": _as_table, "md": _as_markdown, "csv": _as_csv, "json": _as_json}[style](report)
+
+
+def records(report: Report) -> list[dict[str, Any]]:
+    """One flat record a measurement, with llama-bench's names where it has one. `_ns`: nanoseconds, `_ts`: tokens/s."""
+    subject = report.subject
+    modes = {mode.cuda_graph: mode for mode in report.modes}
+    return [
+        {
+            "test": row.case.name,
+            "n_prompt": row.case.tokens if row.case.kind == "pp" else 0,
+            "n_gen": row.case.tokens if row.case.kind == "tg" else 0,
+            "n_depth": row.case.depth,
+            "cuda_graph": row.cuda_graph,
+            "median_ts": row.median,
+            "min_ts": min(row.samples),
+            "max_ts": max(row.samples),
+            "avg_ts": statistics.mean(row.samples),
+            "stddev_ts": statistics.stdev(row.samples) if len(row.samples) > 1 else 0.0,
+            "ratio": report.ratio(row),
+            "bytes_per_token": subject.reads.per_token(row),
+            "bytes_per_token_exact": subject.reads.exact,
+            "bytes_per_second": report.bandwidth(row),
+            "copy_share": report.share(row),
+            "copy_bytes_per_second": subject.copy.bytes_per_second,
+            "artifact": subject.artifact,
+            "model_type": subject.model_type,
+            "dtype": subject.dtype,
+            "n_layers": subject.n_layers,
+            "max_seq_len": subject.max_seq_len,
+            "constant_bytes": subject.constant_bytes,
+            "state_bytes": subject.state_bytes,
+            "load_seconds": subject.load_seconds,
+            "device": subject.device,
+            "device_memory_used": subject.memory.used if subject.memory else None,
+            "device_memory_allocated": subject.memory.allocated if subject.memory else None,
+            "torch": subject.torch,
+            "date": subject.date,
+            "fallback_reason": modes[row.cuda_graph].fallback_reason,
+            "samples_ns": list(row.samples_ns),
+            "samples_ts": row.samples,
+            "phases": [asdict(phase) for phase in modes[row.cuda_graph].phases],
+            "methods": modes[row.cuda_graph].methods,
+        }
+        for row in report.rows
+    ]
+
+
+def _as_json(report: Report) -> str:
+    return "[\n" + ",\n".join(json.dumps(record, ensure_ascii=False) for record in records(report)) + "\n]"
+
+
+def _as_csv(report: Report) -> str:
+    flat = [
+        {key: value for key, value in record.items() if not isinstance(value, (list, dict))}
+        for record in records(report)
+    ]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(flat[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue().rstrip("\n")
+
+
+def _as_table(report: Report) -> str:
+    lines = [f"{name:<9} {text}" for name, text in _preamble(report)]
+    header, *rows = _cells(report)
+    widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        parts = [f"{cells[0]:<{widths[0]}}", f"{cells[1]:<{widths[1]}}"]
+        return "   ".join(
+            parts + [f"{cell:>{width}}" for cell, width in zip(cells[2:], widths[2:], strict=True)]
+        ).rstrip()
+
+    lines += ["", line(header), "   ".join("-" * width for width in widths)]
+    for number, row in enumerate(rows):
+        # The second mode of a case stands under the first one.
+        lines.append(line(["", *row[1:]] if number % len(report.modes) else row))
+    return "\n".join([*lines, "", *_notes(report)])
+
+
+def _as_markdown(report: Report) -> str:
+    header, *rows = _cells(report)
+    lines = ["| " + " | ".join(header) + " |", "| --- | --- |" + " ---: |" * (len(header) - 2)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    lines += ["", *(f"- {name}: {text}" for name, text in _preamble(report))]
+    return "\n".join(lines + [f"- {note}" for note in _notes(report)])
+
+
+def _preamble(report: Report) -> list[tuple[str, str]]:
+    subject = report.subject
+    layers = "" if subject.n_layers is None else f"{subject.n_layers} layers, "
+    sizes = f"{layers}constants {quantity(subject.constant_bytes)}, state {quantity(subject.state_bytes)}"
+    rows = [
+        ("artifact", f"{subject.artifact}, loaded in {duration(subject.load_seconds)}"),
+        ("model", f"{subject.model_type}, {subject.dtype}, {sizes}, max_seq_len {subject.max_seq_len}"),
+        ("machine", f"{subject.device}, torch {subject.torch}, {subject.date[:10]}"),
+    ]
+    if subject.memory:
+        memory = subject.memory
+        rows.append(
+            (
+                "memory",
+                f"{quantity(memory.used)} of {quantity(memory.total)} in use on the device after loading, "
+                f"{quantity(memory.allocated)} of it tensors",
+            )
+        )
+    copy = subject.copy
+    speed = f"{copy.bytes_per_second / 1e9:,.1f} GB/s"
+    rows.append(("copy", f"{speed}, read and written, best of {copy.rounds} rounds over {quantity(copy.buffer_bytes)}"))
+    reads = subject.reads
+    if reads.exact:
+        rows.append(("a token", f"reads {quantity(reads.fixed)} + {quantity(reads.per_position)} a position"))
+    else:
+        rows.append(
+            ("a token", f"reads at most {quantity(reads.fixed)}: all constants and state (the program does not say)")
+        )
+    return rows
+
+
+def _cells(report: Report) -> list[list[str]]:
+    """Header and rows; columns that say nothing are left out."""
+    rows = []
+    for row in report.rows:
+        ratio, moved, share = report.ratio(row), report.bandwidth(row), report.share(row)
+        per_token = report.subject.reads.per_token(row)
+        rows.append(
+            [
+                row.case.name,
+                MODE_NAMES[row.cuda_graph],
+                f"{row.median:,.1f}",
+                f"{min(row.samples):,.1f} .. {max(row.samples):,.1f}",
+                "" if ratio is None else f"{ratio:.2f}",
+                "" if per_token is None else quantity(per_token),
+                "" if moved is None else f"{moved / 1e9:,.1f}",
+                "" if share is None else f"{share:.1%}",
+            ]
+        )
+    at_most = "" if report.subject.reads.exact else "<= "
+    header = ["test", "mode", "tokens/s", "min .. max", "ratio"]
+    header += [at_most + name for name in ("read/token", "GB/s", "of copy")]
+    used = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    return [[row[i] for i in used] for row in (header, *rows)]
+
+
+def _notes(report: Report) -> list[str]:
+    count = len(report.rows[0].samples_ns)
+    notes = [f"tokens/s: median of {count} {'repetition' if count == 1 else 'repetitions'}, after a warm-up"]
+    if any((report.share(row) or 0) > 1 for row in report.rows):
+        notes.append("of copy over 100%: what a step reads fits in a cache, what the copy reads does not")
+    notes += [f"first answer, {MODE_NAMES[mode.cuda_graph] + ':':<13} {phase_text(mode)}" for mode in report.modes]
+    notes += [
+        f"{MODE_NAMES[mode.cuda_graph]} ran without a graph, the capture failed: {mode.fallback_reason}"
+        for mode in report.modes
+        if mode.fallback_reason
+    ]
+    return notes
+
+
+def phase_text(mode: ModeResult) -> str:
+    """`prefill 512: 124.9 ms, warmup 3: 60.2 ms, ...`: how many tokens or steps, and how long they took together."""
+    return ", ".join(f"{phase.name} {phase.calls}: {duration(phase.seconds)}" for phase in mode.phases)
+
+
+def quantity(count: float) -> str:
+    """Bytes in decimal units, as memory speeds are given: `1.52 GB`."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """`1.25 s` or `3.4 ms`."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
