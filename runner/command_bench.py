@@ -75,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", choices=FORMATS, default="table", help="what to print; json has every sample (default: table)"
     )
+    parser.add_argument("--save", type=Path, metavar="FILE.json", help="write the json output to a file as well")
     parser.add_argument(
         "--plot",
         type=Path,
@@ -89,6 +90,8 @@ def main(arguments: argparse.Namespace) -> int:
     depths = _sizes("-d", arguments.n_depth)
     if arguments.plot:
         check_plot(arguments.plot)
+    if arguments.save and not arguments.save.absolute().parent.is_dir():
+        raise OptionError(f"--save: no such folder: {arguments.save.absolute().parent}")
     begin = time.perf_counter()
     with load_program(arguments.artifact) as program:
         max_seq_len, vocabulary = sizes_of(program)
@@ -99,6 +102,8 @@ def main(arguments: argparse.Namespace) -> int:
             _say(HOST_ENGINE_NOTE)
         report = _measure_all(program, arguments.artifact, modes, plan, vocabulary, begin)
     print(render(report, arguments.output))
+    if arguments.save:
+        arguments.save.write_text(render(report, "json") + "\n")
     if arguments.plot:
         draw(report, arguments.plot)
         _say(f"wrote {arguments.plot}")

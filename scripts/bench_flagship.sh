@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# The flagship at full size: Qwen3.5-35B-A3B in int4 with random weights, on an NVIDIA GPU, without a network.
+# Exports it, loads and checks it, measures it, and measures ExecuTorch's own implementation beside it.
+#
+#   bash scripts/bench_flagship.sh [--output DIR] [--model DIR] [--group-size G] [--skip-executorch]
+#
+# --output DIR         where the artifact and the results go (default: flagship/ in the temporary folder)
+# --model DIR          a folder with a config.json (default: tests/assets/configs/Qwen3.5-35B-A3B)
+# --group-size G       elements that share a scale (default: 128)
+# --skip-executorch    do not measure ExecuTorch's implementation
+#
+# Needs about 20 GB of disk and 24 GB of GPU memory. Exit status 0: every check held.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+output="${TMPDIR:-/tmp}/flagship"
+model="$ROOT/tests/assets/configs/Qwen3.5-35B-A3B"
+group_size=128
+executorch=1
+while [ $# -gt 0 ]; do
+    case "$1" in
+    --output) output="${2:?--output takes a folder}"; shift 2 ;;
+    --model) model="${2:?--model takes a folder}"; shift 2 ;;
+    --group-size) group_size="${2:?--group-size takes a number}"; shift 2 ;;
+    --skip-executorch) executorch=0; shift ;;
+    -h | --help) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    *) fail "unknown option '$1'; see --help" ;;
+    esac
+done
+make_environment cuda
+mkdir -p "$output"
+artifact="$output/artifact"
+cli=("$PYTHON_BIN" -m ostinato.runner.cli)
+
+echo "== export =="
+# 4,096 tokens of context and room to measure behind them.
+"${cli[@]}" export --model "$model" --load-format dummy --quant int4 --group-size "$group_size" \
+    --device cuda --max-seq-len 5120 --output "$artifact"
+echo "== check =="
+"$PYTHON_BIN" "$ROOT/scripts/check_artifact.py" "$artifact"
+echo "== bench =="
+"${cli[@]}" bench "$artifact" -p 512 -n 128 -d 0,4000 -r 5 --save "$output/bench.json"
+if [ "$executorch" = 1 ]; then
+    echo "== ExecuTorch's implementation beside it =="
+    "$PYTHON_BIN" "$ROOT/scripts/bench_executorch.py" --config "$model" --ours "$output/bench.json"
+fi
