@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .artifact import BufferSpec, constant_digest, dtype_from_name, dtype_name
+from . import memory
+from .artifact import BufferSpec, MethodRecord, constant_digest, dtype_from_name, dtype_name
 from .errors import ArtifactError
+from .loading import PARALLEL_FROM, ConstantLoader, free_tensors
 from .ptd import ConstantsFile, Entry
-
-# 16 MiB through pinned memory keeps a PCIe 5 link busy while the next piece is copied by the CPU.
-_STAGING_BYTES = 16 << 20
 
 
 @dataclass
@@ -25,6 +24,19 @@ class ConstantStats:
     bytes_saved: int = 0
 
 
+@dataclass(frozen=True)
+class Binding:
+    """What one method is bound to.
+
+    `tensors`: constants and mutable buffers by the names that the compiled code uses. `shared`: keys of the pool's own
+    constants among them. `private`: tensors that this method alone has.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    shared: tuple[str, ...]
+    private: tuple[torch.Tensor, ...]
+
+
 class ConstantPool:
     """Tensors by key; a constant is loaded and checked when the first method asks for it.
 
@@ -32,7 +44,8 @@ class ConstantPool:
         file: the parsed `.ptd`.
         device: where the tensors live. On the CPU they lie on the file's map; on a GPU each is copied once.
         verify: compare each constant's SHA-256 with the manifest when it is loaded.
-        on_load: called with the number of bytes after each constant, for progress displays.
+        on_load: called with the number of bytes after each constant, for progress displays; from the thread that binds.
+        parallel_from: load with several threads from this many bytes on.
     """
 
     def __init__(
@@ -41,49 +54,68 @@ class ConstantPool:
         device: torch.device,
         verify: bool = True,
         on_load: Callable[[int], None] | None = None,
+        parallel_from: int = PARALLEL_FROM,
     ) -> None:
         self._file = file
         self._device = device
-        self._verify = verify
-        self._on_load = on_load
+        self._loader = ConstantLoader(device, self._check_hash if verify else None, on_load, parallel_from)
         self._tensors: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._buffer_specs: dict[str, BufferSpec] = {}
         self._users: dict[str, int] = {}
-        self._staging: _Staging | None = None
+        self._watch = memory.MemoryWatch(device)
 
-    def bind(self, keys: Iterable[str], share: bool = True) -> dict[str, torch.Tensor]:
-        """The tensors of `keys`, each the pool's own; with `share=False` private copies that the pool does not keep."""
-        bound = {}
-        for key in keys:
-            if not share:
-                bound[key] = self._load(key, private=True)
-                continue
-            if key not in self._tensors:
-                self._tensors[key] = self._load(key)
-            self._users[key] = self._users.get(key, 0) + 1
-            bound[key] = self._tensors[key]
-        self._staging = None
-        return bound
+    def bind(self, record: MethodRecord, share: bool = True) -> Binding:
+        """Constants and mutable buffers of one method, loaded as far as they are not there yet.
 
-    def release(self, keys: Iterable[str]) -> None:
-        """Take back one use of each key; the tensors stay until `close`."""
-        for key in keys:
+        The pool's own; with `share=False` the constants are private copies that the pool does not keep. A mutable buffer is
+        made on first use, of zeros or of the first value that `model.ptd` holds, and always shared. When anything fails, all
+        that this call allocated is freed, and the pool is as it was before.
+
+        Raises:
+            ArtifactError: the file lacks a constant, or one is damaged.
+            DeviceMemoryError: the device has no room.
+        """
+        keys = tuple(dict.fromkeys(record.constants.values()))
+        missing = [key for key in keys if not share or key not in self._tensors]
+        specs = {key: spec for key, spec in record.buffer_specs.items() if key not in self._buffers}
+        try:
+            fresh = self._make(record.method, missing, specs, private=not share)
+        except RuntimeError as error:
+            explained = self._watch.explain(error, f"loading method {record.method!r}")
+            if explained is None:
+                raise
+            raise explained from error
+        constants = {key: fresh[key] for key in missing}
+        if share:
+            self._tensors |= constants
+            for key in keys:
+                self._users[key] = self._users.get(key, 0) + 1
+            constants = {key: self._tensors[key] for key in keys}
+        self._buffers |= {key: fresh[key] for key in specs}
+        self._buffer_specs |= specs
+        tensors = {name: constants[key] for name, key in record.constants.items()}
+        tensors |= {name: self._buffers[key] for name, key in record.buffers.items()}
+        return Binding(tensors, keys if share else (), () if share else tuple(constants.values()))
+
+    def release(self, binding: Binding) -> None:
+        """Take back one use of each shared constant, which stays until `close`, and free the private ones."""
+        for key in binding.shared:
             self._users[key] -= 1
+        free_tensors(binding.private)
 
-    def bind_buffers(self, specs: dict[str, BufferSpec]) -> dict[str, torch.Tensor]:
-        """The mutable buffers of `specs`, made on first use: zeros, or the first value that `model.ptd` holds."""
-        for key, spec in specs.items():
-            if key not in self._buffers:
-                self._buffers[key] = self._first_value(key, spec)
-                self._buffer_specs[key] = spec
-        return {key: self._buffers[key] for key in specs}
+    def bytes_to_load(self, records: Iterable[MethodRecord]) -> int:
+        """Bytes that binding all of `records` would read from the file: each constant once, and none that is there."""
+        keys = {key for record in records for key in record.constants.values()} - self._tensors.keys()
+        for record in records:
+            keys |= {key for key, spec in record.buffer_specs.items() if spec.initialised and key not in self._buffers}
+        return sum(self._file.entries[key].nbytes for key in keys if key in self._file.entries)
 
     def reset_buffers(self) -> None:
         """Put the first values back, in place."""
         for key, spec in self._buffer_specs.items():
             if spec.initialised:
-                self._buffers[key].copy_(self._first_value(key, spec))
+                self._buffers[key].copy_(self._entry(key).tensor())
             else:
                 self._buffers[key].zero_()
 
@@ -111,27 +143,32 @@ class ConstantPool:
         self._buffer_specs.clear()
         self._users.clear()
 
-    def _first_value(self, key: str, spec: BufferSpec) -> torch.Tensor:
-        if spec.initialised:
-            return self._load(key, private=True)
-        return torch.zeros(spec.shape, dtype=dtype_from_name(spec.dtype), device=self._device)
+    def _make(
+        self, method: str, constants: Iterable[str], specs: dict[str, BufferSpec], private: bool
+    ) -> dict[str, torch.Tensor]:
+        """New tensors for these keys, all or none."""
+        entries = {key: self._entry(key) for key in constants}
+        constant_bytes = sum(entry.nbytes for entry in entries.values())
+        memory.check_room(self._device, method, constant_bytes, sum(spec.nbytes for spec in specs.values()))
+        own = set(entries) if private else set()
+        first_values = {key: self._entry(key) for key, spec in specs.items() if spec.initialised}
+        made: dict[str, torch.Tensor] = {}
+        try:
+            for key, spec in specs.items():
+                if not spec.initialised:
+                    made[key] = torch.zeros(spec.shape, dtype=dtype_from_name(spec.dtype), device=self._device)
+            return made | self._loader.load(entries | first_values, own | first_values.keys())
+        except BaseException:
+            free_tensors(made.values())
+            raise
 
-    def _load(self, key: str, private: bool = False) -> torch.Tensor:
+    def _entry(self, key: str) -> Entry:
         entry = self._file.entries.get(key)
         if entry is None or entry.dtype is None:
             raise ArtifactError(
                 f"{self._file.path} lacks the constant {key!r}: it belongs to another export, or is damaged"
             )
-        if self._verify:
-            self._check_hash(key, entry)
-        if self._device.type == "cpu":
-            tensor = entry.tensor().clone() if private else entry.tensor()
-        else:
-            self._staging = self._staging or _Staging(self._device)
-            tensor = self._staging.upload(entry)
-        if self._on_load is not None:
-            self._on_load(entry.nbytes)
-        return tensor
+        return entry
 
     def _check_hash(self, key: str, entry: Entry) -> None:
         expected = self._file.manifest.constants.get(key)
@@ -142,41 +179,3 @@ class ConstantPool:
                 f"{self._file.path} is damaged: constant {key!r} has SHA-256 {found[:12]}..., the manifest says "
                 f"{(expected or 'nothing')[:12]}...: copy the artifact again or export it again"
             )
-
-
-def free_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """Take the memory from under the tensors. torch's container never lets go of a user-managed constant (seen with 2.11
-    and 2.13), so dropping our own references would leave a whole model allocated."""
-    for tensor in tensors:
-        tensor.set_()  # type: ignore[call-overload]
-
-
-class _Staging:
-    """Two pinned buffers: the CPU fills one while the other is on its way to the GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._halves = [torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._done: list[torch.cuda.Event | None] = [None, None]
-
-    def upload(self, entry: Entry) -> torch.Tensor:
-        assert entry.dtype is not None
-        out = torch.empty_strided(entry.shape, entry.strides, dtype=entry.dtype, device=self._device)
-        if entry.nbytes == 0:
-            return out
-        source = torch.frombuffer(entry.data, dtype=torch.uint8)
-        target = torch.as_strided(out, (out.numel(),), (1,)).view(torch.uint8)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for i, begin in enumerate(range(0, entry.nbytes, _STAGING_BYTES)):
-                size = min(_STAGING_BYTES, entry.nbytes - begin)
-                half, done = self._halves[i % 2], self._done[i % 2]
-                if done is not None:
-                    done.synchronize()
-                half[:size].copy_(source[begin : begin + size])
-                target[begin : begin + size].copy_(half[:size], non_blocking=True)
-                self._done[i % 2] = event = torch.cuda.Event()
-                event.record(self._stream)
-        self._stream.synchronize()
-        return out

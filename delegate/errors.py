@@ -27,6 +27,10 @@ class ClosedError(OstinatoError, RuntimeError):
     """A program or method was used after `close()`."""
 
 
+class DeviceMemoryError(OstinatoError, MemoryError):
+    """The GPU has not enough free memory; the message says how much was needed and how much was free."""
+
+
 class ExportError(OstinatoError):
     """The export cannot go on: unsupported operator, missing compiler, no room on the disk."""
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from .aoti import Container
-from .artifact import CONSTANTS_FILE, PROGRAM_FILE, TensorSpec, dtype_from_name
-from .constants import ConstantPool, ConstantStats, free_tensors
+from .artifact import PROGRAM_FILE, TensorSpec, dtype_from_name
+from .constants import Binding, ConstantPool, ConstantStats
 from .errors import ArtifactError, ClosedError, InputError, OptionError
-from .flatbuffer import map_file
+from .files import Source, artifact_paths, open_artifact
 from .graph import (
     CaptureEngine,
     CudaGraphEngine,
@@ -27,12 +24,11 @@ from .graph import (
     run_on_stream,
     side_stream,
 )
+from .memory import MemoryWatch
 from .options import BackendOptions
-from .ptd import ConstantsFile, parse_constants
-from .pte import DelegateMethod, ProgramFile, parse_program
+from .ptd import ConstantsFile
+from .pte import DelegateMethod, ProgramFile
 from .target import Target, check_target
-
-Source = str | PathLike[str] | tuple[str | PathLike[str], str | PathLike[str]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class Method(_Owner):
         entry: DelegateMethod,
         container: Container,
         runner: PhasedRunner,
-        keeps_alive: dict[str, torch.Tensor],
+        binding: Binding,
         lock: threading.RLock,
         device: torch.device,
         skip_copy: bool,
@@ -77,12 +73,14 @@ class Method(_Owner):
         self._entry = entry
         self._container: Container | None = container
         self._runner = runner
-        self._bound = keeps_alive
+        # The container keeps addresses; this keeps what is there.
+        self._bound = binding.tensors
         self._lock = lock
         self._device = device
         self._skip_copy = skip_copy
         self._on_close = on_close
         self._inputs = entry.inputs
+        self._watch = MemoryWatch(device)
 
     @property
     def name(self) -> str:
@@ -117,13 +115,15 @@ class Method(_Owner):
 
         Raises:
             InputError: number, type, shape, dtype, device or value of an input; state is untouched.
+            DeviceMemoryError: the GPU has no room for what the step allocates for itself. The step may have been made in
+                part: `Program.reset`, or a step at position 0, makes the state whole again.
             ClosedError: the method or its program was closed.
         """
         with self._lock:
             if self._container is None:
                 raise ClosedError(f"method {self.name!r} is closed")
             self._check(inputs)
-            results = self._runner([inputs[i] for i in self._entry.input_order])
+            results = self._run([inputs[i] for i in self._entry.input_order])
             outputs = [results[i] for i in self._entry.output_order]
             if self._skip_copy:
                 return tuple(outputs)
@@ -141,6 +141,17 @@ class Method(_Owner):
             self._container = None
             self._bound = {}
             self._on_close()
+
+    def _run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        try:
+            return self._runner(inputs)
+        except RuntimeError as error:
+            specs = zip(self._entry.record.inputs, inputs, strict=True)
+            shapes = ", ".join(f"{spec.name} {list(tensor.shape)}" for spec, tensor in specs)
+            explained = self._watch.explain(error, f"running method {self.name!r} with {shapes}")
+            if explained is None:
+                raise
+            raise explained from error
 
     def _check(self, inputs: Sequence[torch.Tensor]) -> None:
         if not isinstance(inputs, (tuple, list)) or len(inputs) != len(self._inputs):
@@ -228,6 +239,13 @@ class Program(_Owner):
             mutable_buffer_bytes=sum(tensor.nbytes for tensor in buffers),
         )
 
+    def bytes_to_load(self, *names: str) -> int:
+        """Bytes of constants that loading these methods would load; of all methods, if none is named.
+
+        What methods share counts once, and what is loaded already not at all: the total for a display of progress.
+        """
+        return self._pool.bytes_to_load([self._entry(name).record for name in names or self._parsed.methods])
+
     def load_method(self, name: str, backend_options: Mapping[str, bool | int | str] | None = None) -> Method:
         """Load one method and bind the pool's constants to it.
 
@@ -238,15 +256,13 @@ class Program(_Owner):
         Raises:
             OptionError: no such method, or an option that is unknown, mistyped or names no method.
             ArtifactError: code or constants are damaged.
+            DeviceMemoryError: the GPU has no room for the constants and mutable buffers. What was allocated is freed.
         """
         with self._lock:
             if self._closed:
                 raise ClosedError("the program is closed")
-            names = sorted(self._parsed.methods)
-            if name not in self._parsed.methods:
-                raise OptionError(f"the program has no method {name!r}; its methods are: {', '.join(names)}")
-            options = BackendOptions.parse(backend_options, names)
-            method = self._load(self._parsed.methods[name], options)
+            entry = self._entry(name)
+            method = self._load(entry, BackendOptions.parse(backend_options, sorted(self._parsed.methods)))
             self._methods.append(method)
             return method
 
@@ -272,33 +288,36 @@ class Program(_Owner):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _entry(self, name: str) -> DelegateMethod:
+        if name not in self._parsed.methods:
+            names = ", ".join(sorted(self._parsed.methods))
+            raise OptionError(f"the program has no method {name!r}; its methods are: {names}")
+        return self._parsed.methods[name]
+
     def _load(self, entry: DelegateMethod, options: BackendOptions) -> Method:
         record = entry.record
         if record.code_key not in self._parsed.named_data:
             raise ArtifactError(f"{PROGRAM_FILE} lacks the compiled code of method {entry.name!r}")
         extern = self._parsed.named_data.get(record.extern_key)
         container = Container(record, self._parsed.named_data[record.code_key], extern, self._device)
-        keys = record.constants.values()
-        share = options.weight_sharing_across_methods
-        constants = self._pool.bind(keys, share)
-        buffers = self._pool.bind_buffers(record.buffer_specs)
-        bound = {name: constants[key] for name, key in record.constants.items()}
-        bound |= {name: buffers[key] for name, key in record.buffers.items()}
-        container.bind(bound)
+        binding = self._pool.bind(record, options.weight_sharing_across_methods)
+        try:
+            container.bind(binding.tensors)
+        except BaseException:
+            container.close()
+            self._pool.release(binding)
+            raise
         method: Method
 
         def forget() -> None:
             self._methods.remove(method)
-            if share:
-                self._pool.release(keys)
-            else:
-                free_tensors(constants.values())
+            self._pool.release(binding)
 
         method = Method(
             entry,
             container,
             self._runner(entry, container, options),
-            bound,
+            binding,
             self._lock,
             self._device,
             options.skips_copy(entry.name),
@@ -337,7 +356,8 @@ def load_program(source: Source, verify: bool = True, on_load: Callable[[int], N
     Args:
         source: an artifact folder, or the paths of its two files.
         verify: compare SHA-256 of the program, and later of code and constants, with the manifest.
-        on_load: called with the size in bytes of each constant that has been loaded.
+        on_load: called with the size in bytes of each constant that has been loaded, from the thread that loads the method;
+            `Program.bytes_to_load` says beforehand how many they will be.
 
     Raises:
         ArtifactError: no such file, not an artifact, damaged, or the two files do not belong together.
@@ -352,44 +372,3 @@ def load_program(source: Source, verify: bool = True, on_load: Callable[[int], N
         torch.device("cuda", torch.cuda.current_device()) if entries[0].target.device == "cuda" else torch.device("cpu")
     )
     return Program(parsed, constants, ConstantPool(constants, device, verify, on_load), device)
-
-
-def artifact_paths(source: Source) -> tuple[Path, Path]:
-    """The program's and the constants' file; ArtifactError when a folder is missing or holds no artifact."""
-    if isinstance(source, tuple):
-        return Path(source[0]), Path(source[1])
-    folder = Path(source)
-    if not folder.exists():
-        raise ArtifactError(f"no such folder: {folder}")
-    if folder.suffix == ".pte":
-        return folder, folder.with_suffix(".ptd")
-    if not folder.is_dir():
-        raise ArtifactError(
-            f"{folder} is not a folder: pass an artifact folder (it holds {PROGRAM_FILE} and {CONSTANTS_FILE})"
-        )
-    if not (folder / PROGRAM_FILE).exists():
-        raise ArtifactError(
-            f"{folder} is not an artifact: it has no {PROGRAM_FILE}. Make one with: ostinato export --model CHECKPOINT "
-            f"--output {folder}"
-        )
-    return folder / PROGRAM_FILE, folder / CONSTANTS_FILE
-
-
-def open_artifact(program_path: Path, constants_path: Path, verify: bool = True) -> tuple[ProgramFile, ConstantsFile]:
-    """Map and parse both files and check that they belong together; nothing is run and no target is checked."""
-    program_bytes = map_file(program_path)
-    constants = parse_constants(map_file(constants_path), constants_path)
-    # A foreign .ptd is told from a damaged .pte by the export id, so the program is parsed before hashes are compared.
-    intact = not verify or hashlib.sha256(program_bytes).hexdigest() == constants.manifest.program_sha256
-    parsed = parse_program(program_bytes, program_path)
-    if not parsed.methods:
-        raise ArtifactError(f"{program_path} has no method that can be run")
-    export_id = next(iter(parsed.methods.values())).export_id
-    if export_id != constants.manifest.export_id:
-        raise ArtifactError(
-            f"{constants_path} belongs to another export than {program_path} (export ids {constants.manifest.export_id[:8]} "
-            f"and {export_id[:8]}): use the two files that one export wrote"
-        )
-    if not intact:
-        raise ArtifactError(f"{program_path} is damaged: its SHA-256 is not the one that {constants_path.name} records")
-    return parsed, constants

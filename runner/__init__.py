@@ -7,7 +7,8 @@ Paris
 """
 
 from .engine import Engine, Result
+from .load_bar import LoadBar
 from .sampling import Sampling
 from .tokenizer import Tokenizer
 
-__all__ = ["Engine", "Result", "Sampling", "Tokenizer"]
+__all__ = ["Engine", "LoadBar", "Result", "Sampling", "Tokenizer"]

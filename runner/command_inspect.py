@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..delegate.artifact import TensorSpec
-from ..delegate.program import artifact_paths, open_artifact
+from ..delegate.files import artifact_paths, open_artifact
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

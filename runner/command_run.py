@@ -11,6 +11,7 @@ import json
 import sys
 
 from .engine import DEFAULT_MAX_NEW_TOKENS, Engine, Result
+from .load_bar import LoadBar
 from .sampling import Sampling
 
 HOST_ENGINE_NOTE = (
@@ -42,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    with Engine.load(arguments.artifact, cuda_graph=arguments.cuda_graph) as engine:
+    with LoadBar() as bar:
+        loaded = Engine.load(
+            arguments.artifact, cuda_graph=arguments.cuda_graph, on_load=bar.advance, on_total=bar.begin
+        )
+    with loaded as engine:
         if arguments.cuda_graph and engine.program.device.type == "cpu":
             _say(HOST_ENGINE_NOTE)
         pieces = engine.generate(

@@ -85,6 +85,7 @@ class Engine:
         cuda_graph: bool = False,
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
         on_load: Callable[[int], None] | None = None,
+        on_total: Callable[[int], None] | None = None,
     ) -> Engine:
         """Load an artifact.
 
@@ -93,12 +94,16 @@ class Engine:
             cuda_graph: take decode through warmup -> capture -> replay.
             warmup_steps: decode steps before the capture.
             on_load: called with the size of each constant loaded, for progress displays.
+            on_total: called before with the sum of those sizes; `LoadBar` takes both.
 
         Raises:
             ArtifactError, TargetError: as `load_program`.
+            DeviceMemoryError: as `Program.load_method`.
         """
         program = load_program(path, on_load=on_load)
         try:
+            if on_total is not None:
+                on_total(program.bytes_to_load())
             return cls(program, Path(path), cuda_graph, warmup_steps)
         except BaseException:
             program.close()

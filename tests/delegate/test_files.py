@@ -28,7 +28,7 @@ DTYPES = tuple(SCALAR_TYPES.values())
 def written(path: Path, constants: dict[str, torch.Tensor]) -> ConstantsFile:
     from ostinato.export.writer import write_constants
 
-    write_constants(path, constants, "some-export", b"program")
+    write_constants(path, constants, "some-export", b"program", constants.__getitem__)
     return parse_constants(map_file(path), path)
 
 

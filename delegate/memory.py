@@ -1,0 +1,77 @@
+"""How much device memory is free, and what to tell a person when that is not enough."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from .errors import DeviceMemoryError
+
+_ADVICE = (
+    "Free memory on it, export the model with a smaller --max-seq-len or with --quant int4, or choose another GPU with "
+    "CUDA_VISIBLE_DEVICES"
+)
+
+
+def free_device_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated: what the driver has free, and what torch's allocator holds and does not use.
+
+    None on the CPU: there constants lie on the file's map, and the kernel gives out pages as they are touched.
+    """
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def check_room(device: torch.device, method: str, constant_bytes: int, buffer_bytes: int) -> None:
+    """Raise DeviceMemoryError when `device` has no room for what loading `method` will allocate."""
+    needed, free = constant_bytes + buffer_bytes, free_device_memory(device)
+    if free is not None and needed > free:
+        raise DeviceMemoryError(
+            f"method {method!r} needs {size_text(needed)} on {_name(device)}: {size_text(constant_bytes)} of constants and "
+            f"{size_text(buffer_bytes)} of mutable buffers; {size_text(free)} are free. {_ADVICE}"
+        )
+
+
+class MemoryWatch:
+    """Recognises errors that mean that the device's memory ran out.
+
+    torch's own error is easy to tell. Compiled code, though, hands every error on as a RuntimeError that says no more than
+    "API call failed" (with torch 2.11 and 2.13), so for those torch's count of allocations that failed decides.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._failures = allocation_failures(device)
+
+    def explain(self, error: RuntimeError, doing: str) -> DeviceMemoryError | None:
+        """What to raise in place of `error`, which came while `doing`; None if it has another cause."""
+        before, self._failures = self._failures, allocation_failures(self._device)
+        text = str(error)
+        opaque = "API call failed" in text and self._failures > before
+        if not (isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower() or opaque):
+            return None
+        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
+        needed = f"; the allocation that failed was of {asked[1]}" if asked else ""
+        free = free_device_memory(self._device)
+        left = f"; {size_text(free)} are free now" if free is not None else ""
+        return DeviceMemoryError(f"{_name(self._device)} ran out of memory while {doing}{needed}{left}. {_ADVICE}")
+
+
+def allocation_failures(device: torch.device) -> int:
+    """How often torch has failed to allocate on `device`, in the life of this process."""
+    return int(torch.cuda.memory_stats(device).get("num_ooms", 0)) if device.type == "cuda" else 0
+
+
+def size_text(nbytes: int) -> str:
+    """`18100000000` -> `"18.1 GB"`: decimal units, as memory and links are sold."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.1f} {name}"
+    return f"{nbytes} bytes"
+
+
+def _name(device: torch.device) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
