@@ -9,12 +9,21 @@ For a model of your own: `export_program({"forward": (module, example_inputs, dy
 from typing import TYPE_CHECKING, Any
 
 from .progress import Progress, stderr_progress
+from .quantization import Quantization
 
 if TYPE_CHECKING:
     from .lower import ExportReport, MethodSpec, export_program
     from .methods import export_model
 
-__all__ = ["ExportReport", "MethodSpec", "Progress", "export_model", "export_program", "stderr_progress"]
+__all__ = [
+    "ExportReport",
+    "MethodSpec",
+    "Progress",
+    "Quantization",
+    "export_model",
+    "export_program",
+    "stderr_progress",
+]
 
 _HOMES = {
     "ExportReport": "lower",

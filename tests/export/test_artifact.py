@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from ostinato.delegate.flatbuffer import map_file
 from ostinato.delegate.ptd import Entry, parse_constants
 from ostinato.export import export_model
 
+from ..wrappers import allocations
 from .references import CASES, FULL, LENGTHS, LINEAR, Reference, make_reference, relative_error
 
 STEPS = 4
@@ -246,24 +246,6 @@ def test_state_takes_no_room_and_constants_are_shared(artifact: Get, spec: Spec)
         assert stats.shared >= len(wanted)
         assert stats.bytes_saved >= sum(parameter.nbytes for parameter in wanted.values())
         assert all(not tensor.any() for tensor in program.mutable_buffers.values())
-
-
-def allocations(source: str) -> list[tuple[int, ...]]:
-    """Shapes of all tensors of fixed size that a generated wrapper allocates."""
-    arrays: dict[str, tuple[int, ...] | None] = {}
-    shapes = []
-    pattern = r"(int_array_\d+)\[\] = \{([^}]*)\}|aoti_torch_empty_strided\((\d+), (int_array_\d+), "
-    for name, values, dims, used in re.findall(pattern, source):
-        if name:
-            # "2L, 251L, 16L"; a symbolic size is an expression.
-            fixed = re.fullmatch(r"(\s*\d+L,?)*\s*", values)
-            arrays[name] = tuple(map(int, re.findall(r"\d+", values))) if fixed else None
-            continue
-        shape = arrays[used]
-        if shape is not None:
-            assert len(shape) == int(dims)
-            shapes.append(shape)
-    return shapes
 
 
 def test_caches_and_experts_are_never_copied(artifact: Get) -> None:

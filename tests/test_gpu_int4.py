@@ -1,0 +1,186 @@
+"""On an NVIDIA GPU: int4 models, at a tiny size with real weights and at the flagship's width with random ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.delegate import Method, load_program
+from ostinato.runner import Engine
+
+from .conftest import CAPITALS, ROOT
+from .wrappers import allocations
+
+pytestmark = pytest.mark.gpu
+
+FLAGSHIP = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B" / "config.json"
+GRAPH = {"enable_cuda_graph_for_method": "decode"}
+LENGTHS = (1, 2, 31, 64, 65, 130, 200)
+WIDE_LAYERS, WIDE_MAX_SEQ_LEN = 4, 512
+
+
+@pytest.fixture(scope="session")
+def capitals_int4(exported: Callable[..., Path]) -> Path:
+    from ostinato.export import Quantization, export_model
+
+    def build(path: Path) -> None:
+        export_model(CAPITALS, path, device="cuda", max_seq_len=256, quant=Quantization(group_size=32))
+
+    return exported("capitals-cuda-int4", build)
+
+
+@pytest.fixture(scope="session")
+def wide_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The flagship's shape with three delta-net layers and one of attention."""
+    config = json.loads(FLAGSHIP.read_text())
+    config["text_config"]["num_hidden_layers"] = WIDE_LAYERS
+    config["text_config"].pop("layer_types", None)
+    folder = tmp_path_factory.mktemp("wide")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wide_artifact(exported: Callable[..., Path], wide_config: Path) -> Path:
+    from ostinato.export import Quantization, export_model
+
+    def build(path: Path) -> None:
+        export_model(
+            wide_config,
+            path,
+            device="cuda",
+            max_seq_len=WIDE_MAX_SEQ_LEN,
+            quant=Quantization(group_size=128),
+            load_format="dummy",
+        )
+
+    return exported("wide-cuda-int4", build)
+
+
+def reference(folder: Path, dtype: torch.dtype, group_size: int, dummy: bool, max_seq_len: int) -> torch.nn.Module:
+    """Our module with the plain PyTorch kernels and the same quantised weights, on the GPU."""
+    from ostinato.export.models import ModelConfig, build_on_meta
+    from ostinato.export.weights import (
+        DummyWeights,
+        QuantizedWeights,
+        checkpoint_weights,
+        float_shapes,
+        materialise,
+    )
+
+    model = build_on_meta(ModelConfig.from_folder(folder), max_seq_len, dtype, group_size=group_size)
+    device = torch.device("cuda")
+    # The artifact's weights are drawn in the model's dtype, which for the flagship is bfloat16.
+    source = DummyWeights(float_shapes(model), device, torch.bfloat16) if dummy else checkpoint_weights(model, folder)
+    materialise(model, QuantizedWeights(model, source, device))
+    return model.cuda()
+
+
+def step(method: Method, tokens: Tensor, position: int) -> Tensor:
+    """Logits [vocab] after `tokens` [1, T], on the device."""
+    (logits,) = method.execute((tokens, torch.arange(position, position + tokens.shape[1])))
+    return logits[0].cuda()
+
+
+def walk(prefill: Callable[[Tensor, int], Tensor], decode: Callable[[Tensor, int], Tensor], tokens: Tensor) -> Tensor:
+    """Logits [5, vocab]: after all but 4 tokens, and after each of the 4."""
+    length = tokens.shape[1] - 4
+    first = (prefill if length > 1 else decode)(tokens[:, :length], 0)
+    rest = [decode(tokens[:, t : t + 1], t) for t in range(length, length + 4)]
+    return torch.stack([first, *rest])
+
+
+def errors(found: Tensor, expected: Tensor) -> Tensor:
+    """Relative error of each row."""
+    return (found.double() - expected.double()).norm(dim=1) / expected.double().norm(dim=1)
+
+
+def run_reference(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+    def call(part: Tensor, position: int) -> Tensor:
+        with torch.no_grad():
+            return model(part.cuda(), torch.arange(position, position + part.shape[1], device="cuda"))[0]
+
+    return walk(call, call, tokens)
+
+
+def test_capitals_in_int4_still_says_paris(capitals_int4: Path) -> None:
+    answers = {}
+    for graph in (False, True):
+        with Engine.load(capitals_int4, cuda_graph=graph) as engine:
+            assert "".join(engine.generate("What is the capital of France?")) == "Paris"
+            prompt = engine.encode_prompt("What is the capital of Japan?")
+            answers[graph] = list(engine.generate_tokens(prompt, max_new_tokens=60, ignore_eos=True))
+            assert engine.last.methods["decode"]["fallbacks"] == 0
+    assert answers[False] == answers[True]
+
+
+def test_capitals_in_int4_has_the_references_logits(capitals_int4: Path) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    plain = reference(CAPITALS, torch.float32, 32, dummy=False, max_seq_len=256)
+    generator = torch.Generator().manual_seed(1)
+    with load_program(capitals_int4) as loaded:
+        prefill, decode = loaded.load_method("prefill"), loaded.load_method("decode", GRAPH)
+        for length in LENGTHS:
+            tokens = torch.randint(0, 1500, (1, length + 4), generator=generator)
+            found = walk(lambda t, p: step(prefill, t, p), lambda t, p: step(decode, t, p), tokens)
+            assert errors(found, run_reference(plain, tokens)).max() < 1e-4, length
+
+
+def test_the_flagships_width_is_as_right_as_plain_bfloat16(wide_artifact: Path, wide_config: Path) -> None:
+    """Against float32 over the same int4 weights, our error is that of plain PyTorch in bfloat16, or little more."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    exact = reference(wide_config, torch.float32, 128, dummy=True, max_seq_len=WIDE_MAX_SEQ_LEN)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 248000, (1, length + 4), generator=generator) for length in LENGTHS]
+    expected = [run_reference(exact, tokens) for tokens in prompts]
+    del exact
+    plain = reference(wide_config, torch.bfloat16, 128, dummy=True, max_seq_len=WIDE_MAX_SEQ_LEN)
+    yardstick = [errors(run_reference(plain, tokens), want) for tokens, want in zip(prompts, expected, strict=True)]
+    del plain
+    with load_program(wide_artifact) as loaded:
+        prefill, decode = loaded.load_method("prefill"), loaded.load_method("decode", GRAPH)
+        ours = [
+            errors(walk(lambda t, p: step(prefill, t, p), lambda t, p: step(decode, t, p), tokens), want)
+            for tokens, want in zip(prompts, expected, strict=True)
+        ]
+    print("ours", [f"{e.max():.4f}" for e in ours], "plain", [f"{e.max():.4f}" for e in yardstick])
+    assert torch.cat(ours).mean() < 1.5 * torch.cat(yardstick).mean()
+    assert torch.cat(ours).max() < 2 * torch.cat(yardstick).max()
+
+
+def test_replay_at_the_flagships_width_is_bit_equal(wide_artifact: Path) -> None:
+    logits = {}
+    for graph in (False, True):
+        with load_program(wide_artifact) as loaded:
+            prefill, decode = loaded.load_method("prefill"), loaded.load_method("decode", GRAPH if graph else None)
+            step(prefill, torch.arange(100)[None], 0)
+            logits[graph] = torch.stack([step(decode, torch.tensor([[3 * t]]), t) for t in range(100, 164)])
+            assert decode.stats.replays == (60 if graph else 0)
+    assert logits[True].isfinite().all()
+    assert torch.equal(logits[False], logits[True])
+
+
+def test_no_state_is_copied_by_the_compiled_code(wide_config: Path, tmp_path: Path) -> None:
+    """What mutates a buffer must do so in place: a copy of a KV cache or state at every step would go unseen otherwise."""
+    from ostinato.export import Quantization, export_model
+
+    report = export_model(
+        wide_config,
+        tmp_path / "artifact",
+        device="cuda",
+        max_seq_len=4096,
+        quant=Quantization(group_size=128),
+        load_format="dummy",
+    )
+    cache, state = (2, 4096, 256), (32, 128, 128)
+    for method, source in report.sources.items():
+        shapes = allocations(source)
+        assert len(shapes) > 5 and cache not in shapes and state not in shapes, method
+    # Beyond the logits a step has nothing that large.
+    assert max(math.prod(shape) for shape in allocations(report.sources["decode"])) < math.prod(state)
