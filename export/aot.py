@@ -132,13 +132,14 @@ def _remove_checks(program: ExportedProgram) -> None:
 def _place_constants(state: Lowering, program: ExportedProgram, method: str) -> None:
     """Constants as the runtime will bind them: contiguous, and on the device.
 
-    Shapes are all that a compiler needs, so what goes to a GPU goes without its memory.
+    Shapes are all that a compiler needs, so what goes to a GPU goes without its memory; but for mutable buffers, which
+    Inductor clones.
     """
     for values in (program.state_dict, program.constants):
         for name, value in values.items():
             if not isinstance(value, torch.Tensor):
                 continue
-            if state.device != "cpu" and value.dim():
+            if state.device != "cpu" and value.dim() and state.keys[method, name] not in state.mutable:
                 values[name] = _hollow(value, state.device)
             elif not value.is_contiguous():
                 values[name] = _as_parameter(value.contiguous(), value)

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..delegate.errors import ExportError
 from .kernels.int4 import SPAN
 from .models import ModelConfig
 from .quantization import GROUP_SIZES
 
 
-def check_shapes(config: ModelConfig, group_size: int | None, device: str) -> None:
+def check_shapes(config: ModelConfig, group_size: int | None, device: str, dtype: torch.dtype) -> None:
     """Raises ExportError that names the size and the limit that it breaks."""
     if group_size is not None:
         _check_groups(config, group_size)
     if device == "cuda":
-        from .kernels import attention_triton, delta_rule_triton, experts_triton
+        _check_kernels(config, group_size, dtype)
 
-        if "full_attention" in config.layer_types:
-            attention_triton.check_shapes(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        if "linear_attention" in config.layer_types:
-            delta_rule_triton.check_shapes(config.linear_key_head_dim, config.linear_value_head_dim)
-        if config.is_moe:
-            experts_triton.check_shapes(config.num_experts, config.num_experts_per_tok)
+
+def _check_kernels(config: ModelConfig, group_size: int | None, dtype: torch.dtype) -> None:
+    from .kernels import attention_triton, delta_rule_triton, experts_triton
+
+    if "full_attention" in config.layer_types:
+        attention_triton.check_shapes(config.num_attention_heads, config.num_key_value_heads, config.head_dim, dtype)
+    if "linear_attention" in config.layer_types:
+        delta_rule_triton.check_shapes(
+            config.linear_num_key_heads,
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+        )
+    if config.is_moe:
+        experts_triton.check_shapes(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.num_experts,
+            config.num_experts_per_tok,
+            group_size,
+        )
 
 
 def _check_groups(config: ModelConfig, group_size: int) -> None:

@@ -73,7 +73,7 @@ def export_model(
         raise ExportError(f"unknown load format {load_format!r}; the load formats are: {', '.join(LOAD_FORMATS)}")
     host_target(device)
     group_size = None if quant is None else quant.group_size
-    check_shapes(config, group_size, device)
+    check_shapes(config, group_size, device, DTYPES[dtype])
     network = build_on_meta(config, length, DTYPES[dtype], device=device, max_chunk=chunk, group_size=group_size)
     source: WeightSource
     if load_format == "dummy":

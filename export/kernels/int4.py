@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..quantization import GROUP_SIZES as GROUP_SIZES
+
 SPAN = 64
 HALF = SPAN // 2
 
