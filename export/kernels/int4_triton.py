@@ -20,9 +20,9 @@ from .launch import launcher
 
 # A nibble masked out of its word, taken for the bits of a float32, is the number q 2^(p - 149), p being the place of its
 # lowest bit: subnormal numbers and those of the first exponent are evenly spaced, so this holds up to bit 23. The input is
-# multiplied by 2^(SHIFT - p) beforehand and the sum by 2^(149 - SHIFT) afterwards, all exact. That makes an AND and a multiply-add
-# a nibble; at the memory's full speed a multiprocessor meets 37 nibbles a clock and issues on 128 lanes, so extraction and
-# conversion would not fit. With 80, inputs may be as large as 2^47, and what is lost of them lies below 2^-69.
+# multiplied by 2^(SHIFT - p) beforehand and the sum by 2^(149 - SHIFT) afterwards, all exact. So an AND and a multiply-add do
+# for a nibble. At the memory's full speed a multiprocessor meets 37 nibbles a clock and has 128 lanes to issue on, too few
+# for extraction and conversion. With 80, inputs may be as large as 2^47, and what is lost of them lies below 2^-69.
 SHIFT = tl.constexpr(80)
 # Half spans of 32 elements a program: 4 KB of bytes in, 16 KB of bfloat16 out.
 DEQUANTIZE_BLOCK = 256
@@ -152,7 +152,8 @@ def matvec_kernel(
     scales = scale_ptr + first_row.to(tl.int64) * (K // GROUP)
     sums = ()
     for _ in tl.static_range(ROWS):
-        sums = sums + (tl.zeros([WORDS // PER_LANE], tl.float32),)  # noqa: RUF005 - Triton takes no starred expression
+        # Triton takes neither a starred expression nor a tuple's type.
+        sums = sums + (tl.zeros([WORDS // PER_LANE], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     for start in tl.range(0, K // 8, WORDS, loop_unroll_factor=UNROLL):
         word = start + tl.arange(0, WORDS)
         lane_word = start + tl.arange(0, WORDS // PER_LANE) * PER_LANE
@@ -167,7 +168,7 @@ def matvec_kernel(
             packed = tl.load(weight_words + word + step * (K // 8), mask=inside, other=0)
             row_scales = scales + step * (K // GROUP)
             product = multiply_row(packed, x, row_scales, lane_word, lane_inside, GROUP, PER_LANE)
-            added = added + (sums[row] + product,)  # noqa: RUF005
+            added = added + (sums[row] + product,)  # type: ignore[assignment, misc]  # noqa: RUF005
         sums = added
     for row in tl.static_range(ROWS):
         total = tl.sum(sums[row], axis=0) * 2.0 ** (149 - SHIFT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,10 +26,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter cuts bfloat16 off where the GPU rounds.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 4e-3 if DEVICE == "cuda" else 8e-3}
 ROUNDED = {torch.float32: 5e-6, torch.bfloat16: 8e-3 if DEVICE == "cuda" else 1.2e-2}
-SHAPES = [(1, 64), (3, 64), (3, 320), (64, 128), (130, 64), (3, 1024), (5, 1088)]
+SHAPES = [(1, 64), (3, 64), (3, 320), (3, 1024), (5, 1088)]
 if DEVICE == "cuda":
     SHAPES += [(1024, 2048), (2048, 4096), (2048, 512), (12288, 2048), (24831, 2048), (5120, 17408)]
-CASES = [(n, k, g) for n, k in SHAPES for g in int4.GROUP_SIZES if k % g == 0]
+CASES = [(n, k, g) for n, k in SHAPES for g in int4.GROUP_SIZES if k % g == 0] + [(64, 128, 128), (130, 64, 32)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` gives NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def draw(n: int, k: int, group: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,199 @@
+"""Triton's attention against a definition in float64, over caches that hold NaN wherever no token is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    # Read when triton is imported, and when it meets a kernel.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from ostinato.delegate.errors import ExportError
+from ostinato.export.kernels import attention, attention_triton
+
+from ..references import relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter cuts bfloat16 off where the GPU rounds; the GPU rounds the softmax too, before it meets the values.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+LENGTHS = (1, 2, 3, 63, 64, 65, 130)
+FIRST = (0, 1, 5, 100)
+# (heads, key heads, D): groups of 1, 2 and 8.
+SHAPES = [(2, 2, 16), (4, 2, 64), (8, 1, 32)]
+if DEVICE == "cuda":
+    SHAPES += [(16, 2, 256), (6, 2, 128), (16, 1, 256)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` gives NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dataclass(frozen=True)
+class Case:
+    query: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    positions: Tensor
+
+    @property
+    def expected(self) -> Tensor:
+        """Token by token and head by head, over the slots that a token sees and no others; float64."""
+        tokens, heads, head_dim = self.query.shape
+        out = torch.empty(tokens, heads, head_dim, dtype=torch.float64, device=self.query.device)
+        for token, position in enumerate(self.positions.tolist()):
+            for head in range(heads):
+                seen = head // (heads // self.k_cache.shape[0]), slice(position + 1)
+                scores = self.k_cache[seen].double() @ self.query[token, head].double() * head_dim**-0.5
+                out[token, head] = scores.softmax(0) @ self.v_cache[seen].double()
+        return out
+
+
+def draw(shape: tuple[int, int, int], tokens: int, first: int, slots: int, dtype: torch.dtype) -> Case:
+    """Scores that spread over several powers of two; NaN behind the last token."""
+    heads, kv_heads, head_dim = shape
+    generator = torch.Generator(DEVICE).manual_seed(tokens + first)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, device=DEVICE).to(dtype)
+
+    caches = [normal(kv_heads, slots, head_dim) for _ in range(2)]
+    for cache in caches:
+        cache[:, first + tokens :] = torch.nan
+    return Case(2 * normal(tokens, heads, head_dim), *caches, first + torch.arange(tokens, device=DEVICE))
+
+
+def check(case: Case) -> None:
+    out = attention_triton.attend(case.query, case.k_cache, case.v_cache, case.positions)
+    assert out.shape == case.query.shape and out.dtype == case.query.dtype
+    error = relative_error(out, case.expected)
+    assert error < TOLERANCE[out.dtype], f"relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_definition(shape: tuple[int, int, int], tokens: int, dtype: torch.dtype) -> None:
+    for first in FIRST:
+        check(draw(shape, tokens, first, slots=237, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens", (1, 3, 64))
+def test_full_cache(tokens: int, dtype: torch.dtype) -> None:
+    """The last slot in use, at a block's end and one to either side of it."""
+    for slots in (127, 128, 129):
+        check(draw((4, 2, 32), tokens, slots - tokens, slots, dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("splits", (1, 2, 4, 16))
+def test_splits(splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits with several blocks, with one, with part of one, with nothing."""
+    monkeypatch.setattr(attention_triton, "decode_splits", lambda kv_heads, slots: splits)
+    for position in (0, 15, 16, 31, 32, 63, 64, 65, 128, 255, 256, 299):
+        check(draw((6, 2, 32), 1, position, slots=301, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "slots", "splits"),
+    [(2, 4096, 64), (2, 262144, 64), (8, 4096, 16), (3, 4096, 32), (2, 5, 1), (200, 64, 1)],
+)
+def test_number_of_splits(kv_heads: int, slots: int, splits: int) -> None:
+    assert attention_triton.decode_splits(kv_heads, slots) == splits
+
+
+@pytest.mark.parametrize("tokens", (1, 70))
+def test_the_reference_agrees(tokens: int) -> None:
+    case = draw((4, 2, 16), tokens, 30, slots=30 + tokens, dtype=torch.float32)
+    out = attention.attend(case.query, case.k_cache, case.v_cache, case.positions)
+    assert relative_error(out, case.expected) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("tokens", (1, 5))
+def test_large_scores(tokens: int) -> None:
+    """Scores in the thousands, of both signs: the running maximum takes them off before anything overflows."""
+    case = draw((4, 2, 16), tokens, 90, slots=100, dtype=torch.float32)
+    check(Case(1000 * case.query, case.k_cache, case.v_cache, case.positions))
+
+
+def test_query_that_is_not_contiguous() -> None:
+    case = draw((4, 2, 16), 6, 9, slots=40, dtype=torch.float32)
+    apart = case.query.transpose(0, 1).contiguous().transpose(0, 1)
+    check(Case(apart, case.k_cache, case.v_cache, case.positions))
+    check(Case(apart[:1], case.k_cache, case.v_cache, case.positions[:1]))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter is too slow")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "first", "slots"), [(1, 4000, 4096), (1, 200000, 262144), (512, 0, 4096), (700, 3000, 4096)]
+)
+def test_true_shape(tokens: int, first: int, slots: int, dtype: torch.dtype) -> None:
+    check(draw((16, 2, 256), tokens, first, slots, dtype))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((4, 2, 48), torch.bfloat16, "head sizes of 16, 32, 64, 128, 256, got 48"),
+        ((4, 2, 512), torch.bfloat16, "got 512"),
+        ((4, 3, 64), torch.bfloat16, "got 4 heads and 3 key heads"),
+        ((34, 2, 64), torch.bfloat16, "1 to 16 times"),
+        ((4, 2, 64), torch.float16, "bfloat16 or float32, got torch.float16"),
+    ],
+)
+def test_refusals(shape: tuple[int, int, int], dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ExportError, match=message):
+        attention_triton.check_shapes(*shape, dtype)
+
+
+TRACE = """
+import torch
+from torch.export import Dim, export
+from ostinato.export.kernels.attention_triton import attend
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(2, 256, 64))
+
+    def forward(self, query, positions):
+        return attend(query, self.cache, self.cache, positions)
+
+def show(tokens, dims):
+    program = export(Layer(), (torch.zeros(tokens, 4, 64), torch.arange(tokens)), dynamic_shapes=dims, strict=False)
+    program = program.run_decompositions({})
+    (output,) = program.graph.output_node().args[0]
+    print([str(n.target) for n in program.graph.nodes if "ostinato" in str(n.target)], list(output.meta["val"].shape[1:]))
+    bounds = [(int(r.lower), int(r.upper)) for r in program.range_constraints.values()]
+    print(bounds, type(output.meta["val"].shape[0]).__name__)
+
+tokens = Dim("T", min=2, max=255)
+show(130, ({0: tokens}, {0: tokens}))
+show(1, None)
+"""
+
+
+def test_traced_for_any_number_of_tokens() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", TRACE], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [
+        "['ostinato.attend_many.default'] [4, 64]",
+        "[(2, 255)] SymInt",
+        "['ostinato.attend_one.default'] [4, 64]",
+        "[] int",
+    ]
