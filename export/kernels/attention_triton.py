@@ -267,6 +267,8 @@ def prefill_kernel(
 ) -> None:
     """Program (head, block of queries, the last first: it has the most keys)."""
     head = tl.program_id(0)
+    # A symbolic size may come with 64 bits; in the loops' bounds those cost 400 instructions.
+    tokens = tl.cast(tokens, tl.int32)
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
     start_position = tl.load(positions).to(tl.int32)
     row = first + tl.arange(0, QUERIES)

@@ -173,7 +173,7 @@ def scan_kernel(
         rows = tl.cast(chunk, tl.int64) * CHUNK + token
         inside = rows < tokens
         places = rows * HEADS + head
-        # Asked for before they are needed: the loop's pipeline prefetches a product's operands only.
+        # Asked for early: what the pipeline does not prefetch then arrives while the first products run.
         written = tl.load(u + places[None, :] * V + values[:, None])
         q_factor = tl.load(q_factors + rows)
         k_factor = tl.load(k_factors + rows)
