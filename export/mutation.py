@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
 from ..delegate.errors import ExportError
+
+# In training they write their running statistics, arguments 3 and 4, if argument 5 says so; their schemas do not tell.
+_RUNNING_STATISTICS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
 
 
 def written_buffers(method: str, program: ExportedProgram) -> set[str]:
@@ -16,17 +21,23 @@ def written_buffers(method: str, program: ExportedProgram) -> set[str]:
     takes as long as the first time.
 
     Raises:
-        ExportError: the graph writes one of its inputs.
+        ExportError: the graph writes one of its inputs or parameters.
     """
+    # The tracer computed every node with tensors that have no memory; a view's has the storage of what it looks at. So
+    # does what an operator such as `reshape` or `to` hands on as it came, and a copy has not.
+    written = {_storage(argument) for node in program.graph.nodes for argument in _written_arguments(node)}
     signature = program.graph_signature
-    written = {_base(argument) for node in program.graph.nodes for argument in _written_arguments(node)}
+    names = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
     buffers = set()
-    for node in written:
-        if node.name in signature.inputs_to_buffers:
-            buffers.add(signature.inputs_to_buffers[node.name])
-        elif node.name in signature.inputs_to_lifted_tensor_constants:
-            buffers.add(signature.inputs_to_lifted_tensor_constants[node.name])
-        elif node.op == "placeholder" and node.name in signature.user_inputs:
+    for node in program.graph.find_nodes(op="placeholder"):
+        if _storage(node) not in written:
+            continue
+        if node.name in names:
+            buffers.add(names[node.name])
+        elif node.name in signature.inputs_to_parameters:
+            name = signature.inputs_to_parameters[node.name]
+            raise ExportError(f"method {method!r} writes its parameter {name!r}: make it a buffer (`register_buffer`)")
+        else:
             raise ExportError(f"method {method!r} writes its input {node.name!r}: write a copy of it (`.clone()`)")
     # The tracer may have taken the in-place operators out already.
     return buffers | set(signature.buffers_to_mutate.values())
@@ -35,22 +46,18 @@ def written_buffers(method: str, program: ExportedProgram) -> set[str]:
 def _written_arguments(node: Node) -> list[Node]:
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    found: list[Node] = []
+    values: list[Any] = list(node.args[3:5]) if node.target in _RUNNING_STATISTICS and node.args[5] else []
     for index, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-        found += [item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, Node)]
-    return found
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value: Any = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            values += value if isinstance(value, (list, tuple)) else [value]
+    return [value for value in values if _is_tensor(value)]
 
 
-def _base(node: Node) -> Node:
-    """The tensor that a chain of views and in-place operators looks at."""
-    while isinstance(node.target, torch._ops.OpOverload):
-        aliased = [
-            index for index, argument in enumerate(node.target._schema.arguments) if argument.alias_info is not None
-        ]
-        if not aliased or aliased[0] >= len(node.args) or not isinstance(node.args[aliased[0]], Node):
-            break
-        node = node.args[aliased[0]]  # type: ignore[assignment]
-    return node
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def _storage(node: Node) -> int | None:
+    """The same number for nodes that share memory; None for what is no tensor."""
+    return node.meta["val"].untyped_storage()._cdata if _is_tensor(node) else None
