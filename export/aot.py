@@ -31,7 +31,7 @@ from .compiler import check_library
 from .progress import Progress
 
 # An unbounded dimension; 2**31 - 1 is what a FlatBuffers int32 size can say.
-_UNBOUNDED = 2**31 - 1
+UNBOUNDED = 2**31 - 1
 # Enough for an address of its own, aligned as CUDA's allocator aligns.
 _HOLLOW_BYTES = 512
 
@@ -259,11 +259,11 @@ def _dim(state: Lowering, method: str, size: int | torch.SymInt) -> Dim:
     }
     bounds = bound_sympy(expression, ranges)
     text = re.sub(r"\w+", lambda match: names.get(match[0], match[0]), str(expression))
-    return Dim(_finite(bounds.lower, 0), _finite(bounds.upper, _UNBOUNDED), text)
+    return Dim(_finite(bounds.lower, 0), _finite(bounds.upper, UNBOUNDED), text)
 
 
 def _finite(bound: Any, fallback: int) -> int:
     try:
-        return min(int(bound), _UNBOUNDED)
+        return min(int(bound), UNBOUNDED)
     except (TypeError, OverflowError, ValueError):
         return fallback

@@ -24,7 +24,7 @@ from ..delegate import artifact
 from ..delegate.artifact import Dim as ArtifactDim
 from ..delegate.artifact import MethodRecord, dtype_from_name
 from ..delegate.target import Target
-from .aot import CompiledMethod
+from .aot import UNBOUNDED, CompiledMethod
 
 _EDGE = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
 
@@ -43,7 +43,7 @@ class _Shell(nn.Module):
             for dim, size in zip(spec.shape, x.shape, strict=True)
             if dim.symbol
         }
-        used = torch.stack([x.sum().float() for x in inputs]).sum() * 0
+        used = sum((x.sum().float() for x in inputs), torch.zeros(())) * 0
         return tuple(
             torch.zeros([_size(dim, sizes) for dim in spec.shape], dtype=dtype_from_name(spec.dtype))
             + used.to(dtype_from_name(spec.dtype))
@@ -52,12 +52,21 @@ class _Shell(nn.Module):
 
 
 def _size(dim: ArtifactDim, sizes: Mapping[str, Any]) -> Any:
-    """An output's size in terms of the inputs' sizes, such as `2*T + 1`."""
-    if dim.min == dim.max:
+    """An output's size in terms of the inputs' sizes, such as `2*T + 1`, or the largest that it may be.
+
+    The latter for sizes like `T//2`, which torch.export would want to know more of; who runs the program goes by the record.
+    """
+    if dim.min == dim.max or dim.symbol in sizes:
+        return sizes.get(dim.symbol, dim.max)
+    symbols = {name: sympy.Symbol(name) for name in sizes if name.isidentifier()}
+    try:
+        expression = sympy.sympify(dim.symbol, locals=symbols)
+    except sympy.SympifyError:
         return dim.max
-    names = list(sizes)
-    expression = sympy.sympify(dim.symbol, locals={name: sympy.Symbol(name) for name in names})
-    return sympy.lambdify(names, expression)(*sizes.values())
+    known = expression.free_symbols <= set(symbols.values()) and expression.is_polynomial()
+    if not known or dim.min < 2 or dim.max >= UNBOUNDED:
+        return dim.max
+    return sympy.lambdify(list(symbols.values()), expression)(*(sizes[name] for name in symbols))
 
 
 class _Call(nn.Module):
@@ -107,11 +116,14 @@ def _delegate_call(compiled: CompiledMethod, target: Target, export_id: str) -> 
 
 
 def _example(record: MethodRecord) -> tuple[tuple[Tensor, ...], Any]:
-    """Small inputs, and which of their dimensions may have other sizes; lengths that are one symbol stay one."""
+    """Small inputs, and which of their dimensions may have other sizes; lengths that are one symbol stay one.
+
+    One that is computed from another (`2*T`) stands for itself here: the rule is in the record.
+    """
     dims = {dim.symbol: dim for spec in record.inputs for dim in spec.shape if dim.min != dim.max}
     # 2 to 6 elements, one size a symbol: torch.export takes 0 and 1, and what is equal by chance, for a rule.
     sizes = {symbol: min(dim.max, max(dim.min, 3 + i % 4)) for i, (symbol, dim) in enumerate(dims.items())}
-    lengths = {symbol: Dim(symbol, min=dim.min, max=dim.max) for symbol, dim in dims.items()}
+    lengths = {symbol: Dim(f"length_{i}", min=dim.min, max=dim.max) for i, (symbol, dim) in enumerate(dims.items())}
     inputs = tuple(
         torch.zeros([sizes.get(dim.symbol, dim.max) for dim in spec.shape], dtype=dtype_from_name(spec.dtype))
         for spec in record.inputs
@@ -120,4 +132,4 @@ def _example(record: MethodRecord) -> tuple[tuple[Tensor, ...], Any]:
         {axis: lengths[dim.symbol] for axis, dim in enumerate(spec.shape) if dim.symbol in lengths}
         for spec in record.inputs
     )
-    return inputs, (dynamic,)
+    return inputs, (dynamic,) if inputs else None
