@@ -50,12 +50,15 @@ class SafetensorsFolder:
         return name in self._stored
 
     def read(self, name: str) -> Tensor:
-        """The tensor `name`, on the CPU in its stored dtype."""
+        """The tensor `name`, on the CPU in its stored dtype. Raises CheckpointError when its shard is gone or has changed."""
         path, stored, _ = self._stored[name]
-        # The last shard stays open: a layer's experts, one by one, are hundreds of tensors in one file.
-        if self._open is None or self._open[0] != path:
-            self._open = (path, safe_open(path, framework="pt"))
-        return self._open[1].get_tensor(stored)
+        try:
+            # The last shard stays open: a layer's experts, one by one, are hundreds of tensors in one file.
+            if self._open is None or self._open[0] != path:
+                self._open = (path, safe_open(path, framework="pt"))
+            return self._open[1].get_tensor(stored)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"tensor {stored!r} of {path} cannot be read: {error}") from error
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._stored[name][2]
@@ -72,12 +75,13 @@ class SafetensorsFolder:
             return shards
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            paths = [self._folder / name for name in names]
+        except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
             raise CheckpointError(f"{index} cannot be read: {error}") from error
-        missing = [name for name in names if not (self._folder / name).exists()]
+        missing = [name for name, path in zip(names, paths, strict=True) if not path.exists()]
         if missing:
             raise CheckpointError(f"{self._folder} lacks {len(missing)} of {len(names)} shards: {', '.join(missing)}")
-        return [self._folder / name for name in names]
+        return paths
 
 
 def _canonical(name: str) -> str:
@@ -129,17 +133,16 @@ class CheckpointWeights:
 
     def _find(self, name: str, experts: dict[str, list[str]], tied: bool) -> list[str]:
         """Names of the tensors that make up `name`, whether the checkpoint has them or not."""
+        prefix, _, last = name.rpartition(".")
+        parent, _, module = prefix.rpartition(".")
+        # Never the stack itself: a file that has one may have its rows in another order (Qwen3-Next's does).
+        if module in STACKED:
+            return [f"{parent}.{part}.{last}" for part in STACKED[module]]
         if name in self._source:
             return [name]
         if name in experts:
             return experts[name]
-        if tied and name == _HEAD:
-            return [_EMBEDDING]
-        prefix, _, last = name.rpartition(".")
-        parent, _, module = prefix.rpartition(".")
-        if module in STACKED:
-            return [f"{parent}.{part}.{last}" for part in STACKED[module]]
-        return [name]
+        return [_EMBEDDING] if tied and name == _HEAD else [name]
 
     def _check_shapes(self, name: str, parts: list[str], expected: tuple[int, ...]) -> None:
         shapes = [self._source.shape(part) for part in parts]

@@ -27,8 +27,8 @@ class WeightSource(Protocol):
 class DummyWeights:
     """Random weights of a network's shape, the same for the same seed and device kind; no checkpoint needed.
 
-    Matrices have a standard deviation of one over the root of their fan-in, so that activations stay of order one through
-    any number of layers; norms and decays lie where trained ones do.
+    Matrices have a standard deviation of one over the root of their fan-in, so that activations and logits stay of order one
+    through any number of layers (an embedding too: it may be the head); norms and decays lie where trained ones do.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype, seed: int = 0):
@@ -51,8 +51,6 @@ class DummyWeights:
             return noise.mul_(0.1)
         if name.endswith("conv1d.weight"):
             return noise.mul_(0.5)
-        if name.endswith("embed_tokens.weight"):
-            return noise
         return noise.div_(math.sqrt(shape[-1]))
 
 
