@@ -115,11 +115,11 @@ class CheckpointWeights:
         missing: list[str] = []
         for name, shape in shapes.items():
             parts = self._find(name, experts, tied)
+            self._parts[name] = parts
             absent = [part for part in parts if part not in self._source]
             missing.extend(absent)
             if not absent:
                 self._check_shapes(name, parts, shape)
-                self._parts[name] = parts
         used = {part for parts in self._parts.values() for part in parts}
         self.skipped = [name for name in self._source if _SKIPPED.search(name)]
         unexpected = set(self._source) - used - set(self.skipped) - ({_HEAD} if tied else set())

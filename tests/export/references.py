@@ -88,6 +88,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Our projections that stack the rows of several of transformers'.
+STACKS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
 EXPERT_SETTINGS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 TextConfig = Qwen3_5MoeTextConfig | Qwen3_5TextConfig
 
@@ -153,6 +161,18 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
     if name.endswith("embed_tokens.weight"):
         return noise
     return noise / math.sqrt(noise.shape[-1])
+
+
+def stack_rows(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """transformers' parameters as our network has them."""
+    home = {part: stack for stack, parts in STACKS.items() for part in parts}
+    stacked: dict[str, Tensor] = {}
+    for name in parameters:
+        *above, module, last = name.split(".")
+        target = ".".join((*above, home.get(module, module), last))
+        parts = [".".join((*above, part, last)) for part in STACKS.get(home.get(module, ""), (module,))]
+        stacked[target] = torch.cat([parameters[part].detach() for part in parts])
+    return stacked
 
 
 def load_ours(folder: Path, max_seq_len: int = 256, dtype: torch.dtype = torch.float32) -> Qwen3_5:

@@ -12,14 +12,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3_5MoeForConditionalGeneration
+from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
+from transformers.models.qwen3_5 import Qwen3_5Config
 from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig
 
 from ostinato.delegate.errors import CheckpointError
-from ostinato.export.checkpoint import INDEX_FILE, load_checkpoint
+from ostinato.export.checkpoint import INDEX_FILE, CheckpointWeights, SafetensorsFolder
 from ostinato.export.models import ModelConfig, build_on_meta
+from ostinato.export.weights import checkpoint_weights, float_shapes
 
-from .references import BASE, Reference, draw_weights, load_ours, make_reference, relative_error, text_config
+from .references import (
+    BASE,
+    CASES,
+    Reference,
+    draw_weights,
+    load_ours,
+    make_reference,
+    relative_error,
+    stack_rows,
+    text_config,
+)
 
 EXPERTS = "model.layers.0.mlp.experts"
 Edit = Callable[[dict[str, Tensor]], object]
@@ -29,6 +41,12 @@ Edit = Callable[[dict[str, Tensor]], object]
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Many shards with an index, experts one by one: what transformers saves."""
     return make_reference(tmp_path_factory.mktemp("sharded"), {}, seed=1)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """With biases, which are stacked as the rows are."""
+    return make_reference(tmp_path_factory.mktemp("dense"), CASES["dense-biases"], seed=4)
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +80,14 @@ def fuse_experts(tensors: dict[str, Tensor], experts: int = BASE["num_experts"])
         tensors[f"{prefix}.down_proj"] = torch.stack(take("down_proj"))
 
 
-def load(folder: Path) -> list[str]:
-    return load_checkpoint(build_on_meta(ModelConfig.from_folder(folder), 32, torch.float32), folder)
+def weights_of(folder: Path) -> CheckpointWeights:
+    return checkpoint_weights(build_on_meta(ModelConfig.from_folder(folder), 32, torch.float32), folder)
 
 
 def refused(folder: Path) -> str:
-    """What `load` complains of."""
+    """What is wrong with the checkpoint."""
     with pytest.raises(CheckpointError) as caught:
-        load(folder)
+        weights_of(folder)
     return str(caught.value)
 
 
@@ -86,7 +104,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_experts_one_by_one_and_fused_are_the_same_model(sharded: Reference, tmp_path: Path) -> None:
     assert len(list(sharded.folder.glob("*.safetensors"))) > 3
     assert f"{EXPERTS}.0.gate_proj.weight" in read_all(sharded.folder)
-    expected = {name: tensor.detach() for name, tensor in sharded.model.named_parameters()}
+    expected = stack_rows(dict(sharded.model.named_parameters()))
     assert_same(parameters(sharded.folder), expected)
     assert_same(parameters(rewrite(sharded.folder, tmp_path / "single")), expected)
     fused = rewrite(sharded.folder, tmp_path / "fused", fuse_experts)
@@ -94,12 +112,32 @@ def test_experts_one_by_one_and_fused_are_the_same_model(sharded: Reference, tmp
     assert_same(parameters(fused), expected)
 
 
-def test_every_parameter_is_announced_and_none_is_skipped(sharded: Reference) -> None:
-    model = build_on_meta(ModelConfig.from_folder(sharded.folder), 32, torch.float32)
-    seen: list[str] = []
-    assert load_checkpoint(model, sharded.folder, seen.append) == []
-    assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
-    assert all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
+def test_dense_layers_with_biases(dense: Reference) -> None:
+    expected = stack_rows(dict(dense.model.named_parameters()))
+    assert "model.layers.0.self_attn.qkv_proj.bias" in expected
+    assert_same(parameters(dense.folder), expected)
+
+
+@pytest.mark.parametrize("layout", ("sharded", "dense"))
+def test_each_tensor_is_read_once_and_only_when_asked_for(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    folder = request.getfixturevalue(layout).folder
+    asked: list[str] = []
+    read = SafetensorsFolder.read
+
+    def count(source: SafetensorsFolder, name: str) -> Tensor:
+        asked.append(name)
+        return read(source, name)
+
+    monkeypatch.setattr(SafetensorsFolder, "read", count)
+    network = build_on_meta(ModelConfig.from_folder(folder), 32, torch.float32)
+    weights = checkpoint_weights(network, folder)
+    assert weights.skipped == []
+    assert asked == []
+    for name, shape in float_shapes(network).items():
+        assert weights.read(name).shape == shape, name
+    assert sorted(asked) == sorted(read_all(folder))
 
 
 def test_tied_embedding_is_one_tensor(tied: Reference, tmp_path: Path) -> None:
@@ -124,22 +162,34 @@ def test_tensors_are_converted_to_the_models_dtype(sharded: Reference, tmp_path:
     assert_same(parameters(folder), {name: tensor.bfloat16().float() for name, tensor in expected.items()})
 
 
-@pytest.mark.parametrize("tie", (False, True))
-def test_multimodal_wrapper(tmp_path: Path, tie: bool) -> None:
+def multimodal(family: str, tie: bool) -> torch.nn.Module:
+    """transformers' whole model, drawn at random; a tied one says so only in the outer config, as published ones do."""
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
     vision |= {"out_hidden_size": BASE["hidden_size"], "num_position_embeddings": 16}
-    text = text_config({**BASE, "tie_word_embeddings": tie}).to_dict()
-    config = Qwen3_5MoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=tie)
-    model = Qwen3_5MoeForConditionalGeneration(config).eval().requires_grad_(False)
+    settings = {**BASE, "intermediate_size": 40} if family == "dense" else BASE
+    config_class, model_class = {
+        "moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+        "dense": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    }[family]
+    text = text_config(settings).to_dict()
+    config = config_class(text_config=text, vision_config=vision, tie_word_embeddings=tie)
+    model = model_class(config).eval().requires_grad_(False)
     draw_weights(model, seed=3)
+    return model
+
+
+@pytest.mark.parametrize("tie", (False, True), ids=("untied", "tied"))
+@pytest.mark.parametrize("family", ("moe", "dense"))
+def test_multimodal_wrapper(tmp_path: Path, family: str, tie: bool) -> None:
+    model = multimodal(family, tie)
     model.save_pretrained(tmp_path)
     save_file({"mtp.fc.weight": torch.ones(2, 2), "mtp.norm.weight": torch.ones(2)}, tmp_path / "mtp.safetensors")
     names = read_all(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen3_5_moe"
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == model.config.model_type
     assert any(name.startswith("model.language_model.layers.1.") for name in names)
     assert ("lm_head.weight" in names) is not tie
 
-    skipped = load(tmp_path)
+    skipped = weights_of(tmp_path).skipped
     assert sorted(skipped) == sorted(name for name in names if name.startswith(("model.visual.", "mtp.")))
     assert len(skipped) > 10
     tokens = torch.arange(70)[None] % BASE["vocab_size"]
@@ -177,6 +227,39 @@ def test_tensor_of_another_shape(sharded: Reference, tmp_path: Path, name: str) 
     assert repr(name) in message and "[3, 5]" in message and str(list(expected)) in message
 
 
+@pytest.mark.parametrize("part", ("q_proj", "k_proj", "v_proj"))
+@pytest.mark.parametrize("kind", ("weight", "bias"))
+def test_part_of_a_stack(dense: Reference, tmp_path: Path, part: str, kind: str) -> None:
+    """Missing, or of another shape: named as the checkpoint has it, and all parts are shown beside what they must add up to."""
+    name = f"model.layers.0.self_attn.{part}.{kind}"
+    message = refused(rewrite(dense.folder, tmp_path, lambda t: t.pop(name)))
+    assert f"missing (1): {name}" in message and "unexpected" not in message
+    message = refused(rewrite(dense.folder, tmp_path, lambda t: t.update({name: t[name][1:]})))
+    rows = {"q_proj": 128, "k_proj": 32, "v_proj": 32}
+    columns = f", {BASE['hidden_size']}" if kind == "weight" else ""
+    assert f"{name} [{rows[part] - 1}{columns}]" in message
+    assert f"asks for [192{columns}]" in message
+
+
+def test_part_of_a_stack_with_other_columns(dense: Reference, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    message = refused(rewrite(dense.folder, tmp_path, lambda t: t.update({name: t[name][:, :-1]})))
+    assert f"{name} [64, 31]" in message and "asks for [128, 32]" in message
+
+
+def test_stack_in_the_checkpoint_is_not_ours(sharded: Reference, tmp_path: Path) -> None:
+    """It may have its rows in another order, as Qwen3-Next's `in_proj_qkvz` has."""
+    layer = "model.layers.0.linear_attn"
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        parts = [tensors.pop(f"{layer}.in_proj_{part}.weight") for part in ("qkv", "z")]
+        tensors[f"{layer}.in_proj_qkvz.weight"] = torch.cat(parts)
+
+    message = refused(rewrite(sharded.folder, tmp_path, edit))
+    assert f"missing (2): {layer}.in_proj_qkv.weight, {layer}.in_proj_z.weight" in message
+    assert f"unexpected (1): {layer}.in_proj_qkvz.weight" in message
+
+
 def test_fused_experts_of_another_shape(sharded: Reference, tmp_path: Path) -> None:
     def edit(tensors: dict[str, Tensor]) -> None:
         fuse_experts(tensors)
@@ -194,7 +277,7 @@ def test_missing_expert(sharded: Reference, tmp_path: Path, index: int) -> None:
             del tensors[f"{EXPERTS}.{index}.{part}.weight"]
 
     message = refused(rewrite(sharded.folder, tmp_path, edit))
-    assert EXPERTS in message
+    assert EXPERTS in message and "unexpected" not in message
     assert f"{EXPERTS}.{index}." in message or "8 experts" in message
 
 
@@ -213,7 +296,7 @@ def test_missing_shard(sharded: Reference, tmp_path: Path) -> None:
     assert gone.name in refused(folder)
 
 
-@pytest.mark.parametrize("text", ("{", "{}", "[]", '{"weight_map": 3}'))
+@pytest.mark.parametrize("text", ("{", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"lm_head.weight": 3}}'))
 def test_broken_index(sharded: Reference, tmp_path: Path, text: str) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(sharded.folder, folder)
@@ -230,6 +313,19 @@ def test_broken_or_absent_safetensors(sharded: Reference, tmp_path: Path) -> Non
     assert str(path) in refused(folder)
     path.unlink()
     assert "no .safetensors" in refused(folder)
+
+
+def test_shard_that_goes_away_after_the_check(sharded: Reference, tmp_path: Path) -> None:
+    """Weights are read when the code has been compiled, minutes later."""
+    folder = rewrite(sharded.folder, tmp_path)
+    weights = weights_of(folder)
+    path = folder / "model.safetensors"
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"'lm_head.weight' of {path} cannot be read"):
+        weights.read("lm_head.weight")
+    save_file({"other": torch.ones(1)}, path)
+    with pytest.raises(CheckpointError, match=f"'lm_head.weight' of {path} cannot be read"):
+        weights.read("lm_head.weight")
 
 
 def change_config(folder: Path, **changes: Any) -> None:
