@@ -230,7 +230,7 @@ def test_tensor_of_another_shape(sharded: Reference, tmp_path: Path, name: str) 
 @pytest.mark.parametrize("part", ("q_proj", "k_proj", "v_proj"))
 @pytest.mark.parametrize("kind", ("weight", "bias"))
 def test_part_of_a_stack(dense: Reference, tmp_path: Path, part: str, kind: str) -> None:
-    """Missing, or of another shape: named as the checkpoint has it, and all parts are shown beside what they must add up to."""
+    """Missing, or of another shape: named as the checkpoint has it, with the other parts and what all must add up to."""
     name = f"model.layers.0.self_attn.{part}.{kind}"
     message = refused(rewrite(dense.folder, tmp_path, lambda t: t.pop(name)))
     assert f"missing (1): {name}" in message and "unexpected" not in message
