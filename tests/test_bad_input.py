@@ -158,7 +158,17 @@ def test_options_of_run(fails: Fails, talking_artifact: Path, words: list[str], 
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["bake"], ["run"], ["run", "x"], ["run", "x", "--prompt", "y", "--top-k", "many"]]
+    "words",
+    [
+        [],
+        ["bake"],
+        ["run"],
+        ["run", "x"],
+        ["run", "x", "--prompt", "y", "--top-k", "many"],
+        ["export", "--model", "x", "--output", "y", "--quant", "int8"],
+        ["export", "--model", "x", "--output", "y", "--group-size", "few"],
+        ["export", "--model", "x", "--output", "y", "--load-format", "gguf"],
+    ],
 )
 def test_usage(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -307,10 +317,11 @@ def test_unsupported_model_type(export_fails: Fails, checkpoint: Path) -> None:
         assert "supported are: qwen3_5_moe_text, qwen3_5_moe" in error
 
 
-def test_shard_missing(export_fails: Fails, checkpoint: Path) -> None:
+@pytest.mark.parametrize("words", [[], ["--quant", "int4", "--group-size", 32, "--hqq"]], ids=["plain", "int4"])
+def test_shard_missing(export_fails: Fails, checkpoint: Path, words: list[object]) -> None:
     name = "model-00003-of-00004.safetensors"
     (checkpoint / name).unlink()
-    assert f"lacks 1 of 4 shards: {name}" in export_fails(checkpoint)
+    assert f"lacks 1 of 4 shards: {name}" in export_fails(checkpoint, *words)
 
 
 def test_shard_cut_short(export_fails: Fails, checkpoint: Path) -> None:
@@ -338,6 +349,56 @@ def test_tensors_that_do_not_fit(export_fails: Fails, checkpoint: Path) -> None:
 def test_options_of_export(export_fails: Fails, capitals_checkpoint: Path) -> None:
     for length in (-1, 0, 3, 1 << 40):
         assert f"got {length}" in export_fails(capitals_checkpoint, "--max-seq-len", length)
+    for chunk in (-1, 0, 1, 64, 1 << 40):
+        error = export_fails(capitals_checkpoint, "--max-seq-len", 64, "--prefill-chunk", chunk)
+        assert f"--prefill-chunk must be 2 to 63 (max_seq_len - 1), got {chunk}" in error
+
+
+def test_options_of_quantisation(export_fails: Fails, capitals_checkpoint: Path) -> None:
+    for size in (-32, 0, 16, 48, 256):
+        error = export_fails(capitals_checkpoint, "--quant", "int4", "--group-size", size)
+        assert f"unsupported group size {size}; supported are: 32, 64, 128" in error
+    for words in (["--group-size", 32], ["--hqq"]):
+        assert f"{words[0]} says how to quantise: give --quant int4 as well" in export_fails(
+            capitals_checkpoint, *words
+        )
+
+
+def test_shapes_that_int4_cannot_take(export_fails: Fails, checkpoint: Path) -> None:
+    # Without --group-size it is 128.
+    error = export_fails(checkpoint, "--quant", "int4")
+    assert "group size 128 does not divide moe_intermediate_size (64); --group-size 32, 64 would" in error
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "shared_expert_intermediate_size": 96}))
+    error = export_fails(checkpoint, "--quant", "int4", "--group-size", 32)
+    assert "int4 needs shared_expert_intermediate_size to be a multiple of 64, the config has 96" in error
+
+
+def test_config_alone(export_fails: Fails, capitals_checkpoint: Path, tmp_path: Path) -> None:
+    """There are no weights to read; random ones are had for the asking, and are in the artifact what they were in Python."""
+    from ostinato.export.models import ModelConfig, build_on_meta
+    from ostinato.export.weights import DummyWeights, QuantizedWeights, float_shapes, materialise
+
+    config = json.loads((capitals_checkpoint / "config.json").read_text())
+    folder, output = tmp_path / "config", tmp_path / "dummy"
+    folder.mkdir()
+    one_layer = {**config, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    (folder / "config.json").write_text(json.dumps(one_layer))
+    error = export_fails(folder)
+    assert f"{folder} holds no .safetensors file" in error and "--load-format dummy" in error
+
+    words = ["export", "--model", folder, "--output", output, "--load-format", "dummy", "--max-seq-len", 8]
+    assert main([str(word) for word in (*words, "--quant", "int4", "--group-size", 32)]) == 0
+    network = build_on_meta(ModelConfig.from_folder(folder), 8, torch.float32, group_size=32)
+    dummy = DummyWeights(float_shapes(network), torch.device("cpu"), torch.float32)
+    materialise(network, QuantizedWeights(network, dummy, torch.device("cpu")))
+    assert not (output / "tokenizer.json").exists()
+    with load_program(output) as program, torch.no_grad():
+        assert program.metadata["get_quantization"] == "int4 g32"
+        prefill, decode = program.load_method("prefill"), program.load_method("decode")
+        for method, tokens, positions in ((prefill, [[5, 6, 7]], [0, 1, 2]), (decode, [[8]], [3])):
+            inputs = torch.tensor(tokens), torch.tensor(positions)
+            torch.testing.assert_close(method.execute(inputs)[0], network(*inputs))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
