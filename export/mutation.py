@@ -30,7 +30,9 @@ def written_buffers(method: str, program: ExportedProgram) -> set[str]:
     names = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
     buffers = set()
     for node in program.graph.find_nodes(op="placeholder"):
-        if _storage(node) not in written:
+        # Numbers in the code (`torch.tensor([1.0, 2.0])`) are copied before use; the tracer's own tensors were not.
+        literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+        if _storage(node) not in written or literal:
             continue
         if node.name in names:
             buffers.add(names[node.name])

@@ -164,6 +164,7 @@ WRITES: dict[str, tuple[Callable[[Any, Tensor], object], set[str]]] = {
     "a list": (lambda m, x: torch._foreach_add_([m.a[1:], m.b.view(24)], 1.0), {"a", "b"}),
     "by an operator of ours": (lambda m, x: accumulate(x, m.a[0], 2.0, []), {"a"}),
     "by an operator of ours, a list": (lambda m, x: accumulate(x, x.sum(0), 2.0, [m.a, m.b]), {"a", "b"}),
+    "numbers in the code": (lambda m, x: torch.tensor([1.0] * 6).add_(m.a[0]), set()),
     "an input's copy": (lambda m, x: x.t().reshape(24).add_(1), set()),
 }
 
