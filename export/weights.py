@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ..delegate.errors import CheckpointError
 from .checkpoint import CheckpointWeights
 from .models import Qwen3_5
 from .quantize import quantize_int4, quantize_int8
@@ -64,6 +65,8 @@ class QuantizedWeights(Mapping[str, Tensor]):
         source: the values in floating point.
         device: where quantisation computes.
         hqq: how int4 scales are chosen.
+
+    Asking for a value raises CheckpointError when it cannot be read, or cannot be quantised.
     """
 
     def __init__(self, network: nn.Module, source: WeightSource, device: torch.device, hqq: bool = False) -> None:
@@ -78,6 +81,10 @@ class QuantizedWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._parameters)
+
+    def __contains__(self, name: object) -> bool:
+        """Mapping's own would make the value to find out."""
+        return name in self._parameters
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._parameters:
@@ -97,8 +104,14 @@ class QuantizedWeights(Mapping[str, Tensor]):
         group_size = group_size_of(self._parameters[name], self._parameters[name + _SCALE])
         weight = self._source.read(name)
         if self._parameters[name].dtype == torch.int8:
-            return quantize_int8(weight, group_size, self._device)
-        return quantize_int4(weight, group_size, self._hqq, self._device)
+            stored, scale = quantize_int8(weight, group_size, self._device)
+        else:
+            stored, scale = quantize_int4(weight, group_size, self._hqq, self._device)
+        if not scale.isfinite().all():
+            raise CheckpointError(
+                f"parameter {name!r} cannot be quantised: it holds values that are infinite or no numbers"
+            )
+        return stored, scale
 
 
 def group_size_of(weight: Tensor, scale: Tensor) -> int:

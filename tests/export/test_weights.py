@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate.artifact import constant_digest, dtype_name
-from ostinato.delegate.errors import ExportError
+from ostinato.delegate.errors import CheckpointError, ExportError
 from ostinato.delegate.flatbuffer import map_file
 from ostinato.delegate.ptd import parse_constants
 from ostinato.export.aot import Lowering
-from ostinato.export.lower import _settle_constants
+from ostinato.export.lower import _settle_constants, _value
 from ostinato.export.methods import model_methods
 from ostinato.export.models import ModelConfig, Qwen3_5, build_on_meta
 from ostinato.export.progress import Progress
@@ -163,6 +163,37 @@ def test_quantised_pairs_in_either_order(family: str) -> None:
             assert found.shape == parameters[key].shape and found.dtype == parameters[key].dtype, key
     with pytest.raises(KeyError):
         weights["model.layers.0.nothing"]
+
+
+@pytest.mark.parametrize("group_size", (None, 32), ids=("plain", "int4"))
+def test_each_weight_is_made_once(group_size: int | None) -> None:
+    """As an export asks for it: whether there is such a weight, and in the order of the file."""
+    network = build_on_meta(config_of("Qwen3.5-35B-A3B", 4), 64, torch.float32, group_size=group_size)
+    source = Recorded(float_shapes(network))
+    weights = QuantizedWeights(network, source, CPU)
+    own = {**dict(network.named_parameters()), "constant": torch.ones(3)}
+    found = {key: _value(weights, own, key) for key in sorted(own)}
+    assert sorted(source.asked) == sorted(source.values)
+    assert torch.equal(found.pop("constant"), torch.ones(3))
+    assert {key: (value.shape, value.dtype) for key, value in found.items()} == {
+        name: (parameter.shape, parameter.dtype) for name, parameter in network.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("hqq", (False, True), ids=("nearest", "hqq"))
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+@pytest.mark.parametrize(
+    "name", ("lm_head.weight", "model.embed_tokens.weight", "model.layers.0.mlp.experts.down_proj")
+)
+def test_weight_that_is_no_number(name: str, value: float, hqq: bool) -> None:
+    network = build_on_meta(config_of("Qwen3.5-35B-A3B", 1), 64, torch.float32, group_size=32)
+    source = Recorded(float_shapes(network))
+    source.values[name].view(-1)[1000] = value
+    weights = QuantizedWeights(network, source, CPU, hqq=hqq)
+    with pytest.raises(CheckpointError, match=f"parameter '{name}' cannot be quantised"):
+        weights[name]
+    with pytest.raises(CheckpointError, match=f"parameter '{name}' cannot be quantised"):
+        weights[f"{name}_scale"]
 
 
 def test_router_norms_and_gates_are_not_quantised() -> None:
