@@ -1,66 +1,111 @@
-"""One AOTInductor container a method, with its constants bound by reference."""
+"""The compiled code of a method: AOTInductor containers, with their constants bound by reference."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .artifact import PROGRAM_FILE, MethodRecord
+from .artifact import PROGRAM_FILE, MethodRecord, Segment
 from .errors import ArtifactError
 
 
 class Container:
-    """The compiled code of one method, loaded into this process.
+    """The compiled code of one method, loaded into this process: one torch container a segment.
 
-    Inputs and outputs of `run` are tensors on the program's device, in the order of `record.inputs` and
-    `record.outputs`; outputs are freshly allocated. Work is queued on the current CUDA stream.
+    Segments that run the same code share one loaded library. Inputs and outputs of `run` are tensors on the program's device,
+    in the order of `record.inputs` and `record.outputs`; outputs are freshly allocated. Work is queued on the current CUDA
+    stream.
+
+    Args:
+        record: the method's.
+        named_data: the program's; has what the record's segments speak of.
+        device: where the code runs.
+
+    Raises:
+        ArtifactError: code is missing, damaged, or cannot be loaded.
     """
 
-    def __init__(self, record: MethodRecord, code: memoryview, extern: memoryview | None, device: torch.device) -> None:
-        found = hashlib.sha256(code).hexdigest()
-        if found != record.code_sha256:
-            raise ArtifactError(
-                f"the compiled code of method {record.method!r} in {PROGRAM_FILE} is damaged: SHA-256 "
-                f"{found[:12]}..., expected {record.code_sha256[:12]}..."
-            )
+    def __init__(self, record: MethodRecord, named_data: Mapping[str, memoryview], device: torch.device) -> None:
         self.record = record
-        self._runner: Any = _load_library(code, extern, device, record.method)
+        self._runners: list[Any] = []
+        libraries: dict[str, str] = {}
+        # dlopen needs paths. The files can go as soon as they are mapped, so nothing is left behind even after a crash.
+        with tempfile.TemporaryDirectory(prefix="ostinato-") as folder:
+            for segment in record.segments:
+                if segment.code_key not in libraries:
+                    path = os.path.join(folder, f"{record.method}-{len(libraries)}.so")
+                    _unpack(record.method, segment, named_data, path)
+                    libraries[segment.code_key] = path
+                self._runners.append(_load_library(libraries[segment.code_key], device, record.method))
+        self._last_uses = _last_uses(record)
 
-    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Use `tensors` (by the code's own constant names) in place, without a copy; every constant must be there.
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Use `tensors` in place, without a copy: all of `record.constants` and `record.buffers`, by their names there.
 
-        The container keeps addresses, so the caller must keep the tensors alive until `close`.
+        The containers keep addresses, so the caller must keep the tensors alive until `close`.
         """
-        # (map, use_inactive=False, validate_full_updates=True, user_managed=True). With the full check off a wrong
-        # name would bind nothing, silently.
-        self._runner.update_constant_buffer(tensors, False, True, True)
+        names = {**self.record.constants, **self.record.buffers}
+        for segment, runner in zip(self.record.segments, self._runners, strict=True):
+            mine = {
+                name.removeprefix(segment.prefix): tensors[name] for name in names if name.startswith(segment.prefix)
+            }
+            # (map, use_inactive=False, validate_full_updates=True, user_managed=True). With the full check off a wrong
+            # name would bind nothing, silently.
+            runner.update_constant_buffer(mine, False, True, True)
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._runner.run(list(inputs))
+        values: dict[int, torch.Tensor] = dict(enumerate(inputs))
+        for segment, runner, done in zip(self.record.segments, self._runners, self._last_uses, strict=True):
+            results = runner.run([values[number] for number in segment.inputs])
+            # What nobody takes any more makes room for what comes.
+            for number in done:
+                del values[number]
+            values.update(zip(segment.outputs, results, strict=True))
+        return [values[number] for number in self.record.results]
 
     def close(self) -> None:
-        self._runner = None
+        self._runners = []
 
 
-def _load_library(code: memoryview, extern: memoryview | None, device: torch.device, method: str) -> Any:
-    # dlopen needs a path. The file can go as soon as it is mapped, so nothing is left behind even after a crash.
-    with tempfile.TemporaryDirectory(prefix="ostinato-") as folder:
-        path = os.path.join(folder, f"{method}.so")
-        with open(path, "wb") as file:
-            file.write(code)
-        if extern is not None:
-            # torch looks for this list under the library's name.
-            with open(os.path.join(folder, f"{method}.json"), "wb") as file:
-                file.write(extern)
-        try:
-            return container_runner(path, device)
-        except RuntimeError as error:
-            raise ArtifactError(f"the compiled code of method {method!r} cannot be loaded: {error}") from error
+def _last_uses(record: MethodRecord) -> list[tuple[int, ...]]:
+    """By segment, the values that no later one takes and that the method does not return."""
+    done: list[tuple[int, ...]] = []
+    needed = set(record.results)
+    for segment in reversed(record.segments):
+        done.append(tuple(sorted(set(segment.inputs) - needed)))
+        needed |= set(segment.inputs)
+    return done[::-1]
+
+
+def _unpack(method: str, segment: Segment, named_data: Mapping[str, memoryview], path: str) -> None:
+    """Write a segment's library to `path`, and beside it the list of operators where torch looks for it."""
+    if segment.code_key not in named_data:
+        raise ArtifactError(f"{PROGRAM_FILE} lacks the compiled code of method {method!r}")
+    code = named_data[segment.code_key]
+    found = hashlib.sha256(code).hexdigest()
+    if found != segment.code_sha256:
+        raise ArtifactError(
+            f"the compiled code of method {method!r} in {PROGRAM_FILE} is damaged: SHA-256 {found[:12]}..., expected "
+            f"{segment.code_sha256[:12]}..."
+        )
+    with open(path, "wb") as file:
+        file.write(code)
+    extern = named_data.get(segment.extern_key)
+    if extern is not None:
+        with open(path.removesuffix(".so") + ".json", "wb") as file:
+            file.write(extern)
+
+
+def _load_library(path: str, device: torch.device, method: str) -> Any:
+    try:
+        return container_runner(path, device)
+    except RuntimeError as error:
+        raise ArtifactError(f"the compiled code of method {method!r} cannot be loaded: {error}") from error
 
 
 def container_runner(path: str, device: torch.device) -> Any:

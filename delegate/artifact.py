@@ -22,7 +22,7 @@ import torch
 
 from .errors import ArtifactError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 PROGRAM_FILE = "model.pte"
 CONSTANTS_FILE = "model.ptd"
@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 
-# ExecuTorch finds a backend by its class name; export/backend.py defines the class of this name.
+# ExecuTorch finds a backend by its class name; export/assemble.py writes this name into programs.
 BACKEND_ID = "OstinatoBackend"
 
 SPEC_METHOD_NAME = "method_name"
@@ -146,20 +146,52 @@ class BufferSpec:
 
 
 @dataclass(frozen=True)
-class MethodRecord:
-    """What the runtime needs to know of one delegated method.
+class Segment:
+    """One call of compiled code. A method is one of these, or a chain of which several may run the same code.
 
-    `constants` and `buffers` map the names that the compiled code uses onto keys of `model.ptd` and of
-    `buffer_specs`. `extern_key` names the list of ATen operators that the code calls by name, "" if there are none.
-    Inputs and outputs stand in the order of the compiled code's arguments.
+    Attributes:
+        code_key, code_sha256: the shared library among the program's named data, and its hash.
+        extern_key: the list of ATen operators that the code calls by name, "" if there are none.
+        prefix: what goes before the code's own names of its constants in the record's `constants` and `buffers`.
+        inputs, outputs: numbers of the values that it takes and gives, in the order of the code's arguments.
     """
 
-    method: str
     code_key: str
     code_sha256: str
     extern_key: str
+    prefix: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Segment:
+        return cls(
+            code_key=data["code_key"],
+            code_sha256=data["code_sha256"],
+            extern_key=data["extern_key"],
+            prefix=data["prefix"],
+            inputs=tuple(int(number) for number in data["inputs"]),
+            outputs=tuple(int(number) for number in data["outputs"]),
+        )
+
+
+@dataclass(frozen=True)
+class MethodRecord:
+    """What the runtime needs to know of one delegated method.
+
+    Attributes:
+        inputs, outputs: specs, in the order of the delegate call's arguments.
+        segments: run one after the other. Values are numbered: the inputs from 0 on, then what the segments give.
+        results: numbers of the values that the method returns.
+        constants, buffers: names that the compiled code uses, each after its segment's prefix -> keys of `model.ptd`, and of
+            `buffer_specs`.
+    """
+
+    method: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    segments: tuple[Segment, ...]
+    results: tuple[int, ...]
     constants: dict[str, str] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
     buffer_specs: dict[str, BufferSpec] = field(default_factory=dict)
@@ -174,13 +206,12 @@ class MethodRecord:
         try:
             raw = json.loads(data)
             _check_version(raw["version"])
-            return cls(
+            record = cls(
                 method=raw["method"],
-                code_key=raw["code_key"],
-                code_sha256=raw["code_sha256"],
-                extern_key=raw["extern_key"],
                 inputs=tuple(TensorSpec.from_json(item) for item in raw["inputs"]),
                 outputs=tuple(TensorSpec.from_json(item) for item in raw["outputs"]),
+                segments=tuple(Segment.from_json(item) for item in raw["segments"]),
+                results=tuple(int(number) for number in raw["results"]),
                 constants=raw["constants"],
                 buffers=raw["buffers"],
                 buffer_specs={
@@ -190,6 +221,20 @@ class MethodRecord:
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(f"a method's record in {PROGRAM_FILE} cannot be read: {error}") from error
+        record._check_values()
+        return record
+
+    def _check_values(self) -> None:
+        """Each value is given once, and before it is taken."""
+        known = set(range(len(self.inputs)))
+        for segment in self.segments:
+            if not known.issuperset(segment.inputs) or not known.isdisjoint(segment.outputs):
+                raise ArtifactError(
+                    f"the record of method {self.method!r} in {PROGRAM_FILE} is damaged: its values cross"
+                )
+            known |= set(segment.outputs)
+        if not known.issuperset(self.results) or len(self.results) != len(self.outputs) or not self.segments:
+            raise ArtifactError(f"the record of method {self.method!r} in {PROGRAM_FILE} is damaged: it lacks a result")
 
 
 def constant_digest(data: memoryview | bytes, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> str:

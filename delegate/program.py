@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 import torch
 
 from .aoti import Container
-from .artifact import PROGRAM_FILE, TensorSpec, dtype_from_name
+from .artifact import TensorSpec, dtype_from_name
 from .constants import Binding, ConstantPool, ConstantStats
-from .errors import ArtifactError, ClosedError, InputError, OptionError
+from .errors import ClosedError, InputError, OptionError
 from .files import Source, artifact_paths, open_artifact
 from .graph import (
     CaptureEngine,
@@ -296,10 +296,7 @@ class Program(_Owner):
 
     def _load(self, entry: DelegateMethod, options: BackendOptions) -> Method:
         record = entry.record
-        if record.code_key not in self._parsed.named_data:
-            raise ArtifactError(f"{PROGRAM_FILE} lacks the compiled code of method {entry.name!r}")
-        extern = self._parsed.named_data.get(record.extern_key)
-        container = Container(record, self._parsed.named_data[record.code_key], extern, self._device)
+        container = Container(record, self._parsed.named_data, self._device)
         binding = self._pool.bind(record, options.weight_sharing_across_methods)
         try:
             container.bind(binding.tensors)

@@ -12,11 +12,14 @@ from .progress import Progress, stderr_progress
 from .quantization import Quantization
 
 if TYPE_CHECKING:
-    from .lower import ExportReport, MethodSpec, export_program
+    from .lower import ExportReport, export_program
     from .methods import export_model
+    from .trace import Chain, Link, MethodSpec
 
 __all__ = [
+    "Chain",
     "ExportReport",
+    "Link",
     "MethodSpec",
     "Progress",
     "Quantization",
@@ -26,8 +29,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Chain": "trace",
     "ExportReport": "lower",
-    "MethodSpec": "lower",
+    "Link": "trace",
+    "MethodSpec": "trace",
     "export_program": "lower",
     "export_model": "methods",
 }

@@ -24,7 +24,7 @@ from ..delegate import artifact
 from ..delegate.artifact import Dim as ArtifactDim
 from ..delegate.artifact import MethodRecord, dtype_from_name
 from ..delegate.target import Target
-from .aot import UNBOUNDED, CompiledMethod
+from .records import UNBOUNDED, CompiledMethod
 
 _EDGE = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
 
@@ -94,9 +94,8 @@ def assemble(methods: Mapping[str, CompiledMethod], target: Target, export_id: s
 def _delegate_call(compiled: CompiledMethod, target: Target, export_id: str) -> ExportedProgram:
     record = compiled.record
     store = NamedDataStore()
-    store.add_named_data(record.code_key, compiled.code, alignment=1)
-    if record.extern_key:
-        store.add_named_data(record.extern_key, compiled.extern, alignment=1)
+    for key, data in compiled.named_data.items():
+        store.add_named_data(key, data, alignment=1)
     specs = [
         CompileSpec(artifact.SPEC_METHOD_NAME, record.method.encode()),
         CompileSpec(artifact.SPEC_TARGET, target.to_bytes()),

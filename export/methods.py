@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.export import Dim
 
 from ..delegate import artifact
 from ..delegate.errors import CheckpointError, ExportError
 from ..delegate.target import host_target
 from .limits import check_shapes
-from .lower import ExportReport, MethodSpec, export_program
-from .models import ModelConfig, Qwen3_5, build_on_meta
+from .lower import ExportReport, export_program
+from .models import Decoder, ModelConfig, Qwen3_5, build_on_meta
 from .progress import Progress
 from .quantization import Quantization
+from .trace import Chain, Link
 from .traffic import decode_bytes, kv_bytes_per_token
 from .weights import DummyWeights, QuantizedWeights, WeightSource, checkpoint_weights, float_shapes, hollow
 
@@ -91,25 +93,53 @@ def export_model(
         device=device,
         metadata=_metadata(config, folder, length, dtype, quant, network),
         value_ranges={"tokens": (0, config.vocab_size - 1), "input_pos": (0, length - 1)},
-        output_names=("logits",),
         extra_files=[folder / name for name in artifact.TOKENIZER_FILES if (folder / name).exists()],
         weights=QuantizedWeights(network, source, torch.device(device), hqq=quant is not None and quant.hqq),
         progress=progress,
     )
 
 
-def model_methods(network: Qwen3_5) -> dict[str, MethodSpec]:
-    """`prefill` with a symbolic number of tokens and `decode` with one, from one module."""
+class _Embedding(nn.Module):
+    """The first link of a model's chain, under the network's names."""
+
+    def __init__(self, network: Qwen3_5) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed_tokens, self.model.rotary = network.model.embed_tokens, network.model.rotary
+
+    def forward(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return Decoder.embed(self.model, tokens, input_pos)  # type: ignore[arg-type]
+
+
+class _Head(nn.Module):
+    """The last link of a model's chain, under the network's names."""
+
+    def __init__(self, network: Qwen3_5) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.norm, self.lm_head = network.model.norm, network.lm_head
+
+    def forward(self, x: Tensor, delta: Tensor) -> Tensor:
+        return Qwen3_5.head(self, x, delta)  # type: ignore[arg-type]
+
+
+def model_methods(network: Qwen3_5) -> dict[str, Chain]:
+    """`prefill` with a symbolic number of tokens and `decode` with one, from the same modules.
+
+    Chains, so that a kind of layer is traced and compiled once: a model of 40 layers takes as long as one of 4.
+    """
+    links = [Link(_Embedding(network), ("x", "delta", "cos", "sin"), "embedding")]
+    for index, layer in enumerate(network.model.layers):
+        links.append(Link(layer, ("x", "delta"), f"{layer.layer_type} layer", f"model.layers.{index}."))
+    links.append(Link(_Head(network), ("logits",), "head"))
     longest = network.build.max_chunk
-    tokens = Dim("T", min=2, max=longest)
+    length = Dim("T", min=2, max=longest)
     example = min(130, longest)
+    prefill = {"tokens": torch.zeros(1, example, dtype=torch.int64), "input_pos": torch.arange(example)}
+    decode = {"tokens": torch.zeros(1, 1, dtype=torch.int64), "input_pos": torch.zeros(1, dtype=torch.int64)}
     return {
-        "prefill": (
-            network,
-            (torch.zeros(1, example, dtype=torch.int64), torch.arange(example)),
-            ({1: tokens}, {0: tokens}),
-        ),
-        "decode": (network, (torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)), None),
+        "prefill": Chain(links, prefill, ("logits",), {"tokens": {1: length}, "input_pos": {0: length}}),
+        "decode": Chain(links, decode, ("logits",), {}),
     }
 
 

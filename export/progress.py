@@ -27,7 +27,7 @@ class Progress:
         stop = threading.Event()
         ticker = self._start_ticker(name, begin, stop)
         if not self._ticks:
-            self._write(f"  {name:<28} ")
+            self._write(f"  {name:<38} ")
         try:
             yield
         except BaseException:
@@ -47,7 +47,7 @@ class Progress:
 
         def tick() -> None:
             while not stop.wait(0.2):
-                self._write(f"\r  {name:<28} {time.perf_counter() - begin:6.1f} s ...")
+                self._write(f"\r  {name:<38} {time.perf_counter() - begin:6.1f} s ...")
 
         ticker = threading.Thread(target=tick, daemon=True)
         ticker.start()
@@ -64,7 +64,7 @@ class Progress:
         return self.stream is not None and self.stream.isatty()
 
     def _end(self, name: str, text: str) -> None:
-        self._write(f"\r  {name:<28} {text}\n" if self._ticks else f"{text}\n")
+        self._write(f"\r  {name:<38} {text}\n" if self._ticks else f"{text}\n")
 
     def _write(self, text: str) -> None:
         if self.stream is not None:

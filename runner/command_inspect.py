@@ -43,9 +43,12 @@ def describe(path: str) -> dict[str, Any]:
         methods[name] = {
             "inputs": [_tensor(spec) for spec in entry.inputs],
             "outputs": [_tensor(spec) for spec in entry.outputs],
-            "constants": len(record.constants),
-            "mutable_buffers": len(record.buffers),
-            "code_bytes": len(parsed.named_data.get(record.code_key, b"")),
+            "constants": len(set(record.constants.values())),
+            "mutable_buffers": len(set(record.buffers.values())),
+            "segments": len(record.segments),
+            "code_bytes": sum(
+                len(parsed.named_data.get(key, b"")) for key in {segment.code_key for segment in record.segments}
+            ),
         }
     buffers = {key: spec for entry in parsed.methods.values() for key, spec in entry.record.buffer_specs.items()}
     target = next(iter(parsed.methods.values())).target
@@ -82,7 +85,8 @@ def _as_text(data: dict[str, Any], top: int) -> str:
     lines += [f"file          {name}  {_size(size)}" for name, size in data["files"].items()]
     for name, method in data["methods"].items():
         lines.append(
-            f"method        {name}  code {_size(method['code_bytes'])}, {method['constants']} constants, "
+            f"method        {name}  {method['segments']} {'segment' if method['segments'] == 1 else 'segments'}, "
+            f"code {_size(method['code_bytes'])}, {method['constants']} constants, "
             f"{method['mutable_buffers']} mutable buffers"
         )
         for direction in ("inputs", "outputs"):

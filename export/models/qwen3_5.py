@@ -27,7 +27,10 @@ STACKED = {
 
 
 class DecoderLayer(nn.Module):
-    """x + mixer(norm(x)), then x + feed_forward(norm(x))."""
+    """x + mixer(norm(x)), then x + feed_forward(norm(x)).
+
+    The last addition is left to whoever comes next, who reads both: the compiler makes it one kernel with the norm there.
+    """
 
     def __init__(self, build: Build, layer_type: str) -> None:
         super().__init__()
@@ -41,11 +44,12 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layer_type = layer_type
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
+    def forward(self, x: Tensor, delta: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta is the input, [T, hidden]; so is the output. The others are a `Place`."""
         mixer = self.linear_attn if self.layer_type == "linear_attention" else self.self_attn
-        x = x + mixer(self.input_layernorm(x), place)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + delta
+        x = x + mixer(self.input_layernorm(x), Place(input_pos, cos, sin))
+        return x, self.mlp(self.post_attention_layernorm(x))
 
 
 class Decoder(nn.Module):
@@ -59,13 +63,11 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config)
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens [1, T], positions [T] -> the last position's hidden state, [1, hidden]."""
+    def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """tokens [1, T], positions [T] -> (x, delta, cos, sin) for the first layer."""
         x = self.embed_tokens(tokens[0])
-        place = self.rotary(positions)
-        for layer in self.layers:
-            x = layer(x, place)
-        return self.norm(x[-1:])
+        _, cos, sin = self.rotary(positions)
+        return x, torch.zeros_like(x), cos, sin
 
 
 class Qwen3_5(nn.Module):
@@ -85,7 +87,14 @@ class Qwen3_5(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor, input_pos: Tensor) -> Tensor:
-        return self.lm_head(self.model(tokens, input_pos)).float()
+        x, delta, cos, sin = self.model.embed(tokens, input_pos)
+        for layer in self.model.layers:
+            x, delta = layer(x, delta, input_pos, cos, sin)
+        return self.head(x, delta)
+
+    def head(self, x: Tensor, delta: Tensor) -> Tensor:
+        """What the last layer gives -> logits of the last position."""
+        return self.lm_head(self.model.norm(x[-1:] + delta[-1:])).float()
 
 
 def build_on_meta(

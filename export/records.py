@@ -1,0 +1,175 @@
+"""Traced methods and their code -> what the runtime needs to know of them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+from ..delegate.artifact import (
+    CODE_KEY_PREFIX,
+    EXTERN_KEY_PREFIX,
+    BufferSpec,
+    Dim,
+    MethodRecord,
+    Segment,
+    TensorSpec,
+    dtype_name,
+)
+from ..delegate.errors import ExportError
+from .aot import Code
+from .trace import Graph, TracedLink, TracedMethod
+
+# An unbounded dimension; 2**31 - 1 is what a FlatBuffers int32 size can say.
+UNBOUNDED = 2**31 - 1
+
+
+@dataclass
+class Constants:
+    """All tensors of an export, each under one key in `model.ptd`.
+
+    Attributes:
+        tensors: key -> the tensor, on the CPU; perhaps only its shape counts.
+        mutable: keys of the buffers that any method writes.
+        used: keys whose values the artifact must hold, filled as records are made.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    mutable: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
+    _keys: dict[tuple[Any, ...], str] = field(default_factory=dict)
+
+    def add(self, method: TracedMethod) -> None:
+        """Give each of the method's tensors its key. One that is known, from wherever, keeps the key that it has."""
+        for traced in method.links:
+            for name, tensor in traced.tensors.items():
+                identity = _identity(tensor)
+                key = self._keys.get(identity)
+                if key is None:
+                    key = traced.link.prefix + name
+                    key = key if key not in self.tensors else f"{method.name}.{key}"
+                    self._keys[identity] = key
+                    self.tensors[key] = tensor.detach()
+                if name in traced.graph.written:
+                    self.mutable.add(key)
+
+    def key(self, tensor: Tensor) -> str:
+        return self._keys[_identity(tensor)]
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+@dataclass(frozen=True)
+class CompiledMethod:
+    """A method's record, and the named data that it speaks of."""
+
+    record: MethodRecord
+    named_data: dict[str, bytes]
+
+
+def make_method(
+    method: TracedMethod,
+    codes: Mapping[str, Code],
+    constants: Constants,
+    value_ranges: Mapping[str, tuple[int, int]],
+) -> CompiledMethod:
+    """The record of a method whose links' code is `codes`, by kind."""
+    named_data: dict[str, bytes] = {}
+    segments = []
+    bound: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    numbers = {name: index for index, name in enumerate(method.inputs)}
+    count = len(numbers)
+    for index, traced in enumerate(method.links):
+        code = codes[traced.link.kind]
+        # Names in the code are those of the first link of the kind.
+        prefix = f"{index}/" if len(method.links) > 1 else ""
+        for in_code, key in _keys_of(traced, code, constants).items():
+            (buffers if key in constants.mutable else bound)[prefix + in_code] = key
+        digest = hashlib.sha256(code.library).hexdigest()
+        code_key = CODE_KEY_PREFIX + digest
+        named_data[code_key] = code.library
+        extern_key = f"{EXTERN_KEY_PREFIX}{digest}" if code.extern else ""
+        if extern_key:
+            named_data[extern_key] = code.extern
+        taken = tuple(numbers[name] for name in traced.inputs)
+        given = tuple(range(count, count + len(traced.link.outputs)))
+        count += len(given)
+        numbers |= dict(zip(traced.link.outputs, given, strict=True))
+        segments.append(Segment(code_key, digest, extern_key, prefix, taken, given))
+    constants.used |= set(bound.values())
+    specs = {key: _buffer_spec(key, constants) for key in sorted(set(buffers.values()))}
+    record = MethodRecord(
+        method=method.name,
+        inputs=tuple(_input_spec(method, name, value_ranges.get(name)) for name in method.inputs),
+        outputs=tuple(_output_spec(method, name) for name in method.outputs),
+        segments=tuple(segments),
+        results=tuple(numbers[name] for name in method.outputs),
+        constants=bound,
+        buffers=buffers,
+        buffer_specs=specs,
+    )
+    return CompiledMethod(record, named_data)
+
+
+def _keys_of(traced: TracedLink, code: Code, constants: Constants) -> dict[str, str]:
+    tensors = traced.tensors
+    return {in_code: constants.key(tensors[name]) for in_code, name in code.names.items()}
+
+
+def _buffer_spec(key: str, constants: Constants) -> BufferSpec:
+    tensor = constants.tensors[key]
+    initialised = bool(tensor.count_nonzero())
+    if initialised:
+        constants.used.add(key)
+    return BufferSpec(tuple(tensor.shape), dtype_name(tensor.dtype), initialised)
+
+
+def _input_spec(method: TracedMethod, name: str, bounds: tuple[int, int] | None) -> TensorSpec:
+    users = [traced for traced in method.links if name in traced.inputs]
+    if not users:
+        raise ExportError(f"method {method.name!r}: input {name!r} is not used by any of its modules")
+    graph = users[0].graph
+    value = list(graph.inputs.values())[users[0].inputs.index(name)]
+    return _tensor_spec(graph, name, value, bounds)
+
+
+def _output_spec(method: TracedMethod, name: str) -> TensorSpec:
+    maker = next(traced for traced in reversed(method.links) if name in traced.link.outputs)
+    value = maker.graph.outputs[maker.link.outputs.index(name)]
+    return _tensor_spec(maker.graph, name.removeprefix("result "), value)
+
+
+def _tensor_spec(graph: Graph, name: str, value: Any, bounds: tuple[int, int] | None = None) -> TensorSpec:
+    if not isinstance(value, Tensor):
+        raise ExportError(f"input or output {name!r} is a {type(value).__name__}; only tensors are supported")
+    return TensorSpec(name, dtype_name(value.dtype), tuple(_dim(graph, size) for size in value.shape), bounds)
+
+
+def _dim(graph: Graph, size: int | torch.SymInt) -> Dim:
+    if isinstance(size, int):
+        return Dim(size, size)
+    expression = size.node.expr
+    ranges = {
+        symbol: ValueRanges(graph.ranges[str(symbol)].lower, graph.ranges[str(symbol)].upper)
+        for symbol in expression.free_symbols
+        if str(symbol) in graph.ranges
+    }
+    bounds = bound_sympy(expression, ranges)
+    text = re.sub(r"\w+", lambda match: graph.symbols.get(match[0], match[0]), str(expression))
+    return Dim(_finite(bounds.lower, 0), _finite(bounds.upper, UNBOUNDED), text)
+
+
+def _finite(bound: Any, fallback: int) -> int:
+    try:
+        return min(int(bound), UNBOUNDED)
+    except (TypeError, OverflowError, ValueError):
+        return fallback
