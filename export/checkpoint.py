@@ -20,7 +20,7 @@ INDEX_FILE = "model.safetensors.index.json"
 # Tensors of a multimodal or speculative checkpoint that the text model does not have.
 _SKIPPED = re.compile(r"^(mtp\.|model\.visual\.|visual\.|model\.mtp\.)|rotary_emb\.inv_freq$")
 _EXPERT = re.compile(r"^(?P<layer>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class SafetensorsFolder:
@@ -142,7 +142,7 @@ class CheckpointWeights:
             return [name]
         if name in experts:
             return experts[name]
-        return [_EMBEDDING] if tied and name == _HEAD else [name]
+        return [EMBEDDING] if tied and name == _HEAD else [name]
 
     def _check_shapes(self, name: str, parts: list[str], expected: tuple[int, ...]) -> None:
         shapes = [self._source.shape(part) for part in parts]

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ..delegate.errors import CheckpointError
-from .checkpoint import CheckpointWeights
+from .checkpoint import EMBEDDING, CheckpointWeights
 from .models import Qwen3_5
 from .quantize import quantize_int4, quantize_int8
 
 _SCALE = "_scale"
+# Projections whose results are added to what goes from layer to layer.
+_ADDING = (".out_proj", ".o_proj", ".down_proj")
 
 
 class WeightSource(Protocol):
@@ -28,8 +30,10 @@ class WeightSource(Protocol):
 class DummyWeights:
     """Random weights of a network's shape, the same for the same seed and device kind; no checkpoint needed.
 
-    Matrices have a standard deviation of one over the root of their fan-in, so that activations and logits stay of order one
-    through any number of layers (an embedding too: it may be the head); norms and decays lie where trained ones do.
+    Matrices have a standard deviation of one over the root of their fan-in (an embedding too: it may be the head), so that
+    logits are of order one; norms and decays lie where trained ones do. What a layer adds to the embedding is small beside
+    it, together as large (the scaling of GPT-2): else rounding would grow from layer to layer until after 40 of them two
+    right computations had nothing in common.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype, seed: int = 0):
@@ -37,6 +41,9 @@ class DummyWeights:
         self._device = device
         self._dtype = dtype
         self._seed = seed
+        layers = sum(name.endswith(".input_layernorm.weight") for name in shapes)
+        # Two additions a layer, to elements of the embedding's size.
+        self._added = 1 / math.sqrt(max(1, 2 * layers) * shapes[EMBEDDING][-1])
 
     def read(self, name: str) -> Tensor:
         """The parameter, in its floating-point shape, on the device."""
@@ -52,7 +59,8 @@ class DummyWeights:
             return noise.mul_(0.1)
         if name.endswith("conv1d.weight"):
             return noise.mul_(0.5)
-        return noise.div_(math.sqrt(shape[-1]))
+        scale = 1 / math.sqrt(shape[-1])
+        return noise.mul_(scale * self._added if name.removesuffix(".weight").endswith(_ADDING) else scale)
 
 
 class QuantizedWeights(Mapping[str, Tensor]):
