@@ -48,7 +48,7 @@ def exported(pytestconfig: pytest.Config) -> Callable[[str, Callable[[Path], obj
         state.update(extra.encode())
         path = base / f"{name}-{state.hexdigest()[:16]}"
         if not path.exists():
-            for old in base.glob(f"{name}-*"):
+            for old in base.glob(f"{name}-" + "[0-9a-f]" * 16):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
             build(path)
         return path
