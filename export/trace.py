@@ -62,6 +62,7 @@ class Graph:
         written: names of the buffers that it writes.
         symbols: torch's symbol -> the name that its dimension has for people.
         ranges: torch's symbol -> the sizes that its dimension may have.
+        tensors: name -> parameter, buffer or constant as it was traced; compiling replaces those of `program`.
     """
 
     label: str
@@ -69,6 +70,7 @@ class Graph:
     written: frozenset[str]
     symbols: dict[str, str]
     ranges: dict[str, Any]
+    tensors: dict[str, Tensor]
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -96,9 +98,8 @@ class TracedLink:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The link's own tensors by the graph's names for them."""
-        own = {**_named_tensors(self.link.module)}
-        stored = {**self.graph.program.state_dict, **self.graph.program.constants}
-        return {name: own.get(name, value) for name, value in stored.items() if isinstance(value, Tensor)}
+        own = _named_tensors(self.link.module)
+        return {name: own.get(name, tensor) for name, tensor in self.graph.tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,11 @@ def _trace(label: str, where: str, module: nn.Module, example: tuple[Tensor, ...
         frozenset(written_buffers(where, program)),
         _symbol_names(program, dynamic_shapes),
         {str(symbol): bounds for symbol, bounds in program.range_constraints.items()},
+        {
+            name: value
+            for name, value in {**program.state_dict, **program.constants}.items()
+            if isinstance(value, Tensor)
+        },
     )
 
 
