@@ -61,11 +61,12 @@ class Container:
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         values: dict[int, torch.Tensor] = dict(enumerate(inputs))
         for segment, runner, done in zip(self.record.segments, self._runners, self._last_uses, strict=True):
-            results = runner.run([values[number] for number in segment.inputs])
+            taken = [values[number] for number in segment.inputs]
+            values.update(zip(segment.outputs, runner.run(taken), strict=True))
             # What nobody takes any more makes room for what comes.
+            del taken
             for number in done:
                 del values[number]
-            values.update(zip(segment.outputs, results, strict=True))
         return [values[number] for number in self.record.results]
 
     def close(self) -> None:
@@ -73,11 +74,11 @@ class Container:
 
 
 def _last_uses(record: MethodRecord) -> list[tuple[int, ...]]:
-    """By segment, the values that no later one takes and that the method does not return."""
+    """By segment, the values that it takes or gives, that no later one takes and that the method does not return."""
     done: list[tuple[int, ...]] = []
     needed = set(record.results)
     for segment in reversed(record.segments):
-        done.append(tuple(sorted(set(segment.inputs) - needed)))
+        done.append(tuple(sorted({*segment.inputs, *segment.outputs} - needed)))
         needed |= set(segment.inputs)
     return done[::-1]
 
@@ -95,10 +96,12 @@ def _unpack(method: str, segment: Segment, named_data: Mapping[str, memoryview],
         )
     with open(path, "wb") as file:
         file.write(code)
-    extern = named_data.get(segment.extern_key)
-    if extern is not None:
+    if segment.extern_key:
+        # Without the list the code would call through a null pointer.
+        if segment.extern_key not in named_data:
+            raise ArtifactError(f"{PROGRAM_FILE} lacks the list of operators that method {method!r} calls")
         with open(path.removesuffix(".so") + ".json", "wb") as file:
-            file.write(extern)
+            file.write(named_data[segment.extern_key])
 
 
 def _load_library(path: str, device: torch.device, method: str) -> Any:
