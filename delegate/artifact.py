@@ -166,12 +166,12 @@ class Segment:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Segment:
         return cls(
-            code_key=data["code_key"],
-            code_sha256=data["code_sha256"],
-            extern_key=data["extern_key"],
-            prefix=data["prefix"],
-            inputs=tuple(int(number) for number in data["inputs"]),
-            outputs=tuple(int(number) for number in data["outputs"]),
+            code_key=_text(data["code_key"]),
+            code_sha256=_text(data["code_sha256"]),
+            extern_key=_text(data["extern_key"]),
+            prefix=_text(data["prefix"]),
+            inputs=_numbers(data["inputs"]),
+            outputs=_numbers(data["outputs"]),
         )
 
 
@@ -207,34 +207,62 @@ class MethodRecord:
             raw = json.loads(data)
             _check_version(raw["version"])
             record = cls(
-                method=raw["method"],
+                method=_text(raw["method"]),
                 inputs=tuple(TensorSpec.from_json(item) for item in raw["inputs"]),
                 outputs=tuple(TensorSpec.from_json(item) for item in raw["outputs"]),
                 segments=tuple(Segment.from_json(item) for item in raw["segments"]),
-                results=tuple(int(number) for number in raw["results"]),
-                constants=raw["constants"],
-                buffers=raw["buffers"],
+                results=_numbers(raw["results"]),
+                constants=_names(raw["constants"]),
+                buffers=_names(raw["buffers"]),
                 buffer_specs={
-                    key: BufferSpec(tuple(item["shape"]), item["dtype"], item["initialised"])
+                    key: BufferSpec(_numbers(item["shape"]), _text(item["dtype"]), bool(item["initialised"]))
                     for key, item in raw["buffer_specs"].items()
                 },
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(f"a method's record in {PROGRAM_FILE} cannot be read: {error}") from error
-        record._check_values()
+        why = record._fault()
+        if why:
+            raise ArtifactError(f"the record of method {record.method!r} in {PROGRAM_FILE} is damaged: {why}")
         return record
 
-    def _check_values(self) -> None:
-        """Each value is given once, and before it is taken."""
+    def _fault(self) -> str:
+        """What is wrong with the chain, "" if nothing is: each value is given once, and before it is taken."""
+        if not self.segments:
+            return "it has no code"
         known = set(range(len(self.inputs)))
         for segment in self.segments:
-            if not known.issuperset(segment.inputs) or not known.isdisjoint(segment.outputs):
-                raise ArtifactError(
-                    f"the record of method {self.method!r} in {PROGRAM_FILE} is damaged: its values cross"
-                )
+            if not known.issuperset(segment.inputs):
+                return "a value is taken before it is given"
+            if len(known | set(segment.outputs)) != len(known) + len(segment.outputs):
+                return "a value is given twice"
             known |= set(segment.outputs)
-        if not known.issuperset(self.results) or len(self.results) != len(self.outputs) or not self.segments:
-            raise ArtifactError(f"the record of method {self.method!r} in {PROGRAM_FILE} is damaged: it lacks a result")
+        if not known.issuperset(self.results) or len(self.results) != len(self.outputs):
+            return "it lacks a result"
+        names = [*self.constants, *self.buffers]
+        if any(sum(name.startswith(segment.prefix) for segment in self.segments) != 1 for name in names):
+            return "a constant does not belong to one segment"
+        if not self.buffer_specs.keys() >= set(self.buffers.values()):
+            return "it lacks a buffer's shape"
+        return ""
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no string")
+    return value
+
+
+def _numbers(values: object) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(value) is not int for value in values):
+        raise TypeError(f"{values!r} is no list of numbers")
+    return tuple(values)
+
+
+def _names(data: object) -> dict[str, str]:
+    if not isinstance(data, dict):
+        raise TypeError(f"{data!r} is no table of names")
+    return {name: _text(key) for name, key in data.items()}
 
 
 def constant_digest(data: memoryview | bytes, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
