@@ -162,9 +162,9 @@ def test_code_that_is_no_library(recurrent_artifact: Path) -> None:
     path = recurrent_artifact / "model.pte"
     record = parse_program(map_file(path), path).methods["decode"].record
     junk = memoryview(b"\x7fELF" + b"\0" * 1000)
-    record = replace(record, code_sha256=hashlib.sha256(junk).hexdigest())
+    segment = replace(record.segments[0], code_sha256=hashlib.sha256(junk).hexdigest())
     with pytest.raises(ArtifactError, match="compiled code of method 'decode' cannot be loaded"):
-        Container(record, junk, None, torch.device("cpu"))
+        Container(replace(record, segments=(segment,)), {segment.code_key: junk}, torch.device("cpu"))
 
 
 def test_a_damaged_constant_names_itself(folder: Path) -> None:

@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from ostinato.delegate import ArtifactError, Dim, Target, TensorSpec
-from ostinato.delegate.artifact import MANIFEST_KEY, SCALAR_TYPES, BufferSpec, Manifest, MethodRecord
+from ostinato.delegate.artifact import (
+    FORMAT_VERSION,
+    MANIFEST_KEY,
+    SCALAR_TYPES,
+    BufferSpec,
+    Manifest,
+    MethodRecord,
+    Segment,
+)
 from ostinato.delegate.flatbuffer import Table, damaged, map_file
 from ostinato.delegate.ptd import ConstantsFile, parse_constants
 from ostinato.delegate.pte import parse_program
@@ -110,9 +118,11 @@ def test_program_of_an_export(recurrent_artifact: Path) -> None:
         assert (method.name, method.record.method) == (name, name)
         assert sorted(method.input_order) == [0, 1]
         assert method.output_order == (0,)
-        code = parsed.named_data[method.record.code_key]
+        (segment,) = method.record.segments
+        code = parsed.named_data[segment.code_key]
         assert bytes(code[:4]) == b"\x7fELF"
-        assert hashlib.sha256(code).hexdigest() == method.record.code_sha256
+        assert hashlib.sha256(code).hexdigest() == segment.code_sha256
+        assert (segment.prefix, segment.inputs, segment.outputs, method.record.results) == ("", (0, 1), (2,), (2,))
         assert set(method.record.constants.values()) == {"embed", "head"}
         assert set(method.record.buffers.values()) == {"cache", "total", "steps"}
         assert {key: spec.initialised for key, spec in method.record.buffer_specs.items()} == {
@@ -151,16 +161,20 @@ def test_a_vector_longer_than_the_file_costs_nothing(recurrent_artifact: Path, b
 
 RECORD = MethodRecord(
     method="decode",
-    code_key="ostinato.code.ab",
-    code_sha256="ab",
-    extern_key="",
     inputs=(
         TensorSpec("tokens", "int64", (Dim(1, 1), Dim(2, 31, "T")), (0, 10)),
         TensorSpec("x", "bfloat16", ()),
     ),
     outputs=(TensorSpec("logits", "float32", (Dim(1, 1), Dim(11, 11))),),
-    constants={"layers_0_weight": "layers.0.weight"},
-    buffers={"cache": "cache"},
+    # The first gives values 2 and 3, and each of the others takes what the one before gave.
+    segments=(
+        Segment("ostinato.code.ab", "ab", "", "0/", (0,), (2, 3)),
+        Segment("ostinato.code.cd", "cd", "ostinato.extern.cd", "1/", (3, 1), (4,)),
+        Segment("ostinato.code.cd", "cd", "ostinato.extern.cd", "10/", (4, 2), (5,)),
+    ),
+    results=(5,),
+    constants={"1/weight": "layers.0.weight", "10/weight": "layers.1.weight"},
+    buffers={"0/cache": "cache"},
     buffer_specs={"cache": BufferSpec((32, 6), "float32", True)},
 )
 
@@ -190,9 +204,9 @@ def test_no_record_at_all(data: bytes) -> None:
 
 
 def test_records_of_another_version_say_so() -> None:
-    with pytest.raises(ArtifactError, match="format version 99, this runtime reads version 1"):
+    with pytest.raises(ArtifactError, match=f"format version 99, this runtime reads version {FORMAT_VERSION}"):
         MethodRecord.from_bytes(replace(RECORD, version=99).to_bytes())
-    with pytest.raises(ArtifactError, match="format version 99, this runtime reads version 1"):
+    with pytest.raises(ArtifactError, match=f"format version 99, this runtime reads version {FORMAT_VERSION}"):
         Manifest.from_bytes(Manifest("id", "sha", {}, version=99).to_bytes())
 
 

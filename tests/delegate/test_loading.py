@@ -55,11 +55,10 @@ def record_of(constants: dict[str, Tensor], method: str = "decode") -> MethodRec
     names = {key.replace(".", "_"): key for key in constants if key != STATE}
     return MethodRecord(
         method=method,
-        code_key="",
-        code_sha256="",
-        extern_key="",
         inputs=(),
         outputs=(),
+        segments=(),
+        results=(),
         constants=names | {"alias": "scalar"},
         buffers={"state": STATE, "cache": "cache"},
         buffer_specs={STATE: BufferSpec((3,), "float32", True), "cache": BufferSpec((4, 2), "float32", False)},
