@@ -145,23 +145,31 @@ def _trace_chain(name: str, chain: Chain) -> TracedMethod:
     examples: dict[str, Tensor] = dict(chain.inputs)
     dims: dict[str, dict[int, Any]] = {key: dict(value) for key, value in chain.dynamic_shapes.items()}
     lengths = {dim.__name__: dim for value in dims.values() for dim in value.values()}
-    graphs: dict[str, tuple[Graph, Link]] = {}
+    taken = [tuple(inspect.signature(link.module.forward).parameters) for link in chain.links]
+    graphs: dict[str, tuple[Graph, Link, Any]] = {}
     traced = []
-    for link in chain.links:
-        taken = tuple(inspect.signature(link.module.forward).parameters)
-        unknown = [argument for argument in taken if argument not in examples]
+    for index, (link, names) in enumerate(zip(chain.links, taken, strict=True)):
+        where = f"method {name!r}, {link.kind}"
+        unknown = [argument for argument in names if argument not in examples]
         if unknown:
-            raise ExportError(f"method {name!r}: {link.kind} takes {', '.join(unknown)}, which nothing before it gives")
+            raise ExportError(f"{where}: it takes {', '.join(unknown)}, which nothing before it gives")
+        example = tuple(examples[argument] for argument in names)
+        shapes = tuple(dims.get(argument, {}) for argument in names)
+        takes = [(tensor.shape, tensor.dtype, shape) for tensor, shape in zip(example, shapes, strict=True)]
         if link.kind not in graphs:
-            shapes = tuple(dims.get(argument, {}) for argument in taken)
-            example = tuple(examples[argument] for argument in taken)
-            where = f"method {name!r}, {link.kind}"
-            graphs[link.kind] = (_trace(f"{name} {link.kind}", where, link.module, example, shapes), link)
-        graph, first = graphs[link.kind]
-        _check_alike(name, first, link)
+            graphs[link.kind] = (_trace(f"{name} {link.kind}", where, link.module, example, shapes), link, takes)
+        graph, first, first_takes = graphs[link.kind]
+        _check_alike(name, first, link, first_takes == takes)
+        _check_output_names(where, link, graph)
+        handed_on = {argument for later in taken[index + 1 :] for argument in later}
         for output, value in zip(link.outputs, graph.outputs, strict=True):
-            examples[output], dims[output] = _example_of(name, output, value, graph, lengths)
-        traced.append(TracedLink(link, graph, taken))
+            if output in handed_on:
+                examples[output], dims[output] = _example_of(name, output, value, graph, lengths)
+        traced.append(TracedLink(link, graph, names))
+    given = {output for link in chain.links for output in link.outputs}
+    missing = [output for output in chain.outputs if output not in given]
+    if missing or not chain.links:
+        raise ExportError(f"method {name!r}: no module gives {', '.join(missing) or 'anything'}")
     return TracedMethod(name, tuple(traced), tuple(chain.inputs), chain.outputs)
 
 
@@ -226,11 +234,19 @@ def _symbol_names(program: ExportedProgram, dynamic_shapes: Any) -> dict[str, st
     return names
 
 
-def _check_alike(method: str, first: Link, link: Link) -> None:
+def _check_output_names(where: str, link: Link, graph: Graph) -> None:
+    if len(link.outputs) != len(graph.outputs):
+        raise ExportError(
+            f"{where}: it returns {len(graph.outputs)} tensors, and has {len(link.outputs)} names for them"
+        )
+
+
+def _check_alike(method: str, first: Link, link: Link, same_inputs: bool) -> None:
     def layout(module: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
         return {name: (tensor.shape, tensor.dtype) for name, tensor in _named_tensors(module).items()}
 
-    if type(first.module) is not type(link.module) or layout(first.module) != layout(link.module):
+    same_modules = type(first.module) is type(link.module) and layout(first.module) == layout(link.module)
+    if not same_modules or not same_inputs:
         raise ExportError(
             f"method {method!r}: {link.prefix or link.kind} and {first.prefix or first.kind} are of one kind, {link.kind!r}, "
             "but not alike: give them kinds of their own"
@@ -248,6 +264,9 @@ def _example_of(
     method: str, name: str, value: Any, graph: Graph, lengths: Mapping[str, Dim]
 ) -> tuple[Tensor, dict[int, Any]]:
     """An example of what a link hands on, and its dynamic dimensions."""
+    # Code reads its inputs as they were laid out when it was traced, and checks nothing.
+    if not value.is_contiguous():
+        raise ExportError(f"method {method!r}: {name!r} is handed on, and not contiguous: return `.contiguous()` of it")
     sizes, dims = [], {}
     for index, size in enumerate(value.shape):
         if isinstance(size, torch.SymInt):
