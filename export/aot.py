@@ -124,9 +124,11 @@ def _name_constants(program: ExportedProgram, module: torch.nn.Module) -> None:
     """
     buffers = dict(module.named_buffers())
     for name, tensor in program.constants.items():
-        if isinstance(tensor, torch.Tensor) and "." not in name and name not in buffers:
-            delattr(module, name)
-            module.register_buffer(name, tensor)
+        if isinstance(tensor, torch.Tensor) and name not in buffers:
+            parent, _, attribute = name.rpartition(".")
+            owner = module.get_submodule(parent)
+            delattr(owner, attribute)
+            owner.register_buffer(attribute, tensor)
 
 
 def _constant_names(library: Path, device: str) -> dict[str, str]:
