@@ -99,7 +99,10 @@ class TracedLink:
     def tensors(self) -> dict[str, Tensor]:
         """The link's own tensors by the graph's names for them."""
         own = _named_tensors(self.link.module)
-        return {name: own.get(name, tensor) for name, tensor in self.graph.tensors.items()}
+        return {
+            name: own[name] if name in own else _attribute(self.link.module, name, tensor)
+            for name, tensor in self.graph.tensors.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,8 @@ def _trace_chain(name: str, chain: Chain) -> TracedMethod:
     dims: dict[str, dict[int, Any]] = {key: dict(value) for key, value in chain.dynamic_shapes.items()}
     lengths = {dim.__name__: dim for value in dims.values() for dim in value.values()}
     taken = [tuple(inspect.signature(link.module.forward).parameters) for link in chain.links]
-    graphs: dict[str, tuple[Graph, Link, Any]] = {}
-    traced = []
+    firsts: dict[str, tuple[TracedLink, Any]] = {}
+    traced_links = []
     for index, (link, names) in enumerate(zip(chain.links, taken, strict=True)):
         where = f"method {name!r}, {link.kind}"
         unknown = [argument for argument in names if argument not in examples]
@@ -156,21 +159,24 @@ def _trace_chain(name: str, chain: Chain) -> TracedMethod:
         example = tuple(examples[argument] for argument in names)
         shapes = tuple(dims.get(argument, {}) for argument in names)
         takes = [(tensor.shape, tensor.dtype, shape) for tensor, shape in zip(example, shapes, strict=True)]
-        if link.kind not in graphs:
-            graphs[link.kind] = (_trace(f"{name} {link.kind}", where, link.module, example, shapes), link, takes)
-        graph, first, first_takes = graphs[link.kind]
-        _check_alike(name, first, link, first_takes == takes)
+        if link.kind not in firsts:
+            graph = _trace(f"{name} {link.kind}", where, link.module, example, shapes)
+            firsts[link.kind] = TracedLink(link, graph, names), takes
+        first, first_takes = firsts[link.kind]
+        graph = first.graph
+        traced = TracedLink(link, graph, names)
+        _check_alike(name, first, traced, first_takes == takes)
         _check_output_names(where, link, graph)
         handed_on = {argument for later in taken[index + 1 :] for argument in later}
         for output, value in zip(link.outputs, graph.outputs, strict=True):
             if output in handed_on:
                 examples[output], dims[output] = _example_of(name, output, value, graph, lengths)
-        traced.append(TracedLink(link, graph, names))
+        traced_links.append(traced)
     given = {output for link in chain.links for output in link.outputs}
     missing = [output for output in chain.outputs if output not in given]
     if missing or not chain.links:
         raise ExportError(f"method {name!r}: no module gives {', '.join(missing) or 'anything'}")
-    return TracedMethod(name, tuple(traced), tuple(chain.inputs), chain.outputs)
+    return TracedMethod(name, tuple(traced_links), tuple(chain.inputs), chain.outputs)
 
 
 def _trace(label: str, where: str, module: nn.Module, example: tuple[Tensor, ...], dynamic_shapes: Any) -> Graph:
@@ -241,16 +247,26 @@ def _check_output_names(where: str, link: Link, graph: Graph) -> None:
         )
 
 
-def _check_alike(method: str, first: Link, link: Link, same_inputs: bool) -> None:
-    def layout(module: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        return {name: (tensor.shape, tensor.dtype) for name, tensor in _named_tensors(module).items()}
+def _check_alike(method: str, first_traced: TracedLink, traced: TracedLink, same_inputs: bool) -> None:
+    def layout(traced: TracedLink) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        tensors = {**_named_tensors(traced.link.module), **traced.tensors}
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
-    same_modules = type(first.module) is type(link.module) and layout(first.module) == layout(link.module)
+    first, link = first_traced.link, traced.link
+    same_modules = type(first.module) is type(link.module) and layout(first_traced) == layout(traced)
     if not same_modules or not same_inputs:
         raise ExportError(
             f"method {method!r}: {link.prefix or link.kind} and {first.prefix or first.kind} are of one kind, {link.kind!r}, "
             "but not alike: give them kinds of their own"
         )
+
+
+def _attribute(module: nn.Module, name: str, default: Tensor) -> Tensor:
+    """A tensor that is a plain attribute of the module, or `default`, one that the tracer made."""
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, Tensor) else default
 
 
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
