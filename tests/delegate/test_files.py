@@ -6,6 +6,7 @@ import hashlib
 import json
 import struct
 import tracemalloc
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,74 @@ def test_a_record_lacks_a_field(key: str) -> None:
     del data[key]
     with pytest.raises(ArtifactError, match="record"):
         MethodRecord.from_bytes(json.dumps(data).encode())
+
+
+def changed(path: Sequence[str | int], value: object) -> bytes:
+    """RECORD's bytes with another value in one place."""
+    data: Any = json.loads(RECORD.to_bytes())
+    place = data
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return json.dumps(data).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    (
+        (("segments",), [], "it has no code"),
+        (("segments", 0, "inputs"), [2], "a value is taken before it is given"),
+        (("segments", 1, "inputs"), [5, 1], "a value is taken before it is given"),
+        (("segments", 1, "inputs"), [-1], "a value is taken before it is given"),
+        (("segments", 0, "outputs"), [3], "a value is taken before it is given"),
+        (("segments", 0, "outputs"), [1, 3], "a value is given twice"),
+        (("segments", 0, "outputs"), [2, 3, 3], "a value is given twice"),
+        (("segments", 2, "outputs"), [4, 5], "a value is given twice"),
+        (("segments", 2, "outputs"), [], "it lacks a result"),
+        (("results",), [6], "it lacks a result"),
+        (("results",), [], "it lacks a result"),
+        (("results",), [5, 4], "it lacks a result"),
+        (("segments", 1, "prefix"), "2/", "a constant does not belong to one segment"),
+        (("segments", 0, "prefix"), "", "a constant does not belong to one segment"),
+        (("constants",), {"weight": "layers.0.weight"}, "a constant does not belong to one segment"),
+        (("buffers",), {"0/cache": "other"}, "it lacks a buffer's shape"),
+    ),
+    ids=str,
+)
+def test_a_record_whose_chain_does_not_hold(path: Sequence[str | int], value: object, why: str) -> None:
+    with pytest.raises(ArtifactError, match=rf"record of method 'decode' in model\.pte is damaged: {why}"):
+        MethodRecord.from_bytes(changed(path, value))
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, 0.5, "x", True, {}, {"a": 3}, [None], ["0"], [0.0], [[0]], [True], [{}]], ids=str
+)
+@pytest.mark.parametrize(
+    "path",
+    (
+        ("method",),
+        ("segments",),
+        ("segments", 0),
+        ("segments", 1, "code_key"),
+        ("segments", 1, "code_sha256"),
+        ("segments", 1, "extern_key"),
+        ("segments", 1, "prefix"),
+        ("segments", 1, "inputs"),
+        ("segments", 1, "outputs"),
+        ("results",),
+        ("constants",),
+        ("buffers",),
+        ("buffer_specs", "cache", "shape"),
+    ),
+    ids=str,
+)
+def test_a_record_of_wrong_types(path: tuple[str | int, ...], value: object) -> None:
+    if isinstance(value, str) and path[-1] in {"method", "code_key", "code_sha256", "extern_key"}:
+        pytest.skip("any text will do")
+    if value == {} and path[-1] in {"constants", "buffers"}:
+        pytest.skip("a method may have none")
+    with pytest.raises(ArtifactError, match="record"):
+        MethodRecord.from_bytes(changed(path, value))
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe"])

@@ -1,0 +1,306 @@
+"""A method whose code is a chain: three layers of one kind, each with weights and state of its own, compiled once."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ostinato.delegate import ArtifactError, Dim, Method, Program, aoti, load_program
+from ostinato.delegate.aoti import Container
+from ostinato.delegate.artifact import MethodRecord
+from ostinato.delegate.files import artifact_paths, open_artifact
+
+CPU = torch.device("cpu")
+WIDTH = 4
+# Longest first: a shorter call after it must not see what the longer one left.
+LENGTHS = (5, 2, 8, 3, 2)
+STATE = ("state", "steps")
+CONSTANTS = ("bias", "shift", "weight")
+
+
+class Layer(nn.Module):
+    """`forward(x [T, WIDTH], seen [1]) -> (x, seen)`: all that a link may hold, with a value of its own in each layer.
+
+    A parameter, a plain attribute that is a tensor, a constant that is not contiguous, state that starts as zeros and state
+    that does not, and a table made in `forward`, which is the same for all.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(index)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
+        self.register_buffer("bias", torch.randn(WIDTH, WIDTH, generator=generator).t())
+        self.shift = torch.full((WIDTH,), index + 0.5)
+        self.register_buffer("state", torch.zeros(WIDTH))
+        self.register_buffer("steps", torch.full((1,), 10 * index + 1))
+        self.eval().requires_grad_(False)
+
+    def forward(self, x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        self.state.mul_(0.5).add_(x.sum(0))
+        self.steps.add_(x.shape[0])
+        table = torch.tensor([0.25, 0.5, -0.25, -0.5])
+        y = x @ self.weight + self.bias[1] + self.shift * table + self.state
+        return y.sin(), seen + self.steps
+
+
+class Stack(nn.Module):
+    """The same layers as one module."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x, seen = layer(x, seen)
+        return x, seen
+
+
+def layers() -> list[Layer]:
+    return [Layer(index) for index in range(3)]
+
+
+def step_inputs(index: int) -> tuple[Tensor, Tensor]:
+    length = LENGTHS[index % len(LENGTHS)]
+    x = torch.randn(length, WIDTH, generator=torch.Generator().manual_seed(100 + index))
+    return x, torch.tensor([index])
+
+
+@pytest.fixture(scope="module")
+def artifact(exported: Callable[..., Path]) -> Path:
+    """`step`, a chain of three links, and `whole`, the same layers as one module for two tokens."""
+    from ostinato.export import Chain, Link, export_program
+
+    def build(path: Path) -> None:
+        stack = layers()
+        links = [Link(layer, ("x", "seen"), "layer", prefix=f"layers.{index}.") for index, layer in enumerate(stack)]
+        inputs = {"x": torch.randn(5, WIDTH), "seen": torch.zeros(1, dtype=torch.int64)}
+        length = torch.export.Dim("T", min=2, max=8)
+        chain = Chain(links, inputs, ("seen", "x"), {"x": {0: length}})
+        whole = (Stack(stack), (torch.randn(2, WIDTH), torch.zeros(1, dtype=torch.int64)), None)
+        export_program({"step": chain, "whole": whole}, path, value_ranges={"seen": (0, 99)})
+
+    return exported("chain", build, inspect.getsource(Layer) + inspect.getsource(build))
+
+
+@pytest.fixture
+def record(artifact: Path) -> MethodRecord:
+    return open_artifact(*artifact_paths(artifact))[0].methods["step"].record
+
+
+@pytest.fixture
+def named_data(artifact: Path) -> dict[str, memoryview]:
+    return dict(open_artifact(*artifact_paths(artifact))[0].named_data)
+
+
+def check_steps(method: Method, eager: Stack, indices: range) -> None:
+    for index in indices:
+        seen, x = method.execute(step_inputs(index))
+        expected, expected_seen = eager(*step_inputs(index))
+        torch.testing.assert_close(x, expected)
+        assert torch.equal(seen, expected_seen), index
+
+
+def check_state(program: Program, eager: Stack) -> None:
+    expected = dict(eager.named_buffers())
+    for key, tensor in program.mutable_buffers.items():
+        torch.testing.assert_close(tensor, expected[key])
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_sharing_across_methods": False}], ids=["shared", "private"])
+def test_several_steps_equal_eager(artifact: Path, options: dict[str, Any]) -> None:
+    eager = Stack(layers())
+    with load_program(artifact) as program:
+        step = program.load_method("step", options)
+        check_steps(step, eager, range(7))
+        check_state(program, eager)
+        program.reset()
+        check_steps(step, Stack(layers()), range(4))
+
+
+def test_replayed_steps_equal_eager(artifact: Path) -> None:
+    """Graphs are for calls of one shape."""
+    eager = Stack(layers())
+    with load_program(artifact) as program:
+        step = program.load_method("step", {"enable_cuda_graph_for_method": "step"})
+        for index in range(8):
+            inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(index)), torch.tensor([index])
+            seen, x = step.execute(inputs)
+            torch.testing.assert_close((x, seen), eager(*inputs))
+        check_state(program, eager)
+        assert (step.stats.captures, step.stats.fallbacks, step.stats.phase) == (1, 0, "replay")
+
+
+def test_a_chain_and_a_module_share_their_state(artifact: Path) -> None:
+    eager = Stack(layers())
+    with load_program(artifact) as program:
+        step, whole = program.load_method("step"), program.load_method("whole")
+        assert program.stats.shared == 9
+        for index in range(4):
+            check_steps(step, eager, range(index, index + 1))
+            x, seen = torch.full((2, WIDTH), 0.1 * index), torch.tensor([index])
+            torch.testing.assert_close(whole.execute((x, seen)), eager(x, seen))
+        check_state(program, eager)
+
+
+def test_names_of_constants_and_state(artifact: Path, record: MethodRecord) -> None:
+    """Each link's under its prefix, and what no link has to itself once."""
+    file = open_artifact(*artifact_paths(artifact))[1]
+    own = {f"layers.{index}.{name}" for index in range(3) for name in CONSTANTS}
+    (table,) = set(record.constants.values()) - own
+    assert own < set(record.constants.values())
+    assert len(record.constants) == 3 * len(record.segments) + 3
+    assert set(record.buffers.values()) == set(record.buffer_specs)
+    assert set(record.buffers.values()) == {f"layers.{index}.{name}" for index in range(3) for name in STATE}
+    initialised = {key for key, spec in record.buffer_specs.items() if spec.initialised}
+    assert initialised == {f"layers.{index}.steps" for index in range(3)}
+    # `whole` has three tables of its own.
+    assert len(set(file.entries) - (own | initialised | {table})) == 3
+    for index, layer in enumerate(layers()):
+        for name in (*CONSTANTS, "steps"):
+            assert torch.equal(file.entries[f"layers.{index}.{name}"].tensor(), getattr(layer, name)), (index, name)
+        for name, key in {**record.constants, **record.buffers}.items():
+            if key.startswith(f"layers.{index}."):
+                assert name.startswith(record.segments[index].prefix)
+
+
+def test_the_record_of_a_chain(record: MethodRecord) -> None:
+    assert [(spec.name, spec.shape_text) for spec in record.inputs] == [("x", "[T=2..8, 4]"), ("seen", "[1]")]
+    assert [(spec.name, spec.shape_text) for spec in record.outputs] == [("seen", "[1]"), ("x", "[T=2..8, 4]")]
+    assert record.outputs[1].shape[0] == Dim(2, 8, "T") and record.inputs[1].value_range == (0, 99)
+    assert [segment.inputs for segment in record.segments] == [(0, 1), (2, 3), (4, 5)]
+    assert [segment.outputs for segment in record.segments] == [(2, 3), (4, 5), (6, 7)]
+    assert record.results == (7, 6)
+    assert len({segment.prefix for segment in record.segments}) == 3
+
+
+def test_one_library_serves_three_segments(
+    record: MethodRecord, named_data: dict[str, memoryview], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths: list[str] = []
+    load = aoti.container_runner
+
+    def remember(path: str, device: torch.device) -> Any:
+        paths.append(path)
+        return load(path, device)
+
+    monkeypatch.setattr(aoti, "container_runner", remember)
+    Container(record, named_data, CPU)
+    assert len(paths) == 3 and len(set(paths)) == 1
+    assert len({segment.code_key for segment in record.segments}) == 1
+    # The library of `step`, and that of `whole`.
+    assert sum(bytes(data[:4]) == b"\x7fELF" for data in named_data.values()) == 2
+
+
+def last(record: MethodRecord, **changes: Any) -> MethodRecord:
+    """The record with another last segment."""
+    return replace(record, segments=(*record.segments[:-1], replace(record.segments[-1], **changes)))
+
+
+def test_missing_and_damaged_code(record: MethodRecord, named_data: dict[str, memoryview]) -> None:
+    key = record.segments[0].code_key
+    with pytest.raises(ArtifactError, match=r"model\.pte lacks the compiled code of method 'step'"):
+        Container(record, {k: data for k, data in named_data.items() if k != key}, CPU)
+    damaged = bytearray(named_data[key])
+    damaged[5000] ^= 4
+    with pytest.raises(ArtifactError, match=r"compiled code of method 'step' in model\.pte is damaged: SHA-256"):
+        Container(record, {**named_data, key: memoryview(damaged)}, CPU)
+    junk = memoryview(b"\x7fELF" + b"\0" * 1000)
+    hashed = replace(record.segments[0], code_sha256=hashlib.sha256(junk).hexdigest())
+    with pytest.raises(ArtifactError, match="compiled code of method 'step' cannot be loaded"):
+        Container(replace(record, segments=(hashed,)), {key: junk}, CPU)
+
+
+def test_one_segment_of_many_lacks_its_code(record: MethodRecord, named_data: dict[str, memoryview]) -> None:
+    with pytest.raises(ArtifactError, match="lacks the compiled code of method 'step'"):
+        Container(last(record, code_key="ostinato.code.other"), named_data, CPU)
+    with pytest.raises(ArtifactError, match="lacks the list of operators that method 'step' calls"):
+        other = {"ostinato.code.other": named_data[record.segments[0].code_key]}
+        Container(
+            last(record, code_key="ostinato.code.other", extern_key="ostinato.extern.other"), named_data | other, CPU
+        )
+    damaged = bytearray(named_data[record.segments[0].code_key])
+    damaged[5000] ^= 4
+    with pytest.raises(ArtifactError, match=r"compiled code of method 'step' in model\.pte is damaged"):
+        Container(
+            last(record, code_key="ostinato.code.other"),
+            {**named_data, "ostinato.code.other": memoryview(damaged)},
+            CPU,
+        )
+
+
+class Watched:
+    """A segment's container that remembers what it gave, and whether what all others gave was alive when it was called."""
+
+    def __init__(self, runner: Any, given: list[list[StorageWeakRef]], alive: list[list[list[bool]]]) -> None:
+        self._runner, self._given, self._alive = runner, given, alive
+
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        self._alive.append([[not storage.expired() for storage in storages] for storages in self._given])
+        outputs: list[Tensor] = self._runner.run(inputs)
+        self._given.append([StorageWeakRef(tensor.untyped_storage()) for tensor in outputs])
+        return outputs
+
+
+def watch(method: Method) -> tuple[list[list[StorageWeakRef]], list[list[list[bool]]]]:
+    given: list[list[StorageWeakRef]] = []
+    alive: list[list[list[bool]]] = []
+    assert method._container is not None
+    runners = method._container._runners
+    method._container._runners = [Watched(runner, given, alive) for runner in runners]
+    return given, alive
+
+
+def test_intermediate_values_are_freed_when_nobody_takes_them(artifact: Path) -> None:
+    with load_program(artifact) as program:
+        step = program.load_method("step")
+        given, alive = watch(step)
+        results = step.execute(step_inputs(0))
+        assert alive == [[], [[True, True]], [[False, False], [True, True]]]
+        assert [[storage.expired() for storage in storages] for storages in given] == [
+            [True, True],
+            [True, True],
+            [False, False],
+        ]
+        torch.testing.assert_close((results[1], results[0]), Stack(layers())(*step_inputs(0)))
+
+
+def test_a_value_that_nobody_takes_is_freed_at_once(record: MethodRecord, artifact: Path) -> None:
+    with load_program(artifact) as program:
+        step = program.load_method("step")
+        container = step._container
+        assert container is not None
+        first, second, third = record.segments
+        # The second link takes the method's own `seen`, and the third its `x` as well.
+        container.record = replace(
+            record,
+            segments=(first, replace(second, inputs=(2, 1)), replace(third, inputs=(0, 5))),
+            results=(7, 6, 2),
+        )
+        container._last_uses = aoti._last_uses(container.record)
+        assert container._last_uses == [(3,), (1, 4), (0, 5)]
+        _, alive = watch(step)
+        x, seen = step_inputs(0)
+        _, _, kept = container.run([x, seen])
+        assert alive == [[], [[True, False]], [[True, False], [False, True]]]
+        assert kept.shape == x.shape
+
+
+def test_closing_lets_all_containers_go(artifact: Path) -> None:
+    with load_program(artifact) as program:
+        step = program.load_method("step")
+        container = step._container
+        assert container is not None and len(container._runners) == 3
+        step.close()
+        assert not container._runners
+        assert program.stats.constants == 0
+        check_steps(program.load_method("step"), Stack(layers()), range(2))
