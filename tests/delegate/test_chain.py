@@ -19,7 +19,6 @@ from ostinato.delegate.aoti import Container
 from ostinato.delegate.artifact import MethodRecord
 from ostinato.delegate.files import artifact_paths, open_artifact
 
-CPU = torch.device("cpu")
 WIDTH = 4
 # Longest first: a shorter call after it must not see what the longer one left.
 LENGTHS = (5, 2, 8, 3, 2)
@@ -75,8 +74,13 @@ def step_inputs(index: int) -> tuple[Tensor, Tensor]:
     return x, torch.tensor([index])
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param, 0 if request.param == "cuda" else None)
+
+
 @pytest.fixture(scope="module")
-def artifact(exported: Callable[..., Path]) -> Path:
+def artifact(exported: Callable[..., Path], device: torch.device) -> Path:
     """`step`, a chain of three links, and `whole`, the same layers as one module for two tokens."""
     from ostinato.export import Chain, Link, export_program
 
@@ -87,9 +91,9 @@ def artifact(exported: Callable[..., Path]) -> Path:
         length = torch.export.Dim("T", min=2, max=8)
         chain = Chain(links, inputs, ("seen", "x"), {"x": {0: length}})
         whole = (Stack(stack), (torch.randn(2, WIDTH), torch.zeros(1, dtype=torch.int64)), None)
-        export_program({"step": chain, "whole": whole}, path, value_ranges={"seen": (0, 99)})
+        export_program({"step": chain, "whole": whole}, path, device=device.type, value_ranges={"seen": (0, 99)})
 
-    return exported("chain", build, inspect.getsource(Layer) + inspect.getsource(build))
+    return exported(f"chain-{device.type}", build, inspect.getsource(Layer) + inspect.getsource(build))
 
 
 @pytest.fixture
@@ -113,7 +117,7 @@ def check_steps(method: Method, eager: Stack, indices: range) -> None:
 def check_state(program: Program, eager: Stack) -> None:
     expected = dict(eager.named_buffers())
     for key, tensor in program.mutable_buffers.items():
-        torch.testing.assert_close(tensor, expected[key])
+        torch.testing.assert_close(tensor.cpu(), expected[key])
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_sharing_across_methods": False}], ids=["shared", "private"])
@@ -184,7 +188,7 @@ def test_the_record_of_a_chain(record: MethodRecord) -> None:
 
 
 def test_one_library_serves_three_segments(
-    record: MethodRecord, named_data: dict[str, memoryview], monkeypatch: pytest.MonkeyPatch
+    record: MethodRecord, named_data: dict[str, memoryview], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths: list[str] = []
     load = aoti.container_runner
@@ -194,7 +198,7 @@ def test_one_library_serves_three_segments(
         return load(path, device)
 
     monkeypatch.setattr(aoti, "container_runner", remember)
-    Container(record, named_data, CPU)
+    Container(record, named_data, device)
     assert len(paths) == 3 and len(set(paths)) == 1
     assert len({segment.code_key for segment in record.segments}) == 1
     # The library of `step`, and that of `whole`.
@@ -206,27 +210,31 @@ def last(record: MethodRecord, **changes: Any) -> MethodRecord:
     return replace(record, segments=(*record.segments[:-1], replace(record.segments[-1], **changes)))
 
 
-def test_missing_and_damaged_code(record: MethodRecord, named_data: dict[str, memoryview]) -> None:
+def test_missing_and_damaged_code(
+    record: MethodRecord, named_data: dict[str, memoryview], device: torch.device
+) -> None:
     key = record.segments[0].code_key
     with pytest.raises(ArtifactError, match=r"model\.pte lacks the compiled code of method 'step'"):
-        Container(record, {k: data for k, data in named_data.items() if k != key}, CPU)
+        Container(record, {k: data for k, data in named_data.items() if k != key}, device)
     damaged = bytearray(named_data[key])
     damaged[5000] ^= 4
     with pytest.raises(ArtifactError, match=r"compiled code of method 'step' in model\.pte is damaged: SHA-256"):
-        Container(record, {**named_data, key: memoryview(damaged)}, CPU)
+        Container(record, {**named_data, key: memoryview(damaged)}, device)
     junk = memoryview(b"\x7fELF" + b"\0" * 1000)
     hashed = replace(record.segments[0], code_sha256=hashlib.sha256(junk).hexdigest())
     with pytest.raises(ArtifactError, match="compiled code of method 'step' cannot be loaded"):
-        Container(replace(record, segments=(hashed,)), {key: junk}, CPU)
+        Container(replace(record, segments=(hashed,)), {key: junk}, device)
 
 
-def test_one_segment_of_many_lacks_its_code(record: MethodRecord, named_data: dict[str, memoryview]) -> None:
+def test_one_segment_of_many_lacks_its_code(
+    record: MethodRecord, named_data: dict[str, memoryview], device: torch.device
+) -> None:
     with pytest.raises(ArtifactError, match="lacks the compiled code of method 'step'"):
-        Container(last(record, code_key="ostinato.code.other"), named_data, CPU)
+        Container(last(record, code_key="ostinato.code.other"), named_data, device)
     with pytest.raises(ArtifactError, match="lacks the list of operators that method 'step' calls"):
         other = {"ostinato.code.other": named_data[record.segments[0].code_key]}
         Container(
-            last(record, code_key="ostinato.code.other", extern_key="ostinato.extern.other"), named_data | other, CPU
+            last(record, code_key="ostinato.code.other", extern_key="ostinato.extern.other"), named_data | other, device
         )
     damaged = bytearray(named_data[record.segments[0].code_key])
     damaged[5000] ^= 4
@@ -234,7 +242,7 @@ def test_one_segment_of_many_lacks_its_code(record: MethodRecord, named_data: di
         Container(
             last(record, code_key="ostinato.code.other"),
             {**named_data, "ostinato.code.other": memoryview(damaged)},
-            CPU,
+            device,
         )
 
 
@@ -262,7 +270,7 @@ def watch(method: Method) -> tuple[list[list[StorageWeakRef]], list[list[list[bo
 
 def test_intermediate_values_are_freed_when_nobody_takes_them(artifact: Path) -> None:
     with load_program(artifact) as program:
-        step = program.load_method("step")
+        step = program.load_method("step", {"skip_copy_output_to_cpu_for_method": "step"})
         given, alive = watch(step)
         results = step.execute(step_inputs(0))
         assert alive == [[], [[True, True]], [[False, False], [True, True]]]
@@ -271,10 +279,10 @@ def test_intermediate_values_are_freed_when_nobody_takes_them(artifact: Path) ->
             [True, True],
             [False, False],
         ]
-        torch.testing.assert_close((results[1], results[0]), Stack(layers())(*step_inputs(0)))
+        torch.testing.assert_close((results[1].cpu(), results[0].cpu()), Stack(layers())(*step_inputs(0)))
 
 
-def test_a_value_that_nobody_takes_is_freed_at_once(record: MethodRecord, artifact: Path) -> None:
+def test_a_value_that_nobody_takes_is_freed_at_once(record: MethodRecord, artifact: Path, device: torch.device) -> None:
     with load_program(artifact) as program:
         step = program.load_method("step")
         container = step._container
@@ -290,7 +298,7 @@ def test_a_value_that_nobody_takes_is_freed_at_once(record: MethodRecord, artifa
         assert container._last_uses == [(3,), (1, 4), (0, 5)]
         _, alive = watch(step)
         x, seen = step_inputs(0)
-        _, _, kept = container.run([x, seen])
+        _, _, kept = container.run([x.to(device), seen.to(device)])
         assert alive == [[], [[True, False]], [[True, False], [False, True]]]
         assert kept.shape == x.shape
 
