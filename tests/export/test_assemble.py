@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.delegate.artifact import Dim, MethodRecord, TensorSpec
+from ostinato.delegate.artifact import Dim, MethodRecord, Segment, TensorSpec
 from ostinato.delegate.pte import ProgramFile, parse_program
 from ostinato.delegate.target import host_target
-from ostinato.export.aot import UNBOUNDED, CompiledMethod
 from ostinato.export.assemble import assemble
+from ostinato.export.records import UNBOUNDED, CompiledMethod
 
 T, U = Dim(2, 31, "T"), Dim(1, UNBOUNDED, "U")
 
@@ -20,28 +20,34 @@ def spec(dtype: str, *dims: int | Dim) -> TensorSpec:
     return TensorSpec("x", dtype, tuple(dim if isinstance(dim, Dim) else Dim(dim, dim) for dim in dims))
 
 
+def compiled(name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], extern: bool) -> CompiledMethod:
+    """A method of two segments: code of its own, and then code that all methods here share."""
+    count, results = len(inputs), range(len(inputs), len(inputs) + len(outputs))
+    segments = (
+        Segment(f"code.{name}", "", f"extern.{name}" if extern else "", "0/", tuple(range(count)), tuple(results)),
+        Segment("code.shared", "", "", "1/", tuple(results), ()),
+    )
+    data = {f"code.{name}": b"code of " + name.encode(), "code.shared": b"code of all"}
+    return CompiledMethod(
+        MethodRecord(name, tuple(inputs), tuple(outputs), segments, tuple(results)),
+        data | ({f"extern.{name}": b"{}"} if extern else {}),
+    )
+
+
 def assembled(
     ends: dict[str, tuple[Sequence[TensorSpec], Sequence[TensorSpec]]],
 ) -> tuple[ProgramFile, dict[str, bytes]]:
-    """The program of methods with these inputs and outputs, read back, and the code that went in by its key."""
+    """The program of methods with these inputs and outputs, read back, and the data that went in by its key."""
     methods = {
-        name: CompiledMethod(
-            MethodRecord(
-                name, f"code.{name}", "", f"extern.{name}" if index % 2 else "", tuple(inputs), tuple(outputs)
-            ),
-            code=b"code of " + name.encode(),
-            extern=b"{}" if index % 2 else b"",
-        )
+        name: compiled(name, inputs, outputs, extern=index % 2 == 1)
         for index, (name, (inputs, outputs)) in enumerate(ends.items())
     }
     data = assemble(methods, host_target("cpu"), "the id", {"get_answer": 42, "get_names": ["a", "b"]})
     program = parse_program(memoryview(data), Path("model.pte"))
     assert {name: method.record for name, method in program.methods.items()} == {
-        name: compiled.record for name, compiled in methods.items()
+        name: method.record for name, method in methods.items()
     }
-    code = {compiled.record.code_key: compiled.code for compiled in methods.values()}
-    extern = {compiled.record.extern_key: compiled.extern for compiled in methods.values() if compiled.extern}
-    return program, {**code, **extern}
+    return program, {key: value for method in methods.values() for key, value in method.named_data.items()}
 
 
 def test_methods_of_all_kinds() -> None:
