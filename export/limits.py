@@ -41,17 +41,24 @@ def _check_kernels(config: ModelConfig, group_size: int | None, dtype: torch.dty
 
 
 def _check_groups(config: ModelConfig, group_size: int) -> None:
-    sizes = {
-        "hidden_size": config.hidden_size,
-        "num_attention_heads * head_dim": config.num_attention_heads * config.head_dim,
-        "linear_num_value_heads * linear_value_head_dim": config.value_dim,
-        "moe_intermediate_size": config.moe_intermediate_size,
-        "shared_expert_intermediate_size": config.shared_expert_intermediate_size,
-        "intermediate_size": config.intermediate_size,
-    }
-    for name, size in sizes.items():
+    for name, size in _quantised_sizes(config).items():
         if size % SPAN:
             raise ExportError(f"int4 needs {name} to be a multiple of {SPAN}, the config has {size}")
         if size % group_size:
             fitting = ", ".join(str(g) for g in GROUP_SIZES if size % g == 0)
             raise ExportError(f"group size {group_size} does not divide {name} ({size}); --group-size {fitting} would")
+
+
+def _quantised_sizes(config: ModelConfig) -> dict[str, int]:
+    """Lengths of the rows that are quantised, by what the config calls them. Layers with a bias are not."""
+    sizes = {"hidden_size": config.hidden_size}
+    if "full_attention" in config.layer_types and not config.attention_bias:
+        sizes["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
+    if "linear_attention" in config.layer_types:
+        sizes["linear_num_value_heads * linear_value_head_dim"] = config.value_dim
+    if config.is_moe:
+        sizes["moe_intermediate_size"] = config.moe_intermediate_size
+        sizes["shared_expert_intermediate_size"] = config.shared_expert_intermediate_size
+    else:
+        sizes["intermediate_size"] = config.intermediate_size
+    return sizes

@@ -198,10 +198,10 @@ def config_of(folder: Path, **changes: object) -> ModelConfig:
 def test_group_size_that_does_not_divide(capitals_checkpoint: Path) -> None:
     config = config_of(capitals_checkpoint)
     for size in (32, 64):
-        check_shapes(config, size, "cpu")
-    check_shapes(config, None, "cpu")
+        check_shapes(config, size, "cpu", torch.float32)
+    check_shapes(config, None, "cpu", torch.float32)
     with pytest.raises(ExportError) as caught:
-        check_shapes(config, 128, "cpu")
+        check_shapes(config, 128, "cpu", torch.float32)
     assert str(caught.value) == ("group size 128 does not divide moe_intermediate_size (64); --group-size 32, 64 would")
 
 
@@ -219,9 +219,34 @@ def test_sizes_that_four_bits_cannot_take(
     capitals_checkpoint: Path, setting: str, value: int, name: str, size: int
 ) -> None:
     config = config_of(capitals_checkpoint, **{setting: value})
-    check_shapes(config, None, "cpu")
+    check_shapes(config, None, "cpu", torch.float32)
     with pytest.raises(ExportError, match=f"int4 needs {name} to be a multiple of 64, the config has {size}"):
-        check_shapes(config, 32, "cpu")
+        check_shapes(config, 32, "cpu", torch.float32)
+
+
+LINEAR_ONLY, FULL_ONLY = ["linear_attention"] * 4, ["full_attention"] * 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    (
+        {"layer_types": FULL_ONLY, "linear_value_head_dim": 8},
+        {"layer_types": LINEAR_ONLY, "head_dim": 24},
+        # Linear layers with a bias stay as they are.
+        {"attention_bias": True, "head_dim": 24},
+    ),
+    ids=("no delta-nets", "no attention", "biases"),
+)
+def test_sizes_that_nothing_quantised_has(capitals_checkpoint: Path, changes: dict[str, object]) -> None:
+    config = config_of(capitals_checkpoint, **changes)
+    check_shapes(config, 32, "cpu", torch.float32)
+    # Nor would the network have them.
+    network = build_on_meta(config, 16, torch.float32, group_size=32)
+    for name, parameter in network.named_parameters():
+        if name.endswith("_scale"):
+            columns = network.get_parameter(name.removesuffix("_scale")).shape[-1]
+            packed = 1 if name.startswith("model.embed_tokens.") else 2
+            assert columns * packed == 32 * parameter.shape[-1] and columns * packed % 64 == 0, name
 
 
 # --- the shipped checkpoint
