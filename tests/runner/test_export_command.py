@@ -121,7 +121,8 @@ def test_disk_full_while_constants_are_written(
     output = tmp_path / "parent" / "artifact"
     shutil.copytree(recurrent_artifact, output)
     monkeypatch.setattr(lower, "write_constants", full)
-    monkeypatch.setattr(lower, "_compile_all", lambda *_: {})
+    monkeypatch.setattr(lower, "_compile_all", lambda *_: {"forward": {}})
+    monkeypatch.setattr(lower, "make_method", lambda *_: None)
     monkeypatch.setattr(lower, "assemble", lambda *_: b"program")
     with pytest.raises(ExportError, match="no room on the disk"):
         export_program(TINY, output)
