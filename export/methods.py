@@ -199,17 +199,28 @@ def _eos_ids(folder: Path) -> list[int]:
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         data = _read_json(folder / name)
+        text = data.get("text_config")
         found = data.get("eos_token_id")
-        if found is None:
-            found = (data.get("text_config") or {}).get("eos_token_id")
+        if found is None and isinstance(text, dict):
+            found = text.get("eos_token_id")
         if found is not None:
             ids = list(found) if isinstance(found, list) else [found]
+            if not all(type(token_id) is int for token_id in ids):
+                raise CheckpointError(f"{folder / name}: eos_token_id must be an id or a list of ids, got {found!r}")
             break
     token = _read_json(folder / "tokenizer_config.json").get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
-    added = _read_json(folder / "tokenizer.json").get("added_tokens", []) if content else []
-    ids += [entry["id"] for entry in added if entry.get("content") == content and entry["id"] not in ids]
-    return ids
+    if content:
+        ids += _added_ids(folder / "tokenizer.json", content)
+    return list(dict.fromkeys(ids))
+
+
+def _added_ids(path: Path, content: str) -> list[int]:
+    """Ids of the tokenizer's added token `content`."""
+    added = _read_json(path).get("added_tokens") or []
+    if not isinstance(added, list) or not all(isinstance(e, dict) and type(e.get("id")) is int for e in added):
+        raise CheckpointError(f"{path}: added_tokens must be a list of objects with an integer id each")
+    return [entry["id"] for entry in added if entry.get("content") == content]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

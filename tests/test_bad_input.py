@@ -346,6 +346,20 @@ def test_tensors_that_do_not_fit(export_fails: Fails, checkpoint: Path) -> None:
     assert f"tensor {name!r} of the checkpoint has shape [3]" in export_fails(checkpoint)
 
 
+@pytest.mark.parametrize("added", [3, [3], {"id": 1}, [{"content": "<|im_end|>"}], [{"id": "1", "content": "x"}]])
+def test_added_tokens_of_another_form(export_fails: Fails, checkpoint: Path, added: object) -> None:
+    path = checkpoint / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "added_tokens": added}))
+    assert f"{path}: added_tokens must be a list of objects with an integer id" in export_fails(checkpoint)
+
+
+@pytest.mark.parametrize("ends", ["2", [2, None], 2.5, {"id": 2}, True])
+def test_ends_that_are_no_ids(export_fails: Fails, checkpoint: Path, ends: object) -> None:
+    path = checkpoint / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": ends}))
+    assert f"{path}: eos_token_id must be an id or a list of ids, got {ends!r}" in export_fails(checkpoint)
+
+
 def test_options_of_export(export_fails: Fails, capitals_checkpoint: Path) -> None:
     for length in (-1, 0, 3, 1 << 40):
         assert f"got {length}" in export_fails(capitals_checkpoint, "--max-seq-len", length)
