@@ -129,7 +129,7 @@ class CheckpointWeights:
     def read(self, name: str) -> Tensor:
         """The parameter, in its floating-point shape and the checkpoint's dtype, on the CPU."""
         parts = [self._source.read(part) for part in self._parts[name]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts).view(self._shapes[name])
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self._shapes[name])
 
     def _find(self, name: str, experts: dict[str, list[str]], tied: bool) -> list[str]:
         """Names of the tensors that make up `name`, whether the checkpoint has them or not."""
@@ -146,14 +146,14 @@ class CheckpointWeights:
 
     def _check_shapes(self, name: str, parts: list[str], expected: tuple[int, ...]) -> None:
         shapes = [self._source.shape(part) for part in parts]
-        if len(parts) == 1:
+        if _EXPERT.match(parts[0]):
+            self._check_experts(name, parts, expected)
+        elif len(parts) == 1:
             if shapes[0] != expected:
                 raise CheckpointError(
                     f"tensor {name!r} of the checkpoint has shape {list(shapes[0])}, its config.json asks for "
                     f"{list(expected)}"
                 )
-        elif len(expected) == 3:
-            self._check_experts(name, parts, expected)
         elif {shape[1:] for shape in shapes} != {expected[1:]} or sum(shape[0] for shape in shapes) != expected[0]:
             listed = ", ".join(f"{part} {list(shape)}" for part, shape in zip(parts, shapes, strict=True))
             raise CheckpointError(

@@ -112,6 +112,23 @@ def test_experts_one_by_one_and_fused_are_the_same_model(sharded: Reference, tmp
     assert_same(parameters(fused), expected)
 
 
+def test_one_expert(tmp_path: Path) -> None:
+    """One by one or fused, there is a single tensor of its kind."""
+    settings = {"num_experts": 1, "num_experts_per_tok": 1}
+    one = make_reference(tmp_path / "saved", settings, seed=5)
+    expected = stack_rows(dict(one.model.named_parameters()))
+    names = set(read_all(one.folder))
+    assert f"{EXPERTS}.0.down_proj.weight" in names
+    assert_same(parameters(one.folder), expected)
+    fused = rewrite(one.folder, tmp_path / "fused", lambda tensors: fuse_experts(tensors, experts=1))
+    assert f"{EXPERTS}.down_proj" in read_all(fused)
+    assert_same(parameters(fused), expected)
+
+    name = f"{EXPERTS}.0.down_proj.weight"
+    message = refused(rewrite(one.folder, tmp_path / "other", lambda t: t.update({name: torch.ones(3, 5)})))
+    assert f"tensor {name!r} of the checkpoint has shape [3, 5]" in message
+
+
 def test_dense_layers_with_biases(dense: Reference) -> None:
     expected = stack_rows(dict(dense.model.named_parameters()))
     assert "model.layers.0.self_attn.qkv_proj.bias" in expected
