@@ -17,9 +17,12 @@ from ostinato.delegate import Method, Program, load_program
 from ostinato.delegate.flatbuffer import map_file
 from ostinato.delegate.ptd import Entry, parse_constants
 from ostinato.export import export_model
+from ostinato.export.methods import DTYPES
+from ostinato.export.models import ModelConfig, build_on_meta
+from ostinato.export.traffic import decode_bytes, kv_bytes_per_token
 
 from ..wrappers import allocations
-from .references import CASES, FULL, LENGTHS, LINEAR, Reference, make_reference, relative_error
+from .references import CASES, FULL, LENGTHS, LINEAR, Reference, make_reference, relative_error, stack_rows
 
 STEPS = 4
 
@@ -80,6 +83,11 @@ class Artifact:
     def constants(self) -> dict[str, Entry]:
         path = self.path / "model.ptd"
         return parse_constants(map_file(path), path).entries
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """What the artifact must hold, by our names."""
+        return stack_rows(dict(self.reference.model.named_parameters()))
 
     def source(self, method: str) -> str:
         """The C++ wrapper that AOTInductor generated for a method."""
@@ -183,6 +191,7 @@ def test_program_shorter_than_a_chunk(artifact: Get) -> None:
 def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
     made = artifact(spec)
     config = made.reference.model.config
+    network = build_on_meta(ModelConfig.from_folder(made.reference.folder), spec.max_seq_len, DTYPES[spec.dtype])
     with load_program(made.path) as program:
         assert program.method_names == {"prefill", "decode"}
         metadata = program.metadata
@@ -221,7 +230,7 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
 def test_every_parameter_is_stored_once(artifact: Get, spec: Spec) -> None:
     made = artifact(spec)
     stored = made.constants
-    wanted = dict(made.reference.model.named_parameters())
+    wanted = made.parameters
     assert ("lm_head.weight" in wanted) is not spec.changes.get("tie_word_embeddings", False)
     assert wanted.keys() <= stored.keys()
     for name, parameter in wanted.items():
@@ -237,7 +246,7 @@ def test_state_takes_no_room_and_constants_are_shared(artifact: Get, spec: Spec)
     made = artifact(spec)
     stored = made.constants
     assert not [key for key in stored if key.endswith(("_cache", "_state"))]
-    wanted = dict(made.reference.model.named_parameters())
+    wanted = made.parameters
     needed = sum(entry.nbytes for entry in stored.values())
     # 128 bytes of alignment, a hash of 64 characters and the names, twice.
     assert (made.path / "model.ptd").stat().st_size < needed + len(stored) * 700
@@ -272,7 +281,7 @@ def test_caches_and_experts_are_never_copied(artifact: Get) -> None:
 def test_bfloat16(artifact: Get) -> None:
     made = artifact(HALF)
     stored = made.constants
-    for name, parameter in made.reference.model.named_parameters():
+    for name, parameter in made.parameters.items():
         exact = name.endswith(("norm.weight", "A_log", "dt_bias"))
         assert stored[name].dtype == (torch.float32 if exact else torch.bfloat16), name
         assert torch.equal(stored[name].tensor(), parameter if exact else parameter.bfloat16()), name

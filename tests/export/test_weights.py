@@ -137,7 +137,8 @@ def test_rounding_does_not_grow_from_layer_to_layer(family: str) -> None:
     exact, rounded = (dummy_network(config, None, dtype) for dtype in (torch.float32, torch.bfloat16))
     materialise(exact, {name: value.to(exact.get_parameter(name)) for name, value in rounded.named_parameters()})
     assert config.num_hidden_layers >= 24
-    # Measured: 0.03 (a token may choose other experts) and 0.01 (dense); were additions as large as the embedding, 0.87 and 0.29.
+    # Measured: 0.03 (a token may choose other experts) and 0.01 (dense). With additions as large as the embedding it would
+    # be 0.87 and 0.29.
     for tokens, positions in (PROMPT, STEP):
         assert relative_error(rounded(tokens, positions), exact(tokens, positions)) < 0.1
 
