@@ -134,12 +134,9 @@ def _buffer_spec(key: str, constants: Constants) -> BufferSpec:
 
 
 def _input_spec(method: TracedMethod, name: str, bounds: tuple[int, int] | None) -> TensorSpec:
-    users = [traced for traced in method.links if name in traced.inputs]
-    if not users:
-        raise ExportError(f"method {method.name!r}: input {name!r} is not used by any of its modules")
-    graph = users[0].graph
-    value = list(graph.inputs.values())[users[0].inputs.index(name)]
-    return _tensor_spec(graph, name, value, bounds)
+    user = next(traced for traced in method.links if name in traced.inputs)
+    value = list(user.graph.inputs.values())[user.inputs.index(name)]
+    return _tensor_spec(user.graph, name, value, bounds)
 
 
 def _output_spec(method: TracedMethod, name: str) -> TensorSpec:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 
 from ..delegate.errors import ExportError
 from .mutation import written_buffers
@@ -58,19 +59,19 @@ class Graph:
 
     Attributes:
         label: what it is called in messages and while it is compiled.
-        program: the graph.
+        program: the graph; compiling changes it.
+        tensors: parameters, buffers and constants by the graph's names for them, as the module held them.
         written: names of the buffers that it writes.
         symbols: torch's symbol -> the name that its dimension has for people.
         ranges: torch's symbol -> the sizes that its dimension may have.
-        tensors: name -> parameter, buffer or constant as it was traced; compiling replaces those of `program`.
     """
 
     label: str
     program: ExportedProgram
+    tensors: dict[str, Tensor]
     written: frozenset[str]
     symbols: dict[str, str]
     ranges: dict[str, Any]
-    tensors: dict[str, Tensor]
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -98,11 +99,7 @@ class TracedLink:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The link's own tensors by the graph's names for them."""
-        own = _named_tensors(self.link.module)
-        return {
-            name: own[name] if name in own else _attribute(self.link.module, name, tensor)
-            for name, tensor in self.graph.tensors.items()
-        }
+        return _own_tensors(self.link.module, self.graph)
 
 
 @dataclass(frozen=True)
@@ -145,38 +142,93 @@ def _trace_module(name: str, spec: MethodSpec, output_names: Sequence[str]) -> T
 
 
 def _trace_chain(name: str, chain: Chain) -> TracedMethod:
-    examples: dict[str, Tensor] = dict(chain.inputs)
-    dims: dict[str, dict[int, Any]] = {key: dict(value) for key, value in chain.dynamic_shapes.items()}
-    lengths = {dim.__name__: dim for value in dims.values() for dim in value.values()}
-    taken = [tuple(inspect.signature(link.module.forward).parameters) for link in chain.links]
-    firsts: dict[str, tuple[TracedLink, Any]] = {}
-    traced_links = []
-    for index, (link, names) in enumerate(zip(chain.links, taken, strict=True)):
-        where = f"method {name!r}, {link.kind}"
-        unknown = [argument for argument in names if argument not in examples]
-        if unknown:
-            raise ExportError(f"{where}: it takes {', '.join(unknown)}, which nothing before it gives")
-        example = tuple(examples[argument] for argument in names)
-        shapes = tuple(dims.get(argument, {}) for argument in names)
-        takes = [(tensor.shape, tensor.dtype, shape) for tensor, shape in zip(example, shapes, strict=True)]
-        if link.kind not in firsts:
+    values = _Values(name, chain)
+    first: dict[str, TracedLink] = {}
+    ends: dict[str, Any] = {}
+    traced = []
+    for link in chain.links:
+        taken = tuple(inspect.signature(link.module.forward).parameters)
+        example, shapes = values.take(link, taken)
+        forms = [(value.shape, value.dtype, dims) for value, dims in zip(example, shapes, strict=True)]
+        if link.kind not in first:
+            where = f"method {name!r}, {link.kind}"
             graph = _trace(f"{name} {link.kind}", where, link.module, example, shapes)
-            firsts[link.kind] = TracedLink(link, graph, names), takes
-        first, first_takes = firsts[link.kind]
-        graph = first.graph
-        traced = TracedLink(link, graph, names)
-        _check_alike(name, first, traced, first_takes == takes)
-        _check_output_names(where, link, graph)
-        handed_on = {argument for later in taken[index + 1 :] for argument in later}
-        for output, value in zip(link.outputs, graph.outputs, strict=True):
-            if output in handed_on:
-                examples[output], dims[output] = _example_of(name, output, value, graph, lengths)
-        traced_links.append(traced)
-    given = {output for link in chain.links for output in link.outputs}
-    missing = [output for output in chain.outputs if output not in given]
-    if missing or not chain.links:
-        raise ExportError(f"method {name!r}: no module gives {', '.join(missing) or 'anything'}")
-    return TracedMethod(name, tuple(traced_links), tuple(chain.inputs), chain.outputs)
+            first[link.kind], ends[link.kind] = TracedLink(link, graph, taken), forms
+        alike = first[link.kind]
+        if not _are_alike(alike.graph, alike.link.module, link.module) or forms != ends[link.kind]:
+            raise ExportError(
+                f"method {name!r}: {link.prefix or link.kind} and {alike.link.prefix or link.kind} are of one kind, "
+                f"{link.kind!r}, but not alike: give them kinds of their own"
+            )
+        values.give(link, alike.graph)
+        traced.append(TracedLink(link, alike.graph, taken))
+    values.check_results()
+    return TracedMethod(name, tuple(traced), tuple(chain.inputs), chain.outputs)
+
+
+class _Values:
+    """The values of a chain while it is traced: an example of each, and its dynamic dimensions."""
+
+    def __init__(self, method: str, chain: Chain) -> None:
+        self._method = method
+        self._chain = chain
+        self._examples = dict(chain.inputs)
+        self._dims = {name: dict(chain.dynamic_shapes.get(name, {})) for name in chain.inputs}
+        self._lengths = {dim.__name__: dim for dims in self._dims.values() for dim in dims.values()}
+        self._unused = set(chain.inputs)
+        # Name -> why no link can take the value. Leaving the method it may be so.
+        self._unfit: dict[str, str] = {}
+        self._given: set[str] = set()
+
+    def take(self, link: Link, names: Sequence[str]) -> tuple[tuple[Tensor, ...], tuple[dict[int, Any], ...]]:
+        unknown = [name for name in names if name not in self._examples]
+        if unknown:
+            self._fail(f"{link.kind} takes {', '.join(unknown)}, which nothing before it gives")
+        for name in names:
+            if name in self._unfit:
+                self._fail(f"{link.kind} takes {name!r}, {self._unfit[name]}")
+        self._unused -= set(names)
+        return tuple(self._examples[name] for name in names), tuple(self._dims[name] for name in names)
+
+    def give(self, link: Link, graph: Graph) -> None:
+        outputs = graph.outputs
+        if len(link.outputs) != len(outputs):
+            self._fail(f"{link.kind} gives {len(outputs)} values, its link has {len(link.outputs)} names for them")
+        for name, value in zip(link.outputs, outputs, strict=True):
+            if not isinstance(value, Tensor):
+                self._fail(f"{name!r} of {link.kind} is a {type(value).__name__}; only tensors are supported")
+            if name in self._unused:
+                self._fail(f"input {name!r} is not used before {link.kind} gives another value of that name")
+            self._give_one(name, value, graph)
+
+    def check_results(self) -> None:
+        if self._unused:
+            self._fail(f"inputs that no module takes: {', '.join(sorted(self._unused))}")
+        if not self._chain.links:
+            self._fail("a chain without links")
+        missing = [name for name in self._chain.outputs if name not in self._given]
+        if missing:
+            self._fail(f"it returns {', '.join(missing)}, which none of its modules gives")
+
+    def _give_one(self, name: str, value: Tensor, graph: Graph) -> None:
+        self._given.add(name)
+        self._unfit.pop(name, None)
+        if not value.is_contiguous():
+            # Code is made for contiguous inputs, and would not notice.
+            self._unfit[name] = "which is not contiguous: hand on `.contiguous()`"
+        sizes: list[int] = []
+        dims: dict[int, Any] = {}
+        for index, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt):
+                length = self._lengths.get(graph.symbols.get(str(size.node.expr), ""))
+                if length is None:
+                    self._unfit[name] = f"whose size {index} is computed ({size}); hand on sizes of the method's inputs only"
+                dims[index] = length
+            sizes.append(size.node.hint if isinstance(size, torch.SymInt) else size)
+        self._examples[name], self._dims[name] = torch.zeros(sizes, dtype=value.dtype), dims
+
+    def _fail(self, what: str) -> NoReturn:
+        raise ExportError(f"method {self._method!r}: {what}")
 
 
 def _trace(label: str, where: str, module: nn.Module, example: tuple[Tensor, ...], dynamic_shapes: Any) -> Graph:
@@ -192,17 +244,14 @@ def _trace(label: str, where: str, module: nn.Module, example: tuple[Tensor, ...
     except Exception as error:
         raise ExportError(f"{where} cannot be traced by torch.export: {error}") from error
     _check_outputs(where, program)
+    stored = {**program.state_dict, **program.constants}
     return Graph(
         label,
         program,
+        {name: value for name, value in stored.items() if isinstance(value, Tensor)},
         frozenset(written_buffers(where, program)),
         _symbol_names(program, dynamic_shapes),
         {str(symbol): bounds for symbol, bounds in program.range_constraints.items()},
-        {
-            name: value
-            for name, value in {**program.state_dict, **program.constants}.items()
-            if isinstance(value, Tensor)
-        },
     )
 
 
@@ -240,33 +289,17 @@ def _symbol_names(program: ExportedProgram, dynamic_shapes: Any) -> dict[str, st
     return names
 
 
-def _check_output_names(where: str, link: Link, graph: Graph) -> None:
-    if len(link.outputs) != len(graph.outputs):
-        raise ExportError(
-            f"{where}: it returns {len(graph.outputs)} tensors, and has {len(link.outputs)} names for them"
-        )
+def _are_alike(graph: Graph, first: nn.Module, other: nn.Module) -> bool:
+    """The same class, and tensors of the same shapes, of which the same ones are one tensor by several names."""
 
+    def layout(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+        names: dict[int, str] = {}
+        tensors = {**_named_tensors(module), **_own_tensors(module, graph)}
+        return {
+            name: (tensor.shape, tensor.dtype, names.setdefault(id(tensor), name)) for name, tensor in tensors.items()
+        }
 
-def _check_alike(method: str, first_traced: TracedLink, traced: TracedLink, same_inputs: bool) -> None:
-    def layout(traced: TracedLink) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        tensors = {**_named_tensors(traced.link.module), **traced.tensors}
-        return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-    first, link = first_traced.link, traced.link
-    same_modules = type(first.module) is type(link.module) and layout(first_traced) == layout(traced)
-    if not same_modules or not same_inputs:
-        raise ExportError(
-            f"method {method!r}: {link.prefix or link.kind} and {first.prefix or first.kind} are of one kind, {link.kind!r}, "
-            "but not alike: give them kinds of their own"
-        )
-
-
-def _attribute(module: nn.Module, name: str, default: Tensor) -> Tensor:
-    """A tensor that is a plain attribute of the module, or `default`, one that the tracer made."""
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, Tensor) else default
+    return type(first) is type(other) and layout(first) == layout(other)
 
 
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -276,22 +309,12 @@ def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _example_of(
-    method: str, name: str, value: Any, graph: Graph, lengths: Mapping[str, Dim]
-) -> tuple[Tensor, dict[int, Any]]:
-    """An example of what a link hands on, and its dynamic dimensions."""
-    # Code reads its inputs as they were laid out when it was traced, and checks nothing.
-    if not value.is_contiguous():
-        raise ExportError(f"method {method!r}: {name!r} is handed on, and not contiguous: return `.contiguous()` of it")
-    sizes, dims = [], {}
-    for index, size in enumerate(value.shape):
-        if isinstance(size, torch.SymInt):
-            length = lengths.get(graph.symbols.get(str(size.node.expr), ""))
-            if length is None:
-                raise ExportError(
-                    f"method {method!r}: size {index} of {name!r} is computed ({size}); a link can hand on sizes of the "
-                    "method's inputs only"
-                )
-            dims[index] = length
-        sizes.append(size.node.hint if isinstance(size, torch.SymInt) else size)
-    return torch.zeros(sizes, dtype=value.dtype), dims
+def _own_tensors(module: nn.Module, graph: Graph) -> dict[str, Tensor]:
+    """The graph's tensors as `module` has them: also those that are plain attributes. Numbers in the code are the graph's."""
+    found = {name: _attribute(module, name) for name in graph.tensors}
+    return {name: found[name] if isinstance(found[name], Tensor) else value for name, value in graph.tensors.items()}
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """`module.layers.0.weight` for "layers.0.weight"; None if there is none."""
+    return reduce(lambda value, part: getattr(value, part, None), name.split("."), cast(Any, module))
