@@ -97,7 +97,7 @@ def test_damaged_artifact_in_a_process_of_its_own(talking_artifact: Path) -> Non
 
 
 def test_no_language_model(fails: Fails, relu_artifact: Path) -> None:
-    assert "takes input_1 [2]" in fails("run", relu_artifact, "--prompt", "x")
+    assert "takes input [2]" in fails("run", relu_artifact, "--prompt", "x")
     with (
         pytest.raises(OptionError, match=r"no method 'decode'; its methods are: forward"),
         load_program(relu_artifact) as program,
