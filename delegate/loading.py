@@ -155,10 +155,10 @@ class _Uploader:
 
     def close(self) -> None:
         """Wait for all that is under way, then give the pinned memory back."""
-        for lane in self._lanes:
-            lane.synchronize()
-        self._lanes.clear()
         self._idle = SimpleQueue()
+        # One by one: a loop's variable would keep the last lane, and its memory.
+        while self._lanes:
+            self._lanes.pop().synchronize()
         # torch would keep it for the next one who pins memory.
         torch._C._host_emptyCache()
 

@@ -222,7 +222,9 @@ class _Values:
             if isinstance(size, torch.SymInt):
                 length = self._lengths.get(graph.symbols.get(str(size.node.expr), ""))
                 if length is None:
-                    self._unfit[name] = f"whose size {index} is computed ({size}); hand on sizes of the method's inputs only"
+                    self._unfit[name] = (
+                        f"whose size {index} is computed ({size}); hand on sizes of the method's inputs only"
+                    )
                 dims[index] = length
             sizes.append(size.node.hint if isinstance(size, torch.SymInt) else size)
         self._examples[name], self._dims[name] = torch.zeros(sizes, dtype=value.dtype), dims

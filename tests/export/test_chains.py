@@ -62,19 +62,23 @@ def traced(
 @pytest.mark.parametrize(
     ("links", "outputs", "message"),
     (
-        ([], ("x",), "method 'step': no module gives x"),
-        ([], (), "method 'step': no module gives anything"),
-        ([link(Scale())], ("y",), "method 'step': no module gives y"),
-        ([link(Scale(), outputs=("y",))], ("x",), "no module gives x"),
-        ([link(Scale(), outputs=("x", "y"))], ("x",), "Scale: it returns 1 tensors, and has 2 names for them"),
-        ([link(Scale(), outputs=())], (), "Scale: it returns 1 tensors, and has 0 names for them"),
-        ([link(nn.Linear(4, 4))], ("x",), "Linear: it takes input, which nothing before it gives"),
+        ([], ("x",), "method 'step': inputs that no module takes: x"),
+        ([], (), "method 'step': inputs that no module takes: x"),
+        ([link(Scale())], ("y",), "method 'step': it returns y, which none of its modules gives"),
+        ([link(Scale(), outputs=("y",))], ("x",), "it returns x, which none of its modules gives"),
+        ([link(Scale(), outputs=("x", "y"))], ("x",), "Scale gives 1 values, its link has 2 names for them"),
+        ([link(Scale(), outputs=())], (), "Scale gives 1 values, its link has 0 names for them"),
+        ([link(nn.Linear(4, 4))], ("x",), "Linear takes input, which nothing before it gives"),
         ([link(Scale(), prefix="a."), link(Scale(4, torch.float64), prefix="b.")], ("x",), "b. and a. are of one kind"),
         ([link(Scale(4)), link(Wider()), link(Scale(8))], ("x",), "are of one kind, 'Scale', but not alike"),
         ([link(Scale(1)), link(Wider()), link(Scale(1))], ("x",), "are of one kind, 'Scale', but not alike"),
         ([link(Scale(), "layer"), link(Turned(), "layer")], ("x",), "are of one kind, 'layer', but not alike"),
         ([link(Attribute(4)), link(Attribute(1))], ("x",), "are of one kind, 'Attribute', but not alike"),
-        ([link(Turned()), link(Scale(3))], ("x",), "'x' is handed on, and not contiguous: return `.contiguous\\(\\)`"),
+        (
+            [link(Turned()), link(Scale(3))],
+            ("x",),
+            "Scale takes 'x', which is not contiguous: hand on `.contiguous\\(\\)`",
+        ),
     ),
 )
 def test_chains_that_are_refused(links: list[Link], outputs: tuple[str, ...], message: str) -> None:
@@ -83,7 +87,7 @@ def test_chains_that_are_refused(links: list[Link], outputs: tuple[str, ...], me
 
 
 def test_a_computed_size_that_is_handed_on() -> None:
-    with pytest.raises(ExportError, match="size 0 of 'x' is computed"):
+    with pytest.raises(ExportError, match="Scale takes 'x', whose size 0 is computed"):
         traced([link(Doubled()), link(Scale())], dynamic={"x": {0: LENGTH}})
 
 

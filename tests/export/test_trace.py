@@ -199,7 +199,7 @@ def test_names_for_what_a_link_gives() -> None:
 
 def test_size_that_is_computed() -> None:
     message = refused(chain(after_table(Link(Lengthen(), ("x",), "lengthen"), Link(Double(), ("x",), "double"))))
-    assert "size 0 of 'x' is computed (2*" in message
+    assert "double takes 'x', whose size 0 is computed (2*" in message
     assert "a link can hand on sizes of the method's inputs only" in message
 
 
@@ -212,7 +212,7 @@ def test_value_that_is_not_contiguous() -> None:
     """May be returned, but not handed on."""
     turn = Link(Transpose(), ("x",), "transpose")
     message = refused(chain(after_table(turn, Link(Double(), ("x",), "double"))))
-    assert "double takes x, which is not contiguous" in message
+    assert "double takes 'x', which is not contiguous" in message
     assert trace_method("forward", chain(after_table(turn))).outputs == ("x",)
 
 
