@@ -1,0 +1,136 @@
+"""ExecuTorch's own Qwen3.5 MoE network, filled with random int4 weights on a GPU, for `bench_executorch.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch._aot_autograd.subclass_parametrization import unwrap_tensor_subclass_parameters
+
+EXAMPLE = "executorch.examples.models.qwen3_5_moe"
+KERNELS = "executorch.backends.cuda.triton.kernels"
+# The version whose internals this script was written against.
+PEER_VERSION = "1.5.1"
+WEIGHT_DEVIATION = 0.02
+# Of the integers -8 to 7, equally likely.
+INT4_DEVIATION = 4.61
+
+BEGIN = time.monotonic()
+
+
+class BenchError(Exception):
+    """What was asked or given cannot be measured; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Which of their ways to compute is measured; the options' help explains `dense` and `topk`."""
+
+    group_size: int
+    dense: str
+    topk: str
+
+
+def peer(module: str) -> Any:
+    """A module of their example, with their Triton operators registered."""
+    try:
+        importlib.import_module(KERNELS)
+        return importlib.import_module(f"{EXAMPLE}.{module}")
+    except Exception as error:  # as in can_prefill: their kernels import fla where it is installed
+        needs = "triton, torchao, safetensors, parameterized and ruamel.yaml"
+        raise BenchError(f"cannot import {EXAMPLE}: {error}; it needs executorch {PEER_VERSION}, {needs}") from error
+
+
+def build_model(config: Any, variant: Variant, device: str = "cuda") -> nn.Module:
+    """Their model with random weights on `device`, made layer by layer: no more than one is there in bf16."""
+    say(f"building {config.num_hidden_layers} layers")
+    network = peer("model")
+    torch.manual_seed(0)
+    try:
+        with torch.device("meta"):
+            model: Any = network.Qwen35MoE(config)
+        # Their quantiser reports on stdout, which is the table's.
+        with contextlib.redirect_stdout(io.StringIO()):
+            for layer in model.layers:
+                fill_experts(layer.mlp.experts, variant.group_size, device)
+                fill_and_quantize(layer, variant, device)
+            head = nn.ModuleDict({"lm_head": model.lm_head})
+            fill_and_quantize(head, variant, device)
+            model.lm_head = head["lm_head"]
+            fill_parameters(model, device)
+            quantizer().quantize_model_(model, qembedding_config="8w")
+        peer("export")._materialize_buffers(model, config)
+        model.to(device).eval().requires_grad_(False)
+    except torch.OutOfMemoryError as error:
+        raise BenchError(f"out of GPU memory while building; take --layers, or a larger GPU: {error}") from error
+    for module in model.modules():
+        if isinstance(module, network.KVCache):
+            # What stands before a depth: finite and unequal; attention takes as long for any such values.
+            module.k_cache.normal_()
+            module.v_cache.normal_()
+    # As torch.export does: to unwrap its 242 quantised weights would cost a call without a graph some 8 us each.
+    return unwrap_tensor_subclass_parameters(model)
+
+
+def quantizer() -> Any:
+    return importlib.import_module("executorch.extension.llm.export.quantize")
+
+
+def fill_experts(experts: Any, group_size: int, device: str) -> None:
+    """Random packed buffers in place of the two float weights, as their `_quantize_experts_int4` leaves them."""
+    experts.group_size = group_size
+    for name in ("w1", "w2"):
+        count, rows, columns = getattr(experts, f"{name}_weight").shape
+        delattr(experts, f"{name}_weight")
+        packed, scale = random_int4((count, rows), columns, group_size, device)
+        experts.register_buffer(name, packed)
+        experts.register_buffer(f"{name}_scale", scale)
+
+
+def random_int4(rows: tuple[int, ...], columns: int, group_size: int, device: str) -> tuple[Tensor, Tensor]:
+    """Their plain packing: int8 [*rows, columns / 2], two weights a byte; bf16 scales [*rows, columns / group_size]."""
+    packed = torch.randint(-128, 128, (*rows, columns // 2), dtype=torch.int8, device=device)
+    scale = WEIGHT_DEVIATION / INT4_DEVIATION
+    return packed, torch.full((*rows, columns // group_size), scale, dtype=torch.bfloat16, device=device)
+
+
+def fill_and_quantize(module: nn.Module, variant: Variant, device: str) -> None:
+    """Random bf16 values for the module's parameters, and for its linears, at any depth, their int4 form."""
+    if variant.dense == "dequant":
+        replace_linears(module, variant.group_size, device)
+    fill_parameters(module, device)
+    if variant.dense == "tinygemm":
+        form = {"qlinear_group_size": variant.group_size, "qlinear_packing_format": "tile_packed_to_4d"}
+        quantizer().quantize_model_(module, qlinear_config="4w", **form)
+
+
+def replace_linears(module: nn.Module, group_size: int, device: str) -> None:
+    """A random W4DequantLinear for every nn.Linear, as their `_replace_dense_with_w4dequant` leaves them."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                linear = peer("model").W4DequantLinear(child.in_features, child.out_features, group_size)
+                weights = random_int4((child.out_features,), child.in_features, group_size, device)
+                linear.w_packed, linear.w_scale = weights
+                setattr(parent, name, linear)
+
+
+def fill_parameters(module: nn.Module, device: str) -> None:
+    """Random bf16 values for the parameters that are still on the meta device."""
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                values = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device).normal_(std=WEIGHT_DEVIATION)
+                setattr(owner, name, nn.Parameter(values, requires_grad=False))
+
+
+def say(text: str) -> None:
+    """A line of progress, with the seconds since the start."""
+    print(f"[{time.monotonic() - BEGIN:6.1f} s] {text}", file=sys.stderr, flush=True)
