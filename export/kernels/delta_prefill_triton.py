@@ -29,32 +29,46 @@ from torch import Tensor
 
 from .delta_math_triton import multiply_add, split
 from .delta_prepare_triton import prepare_kernel
-from .launch import launcher
+from .launch import LARGE, MEDIUM, SMALL, fitting, launcher
 
 CHUNK = 64
-# Four blocks of 32 values a head: with 32 heads 128 programs, for the H200's 132 multiprocessors.
-BLOCK_V = 32
 PREPARE_WARPS, SCAN_WARPS = 4, 8
 
 
 @dataclass(frozen=True)
+class ScanConfig:
+    """What depends on the GPU's shared memory.
+
+    block: values of a head that a program takes. Four blocks of 32 a head are 128 programs with 32 heads, for the H200's 132
+        multiprocessors.
+    stages: of the loop. Three keep a chunk's operands on their way while another's are used.
+    """
+
+    block: int
+    stages: int
+
+
+@dataclass(frozen=True)
 class Config:
-    """What depends on the model's dtype, chosen by the registers and the 227 KB of shared memory of Hopper.
+    """What depends on the model's dtype.
 
     parts: numbers that a stored float32 operand is made of.
     columns: width of the blocks in which `prepare_kernel` takes q, k and v.
-    stages: of `scan_kernel`'s loop. Three keep a chunk's operands on their way while another's are used, in 197 KB at
-        K = V = 128; of float32 operands only two fit.
+    scan: by the shared memory that it is made for; at K = V = 128 bfloat16 takes 193, 104 and 92 KB, float32 152, 132 and 32.
     """
 
     parts: int
     columns: int
-    stages: int
+    scan: dict[int, ScanConfig]
 
 
 CONFIGS = {
-    torch.bfloat16: Config(parts=2, columns=64, stages=3),
-    torch.float32: Config(parts=1, columns=16, stages=2),
+    torch.bfloat16: Config(
+        parts=2, columns=64, scan={LARGE: ScanConfig(32, 3), MEDIUM: ScanConfig(32, 2), SMALL: ScanConfig(16, 2)}
+    ),
+    torch.float32: Config(
+        parts=1, columns=16, scan={LARGE: ScanConfig(32, 2), MEDIUM: ScanConfig(16, 2), SMALL: ScanConfig(16, 1)}
+    ),
 }
 
 
@@ -75,13 +89,14 @@ def prefill(
     chunks = (tokens + CHUNK - 1) // CHUNK
     rows = chunks * CHUNK
     config = CONFIGS[mixed.dtype]
+    scan = fitting(config.scan)
     device, dtype = mixed.device, mixed.dtype
     w = torch.empty((config.parts, rows, heads, key_dim), dtype=dtype, device=device)
     pairs = torch.empty((config.parts, rows, heads, CHUNK), dtype=dtype, device=device)
     u = torch.empty((rows, heads, value_dim), dtype=torch.float32, device=device)
     factors = torch.empty((3, heads, rows), dtype=torch.float32, device=device)
     out = torch.empty((tokens, heads, value_dim), dtype=dtype, device=device)
-    block = min(BLOCK_V, value_dim)
+    block = min(scan.block, value_dim)
     launcher(prepare_kernel)[(chunks, heads)](
         mixed,
         a,
@@ -126,7 +141,7 @@ def prefill(
         BLOCK=block,
         PARTS=config.parts,
         num_warps=SCAN_WARPS,
-        num_stages=config.stages,
+        num_stages=scan.stages,
     )
     return out
 

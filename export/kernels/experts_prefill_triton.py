@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launcher
+from .launch import LARGE, SMALL, fitting, launcher
 
 # Slots of one expert a program: an expert that has more is unpacked once for every BLOCK_SLOTS.
 BLOCK_SLOTS = 32
@@ -67,7 +67,7 @@ def prefill(
         group_size,
         BLOCK_SLOTS,
         BLOCK_GATE_UP,
-        _bytes_or_elements(group_size),
+        _step(group_size, x.dtype),
         num_warps=4,
         num_stages=STAGES,
     )
@@ -87,16 +87,21 @@ def prefill(
         group_size,
         BLOCK_SLOTS,
         block,
-        _bytes_or_elements(group_size),
+        _step(group_size, x.dtype),
         num_warps=4,
         num_stages=STAGES,
     )
     return parts.sum(1)
 
 
-def _bytes_or_elements(group_size: int) -> int:
+def _step(group_size: int, dtype: torch.dtype) -> int:
     """What a step along K takes of a weight's row: packed bytes such that each nibble half has one scale, or elements."""
-    return {0: BLOCK_K, 32: 32, 64: 32, 128: 64}[group_size]
+    if group_size == 0:
+        return BLOCK_K
+    if group_size < 128:
+        return 32
+    # Before Hopper 64 bytes of float32 products a step spill 1 to 7 KB a thread.
+    return 64 if dtype == torch.bfloat16 else fitting({LARGE: 64, SMALL: 32})
 
 
 @triton.jit
@@ -105,24 +110,19 @@ def _sort_kernel(chosen, order, counts, slots, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
     lower = tl.zeros([BLOCK], tl.int32)
     equal = tl.zeros([BLOCK], tl.int32)
-    # Not `range`: the interpreter cannot take a bound that is an argument from numpy 2.4 on.
-    start = 0
-    while start < slots:
+    for start in range(0, slots, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         found = tl.load(chosen + slot, mask=slot < slots, other=0x7FFFFFFF)
         lower += (found < expert).to(tl.int32)
         equal += (found == expert).to(tl.int32)
-        start += BLOCK
     place = tl.sum(lower, 0)
     tl.store(counts + expert, tl.sum(equal, 0))
-    start = 0
-    while start < slots:
+    for start in range(0, slots, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         found = tl.load(chosen + slot, mask=slot < slots, other=0x7FFFFFFF)
         hit = (found == expert).to(tl.int32)
         tl.store(order + place + tl.cumsum(hit, 0) - 1, slot, mask=hit > 0)
         place += tl.sum(hit, 0)
-        start += BLOCK
 
 
 @triton.jit
@@ -183,9 +183,7 @@ def _unpack(packed, low_scale, high_scale, like):
 
 @triton.jit
 def _add_product(weights, inputs, sums):
-    """sums [N, M] + weights [N, K] @ inputs [K, M]. The interpreter multiplies bfloat16 as if its bits were integers."""
-    if INTERPRETED:
-        return tl.dot(weights.to(tl.float32), inputs.to(tl.float32), sums)
+    """sums [N, M] + weights [N, K] @ inputs [K, M]."""
     return tl.dot(weights, inputs, sums, input_precision="tf32x3")
 
 

@@ -1,13 +1,47 @@
-"""How Triton kernels are launched: as they are under Triton's interpreter, else in a way that torch.export can trace."""
+"""How Triton kernels are launched, and what the GPU that they are compiled for has room for."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 from triton.runtime.interpreter import InterpretedFunction
+
+from ...delegate.errors import ExportError
+
+C = TypeVar("C")
+
+# Bytes of shared memory that a block may have at most, by compute capability: CUDA C++ Programming Guide, technical
+# specifications per compute capability.
+LARGE = 227 * 1024  # 9.0, 10.0 and 10.3
+MEDIUM = 163 * 1024  # 8.0 and 8.7
+SMALL = 99 * 1024  # 8.6, 8.9, 12.0 and 12.1
 
 
 def launcher(kernel: Any) -> Any:
     """What to index with a grid and call: `launcher(kernel)[grid](...)`. torch refuses to wrap an interpreted kernel."""
     return kernel if isinstance(kernel, InterpretedFunction) else torch.library.wrap_triton(kernel)
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a block may have on this process's GPU, LARGE without one."""
+    if not torch.cuda.is_available():
+        return LARGE
+    return torch.cuda.get_device_properties().shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+def fitting(configs: Mapping[int, C]) -> C:
+    """Of configurations by the shared memory that they are made for, the one for the most that the GPU has.
+
+    Raises:
+        ExportError: it has less than any of them is made for.
+    """
+    available = shared_memory()
+    fits = [size for size in configs if size <= available]
+    if not fits:
+        raise ExportError(
+            f"the kernels need a GPU whose blocks may have {min(configs) // 1024} KB of shared memory (compute capability "
+            f"8.0 or newer), this one's may have {available // 1024} KB; export for the cpu instead"
+        )
+    return configs[max(fits)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,19 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-# Triton's own functions look at the variable when they are imported.
 pytest.importorskip("triton")
 
-import triton.language as tl  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
+from ostinato.delegate.errors import ExportError
+from ostinato.export.kernels import delta_rule, launch
+from ostinato.export.kernels.delta_rule_triton import check_shapes, gated_delta_rule
 
-from ostinato.delegate.errors import ExportError  # noqa: E402
-from ostinato.export.kernels import delta_rule  # noqa: E402
-from ostinato.export.kernels.delta_rule_triton import check_shapes, gated_delta_rule  # noqa: E402
-
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (1, 2, 32, 63, 64, 65, 127, 128, 256, 1000)
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -99,38 +92,6 @@ def draw(shape: Shape, tokens: int, dtype: torch.dtype, first: int = 7, seed: in
     )
 
 
-@pytest.fixture(autouse=True)
-def interpreter_repairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two faults of Triton 3.6's interpreter: `tl.dot` multiplies the bit patterns of bfloat16 numbers, and numpy 2.4
-    refuses the one-element arrays that it takes for a loop's bounds."""
-    patch_tensor, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-
-    def with_index(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    def widen(x: Any) -> Any:
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        bits = x.data.astype("uint32") << 16
-        return interpreter.TensorHandle(bits.view("float32"), tl.float32)
-
-    def with_bfloat16(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return create_dot(self, widen(a), widen(b), *rest)
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_index)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", with_bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """`torch.empty` gives NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(1).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def run(case: Case) -> tuple[Tensor, Tensor]:
     """(output, state after)."""
     arguments = case.arguments()
@@ -183,6 +144,14 @@ def test_is_the_definition(dtype: torch.dtype, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", (1, 70))
 def test_shapes(shape: Shape, dtype: torch.dtype, tokens: int) -> None:
     case = draw(shape, tokens, dtype)
+    check(run(case), exact(case), 1e-4 if dtype == torch.float32 else 1e-2, 1e-4)
+
+
+@pytest.mark.parametrize("shared", (launch.MEDIUM, launch.SMALL))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_smaller_gpus(dtype: torch.dtype, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "shared_memory", lambda: shared)
+    case = draw(MAIN, 150, dtype)
     check(run(case), exact(case), 1e-4 if dtype == torch.float32 else 1e-2, 1e-4)
 
 
