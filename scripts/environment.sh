@@ -6,6 +6,8 @@
 # OSTINATO_PYTHON   an interpreter that has everything already; then no .venv is made and nothing is installed
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# What the CPU build of torch gets. No constraint: a CUDA build, as PyPI's for Linux, has the one that it must have.
+TRITON="triton==3.6.0; platform_system == 'Linux'"
 
 fail() {
     echo "error: $1" >&2
@@ -41,7 +43,7 @@ make_environment() {
     local venv="$ROOT/.venv"
     local constraints="$ROOT/scripts/constraints-$device.txt"
     local stamp
-    stamp="$device $(cat "$constraints" "$ROOT/pyproject.toml" | cksum) $ROOT"
+    stamp="$device $TRITON $(cat "$constraints" "$ROOT/pyproject.toml" | cksum) $ROOT"
     PYTHON_BIN="$venv/bin/python"
     if [ -x "$PYTHON_BIN" ] && [ "$(cat "$venv/.ostinato" 2>/dev/null)" = "$stamp" ]; then
         return
@@ -50,10 +52,13 @@ make_environment() {
     rm -f "$venv/.ostinato"
     "$python" -m venv "$venv" || fail "'$python -m venv $venv' failed"
     local extras="test"
-    [ "$device" = cuda ] && extras="test,cuda"
+    [ "$device" = cuda ] && extras="test,cuda,bench"
     # torch first: a later package that only asks for "torch" must not bring another build of it.
     "$PYTHON_BIN" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' "$constraints")" \
         -c "$constraints" || fail "pip could not install torch (see above)"
+    "$PYTHON_BIN" -m pip show --quiet triton 2>/dev/null ||
+        "$PYTHON_BIN" -m pip install --quiet --disable-pip-version-check "$TRITON" ||
+        fail "pip could not install triton (see above)"
     "$PYTHON_BIN" -m pip install --quiet --disable-pip-version-check -c "$constraints" -e "$ROOT[$extras]" ||
         fail "pip could not install ostinato and what it needs (see above)"
     echo "$stamp" >"$venv/.ostinato"
