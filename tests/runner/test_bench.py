@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from ostinato.delegate import OptionError, load_program
+from ostinato.delegate import load_program
 from ostinato.runner import Engine, device
-from ostinato.runner.bench import Case, make_plan
 from ostinato.runner.cli import main
 from ostinato.runner.report import Reads, quantity
 
@@ -220,49 +219,6 @@ def test_on_a_gpu(bench: Bench, exported: Callable[..., Path]) -> None:
 # --- which tests
 
 
-def test_plan_of_the_defaults() -> None:
-    plan = make_plan(8192)
-    assert [case.name for case in plan.cases] == ["pp512", "tg128", "pp512 @ d4000", "tg128 @ d4000"]
-    assert (plan.repetitions, plan.skipped) == (5, ())
-
-
-def test_defaults_that_do_not_fit_are_left_out() -> None:
-    plan = make_plan(4200)
-    assert [case.name for case in plan.cases] == ["pp512", "tg128", "tg128 @ d4000"]
-    assert plan.skipped == ("pp512 @ d4000 has 4000 + 512 tokens, max_seq_len is 4200",)
-    assert [case.name for case in make_plan(256).cases] == ["tg128"]
-    assert [case.name for case in make_plan(1024, prompts=[100]).cases] == ["pp100", "tg128"]
-    assert [case.name for case in make_plan(300, depths=[0]).cases] == ["tg128"]
-
-
-def test_plan_drops_what_is_said_twice() -> None:
-    cases = make_plan(100, [7, 0, 7], [0], [3, 3, 0]).cases
-    assert cases == (Case("pp", 7, 3), Case("pp", 7, 0))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([200], None, None), "pp200 has 200 tokens, max_seq_len is 150: ask for less, or export with a larger"),
-        ((None, [151], None), "tg151 has 151 tokens, max_seq_len is 150"),
-        ((None, [50], [120]), "pp512 @ d120 has 120 [+] 512 tokens, max_seq_len is 150"),
-        (([0], [50], [101]), "tg50 @ d101 has 101 [+] 50 tokens"),
-        (([0], [0], None), "there is nothing to measure"),
-    ],
-)
-def test_plan_errors(arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        make_plan(150, *arguments)
-
-
-def test_nothing_fits() -> None:
-    with pytest.raises(OptionError, match="nothing to measure; pp512 has 512 tokens, max_seq_len is 32; tg128"):
-        make_plan(32)
-
-
-# --- what is printed
-
-
 def test_table(capsys: pytest.CaptureFixture[str], recurrent_artifact: Path) -> None:
     assert main(["bench", str(recurrent_artifact), *SMALL]) == 0
     out, err = capsys.readouterr()
@@ -320,6 +276,15 @@ def test_csv(bench: Bench, recurrent_artifact: Path) -> None:
     assert {row["cuda_graph"] for row in rows} == {"False", "True"}
     assert all(float(row["median_ts"]) > 0 and math.isfinite(float(row["stddev_ts"])) for row in rows)
     assert "samples_ns" not in rows[0]
+
+
+def test_save(bench: Bench, refused: Bench, recurrent_artifact: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    shown = bench(recurrent_artifact, *SMALL, "--save", path)
+    saved = json.loads(path.read_text())
+    assert {row["test"] for row in saved} == set(NAMES)
+    assert all(name in shown for name in NAMES)
+    assert "no such folder" in refused(recurrent_artifact, "--save", tmp_path / "missing" / "bench.json")
 
 
 def test_quantities() -> None:
