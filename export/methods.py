@@ -157,8 +157,9 @@ def _prefill_chunk(length: int, wanted: int | None) -> int:
     longest = length - 1
     if wanted is None:
         return min(longest, DEFAULT_PREFILL_CHUNK)
-    if not 2 <= wanted <= longest:
-        raise ExportError(f"--prefill-chunk must be 2 to {longest} (max_seq_len - 1), got {wanted}")
+    # torch.export takes a length that has one value for a constant.
+    if not 3 <= wanted <= longest:
+        raise ExportError(f"--prefill-chunk must be 3 to {longest} (max_seq_len - 1), got {wanted}")
     return wanted
 
 

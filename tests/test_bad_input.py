@@ -363,9 +363,9 @@ def test_ends_that_are_no_ids(export_fails: Fails, checkpoint: Path, ends: objec
 def test_options_of_export(export_fails: Fails, capitals_checkpoint: Path) -> None:
     for length in (-1, 0, 3, 1 << 40):
         assert f"got {length}" in export_fails(capitals_checkpoint, "--max-seq-len", length)
-    for chunk in (-1, 0, 1, 64, 1 << 40):
+    for chunk in (-1, 0, 2, 64, 1 << 40):
         error = export_fails(capitals_checkpoint, "--max-seq-len", 64, "--prefill-chunk", chunk)
-        assert f"--prefill-chunk must be 2 to 63 (max_seq_len - 1), got {chunk}" in error
+        assert f"--prefill-chunk must be 3 to 63 (max_seq_len - 1), got {chunk}" in error
 
 
 def test_options_of_quantisation(export_fails: Fails, capitals_checkpoint: Path) -> None:
