@@ -82,6 +82,7 @@ def make_method(
     value_ranges: Mapping[str, tuple[int, int]],
 ) -> CompiledMethod:
     """The record of a method whose links' code is `codes`, by kind."""
+    digests = {kind: hashlib.sha256(code.library).hexdigest() for kind, code in codes.items()}
     named_data: dict[str, bytes] = {}
     segments = []
     bound: dict[str, str] = {}
@@ -94,7 +95,7 @@ def make_method(
         prefix = f"{index}/" if len(method.links) > 1 else ""
         for in_code, key in _keys_of(traced, code, constants).items():
             (buffers if key in constants.mutable else bound)[prefix + in_code] = key
-        digest = hashlib.sha256(code.library).hexdigest()
+        digest = digests[traced.link.kind]
         code_key = CODE_KEY_PREFIX + digest
         named_data[code_key] = code.library
         extern_key = f"{EXTERN_KEY_PREFIX}{digest}" if code.extern else ""
