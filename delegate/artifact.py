@@ -57,6 +57,9 @@ META_DECODE_BYTES = "get_decode_bytes"
 # Bytes that a decode step reads besides for each position that the KV caches hold.
 META_KV_BYTES = "get_kv_bytes_per_token"
 
+# GPU kernels with this in their name may be started while the kernel ahead still runs: export/kernels/early_triton.py.
+EARLY_KERNEL = "_early"
+
 MANIFEST_KEY = "ostinato.manifest"
 CODE_KEY_PREFIX = "ostinato.code."
 EXTERN_KEY_PREFIX = "ostinato.extern."

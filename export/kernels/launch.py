@@ -45,3 +45,8 @@ def fitting(configs: Mapping[int, C]) -> C:
             f"8.0 or newer), this one's may have {available // 1024} KB; export for the cpu instead"
         )
     return configs[max(fits)]
+
+
+def starts_early() -> bool:
+    """Whether kernels are compiled for a GPU that starts a kernel before the one ahead of it has ended (9.0 and newer)."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
