@@ -28,4 +28,6 @@ def start_next(EARLY: tl.constexpr) -> None:
 def wait_for_previous(EARLY: tl.constexpr) -> None:
     """Wait until the kernel ahead has ended and all that it wrote can be read."""
     if EARLY:
-        tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
