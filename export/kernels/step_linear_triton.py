@@ -1,0 +1,207 @@
+"""`step_linear` as Triton kernels that start early: weights are on their way while the kernel ahead still runs.
+
+A program makes a few rows of the output. Its warps lie along K, 16 bytes of each row a thread, so that what it costs to
+prepare x is shared by the rows; the rows' sums meet once, behind one barrier. A norm's 1 / rms is one factor for all of x, so
+it comes after the product, and the squares are summed beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from ...delegate.errors import ExportError
+from .int4_triton import check_shapes
+from .launch import launcher, starts_early
+from .step_linear_kernels_triton import linear_add_early, norm_linear_conv_early, norm_linear_early
+from .step_linear_math_triton import LANE
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """What one program does.
+
+    Attributes:
+        rows: outputs it makes, a power of two up to 32.
+        warps: warps it has, all along K: 1, 2, 4 or 8. They take `words` of each row at a time.
+        extra_rows: rows in a floating dtype that a program makes which makes those, a power of two up to 32.
+    """
+
+    rows: int
+    warps: int
+    extra_rows: int = 4
+
+    @property
+    def words(self) -> int:
+        """32-bit words of a row in a tile."""
+        return 32 * LANE.value * self.warps
+
+
+def config_for(n: int, k: int) -> StepConfig:
+    """For a weight [n, k].
+
+    Warps for all of a row in one tile, so that all weights of a program are on their way before the wait; 16 rows, since
+    their 64 registers of words, 32 of norm weights and 16 of scales let six programs of two warps be on a multiprocessor, and
+    an H200 hold 12,672 rows of 2,048 at once. Where they would not be 128 programs, fewer.
+    """
+    rows = 16
+    while rows > 1 and n < 128 * rows:
+        rows //= 2
+    return StepConfig(rows, max(1, min(8, triton.next_power_of_2(k // 8) // (32 * LANE.value))))
+
+
+def norm_linear(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, scale: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """See `step_linear.norm_linear`; all contiguous and aligned to 16 bytes.
+
+    Raises:
+        ExportError: `int4_triton.check_shapes`.
+    """
+    return _norm_linear(x, norm_weight, eps, weight, scale, out_dtype)
+
+
+@torch.library.triton_op("ostinato::norm_linear", mutates_args={})
+def _norm_linear(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, scale: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    n, k, group = _shape(weight, scale, x)
+    config = config_for(n, k)
+    out = torch.empty((1, n), dtype=out_dtype, device=x.device)
+    launcher(norm_linear_early)[((n + config.rows - 1) // config.rows,)](
+        x,
+        norm_weight,
+        weight,
+        scale,
+        out,
+        EPS=eps,
+        N=n,
+        K=k,
+        GROUP=group,
+        ROWS=config.rows,
+        WARPS=config.warps,
+        WORDS=config.words,
+        EARLY=starts_early(),
+        num_warps=config.warps,
+    )
+    return out
+
+
+def norm_linear_conv(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    scale: Tensor,
+    extra: Tensor,
+    conv_weight: Tensor,
+    conv_state: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See `step_linear.norm_linear_conv`; all contiguous and aligned to 16 bytes.
+
+    Raises:
+        ExportError: `int4_triton.check_shapes`.
+    """
+    return _norm_linear_conv(x, norm_weight, eps, weight, scale, extra, conv_weight, conv_state, positions)
+
+
+@torch.library.triton_op("ostinato::norm_linear_conv", mutates_args={"conv_state"})
+def _norm_linear_conv(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    scale: Tensor,
+    extra: Tensor,
+    conv_weight: Tensor,
+    conv_state: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    n, k, group = _shape(weight, scale, x)
+    extras = extra.shape[0]
+    config = config_for(n, k)
+    mixed = torch.empty((1, n), dtype=x.dtype, device=x.device)
+    gates = torch.empty((1, extras), dtype=torch.float32, device=x.device)
+    blocks = (n + config.rows - 1) // config.rows
+    extra_blocks = (extras + config.extra_rows - 1) // config.extra_rows
+    launcher(norm_linear_conv_early)[(blocks + extra_blocks,)](
+        x,
+        norm_weight,
+        weight,
+        scale,
+        extra,
+        conv_weight,
+        conv_state,
+        positions,
+        mixed,
+        gates,
+        EPS=eps,
+        N=n,
+        K=k,
+        GROUP=group,
+        EXTRA=extras,
+        CHANNELS=conv_state.shape[1],
+        TAPS=conv_weight.shape[2],
+        ROWS=config.rows,
+        EXTRA_ROWS=config.extra_rows,
+        WARPS=config.warps,
+        WORDS=config.words,
+        EARLY=starts_early(),
+        num_warps=config.warps,
+    )
+    return mixed, gates
+
+
+def linear_add(
+    x: Tensor, weight: Tensor, scale: Tensor, residual: Tensor, squares: Tensor | None, eps: float
+) -> Tensor:
+    """See `step_linear.linear_add`; all contiguous and aligned to 16 bytes.
+
+    Raises:
+        ExportError: `int4_triton.check_shapes`, or K is not a multiple of the number of heads.
+    """
+    return _linear_add(x, weight, scale, residual, squares, eps)
+
+
+@torch.library.triton_op("ostinato::linear_add", mutates_args={})
+def _linear_add(
+    x: Tensor, weight: Tensor, scale: Tensor, residual: Tensor, squares: Tensor | None, eps: float
+) -> Tensor:
+    n, k, group = _shape(weight, scale, x)
+    heads, parts = (0, 0) if squares is None else (squares.shape[0], squares.shape[1])
+    if heads and k % heads:
+        raise ExportError(f"an input of {k} elements does not divide into {heads} heads")
+    config = config_for(n, k)
+    out = torch.empty_like(residual)
+    launcher(linear_add_early)[((n + config.rows - 1) // config.rows,)](
+        x,
+        weight,
+        scale,
+        residual,
+        # Not read where there are no heads.
+        residual if squares is None else squares,
+        out,
+        EPS=eps,
+        N=n,
+        K=k,
+        GROUP=group,
+        HEADS=heads,
+        PARTS=parts,
+        ROWS=config.rows,
+        WARPS=config.warps,
+        WORDS=config.words,
+        EARLY=starts_early(),
+        num_warps=config.warps,
+    )
+    return out
+
+
+def _shape(weight: Tensor, scale: Tensor, x: Tensor) -> tuple[int, int, int]:
+    """N, K and the group size."""
+    n, k = weight.shape[0], weight.shape[1] * 2
+    check_shapes(n, k, scale.shape[1], x.dtype)
+    return n, k, k // scale.shape[1]
