@@ -86,7 +86,7 @@ def experts_gate_up_early(
         tile = load_pairs(shared, shared_scale, first, SHARED_INNER, SIZE, GROUP, ROWS, BLOCK)
         wait_for_previous(EARLY)
         x = tl.load(h + element, mask=element < SIZE, other=0.0)
-        activations = swiglu(x, factors, tile, EPS, SIZE, GROUP)
+        activations = swiglu(prepare(x, factors, EPS, SIZE, BLOCK), tile, GROUP)
         tl.store(hidden + TOP_K * INNER + first + row, activations.to(hidden.dtype.element_ty))
     else:
         slot = TOP_K - 1 - (program - SHARED_BLOCKS) // BLOCKS
@@ -96,10 +96,12 @@ def experts_gate_up_early(
         x = tl.load(h + element, mask=element < SIZE, other=0.0)
         key, ranked = largest_keys(keys, slot, PLACES)
         tile = load_pairs(gate_up, gate_up_scale, expert_of(key) * (2 * INNER) + first, INNER, SIZE, GROUP, ROWS, BLOCK)
+        # In one block with the loads: the compiler knows there that the weights take longest and puts products last.
+        prepared = prepare(x, factors, EPS, SIZE, BLOCK)
         if program == SHARED_BLOCKS:
             # Its rank is the last, so it knows them all.
             store_routes(logits, ranked, weights, chosen, EXPERTS, TOP_K, PLACES, SHARED_INNER > 0)
-        activations = swiglu(x, factors, tile, EPS, SIZE, GROUP)
+        activations = swiglu(prepared, tile, GROUP)
         tl.store(hidden + slot * INNER + first + row, activations.to(hidden.dtype.element_ty))
 
 
@@ -248,12 +250,18 @@ def two_scales(pointers, mask, GROUP: tl.constexpr):
 
 
 @triton.jit
-def swiglu(x, factors, tile, EPS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """silu(gate) * up [ROWS] of the normed inputs; `tile` is what `load_pairs` gave."""
-    gate, up, scales = tile
+def prepare(x, factors, EPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """What `multiply_rows` takes of the normed inputs, all but one factor, and that factor."""
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + EPS) * 2.0 ** (149 - SHIFT)
-    inputs = with_offsets(by_nibble(x * factors, gate.shape[1]))
+    return with_offsets(by_nibble(x * factors, BLOCK)), scale
+
+
+@triton.jit
+def swiglu(prepared, tile, GROUP: tl.constexpr):
+    """silu(gate) * up [ROWS] of what `prepare` and `load_pairs` gave."""
+    inputs, scale = prepared
+    gate, up, scales = tile
     gates, ups = multiply_rows(gate, inputs, GROUP), multiply_rows(up, inputs, GROUP)
     # Joined, they pass through shared memory once.
     sums = scaled((tl.join(gates[0], ups[0]), tl.join(gates[1], ups[1])), scales, GROUP)
