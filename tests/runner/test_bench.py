@@ -196,7 +196,7 @@ def test_the_shipped_model(bench: Bench, capitals_artifact: Path) -> None:
     rows = records(bench, capitals_artifact, "-p", 40, "-n", 8, "-d", "0,100", "-r", 2)
     assert [row["test"] for row in rows[::2]] == ["pp40", "tg8", "pp40 @ d100", "tg8 @ d100"]
     assert {row["model_type"] for row in rows} == {"qwen3_5_moe_text"}
-    assert rows[1]["methods"]["decode"]["replays"] == 4 + 2 * (1 + 2 * 8)
+    assert rows[1]["methods"]["decode_sample"]["replays"] == 4 + 2 * (1 + 2 * 8)
 
 
 @pytest.mark.gpu
