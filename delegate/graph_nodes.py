@@ -5,13 +5,13 @@ be read. Over a programmatic edge it starts as soon as there is room for it, and
 Programming Guide, "Programmatic Dependent Launch and Synchronization"). AOTInductor launches plainly, so the edges are
 changed here, after the capture.
 
-Why that is safe. Only the edge into a kernel with `artifact.EARLY_KERNEL` in its name is changed, and only where that edge is
-the one way into it. Every program of such a kernel waits until the kernel ahead has ended and its writes can be read, and
-before that reads only what no kernel of the step writes (export/kernels/early_triton.py). So it cannot end before the kernel
-ahead has, and neither can any kernel after it: one with the mark waits for it inside, any other has kept its full edge. By
-induction along the chain that a stream's capture is, whoever reads or writes after its wait comes after all that stands
-ahead of it, and the graph has ended when its last node has. A kernel ahead that never says `start_next` is no danger: the
-edge then opens when it ends.
+Why that is safe. Only an edge between two kernels with `artifact.EARLY_KERNEL` in their names is changed, and only where it
+is the one way into the latter. Every program of such a kernel waits until the kernel ahead has ended and its writes can be
+read (export/kernels/early_triton.py). So it cannot end before the kernel ahead has, and neither can any kernel after it: one
+with the mark waits for it inside, any other has kept its full edge. By induction along the chain that a stream's capture is,
+whoever reads or writes after its wait comes after all that stands ahead of it, and the graph has ended when its last node
+has. Before its wait a marked kernel reads only what no marked kernel of the step writes: the first marked kernel after one
+without the mark has kept its full edge, so what unmarked ones wrote ahead of it (the position of the step, say) is there.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def look_into(graph: int) -> GraphNodes:
 
 
 def start_early(graph: int) -> int:
-    """Make the edge into each marked kernel programmatic where it comes from a kernel; returns how many were changed.
+    """Make the edge into each marked kernel programmatic where it comes from a marked one; returns how many were changed.
 
     Args:
         graph: as in `look_into`; not instantiated yet, and of a GPU of compute capability 9.0 or newer.
@@ -86,7 +86,7 @@ def start_early(graph: int) -> int:
     changed = 0
     for before, after, data in edges:
         # An edge of another type was made by a launch with attributes of its own.
-        if data.type or ways_in[int(after)] > 1 or not _is_marked(driver, after) or not _is_kernel(driver, before):
+        if data.type or ways_in[int(after)] > 1 or not _is_marked(driver, after) or not _is_marked(driver, before):
             continue
         _call(driver, "cuGraphRemoveDependencies", handle, [before], [after], [data], 1)
         _call(driver, "cuGraphAddDependencies", handle, [before], [after], [programmatic], 1)

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ...delegate.errors import ExportError
 
-WORKSPACE_SIZE = 16
-
 
 class Int4Linear(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor: ...

@@ -166,14 +166,18 @@ def sample_early(
             highest, low = _exchange_peaks(keys, most, workspace, program, PROGRAMS)
             turn += 1
             if few:
-                lowest, turn = _search(keys, x, lowest, low, highest + 1, most, turn, workspace, program, PROGRAMS, False)
+                lowest, turn = _search(
+                    keys, x, lowest, low, highest + 1, most, turn, workspace, program, PROGRAMS, False
+                )
             if share < 1:
                 peak = _number(highest.to(tl.int32))
                 mass = tl.where(present, tl.exp(tl.div_rn(x - peak, heat)), 0.0)
                 # All tokens below `bottom` together weigh less than (1 - share) / e of the most likely one.
                 bottom = peak - heat * (tl.log(VOCAB / (1 - share)) + 1)
                 low = tl.maximum(lowest, _key(tl.maximum(bottom, -LARGEST)).to(tl.int64))
-                lowest, turn = _search(keys, mass, lowest, low, highest + 1, share, turn, workspace, program, PROGRAMS, True)
+                lowest, turn = _search(
+                    keys, mass, lowest, low, highest + 1, share, turn, workspace, program, PROGRAMS, True
+                )
 
     # One number orders by score, and among equals the first token first.
     ranks = (_key(scores).to(tl.int64) << 32) + (0x7FFFFFFF - tokens)
@@ -334,9 +338,7 @@ def _totals(
     tl.store(row + program * CANDIDATES + each, told)
     _meet(workspace, turn, PROGRAMS)
     programs = tl.arange(0, triton.next_power_of_2(PROGRAMS))[:, None]
-    told = tl.load(
-        row + programs * CANDIDATES + each[None, :], mask=programs < PROGRAMS, other=0, cache_modifier=".cg"
-    )
+    told = tl.load(row + programs * CANDIDATES + each[None, :], mask=programs < PROGRAMS, other=0, cache_modifier=".cg")
     mass = (told & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
     return tl.sum((told >> 32).to(tl.int32), 0), tl.sum(mass, 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..kernels import WORKSPACE_SIZE
+from ..kernels.sample import workspace_size
 from .linear import Build
 
 
@@ -35,7 +35,7 @@ class SamplingState(nn.Module):
             ("top_k", torch.zeros(1, dtype=torch.int64, device="cpu")),
             ("top_p", torch.ones(1, device="cpu")),
             ("seed", torch.zeros(1, dtype=torch.int64, device="cpu")),
-            ("workspace", torch.zeros(WORKSPACE_SIZE, dtype=torch.int32, device="cpu")),
+            ("workspace", torch.zeros(workspace_size(), dtype=torch.int64, device="cpu")),
         ):
             self.register_buffer(name, value, persistent=False)
 
