@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ostinato.delegate import ClosedError, InputError, Method, Program, load_program
 from ostinato.delegate.graph import HostEngine, PhasedRunner
@@ -270,6 +270,38 @@ def test_two_threads(program: Program, graph: bool) -> None:
     assert steps_made(program) == 400
     expected = {"warmups": 3, "captures": 1, "replays": 396} if graph else {"runs": 400}
     assert {key: value for key, value in counters(method).items() if value} == expected
+
+
+class Walk(nn.Module):
+    """`forward() -> next token [1]`: takes nothing, for its token and its position are state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("token", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("table", torch.tensor([4, 2, 0, 1, 3]))
+
+    def forward(self) -> Tensor:
+        token = self.table[(self.token + self.position) % 5]
+        self.token.copy_(token)
+        self.position.add_(1)
+        return token + 0
+
+
+def test_a_method_without_inputs(exported: Callable[..., Path]) -> None:
+    from ostinato.export import export_program
+
+    artifact = exported("walk", lambda path: export_program({"decode": (Walk(), (), None)}, path))
+    module = Walk()
+    with load_program(artifact) as program:
+        method = program.load_method("decode", {**GRAPH, "cuda_graph_warmup_steps": 2})
+        assert method.inputs == ()
+        for index in range(12):
+            assert method.execute(())[0].tolist() == module().tolist(), f"step {index}"
+        assert program.mutable_buffers["position"].item() == 12
+        assert counters(method) == {"runs": 0, "warmups": 2, "captures": 1, "replays": 9, "fallbacks": 0}
+        with pytest.raises(InputError, match="takes a sequence of 0 inputs"):
+            method.execute((torch.zeros(1),))
 
 
 def accumulate(total: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
