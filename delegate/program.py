@@ -101,7 +101,7 @@ class Method(_Owner):
 
     @property
     def stats(self) -> MethodStats:
-        """A live view: phase, warmups, captures, replays, fallbacks and the reason of a fallback."""
+        """A live view: phase, warmups, captures, replays, fallbacks, and what the captured graph consists of."""
         return self._runner.stats
 
     @property
