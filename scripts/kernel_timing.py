@@ -110,7 +110,9 @@ def time_case(case: Case, sets: list[Arguments], repetitions: int, *, early: boo
     with torch.cuda.graph(graph):
         for number in range(launches):
             kernel(*sets[number % len(sets)].values())
-    nodes = _with_early_edges(graph.raw_cuda_graph()) if early else _kernel_nodes(graph.raw_cuda_graph())
+    if early:
+        _with_early_edges(graph.raw_cuda_graph())
+    nodes = _kernel_nodes(graph.raw_cuda_graph())
     graph.instantiate()
     samples = [_replay_milliseconds(graph) for _ in range(1 + repetitions)]
     graph.reset()
@@ -136,8 +138,8 @@ def _kernel_nodes(raw_graph: int) -> int:
     return sum(_is_kernel(driver, node) for node in _nodes(driver, driver.CUgraph(int(raw_graph))))
 
 
-def _with_early_edges(raw_graph: int) -> int:
-    """Let every kernel with EARLY_KERNEL in its name start as the one ahead says, and not as it ends; counts kernels."""
+def _with_early_edges(raw_graph: int) -> None:
+    """Let every kernel with EARLY_KERNEL in its name start as the one ahead says, and not as it ends."""
     from cuda.bindings import driver
 
     graph = driver.CUgraph(int(raw_graph))
@@ -154,7 +156,6 @@ def _with_early_edges(raw_graph: int) -> int:
         if EARLY_KERNEL.encode() in name:
             _checked(driver.cuGraphRemoveDependencies(graph, [start], [end], [kind], 1))
             _checked(driver.cuGraphAddDependencies(graph, [start], [end], [early], 1))
-    return sum(_is_kernel(driver, node) for node in _nodes(driver, graph))
 
 
 def _nodes(driver: Any, graph: Any) -> list[Any]:
