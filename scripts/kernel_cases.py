@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato.export.kernels.sample import workspace_size
 from ostinato.export.models.config import ModelConfig
 
 KERNELS = "ostinato.export.kernels"
 # The step that the convolution and the delta rule are measured at: any but 0, where the state counts as zeros.
 POSITION = 7
+# Of squares, a head: how many is for `delta_step` to choose, `linear_add` takes any, and they count in no bytes.
+PARTIAL_SUMS = 16
 
 Arguments = dict[str, Any]
 
@@ -34,10 +37,6 @@ class Shapes:
     @property
     def dtype(self) -> torch.dtype:
         return getattr(torch, self.config.dtype)
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,9 @@ class Case:
         calls: how often a token needs it; 0 for what is measured beside.
         depth: positions before it, where that matters.
         moves: how often the bytes of an argument cross the memory's bus, if not once: a state that is read and written
-            2, experts of which few are used less than 1.
+            2, experts of which few are used less than 1, scratch 0.
         mutates: arguments that are written.
+        comparable: turns results into what kernel and reference have in common.
     """
 
     name: str
@@ -102,6 +102,7 @@ class Case:
     depth: int | None = None
     moves: Mapping[str, float] = field(default_factory=dict)
     mutates: tuple[str, ...] = ()
+    comparable: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = tuple
 
     @property
     def kernel(self) -> Callable[..., Any]:
@@ -120,10 +121,9 @@ class Case:
         return self._weighted(shapes, lambda moves: min(moves, 1.0))
 
     def _weighted(self, shapes: Shapes, weight: Callable[[float], float]) -> int:
-        tensors = {
-            name: tensor for name, tensor in self.arguments(Draw(shapes, "meta")).items() if isinstance(tensor, Tensor)
-        }
-        return round(sum(tensor.nbytes * weight(self.moves.get(name, 1.0)) for name, tensor in tensors.items()))
+        arguments = self.arguments(Draw(shapes, "meta")).items()
+        sizes = {name: value.nbytes for name, value in arguments if isinstance(value, Tensor)}
+        return round(sum(size * weight(self.moves.get(name, 1.0)) for name, size in sizes.items()))
 
 
 def decode_cases(shapes: Shapes, depths: tuple[int, ...]) -> list[Case]:
@@ -144,7 +144,9 @@ def comparison_cases(shapes: Shapes) -> list[Case]:
     def arguments(draw: Draw) -> Arguments:
         return {"x": draw.normal(1, k), "weight": draw.packed(n, k), "scale": draw.scales(n, k)}
 
-    return [Case("int4_matvec/out_proj", _product(n, k), "int4", "int4_linear", arguments, n * shapes.itemsize, 0)]
+    return [
+        Case("int4_matvec/out_proj", _product(n, k), "int4", "int4_linear", arguments, n * shapes.dtype.itemsize, 0)
+    ]
 
 
 def _delta_net(shapes: Shapes, layers: int) -> list[Case]:
@@ -183,7 +185,7 @@ def _delta_net(shapes: Shapes, layers: int) -> list[Case]:
             "step_linear",
             "norm_linear_conv",
             projection,
-            rows * shapes.itemsize + 2 * heads * 4,
+            rows * shapes.dtype.itemsize + 2 * heads * 4,
             layers,
             moves={"conv_state": 2},
             mutates=("conv_state",),
@@ -194,10 +196,11 @@ def _delta_net(shapes: Shapes, layers: int) -> list[Case]:
             "step_delta",
             "delta_step",
             step,
-            value_dim * shapes.itemsize + heads * _partial_squares(value_size) * 4,
+            value_dim * shapes.dtype.itemsize,
             layers,
             moves={"state": 2},
             mutates=("state",),
+            comparable=lambda results: (results[0], results[1].sum(1)),
         ),
         _linear_add(shapes, "delta_net", size, value_dim, layers, heads),
     ]
@@ -231,7 +234,7 @@ def _attention(shapes: Shapes, layers: int, depths: tuple[int, ...]) -> list[Cas
             "step_attention",
             "attend_step",
             arguments,
-            heads * head_dim * shapes.itemsize,
+            heads * head_dim * shapes.dtype.itemsize,
             layers,
             depth,
             # The positions before it are read, its own is written.
@@ -239,9 +242,8 @@ def _attention(shapes: Shapes, layers: int, depths: tuple[int, ...]) -> list[Cas
             mutates=("k_cache", "v_cache"),
         )
 
-    projection = _norm_linear(shapes, "qkv", rows, layers)
     return [
-        projection,
+        _norm_linear(shapes, "qkv", rows, layers),
         *map(step, depths),
         _linear_add(shapes, "attention", config.hidden_size, heads * head_dim, layers),
     ]
@@ -292,7 +294,7 @@ def _moe(shapes: Shapes) -> list[Case]:
             "step_moe",
             "route_logits",
             route,
-            (experts + 1) * shapes.itemsize,
+            (experts + 1) * shapes.dtype.itemsize,
             layers,
         ),
         Case(
@@ -301,7 +303,7 @@ def _moe(shapes: Shapes) -> list[Case]:
             "step_moe",
             "experts_gate_up",
             gate_up,
-            (top_k * inner + shared) * shapes.itemsize + (top_k + 1) * 4 + top_k * 4,
+            (top_k * inner + shared) * shapes.dtype.itemsize + (top_k + 1) * 4 + top_k * 4,
             layers,
             moves={"gate_up": used, "gate_up_scale": used},
         ),
@@ -311,7 +313,7 @@ def _moe(shapes: Shapes) -> list[Case]:
             "step_moe",
             "experts_down",
             down,
-            size * shapes.itemsize,
+            size * shapes.dtype.itemsize,
             layers,
             moves={"down": used, "down_scale": used},
         ),
@@ -322,10 +324,7 @@ def _dense(shapes: Shapes) -> list[Case]:
     """The SwiGLU between the two is the compiler's."""
     config = shapes.config
     size, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    return [
-        _norm_linear(shapes, "gate_up", 2 * inner, layers),
-        _linear_add(shapes, "down", size, inner, layers),
-    ]
+    return [_norm_linear(shapes, "gate_up", 2 * inner, layers), _linear_add(shapes, "down", size, inner, layers)]
 
 
 def _sampling(shapes: Shapes) -> list[Case]:
@@ -341,9 +340,11 @@ def _sampling(shapes: Shapes) -> list[Case]:
                 "top_k": draw.whole(top_k),
                 "top_p": draw.number(top_p),
                 "seed": draw.whole(0),
+                "workspace": torch.zeros(workspace_size(), dtype=torch.int64, device=draw.device),
             }
 
-        return Case(f"sample/{name}", f"{vocabulary:,} logits", "sample", "sample", arguments, 8, calls)
+        moves = {"workspace": 0.0}
+        return Case(f"sample/{name}", f"{vocabulary:,} logits", "sample", "sample", arguments, 8, calls, moves=moves)
 
     return [case("greedy", 0.0, 0, 1.0, 1), case("top_p", 0.8, 40, 0.95, 0)]
 
@@ -367,29 +368,30 @@ def _linear_add(shapes: Shapes, name: str, n: int, k: int, calls: int, heads: in
     """With `heads`, each of their runs of inputs is divided by its rms."""
 
     def arguments(draw: Draw) -> Arguments:
-        partial = _partial_squares(k // heads) if heads else 0
         return {
             "x": draw.normal(1, k),
             "weight": draw.packed(n, k),
             "scale": draw.scales(n, k),
             "residual": draw.normal(1, n),
-            "squares": draw.wide(heads, partial).square() * (k // heads / partial) if heads else None,
+            "squares": _squares(draw, heads, k // heads) if heads else None,
             "eps": shapes.config.rms_norm_eps,
         }
 
-    written = n * shapes.itemsize
-    return Case(f"linear_add/{name}", _product(n, k), "step_linear", "linear_add", arguments, written, calls)
+    written = n * shapes.dtype.itemsize
+    moves = {"squares": 0.0}
+    shape = _product(n, k)
+    return Case(f"linear_add/{name}", shape, "step_linear", "linear_add", arguments, written, calls, moves=moves)
+
+
+def _squares(draw: Draw, heads: int, size: int) -> Tensor:
+    """Partial sums over heads of `size` numbers that are about normal."""
+    return draw.wide(heads, PARTIAL_SUMS).square() * (size / PARTIAL_SUMS)
 
 
 def _normed(draw: Draw, size: int) -> Arguments:
     """An input and the norm before the product."""
     eps = draw.shapes.config.rms_norm_eps
     return {"x": draw.normal(1, size), "norm_weight": draw.wide(size, scale=0.4), "eps": eps}
-
-
-def _partial_squares(value_size: int) -> int:
-    """How many partial sums of squares `delta_step` leaves for a head."""
-    return max(1, value_size // 16)
 
 
 def _product(n: int, k: int) -> str:
