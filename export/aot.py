@@ -93,14 +93,13 @@ def _remove_checks(program: ExportedProgram) -> None:
 def _place_constants(graph: Graph, device: str) -> None:
     """Constants as the runtime will bind them: contiguous, and on the device.
 
-    Shapes are all that a compiler needs, so what goes to a GPU goes without its memory; but for mutable buffers, which
-    Inductor clones.
+    Shapes are all that a compiler needs, so parameters go to a GPU without their memory. Inductor clones buffers.
     """
     for values in (graph.program.state_dict, graph.program.constants):
         for name, value in values.items():
             if not isinstance(value, torch.Tensor):
                 continue
-            if device != "cpu" and value.dim() and name not in graph.written:
+            if device != "cpu" and value.dim() and isinstance(value, torch.nn.Parameter):
                 values[name] = _hollow(value, device)
             elif not value.is_contiguous():
                 values[name] = _as_parameter(value.contiguous(), value)

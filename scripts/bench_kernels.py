@@ -3,11 +3,11 @@
 
     python scripts/bench_kernels.py [--config DIR] [--kernels NAME,...] [--all] [--json FILE] [--markdown]
 
-Each operation is launched some hundred times in one captured CUDA graph, over buffers that together exceed the GPU's L2
-cache; a time is the median over repetitions. Its floor is its bytes over the speed of a copy within the device's memory,
-measured in the same run; "of copy" is floor / time. "early": with programmatic edges in the graph, so that a kernel
-fetches its weights while the one ahead of it ends, as the runtime does it. "a token" is how often a token needs the
-operation; one with no figure there is measured for comparison.
+Each operation is launched some hundred times in one captured CUDA graph, over weights and states that together exceed the
+GPU's L2 cache, and over the same activations, which in a step lie in L2 as well; a time is the median over repetitions. Its
+floor is its bytes over the speed of a copy within the device's memory, measured in the same run; "of copy" is floor / time.
+"early": with programmatic edges in the graph, so that a kernel fetches its weights while the one ahead of it ends, as the
+runtime does it. "a token" is how often a token needs the operation; one with no figure there is measured for comparison.
 
 Before it is timed, each operation is compared with its reference in float64, its outputs holding NaN before; "error" is
 the largest difference over the largest number.
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import Case, Draw, Shapes, comparison_cases, decode_cases
+from kernel_cases import HANDED_ON, Arguments, Case, Draw, Shapes, comparison_cases, decode_cases
 from kernel_timing import Timing, check, copies_of, time_case
 
 from ostinato.delegate.errors import OptionError, OstinatoError
@@ -164,12 +164,19 @@ def measure(case: Case, shapes: Shapes, speed: float, repetitions: int) -> Row:
             torch.cuda.empty_cache()
             l2_bytes = torch.cuda.get_device_properties().L2_cache_size
             copies, in_l2 = copies_of(case, shapes, l2_bytes, torch.cuda.mem_get_info()[0])
-            sets = [case.arguments(Draw(shapes, "cuda")) for _ in range(copies)]
+            sets = argument_sets(case, shapes, copies)
             ordinary = time_case(case, sets, repetitions, early=False)
             early = time_case(case, sets, repetitions, early=True) if has_early_edges() else None
     except Exception as problem:  # of Triton's compiler, the driver, memory: the table says what any of them says
         return Row(case, moved, floor, error, f"{type(problem).__name__}: {problem}".splitlines()[0])
     return Row(case, moved, floor, error, None, in_l2, ordinary, early)
+
+
+def argument_sets(case: Case, shapes: Shapes, copies: int) -> list[Arguments]:
+    """Arguments for one launch after another: constants and state anew for each, what the step hands on the same for all."""
+    first = case.arguments(Draw(shapes, "cuda"))
+    handed = {name: value for name, value in first.items() if name in HANDED_ON}
+    return [first, *({**case.arguments(Draw(shapes, "cuda")), **handed} for _ in range(copies - 1))]
 
 
 def has_early_edges() -> bool:

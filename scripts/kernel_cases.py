@@ -74,6 +74,13 @@ class Draw:
         return (order / 32)[None].to(self.shapes.dtype)
 
 
+# Arguments that kernels of the same step have just written: in the step they are in L2, and so they are here.
+HANDED_ON = frozenset(
+    ("x", "h", "mixed", "gates", "qkv", "hidden", "weights", "chosen", "logits", "residual", "squares")
+    + ("cos", "sin", "positions", "position")
+)
+
+
 @dataclass(frozen=True)
 class Case:
     """One operation at one of its shapes.

@@ -5,6 +5,7 @@ Without a GPU the edges are those of a driver made for the test: no real one can
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -265,8 +266,7 @@ def test_marked_kernels_start_early(kernels: ModuleType, weight: Tensor) -> None
     runner = captured(lambda inputs: [kernels.run_chain(chain, inputs[0], weight)], [draw(kernels)])
     opened = PROGRAMMATIC if kernels.starts_early() else FULL
     expected = [
-        (kernel.__name__, opened if early is kernel is ahead else FULL)
-        for ahead, kernel in zip(chain, chain[1:], strict=False)
+        (kernel.__name__, opened if early is kernel is ahead else FULL) for ahead, kernel in itertools.pairwise(chain)
     ]
     assert edges_of(runner) == expected
     stats = runner.stats
