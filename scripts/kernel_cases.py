@@ -75,10 +75,8 @@ class Draw:
 
 
 # Arguments that kernels of the same step have just written: in the step they are in L2, and so they are here.
-HANDED_ON = frozenset(
-    ("x", "h", "mixed", "gates", "qkv", "hidden", "weights", "chosen", "logits", "residual", "squares")
-    + ("cos", "sin", "positions", "position")
-)
+_NORMED, _MIXED, _ROUTED = ("x", "h", "residual"), ("mixed", "gates", "squares", "qkv"), ("hidden", "weights", "chosen")
+HANDED_ON = frozenset((*_NORMED, *_MIXED, *_ROUTED, "logits", "cos", "sin", "positions", "position"))
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,12 @@ class Exported(torch.nn.Module):
 def test_reference_is_exported() -> None:
     def inputs(options: tuple[float, int, float]) -> tuple[Tensor, ...]:
         values = Arguments(*options, seed=17).rest[:-1]
-        return (draw_logits("random", 50), torch.tensor([8]), torch.tensor([[1]]), *(value.cpu() for value in values))
+        return (
+            draw_logits("random", 50).cpu(),
+            torch.tensor([8]),
+            torch.tensor([[1]]),
+            *(value.cpu() for value in values),
+        )
 
     program = torch.export.export(Exported(), inputs(OPTIONS[0])).run_decompositions()
     for options in OPTIONS:
