@@ -2,7 +2,7 @@
 """Sampling in one kernel whose programs keep the logits in registers and meet only as often as the options ask.
 
 Greedy, and drawing from all tokens: each program leaves its best token, and the last one to arrive takes the best of these;
-no program waits. Top-k and top-p look for the lowest logit that is kept, `sample.CANDIDATES` candidates at a time: each program
+no program waits. Top-k and top-p look for the lowest logit that is kept, `sample.CANDIDATES` candidates at a time: each one
 counts and sums what it has above each, all wait for all, and each adds up all programs' numbers in the same order and so
 comes to the same narrower range. Programs that wait for each other must all be on the GPU at once, so there are no more of
 them than multiprocessors.
