@@ -24,8 +24,8 @@ from .launch import launcher, starts_early
 BLOCK = 2048
 WARP = 128
 MAX_WARPS = 32
-# Turns of a search by mass that divide the range of logits evenly, before those that divide the range of their bits. Few
-# bits lie between large logits and most of all around 0, so alone these would take two turns more; but they come to an end.
+# Turns of a search that divide the range of logits evenly, before those that divide the range of their bits. Few bits lie
+# between large logits and most of all around 0, so alone these would take twice as many turns; but they come to an end.
 EVEN_TURNS = tl.constexpr(3)
 
 HEADER = tl.constexpr(reference.HEADER)
@@ -287,7 +287,7 @@ def _search(
     count_high = tl.full((), 0, tl.int32)
     passes = 0
     while searching:
-        even = BY_MASS and passes < EVEN_TURNS
+        even = (passes < EVEN_TURNS) & (low > LOWEST)
         counts, masses = _totals(keys, weights, bottom, low, high, even, turn, workspace, program, PROGRAMS, BY_MASS)
         total = tl.sum(tl.where(each == 0, masses, 0.0), 0)
         enough = masses >= amount * total if BY_MASS else counts >= amount
