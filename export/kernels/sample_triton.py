@@ -2,10 +2,10 @@
 """Sampling in one kernel whose programs keep the logits in registers and meet only as often as the options ask.
 
 Greedy, and drawing from all tokens: each program leaves its best token, and the last one to arrive takes the best of these;
-no program waits. Top-k and top-p look for the lowest logit that is kept, `sample.CANDIDATES` candidates at a time: each
-program counts and sums what it has above each, all wait for all, and each adds up all programs' numbers in the same order
-and so comes to the same narrower range. Programs that wait for each other must all be on the GPU at once, so there are no
-more of them than multiprocessors.
+no program waits. Top-k and top-p look for the lowest logit that is kept, `sample.CANDIDATES` candidates at a time: each one
+counts and sums what it has above each, all wait for all, and each adds up all programs' numbers in the same order and so
+comes to the same narrower range. Programs that wait for each other must all be on the GPU at once, so there are no more of
+them than multiprocessors.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .launch import launcher, starts_early
 BLOCK = 2048
 WARP = 128
 MAX_WARPS = 32
-# Turns of a search by mass that divide the range of logits evenly, before those that divide the range of their bits. Few
-# bits lie between large logits and most of all around 0, so alone these would take two turns more; but they come to an end.
+# Turns of a search that divide the range of logits evenly, before those that divide the range of their bits. Few bits lie
+# between large logits and most of all around 0, so alone these would take twice as many turns; but they come to an end.
 EVEN_TURNS = tl.constexpr(3)
 
 HEADER = tl.constexpr(reference.HEADER)
@@ -287,7 +287,7 @@ def _search(
     count_high = tl.full((), 0, tl.int32)
     passes = 0
     while searching:
-        even = BY_MASS and passes < EVEN_TURNS
+        even = (passes < EVEN_TURNS) & (low > LOWEST)
         counts, masses = _totals(keys, weights, bottom, low, high, even, turn, workspace, program, PROGRAMS, BY_MASS)
         total = tl.sum(tl.where(each == 0, masses, 0.0), 0)
         enough = masses >= amount * total if BY_MASS else counts >= amount
