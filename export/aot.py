@@ -14,6 +14,7 @@ from torch.export.passes import move_to_device_pass
 from ..delegate.aoti import container_runner
 from ..delegate.errors import ExportError
 from .compiler import check_library
+from .mutated import analysed_as_written
 from .trace import Graph
 
 # Enough for an address of its own, aligned as CUDA's allocator aligns.
@@ -78,7 +79,7 @@ def _compile(graph: Graph, device: str, folder: Path) -> Path:
         # Everything that the compiler writes lies beside the library and goes away with the folder.
         "aot_inductor.output_path": str(folder / "code.so"),
     }
-    with torch.no_grad():
+    with torch.no_grad(), analysed_as_written():
         return Path(str(torch._inductor.aot_compile(module, arguments, options=options)))
 
 

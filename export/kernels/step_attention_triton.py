@@ -249,7 +249,7 @@ def attend_combine_early(
     WIDTH: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (head, part of D): the splits' sums and the new value, brought to one peak, over their weights, times the gate."""
+    """Program (head, part of D): the splits' sums and the new value at one peak, over their weights, times the gate."""
     start_next(EARLY)
     head = tl.program_id(0)
     cell = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

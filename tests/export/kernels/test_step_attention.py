@@ -162,7 +162,8 @@ def test_splits(splits: int, least: int, dtype: torch.dtype, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "slots", "splits"), [(2, 4096, 64), (2, 262144, 64), (8, 4096, 16), (3, 4096, 42), (2, 5, 1), (200, 64, 1)]
+    ("kv_heads", "slots", "splits"),
+    [(2, 4096, 64), (2, 262144, 64), (8, 4096, 16), (3, 4096, 42), (2, 5, 1), (200, 64, 1)],
 )
 def test_number_of_splits(kv_heads: int, slots: int, splits: int) -> None:
     assert step_attention_triton.splits_for(kv_heads, slots) == splits
