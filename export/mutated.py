@@ -9,23 +9,31 @@ from unittest import mock
 
 from torch._higher_order_ops import triton_kernel_wrap
 
-# The kernels' own name for whether they are compiled to start early: kernels/early_triton.py.
+# The argument by which kernels that start early are known: kernels/early_triton.py.
 _EARLY = "EARLY"
 
 
 @contextmanager
 def analysed_as_written() -> Iterator[None]:
-    """Have kernels that start early analysed without the two instructions for it.
+    """Have inline instructions of kernels that start early taken for what they are: none of them writes memory.
 
-    Inductor reads a kernel's intermediate code to see which of its arguments it writes. At an inline instruction with an
-    effect it gives up and takes all arguments as written, and would copy each one that is read again: weights and states.
+    Inductor reads a kernel's intermediate code to see which of its arguments it writes. At an inline instruction that is not
+    marked pure it gives up and takes all arguments as written, and would copy each one that is read again: weights and
+    states. Those that wait and start kernels cannot be marked so, for pure ones may be moved.
     """
-    plain = triton_kernel_wrap.generate_ttir
+    generate, operation = triton_kernel_wrap.generate_ttir, triton_kernel_wrap.Op
+    ours = False
 
-    def without_early(kernel: Any, arguments: dict[str, Any], *rest: Any) -> Any:
-        if _EARLY in arguments:
-            arguments = {**arguments, _EARLY: False}
-        return plain(kernel, arguments, *rest)
+    def generate_first(kernel: Any, arguments: dict[str, Any], *rest: Any) -> Any:
+        nonlocal ours
+        ours = _EARLY in arguments
+        return generate(kernel, arguments, *rest)
 
-    with mock.patch.object(triton_kernel_wrap, "generate_ttir", without_early):
+    def operation_of(*arguments: Any, is_pure: bool = False, **named: Any) -> Any:
+        return operation(*arguments, is_pure=is_pure or ours, **named)
+
+    with (
+        mock.patch.object(triton_kernel_wrap, "generate_ttir", generate_first),
+        mock.patch.object(triton_kernel_wrap, "Op", operation_of),
+    ):
         yield

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...delegate.errors import ExportError
 from .attention_triton import check_shapes, multiply
 from .early_triton import start_next, wait_for_previous
-from .launch import MEDIUM, SMALL, fitting, launcher, starts_early
+from .launch import launcher, starts_early
 
 # Programs over all key heads: about one for each of an H200's 132 multiprocessors.
 PROGRAMS = 128
@@ -44,13 +44,11 @@ class CombineConfig:
     warps: int
 
 
-# By the shared memory of the GPU.
+# At D = 256 these take 70 and 49 KB of shared memory. In float32 the operands of a tile of 32 slots would spill 272 bytes a
+# thread, those of 16 spill 192.
 SPLIT = {
-    torch.bfloat16: {SMALL: SplitConfig(keys=64, warps=8, stages=2)},
-    torch.float32: {
-        MEDIUM: SplitConfig(keys=32, warps=8, stages=2),
-        SMALL: SplitConfig(keys=16, warps=8, stages=2),
-    },
+    torch.bfloat16: SplitConfig(keys=64, warps=8, stages=2),
+    torch.float32: SplitConfig(keys=16, warps=8, stages=2),
 }
 COMBINE = CombineConfig(width=16, warps=1)
 
@@ -75,6 +73,9 @@ def attend_step(
 ) -> Tensor:
     """`step_attention.attend_step`; all tensors contiguous. The cost grows with the position, not with S.
 
+    Positions, cos and sin are read before the kernel ahead has ended: no kernel with the mark of `early_triton` may write
+    them.
+
     Raises:
         ExportError: as `attention_triton.check_shapes`, or if R is odd or larger than D.
     """
@@ -85,7 +86,7 @@ def attend_step(
         raise ExportError(f"the attention kernels turn an even number of a head's {head_dim} elements, got {rotary}")
     group = heads // kv_heads
     splits = splits_for(kv_heads, slots)
-    split = fitting(SPLIT[k_cache.dtype])
+    split = SPLIT[k_cache.dtype]
     sums = torch.empty((splits, heads, head_dim), dtype=torch.float32, device=qkv.device)
     # Each sum's peak and weight; behind the peaks the score of the token's own slot.
     scales = torch.empty((2, splits + 1, heads), dtype=torch.float32, device=qkv.device)
@@ -190,14 +191,14 @@ def attend_split_early(
     other = tl.where(every < ROTARY // 2, every + ROTARY // 2, every - ROTARY // 2)
     norm = tl.load(q_norm + every)
     other_norm = tl.load(q_norm + other, mask=turned, other=0.0)
+    cosine = tl.load(cos + every, mask=turned, other=1.0)
+    sine = tl.load(sin + every, mask=turned, other=0.0)
 
     wait_for_previous(EARLY)
     start = kv_head * GROUP * 2 * D + row[:, None] * 2 * D
     real = (row < GROUP)[:, None]
     query = tl.load(qkv + start + every, mask=real, other=0.0)
     other_query = tl.load(qkv + start + other, mask=real & turned, other=0.0)
-    cosine = tl.load(cos + every, mask=turned, other=1.0)
-    sine = tl.load(sin + every, mask=turned, other=0.0)
     sine = tl.where(every < ROTARY // 2, -sine, sine)
     at = split * HEADS + kv_head * GROUP + row
     if split == SPLITS:
@@ -249,7 +250,7 @@ def attend_combine_early(
     WIDTH: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (head, part of D): the splits' sums and the new value at one peak, over their weights, times the gate."""
+    """Program (head, part of D): the splits' sums and the new value, brought to one peak, and the gate."""
     start_next(EARLY)
     head = tl.program_id(0)
     cell = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

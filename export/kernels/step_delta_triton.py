@@ -44,6 +44,8 @@ def delta_step(
 ) -> tuple[Tensor, Tensor]:
     """`step_delta.delta_step`; all tensors contiguous, P = V / CONFIG.values.
 
+    Positions are read before the kernel ahead has ended: no kernel with the mark of `early_triton` may write them.
+
     Raises:
         ExportError: as `delta_rule_triton.check_shapes`.
     """
