@@ -75,38 +75,32 @@ def experts_gate_up_early(
     The later a program's expert is in the order of the weights, the longer it takes to find and the earlier it starts.
     """
     start_next(EARLY)
-    ROW: tl.constexpr = SIZE // 8
-    GROUPS: tl.constexpr = SIZE // GROUP
     BLOCKS: tl.constexpr = INNER // ROWS
     SHARED_BLOCKS: tl.constexpr = SHARED_INNER // ROWS
     factors = norm_factors(norm_weight, SIZE, BLOCK)
     program = tl.program_id(0)
     element = tl.arange(0, BLOCK * 8)
+    row = tl.arange(0, ROWS)
     if program < SHARED_BLOCKS:
-        row = program * ROWS + tl.arange(0, ROWS)
-        gate = load_rows(shared, shared_scale, row, ROW, GROUPS, GROUP, BLOCK)
-        up = load_rows(shared, shared_scale, row + SHARED_INNER, ROW, GROUPS, GROUP, BLOCK)
+        first = program * ROWS
+        tile = load_pairs(shared, shared_scale, first, SHARED_INNER, SIZE, GROUP, ROWS, BLOCK)
         wait_for_previous(EARLY)
         x = tl.load(h + element, mask=element < SIZE, other=0.0)
-        activations = swiglu(x, factors, gate, up, EPS, SIZE, GROUP, BLOCK)
-        tl.store(hidden + TOP_K * INNER + row, activations.to(hidden.dtype.element_ty))
+        activations = swiglu(x, factors, tile, EPS, SIZE, GROUP)
+        tl.store(hidden + TOP_K * INNER + first + row, activations.to(hidden.dtype.element_ty))
     else:
         slot = TOP_K - 1 - (program - SHARED_BLOCKS) // BLOCKS
-        block = (program - SHARED_BLOCKS) % BLOCKS
+        first = (program - SHARED_BLOCKS) % BLOCKS * ROWS
         wait_for_previous(EARLY)
         keys = load_keys(logits, EXPERTS)
         x = tl.load(h + element, mask=element < SIZE, other=0.0)
         key, ranked = largest_keys(keys, slot, PLACES)
-        expert = expert_of(key).to(tl.int64)
-        row = block * ROWS + tl.arange(0, ROWS)
-        words, scales = gate_up + expert * (INNER * ROW * 8), gate_up_scale + expert * (2 * INNER * GROUPS)
-        gate = load_rows(words, scales, row, ROW, GROUPS, GROUP, BLOCK)
-        up = load_rows(words, scales, row + INNER, ROW, GROUPS, GROUP, BLOCK)
+        tile = load_pairs(gate_up, gate_up_scale, expert_of(key) * (2 * INNER) + first, INNER, SIZE, GROUP, ROWS, BLOCK)
         if program == SHARED_BLOCKS:
             # Its rank is the last, so it knows them all.
             store_routes(logits, ranked, weights, chosen, EXPERTS, TOP_K, PLACES, SHARED_INNER > 0)
-        activations = swiglu(x, factors, gate, up, EPS, SIZE, GROUP, BLOCK)
-        tl.store(hidden + slot * INNER + row, activations.to(hidden.dtype.element_ty))
+        activations = swiglu(x, factors, tile, EPS, SIZE, GROUP)
+        tl.store(hidden + slot * INNER + first + row, activations.to(hidden.dtype.element_ty))
 
 
 @triton.jit
@@ -163,10 +157,10 @@ def experts_down_early(
     if SHARED_INNER > 0:
         shared_x = shared_x.to(tl.float32) * (place_factor(shared_element) * shared_share)
         inputs = with_offsets(by_nibble(shared_x, SHARED_WORDS))
-        total += tl.sum(multiply_rows(tile[0], inputs, tile[1], GROUP), 1) * 2.0 ** (149 - SHIFT)
+        total += tl.sum(scaled(multiply_rows(tile[0], inputs, GROUP), tile[1], GROUP), 1) * 2.0 ** (149 - SHIFT)
     x = x.to(tl.float32) * (place_factor(element)[None, :] * share[:, None])
     inputs = with_offsets(by_nibble(tl.reshape(x, [SLOTS * WORDS * 8]), SLOTS * WORDS))
-    sums = multiply_rows(words, inputs, scales, GROUP)
+    sums = scaled(multiply_rows(words, inputs, GROUP), scales, GROUP)
     sums = tl.sum(tl.reshape(tl.permute(sums, [1, 0, 2]), [ROWS, SLOTS * WORDS // 4]), 1) * 2.0 ** (149 - SHIFT)
     tl.store(out + row, (total + sums).to(out.dtype.element_ty))
 
@@ -207,7 +201,33 @@ def by_nibble(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_rows(words, scales, row, ROW: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def load_pairs(
+    words,
+    scales,
+    first,
+    INNER: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gate rows from `first` on and the up rows INNER further on: words [ROWS, BLOCK] of both, `two_scales` of both."""
+    # The place of the first is one number for the program, so that what a thread adds to it is small and known before.
+    words = words.to(tl.pointer_type(tl.int32)) + first.to(tl.int64) * (SIZE // 8)
+    scales += first.to(tl.int64) * (SIZE // GROUP)
+    row, word, chunk = tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.arange(0, BLOCK // 4)
+    offsets = row[:, None] * (SIZE // 8) + word[None, :]
+    gate = tl.load(words + offsets, mask=(word < SIZE // 8)[None, :], other=0)
+    up = tl.load(words + INNER * (SIZE // 8) + offsets, mask=(word < SIZE // 8)[None, :], other=0)
+    row = row[:, None, None] + tl.arange(0, 2)[None, None, :] * INNER
+    pointers = scales + (row * (SIZE // GROUP) + (chunk // 2 * 64 // GROUP)[None, :, None])
+    return gate, up, two_scales(pointers, (chunk < SIZE // 32)[None, :, None], GROUP)
+
+
+@triton.jit
+def load_rows(
+    words, scales, row, ROW: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
     """Rows of an int4 weight, whole: the packed words [rows, BLOCK], and `two_scales` of them."""
     word = tl.arange(0, BLOCK)
     lane = tl.arange(0, BLOCK // 4)
@@ -228,14 +248,19 @@ def two_scales(pointers, mask, GROUP: tl.constexpr):
 
 
 @triton.jit
-def swiglu(x, factors, gate, up, EPS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """silu(gate) * up [ROWS] of the normed inputs; `gate` and `up` are what `load_rows` gave."""
+def swiglu(x, factors, tile, EPS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr):
+    """silu(gate) * up [ROWS] of the normed inputs; `tile` is what `load_pairs` gave."""
+    gate, up, scales = tile
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + EPS) * 2.0 ** (149 - SHIFT)
-    inputs = with_offsets(by_nibble(x * factors, BLOCK))
-    gates = multiply_rows(gate[0], inputs, gate[1], GROUP)
-    ups = multiply_rows(up[0], inputs, up[1], GROUP)
-    gates, ups = tl.reduce((gates, ups), 1, add_pairs)
+    inputs = with_offsets(by_nibble(x * factors, gate.shape[1]))
+    gates, ups = multiply_rows(gate, inputs, GROUP), multiply_rows(up, inputs, GROUP)
+    # Joined, they pass through shared memory once.
+    sums = scaled((tl.join(gates[0], ups[0]), tl.join(gates[1], ups[1])), scales, GROUP)
+    is_up = (tl.arange(0, 2) == 1)[None, None, :]
+    gates, ups = tl.where(is_up, 0.0, sums), tl.where(is_up, sums, 0.0)
+    shape: tl.constexpr = [gate.shape[0], gate.shape[1] // 2]
+    gates, ups = tl.reduce((tl.reshape(gates, shape), tl.reshape(ups, shape)), 1, add_pairs)
     gates, ups = gates * scale, ups * scale
     return gates * tl.sigmoid(gates) * ups
 
@@ -250,8 +275,11 @@ def with_offsets(x):
 
 
 @triton.jit
-def multiply_rows(words, x, scales, GROUP: tl.constexpr):
-    """Packed words [R, W] or [S, R, W] times what `with_offsets` gave, times 2^(SHIFT - 149), summed over four words."""
+def multiply_rows(words, x, GROUP: tl.constexpr):
+    """Packed words [R, W] or [S, R, W] times what `with_offsets` gave, times 2^(SHIFT - 149), summed over four words.
+
+    Two sums, of the low and of the high nibbles, where these have scales of their own; else the second is that of both.
+    """
     shifted = words >> 8
     low = across_rows(x[8] if GROUP == 32 else x[8] + x[9], words)
     low = add_nibble(low, words, x[0], 0)
@@ -263,9 +291,16 @@ def multiply_rows(words, x, scales, GROUP: tl.constexpr):
     high = add_nibble(high, words, x[3], 12)
     high = add_nibble(high, words, x[5], 20)
     high = add_nibble(high, shifted, x[7], 20)
+    return sum_fours(low), sum_fours(high)
+
+
+@triton.jit
+def scaled(sums, scales, GROUP: tl.constexpr):
+    """What `multiply_rows` gave times `two_scales`, in one sum."""
+    total = sums[1] * scales[1].to(tl.float32)
     if GROUP == 32:
-        return sum_fours(low) * scales[0].to(tl.float32) + sum_fours(high) * scales[1].to(tl.float32)
-    return sum_fours(high) * scales[0].to(tl.float32)
+        total += sums[0] * scales[0].to(tl.float32)
+    return total
 
 
 @triton.jit
@@ -302,10 +337,11 @@ def load_keys(logits, EXPERTS: tl.constexpr):
         # Adding 0 makes -0 and 0 one.
         value = tl.load(logits + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32) + 0.0
         bits = value.to(tl.int32, bitcast=True)
-        bits ^= (bits >> 31) | -0x80000000
         if logits.dtype.element_ty == tl.bfloat16:
-            key = ((bits & -0x10000) | (0xFFFF - expert)).to(tl.uint32, bitcast=True)
+            bits ^= ((bits >> 31) & 0x7FFF0000) | -0x80000000
+            key = (bits | (0xFFFF - expert)).to(tl.uint32, bitcast=True)
         else:
+            bits ^= (bits >> 31) | -0x80000000
             key = (bits.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | (0xFFFF - expert).to(tl.uint64)
         keys = keys + (tl.where(expert < EXPERTS, key, 0),)  # type: ignore[assignment]  # noqa: RUF005
     return keys
