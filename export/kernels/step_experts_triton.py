@@ -227,9 +227,7 @@ def load_pairs(
 
 
 @triton.jit
-def load_rows(
-    words, scales, row, ROW: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
-):
+def load_rows(words, scales, row, ROW: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """Rows of an int4 weight, whole: the packed words [rows, BLOCK], and `two_scales` of them."""
     word = tl.arange(0, BLOCK)
     lane = tl.arange(0, BLOCK // 4)
