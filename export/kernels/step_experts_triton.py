@@ -153,8 +153,9 @@ def experts_down_early(
     pointers = pointers[:, None, None] + row[None, :, None] * ROW + word[None, None, :]
     words = tl.load(pointers, mask=(used[:, None] & (word < ROW)[None, :])[:, None, :], other=0)
     pointers = down_scale + expert * (SIZE * GROUPS)
-    pointers = pointers[:, None, None] + row[None, :, None] * GROUPS + (lane // 2 * 64 // GROUP)[None, None, :]
-    scales = two_scales(pointers, (used[:, None] & (lane * 4 < ROW)[None, :])[:, None, :], GROUP)
+    # Rows first: the sums end where the store wants them.
+    pointers = pointers[None, :, None] + row[:, None, None] * GROUPS + (lane // 2 * 64 // GROUP)[None, None, :]
+    scales = two_scales(pointers, (used[:, None] & (lane * 4 < ROW)[None, :])[None, :, :], GROUP)
     total = total.to(tl.float32)
     if SHARED_INNER > 0:
         shared_x = shared_x.to(tl.float32) * (place_factor(shared_element) * shared_share)
@@ -162,13 +163,15 @@ def experts_down_early(
         total += tl.sum(scaled(multiply_rows(tile[0], inputs, GROUP), tile[1], GROUP), 1) * 2.0 ** (149 - SHIFT)
     x = x.to(tl.float32) * (place_factor(element)[None, :] * share[:, None])
     inputs = with_offsets(by_nibble(tl.reshape(x, [SLOTS * WORDS * 8]), SLOTS * WORDS))
-    sums = scaled(multiply_rows(words, inputs, GROUP), scales, GROUP)
-    sums = tl.sum(tl.reshape(tl.permute(sums, [1, 0, 2]), [ROWS, SLOTS * WORDS // 4]), 1) * 2.0 ** (149 - SHIFT)
+    low, high = multiply_rows(words, inputs, GROUP)
+    sums = scaled((tl.permute(low, [1, 0, 2]), tl.permute(high, [1, 0, 2])), scales, GROUP)
+    sums = tl.sum(tl.reshape(sums, [ROWS, SLOTS * WORDS // 4]), 1) * 2.0 ** (149 - SHIFT)
     tl.store(out + row, (total + sums).to(out.dtype.element_ty))
 
 
 @triton.jit
 def add_pairs(a, b, c, d):
+    """For a reduction of two tensors in one pass."""
     return a + c, b + d
 
 
@@ -273,7 +276,8 @@ def swiglu(prepared, tile, GROUP: tl.constexpr):
 
 @triton.jit
 def with_offsets(x):
-    """Scaled inputs and what the nibbles' 8s add."""
+    """Eight inputs with their `place_factor`, then what the 8s in the low and in the high nibbles add: -8 2^-149 sum(x 2^p)."""
+    # In two factors: a constant that is no normal float32 would be taken for a float64.
     low = ((x[0] + x[2] * 2.0**8) + (x[4] + x[6]) * 2.0**16) * (-8.0 * 2.0**-60)
     high = ((x[1] * 2.0**4 + x[3] * 2.0**12) + (x[5] + x[7]) * 2.0**20) * (-8.0 * 2.0**-60)
     low, high = low * 2.0**-89, high * 2.0**-89
@@ -374,11 +378,13 @@ def largest_keys(keys, rank, PLACES: tl.constexpr):
 
 @triton.jit
 def expert_of(key):
+    """The expert that a key of `load_keys` is of."""
     return 0xFFFF - (key & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
 def logit_of(key):
+    """The logit in a key of `load_keys`."""
     WIDE: tl.constexpr = key.dtype == tl.uint64
     bits = ((key >> 32) if WIDE else key & 0xFFFF0000).to(tl.uint32).to(tl.int32, bitcast=True)
     bits ^= ~(bits >> 31) | -0x80000000

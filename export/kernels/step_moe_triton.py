@@ -36,7 +36,7 @@ class Config:
 
 
 # At the flagship's shapes: 129 programs of two rows; 288 of 16 gate and 16 up rows, 32 KB, three of which fit a
-# multiprocessor; 256 of eight rows over nine experts, 18 KB. Each of them is one wave.
+# multiprocessor (168 registers a thread); 256 of eight rows over nine experts, 18 KB (128). Each of them is one wave.
 ROUTER = Config(words=4096, rows=2, warps=4)
 GATE_UP = Config(words=4096, rows=16, warps=4)
 DOWN = Config(words=4096, rows=8, warps=4)
