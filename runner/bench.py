@@ -81,6 +81,16 @@ class PhaseTime:
     seconds: float
 
 
+@dataclass(frozen=True)
+class GraphCounts:
+    """Kernels that the captured step runs, and how many of them start before the one ahead has ended, as `MethodStats` has
+    them. `note`: why there are no figures, or why no kernel starts early."""
+
+    kernels: int | None
+    early: int | None
+    note: str | None
+
+
 @dataclass
 class ModeResult:
     """All that was measured with one setting of `cuda_graph`. `methods`: counts of calls, at the end."""
@@ -94,6 +104,14 @@ class ModeResult:
     def fallback_reason(self) -> str | None:
         """Why a capture was given up; None when all went well."""
         return next((stats["fallback_reason"] for stats in self.methods.values() if stats["fallbacks"]), None)
+
+    @property
+    def graph(self) -> GraphCounts | None:
+        """What a replayed step consists of; None without a CUDA graph."""
+        replayed = max(self.methods.values(), key=lambda stats: stats["replays"], default=None)
+        if replayed is None or (replayed["graph_kernels"] is None and replayed["graph_note"] is None):
+            return None
+        return GraphCounts(replayed["graph_kernels"], replayed["early_kernels"], replayed["graph_note"])
 
 
 def make_plan(

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """Sampling in one kernel whose programs keep the logits in registers and meet only as often as the options ask.
 
-Greedy, and drawing from all tokens: each program leaves its best token, and the last one to arrive takes the best of these; no
-program waits. Top-k and top-p look for the lowest logit that is kept, by `sample.CANDIDATES` candidates at a time: each program
+Greedy, and drawing from all tokens: each program leaves its best token, and the last one to arrive takes the best of these;
+no program waits. Top-k and top-p look for the lowest logit that is kept, `sample.CANDIDATES` candidates at a time: each one
 counts and sums what it has above each, all wait for all, and each adds up all programs' numbers in the same order and so
 comes to the same narrower range. Programs that wait for each other must all be on the GPU at once, so there are no more of
 them than multiprocessors.
@@ -19,11 +19,13 @@ from . import sample as reference
 from .early_triton import start_next, wait_for_previous
 from .launch import launcher, starts_early
 
-# Logits a program, and its warps: 122 programs of 8 logits a thread for a vocabulary of 248,320.
+# Logits a program, at least, and a warp: 122 programs of 16 warps for a vocabulary of 248,320, with one load of 16 bytes a
+# thread. With 8 warps a thread needs 194 registers in place of 102.
 BLOCK = 2048
-WARPS = 8
-# Turns of a search by mass that divide the range of logits evenly, before those that divide the range of their bits. Few
-# bits lie between large logits and most of all around 0, so alone these would take two turns more; but they come to an end.
+WARP = 128
+MAX_WARPS = 32
+# Turns of a search that divide the range of logits evenly, before those that divide the range of their bits. Few bits lie
+# between large logits and most of all around 0, so alone these would take twice as many turns; but they come to an end.
 EVEN_TURNS = tl.constexpr(3)
 
 HEADER = tl.constexpr(reference.HEADER)
@@ -98,7 +100,7 @@ def _launch(
         BLOCK=block,
         NEXT=following,
         EARLY=starts_early(),
-        num_warps=WARPS,
+        num_warps=min(block // WARP, MAX_WARPS),
     )
 
 
@@ -111,7 +113,7 @@ def processors() -> int:
 
 def block_size(vocab: int, programs: int) -> int:
     """Logits a program, a power of two: BLOCK, or more where that would be more than `programs` programs."""
-    block = min(BLOCK, max(128, triton.next_power_of_2(vocab)))
+    block = min(BLOCK, max(WARP, triton.next_power_of_2(vocab)))
     while triton.cdiv(vocab, block) > programs:
         block *= 2
     return block
@@ -166,14 +168,18 @@ def sample_early(
             highest, low = _exchange_peaks(keys, most, workspace, program, PROGRAMS)
             turn += 1
             if few:
-                lowest, turn = _search(keys, x, lowest, low, highest + 1, most, turn, workspace, program, PROGRAMS, False)
+                lowest, turn = _search(
+                    keys, x, lowest, low, highest + 1, most, turn, workspace, program, PROGRAMS, False
+                )
             if share < 1:
                 peak = _number(highest.to(tl.int32))
                 mass = tl.where(present, tl.exp(tl.div_rn(x - peak, heat)), 0.0)
                 # All tokens below `bottom` together weigh less than (1 - share) / e of the most likely one.
                 bottom = peak - heat * (tl.log(VOCAB / (1 - share)) + 1)
                 low = tl.maximum(lowest, _key(tl.maximum(bottom, -LARGEST)).to(tl.int64))
-                lowest, turn = _search(keys, mass, lowest, low, highest + 1, share, turn, workspace, program, PROGRAMS, True)
+                lowest, turn = _search(
+                    keys, mass, lowest, low, highest + 1, share, turn, workspace, program, PROGRAMS, True
+                )
 
     # One number orders by score, and among equals the first token first.
     ranks = (_key(scores).to(tl.int64) << 32) + (0x7FFFFFFF - tokens)
@@ -281,19 +287,18 @@ def _search(
     count_high = tl.full((), 0, tl.int32)
     passes = 0
     while searching:
-        even = BY_MASS and passes < EVEN_TURNS
+        even = (passes < EVEN_TURNS) & (low > LOWEST)
         counts, masses = _totals(keys, weights, bottom, low, high, even, turn, workspace, program, PROGRAMS, BY_MASS)
-        candidates = _candidate(bottom, low, high, each, even)
-        if BY_MASS:
-            enough = masses >= amount * tl.sum(tl.where(each == 0, masses, 0.0), 0)
-        else:
-            enough = counts >= amount
-        reached = enough & (each > 0)
-        missed = (enough == 0) & (each > 0)
-        count_low = tl.minimum(count_low, tl.min(tl.where(reached, counts, 0x7FFFFFFF), 0))
-        count_high = tl.maximum(count_high, tl.max(tl.where(missed, counts, 0), 0))
-        new_low = tl.max(tl.where(reached, candidates, low), 0)
-        high = tl.min(tl.where(missed, candidates, high), 0)
+        total = tl.sum(tl.where(each == 0, masses, 0.0), 0)
+        enough = masses >= amount * total if BY_MASS else counts >= amount
+        # Candidates ascend and sums of fewer terms in the same order are not larger, so these are the first ones.
+        reached = tl.sum((enough & (each > 0)).to(tl.int32), 0)
+        new_low = _candidate(low, low, high, reached, even)
+        if reached > 0:
+            count_low = tl.sum(tl.where(each == reached, counts, 0), 0)
+        if reached < CANDIDATES - 1:
+            count_high = tl.sum(tl.where(each == reached + 1, counts, 0), 0)
+            high = tl.minimum(high, _candidate(low, low, high, reached + 1, even))
         low = new_low
         # Often the set is settled before its lowest key is known to the last bit.
         unsettled = count_low - count_high > 1 if BY_MASS else count_low > amount
@@ -305,11 +310,13 @@ def _search(
 
 @triton.jit
 def _candidate(bottom, low, high, index, even):
-    """The keys that a turn asks about, for an index from 0: `bottom`, then evenly from `low` to `high`, ascending."""
+    """The key that a turn asks about, for an index from 0: `bottom`, then ascending from `low` to `high`, hardly beyond."""
     inside = low + index * ((high - low + CANDIDATES - 1) // CANDIDATES)
     if even:
-        f = index * (1.0 / CANDIDATES)
-        number = _number(low.to(tl.int32)) * (1.0 - f) + _number(high.to(tl.int32)) * f
+        first = _number(low.to(tl.int32))
+        step = _number(high.to(tl.int32)) * (1.0 / CANDIDATES) - first * (1.0 / CANDIDATES)
+        # One rounding, so that it ascends and comes out the same wherever it is asked for.
+        number = tl.fma(step, index * 1.0, first)
         inside = tl.maximum(_key(number).to(tl.int64), low + index)
     return tl.where(index == 0, bottom, inside)
 
@@ -323,9 +330,9 @@ def _totals(
     masses = ()
     for index in tl.static_range(CANDIDATES):
         above = keys >= _candidate(bottom, low, high, index, even).to(tl.int32)
-        counts += (tl.sum(above.to(tl.int32), 1),)
+        counts += (tl.sum(above.to(tl.int32), 1),)  # type: ignore[assignment]
         if BY_MASS:
-            masses += (tl.sum(tl.where(above, weights, 0.0), 1),)
+            masses += (tl.sum(tl.where(above, weights, 0.0), 1),)  # type: ignore[assignment]
     each = tl.arange(0, CANDIDATES)
     told = tl.sum(_stack(counts), 0).to(tl.int64) << 32
     if BY_MASS:
@@ -334,9 +341,7 @@ def _totals(
     tl.store(row + program * CANDIDATES + each, told)
     _meet(workspace, turn, PROGRAMS)
     programs = tl.arange(0, triton.next_power_of_2(PROGRAMS))[:, None]
-    told = tl.load(
-        row + programs * CANDIDATES + each[None, :], mask=programs < PROGRAMS, other=0, cache_modifier=".cg"
-    )
+    told = tl.load(row + programs * CANDIDATES + each[None, :], mask=programs < PROGRAMS, other=0, cache_modifier=".cg")
     mass = (told & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
     return tl.sum((told >> 32).to(tl.int32), 0), tl.sum(mass, 0)
 
@@ -347,8 +352,8 @@ def _stack(parts):
     half: tl.constexpr = len(parts) // 2
     pairs = ()
     for index in tl.static_range(half):
-        pairs += (tl.join(parts[index], parts[index + half]),)
+        pairs += (tl.join(parts[index], parts[index + half]),)  # type: ignore[assignment]
     if half > 1:
         return _stack(pairs)
     else:
-        return pairs[0].reshape(pairs[0].shape[0], CANDIDATES)
+        return pairs[0].reshape(pairs[0].shape[0], CANDIDATES)  # type: ignore[misc]
