@@ -184,7 +184,7 @@ def total(rows: Sequence[Row], depth: int) -> Total:
         known = [timing.microseconds * row.case.calls for timing, row in zip(timings, needed, strict=True) if timing]
         return sum(known) if len(known) == len(needed) else None
 
-    kernels = [row.best.kernels * row.case.calls for row in needed if row.best]
+    kernels = [row.best.kernels * row.case.calls for row in needed if row.best and row.best.kernels is not None]
     return Total(
         depth,
         sum(row.floor * row.case.calls for row in needed),

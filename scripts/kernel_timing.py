@@ -12,7 +12,7 @@ import torch
 from kernel_cases import Arguments, Case, Draw, Shapes
 from torch import Tensor
 
-from ostinato.delegate.artifact import EARLY_KERNEL
+from ostinato.delegate.graph_nodes import look_into, start_early
 
 # Largest difference from the float64 reference, over the largest number of that: bfloat16 results are rounded a few times on
 # their way, float32 ones differ by the order of sums. Integers must be the same.
@@ -33,11 +33,11 @@ class Timing:
 
     Attributes:
         microseconds: of one call, the median over the repetitions.
-        kernels: that one call launches.
+        kernels: that one call launches; None if they cannot be counted.
     """
 
     microseconds: float
-    kernels: int
+    kernels: int | None
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,14 @@ def time_case(case: Case, sets: list[Arguments], repetitions: int, *, early: boo
     with torch.cuda.graph(graph):
         for number in range(launches):
             kernel(*sets[number % len(sets)].values())
+    kernels = look_into(graph.raw_cuda_graph()).kernels
     if early:
-        _with_early_edges(graph.raw_cuda_graph())
-    nodes = _kernel_nodes(graph.raw_cuda_graph())
+        start_early(graph.raw_cuda_graph())
     graph.instantiate()
     samples = [_replay_milliseconds(graph) for _ in range(1 + repetitions)]
     graph.reset()
-    return Timing(statistics.median(samples[1:]) * 1e3 / (REPLAYS * launches), round(nodes / launches))
+    microseconds = statistics.median(samples[1:]) * 1e3 / (REPLAYS * launches)
+    return Timing(microseconds, None if kernels is None else round(kernels / launches))
 
 
 def _replay_milliseconds(graph: torch.cuda.CUDAGraph) -> float:
@@ -129,49 +130,6 @@ def _replay_milliseconds(graph: torch.cuda.CUDAGraph) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end)
-
-
-def _kernel_nodes(raw_graph: int) -> int:
-    """How many kernels a captured graph launches."""
-    from cuda.bindings import driver
-
-    return sum(_is_kernel(driver, node) for node in _nodes(driver, driver.CUgraph(int(raw_graph))))
-
-
-def _with_early_edges(raw_graph: int) -> None:
-    """Let every kernel with EARLY_KERNEL in its name start as the one ahead says, and not as it ends."""
-    from cuda.bindings import driver
-
-    graph = driver.CUgraph(int(raw_graph))
-    count = _checked(driver.cuGraphGetEdges(graph, 0))[-1]
-    starts, ends, data, _ = _checked(driver.cuGraphGetEdges(graph, count))
-    early = driver.CUgraphEdgeData()
-    early.type = int(driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
-    early.from_port = 1
-    for start, end, kind in zip(starts, ends, data, strict=False):
-        if not _is_kernel(driver, start) or not _is_kernel(driver, end):
-            continue
-        (parameters,) = _checked(driver.cuGraphKernelNodeGetParams(end))
-        (name,) = _checked(driver.cuFuncGetName(parameters.func))
-        if EARLY_KERNEL.encode() in name:
-            _checked(driver.cuGraphRemoveDependencies(graph, [start], [end], [kind], 1))
-            _checked(driver.cuGraphAddDependencies(graph, [start], [end], [early], 1))
-
-
-def _nodes(driver: Any, graph: Any) -> list[Any]:
-    count = _checked(driver.cuGraphGetNodes(graph, 0))[1]
-    return list(_checked(driver.cuGraphGetNodes(graph, count))[0])[:count]
-
-
-def _is_kernel(driver: Any, node: Any) -> bool:
-    (kind,) = _checked(driver.cuGraphNodeGetType(node))
-    return kind == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
-
-
-def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    if int(result[0]) != 0:
-        raise RuntimeError(f"the CUDA driver refused to edit a graph: {result[0]!r}")
-    return result[1:]
 
 
 def _widened(value: Any) -> Any:
