@@ -40,6 +40,12 @@ SPEC_METHOD_NAME = "method_name"
 SPEC_TARGET = "target"
 SPEC_EXPORT_ID = "export_id"
 
+# Methods of a language model; see export/chains.py. Where a step leaves the token that comes next is state.
+PREFILL = "prefill"
+DECODE = "decode"
+SAMPLE = "sample"
+DECODE_SAMPLE = "decode_sample"
+
 # Constant methods, under ExecuTorch's own names where it has one.
 META_MAX_SEQ_LEN = "get_max_seq_len"
 META_VOCAB_SIZE = "get_vocab_size"

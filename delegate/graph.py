@@ -16,18 +16,22 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
 import torch
 
 from .errors import InputError
+from .graph_nodes import GraphNodes, first_line, look_into, start_early
 
 logger = logging.getLogger(__name__)
 
 # Bytes; Inductor's kernels load up to 16 at a time.
 _INPUT_ALIGNMENT = 16
+
+# Compute capability of the first GPUs with programmatic dependent launch.
+_EARLY_CAPABILITY = (9, 0)
 
 Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
@@ -43,7 +47,15 @@ class Phase(Enum):
 
 @dataclass
 class MethodStats:
-    """Counts of calls by what they did. `fallback_reason` says why a capture was given up."""
+    """Counts of calls by what they did, and what the captured graph consists of.
+
+    Attributes:
+        fallback_reason: why a capture was given up.
+        graph_nodes: nodes of the captured graph by type, such as "kernel" and "memcpy"; None without a graph.
+        graph_kernels: kernels that a replay runs; None without a graph, and where that cannot be counted.
+        early_kernels: how many of them start before the one ahead has ended; None as `graph_kernels`.
+        graph_note: why the graph could not be looked into, or stayed as it was captured.
+    """
 
     phase: str = Phase.DISABLED.value
     runs: int = 0
@@ -52,10 +64,16 @@ class MethodStats:
     replays: int = 0
     fallbacks: int = 0
     fallback_reason: str | None = None
+    graph_nodes: dict[str, int] | None = None
+    graph_kernels: int | None = None
+    early_kernels: int | None = None
+    graph_note: str | None = None
 
 
 class Graph(Protocol):
-    """A recorded step over static buffers."""
+    """A recorded step over static buffers. `nodes` says what it consists of."""
+
+    nodes: GraphNodes
 
     def launch(self) -> list[torch.Tensor]:
         """Execute the step once; returns the static output buffers."""
@@ -77,18 +95,47 @@ class CaptureEngine(Protocol):
 
 
 class CudaGraphEngine:
-    """`torch.cuda.CUDAGraph`. Recording takes place on `stream`; launches go to the caller's current stream."""
+    """`torch.cuda.CUDAGraph`. Recording takes place on `stream`; launches go to the caller's current stream.
+
+    Args:
+        stream: where warm-up and recording happen.
+        early_kernels: let marked kernels start before the one ahead has ended (graph_nodes.py), where the GPU can do that.
+    """
 
     name = "cuda"
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, early_kernels: bool = True) -> None:
         self._stream = stream
+        self._early_kernels = early_kernels and torch.cuda.get_device_capability(stream.device) >= _EARLY_CAPABILITY
 
     def warmup(self, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return run_on_stream(self._stream, run, inputs)
 
     def record(self, run: Run, static_inputs: Sequence[torch.Tensor]) -> Graph:
-        graph = torch.cuda.CUDAGraph()
+        graph, outputs = self._capture(run, static_inputs)
+        with torch.cuda.device(self._stream.device):
+            nodes = look_into(graph.raw_cuda_graph())
+            try:
+                if self._early_kernels and nodes.by_type is not None:
+                    nodes = replace(nodes, early=start_early(graph.raw_cuda_graph()))
+                graph.instantiate()
+            except Exception as error:
+                if not self._early_kernels:
+                    raise
+                # The graph may lack an edge by now. A capture executes nothing, so another one costs a moment and no more.
+                nodes = replace(nodes, early=0, note=first_line(error))
+                logger.warning("no kernel of the captured graph starts early: %s", nodes.note)
+                outputs = []
+                graph.reset()
+                graph, outputs = self._capture(run, static_inputs)
+                graph.instantiate()
+        return _CudaGraph(graph, static_inputs, outputs, nodes)
+
+    def _capture(
+        self, run: Run, static_inputs: Sequence[torch.Tensor]
+    ) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+        """A graph that is not instantiated yet, and its output buffers."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         with _side_lock:
             # Nothing may still be running into the capture, and cached blocks cannot move to the graph's pool later.
             torch.cuda.synchronize(self._stream.device)
@@ -102,7 +149,7 @@ class CudaGraphEngine:
                     _abandon(graph)
                     raise
                 graph.capture_end()
-        return _CudaGraph(graph, static_inputs, outputs)
+        return graph, outputs
 
 
 def _abandon(graph: torch.cuda.CUDAGraph) -> None:
@@ -115,8 +162,13 @@ def _abandon(graph: torch.cuda.CUDAGraph) -> None:
 
 class _CudaGraph:
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, inputs: Sequence[torch.Tensor], outputs: list[torch.Tensor]
+        self,
+        graph: torch.cuda.CUDAGraph,
+        inputs: Sequence[torch.Tensor],
+        outputs: list[torch.Tensor],
+        nodes: GraphNodes,
     ) -> None:
+        self.nodes = nodes
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._inputs = inputs
         self._outputs = outputs
@@ -152,6 +204,7 @@ class HostEngine:
 
 class _HostGraph:
     def __init__(self, run: Run, inputs: Sequence[torch.Tensor]) -> None:
+        self.nodes = GraphNodes()
         self._run: Run | None = run
         self._inputs = inputs
         self._outputs: list[torch.Tensor] | None = None
@@ -241,6 +294,11 @@ class PhasedRunner:
         """Whether the last outputs are the graph's own buffers."""
         return self._graph is not None
 
+    @property
+    def static_inputs(self) -> Sequence[torch.Tensor]:
+        """The graph's input buffers, which replays read; empty without a graph."""
+        return self._static_inputs
+
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One step. Inputs are on the host or on the device; outputs are on the device.
 
@@ -279,13 +337,14 @@ class PhasedRunner:
             self._graph = self._engine.record(self._run, self._static_inputs)
         except Exception as error:
             return self._fall_back(error)
+        self._keep_counts(self._graph.nodes)
         outputs = self._graph.launch()
         self._stats.captures += 1
         self._phase = Phase.REPLAY
         return outputs
 
     def _fall_back(self, error: Exception) -> list[torch.Tensor]:
-        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        reason = first_line(error)
         logger.warning("graph capture failed, going on without a graph: %s", reason)
         self._stats.fallbacks += 1
         self._stats.fallback_reason = reason
@@ -295,20 +354,30 @@ class PhasedRunner:
         self._stats.runs += 1
         return outputs
 
+    def _keep_counts(self, nodes: GraphNodes) -> None:
+        self._stats.graph_nodes = nodes.by_type
+        self._stats.graph_kernels = nodes.kernels
+        self._stats.early_kernels = None if nodes.by_type is None else nodes.early
+        self._stats.graph_note = nodes.note
+
     def _replay(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         assert self._graph is not None
+        copies = []
         for name, tensor, static in zip(self._input_names, inputs, self._static_inputs, strict=True):
+            if tensor is static:
+                continue
             if tensor.shape != static.shape or tensor.dtype != static.dtype:
                 raise InputError(
                     f"input {name!r} does not fit the captured graph: expected {list(static.shape)} {static.dtype}, "
                     f"got {list(tensor.shape)} {tensor.dtype}"
                 )
-            if tensor.device != static.device and tensor.device.type != "cpu":
+            if not tensor.is_cpu and tensor.device != static.device:
                 raise InputError(
                     f"input {name!r} is on {tensor.device}, the captured graph reads {static.device}: "
                     f"pass a tensor on {static.device} or on the host"
                 )
-        for tensor, static in zip(inputs, self._static_inputs, strict=True):
+            copies.append((static, tensor))
+        for static, tensor in copies:
             static.copy_(tensor, non_blocking=True)
         outputs = self._graph.launch()
         self._stats.replays += 1

@@ -27,6 +27,8 @@ class BackendOptions:
         weight_sharing_across_methods: bind the pool's constants (the default); if False this method gets a private copy.
             Mutable buffers are always shared.
         cuda_graph_warmup_steps: calls that run without a graph before the capture, 1 or more.
+        cuda_graph_early_kernels: in a captured graph, let kernels that are made for it start before the one ahead of them has
+            ended, on GPUs of compute capability 9.0 and newer. False to compare.
     """
 
     enable_cuda_graph_for_method: str = ""
@@ -34,6 +36,7 @@ class BackendOptions:
     use_shared_cuda_stream: bool = False
     weight_sharing_across_methods: bool = True
     cuda_graph_warmup_steps: int = 3
+    cuda_graph_early_kernels: bool = True
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None, method_names: Sequence[str]) -> BackendOptions:

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 import torch
 
 from .aoti import Container
-from .artifact import TensorSpec, dtype_from_name
+from .artifact import TensorSpec
 from .constants import Binding, ConstantPool, ConstantStats
-from .errors import ClosedError, InputError, OptionError
+from .errors import ClosedError, OptionError
 from .files import Source, artifact_paths, open_artifact
 from .graph import (
     CaptureEngine,
@@ -24,6 +24,7 @@ from .graph import (
     run_on_stream,
     side_stream,
 )
+from .inputs import InputCheck
 from .memory import MemoryWatch
 from .options import BackendOptions
 from .ptd import ConstantsFile
@@ -80,6 +81,8 @@ class Method(_Owner):
         self._skip_copy = skip_copy
         self._on_close = on_close
         self._inputs = entry.inputs
+        self._input_order, self._output_order = entry.input_order, entry.output_order
+        self._check = InputCheck(entry.name, self._inputs, device)
         self._watch = MemoryWatch(device)
 
     @property
@@ -98,8 +101,18 @@ class Method(_Owner):
 
     @property
     def stats(self) -> MethodStats:
-        """A live view: phase, warmups, captures, replays, fallbacks and the reason of a fallback."""
+        """A live view: phase, warmups, captures, replays, fallbacks, and what the captured graph consists of."""
         return self._runner.stats
+
+    @property
+    def static_inputs(self) -> tuple[torch.Tensor, ...]:
+        """The buffers that the captured graph reads, in the order of `execute`; empty in the other phases.
+
+        Filling them and passing them to `execute` saves its copies. They are on the device, so their values are not checked
+        there, and they stay as they are from call to call.
+        """
+        static = self._runner.static_inputs
+        return tuple(static[self._input_order.index(place)] for place in range(len(static)))
 
     def execute(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run one step of the model; its state moves exactly once.
@@ -123,13 +136,13 @@ class Method(_Owner):
             if self._container is None:
                 raise ClosedError(f"method {self.name!r} is closed")
             self._check(inputs)
-            results = self._run([inputs[i] for i in self._entry.input_order])
-            outputs = [results[i] for i in self._entry.output_order]
+            results = self._run([inputs[i] for i in self._input_order])
+            outputs = tuple([results[i] for i in self._output_order])
             if self._skip_copy:
-                return tuple(outputs)
+                return outputs
             # A replayed output is the graph's own buffer; on the CPU `.cpu()` would hand out that very buffer.
             owned = self._device.type == "cpu" and not self._runner.has_static_outputs
-            return tuple(outputs) if owned else tuple(t.to("cpu", copy=True) for t in outputs)
+            return outputs if owned else tuple(t.to("cpu", copy=True) for t in outputs)
 
     def close(self) -> None:
         """Free graph, buffers and container, in that order. Closing twice is fine."""
@@ -152,43 +165,6 @@ class Method(_Owner):
             if explained is None:
                 raise
             raise explained from error
-
-    def _check(self, inputs: Sequence[torch.Tensor]) -> None:
-        if not isinstance(inputs, (tuple, list)) or len(inputs) != len(self._inputs):
-            got = f"{len(inputs)} inputs" if isinstance(inputs, (tuple, list)) else f"a {type(inputs).__name__}"
-            names = ", ".join(f"{spec.name} {spec.shape_text} {spec.dtype}" for spec in self._inputs)
-            raise InputError(
-                f"method {self.name!r} takes a sequence of {len(self._inputs)} inputs ({names}), got {got}"
-            )
-        symbols: dict[str, tuple[int, str]] = {}
-        for spec, tensor in zip(self._inputs, inputs, strict=True):
-            self._check_one(spec, tensor, symbols)
-
-    def _check_one(self, spec: TensorSpec, tensor: object, symbols: dict[str, tuple[int, str]]) -> None:
-        where = f"method {self.name!r}, input {spec.name!r}"
-        if not isinstance(tensor, torch.Tensor):
-            raise InputError(f"{where}: expected a tensor {spec.shape_text} {spec.dtype}, got {type(tensor).__name__}")
-        fits = tensor.dim() == len(spec.shape) and all(
-            dim.min <= size <= dim.max for dim, size in zip(spec.shape, tensor.shape, strict=True)
-        )
-        if not fits or tensor.dtype != dtype_from_name(spec.dtype):
-            raise InputError(
-                f"{where}: expected {spec.shape_text} {spec.dtype}, got {list(tensor.shape)} "
-                f"{str(tensor.dtype).removeprefix('torch.')}"
-            )
-        for dim, size in zip(spec.shape, tensor.shape, strict=True):
-            if dim.symbol:
-                known, first = symbols.setdefault(dim.symbol, (size, spec.name))
-                if known != size:
-                    raise InputError(f"{where}: its length {size} differs from {known}, the length of {first!r}")
-        if tensor.device.type != "cpu" and tensor.device != self._device:
-            raise InputError(f"{where}: it is on {tensor.device}; expected {self._device} or the host")
-        if spec.value_range is not None and tensor.device.type == "cpu" and tensor.numel():
-            low, high = (int(value) for value in torch.aminmax(tensor))
-            if low < spec.value_range[0] or high > spec.value_range[1]:
-                raise InputError(
-                    f"{where}: values must lie in {spec.value_range[0]}..{spec.value_range[1]}, got {low}..{high}"
-                )
 
 
 class Program(_Owner):
@@ -331,7 +307,7 @@ class Program(_Owner):
                 run = _pinned_to(stream, container.run)
             if options.uses_graph(entry.name):
                 # The engine changes to its stream by itself.
-                engine, run = CudaGraphEngine(stream), container.run
+                engine, run = CudaGraphEngine(stream, options.cuda_graph_early_kernels), container.run
         elif options.uses_graph(entry.name):
             engine = HostEngine()
         names = [spec.name for spec in entry.record.inputs]

@@ -14,6 +14,7 @@ from torch.export.passes import move_to_device_pass
 from ..delegate.aoti import container_runner
 from ..delegate.errors import ExportError
 from .compiler import check_library
+from .mutated import analysed_as_written
 from .trace import Graph
 
 # Enough for an address of its own, aligned as CUDA's allocator aligns.
@@ -78,7 +79,7 @@ def _compile(graph: Graph, device: str, folder: Path) -> Path:
         # Everything that the compiler writes lies beside the library and goes away with the folder.
         "aot_inductor.output_path": str(folder / "code.so"),
     }
-    with torch.no_grad():
+    with torch.no_grad(), analysed_as_written():
         return Path(str(torch._inductor.aot_compile(module, arguments, options=options)))
 
 
@@ -93,14 +94,13 @@ def _remove_checks(program: ExportedProgram) -> None:
 def _place_constants(graph: Graph, device: str) -> None:
     """Constants as the runtime will bind them: contiguous, and on the device.
 
-    Shapes are all that a compiler needs, so what goes to a GPU goes without its memory; but for mutable buffers, which
-    Inductor clones.
+    Shapes are all that a compiler needs, so parameters go to a GPU without their memory. Inductor clones buffers.
     """
     for values in (graph.program.state_dict, graph.program.constants):
         for name, value in values.items():
             if not isinstance(value, torch.Tensor):
                 continue
-            if device != "cpu" and value.dim() and name not in graph.written:
+            if device != "cpu" and value.dim() and isinstance(value, torch.nn.Parameter):
                 values[name] = _hollow(value, device)
             elif not value.is_contiguous():
                 values[name] = _as_parameter(value.contiguous(), value)

@@ -24,7 +24,7 @@ from .assemble import assemble
 from .compiler import find_compiler
 from .progress import Progress
 from .records import Constants, make_method
-from .trace import Chain, MethodSpec, TracedMethod, trace_method
+from .trace import Chain, Known, MethodSpec, TracedMethod, trace_method
 from .writer import atomic_folder, write_constants
 
 
@@ -118,21 +118,26 @@ def _trace_all(
     methods: Mapping[str, MethodSpec | Chain], output_names: Sequence[str], progress: Progress
 ) -> dict[str, TracedMethod]:
     traced = {}
+    known: Known = {}
     for name, spec in methods.items():
         with progress.stage(f"trace {name}"), _quiet():
-            traced[name] = trace_method(name, spec, output_names)
+            traced[name] = trace_method(name, spec, output_names, known)
     return traced
 
 
 def _compile_all(methods: Mapping[str, TracedMethod], device: str, progress: Progress) -> dict[str, dict[str, Code]]:
-    """Method -> kind of link -> code."""
+    """Method -> kind of link -> code. A graph that methods share is compiled once."""
     codes: dict[str, dict[str, Code]] = {}
+    known: dict[int, Code] = {}
     for name, method in methods.items():
         codes[name] = {}
         for kind, graph in method.graphs.items():
+            if id(graph) in known:
+                codes[name][kind] = known[id(graph)]
+                continue
             with progress.stage(f"compile {graph.label}"), _quiet():
                 try:
-                    codes[name][kind] = compile_graph(graph, device)
+                    codes[name][kind] = known[id(graph)] = compile_graph(graph, device)
                 except (OstinatoError, OSError):
                     raise
                 except Exception as error:

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.export import Dim
 
 from ..delegate import artifact
 from ..delegate.errors import CheckpointError, ExportError
 from ..delegate.target import host_target
+from .chains import model_methods
 from .limits import check_shapes
 from .lower import ExportReport, export_program
-from .models import Decoder, ModelConfig, Qwen3_5, build_on_meta
+from .models import ModelConfig, Qwen3_5, build_on_meta
 from .progress import Progress
 from .quantization import Quantization
-from .trace import Chain, Link
 from .traffic import decode_bytes, kv_bytes_per_token
 from .weights import DummyWeights, QuantizedWeights, WeightSource, checkpoint_weights, float_shapes, hollow
 
@@ -40,10 +38,7 @@ def export_model(
     load_format: str = "auto",
     progress: Progress | None = None,
 ) -> ExportReport:
-    """Export a Hugging Face checkpoint into an artifact folder.
-
-    The program has `prefill` (T tokens, 2 <= T <= prefill_chunk) and `decode` (one token). Both take
-    `(tokens [1, T] int64, input_pos [T] int64)` and give the last position's logits, [1, vocab] float32.
+    """Export a Hugging Face checkpoint into an artifact folder. `chains.model_methods` says what methods it has.
 
     Weights never stand in memory together: each is read, quantised and written by itself when the code has been compiled.
 
@@ -99,50 +94,6 @@ def export_model(
     )
 
 
-class _Embedding(nn.Module):
-    """The first link of a model's chain, under the network's names."""
-
-    def __init__(self, network: Qwen3_5) -> None:
-        super().__init__()
-        self.model = nn.Module()
-        self.model.embed_tokens, self.model.rotary = network.model.embed_tokens, network.model.rotary
-
-    def forward(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return Decoder.embed(self.model, tokens, input_pos)  # type: ignore[arg-type]
-
-
-class _Head(nn.Module):
-    """The last link of a model's chain, under the network's names."""
-
-    def __init__(self, network: Qwen3_5) -> None:
-        super().__init__()
-        self.model = nn.Module()
-        self.model.norm, self.lm_head = network.model.norm, network.lm_head
-
-    def forward(self, x: Tensor, delta: Tensor) -> Tensor:
-        return Qwen3_5.head(self, x, delta)  # type: ignore[arg-type]
-
-
-def model_methods(network: Qwen3_5) -> dict[str, Chain]:
-    """`prefill` with a symbolic number of tokens and `decode` with one, from the same modules.
-
-    Chains, so that a kind of layer is traced and compiled once: a model of 40 layers takes as long as one of 4.
-    """
-    links = [Link(_Embedding(network), ("x", "delta", "cos", "sin"), "embedding")]
-    for index, layer in enumerate(network.model.layers):
-        links.append(Link(layer, ("x", "delta"), f"{layer.layer_type} layer", f"model.layers.{index}."))
-    links.append(Link(_Head(network), ("logits",), "head"))
-    longest = network.build.max_chunk
-    length = Dim("T", min=2, max=longest)
-    example = min(130, longest)
-    prefill = {"tokens": torch.zeros(1, example, dtype=torch.int64), "input_pos": torch.arange(example)}
-    decode = {"tokens": torch.zeros(1, 1, dtype=torch.int64), "input_pos": torch.zeros(1, dtype=torch.int64)}
-    return {
-        "prefill": Chain(links, prefill, ("logits",), {"tokens": {1: length}, "input_pos": {0: length}}),
-        "decode": Chain(links, decode, ("logits",), {}),
-    }
-
-
 def _max_seq_len(config: ModelConfig, wanted: int | None) -> int:
     if wanted is None:
         return min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
@@ -171,7 +122,10 @@ def _metadata(
     quant: Quantization | None,
     network: Qwen3_5,
 ) -> dict[str, Any]:
-    state = [name for name, _ in network.named_buffers() if name.endswith(("_cache", "_state"))]
+    buffers = [name for name, _ in network.named_buffers()]
+    state = [name for name in buffers if name.endswith(("_cache", "_state")) or name.startswith("sampling.")]
+    # What kernels leave in it between steps means nothing.
+    state.remove("sampling.workspace")
     metadata: dict[str, Any] = {
         artifact.META_MAX_SEQ_LEN: length,
         artifact.META_VOCAB_SIZE: config.vocab_size,

@@ -16,6 +16,8 @@ from ..delegate.errors import ExportError
 from .mutation import written_buffers
 
 MethodSpec = tuple[nn.Module, tuple[Tensor, ...], Any]
+# What a link's code depends on (its module, and the form of what it takes) -> its graph.
+Known = dict[tuple[Any, ...], "Graph"]
 
 
 @dataclass(frozen=True)
@@ -117,14 +119,24 @@ class TracedMethod:
         return {traced.link.kind: traced.graph for traced in self.links}
 
 
-def trace_method(name: str, spec: MethodSpec | Chain, output_names: Sequence[str] = ()) -> TracedMethod:
+def trace_method(
+    name: str, spec: MethodSpec | Chain, output_names: Sequence[str] = (), known: Known | None = None
+) -> TracedMethod:
     """Trace one method.
+
+    Args:
+        name: the method's.
+        spec: its module, or its chain.
+        output_names: of a module's outputs.
+        known: graphs of links that other methods traced, which this one takes where it has the same link, and adds to.
 
     Raises:
         ExportError: torch.export cannot trace it (its own account is the cause), an input that is no tensor or not used, an
             output that is an input or constant as it came in, or links of one kind that are not alike.
     """
-    return _trace_chain(name, spec) if isinstance(spec, Chain) else _trace_module(name, spec, output_names)
+    if isinstance(spec, Chain):
+        return _trace_chain(name, spec, {} if known is None else known)
+    return _trace_module(name, spec, output_names)
 
 
 def _trace_module(name: str, spec: MethodSpec, output_names: Sequence[str]) -> TracedMethod:
@@ -141,7 +153,7 @@ def _trace_module(name: str, spec: MethodSpec, output_names: Sequence[str]) -> T
     return TracedMethod(name, (link,), inputs, values)
 
 
-def _trace_chain(name: str, chain: Chain) -> TracedMethod:
+def _trace_chain(name: str, chain: Chain, known: Known) -> TracedMethod:
     values = _Values(name, chain)
     first: dict[str, TracedLink] = {}
     ends: dict[str, Any] = {}
@@ -151,9 +163,11 @@ def _trace_chain(name: str, chain: Chain) -> TracedMethod:
         example, shapes = values.take(link, taken)
         forms = [(value.shape, value.dtype, dims) for value, dims in zip(example, shapes, strict=True)]
         if link.kind not in first:
-            where = f"method {name!r}, {link.kind}"
-            graph = _trace(f"{name} {link.kind}", where, link.module, example, shapes)
-            first[link.kind], ends[link.kind] = TracedLink(link, graph, taken), forms
+            identity = (id(link.module), tuple((shape, dtype, tuple(dims.items())) for shape, dtype, dims in forms))
+            if identity not in known:
+                where = f"method {name!r}, {link.kind}"
+                known[identity] = _trace(f"{name} {link.kind}", where, link.module, example, shapes)
+            first[link.kind], ends[link.kind] = TracedLink(link, known[identity], taken), forms
         alike = first[link.kind]
         if not _are_alike(alike.graph, alike.link.module, link.module) or forms != ends[link.kind]:
             raise ExportError(

@@ -1,7 +1,7 @@
 """The speed of an artifact, measured in the manner of llama-bench: `pp512` prefills 512 tokens, `tg128` decodes 128.
 
-`@ d4000` says that the state held 4,000 tokens before; filling it is not timed. Decoding goes through `Engine` and
-`Sampler`, so that what is measured is what `ostinato run` does, greedily.
+`@ d4000` says that the state held 4,000 tokens before; filling it is not timed. Decoding goes through `Engine.steps`, so
+that what is measured is what `ostinato run` does, greedily.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..delegate.errors import ArtifactError, OptionError
 from ..delegate.program import Program
 from .device import synchronize
 from .engine import Engine
-from .sampling import Sampler, Sampling
+from .sampling import Sampling
 
 DEFAULT_PROMPTS = (512,)
 DEFAULT_ANSWERS = (128,)
@@ -81,6 +81,16 @@ class PhaseTime:
     seconds: float
 
 
+@dataclass(frozen=True)
+class GraphCounts:
+    """Kernels that the captured step runs, and how many of them start before the one ahead has ended, as `MethodStats` has
+    them. `note`: why there are no figures, or why no kernel starts early."""
+
+    kernels: int | None
+    early: int | None
+    note: str | None
+
+
 @dataclass
 class ModeResult:
     """All that was measured with one setting of `cuda_graph`. `methods`: counts of calls, at the end."""
@@ -94,6 +104,14 @@ class ModeResult:
     def fallback_reason(self) -> str | None:
         """Why a capture was given up; None when all went well."""
         return next((stats["fallback_reason"] for stats in self.methods.values() if stats["fallbacks"]), None)
+
+    @property
+    def graph(self) -> GraphCounts | None:
+        """What a replayed step consists of; None without a CUDA graph."""
+        replayed = max(self.methods.values(), key=lambda stats: stats["replays"], default=None)
+        if replayed is None or (replayed["graph_kernels"] is None and replayed["graph_note"] is None):
+            return None
+        return GraphCounts(replayed["graph_kernels"], replayed["early_kernels"], replayed["graph_note"])
 
 
 def make_plan(
@@ -178,12 +196,11 @@ def measure(
 
 
 class _Bench:
-    """One engine, its sampler, and tokens to feed it: the same ones each time."""
+    """One engine, and tokens to feed it: the same ones each time."""
 
     def __init__(self, engine: Engine, vocabulary: int) -> None:
         self._engine = engine
         self._device = engine.program.device
-        self._sampler = Sampler(Sampling(), self._device)
         generator = torch.Generator().manual_seed(_SEED)
         self._tokens = torch.randint(vocabulary, (engine.max_seq_len,), generator=generator).tolist()
 
@@ -204,10 +221,10 @@ class _Bench:
                 self._engine.prefill(prompt)
             seconds = self._timed(lambda: self._engine.prefill(prompt)) / 1e9
             phases["prefill"] = PhaseTime("prefill", len(prompt), seconds)
-        tokens = self._tokens[:1]
+        self._engine.steps.resume(prompt, self._tokens[0], Sampling())
         for _ in range(answer):
             before = self._counts()
-            spent = self._timed(lambda: self._decode(prompt, tokens, 1)) / 1e9
+            spent = self._timed(lambda: self._engine.steps.next(more=False)) / 1e9
             name = next(word for key, word in _PHASES.items() if self._counts()[key] > before[key])
             known = phases.get(name, PhaseTime(name, 0, 0.0))
             phases[name] = PhaseTime(name, known.calls + 1, known.seconds + spent)
@@ -235,12 +252,12 @@ class _Bench:
         before, after = self._tokens[: case.depth], self._tokens[case.depth : case.depth + case.tokens]
         if case.kind == "pp":
             return self._timed(lambda: self._engine.prefill(after, case.depth))
-        return self._timed(lambda: self._decode(before, after[:1], case.tokens))
+        self._engine.steps.resume(before, after[0], Sampling())
+        return self._timed(lambda: self._decode(case.tokens))
 
-    def _decode(self, prompt: list[int], answer: list[int], count: int) -> None:
-        """Decode `count` tokens after `answer`, which they are added to."""
-        for _ in range(count):
-            answer.append(self._sampler(self._engine.decode_one_token(prompt, answer)))
+    def _decode(self, count: int) -> None:
+        for left in reversed(range(count)):
+            self._engine.steps.next(more=left > 0)
 
     def _timed(self, work: Callable[[], object]) -> int:
         synchronize(self._device)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from ..delegate import InputError, Method, Program, load_program
-from ..delegate.artifact import META_EOS_IDS, META_MAX_SEQ_LEN
+from ..delegate.artifact import DECODE, DECODE_SAMPLE, META_EOS_IDS, META_MAX_SEQ_LEN, PREFILL, SAMPLE
 from ..delegate.errors import ArtifactError, OptionError
-from .sampling import Sampler, Sampling
+from .sampling import Sampling
+from .stepping import DeviceSteps, HostSteps, Steps
 from .tokenizer import Message, TextStream, Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -189,8 +190,8 @@ class Engine:
                 "shorten it, or export with a larger --max-seq-len"
             )
         self.last = Result(prompt_tokens=len(tokens))
-        sampler = Sampler(sampling or Sampling(), self.program.device)
-        return self._generate(list(tokens), max_new_tokens, sampler, frozenset() if ignore_eos else self.eos_ids)
+        eos_ids = frozenset() if ignore_eos else self.eos_ids
+        return self._generate(list(tokens), max_new_tokens, sampling or Sampling(), eos_ids)
 
     @property
     def has_state(self) -> bool:
@@ -200,7 +201,7 @@ class Engine:
     @property
     def method_stats(self) -> dict[str, dict[str, Any]]:
         """Counts of calls by method, what decodes last."""
-        return {method.name: asdict(method.stats) for method in self._methods}
+        return {method.name: asdict(method.stats) for method in (self._many, self._decoder, *self._samplers) if method}
 
     def prefill(self, tokens: Sequence[int], position: int = 0) -> torch.Tensor:
         """Logits [vocab] after `tokens`, the first of which stands at `position`; position 0 starts the state anew.
@@ -221,7 +222,7 @@ class Engine:
         while done < len(tokens):
             count = min(len(tokens) - done, high)
             # One token is decode's even where the other takes it too: decode may have its graph.
-            method, count = (self._many, count) if count >= max(low, 2) else (self._one, 1)
+            method, count = (self._many, count) if count >= max(low, 2) else (self._decode(), 1)
             logits = self._step(method, tokens[done : done + count], position + done)
             done += count
         return logits
@@ -230,7 +231,7 @@ class Engine:
         """Logits [vocab] after the last token of `answer`, the one that the state has not seen yet."""
         if not self.has_state:
             return self._step(self._many, [*prompt, *answer], 0)
-        return self._step(self._one, answer[-1:], len(prompt) + len(answer) - 1)
+        return self._step(self._decode(), answer[-1:], len(prompt) + len(answer) - 1)
 
     def close(self) -> None:
         self.program.close()
@@ -244,12 +245,13 @@ class Engine:
         self.close()
 
     def _generate(
-        self, prompt: list[int], max_new_tokens: int, sampler: Sampler, eos_ids: frozenset[int]
+        self, prompt: list[int], max_new_tokens: int, sampling: Sampling, eos_ids: frozenset[int]
     ) -> Generator[int, None, None]:
         result = self.last
+        most = min(max_new_tokens, self.max_seq_len - len(prompt))
         begin = time.perf_counter()
         try:
-            token = sampler(self.prefill(prompt))
+            token = self.steps.begin(prompt, sampling)
             result.prefill_seconds = time.perf_counter() - begin
             while True:
                 result.tokens.append(token)
@@ -257,15 +259,12 @@ class Engine:
                     result.finish_reason = "stop"
                     return
                 yield token
-                if len(result.tokens) >= max_new_tokens:
-                    result.finish_reason = "length"
-                    return
-                if len(prompt) + len(result.tokens) >= self.max_seq_len:
-                    result.finish_reason = "max_seq_len"
+                if len(result.tokens) >= most:
+                    result.finish_reason = "length" if most == max_new_tokens else "max_seq_len"
                     return
                 # Around the step alone: the time that the caller keeps a token for is not decode's.
                 begin = time.perf_counter()
-                token = sampler(self.decode_one_token(prompt, result.tokens))
+                token = self.steps.next(more=len(result.tokens) + 1 < most)
                 result.decode_seconds += time.perf_counter() - begin
         finally:
             result.methods = self.method_stats
@@ -285,28 +284,45 @@ class Engine:
 
     def _load_methods(self, cuda_graph: bool, warmup_steps: int) -> None:
         names = self.program.method_names
-        if {"prefill", "decode"} <= names:
-            many, one = "prefill", "decode"
+        if {PREFILL, DECODE} <= names:
+            many, self._one = PREFILL, DECODE
         elif "forward" in names:
-            many = one = "forward"
+            many = self._one = "forward"
         else:
             raise ArtifactError(
-                "the runner needs the methods 'prefill' and 'decode', or 'forward'; the program has: "
+                f"the runner needs the methods {PREFILL!r} and {DECODE!r}, or 'forward'; the program has: "
                 f"{', '.join(sorted(names))}"
             )
-        stay = {"skip_copy_output_to_cpu_for_method": f"{many},{one}"}
-        graph = {"enable_cuda_graph_for_method": one, "cuda_graph_warmup_steps": warmup_steps}
-        self._one = self.program.load_method(one, {**stay, **graph} if cuda_graph else stay)
+        self._graph = {"cuda_graph_warmup_steps": warmup_steps} if cuda_graph else {}
+        self._decoder: Method | None = None
+        self._samplers: list[Method] = []
         # A lone `forward` is loaded twice when it is captured: its prefill has other shapes than its graph.
-        share_handle = many == one and not cuda_graph
-        self._many = self._one if share_handle else self.program.load_method(many, stay)
-        self._methods = [self._one] if many == one else [self._many, self._one]
-        for method in (self._many, self._one):
+        self._many = self._load(many) if many != self._one or cuda_graph else self._decode()
+        if many == PREFILL and {SAMPLE, DECODE_SAMPLE} <= names:
+            sample, step = self._load(SAMPLE), self._load(DECODE_SAMPLE, **self._graph)
+            self._samplers = [sample, step]
+            self.steps: Steps = DeviceSteps(self, sample, step, self.program.mutable_buffers)
+        else:
+            self.steps = HostSteps(self, self.program.device)
+            self._decode()
+        for method in [self._many] if self._decoder is None else [self._many, self._decoder]:
             if len(method.inputs) not in (1, 2) or len(method.inputs[0].shape) != 2:
                 raise ArtifactError(
                     f"the runner needs methods of (tokens [1, T], input_pos [T]) or (tokens [1, T]); {method.name!r} takes "
                     + ", ".join(f"{spec.name} {spec.shape_text}" for spec in method.inputs)
                 )
+
+    def _decode(self) -> Method:
+        """What takes one token and gives logits. A program that samples seldom needs it, so it is loaded when it is."""
+        if self._decoder is None:
+            self._decoder = self._load(self._one, **self._graph)
+        return self._decoder
+
+    def _load(self, name: str, **graph: int) -> Method:
+        options: dict[str, bool | int | str] = {"skip_copy_output_to_cpu_for_method": name}
+        if graph:
+            options |= {"enable_cuda_graph_for_method": name, **graph}
+        return self.program.load_method(name, options)
 
 
 def _lengths(method: Method) -> tuple[int, int]:

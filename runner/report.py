@@ -12,7 +12,7 @@ from typing import Any
 
 from ..delegate import artifact
 from ..delegate.program import Program
-from .bench import MODE_NAMES, Measurement, ModeResult
+from .bench import MODE_NAMES, GraphCounts, Measurement, ModeResult
 from .device import CopySpeed, DeviceMemory
 
 FORMATS = ("table", "md", "csv", "json")
@@ -136,6 +136,7 @@ def records(report: Report) -> list[dict[str, Any]]:
             "torch": subject.torch,
             "date": subject.date,
             "fallback_reason": modes[row.cuda_graph].fallback_reason,
+            **_graph_counts(row, modes[row.cuda_graph]),
             "samples_ns": list(row.samples_ns),
             "samples_ts": row.samples,
             "phases": [asdict(phase) for phase in modes[row.cuda_graph].phases],
@@ -143,6 +144,15 @@ def records(report: Report) -> list[dict[str, Any]]:
         }
         for row in report.rows
     ]
+
+
+def _graph_counts(row: Measurement, mode: ModeResult) -> dict[str, int | None]:
+    """Of a test that decodes with a CUDA graph; None in every other."""
+    graph = mode.graph if row.case.kind == "tg" else None
+    return {
+        "kernels_per_token": graph.kernels if graph else None,
+        "early_kernels_per_token": graph.early if graph else None,
+    }
 
 
 def _as_json(report: Report) -> str:
@@ -249,6 +259,7 @@ def _notes(report: Report) -> list[str]:
     if any((report.share(row) or 0) > 1 for row in report.rows):
         notes.append("of copy over 100%: what a step reads fits in a cache, what the copy reads does not")
     notes += [f"first answer, {MODE_NAMES[mode.cuda_graph] + ':':<13} {phase_text(mode)}" for mode in report.modes]
+    notes += [f"{MODE_NAMES[mode.cuda_graph]}: {graph_text(mode.graph)}" for mode in report.modes if mode.graph]
     notes += [
         f"{MODE_NAMES[mode.cuda_graph]} ran without a graph, the capture failed: {mode.fallback_reason}"
         for mode in report.modes
@@ -260,6 +271,14 @@ def _notes(report: Report) -> list[str]:
 def phase_text(mode: ModeResult) -> str:
     """`prefill 512: 124.9 ms, warmup 3: 60.2 ms, ...`: how many tokens or steps, and how long they took together."""
     return ", ".join(f"{phase.name} {phase.calls}: {duration(phase.seconds)}" for phase in mode.phases)
+
+
+def graph_text(graph: GraphCounts) -> str:
+    """`243 kernels a token, 240 of them start before the one ahead has ended`, and what went wrong if something did."""
+    if graph.kernels is None:
+        return f"its kernels were not counted: {graph.note}"
+    text = f"{graph.kernels:,} kernels a token, {graph.early or 'none'} of them start before the one ahead has ended"
+    return f"{text}: {graph.note}" if graph.note else text
 
 
 def quantity(count: float) -> str:

@@ -51,7 +51,7 @@ def report(rows: list[dict[str, Any]]) -> int:
     base = rows[0]["run"]["decode_tokens_per_second"]
     print(f"\n{'mode':<14}{'tokens/s':>10}{'ratio':>8}   {'steps by phase':<38}answer")
     for row in rows:
-        stats = row["run"]["methods"]["decode"]
+        stats = row["run"]["methods"]["decode_sample"]
         counts = {"run": "runs", "warmup": "warmups", "capture": "captures", "replay": "replays"}
         phases = ", ".join(f"{stats[key]} {word}" for word, key in counts.items() if stats[key])
         speed = row["run"]["decode_tokens_per_second"]
@@ -59,8 +59,8 @@ def report(rows: list[dict[str, Any]]) -> int:
     complaints = [f"{row['mode']}: answered {row['answer']!r}" for row in rows if row["answer"] != ANSWER]
     if rows[0]["tokens"] != rows[1]["tokens"] or rows[0]["run"]["tokens"] != rows[1]["run"]["tokens"]:
         complaints.append("the two modes gave different tokens")
-    if rows[1]["run"]["methods"]["decode"]["replays"] == 0:
-        complaints.append(f"no step was replayed: {rows[1]['run']['methods']['decode']['fallback_reason']}")
+    if rows[1]["run"]["methods"]["decode_sample"]["replays"] == 0:
+        complaints.append(f"no step was replayed: {rows[1]['run']['methods']['decode_sample']['fallback_reason']}")
     for complaint in complaints:
         print(f"error: {complaint}", file=sys.stderr)
     return 1 if complaints else 0

@@ -256,7 +256,7 @@ def test_wrong_inputs_of_a_dynamic_method(program: Program) -> None:
 
 
 def test_unknown_backend_option(program: Program) -> None:
-    with pytest.raises(OptionError, match=r"unknown backend option 'cuda_graph'.*; the options are: cuda_graph_warm"):
+    with pytest.raises(OptionError, match=r"unknown backend option 'cuda_graph'.*; the options are: cuda_graph_early"):
         program.load_method("decode", {"cuda_graph": "decode"})
 
 

@@ -116,7 +116,7 @@ def test_capitals_in_int4_still_says_paris(capitals_int4: Path) -> None:
             assert "".join(engine.generate("What is the capital of France?")) == "Paris"
             prompt = engine.encode_prompt("What is the capital of Japan?")
             answers[graph] = list(engine.generate_tokens(prompt, max_new_tokens=60, ignore_eos=True))
-            assert engine.last.methods["decode"]["fallbacks"] == 0
+            assert engine.last.methods["decode_sample"]["fallbacks"] == 0
     assert answers[False] == answers[True]
 
 

@@ -4,7 +4,7 @@ A kernel whose name has `artifact.EARLY_KERNEL` in it keeps these rules, and the
 Guide, "Programmatic Dependent Launch and Synchronization"):
 
 - every program calls `start_next` first and `wait_for_previous` once, on every path, before it ends;
-- before the wait it reads constants, and state or inputs that no other kernel of the step writes, and it writes nothing.
+- before the wait it reads constants, state of its own, and what only kernels without the mark write, and it writes nothing.
 
 So weights are on their way while the kernel ahead finishes. With EARLY false both are nothing.
 """

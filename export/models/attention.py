@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels import StepKernels
 from .config import ModelConfig
-from .linear import Build, make_linear
+from .linear import Build, make_linear, packed
 from .norms import RMSNorm
 
 
@@ -87,3 +88,19 @@ class Attention(nn.Module):
         self.v_cache.index_copy_(1, positions, value.transpose(0, 1))
         out = self.attend(rotate(self.q_norm(query), cos, sin), self.k_cache, self.v_cache, positions)
         return self.o_proj((out * torch.sigmoid(gate)).reshape(tokens, -1))
+
+    def step(self, x: Tensor, norm: RMSNorm, place: Place, kernels: StepKernels) -> Tensor:
+        """x [1, hidden] -> x + self(norm(x)), in four kernels."""
+        heads = kernels.attend_step(
+            kernels.norm_linear(x, norm.weight, norm.eps, *packed(self.qkv_proj), x.dtype),
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.q_norm.eps,
+            place.cos,
+            place.sin,
+            self.k_cache,
+            self.v_cache,
+            place.positions,
+            self.heads,
+        )
+        return kernels.linear_add(heads, *packed(self.o_proj), x, None, 0.0)

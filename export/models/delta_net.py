@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels import StepKernels
 from .attention import Place
-from .linear import Build, make_linear
-from .norms import GatedRMSNorm
+from .linear import Build, make_linear, packed
+from .norms import GatedRMSNorm, RMSNorm
 
 
 class CausalConv(nn.Module):
@@ -83,3 +84,27 @@ class GatedDeltaNet(nn.Module):
         )
         out = self.norm(out, z.reshape(tokens, self.value_heads, self.value_head_dim))
         return self.out_proj(out.reshape(tokens, -1))
+
+    def step(self, x: Tensor, norm: RMSNorm, place: Place, kernels: StepKernels) -> Tensor:
+        """x [1, hidden] -> x + self(norm(x)), in three kernels."""
+        mixed, gates = kernels.norm_linear_conv(
+            x,
+            norm.weight,
+            norm.eps,
+            *packed(self.in_proj_qkvz),
+            self.in_proj_ba.weight,
+            self.conv1d.weight,
+            self.conv_state,
+            place.positions,
+        )
+        values, squares = kernels.delta_step(
+            mixed,
+            gates,
+            self.A_log,
+            self.dt_bias,
+            self.recurrent_state,
+            place.positions,
+            self.norm.weight,
+            self.key_heads,
+        )
+        return kernels.linear_add(values, *packed(self.out_proj), x, squares, self.norm.eps)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..kernels import Kernels
+from ..kernels import Kernels, StepKernels
 from .config import ModelConfig
 
 SCALE_DTYPE = torch.bfloat16
@@ -33,9 +33,18 @@ class Build:
     kernels: Kernels
     group_size: int | None = None
 
+    @property
+    def step(self) -> StepKernels | None:
+        """The kernels that take one token through a layer; None where one token goes the way of many."""
+        whole = self.group_size is not None and not self.config.attention_bias
+        return self.kernels.step if whole else None
+
 
 class Int4Linear(nn.Module):
     """`x @ w.T` with w in the packed layout of `kernels.int4`: `weight` [N, K / 2] uint8, `weight_scale` [N, K / G]."""
+
+    weight: Tensor
+    weight_scale: Tensor
 
     def __init__(self, in_features: int, out_features: int, build: Build, group_size: int) -> None:
         super().__init__()
@@ -69,6 +78,12 @@ def make_linear(in_features: int, out_features: int, build: Build, bias: bool = 
     if build.group_size is None or bias:
         return nn.Linear(in_features, out_features, bias=bias, dtype=build.dtype)
     return Int4Linear(in_features, out_features, build, build.group_size)
+
+
+def packed(layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """Weight and scale of an int4 layer."""
+    assert isinstance(layer, Int4Linear)
+    return layer.weight, layer.weight_scale
 
 
 def make_embedding(rows: int, size: int, build: Build) -> nn.Module:

@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .linear import SCALE_DTYPE, Build, make_linear
+from ..kernels import StepKernels
+from .linear import SCALE_DTYPE, Build, make_linear, packed
+from .norms import RMSNorm
 
 
 class SwiGLU(nn.Module):
@@ -21,6 +23,12 @@ class SwiGLU(nn.Module):
         """x [T, hidden] -> [T, hidden]."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
+
+    def step(self, x: Tensor, norm: RMSNorm, kernels: StepKernels) -> Tensor:
+        """x [1, hidden] -> x + self(norm(x))."""
+        both = kernels.norm_linear(x, norm.weight, norm.eps, *packed(self.gate_up_proj), x.dtype)
+        gate, up = both.chunk(2, dim=-1)
+        return kernels.linear_add(F.silu(gate) * up, *packed(self.down_proj), x, None, 0.0)
 
 
 class Experts(nn.Module):
@@ -60,6 +68,12 @@ class Experts(nn.Module):
             self.down_proj_scale,
         )
 
+    def packed(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Weight and scale of the gate and up projections and of the down projections, in int4."""
+        assert self.gate_up_proj_scale is not None
+        assert self.down_proj_scale is not None
+        return (self.gate_up_proj, self.gate_up_proj_scale), (self.down_proj, self.down_proj_scale)
+
 
 class SparseMoe(nn.Module):
     """Routed experts plus the gated shared expert. The router and the shared expert's gate stay in the model's dtype."""
@@ -79,3 +93,19 @@ class SparseMoe(nn.Module):
         weights, chosen = self.route(self.gate(x), self.top_k)
         shared = torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         return self.experts(x, weights, chosen) + shared
+
+    def step(self, x: Tensor, norm: RMSNorm, kernels: StepKernels) -> Tensor:
+        """x [1, hidden] -> x + self(norm(x)), in three kernels."""
+        shared = self.shared_expert
+        gate_up, down = self.experts.packed()
+        logits = kernels.route_logits(x, norm.weight, norm.eps, self.gate.weight, self.shared_expert_gate.weight)
+        hidden, weights, chosen = kernels.experts_gate_up(
+            x,
+            norm.weight,
+            norm.eps,
+            logits,
+            self.top_k,
+            *gate_up,
+            *packed(shared.gate_up_proj),
+        )
+        return kernels.experts_down(hidden, weights, chosen, *down, *packed(shared.down_proj), x)

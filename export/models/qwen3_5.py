@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..kernels import kernels_for
+from ..kernels import StepKernels, kernels_for
 from .attention import Attention, Place, RotaryEmbedding
 from .config import ModelConfig
 from .delta_net import GatedDeltaNet
-from .linear import Build, make_embedding, make_linear
+from .linear import Build, make_embedding, make_linear, packed
 from .moe import SparseMoe, SwiGLU
 from .norms import RMSNorm
+from .sampling import SamplingState
 
 # Module here -> modules of the checkpoint whose rows it stacks, in order.
 STACKED = {
@@ -51,6 +52,12 @@ class DecoderLayer(nn.Module):
         x = x + mixer(self.input_layernorm(x), Place(input_pos, cos, sin))
         return x, self.mlp(self.post_attention_layernorm(x))
 
+    def step(self, x: Tensor, place: Place, kernels: StepKernels) -> Tensor:
+        """One token, x [1, hidden] -> [1, hidden]; both additions are in the kernels."""
+        mixer = self.linear_attn if self.layer_type == "linear_attention" else self.self_attn
+        x = mixer.step(x, self.input_layernorm, place, kernels)
+        return self.mlp.step(x, self.post_attention_layernorm, kernels)
+
 
 class Decoder(nn.Module):
     """Embedding, layers and final norm; the checkpoint's `model.`."""
@@ -85,6 +92,7 @@ class Qwen3_5(nn.Module):
         self.lm_head = make_linear(build.config.hidden_size, build.config.vocab_size, build)
         if build.config.tie_word_embeddings and build.group_size is None:
             self.lm_head.weight = self.model.embed_tokens.weight
+        self.sampling = SamplingState(build)
 
     def forward(self, tokens: Tensor, input_pos: Tensor) -> Tensor:
         x, delta, cos, sin = self.model.embed(tokens, input_pos)
@@ -95,6 +103,11 @@ class Qwen3_5(nn.Module):
     def head(self, x: Tensor, delta: Tensor) -> Tensor:
         """What the last layer gives -> logits of the last position."""
         return self.lm_head(self.model.norm(x[-1:] + delta[-1:])).float()
+
+    def step_head(self, x: Tensor, kernels: StepKernels) -> Tensor:
+        """x [1, hidden] -> logits [1, vocab] float32."""
+        norm = self.model.norm
+        return kernels.norm_linear(x, norm.weight, norm.eps, *packed(self.lm_head), torch.float32)
 
 
 def build_on_meta(

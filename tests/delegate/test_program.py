@@ -265,6 +265,7 @@ def test_unknown_method(program: Program) -> None:
         ({"enable_cuda_graph_for_method": ["decode"]}, r"takes a string .*\(list\)"),
         ({"use_shared_cuda_stream": 1}, r"takes True or False, got 1 \(int\)"),
         ({"weight_sharing_across_methods": "yes"}, r"takes True or False, got 'yes' \(str\)"),
+        ({"cuda_graph_early_kernels": 0}, r"takes True or False, got 0 \(int\)"),
         ({"cuda_graph_warmup_steps": True}, r"takes an integer, got True \(bool\)"),
         ({"cuda_graph_warmup_steps": 2.5}, r"takes an integer, got 2.5 \(float\)"),
         ({"cuda_graph_warmup_steps": 0}, "must be 1 or more, got 0"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ostinato.delegate import ClosedError, InputError, Method, Program, load_program
 from ostinato.delegate.graph import HostEngine, PhasedRunner
@@ -213,6 +213,28 @@ def test_skip_copy_hands_out_the_static_buffer(program: Program) -> None:
         torch.testing.assert_close(captured, answers[index])
 
 
+def test_static_inputs_are_read_in_place(program: Program) -> None:
+    method = decode_of(program, "warmup", 1)
+    answers = eager_answers(6)
+    assert method.static_inputs == ()
+    for index in range(2):
+        method.execute(step_inputs(index))
+    static = method.static_inputs
+    assert [list(tensor.shape) for tensor in static] == [[1, 1], [1]]
+    for index in range(2, 6):
+        for buffer, wanted in zip(static, step_inputs(index), strict=True):
+            buffer.copy_(wanted)
+        # An input that is no buffer is copied beside one that is.
+        inputs = (static[0], step_inputs(index)[1]) if index == 3 else static
+        torch.testing.assert_close(method.execute(inputs)[0], answers[index])
+    torch.testing.assert_close(method.execute(step_inputs(6))[0], eager_answers(7)[6])
+    static[1].fill_(MAX_SEQ_LEN)
+    with pytest.raises(InputError, match="input_pos"):
+        method.execute(static)
+    method.close()
+    assert method.static_inputs == ()
+
+
 def test_inputs_stay_the_callers(program: Program) -> None:
     """Nothing that the caller does to a tensor after the call reaches the graph."""
     method = decode_of(program, "warmup", 1)
@@ -250,6 +272,38 @@ def test_two_threads(program: Program, graph: bool) -> None:
     assert {key: value for key, value in counters(method).items() if value} == expected
 
 
+class Walk(nn.Module):
+    """`forward() -> next token [1]`: takes nothing, for its token and its position are state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("token", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("table", torch.tensor([4, 2, 0, 1, 3]))
+
+    def forward(self) -> Tensor:
+        token = self.table[(self.token + self.position) % 5]
+        self.token.copy_(token)
+        self.position.add_(1)
+        return token + 0
+
+
+def test_a_method_without_inputs(exported: Callable[..., Path]) -> None:
+    from ostinato.export import export_program
+
+    artifact = exported("walk", lambda path: export_program({"decode": (Walk(), (), None)}, path))
+    module = Walk()
+    with load_program(artifact) as program:
+        method = program.load_method("decode", {**GRAPH, "cuda_graph_warmup_steps": 2})
+        assert method.inputs == ()
+        for index in range(12):
+            assert method.execute(())[0].tolist() == module().tolist(), f"step {index}"
+        assert program.mutable_buffers["position"].item() == 12
+        assert counters(method) == {"runs": 0, "warmups": 2, "captures": 1, "replays": 9, "fallbacks": 0}
+        with pytest.raises(InputError, match="takes a sequence of 0 inputs"):
+            method.execute((torch.zeros(1),))
+
+
 def accumulate(total: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     total.add_(inputs[0])
     return [total * 2]
@@ -282,6 +336,42 @@ def test_runner_alone_replays_over_static_buffers() -> None:
     assert (runner.stats.phase, runner.stats.replays) == ("replay", 2)
     runner.release()
     assert not runner.has_static_outputs
+
+
+def test_runner_alone_copies_nothing_into_itself() -> None:
+    """A caller that fills the static buffers and passes them gets the same step."""
+    total = torch.zeros(2)
+    runner = PhasedRunner(
+        lambda inputs: accumulate(total, inputs), HostEngine(), torch.device("cpu"), ["x"], warmup_steps=1
+    )
+    assert list(runner.static_inputs) == []
+    for _ in range(2):
+        runner([torch.ones(2)])
+    (static,) = runner.static_inputs
+    version = static._version
+    assert runner([static])[0].tolist() == [6.0, 6.0]
+    assert static._version == version
+    static.fill_(5.0)
+    assert runner([static])[0].tolist() == [16.0, 16.0]
+    runner.release()
+    assert list(runner.static_inputs) == []
+
+
+def test_runner_alone_without_inputs() -> None:
+    """All that the step reads is state; it moves once a call in every phase."""
+    position = torch.zeros(1)
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        assert len(inputs) == 0
+        position.add_(1)
+        return [position * 10]
+
+    runner = PhasedRunner(run, HostEngine(), torch.device("cpu"), [], warmup_steps=2)
+    assert [runner([])[0].item() for _ in range(6)] == [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
+    stats = runner.stats
+    assert (stats.warmups, stats.captures, stats.replays) == (2, 1, 3)
+    # There is no CUDA graph to look into.
+    assert (stats.graph_nodes, stats.graph_kernels, stats.early_kernels, stats.graph_note) == (None, None, None, None)
 
 
 def test_runner_alone_without_engine_stays_disabled() -> None:

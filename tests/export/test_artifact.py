@@ -193,7 +193,7 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
     config = made.reference.model.config
     network = build_on_meta(ModelConfig.from_folder(made.reference.folder), spec.max_seq_len, DTYPES[spec.dtype])
     with load_program(made.path) as program:
-        assert program.method_names == {"prefill", "decode"}
+        assert program.method_names == {"prefill", "decode", "sample", "decode_sample"}
         metadata = program.metadata
         buffers = json.loads(metadata.pop("get_mutable_buffer_metadata"))["mutable_buffers"]
         # ExecuTorch cannot tell a list of one number from the number.
@@ -212,6 +212,8 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
             "enable_dynamic_shape": True,
         }
         prefill, decode = program.load_method("prefill"), program.load_method("decode")
+        for name in ("sample", "decode_sample"):
+            program.load_method(name)
         assert sorted(program.mutable_buffers) == buffers
         longest = spec.max_seq_len - 1
         assert [(spec.name, spec.shape_text) for spec in prefill.inputs] == [

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from ostinato.delegate import load_program
+from ostinato.delegate.graph import Graph, HostEngine
+from ostinato.delegate.graph_nodes import GraphNodes
 from ostinato.runner import Engine, device
 from ostinato.runner.cli import main
 from ostinato.runner.report import Reads, quantity
@@ -25,6 +27,7 @@ from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent, recurrent_methods
 
 # 5 and 2 tokens prefilled, 4 decoded, from nothing and from 6 tokens, timed twice.
 SMALL = ["-p", "5,2", "-n", "4", "-d", "0,6", "-r", "2"]
+SMALL_DECODE = 5  # The row of tg4 with a graph.
 NAMES = ["pp5", "pp2", "tg4", "pp5 @ d6", "pp2 @ d6", "tg4 @ d6"]
 
 Bench = Callable[..., str]
@@ -196,7 +199,7 @@ def test_the_shipped_model(bench: Bench, capitals_artifact: Path) -> None:
     rows = records(bench, capitals_artifact, "-p", 40, "-n", 8, "-d", "0,100", "-r", 2)
     assert [row["test"] for row in rows[::2]] == ["pp40", "tg8", "pp40 @ d100", "tg8 @ d100"]
     assert {row["model_type"] for row in rows} == {"qwen3_5_moe_text"}
-    assert rows[1]["methods"]["decode"]["replays"] == 4 + 2 * (1 + 2 * 8)
+    assert rows[1]["methods"]["decode_sample"]["replays"] == 4 + 2 * (1 + 2 * 8)
 
 
 @pytest.mark.gpu
@@ -214,6 +217,11 @@ def test_on_a_gpu(bench: Bench, exported: Callable[..., Path]) -> None:
         assert torch.cuda.get_device_name() in row["device"]
     out = bench(artifact, *SMALL)
     assert "in use on the device after loading" in out
+    # AOTInductor's own kernels start when the one ahead has ended.
+    kernels = rows[SMALL_DECODE]["kernels_per_token"]
+    assert kernels == decode["graph_kernels"] == decode["graph_nodes"]["kernel"] > 0
+    assert rows[SMALL_DECODE]["early_kernels_per_token"] == 0
+    assert f"--cuda_graph: {kernels} kernels a token, none of them start before the one ahead has ended" in out
 
 
 # --- which tests
@@ -300,8 +308,6 @@ def test_left_out_is_said(capsys: pytest.CaptureFixture[str], recurrent_artifact
 
 
 def test_a_failed_capture_is_said(bench: Bench, recurrent_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ostinato.delegate.graph import HostEngine
-
     def fail(*_: object) -> None:
         raise RuntimeError("injected")
 
@@ -310,6 +316,47 @@ def test_a_failed_capture_is_said(bench: Bench, recurrent_artifact: Path, monkey
     assert said in bench(recurrent_artifact, *SMALL).splitlines()
     rows = records(bench, recurrent_artifact, *SMALL)
     assert [row["fallback_reason"] for row in rows[:2]] == [None, "RuntimeError: injected"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        (
+            GraphNodes({"kernel": 1243, "memcpy": 2}, 240),
+            "--cuda_graph: 1,243 kernels a token, 240 of them start before the one ahead has ended",
+        ),
+        (
+            GraphNodes({"kernel": 9}, 0, "DriverError: no"),
+            "--cuda_graph: 9 kernels a token, none of them start before the one ahead has ended: DriverError: no",
+        ),
+        (GraphNodes(note="DriverError: no"), "--cuda_graph: its kernels were not counted: DriverError: no"),
+    ],
+)
+def test_kernels_of_the_graph_are_said(
+    bench: Bench, recurrent_artifact: Path, monkeypatch: pytest.MonkeyPatch, nodes: GraphNodes, said: str
+) -> None:
+    """With the counts of a graph that a machine without a GPU cannot make."""
+    record = HostEngine.record
+
+    def record_with_counts(*arguments: Any) -> Graph:
+        graph = record(*arguments)
+        graph.nodes = nodes
+        return graph
+
+    monkeypatch.setattr(HostEngine, "record", record_with_counts)
+    assert said in bench(recurrent_artifact, *SMALL).splitlines()
+    assert f"- {said}" in bench(recurrent_artifact, *SMALL, "-o", "md").splitlines()
+    for row in records(bench, recurrent_artifact, *SMALL):
+        counted = row["cuda_graph"] and row["n_gen"] > 0
+        expected = (nodes.kernels, None if nodes.by_type is None else nodes.early) if counted else (None, None)
+        assert (row["kernels_per_token"], row["early_kernels_per_token"]) == expected
+        assert row["methods"]["decode"]["graph_nodes"] == (nodes.by_type if row["cuda_graph"] else None)
+
+
+def test_without_a_cuda_graph_no_kernels_are_said(bench: Bench, recurrent_artifact: Path) -> None:
+    assert "kernels" not in bench(recurrent_artifact, *SMALL)
+    for row in records(bench, recurrent_artifact, *SMALL):
+        assert (row["kernels_per_token"], row["early_kernels_per_token"]) == (None, None)
 
 
 # --- the picture

@@ -75,8 +75,8 @@ def test_json(capitals_artifact: Path) -> None:
         "constants",
     } <= set(result)
     assert (result["text"], result["finish_reason"]) == ("Paris", "stop")
-    assert result["methods"]["decode"]["runs"] == len(result["tokens"]) - 1
-    assert set(result["methods"]["decode"]) == {
+    assert result["methods"]["decode_sample"]["runs"] == len(result["tokens"]) - 1
+    assert set(result["methods"]["decode_sample"]) == {
         "phase",
         "runs",
         "warmups",

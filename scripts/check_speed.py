@@ -1,0 +1,109 @@
+#!/usr/bin/env python3
+"""Hold what `ostinato bench` measured against what is wanted of it.
+
+    python scripts/check_speed.py BENCH.json [--decode 500] [--loss 5] [--kernels 330] [--prefill 9000]
+
+BENCH.json is what `ostinato bench ARTIFACT -p 512 -n 128 -d 0,4000 --save BENCH.json` wrote. Decode counts with
+--cuda_graph; at every other depth it may be LOSS percent slower than at depth 0, or faster. Prefill counts at depth 0, in
+its better mode. The defaults are the goals for Qwen3.5-35B-A3B in int4 on one NVIDIA H200.
+
+Exit status: 0 all held, 1 something did not, 2 an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Records = list[dict[str, Any]]
+
+
+class RecordsError(Exception):
+    """The file is not what `ostinato bench --save` writes, or lacks a test."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was measured, whether that is enough, and what would be."""
+
+    what: str
+    found: str
+    held: bool
+    wanted: str
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("bench", type=Path, metavar="BENCH.json")
+    add("--decode", type=float, default=500, metavar="N", help="tokens/s at depth 0, or more (default: %(default)s)")
+    add("--loss", type=float, default=5, metavar="N", help="percent slower further on, or less (default: %(default)s)")
+    add("--kernels", type=int, default=330, metavar="N", help="kernels a token, or fewer (default: %(default)s)")
+    add("--prefill", type=float, default=9000, metavar="N", help="tokens/s, or more (default: %(default)s)")
+    arguments = parser.parse_args(words)
+    try:
+        records = read(arguments.bench)
+        findings = [
+            *decode(records, arguments.decode, arguments.loss / 100),
+            kernels(records, arguments.kernels),
+            prefill(records, arguments.prefill),
+        ]
+    except RecordsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for finding in findings:
+        print(f"{finding.what:<24}{finding.found:>18}   {'yes' if finding.held else 'NO ':<4} {finding.wanted}")
+    return 0 if all(finding.held for finding in findings) else 1
+
+
+def read(path: Path) -> Records:
+    try:
+        records = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecordsError(f"cannot read {path}: {error}") from error
+    keys = {"n_prompt", "n_gen", "n_depth", "cuda_graph", "median_ts", "kernels_per_token", "fallback_reason"}
+    if not isinstance(records, list) or not all(isinstance(one, dict) and keys <= one.keys() for one in records):
+        raise RecordsError(f"{path} is not what `ostinato bench --save` writes")
+    return records
+
+
+def decode(records: Records, wanted: float, loss: float) -> list[Finding]:
+    """Depth 0 against the goal, the others against depth 0."""
+    speeds = {one["n_depth"]: one["median_ts"] for one in records if one["n_gen"] and one["cuda_graph"]}
+    if 0 not in speeds or len(speeds) < 2:
+        raise RecordsError(
+            "there is no decode with --cuda_graph at depth 0 and another one: bench with -n 128 -d 0,4000"
+        )
+    base = speeds.pop(0)
+    findings = [Finding("decode at depth 0", f"{base:,.1f} tokens/s", base >= wanted, f"{wanted:,.0f} or more")]
+    for depth, speed in sorted(speeds.items()):
+        slower = 1 - speed / base
+        aim = f"at most {loss:.0%} below depth 0 (it is {abs(slower):.1%} {'below' if slower > 0 else 'above'})"
+        findings.append(Finding(f"decode at depth {depth}", f"{speed:,.1f} tokens/s", slower <= loss, aim))
+    return findings
+
+
+def kernels(records: Records, wanted: int) -> Finding:
+    """Of the captured step; it is the same one at every depth."""
+    decoding = next(one for one in records if one["n_gen"] and one["cuda_graph"])
+    count = decoding["kernels_per_token"]
+    if count is None:
+        return Finding("kernels a token", "not counted", False, decoding["fallback_reason"] or "bench says why")
+    return Finding("kernels a token", str(count), count <= wanted, f"{wanted} or fewer")
+
+
+def prefill(records: Records, wanted: float) -> Finding:
+    found = [(one["median_ts"], one["n_prompt"]) for one in records if one["n_prompt"] and not one["n_depth"]]
+    if not found:
+        raise RecordsError("there is no prefill at depth 0: bench with -p 512")
+    speed, tokens = max(found)
+    return Finding(f"prefill of {tokens}", f"{speed:,.1f} tokens/s", speed >= wanted, f"{wanted:,.0f} or more")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

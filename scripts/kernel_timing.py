@@ -1,0 +1,143 @@
+"""One case of `kernel_cases` on a GPU: is its result right, and how long does it take among others of its kind."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kernel_cases import Arguments, Case, Draw, Shapes
+from torch import Tensor
+
+from ostinato.delegate.graph_nodes import look_into, start_early
+
+# Largest difference from the float64 reference, over the largest number of that: bfloat16 results are rounded a few times on
+# their way, float32 ones differ by the order of sums. Integers must be the same.
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
+# The buffers that a graph's launches go through are this many times as large as L2, so that none is left there from the
+# replay before.
+L2_TIMES = 4
+# Attention at depth 0 reads so little that no number of copies is enough: the table marks what stays in L2.
+MAX_COPIES = 512
+# In one graph, and replays of it between two events: the start of a graph is then less than a hundredth of the time.
+LAUNCHES = 200
+REPLAYS = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One case in one kind of graph.
+
+    Attributes:
+        microseconds: of one call, the median over the repetitions.
+        kernels: that one call launches; None if they cannot be counted.
+    """
+
+    microseconds: float
+    kernels: int | None
+
+
+@dataclass(frozen=True)
+class Check:
+    """The largest error of a case's results, and the first that is past its tolerance, in words."""
+
+    error: float
+    failure: str | None = None
+
+
+def check(case: Case, shapes: Shapes, device: str) -> Check:
+    """Compare results and written arguments with the float64 reference; what the kernel allocates holds NaN before."""
+    arguments = case.arguments(Draw(shapes, device))
+    wide = {name: _widened(value) for name, value in arguments.items()}
+    with poisoned_memory():
+        found = case.comparable(_as_tuple(case.kernel(*arguments.values())))
+    expected = case.comparable(_as_tuple(case.reference(*wide.values())))
+    pairs = {f"output {i}": pair for i, pair in enumerate(zip(found, expected, strict=True))}
+    pairs |= {name: (arguments[name], wide[name]) for name in case.mutates}
+    errors = {name: difference(*pair) for name, pair in pairs.items()}
+    failures = [
+        f"{name} is off by {errors[name]:.1e}"
+        for name, (one, _) in pairs.items()
+        if not errors[name] <= TOLERANCE.get(one.dtype, 0.0)
+    ]
+    return Check(max(errors.values()), failures[0] if failures else None)
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest magnitude expected; infinite where shapes differ or a number is not finite."""
+    if found.shape != expected.shape or not found.double().isfinite().all():
+        return float("inf")
+    largest = (found.double() - expected.double()).abs().max()
+    return (largest / expected.double().abs().max().clamp(min=1e-30)).item()
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` gives NaN, or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def copies_of(case: Case, shapes: Shapes, l2_bytes: int, free_bytes: int) -> tuple[int, bool]:
+    """How many sets of arguments to go through, and whether they stay in L2 all the same.
+
+    At least two, as many as it takes to exceed L2 `L2_TIMES` times, in half of the free memory.
+    """
+    whole = sum(value.nbytes for value in case.arguments(Draw(shapes, "meta")).values() if isinstance(value, Tensor))
+    read = case.bytes_read(shapes)
+    wanted = -(-L2_TIMES * l2_bytes // read)
+    copies = max(2, min(wanted, MAX_COPIES, free_bytes // 2 // whole))
+    return copies, copies * read <= l2_bytes
+
+
+def time_case(case: Case, sets: list[Arguments], repetitions: int, *, early: bool) -> Timing:
+    """Time the case in a graph whose launches go through `sets`, one after another.
+
+    With `early`, kernels that can wait by themselves start before the one ahead has ended.
+    """
+    launches = -(-LAUNCHES // len(sets)) * len(sets)
+    kernel = case.kernel
+    kernel(*sets[0].values())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        for number in range(launches):
+            kernel(*sets[number % len(sets)].values())
+    kernels = look_into(graph.raw_cuda_graph()).kernels
+    if early:
+        start_early(graph.raw_cuda_graph())
+    graph.instantiate()
+    samples = [_replay_milliseconds(graph) for _ in range(1 + repetitions)]
+    graph.reset()
+    microseconds = statistics.median(samples[1:]) * 1e3 / (REPLAYS * launches)
+    return Timing(microseconds, None if kernels is None else round(kernels / launches))
+
+
+def _replay_milliseconds(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    # The first replay keeps the GPU busy while the host hands over the others.
+    graph.replay()
+    begin.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def _widened(value: Any) -> Any:
+    """A copy, floating numbers in float64."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(torch.float64, copy=True) if value.is_floating_point() else value.clone()
+
+
+def _as_tuple(result: Any) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)

@@ -1,0 +1,319 @@
+"""scripts/bench_kernels.py: what it counts, what it checks, what it prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.export.models import ModelConfig, build_on_meta
+from ostinato.export.traffic import decode_bytes, kv_bytes_per_token
+
+from .conftest import ROOT
+from .export.kernels.conftest import repaired_interpreter  # noqa: F401  (a fixture, for the kernels on a CPU)
+
+pytest.importorskip("triton")
+sys.path.append(str(ROOT / "scripts"))
+
+import bench_kernels
+import kernel_timing
+from bench_kernels import Row
+from kernel_cases import Case, Draw, Shapes, comparison_cases, decode_cases
+from kernel_timing import Timing, check, copies_of, difference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FLAGSHIP = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B"
+DENSE = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-0.8B"
+# Every kind of layer at sizes for the interpreter.
+TINY: dict[str, Any] = {
+    "model_type": "qwen3_5_moe_text",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "dtype": "bfloat16",
+}
+# With --max-seq-len 5120 and --group-size 128, bytes: weights at half a byte + scales at two for 128, then the rest.
+FLAGSHIP_BYTES = {
+    # 12,288 rows of 2,048; the gates' rows and taps in bfloat16; the convolution's state read and written; x, the norm,
+    # the position; out, gates.
+    "norm_linear_conv": 12288 * (1024 + 32) + 64 * 2048 * 2 + 8192 * 4 * 2 + 2 * (3 * 8192 * 2) + 4096 + 8192 + 8
+    + 12288 * 2 + 64 * 4,
+    # 32 states of 128 x 128 in float32, read and written; q, k, v and z, gates, two numbers a head, norm, position; out.
+    "delta_step": 2 * (32 * 128 * 128 * 4) + 12288 * 2 + 64 * 4 + 2 * 32 * 4 + 128 * 4 + 8 + 4096 * 2,
+    "linear_add/delta_net": 2048 * (2048 + 64) + 4096 * 2 + 2048 * 2 + 2048 * 2,
+    "norm_linear/qkv": 9216 * (1024 + 32) + 4096 + 8192 + 9216 * 2,
+    # At position 0 one key and one value of two heads of 256 are written.
+    "attend_step@0": 9216 * 2 + 2 * 256 * 4 + 2 * 64 * 4 + 8 + 1 * 2 * 2 * 256 * 2 + 4096 * 2,
+    "attend_step@4000": 9216 * 2 + 2 * 256 * 4 + 2 * 64 * 4 + 8 + 4001 * 2 * 2 * 256 * 2 + 4096 * 2,
+    "linear_add/attention": 2048 * (2048 + 64) + 4096 * 2 + 2048 * 2 + 2048 * 2,
+    "route_logits": 257 * 2048 * 2 + 4096 + 8192 + 257 * 2,
+    # Eight routed experts and the shared one, 1,024 rows of 2,048 each; logits; hidden, weights, indices.
+    "experts_gate_up": 9 * 1024 * (1024 + 32) + 4096 + 8192 + 257 * 2 + 9 * 512 * 2 + 9 * 4 + 8 * 4,
+    "experts_down": 9 * 2048 * (256 + 8) + 9 * 512 * 2 + 9 * 4 + 8 * 4 + 4096 + 4096,
+    "norm_linear/lm_head": 248320 * (1024 + 32) + 4096 + 8192 + 248320 * 4,
+    "sample/greedy": 248320 * 4 + 8 + 4 + 8 + 4 + 8 + 8,
+    "sample/top_p": 248320 * 4 + 8 + 4 + 8 + 4 + 8 + 8,
+}  # fmt: skip
+
+
+def flagship(depths: tuple[int, ...] = (0, 4000)) -> tuple[Shapes, list[Case]]:
+    shapes = Shapes(ModelConfig.from_folder(FLAGSHIP), 128, 5120)
+    return shapes, decode_cases(shapes, depths)
+
+
+def tiny_shapes(**changes: Any) -> Shapes:
+    return Shapes(ModelConfig.from_dict({**TINY, **changes}), 32, 48)
+
+
+def test_bytes_of_the_flagship() -> None:
+    shapes, cases = flagship()
+    assert {case.name: case.bytes_moved(shapes) for case in cases} == FLAGSHIP_BYTES
+
+
+def test_bytes_read_count_a_state_once() -> None:
+    shapes, cases = flagship()
+    by_name = {case.name: case for case in cases}
+    step = by_name["delta_step"]
+    written = 32 * 128 * 128 * 4 + 4096 * 2
+    assert step.bytes_read(shapes) == step.bytes_moved(shapes) - written
+    down = by_name["experts_down"]
+    assert down.bytes_read(shapes) == down.bytes_moved(shapes) - 4096
+
+
+def test_calls_of_the_flagship() -> None:
+    _, cases = flagship()
+    linear, full, every = (30, 10, 40)
+    assert [case.calls for case in cases] == [linear] * 3 + [full] * 4 + [every] * 3 + [1, 1, 0]
+
+
+@pytest.mark.parametrize("folder", [FLAGSHIP, DENSE], ids=["moe", "dense"])
+def test_bytes_are_those_that_the_program_states(folder: Path) -> None:
+    """Apart from activations, which stay in the cache, and the embedding's row."""
+    config = ModelConfig.from_folder(folder)
+    depth = 99
+    shapes = Shapes(config, 128, depth + 1)
+    network = build_on_meta(config, depth + 1, torch.bfloat16, group_size=128)
+    stated = decode_bytes(network) + (depth + 1) * kv_bytes_per_token(network)
+    counted = sum(case.calls * case.bytes_moved(shapes) for case in decode_cases(shapes, (depth,)))
+    assert stated < counted < 1.012 * stated
+
+
+def test_a_model_without_experts_has_two_products_instead() -> None:
+    shapes = Shapes(ModelConfig.from_folder(DENSE), 128, 64)
+    names = [case.name for case in decode_cases(shapes, (0,))]
+    assert [name for name in names if name.endswith(("/gate_up", "/down"))] == [
+        "norm_linear/gate_up",
+        "linear_add/down",
+    ]
+    assert not any("expert" in name or "route" in name for name in names)
+
+
+def test_a_kind_of_layer_that_is_not_there_has_no_cases() -> None:
+    shapes = tiny_shapes(layer_types=["full_attention"] * 2)
+    assert not {"norm_linear_conv", "delta_step"} & {case.function for case in decode_cases(shapes, (0,))}
+
+
+def test_drawn_logits_have_no_ties() -> None:
+    shapes, _ = flagship()
+    assert len(Draw(shapes, "cpu").distinct(257).unique()) == 257
+
+
+@pytest.mark.parametrize("name", [case.name for case in decode_cases(tiny_shapes(), (0, 40))])
+def test_kernels_agree_with_their_references(name: str) -> None:
+    shapes = tiny_shapes()
+    case = next(case for case in decode_cases(shapes, (0, 40)) if case.name == name)
+    pytest.importorskip(f"ostinato.export.kernels.{case.module}_triton")
+    torch.manual_seed(1)
+    outcome = check(case, shapes, DEVICE)
+    assert outcome.failure is None
+    assert outcome.error <= kernel_timing.TOLERANCE[torch.bfloat16]
+
+
+def test_the_plain_product_agrees_with_its_reference() -> None:
+    shapes = tiny_shapes()
+    (case,) = comparison_cases(shapes)
+    assert check(case, shapes, DEVICE).failure is None
+
+
+def fake_case(monkeypatch: pytest.MonkeyPatch, kernel: Any, mutates: tuple[str, ...] = ()) -> Case:
+    """y = x + state and state = 2 state, whose kernel is `kernel`."""
+
+    def reference(x: Tensor, state: Tensor) -> Tensor:
+        y = x + state
+        state *= 2
+        return y
+
+    for name, function in (("fake", reference), ("fake_triton", kernel)):
+        module = types.ModuleType(name)
+        module.operation = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, f"ostinato.export.kernels.{name}", module)
+
+    def arguments(draw: Draw) -> dict[str, Any]:
+        return {"x": draw.wide(8), "state": draw.wide(8)}
+
+    return Case("operation", "8", "fake", "operation", arguments, 32, 1, moves={"state": 2}, mutates=mutates)
+
+
+def test_check_sees_a_right_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(x: Tensor, state: Tensor) -> Tensor:
+        y = x + state
+        state.mul_(2)
+        return y
+
+    outcome = check(fake_case(monkeypatch, kernel, ("state",)), tiny_shapes(), DEVICE)
+    assert outcome.failure is None and outcome.error < 1e-6
+
+
+def test_check_sees_one_wrong_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(x: Tensor, state: Tensor) -> Tensor:
+        y = x + state
+        y[5] += 0.01
+        return y
+
+    outcome = check(fake_case(monkeypatch, kernel), tiny_shapes(), DEVICE)
+    assert outcome.failure is not None and outcome.failure.startswith("output 0 is off by")
+
+
+def test_check_sees_what_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(x: Tensor, state: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        y[:7] = (x + state)[:7]
+        return y
+
+    outcome = check(fake_case(monkeypatch, kernel), tiny_shapes(), DEVICE)
+    assert outcome.failure == "output 0 is off by inf"
+
+
+def test_check_sees_a_state_that_did_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = check(fake_case(monkeypatch, lambda x, state: x + state, ("state",)), tiny_shapes(), DEVICE)
+    assert outcome.failure is not None and outcome.failure.startswith("state is off by")
+
+
+def test_integers_must_be_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert difference(torch.tensor([3]), torch.tensor([3])) == 0
+    assert difference(torch.tensor([3]), torch.tensor([2])) > 0
+    assert difference(torch.tensor([3]), torch.tensor([3, 3])) == float("inf")
+
+
+def test_copies_exceed_the_cache() -> None:
+    shapes, cases = flagship()
+    by_name = {case.name: case for case in cases}
+    l2_bytes, free = 50_000_000, 100_000_000_000
+    # 262 MB each, and two at least.
+    assert copies_of(by_name["norm_linear/lm_head"], shapes, l2_bytes, free) == (2, False)
+    # 9.74 MB of a set's 278 MB are read.
+    assert copies_of(by_name["experts_gate_up"], shapes, l2_bytes, free) == (21, False)
+    assert copies_of(by_name["experts_gate_up"], shapes, l2_bytes, free // 20) == (8, False)
+    # 33 kB each.
+    assert copies_of(by_name["attend_step@0"], shapes, l2_bytes, free) == (kernel_timing.MAX_COPIES, True)
+
+
+def rows_of(*names: str) -> list[Row]:
+    _, cases = flagship()
+    by_name = {case.name: case for case in cases}
+    return [
+        Row(by_name[name], 4_330_496, 1.0, 2e-3, None, False, Timing(2.0, 1), Timing(1.25, 1))
+        for name in names or by_name
+    ]
+
+
+def test_table() -> None:
+    rows = rows_of("linear_add/attention")
+    lines = bench_kernels.render(rows, [bench_kernels.total(rows, 0)], markdown=False).splitlines()
+    assert lines == [
+        "kernel                shape               a token    bytes  floor us     us  of copy  early us  of copy  "
+        "us a token    error",
+        "--------------------  ---------------  ----------  -------  --------  -----  -------  --------  -------  "
+        "----------  -------",
+        "linear_add/attention  2,048 x 4,096            10  4.33 MB      1.00   2.00      50%      1.25      80%  "
+        "      12.5  2.0e-03",
+        "a token at depth 0    80,000 tokens/s  10 kernels               10.0  20.00      50%     12.50      80%  "
+        "      12.5",
+    ]
+
+
+def test_markdown() -> None:
+    lines = bench_kernels.render(rows_of("route_logits"), [], markdown=True).splitlines()
+    assert lines[0].startswith("| kernel | shape | a token |")
+    assert lines[1].count("|") == lines[0].count("|") == lines[2].count("|")
+    assert lines[2] == "| route_logits | 257 x 2,048 | 40 | 4.33 MB | 1.00 | 2.00 | 50% | 1.25 | 80% | 50.0 | 2.0e-03 |"
+
+
+def test_a_total_takes_one_depth_and_what_a_token_needs() -> None:
+    found = bench_kernels.total(rows_of(), 4000)
+    # Six a delta-net layer, six and the attention a full one, head and greedy sampling.
+    calls = 30 * 6 + 10 * 6 + 2
+    assert found == bench_kernels.Total(4000, calls, 2.0 * calls, 1.25 * calls, calls)
+
+
+def test_a_total_without_a_time_for_each_has_none() -> None:
+    rows = rows_of("route_logits", "experts_down")
+    broken = Row(rows[1].case, 1, 1.0, None, "failed")
+    found = bench_kernels.total([rows[0], broken], 0)
+    assert (found.floor, found.ordinary, found.early, found.kernels) == (80.0, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--kernels", "norm_linear,norm"], "--kernels: no norm; there are: norm_linear_conv, delta_step"),
+        (["--depth", "0,5120"], "--depth 5120 needs a --max-seq-len above it, got 5120"),
+        (["--config", "nowhere"], "no such folder: nowhere"),
+        (["--json", "no/where.json"], "--json: no such folder"),
+    ],
+)
+def test_what_cannot_be_done_is_said(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_kernels.main(words) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--depth", "0,x"], ["--depth", ""], ["--reps", "0"], ["--group-size", "48"]])
+def test_words_that_are_no_numbers(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench_kernels.main(words)
+    assert caught.value.code == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_kernels.main([]) == 2
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    words = ["--config", str(tmp_path), "--group-size", "32", "--max-seq-len", "64", "--depth", "0,40", "--reps", "2"]
+    assert bench_kernels.main([*words, "--all", "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert all(kernel["us"] > 0 and kernel["failure"] is None for kernel in found["kernels"])
+    assert [one["depth"] for one in found["totals"]] == [0, 40]
+    assert "a token at depth 40" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = fake_case(monkeypatch, lambda x, state: x - state)
+    monkeypatch.setattr(bench_kernels, "chosen_cases", lambda shapes, arguments: [wrong])
+    assert bench_kernels.main([]) == 1
+    assert "failed: operation: output 0 is off by" in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""scripts/check_speed.py over made-up measurements."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import ROOT
+
+sys.path.append(str(ROOT / "scripts"))
+
+import check_speed
+
+
+def record(kind: str, depth: int, speed: float, cuda_graph: bool = True, kernels: int | None = 272) -> dict[str, Any]:
+    return {
+        "n_prompt": 512 if kind == "pp" else 0,
+        "n_gen": 128 if kind == "tg" else 0,
+        "n_depth": depth,
+        "cuda_graph": cuda_graph,
+        "median_ts": speed,
+        "fallback_reason": None if kernels else "capture failed",
+        "kernels_per_token": kernels if kind == "tg" and cuda_graph else None,
+    }
+
+
+def run(folder: Path, records: Any) -> int:
+    path = folder / "bench.json"
+    path.write_text(json.dumps(records))
+    return check_speed.main([str(path)])
+
+
+# Without a graph all is slow, and does not count; the prefill's better mode does.
+GOOD = [
+    record("pp", 0, 9100.0, False),
+    record("pp", 0, 8900.0),
+    record("tg", 0, 100.0, False),
+    record("tg", 0, 510.0),
+    record("pp", 4000, 1.0),
+    record("tg", 4000, 490.0),
+]
+
+
+def test_all_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, GOOD) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "decode at depth 0           510.0 tokens/s   yes  500 or more",
+        "decode at depth 4000        490.0 tokens/s   yes  at most 5% below depth 0 (it is 3.9% below)",
+        "kernels a token                        272   yes  330 or fewer",
+        "prefill of 512            9,100.0 tokens/s   yes  9,000 or more",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "changed", "complaint"),
+    [
+        (3, record("tg", 0, 499.0), "decode at depth 0 "),
+        (5, record("tg", 4000, 484.0), "decode at depth 4000 "),
+        (0, record("pp", 0, 8999.0, False), "prefill of 512 "),
+        (3, record("tg", 0, 510.0, kernels=331), "kernels a token "),
+        (3, record("tg", 0, 510.0, kernels=None), "kernels a token "),
+    ],
+)
+def test_one_did_not_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int, changed: dict[str, Any], complaint: str
+) -> None:
+    records = [changed if i == number else one for i, one in enumerate(GOOD)]
+    assert run(tmp_path, records) == 1
+    missed = [line for line in capsys.readouterr().out.splitlines() if " NO " in line]
+    assert len(missed) == 1 and missed[0].startswith(complaint)
+
+
+def test_faster_further_on_is_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, [*GOOD[:5], record("tg", 4000, 600.0)]) == 0
+    assert "(it is 17.6% above)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("records", "complaint"),
+    [
+        ({"a": 1}, "is not what `ostinato bench --save` writes"),
+        ([{"n_gen": 1}], "is not what `ostinato bench --save` writes"),
+        (GOOD[:5], "no decode with --cuda_graph at depth 0 and another one"),
+        ([GOOD[3], GOOD[5]], "no prefill at depth 0"),
+    ],
+)
+def test_what_cannot_be_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], records: Any, complaint: str
+) -> None:
+    assert run(tmp_path, records) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_speed.main([str(tmp_path / "none.json")]) == 2
+    assert "cannot read" in capsys.readouterr().err
