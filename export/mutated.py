@@ -30,7 +30,7 @@ def analysed_as_written() -> Iterator[None]:
         return generate(kernel, arguments, *rest)
 
     def operation_of(*arguments: Any, is_pure: bool = False, **named: Any) -> Any:
-        return operation(*arguments, is_pure=is_pure or ours, **named)
+        return operation(*arguments, **{**named, "is_pure": is_pure or ours})
 
     with (
         mock.patch.object(triton_kernel_wrap, "generate_ttir", generate_first),

@@ -50,7 +50,7 @@ SPLIT = {
     torch.bfloat16: SplitConfig(keys=64, warps=8, stages=2),
     torch.float32: SplitConfig(keys=16, warps=8, stages=2),
 }
-COMBINE = CombineConfig(width=16, warps=1)
+COMBINE = CombineConfig(width=32, warps=1)
 
 
 def splits_for(kv_heads: int, slots: int) -> int:

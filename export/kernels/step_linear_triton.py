@@ -45,12 +45,14 @@ def config_for(n: int, k: int) -> StepConfig:
 
     Warps for all of a row in one tile, so that all weights of a program are on their way before the wait; 16 rows, since
     their 64 registers of words, 32 of norm weights and 16 of scales let six programs of two warps be on a multiprocessor, and
-    an H200 hold 12,672 rows of 2,048 at once. Where they would not be 128 programs, fewer.
+    an H200 hold 12,672 rows of 2,048 at once. Where they would not be 1,024 warps, eight for each of an H200's
+    multiprocessors, fewer: 2,048 x 4,096 takes 4.0 us with 8 rows and 4.9 us with 16.
     """
+    warps = max(1, min(8, triton.next_power_of_2(k // 8) // (32 * LANE.value)))
     rows = 16
-    while rows > 1 and n < 128 * rows:
+    while rows > 1 and n * warps < 1024 * rows:
         rows //= 2
-    return StepConfig(rows, max(1, min(8, triton.next_power_of_2(k // 8) // (32 * LANE.value))))
+    return StepConfig(rows, warps)
 
 
 def norm_linear(
