@@ -15,7 +15,8 @@ from torch import Tensor
 from ...delegate.errors import ExportError
 from .experts_triton import check_shapes
 from .launch import launcher, starts_early
-from .step_experts_triton import experts_down_early, experts_gate_up_early, route_logits_early
+from .step_experts_triton import experts_down_early, experts_gate_up_early
+from .step_route_triton import route_logits_early
 
 
 @dataclass(frozen=True)
