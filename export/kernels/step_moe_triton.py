@@ -38,8 +38,8 @@ class Config:
 
 # At the flagship's shapes: 129 programs of two rows; 288 of 16 gate and 16 up rows, 32 KB, three of which fit a
 # multiprocessor (168 registers a thread); 256 of eight rows over nine experts, 18 KB (128). Each of them is one wave.
-ROUTER = Config(words=4096, rows=2, warps=4)
-GATE_UP = Config(words=4096, rows=16, warps=4)
+ROUTER = Config(words=4096, rows=2, warps=1)
+GATE_UP = Config(words=2048, rows=8, warps=4)
 DOWN = Config(words=4096, rows=8, warps=4)
 
 
@@ -64,7 +64,7 @@ def route_logits(h: Tensor, norm_weight: Tensor, eps: float, gate: Tensor, share
         ROWS=rows,
         BLOCK=block,
         EARLY=starts_early(),
-        num_warps=ROUTER.warps,
+        num_warps=ROUTER.warps * max(1, block // 2048),
     )
     return logits
 
