@@ -7,10 +7,8 @@ import triton
 import triton.language as tl
 
 from .early_triton import start_next, wait_for_previous
-from .int4_triton import SHIFT
 from .step_linear_math_triton import (
     LANE,
-    PLACES,
     extended,
     load_eights,
     load_norm,
@@ -38,6 +36,7 @@ def norm_linear_early(
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
     WORDS: tl.constexpr,
+    INTEGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """`norm_linear`; ROWS rows a program."""
@@ -47,10 +46,10 @@ def norm_linear_early(
     norm = load_norm(norm_ptr, 0, K, WORDS)
     wait_for_previous(EARLY)
     sums, squares = norm_products(
-        tile, norm, x_ptr, norm_ptr, weight_ptr, scale_ptr, first_row, N, K, GROUP, ROWS, WORDS
+        tile, norm, x_ptr, norm_ptr, weight_ptr, scale_ptr, first_row, N, K, GROUP, ROWS, WORDS, INTEGER
     )
     totals, square = sum_rows(sums, squares, ROWS, WARPS)
-    totals *= tl.rsqrt(square / K + EPS) * 2.0 ** (149 - SHIFT)
+    totals *= tl.rsqrt(square / K + EPS)
     row, mine = lane_rows(first_row, N, ROWS)
     tl.store(out_ptr + row, totals.to(out_ptr.dtype.element_ty), mask=mine)
 
@@ -78,6 +77,7 @@ def norm_linear_conv_early(
     EXTRA_ROWS: tl.constexpr,
     WARPS: tl.constexpr,
     WORDS: tl.constexpr,
+    INTEGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """`norm_linear_conv`; the programs past those for the N rows make EXTRA_ROWS of the extra rows each."""
@@ -102,10 +102,10 @@ def norm_linear_conv_early(
         wait_for_previous(EARLY)
         fresh = tl.load(positions_ptr) == 0
         sums, squares = norm_products(
-            tile, norm, x_ptr, norm_ptr, weight_ptr, scale_ptr, first_row, N, K, GROUP, ROWS, WORDS
+            tile, norm, x_ptr, norm_ptr, weight_ptr, scale_ptr, first_row, N, K, GROUP, ROWS, WORDS, INTEGER
         )
         totals, square = sum_rows(sums, squares, ROWS, WARPS)
-        totals *= tl.rsqrt(square / K + EPS) * 2.0 ** (149 - SHIFT)
+        totals *= tl.rsqrt(square / K + EPS)
         newest = totals.to(mixed_ptr.dtype.element_ty)
         mixed = newest.to(tl.float32) * taps[TAPS - 1].to(tl.float32)
         for tap in tl.static_range(TAPS - 1):
@@ -194,6 +194,7 @@ def linear_add_early(
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
     WORDS: tl.constexpr,
+    INTEGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """`linear_add`; ROWS rows a program. HEADS is 0 where there are no squares."""
@@ -216,16 +217,16 @@ def linear_add_early(
             following = load_tile(weight_ptr, scale_ptr, first_row, start + WORDS, N, K, GROUP, ROWS, WORDS)
         scaled = ()
         for i in tl.static_range(8):
-            factor = 2.0 ** (SHIFT - PLACES[i])
+            factor = 1.0
             if HEADS > 0 and K // HEADS % 64 != 0:
                 word, inside = tile_words(start, 1, K, WORDS)
                 element = word // 8 * 64 + word % 8 * 4 + i % 2 * 32 + i // 2
                 factor *= head_factor(squares_ptr, element, inside, EPS, K // HEADS, PARTS)
             scaled = extended(scaled, x[i] * factor)
-        sums = multiply_tile(sums, tile, scaled, lane_factor, GROUP, ROWS)
+        sums = multiply_tile(sums, tile, scaled, lane_factor, GROUP, ROWS, INTEGER)
         tile = following
     totals, _ = sum_rows(sums, tl.zeros([WORDS // LANE], tl.float32), ROWS, WARPS)
-    totals = residual + totals * 2.0 ** (149 - SHIFT)
+    totals = residual + totals
     tl.store(out_ptr + row, totals.to(out_ptr.dtype.element_ty), mask=mine)
 
 
@@ -252,8 +253,9 @@ def norm_products(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
+    INTEGER: tl.constexpr,
 ):
-    """The lanes' sums for each row, times 2^(SHIFT - 149), and of the squares of x, with the first tile's weights at hand."""
+    """The lanes' sums for each row, and of the squares of x, with the first tile's weights at hand."""
     sums = zeros(ROWS, WORDS // LANE)
     squares = tl.zeros([WORDS // LANE], tl.float32)
     for start in tl.static_range(0, K // 8, WORDS):
@@ -269,7 +271,7 @@ def norm_products(
             square += x[i] * x[i]
             scaled = extended(scaled, x[i] * norm[i])
         squares += sum_lane(square)
-        sums = multiply_tile(sums, tile, scaled, 1.0, GROUP, ROWS)
+        sums = multiply_tile(sums, tile, scaled, 1.0, GROUP, ROWS, INTEGER)
         tile = following
         norm = following_norm
     return sums, squares

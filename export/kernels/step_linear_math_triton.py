@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .int4_triton import SHIFT
+from .step_linear_integer_triton import fixed_point, multiply_words, offsets
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Words of a lane.
@@ -135,7 +136,7 @@ def two_floats(bits):
 
 @triton.jit
 def load_norm(norm, START: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr):
-    """What `load_eights` of x is to be multiplied by for `coefficients`: 1 + the norm's weight, times a power of two."""
+    """What `load_eights` of x is to be multiplied by: 1 + the norm's weight."""
     word, inside = tile_words(START, 1, K, WORDS)
     low = first_fours(word)
     w0, w2, w4, w6 = load_constant_fours(norm, low, inside)
@@ -143,61 +144,71 @@ def load_norm(norm, START: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr):
     weights = (w0, w1, w2, w3, w4, w5, w6, w7)
     factors = ()
     for i in tl.static_range(8):
-        factors = extended(factors, weights[i] * 2.0 ** (SHIFT - PLACES[i]) + 2.0 ** (SHIFT - PLACES[i]))
+        factors = extended(factors, 1.0 + weights[i])
     return factors
 
 
 @triton.jit
+def multiply_tile(sums, tile, x, factor, GROUP: tl.constexpr, ROWS: tl.constexpr, INTEGER: tl.constexpr):
+    """The rows' sums, [LANES] each, with a tile of `load_tile` times x, eight tiles, times `factor`, [LANES] or 1.
+
+    With INTEGER in fixed point, for inputs that had 8 bits, else in float32.
+    """
+    words, scales = tile
+    if INTEGER:
+        bytes, lane_scale = fixed_point(x)
+        started = offsets(bytes)
+        factor *= lane_scale
+    else:
+        nibbles, low, high = coefficients(x, GROUP)
+        factor *= 2.0 ** (149 - SHIFT)
+    added = ()
+    for row in tl.static_range(ROWS):
+        scale = scales[row].to(tl.float32) * factor
+        high_scale = scales[(ROWS if GROUP == 32 else 0) + row].to(tl.float32) * factor
+        if INTEGER:
+            low_sum, high_sum = multiply_words(words[row], bytes, started)
+            if GROUP == 32:
+                product = low_sum.to(tl.float32) * scale + high_sum.to(tl.float32) * (high_scale * 2.0**-4)
+            else:
+                product = (low_sum * 16 + high_sum).to(tl.float32) * (scale * 2.0**-4)
+        else:
+            product = multiply_row(words[row], nibbles, low, high, scale, high_scale, GROUP)
+        added = extended(added, sums[row] + product)
+    return added
+
+
+@triton.jit
 def coefficients(x, GROUP: tl.constexpr):
-    """What `multiply_row` multiplies by and starts from, of the inputs times 2^(SHIFT - place): eight tiles and two.
+    """What `multiply_row` multiplies by and starts from: eight tiles, powers of two times x, and two.
 
     In groups of 64 and more nibble 7 is not masked out: the shifted word as it stands is nibbles 2 to 7, 24 bits. So what it
     is multiplied by is taken off the others'. The start takes off the 8 of each nibble's q + 8, word by word, so that nothing
     large cancels; in groups of 32 it is one of the low nibbles and one of the high ones.
     """
+    last = x[7] * 2.0 ** (SHIFT - PLACES[7])
     nibbles = ()
+    low = tl.zeros(last.shape, tl.float32)
+    high = tl.zeros(last.shape, tl.float32)
     for i in tl.static_range(8):
-        if GROUP > 32 and i == 2:
-            nibbles = extended(nibbles, x[i] - x[7] * 2.0**-8)
-        elif GROUP > 32 and i > 2 and i < 7:
-            nibbles = extended(nibbles, x[i] - x[7])
+        scaled = x[i] * 2.0 ** (SHIFT - PLACES[i])
+        if i % 2 == 0:
+            low += scaled * (-8.0 * 2.0 ** (PLACES[i] - 149))
         else:
-            nibbles = extended(nibbles, x[i])
-    low = x[0] * (-8.0 * 2.0 ** (PLACES[0] - 149))
-    high = x[1] * (-8.0 * 2.0 ** (PLACES[1] - 149))
-    for i in tl.static_range(2, 8, 2):
-        low += x[i] * (-8.0 * 2.0 ** (PLACES[i] - 149))
-        high += x[i + 1] * (-8.0 * 2.0 ** (PLACES[i + 1] - 149))
+            high += scaled * (-8.0 * 2.0 ** (PLACES[i] - 149))
+        if GROUP > 32 and i == 2:
+            scaled -= last * 2.0**-8
+        elif GROUP > 32 and i > 2 and i < 7:
+            scaled -= last
+        nibbles = extended(nibbles, scaled)
     if GROUP > 32:
         low += high
     return nibbles, low, high
 
 
 @triton.jit
-def multiply_tile(sums, tile, x, factor, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The rows' sums, [LANES] each, with a tile of `load_tile` times x, eight tiles, times `factor`, [LANES] or 1."""
-    words, scales = tile
-    nibbles, low, high = coefficients(x, GROUP)
-    added = ()
-    for row in tl.static_range(ROWS):
-        low_scale = scales[row].to(tl.float32) * factor
-        high_scale = scales[(ROWS if GROUP == 32 else 0) + row].to(tl.float32) * factor
-        product = multiply_row(words[row], nibbles, low, high, low_scale, high_scale, GROUP)
-        added = extended(added, sums[row] + product)
-    return added
-
-
-@triton.jit
-def zeros(COUNT: tl.constexpr, LANES: tl.constexpr):
-    tiles = ()
-    for _ in tl.static_range(COUNT):
-        tiles = extended(tiles, tl.zeros([LANES], tl.float32))
-    return tiles
-
-
-@triton.jit
 def multiply_row(words, nibbles, low, high, scale, high_scale, GROUP: tl.constexpr):
-    """Sums over each lane's words of weight times input, [LANES], times 2^(SHIFT - 149); scales are float32."""
+    """Sums over each lane's words of weight times input, [LANES], times 2^(SHIFT - 149)."""
     # A nibble masked out of its word is a float32: see `int4_triton`.
     shifted = words >> 8
     if GROUP > 32:
@@ -216,6 +227,14 @@ def multiply_row(words, nibbles, low, high, scale, high_scale, GROUP: tl.constex
 @triton.jit
 def masked(words, NIBBLE: tl.constexpr):
     return (words & (15 << PLACES[NIBBLE])).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def zeros(COUNT: tl.constexpr, LANES: tl.constexpr):
+    tiles = ()
+    for _ in tl.static_range(COUNT):
+        tiles = extended(tiles, tl.zeros([LANES], tl.float32))
+    return tiles
 
 
 @triton.jit

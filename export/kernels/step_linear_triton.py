@@ -27,11 +27,13 @@ class StepConfig:
     Attributes:
         rows: outputs it makes, a power of two up to 32.
         warps: warps it has, all along K: 1, 2, 4 or 8. They take `words` of each row at a time.
+        integer: whether inputs in bfloat16 are multiplied in fixed point: `step_linear_integer_triton`. Float32 ones are not.
         extra_rows: rows in a floating dtype that a program makes which makes those, a power of two up to 32.
     """
 
     rows: int
     warps: int
+    integer: bool = True
     extra_rows: int = 4
 
     @property
@@ -86,6 +88,7 @@ def _norm_linear(
         ROWS=config.rows,
         WARPS=config.warps,
         WORDS=config.words,
+        INTEGER=config.integer and x.dtype == torch.bfloat16,
         EARLY=starts_early(),
         num_warps=config.warps,
     )
@@ -152,6 +155,7 @@ def _norm_linear_conv(
         EXTRA_ROWS=config.extra_rows,
         WARPS=config.warps,
         WORDS=config.words,
+        INTEGER=config.integer and x.dtype == torch.bfloat16,
         EARLY=starts_early(),
         num_warps=config.warps,
     )
@@ -196,6 +200,7 @@ def _linear_add(
         ROWS=config.rows,
         WARPS=config.warps,
         WORDS=config.words,
+        INTEGER=config.integer and x.dtype == torch.bfloat16,
         EARLY=starts_early(),
         num_warps=config.warps,
     )
