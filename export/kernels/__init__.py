@@ -106,7 +106,14 @@ class NormLinearConv(Protocol):
 
 class LinearAdd(Protocol):
     def __call__(
-        self, x: Tensor, weight: Tensor, scale: Tensor, residual: Tensor, squares: Tensor | None, eps: float
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        residual: Tensor,
+        squares: Tensor | None,
+        eps: float,
+        following: Tensor | None = None,
     ) -> Tensor: ...
 
 
