@@ -40,10 +40,7 @@ def model_methods(network: Qwen3_5) -> dict[str, Chain]:
         first = many[0]
         again = Link(_NextEmbedding(network), ("input_pos", "x", "cos", "sin", "delta"), "embedding")
     else:
-        weights = network.first_weights()
-        one = _links(
-            [_StepLayer(layer, step, following) for layer, following in zip(layers, weights[1:], strict=True)], ("x",)
-        )
+        one = _links([_StepLayer(layer, step) for layer in layers], ("x",))
         one.append(Link(_StepHead(network, step), ("logits",), "head"))
         first = Link(_StepEmbedding(network), ("x", "cos", "sin"), "embedding")
         again = Link(_NextEmbedding(network), ("input_pos", "x", "cos", "sin"), "embedding")
@@ -71,7 +68,10 @@ def model_methods(network: Qwen3_5) -> dict[str, Chain]:
 
 
 def _links(layers: Sequence[DecoderLayer | _StepLayer], outputs: tuple[str, ...]) -> list[Link]:
-    return [Link(layer, outputs, layer.kind, f"model.layers.{index}.") for index, layer in enumerate(layers)]
+    return [
+        Link(layer, outputs, f"{layer.layer_type} layer", f"model.layers.{index}.")
+        for index, layer in enumerate(layers)
+    ]
 
 
 class _Embedding(nn.Module):
@@ -112,17 +112,15 @@ class _NextEmbedding(_Embedding):
 class _StepLayer(nn.Module):
     """A layer that takes one token, under the layer's names."""
 
-    def __init__(self, layer: DecoderLayer, kernels: StepKernels, following: Tensor) -> None:
+    def __init__(self, layer: DecoderLayer, kernels: StepKernels) -> None:
         super().__init__()
         for name, child in layer.named_children():
             self.add_module(name, child)
-        self.following = following
         self.layer_type = layer.layer_type
-        self.kind = f"{layer.kind}, {len(following):,} rows next"
         self._kernels = kernels
 
     def forward(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return DecoderLayer.step(self, x, Place(input_pos, cos, sin), self._kernels, self.following)  # type: ignore[arg-type]
+        return DecoderLayer.step(self, x, Place(input_pos, cos, sin), self._kernels)  # type: ignore[arg-type]
 
 
 class _Head(nn.Module):

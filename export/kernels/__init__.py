@@ -106,14 +106,7 @@ class NormLinearConv(Protocol):
 
 class LinearAdd(Protocol):
     def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        residual: Tensor,
-        squares: Tensor | None,
-        eps: float,
-        following: Tensor | None = None,
+        self, x: Tensor, weight: Tensor, scale: Tensor, residual: Tensor, squares: Tensor | None, eps: float
     ) -> Tensor: ...
 
 

@@ -14,9 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Bytes that a thread asks for at once.
-CHUNK = tl.constexpr(2048)
-
 
 @triton.jit
 def start_next(EARLY: tl.constexpr) -> None:
@@ -24,27 +21,6 @@ def start_next(EARLY: tl.constexpr) -> None:
     if EARLY:
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def fetch_ahead(pointer: tl.tensor, BYTES: tl.constexpr, THREADS: tl.constexpr, EARLY: tl.constexpr) -> None:
-    """Have all programs together bring BYTES from `pointer`, aligned to 16, into L2, of what no kernel writes."""
-    if EARLY:
-        start = (tl.program_id(0) + tl.num_programs(0) * tl.arange(0, THREADS)) * CHUNK
-        length = tl.minimum(BYTES - start, CHUNK)
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred some;
-            setp.gt.s32 some, $2, 0;
-            @some cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r",
-            [pointer.to(tl.int64) + start, length],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
         )
 
 

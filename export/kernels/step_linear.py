@@ -59,13 +59,7 @@ def norm_linear_conv(
 
 
 def linear_add(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    residual: Tensor,
-    squares: Tensor | None,
-    eps: float,
-    following: Tensor | None = None,
+    x: Tensor, weight: Tensor, scale: Tensor, residual: Tensor, squares: Tensor | None, eps: float
 ) -> Tensor:
     """residual [1, N] + x [1, K] @ w.T, [1, N] in the residual's dtype, with the heads of x normed on the way.
 
@@ -76,8 +70,6 @@ def linear_add(
         squares: None, or [heads, P] float32: row h sums to the squares of what the K / heads elements of head h are to be
             divided by the root mean square of.
         eps: added to that mean square.
-        following: a weight that a later kernel reads, contiguous; the kernel brings it into the GPU's L2 cache, whose memory
-            has little to do until then. It changes no result.
     """
     wide = x.to(_accumulated_in(x))
     if squares is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .early_triton import fetch_ahead, start_next, wait_for_previous
+from .early_triton import start_next, wait_for_previous
 from .step_linear_math_triton import (
     LANE,
     extended,
@@ -184,7 +184,6 @@ def linear_add_early(
     scale_ptr,
     residual_ptr,
     squares_ptr,
-    following_ptr,
     out_ptr,
     EPS: tl.constexpr,
     N: tl.constexpr,
@@ -196,16 +195,13 @@ def linear_add_early(
     WARPS: tl.constexpr,
     WORDS: tl.constexpr,
     INTEGER: tl.constexpr,
-    FETCHED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """`linear_add`; ROWS rows a program. HEADS is 0 where there are no squares. FETCHED bytes of `following` go into L2."""
+    """`linear_add`; ROWS rows a program. HEADS is 0 where there are no squares."""
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
     row, mine = lane_rows(first_row, N, ROWS)
     tile = load_tile(weight_ptr, scale_ptr, first_row, 0, N, K, GROUP, ROWS, WORDS)
-    if FETCHED > 0:
-        fetch_ahead(following_ptr, FETCHED, WARPS * 32, EARLY)
     wait_for_previous(EARLY)
     residual = tl.load(residual_ptr + row, mask=mine, other=0.0).to(tl.float32)
     sums = zeros(ROWS, WORDS // LANE)

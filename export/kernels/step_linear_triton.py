@@ -19,9 +19,6 @@ from .launch import launcher, starts_early
 from .step_linear_kernels_triton import linear_add_early, norm_linear_conv_early, norm_linear_early
 from .step_linear_math_triton import LANE
 
-# Bytes of a following weight that are brought into L2, of which an H200 has 50 MiB.
-MOST_FETCHED = 16 * 2**20
-
 
 @dataclass(frozen=True)
 class StepConfig:
@@ -166,31 +163,19 @@ def _norm_linear_conv(
 
 
 def linear_add(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    residual: Tensor,
-    squares: Tensor | None,
-    eps: float,
-    following: Tensor | None = None,
+    x: Tensor, weight: Tensor, scale: Tensor, residual: Tensor, squares: Tensor | None, eps: float
 ) -> Tensor:
     """See `step_linear.linear_add`; all contiguous and aligned to 16 bytes.
 
     Raises:
         ExportError: `int4_triton.check_shapes`, or K is not a multiple of the number of heads.
     """
-    return _linear_add(x, weight, scale, residual, squares, eps, following)
+    return _linear_add(x, weight, scale, residual, squares, eps)
 
 
 @torch.library.triton_op("ostinato::linear_add", mutates_args={})
 def _linear_add(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    residual: Tensor,
-    squares: Tensor | None,
-    eps: float,
-    following: Tensor | None,
+    x: Tensor, weight: Tensor, scale: Tensor, residual: Tensor, squares: Tensor | None, eps: float
 ) -> Tensor:
     n, k, group = _shape(weight, scale, x)
     heads, parts = (0, 0) if squares is None else (squares.shape[0], squares.shape[1])
@@ -205,7 +190,6 @@ def _linear_add(
         residual,
         # Not read where there are no heads.
         residual if squares is None else squares,
-        weight if following is None else following,
         out,
         EPS=eps,
         N=n,
@@ -217,7 +201,6 @@ def _linear_add(
         WARPS=config.warps,
         WORDS=config.words,
         INTEGER=config.integer and x.dtype == torch.bfloat16,
-        FETCHED=0 if following is None else min(following.nbytes, MOST_FETCHED),
         EARLY=starts_early(),
         num_warps=config.warps,
     )

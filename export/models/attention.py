@@ -89,8 +89,8 @@ class Attention(nn.Module):
         out = self.attend(rotate(self.q_norm(query), cos, sin), self.k_cache, self.v_cache, positions)
         return self.o_proj((out * torch.sigmoid(gate)).reshape(tokens, -1))
 
-    def step(self, x: Tensor, norm: RMSNorm, place: Place, kernels: StepKernels, following: Tensor) -> Tensor:
-        """x [1, hidden] -> x + self(norm(x)), in four kernels; `following` is brought nearer for the next layer."""
+    def step(self, x: Tensor, norm: RMSNorm, place: Place, kernels: StepKernels) -> Tensor:
+        """x [1, hidden] -> x + self(norm(x)), in four kernels."""
         heads = kernels.attend_step(
             kernels.norm_linear(x, norm.weight, norm.eps, *packed(self.qkv_proj), x.dtype),
             self.q_norm.weight,
@@ -103,4 +103,4 @@ class Attention(nn.Module):
             place.positions,
             self.heads,
         )
-        return kernels.linear_add(heads, *packed(self.o_proj), x, None, 0.0, following)
+        return kernels.linear_add(heads, *packed(self.o_proj), x, None, 0.0)

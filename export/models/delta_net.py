@@ -85,8 +85,8 @@ class GatedDeltaNet(nn.Module):
         out = self.norm(out, z.reshape(tokens, self.value_heads, self.value_head_dim))
         return self.out_proj(out.reshape(tokens, -1))
 
-    def step(self, x: Tensor, norm: RMSNorm, place: Place, kernels: StepKernels, following: Tensor) -> Tensor:
-        """x [1, hidden] -> x + self(norm(x)), in three kernels; `following` is brought nearer for the next layer."""
+    def step(self, x: Tensor, norm: RMSNorm, place: Place, kernels: StepKernels) -> Tensor:
+        """x [1, hidden] -> x + self(norm(x)), in three kernels."""
         mixed, gates = kernels.norm_linear_conv(
             x,
             norm.weight,
@@ -107,4 +107,4 @@ class GatedDeltaNet(nn.Module):
             self.norm.weight,
             self.key_heads,
         )
-        return kernels.linear_add(values, *packed(self.out_proj), x, squares, self.norm.eps, following)
+        return kernels.linear_add(values, *packed(self.out_proj), x, squares, self.norm.eps)

@@ -6,9 +6,6 @@ are one product here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
@@ -47,7 +44,6 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layer_type = layer_type
-        self.kind = f"{layer_type} layer"
 
     def forward(self, x: Tensor, delta: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x + delta is the input, [T, hidden]; so is the output. The others are a `Place`."""
@@ -56,18 +52,10 @@ class DecoderLayer(nn.Module):
         x = x + mixer(self.input_layernorm(x), Place(input_pos, cos, sin))
         return x, self.mlp(self.post_attention_layernorm(x))
 
-    @property
-    def first_projection(self) -> nn.Module:
-        return self.linear_attn.in_proj_qkvz if self.layer_type == "linear_attention" else self.self_attn.qkv_proj
-
-    def step(self, x: Tensor, place: Place, kernels: StepKernels, following: Tensor) -> Tensor:
-        """One token, x [1, hidden] -> [1, hidden]; both additions are in the kernels.
-
-        `following` is the weight that comes after the layer. While a layer's experts are being chosen the memory has time
-        for it.
-        """
+    def step(self, x: Tensor, place: Place, kernels: StepKernels) -> Tensor:
+        """One token, x [1, hidden] -> [1, hidden]; both additions are in the kernels."""
         mixer = self.linear_attn if self.layer_type == "linear_attention" else self.self_attn
-        x = mixer.step(x, self.input_layernorm, place, kernels, following)
+        x = mixer.step(x, self.input_layernorm, place, kernels)
         return self.mlp.step(x, self.post_attention_layernorm, kernels)
 
 
@@ -115,11 +103,6 @@ class Qwen3_5(nn.Module):
     def head(self, x: Tensor, delta: Tensor) -> Tensor:
         """What the last layer gives -> logits of the last position."""
         return self.lm_head(self.model.norm(x[-1:] + delta[-1:])).float()
-
-    def first_weights(self) -> list[Tensor]:
-        """The int4 weight that each layer reads first, and the head's behind them."""
-        projections = [layer.first_projection for layer in cast(Iterable[DecoderLayer], self.model.layers)]
-        return [packed(layer)[0] for layer in (*projections, self.lm_head)]
 
     def step_head(self, x: Tensor, kernels: StepKernels) -> Tensor:
         """x [1, hidden] -> logits [1, vocab] float32."""
