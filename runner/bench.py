@@ -56,11 +56,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One case in one mode: nanoseconds of each repetition, synchronised around the whole of it."""
+    """One case in one mode: nanoseconds of each repetition, synchronised around the whole of it.
+
+    `host_us`: microseconds a token that Python took in the repetitions, waiting for the GPU left out; None where that cannot
+    be told apart.
+    """
 
     case: Case
     cuda_graph: bool
     samples_ns: tuple[int, ...]
+    host_us: float | None = None
 
     @property
     def samples(self) -> list[float]:
@@ -104,6 +109,11 @@ class ModeResult:
     def fallback_reason(self) -> str | None:
         """Why a capture was given up; None when all went well."""
         return next((stats["fallback_reason"] for stats in self.methods.values() if stats["fallbacks"]), None)
+
+    @property
+    def host_us(self) -> float | None:
+        """The largest of the tests' own; None where none has one."""
+        return max((row.host_us for row in self.measurements if row.host_us is not None), default=None)
 
     @property
     def graph(self) -> GraphCounts | None:
@@ -187,8 +197,8 @@ def measure(
     bench = _Bench(engine, vocabulary)
     result = ModeResult(cuda_graph)
     result.phases = bench.first_answer(plan, warmup_steps)
-    for case, samples in bench.run(plan):
-        measurement = Measurement(case, cuda_graph, tuple(samples))
+    for case, samples, host_us in bench.run(plan):
+        measurement = Measurement(case, cuda_graph, tuple(samples), host_us)
         result.measurements.append(measurement)
         say(f"{MODE_NAMES[cuda_graph]:<14}{case.name:<14}{measurement.median:>10,.1f} tokens/s")
     result.methods = engine.method_stats
@@ -230,8 +240,8 @@ class _Bench:
             phases[name] = PhaseTime(name, known.calls + 1, known.seconds + spent)
         return list(phases.values())
 
-    def run(self, plan: Plan) -> Iterator[tuple[Case, list[int]]]:
-        """Each case with the nanoseconds of its repetitions."""
+    def run(self, plan: Plan) -> Iterator[tuple[Case, list[int], float | None]]:
+        """Each case with the nanoseconds of its repetitions, and `Measurement.host_us`."""
         held = 0
         state: dict[str, torch.Tensor] = {}
         for case in plan.cases:
@@ -242,7 +252,15 @@ class _Bench:
                 held = case.depth
             # Decode is warm from the first answer on; memory for a prompt of this length may yet have to be found.
             self._once(case if case.kind == "pp" else Case("tg", 1, case.depth), state)
-            yield case, [self._once(case, state) for _ in range(plan.repetitions)]
+            before = self._engine.steps.host_seconds
+            samples = [self._once(case, state) for _ in range(plan.repetitions)]
+            yield case, samples, self._host_us(case, before, plan.repetitions)
+
+    def _host_us(self, case: Case, before: float | None, repetitions: int) -> float | None:
+        after = self._engine.steps.host_seconds
+        if case.kind != "tg" or before is None or after is None:
+            return None
+        return (after - before) / (case.tokens * repetitions) * 1e6
 
     def _once(self, case: Case, state: dict[str, torch.Tensor]) -> int:
         """Nanoseconds of one repetition, from the state at the case's depth."""

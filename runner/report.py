@@ -137,6 +137,7 @@ def records(report: Report) -> list[dict[str, Any]]:
             "date": subject.date,
             "fallback_reason": modes[row.cuda_graph].fallback_reason,
             **_graph_counts(row, modes[row.cuda_graph]),
+            "host_us_per_token": row.host_us,
             "samples_ns": list(row.samples_ns),
             "samples_ts": row.samples,
             "phases": [asdict(phase) for phase in modes[row.cuda_graph].phases],
@@ -260,6 +261,7 @@ def _notes(report: Report) -> list[str]:
         notes.append("of copy over 100%: what a step reads fits in a cache, what the copy reads does not")
     notes += [f"first answer, {MODE_NAMES[mode.cuda_graph] + ':':<13} {phase_text(mode)}" for mode in report.modes]
     notes += [f"{MODE_NAMES[mode.cuda_graph]}: {graph_text(mode.graph)}" for mode in report.modes if mode.graph]
+    notes += [f"{MODE_NAMES[mode.cuda_graph]}: {host_text(mode)}" for mode in report.modes if mode.host_us is not None]
     notes += [
         f"{MODE_NAMES[mode.cuda_graph]} ran without a graph, the capture failed: {mode.fallback_reason}"
         for mode in report.modes
@@ -279,6 +281,11 @@ def graph_text(graph: GraphCounts) -> str:
         return f"its kernels were not counted: {graph.note}"
     text = f"{graph.kernels:,} kernels a token, {graph.early or 'none'} of them start before the one ahead has ended"
     return f"{text}: {graph.note}" if graph.note else text
+
+
+def host_text(mode: ModeResult) -> str:
+    """`Python takes 12.3 us a token on the host, beside what it waits for`: the largest of the mode's tests."""
+    return f"Python takes {mode.host_us:.1f} us a token on the host, waiting for the GPU left out"
 
 
 def quantity(count: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -35,6 +36,10 @@ class Steps(Protocol):
     def next(self, more: bool) -> int:
         """The token after the last one. `more`: the one after it will be asked for too, unless this one ends the answer."""
 
+    @property
+    def host_seconds(self) -> float | None:
+        """Time that `next` has taken so far but for waiting for the GPU; None where the two are not told apart."""
+
 
 class HostSteps:
     """For programs that give logits: a token is drawn by `Sampler`, and handed back with the next call."""
@@ -45,6 +50,7 @@ class HostSteps:
         self._sampler = Sampler(Sampling(), device)
         self._prompt: Sequence[int] = ()
         self._answer: list[int] = []
+        self.host_seconds = None
 
     def begin(self, prompt: Sequence[int], sampling: Sampling) -> int:
         self._sampler = Sampler(sampling, self._device)
@@ -78,6 +84,11 @@ class DeviceSteps:
         self._numbers = [slot.numpy() for slot in self._slots]
         self._events = [torch.cuda.Event() for _ in range(_SLOTS)] if cuda else []
         self._launched = self._taken = 0
+        self._host_ns = 0
+
+    @property
+    def host_seconds(self) -> float | None:
+        return self._host_ns / 1e9 if self._events else None
 
     def begin(self, prompt: Sequence[int], sampling: Sampling) -> int:
         logits = self._model.prefill(prompt)
@@ -93,6 +104,7 @@ class DeviceSteps:
         self._launched = self._taken = 0
 
     def next(self, more: bool) -> int:
+        begin = time.perf_counter_ns()
         if self._launched == self._taken:
             self._launch()
         if more and self._ahead:
@@ -100,6 +112,7 @@ class DeviceSteps:
         slot = self._taken % _SLOTS
         self._taken += 1
         if self._events:
+            self._host_ns += time.perf_counter_ns() - begin
             self._events[slot].synchronize()
         return int(self._numbers[slot][0, 0])
 

@@ -236,7 +236,7 @@ def test_configurations(
     layer, conv = draw(35, k, group, dtype), draw_conv(20, 3, k, dtype, 4, 9)
     residual = torch.randn(1, 35).to(DEVICE, dtype)
     config = StepConfig(rows, warps, integer, extra_rows=min(rows, 8))
-    monkeypatch.setattr(step_linear_triton, "config_for", lambda n, k: config)
+    monkeypatch.setattr(step_linear_triton, "config_for", lambda *_: config)
     for out, expected in zip(run_conv(step_linear_triton, layer, conv), exact_conv(layer, conv), strict=True):
         near(out, expected.double(), TWICE[dtype])
     out = step_linear_triton.linear_add(layer.x, layer.weight, layer.scale, residual, None, EPS)
@@ -244,9 +244,11 @@ def test_configurations(
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 64), (100, 192), (2048, 4096), (12288, 2048), (248320, 2048), (5120, 17408)])
-def test_chosen_configuration(n: int, k: int) -> None:
-    config = config_for(n, k)
-    assert config.rows == 1 or n // config.rows >= 128
+@pytest.mark.parametrize(("group", "dtype"), [(128, BF16), (32, BF16), (128, F32)], ids=str)
+def test_chosen_configuration(n: int, k: int, group: int, dtype: torch.dtype) -> None:
+    config = config_for(n, k, group, dtype)
+    assert config.rows == 1 or n // config.rows * config.warps >= 768
+    assert config.rows <= (32 if (group, dtype) == (128, BF16) else 16)
     assert config.warps == 1 or config.words < 2 * (k // 8), "warps that have nothing"
 
 
