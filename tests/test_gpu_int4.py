@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import Method, load_program
-from ostinato.runner import Engine
+from ostinato.runner import Engine, Sampling
 
 from .conftest import CAPITALS, ROOT
 from .wrappers import allocations
@@ -162,8 +162,30 @@ def test_replay_at_the_flagships_width_is_bit_equal(wide_artifact: Path) -> None
             step(prefill, torch.arange(100)[None], 0)
             logits[graph] = torch.stack([step(decode, torch.tensor([[3 * t]]), t) for t in range(100, 164)])
             assert decode.stats.replays == (60 if graph else 0)
+            if graph:
+                # Six a delta-net layer, seven an attention layer, the head; the embedding and the angles are the compiler's.
+                assert decode.stats.graph_kernels <= 3 * 6 + 7 + 1 + 3, decode.stats.graph_nodes
+                assert decode.stats.early_kernels >= 3 * 6 + 7
     assert logits[True].isfinite().all()
     assert torch.equal(logits[False], logits[True])
+
+
+def test_what_is_drawn_on_the_device_is_the_same_with_and_without_a_graph(wide_artifact: Path) -> None:
+    answers = {}
+    for graph in (False, True):
+        with Engine.load(wide_artifact, cuda_graph=graph) as engine:
+            for sampling in (
+                Sampling(),
+                Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3),
+                Sampling(1.0, seed=4),
+            ):
+                drawn = list(
+                    engine.generate_tokens(list(range(100)), max_new_tokens=40, sampling=sampling, ignore_eos=True)
+                )
+                answers.setdefault(sampling, []).append(drawn)
+            assert engine.last.methods["decode_sample"]["captures"] == graph
+    assert all(first == second and len(first) == 40 for first, second in answers.values())
+    assert len({tuple(first) for first, _ in answers.values()}) == 3
 
 
 def test_no_state_is_copied_by_the_compiled_code(wide_config: Path, tmp_path: Path) -> None:

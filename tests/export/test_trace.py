@@ -114,6 +114,30 @@ def test_chain_runs_as_in_eager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     check_constants(tmp_path / "artifact" / "model.ptd")
 
 
+def test_methods_share_the_code_of_links_that_both_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiled: list[str] = []
+    compile_graph = lower.compile_graph
+
+    def counted(graph, device):  # type: ignore[no-untyped-def]
+        compiled.append(graph.label)
+        return compile_graph(graph, device)
+
+    monkeypatch.setattr(lower, "compile_graph", counted)
+    table, stack = Table(), layers(2)
+    links, inputs = links_of(table, stack), {"tokens": torch.arange(5)}
+    doubled = Chain([*links, Link(Double(), ("x",), "double")], inputs, ("x",), {})
+    methods = {"plain": Chain(links, inputs, ("x",), {}), "doubled": doubled}
+    export_program(methods, tmp_path / "artifact")
+    assert compiled == ["plain table", "plain layer", "doubled double"]
+    tokens = torch.arange(5)
+    with load_program(tmp_path / "artifact") as program:
+        (found,) = program.load_method("plain").execute((tokens,))
+        torch.testing.assert_close(found, run_eagerly(table, stack, tokens))
+        # The same state, one step on.
+        (found,) = program.load_method("doubled").execute((tokens,))
+        torch.testing.assert_close(found, 2 * run_eagerly(table, stack, tokens))
+
+
 def check_constants(path: Path) -> None:
     """The tensor that all layers share is stored once, under the first one's name, and so are numbers in the code."""
     stored = parse_constants(map_file(path), path).entries

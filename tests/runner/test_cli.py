@@ -84,6 +84,10 @@ def test_json(capitals_artifact: Path) -> None:
         "replays",
         "fallbacks",
         "fallback_reason",
+        "graph_nodes",
+        "graph_kernels",
+        "early_kernels",
+        "graph_note",
     }
     assert result["constants"]["shared"] == result["constants"]["count"] > 0
 
@@ -135,7 +139,7 @@ def test_failed_capture_is_told(
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert out.startswith("Paris")
-    assert "warning: decode: no graph, the capture failed: RuntimeError: injected" in err
+    assert "warning: decode_sample: no graph, the capture failed: RuntimeError: injected" in err
 
 
 @dataclass
