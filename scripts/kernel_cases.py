@@ -75,8 +75,8 @@ class Draw:
 
 
 # Arguments that kernels of the same step have just written: in the step they are in L2, and so they are here.
-_NORMED, _MIXED, _ROUTED = ("x", "h", "residual"), ("mixed", "gates", "squares", "qkv"), ("hidden", "weights", "chosen")
-HANDED_ON = frozenset((*_NORMED, *_MIXED, *_ROUTED, "logits", "cos", "sin", "positions", "position"))
+_NORMED, _MIXED, _ROUTED = ("x", "h", "residual"), ("mixed", "gates", "squares", "qkv"), ("logits", "hidden")
+HANDED_ON = frozenset((*_NORMED, *_MIXED, *_ROUTED, "cos", "sin", "positions", "position"))
 
 
 @dataclass(frozen=True)
@@ -282,8 +282,8 @@ def _moe(shapes: Shapes) -> list[Case]:
     def down(draw: Draw) -> Arguments:
         return {
             "hidden": draw.normal(1, top_k * inner + shared),
-            "weights": draw.wide(top_k + 1).softmax(0),
-            "chosen": torch.randperm(experts, device=draw.device)[:top_k].int(),
+            "logits": draw.distinct(experts + 1),
+            "top_k": top_k,
             "down": draw.packed(experts, size, inner),
             "down_scale": draw.scales(experts, size, inner),
             "shared_down": draw.packed(size, shared),
@@ -308,7 +308,7 @@ def _moe(shapes: Shapes) -> list[Case]:
             "step_moe",
             "experts_gate_up",
             gate_up,
-            (top_k * inner + shared) * shapes.dtype.itemsize + (top_k + 1) * 4 + top_k * 4,
+            (top_k * inner + shared) * shapes.dtype.itemsize,
             layers,
             moves={"gate_up": used, "gate_up_scale": used},
         ),

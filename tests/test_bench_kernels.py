@@ -67,9 +67,9 @@ FLAGSHIP_BYTES = {
     "attend_step@4000": 9216 * 2 + 2 * 256 * 4 + 2 * 64 * 4 + 8 + 4001 * 2 * 2 * 256 * 2 + 4096 * 2,
     "linear_add/attention": 2048 * (2048 + 64) + 4096 * 2 + 2048 * 2 + 2048 * 2,
     "route_logits": 257 * 2048 * 2 + 4096 + 8192 + 257 * 2,
-    # Eight routed experts and the shared one, 1,024 rows of 2,048 each; logits; hidden, weights, indices.
-    "experts_gate_up": 9 * 1024 * (1024 + 32) + 4096 + 8192 + 257 * 2 + 9 * 512 * 2 + 9 * 4 + 8 * 4,
-    "experts_down": 9 * 2048 * (256 + 8) + 9 * 512 * 2 + 9 * 4 + 8 * 4 + 4096 + 4096,
+    # Eight routed experts and the shared one, 1,024 rows of 2,048 each; x, the norm, logits; hidden.
+    "experts_gate_up": 9 * 1024 * (1024 + 32) + 4096 + 8192 + 257 * 2 + 9 * 512 * 2,
+    "experts_down": 9 * 2048 * (256 + 8) + 9 * 512 * 2 + 257 * 2 + 4096 + 4096,
     "norm_linear/lm_head": 248320 * (1024 + 32) + 4096 + 8192 + 248320 * 4,
     "sample/greedy": 248320 * 4 + 8 + 4 + 8 + 4 + 8 + 8,
     "sample/top_p": 248320 * 4 + 8 + 4 + 8 + 4 + 8 + 8,

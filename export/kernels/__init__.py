@@ -156,15 +156,15 @@ class ExpertsGateUp(Protocol):
         gate_up_scale: Tensor,
         shared_gate_up: Tensor,
         shared_gate_up_scale: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    ) -> Tensor: ...
 
 
 class ExpertsDown(Protocol):
     def __call__(
         self,
         hidden: Tensor,
-        weights: Tensor,
-        chosen: Tensor,
+        logits: Tensor,
+        top_k: int,
         down: Tensor,
         down_scale: Tensor,
         shared_down: Tensor,

@@ -38,11 +38,13 @@ def load_tile(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
+    APART: tl.constexpr = 0,
 ):
     """The words from START of ROWS rows: ROWS tiles [WORDS] uint32, and their scales, [LANES] bfloat16.
 
     In groups of 64 and more there is a tile of scales for each row, in groups of 32 one for its low nibbles, and after all
-    those one for its high ones. Rows past the last are the last one again.
+    those one for its high ones. Rows past the last are the last one again. With APART the latter half of the rows lie APART
+    rows behind the first half, and not directly behind them.
     """
     word, inside = tile_words(START, 1, K, WORDS)
     lane_word, lane_inside = tile_words(START, LANE, K, WORDS)
@@ -51,15 +53,26 @@ def load_tile(
     word_tiles = ()
     scale_tiles = ()
     for row in tl.static_range(ROWS):
-        # Where no row is past the last one offsets stay constants, which loads take without an addition.
-        step = row if N % ROWS == 0 else tl.minimum(row, N - 1 - first_row)
+        step = row_step(row, first_row, N, ROWS, APART)
         word_tiles = extended(word_tiles, tl.load(words + word + step * (K // 8), mask=inside, other=0))
     for half in tl.static_range(2 if GROUP == 32 else 1):
         for row in tl.static_range(ROWS):
-            step = row if N % ROWS == 0 else tl.minimum(row, N - 1 - first_row)
+            step = row_step(row, first_row, N, ROWS, APART)
             group = lane_word // 8 * 64 // GROUP + half + step * (K // GROUP)
             scale_tiles = extended(scale_tiles, tl.load(groups + group, mask=lane_inside, other=0.0))
     return word_tiles, scale_tiles
+
+
+@triton.jit
+def row_step(ROW: tl.constexpr, first_row, N: tl.constexpr, ROWS: tl.constexpr, APART: tl.constexpr):
+    """How many rows behind the first one row ROW lies: a constant, which loads take as it is, if none is past the last."""
+    if APART > 0:
+        tl.static_assert(N % APART == 0 and APART % (ROWS // 2) == 0)
+        return ROW % (ROWS // 2) + ROW // (ROWS // 2) * APART
+    elif N % ROWS == 0:
+        return ROW
+    else:
+        return tl.minimum(ROW, N - 1 - first_row)
 
 
 @triton.jit
@@ -73,7 +86,12 @@ def tile_words(START: tl.constexpr, STEP: tl.constexpr, K: tl.constexpr, WORDS: 
 def load_eights(vector, START: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr):
     """What the nibbles 0 to 7 of each word in a tile multiply, as float32 tiles [WORDS]; past the row's end zeros."""
     word, inside = tile_words(START, 1, K, WORDS)
-    low = first_fours(word)
+    return load_eights_at(vector, first_fours(word), inside)
+
+
+@triton.jit
+def load_eights_at(vector, low, inside):
+    """`load_eights` where the low nibbles meet the fours `low`; zeros where not `inside`."""
     if vector.dtype.element_ty == tl.bfloat16:
         # Four at once in 64 bits.
         fours = vector.to(tl.pointer_type(tl.int64))

@@ -40,8 +40,8 @@ def experts_gate_up(
     gate_up_scale: Tensor,
     shared_gate_up: Tensor | None,
     shared_gate_up_scale: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Chooses the experts and makes their inner activations, silu(gate) * up.
+) -> Tensor:
+    """The chosen experts' inner activations, silu(gate) * up.
 
     Args:
         h, norm_weight, eps: as for `route_logits`.
@@ -53,27 +53,23 @@ def experts_gate_up(
         shared_gate_up_scale: [2 I', H / G], or None.
 
     Returns:
-        Inner activations [1, k I (+ I')] in h's dtype, the shared expert's last; weights [k (+ 1)] float32, the softmax over
-        the chosen logits and last the sigmoid of the shared expert's; the chosen experts [k] int32, in order of falling
-        weight, the lower index first where logits are equal.
+        [1, k I (+ I')] in h's dtype: the experts with the k largest logits, in falling order, the lower index first where
+        logits are equal, and last the shared one.
     """
     x = _rms_norm(h, norm_weight, eps)[0]
-    values, order = logits[0, : gate_up.shape[0]].sort(descending=True, stable=True)
-    chosen = order[:top_k]
-    weights = values[:top_k].float().softmax(0)
+    _, chosen = _largest(logits, gate_up.shape[0], top_k)
     gate, up = (dequantize_int4(gate_up[chosen], gate_up_scale[chosen], h.dtype) @ x).chunk(2, dim=1)
     hidden = (F.silu(gate) * up).flatten()
     if shared_gate_up is not None and shared_gate_up_scale is not None:
-        weights = torch.cat((weights, logits[0, -1:].float().sigmoid()))
         gate, up = (dequantize_int4(shared_gate_up, shared_gate_up_scale, h.dtype) @ x).chunk(2)
         hidden = torch.cat((hidden, F.silu(gate) * up))
-    return hidden.unsqueeze(0), weights, chosen.int()
+    return hidden.unsqueeze(0)
 
 
 def experts_down(
     hidden: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
+    logits: Tensor,
+    top_k: int,
     down: Tensor,
     down_scale: Tensor,
     shared_down: Tensor | None,
@@ -82,8 +78,11 @@ def experts_down(
 ) -> Tensor:
     """The weighted sum of the experts' down projections, plus the residual stream.
 
+    The weights are the softmax over the chosen experts' logits, and the sigmoid of the shared expert's.
+
     Args:
-        hidden, weights, chosen: what `experts_gate_up` gave.
+        hidden: what `experts_gate_up` gave.
+        logits, top_k: what it gave that for.
         down: [E, H, I / 2] uint8.
         down_scale: [E, H, I / G].
         shared_down: the shared expert's, [H, I' / 2] uint8, or None.
@@ -93,14 +92,20 @@ def experts_down(
     Returns:
         [1, H] in the residual's dtype.
     """
-    top_k, picked, dtype = chosen.shape[0], chosen.long(), residual.dtype
-    inner = down.shape[2] * 2
-    parts = dequantize_int4(down[picked], down_scale[picked], dtype) @ hidden[0, : top_k * inner].view(top_k, inner, 1)
-    out = weights[:top_k].to(dtype) @ parts.squeeze(2)
+    values, chosen = _largest(logits, down.shape[0], top_k)
+    weights, inner, dtype = values.float().softmax(0).to(residual.dtype), down.shape[2] * 2, residual.dtype
+    parts = dequantize_int4(down[chosen], down_scale[chosen], dtype) @ hidden[0, : top_k * inner].view(top_k, inner, 1)
+    out = weights @ parts.squeeze(2)
     if shared_down is not None and shared_down_scale is not None:
         shared = dequantize_int4(shared_down, shared_down_scale, dtype) @ hidden[0, top_k * inner :]
-        out = out + weights[top_k].to(dtype) * shared
+        out = out + logits[0, -1].float().sigmoid().to(dtype) * shared
     return residual + out
+
+
+def _largest(logits: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """The routed experts' k largest logits, falling, and whose they are; of equal ones the lower index first."""
+    values, order = logits[0, :experts].sort(descending=True, stable=True)
+    return values[:top_k], order[:top_k]
 
 
 def _rms_norm(h: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,7 +1,8 @@
 """A mixture of experts for one token as three Triton kernels that start early: router, gate and up, down. See `step_moe`.
 
 The norm is one factor for the whole vector, so each program sums x^2 beside its products. No kernel chooses the experts:
-each program of `experts_gate_up` finds its own in the logits, while the input that it needs is on its way.
+each program of `experts_gate_up` finds its own in the logits, while the input that it needs is on its way, and each of
+`experts_down` finds them all and fetches their weights, while `experts_gate_up` still runs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ...delegate.errors import ExportError
 from .experts_triton import check_shapes
 from .launch import launcher, starts_early
 from .step_experts_triton import experts_down_early, experts_gate_up_early
+from .step_linear_math_triton import LANE
 from .step_route_triton import route_logits_early
 
 
@@ -24,22 +26,29 @@ class Config:
     """Attributes:
     words: what a program reads of its weights: 32-bit words, or elements of the router's weights, padded rows counted.
     rows: the most rows among which it divides them.
-    warps: of 32 threads.
+    warps: of 32 threads, at most.
+    integer: whether inputs in bfloat16 are multiplied in fixed point: `step_linear_integer_triton`. Float32 ones are not.
     """
 
     words: int
     rows: int
     warps: int
+    integer: bool = True
 
     def rows_of(self, columns: int) -> int:
         """Rows a program, a power of two, where a row has `columns` words or elements with its padding."""
         return max(1, min(self.rows, self.words // columns))
 
+    def warps_of(self, columns: int) -> int:
+        """Warps a program, all along a row of `columns` words, of which a lane takes four at a time."""
+        return max(1, min(self.warps, columns // (32 * LANE.value)))
 
-# At the flagship's shapes: 129 programs of two rows; 288 of 16 gate and 16 up rows, 32 KB, three of which fit a
-# multiprocessor (168 registers a thread); 256 of eight rows over nine experts, 18 KB (128). Each of them is one wave.
+
+# At the flagship's shapes: 129 programs of two rows; 576 of 8 gate and 8 up rows, six of which fit a multiprocessor (168
+# registers a thread); 256 of eight rows over nine experts (126), which come in beside the last of those. For an H200 each is
+# one wave.
 ROUTER = Config(words=4096, rows=2, warps=1)
-GATE_UP = Config(words=2048, rows=8, warps=4)
+GATE_UP = Config(words=2048, rows=8, warps=2)
 DOWN = Config(words=4096, rows=8, warps=4)
 
 
@@ -80,8 +89,10 @@ def experts_gate_up(
     gate_up_scale: Tensor,
     shared_gate_up: Tensor | None,
     shared_gate_up_scale: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensor:
     """See `step_moe.experts_gate_up`. All contiguous, addresses multiples of 16 bytes; h in bfloat16 or float32.
+
+    It starts the kernel behind it late, which is to be `experts_down`'s: see there.
 
     Raises:
         ExportError: sizes that the kernels do not take.
@@ -91,12 +102,9 @@ def experts_gate_up(
     group = size // gate_up_scale.shape[2]
     check_shapes(size, inner, experts, top_k, group)
     check_shared(shared_inner, size, group, shared_gate_up_scale)
-    block = triton.next_power_of_2(size // 8)
-    rows = GATE_UP.rows_of(block)
-    shares = top_k + (shared_inner > 0)
+    columns = triton.next_power_of_2(size // 8)
+    rows, warps = GATE_UP.rows_of(columns), GATE_UP.warps_of(columns)
     hidden = torch.empty((1, top_k * inner + shared_inner), dtype=h.dtype, device=h.device)
-    weights = torch.empty(shares, dtype=torch.float32, device=h.device)
-    chosen = torch.empty(top_k, dtype=torch.int32, device=h.device)
     launcher(experts_gate_up_early)[((top_k * inner + shared_inner) // rows,)](
         h,
         norm_weight,
@@ -106,29 +114,28 @@ def experts_gate_up(
         gate_up if shared_gate_up is None else shared_gate_up,
         gate_up_scale if shared_gate_up_scale is None else shared_gate_up_scale,
         hidden,
-        weights,
-        chosen,
         EPS=eps,
         SIZE=size,
         INNER=inner,
         SHARED_INNER=shared_inner,
         EXPERTS=experts,
         TOP_K=top_k,
-        PLACES=triton.next_power_of_2(shares),
         GROUP=group,
         ROWS=rows,
-        BLOCK=block,
+        WARPS=warps,
+        TILE=32 * LANE.value * warps,
+        INTEGER=GATE_UP.integer and h.dtype == torch.bfloat16,
         EARLY=starts_early(),
-        num_warps=GATE_UP.warps,
+        num_warps=warps,
     )
-    return hidden, weights, chosen
+    return hidden
 
 
 @torch.library.triton_op("ostinato::experts_down", mutates_args={})
 def experts_down(
     hidden: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
+    logits: Tensor,
+    top_k: int,
     down: Tensor,
     down_scale: Tensor,
     shared_down: Tensor | None,
@@ -137,21 +144,24 @@ def experts_down(
 ) -> Tensor:
     """See `step_moe.experts_down`. All contiguous, addresses multiples of 16 bytes; residual in bfloat16 or float32.
 
+    Among kernels that start early it must come directly behind `experts_gate_up`, and `logits` and `residual` be older than
+    that one: it reads them before its wait.
+
     Raises:
         ExportError: sizes that the kernels do not take.
     """
-    experts, size, inner, top_k = down.shape[0], down.shape[1], down.shape[2] * 2, chosen.shape[0]
+    experts, size, inner = down.shape[0], down.shape[1], down.shape[2] * 2
     shared_inner = 0 if shared_down is None else shared_down.shape[1] * 2
     group = inner // down_scale.shape[2]
     check_shapes(size, inner, experts, top_k, group)
     check_shared(size, shared_inner, group, shared_down_scale)
-    slots, words = triton.next_power_of_2(top_k), triton.next_power_of_2(inner // 8)
-    rows = DOWN.rows_of(slots * words)
+    words = triton.next_power_of_2(inner // 8)
+    columns = triton.next_power_of_2(top_k) * words
+    rows, warps = DOWN.rows_of(columns), DOWN.warps_of(columns)
     out = torch.empty_like(residual)
     launcher(experts_down_early)[(size // rows,)](
         hidden,
-        weights,
-        chosen,
+        logits,
         down,
         down_scale,
         down if shared_down is None else shared_down,
@@ -161,14 +171,17 @@ def experts_down(
         SIZE=size,
         INNER=inner,
         SHARED_INNER=shared_inner,
+        EXPERTS=experts,
         TOP_K=top_k,
-        SLOTS=slots,
         GROUP=group,
         ROWS=rows,
+        WARPS=warps,
+        TILE=32 * LANE.value * warps,
         WORDS=words,
         SHARED_WORDS=max(8, triton.next_power_of_2(shared_inner // 8)),
+        INTEGER=DOWN.integer and residual.dtype == torch.bfloat16,
         EARLY=starts_early(),
-        num_warps=DOWN.warps,
+        num_warps=warps,
     )
     return out
 

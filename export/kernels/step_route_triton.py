@@ -56,13 +56,14 @@ def load_keys(logits, EXPERTS: tl.constexpr):
     """Unsigned integers in the order of the logits, the lower index above where they are equal: a tuple of [LANES].
 
     In the upper half are the logit's bits, turned over so that they order as integers do; in the lower the index, falling.
-    Logits in bfloat16 have keys of 32 bits, others of 64. No expert's key is 0.
+    Logits in bfloat16 have keys of 32 bits, others of 64. No expert's key is 0. The loads pass by the first-level cache, for
+    the sake of kernels that read before their wait: see `early_triton`.
     """
     keys = ()
     for start in tl.static_range(0, EXPERTS, LANES):
         expert = start + tl.arange(0, LANES)
         # Adding 0 makes -0 and 0 one.
-        value = tl.load(logits + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32) + 0.0
+        value = tl.load(logits + expert, mask=expert < EXPERTS, other=0.0, cache_modifier=".cg").to(tl.float32) + 0.0
         bits = value.to(tl.int32, bitcast=True)
         if logits.dtype.element_ty == tl.bfloat16:
             bits ^= ((bits >> 31) & 0x7FFF0000) | -0x80000000
@@ -75,22 +76,34 @@ def load_keys(logits, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def largest_keys(keys, rank, PLACES: tl.constexpr):
-    """The key that has `rank` larger ones, and a [PLACES] of it and the larger ones in falling order.
-
-    Of unsigned differences to the key found last those to smaller keys are the larger, and the next key's is the largest:
-    an addition and a maximum a key, which are one instruction.
-    """
-    place = tl.arange(0, PLACES)
+def largest_key(keys, rank):
+    """The key that has `rank` larger ones."""
     best = tl.full([], 0, keys[0].dtype)
-    ranked = tl.zeros([PLACES], keys[0].dtype)
-    for i in range(rank + 1):
-        step = keys[0] - best
-        for chunk in tl.static_range(1, len(keys)):
-            step = tl.maximum(step, keys[chunk] - best)
-        best += tl.max(step, 0)
-        ranked = tl.where(place == i, best, ranked)
-    return best, ranked
+    for _ in range(rank + 1):
+        best = next_largest(keys, best)
+    return best
+
+
+@triton.jit
+def largest_keys(keys, COUNT: tl.constexpr):
+    """The COUNT largest keys, falling: a tuple of numbers."""
+    ranked = (next_largest(keys, tl.full([], 0, keys[0].dtype)),)
+    for rank in tl.static_range(1, COUNT):
+        ranked = ranked + (next_largest(keys, ranked[rank - 1]),)  # type: ignore[assignment]  # noqa: RUF005
+    return ranked
+
+
+@triton.jit
+def next_largest(keys, best):
+    """The largest key below `best`, or of all for 0.
+
+    Of unsigned differences to `best` those to smaller keys are the larger, and the next key's is the largest: an addition
+    and a maximum a key, which are one instruction.
+    """
+    step = keys[0] - best
+    for chunk in tl.static_range(1, len(keys)):
+        step = tl.maximum(step, keys[chunk] - best)
+    return best + tl.max(step, 0)
 
 
 @triton.jit
@@ -110,23 +123,16 @@ def logit_of(key):
 
 
 @triton.jit
-def store_routes(
-    logits,
-    ranked,
-    weights,
-    chosen,
-    EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    PLACES: tl.constexpr,
-    SHARED: tl.constexpr,
-):
-    """The chosen experts, the softmax over their logits, and last the shared expert's weight."""
-    place = tl.arange(0, PLACES)
-    value = logit_of(ranked)
-    largest = tl.max(tl.where(place == 0, value, float("-inf")), 0)
-    share = tl.where(place < TOP_K, tl.exp(value - largest), 0.0)
-    share = share / tl.sum(share, 0)
-    if SHARED:
-        share = tl.where(place == TOP_K, tl.sigmoid(tl.load(logits + EXPERTS).to(tl.float32)), share)
-    tl.store(weights + place, share, mask=place < TOP_K + SHARED)
-    tl.store(chosen + place, expert_of(ranked), mask=place < TOP_K)
+def softmax_of(keys):
+    """The softmax over the logits in a tuple of keys, the largest first: a tuple of numbers."""
+    largest = logit_of(keys[0])
+    powers = ()
+    total = 0.0
+    for rank in tl.static_range(len(keys)):
+        power = tl.exp(logit_of(keys[rank]) - largest)
+        powers = powers + (power,)  # type: ignore[assignment]  # noqa: RUF005
+        total += power
+    shares = ()
+    for rank in tl.static_range(len(keys)):
+        shares = shares + (powers[rank] / total,)  # type: ignore[assignment]  # noqa: RUF005
+    return shares

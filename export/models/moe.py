@@ -99,7 +99,7 @@ class SparseMoe(nn.Module):
         shared = self.shared_expert
         gate_up, down = self.experts.packed()
         logits = kernels.route_logits(x, norm.weight, norm.eps, self.gate.weight, self.shared_expert_gate.weight)
-        hidden, weights, chosen = kernels.experts_gate_up(
+        hidden = kernels.experts_gate_up(
             x,
             norm.weight,
             norm.eps,
@@ -108,4 +108,4 @@ class SparseMoe(nn.Module):
             *gate_up,
             *packed(shared.gate_up_proj),
         )
-        return kernels.experts_down(hidden, weights, chosen, *down, *packed(shared.down_proj), x)
+        return kernels.experts_down(hidden, logits, self.top_k, *down, *packed(shared.down_proj), x)

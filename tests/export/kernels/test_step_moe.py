@@ -91,13 +91,23 @@ class Layer:
     def logits(self) -> Tensor:
         return self.normal(1, self.shape.experts + (self.shared_gate is not None)).to(self.shape.dtype)
 
-    def routed(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def inner(self, logits: Tensor) -> Tensor:
         arguments = self.shape.top_k, *self.gate_up, *self.shared_gate_up
         return fast.experts_gate_up(self.h, self.norm_weight, EPS, logits, *arguments)
 
-    def exact_routed(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def exact_inner(self, logits: Tensor) -> Tensor:
         arguments = self.shape.top_k, *self.gate_up, *self.shared_gate_up
         return reference.experts_gate_up(self.h.double(), self.norm_weight.double(), EPS, logits.double(), *arguments)
+
+    def hidden(self) -> Tensor:
+        return self.normal(1, self.shape.top_k * self.shape.inner + (self.shape.shared or 0)).to(self.shape.dtype)
+
+    def out(self, hidden: Tensor, logits: Tensor) -> Tensor:
+        return fast.experts_down(hidden, logits, self.shape.top_k, *self.down, *self.shared_down, self.h)
+
+    def exact_out(self, hidden: Tensor, logits: Tensor) -> Tensor:
+        arguments = self.shape.top_k, *self.down, *self.shared_down, self.h.double()
+        return reference.experts_down(hidden.double(), logits.double(), *arguments)
 
 
 @pytest.fixture(params=SHAPES, ids=IDS)
@@ -122,42 +132,46 @@ def test_logits(layer: Layer) -> None:
 
 def test_gate_up(layer: Layer) -> None:
     logits = layer.logits()
-    hidden, weights, chosen = layer.routed(logits)
-    exact_hidden, exact_weights, exact_chosen = layer.exact_routed(logits)
-    assert chosen.dtype == torch.int32 and torch.equal(chosen, exact_chosen)
-    assert weights.dtype == F32 and relative_error(weights, exact_weights.double()) < 1e-6
-    assert hidden.dtype == layer.shape.dtype and hidden.shape == exact_hidden.shape
-    assert relative_error(hidden, exact_hidden) < TOLERANCE[layer.shape.dtype]
-    for first, second in zip((hidden, weights, chosen), layer.routed(logits), strict=True):
-        assert torch.equal(first, second)
+    hidden, exact = layer.inner(logits), layer.exact_inner(logits)
+    assert hidden.dtype == layer.shape.dtype and hidden.shape == exact.shape
+    assert relative_error(hidden, exact) < TOLERANCE[layer.shape.dtype]
+    assert torch.equal(hidden, layer.inner(logits))
 
 
 def test_down(layer: Layer) -> None:
-    shape = layer.shape
-    hidden = layer.normal(1, shape.top_k * shape.inner + (shape.shared or 0)).to(shape.dtype)
-    weights = layer.normal(shape.top_k + (shape.shared is not None)).abs()
-    chosen = torch.randperm(shape.experts, generator=layer.generator)[: shape.top_k].int().to(DEVICE)
-    arguments = hidden, weights, chosen, *layer.down, *layer.shared_down
-    out = fast.experts_down(*arguments, layer.h)
-    exact = reference.experts_down(
-        hidden.double(), weights.double(), chosen, *layer.down, *layer.shared_down, layer.h.double()
-    )
-    assert out.dtype == shape.dtype and out.shape == layer.h.shape
-    assert relative_error(out, exact) < TOLERANCE[shape.dtype]
-    assert torch.equal(out, fast.experts_down(*arguments, layer.h))
+    hidden, logits = layer.hidden(), layer.logits()
+    out, exact = layer.out(hidden, logits), layer.exact_out(hidden, logits)
+    assert out.dtype == layer.shape.dtype and out.shape == layer.h.shape
+    assert relative_error(out, exact) < TOLERANCE[layer.shape.dtype]
+    assert torch.equal(out, layer.out(hidden, logits))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("experts", [3, 32, 70])
 def test_equal_logits(experts: int, dtype: torch.dtype) -> None:
-    """The lower index first; zeros of both signs are equal."""
+    """The lower index first; zeros of both signs are equal. Another expert would give something else altogether."""
     layer = Layer(Shape(experts, 3, 64, 64, None, 32, dtype))
     values = torch.tensor([-9.0, -2.5, -1e-30, -0.0, 0.0, 1e-30, 7.0, 9.0])
+    hidden = layer.hidden()
     for top in (3, 5, 8):
         picks = torch.randint(0, top, (1, experts), generator=layer.generator)
         logits = values[picks].to(DEVICE, dtype)
-        chosen = layer.routed(logits)[2]
-        assert chosen.tolist() == logits[0].sort(descending=True, stable=True)[1][:3].tolist()
+        assert relative_error(layer.inner(logits), layer.exact_inner(logits)) < TOLERANCE[dtype]
+        assert relative_error(layer.out(hidden, logits), layer.exact_out(hidden, logits)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("config", [fast.Config(1 << 16, 16, 1), fast.Config(1 << 16, 4, 2)], ids=str)
+def test_rows_in_several_tiles(config: fast.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the shared expert's: several rows to a tile, in several tiles, or a row in several."""
+    monkeypatch.setattr(fast, "GATE_UP", config)
+    monkeypatch.setattr(fast, "DOWN", config)
+    layer = Layer(Shape(2, 1, 2624, 64, None, 64))
+    logits = layer.logits()
+    assert relative_error(layer.inner(logits), layer.exact_inner(logits)) < TOLERANCE[BF16]
+    for shared in (64, 1600):
+        layer = Layer(Shape(4, 3, 64, 576, shared, 32))
+        hidden, logits = layer.hidden(), layer.logits()
+        assert relative_error(layer.out(hidden, logits), layer.exact_out(hidden, logits)) < TOLERANCE[BF16]
 
 
 def test_not_a_number_shows() -> None:
@@ -165,16 +179,18 @@ def test_not_a_number_shows() -> None:
     logits = layer.logits()
     layer.h[0, 77] = torch.nan
     assert fast.route_logits(layer.h, layer.norm_weight, EPS, layer.gate, layer.shared_gate).isnan().all()
-    assert layer.routed(logits)[0].isnan().all()
+    hidden = layer.inner(logits)
+    assert hidden.isnan().all()
+    assert layer.out(hidden, logits).isnan().all()
 
 
 def test_refusals() -> None:
     layer = Layer(Shape())
     layer.shared_gate_up = Layer(Shape(group=32)).shared_gate_up
     with pytest.raises(ExportError, match="shared expert's int4 weights"):
-        layer.routed(layer.logits())
+        layer.inner(layer.logits())
     layer = Layer(Shape())
     weight, scale = layer.gate_up
     layer.gate_up = weight[:, :64].contiguous(), scale[:, :64].contiguous()
     with pytest.raises(ExportError, match="intermediate size must be a multiple"):
-        layer.routed(layer.logits())
+        layer.inner(layer.logits())

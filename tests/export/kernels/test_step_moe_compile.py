@@ -29,7 +29,7 @@ EXPERTS, TOP_K, SIZE, INNER = 256, 8, 2048, 512
 CASES = ((90, BF16, 128), (90, BF16, 32), (90, F32, 128), (89, BF16, 128))
 KERNELS = {
     "route_logits_early": ["logits"],
-    "experts_gate_up_early": ["chosen", "hidden", "weights"],
+    "experts_gate_up_early": ["hidden"],
     "experts_down_early": ["out"],
 }
 
@@ -57,9 +57,9 @@ class Layer(torch.nn.Module):
 
         logits = route_logits(h, self.norm, 1e-6, self.gate, self.shared_gate)
         gate_up = self.gate_up, self.gate_up_scale, self.shared_gate_up, self.shared_gate_up_scale
-        hidden, weights, chosen = experts_gate_up(h, self.norm, 1e-6, logits, TOP_K, *gate_up)
+        hidden = experts_gate_up(h, self.norm, 1e-6, logits, TOP_K, *gate_up)
         down = self.down, self.down_scale, self.shared_down, self.shared_down_scale
-        return experts_down(hidden, weights, chosen, *down, h)
+        return experts_down(hidden, logits, TOP_K, *down, h)
 
 
 def report() -> dict[str, Any]:
