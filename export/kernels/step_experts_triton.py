@@ -58,6 +58,7 @@ def experts_gate_up_early(
     """
     BLOCKS: tl.constexpr = INNER // ROWS
     SHARED_BLOCKS: tl.constexpr = SHARED_INNER // ROWS
+    # Not `extended`: Triton makes one tuple of a tuple that it adds to an empty one.
     norms = ()
     for start in tl.static_range(0, SIZE // 8, TILE):
         norms = norms + (load_norm(norm_weight, start, SIZE, TILE),)  # type: ignore[assignment]  # noqa: RUF005
@@ -137,14 +138,15 @@ def experts_down_early(
     for start in tl.static_range(0, TOP_K * WORDS, TILE):
         slot, word = slot_words(start, 1, TILE, WORDS)
         inside = (slot < TOP_K) & (word < INNER // 8)
-        x = load_eights_at(hidden, slot * (INNER // 4) + first_fours(word), inside)
+        # Where the compiler sees a plain range, loads are of 16 bytes, else of 8.
+        position = start + tl.arange(0, TILE) if INNER == 8 * WORDS else slot * (INNER // 8) + word
+        x = load_eights_at(hidden, first_fours(position), inside)
         inputs = inputs + (x,)  # type: ignore[assignment]  # noqa: RUF005
     shared_inputs = ()
     if SHARED_INNER > 0:
         for start in tl.static_range(0, ROWS * SHARED_WORDS, TILE):
             _, word = slot_words(start, 1, TILE, SHARED_WORDS)
-            fours = TOP_K * INNER // 4 + first_fours(word)
-            x = load_eights_at(hidden, fours, word < SHARED_INNER // 8)
+            x = load_eights_at(hidden + TOP_K * INNER, first_fours(word), word < SHARED_INNER // 8)
             shared_inputs = shared_inputs + (x,)  # type: ignore[assignment]  # noqa: RUF005
     sums = zeros(ROWS, TILE // LANE)
     for i in tl.static_range(len(shared_tiles)):
