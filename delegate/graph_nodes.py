@@ -11,7 +11,8 @@ read (export/kernels/early_triton.py). So it cannot end before the kernel ahead 
 with the mark waits for it inside, any other has kept its full edge. By induction along the chain that a stream's capture is,
 whoever reads or writes after its wait comes after all that stands ahead of it, and the graph has ended when its last node
 has. Before its wait a marked kernel reads only what no marked kernel of the step writes: the first marked kernel after one
-without the mark has kept its full edge, so what unmarked ones wrote ahead of it (the position of the step, say) is there.
+without the mark has kept its full edge, so what unmarked ones wrote ahead of it (the position of the step, say) is there. Or
+it stands directly behind a kernel that starts the next one after its own wait, and reads what was written ahead of that.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def experts_gate_up_early(
         first = (program - SHARED_BLOCKS) % BLOCKS * ROWS
         wait_for_previous(EARLY)
         start_next(EARLY)
-        keys = load_keys(logits, EXPERTS)
+        keys = load_keys(logits, EXPERTS, "")
         x = load_inputs(h, SIZE, TILE)
         first_row = expert_of(largest_key(keys, slot)) * (2 * INNER) + first
         # In one block with the products: the compiler knows there that the weights take longest and puts those last.
@@ -121,7 +121,7 @@ def experts_down_early(
         for start in tl.static_range(0, ROWS * SHARED_WORDS, TILE):
             tile = load_shared(shared, shared_scale, first_row, start, SHARED_INNER, GROUP, ROWS, TILE, SHARED_WORDS)
             shared_tiles = shared_tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
-    keys = load_keys(logits, EXPERTS)
+    keys = load_keys(logits, EXPERTS, ".cg")
     if SHARED_INNER > 0:
         shared_logit = tl.load(logits + EXPERTS, cache_modifier=".cg").to(tl.float32)
     total = tl.load(residual + row, cache_modifier=".cg")

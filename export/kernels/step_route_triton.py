@@ -52,18 +52,19 @@ def add_pairs(a, b, c, d):
 
 
 @triton.jit
-def load_keys(logits, EXPERTS: tl.constexpr):
+def load_keys(logits, EXPERTS: tl.constexpr, CACHE: tl.constexpr):
     """Unsigned integers in the order of the logits, the lower index above where they are equal: a tuple of [LANES].
 
     In the upper half are the logit's bits, turned over so that they order as integers do; in the lower the index, falling.
-    Logits in bfloat16 have keys of 32 bits, others of 64. No expert's key is 0. The loads pass by the first-level cache, for
-    the sake of kernels that read before their wait: see `early_triton`.
+    Logits in bfloat16 have keys of 32 bits, others of 64. No expert's key is 0. CACHE is the modifier of the loads: ".cg" to
+    pass by the first-level cache, for a kernel that reads before its wait (see `early_triton`); there the warps of all
+    programs meet at the same few lines of L2, which costs a microsecond, so others do not.
     """
     keys = ()
     for start in tl.static_range(0, EXPERTS, LANES):
         expert = start + tl.arange(0, LANES)
         # Adding 0 makes -0 and 0 one.
-        value = tl.load(logits + expert, mask=expert < EXPERTS, other=0.0, cache_modifier=".cg").to(tl.float32) + 0.0
+        value = tl.load(logits + expert, mask=expert < EXPERTS, other=0.0, cache_modifier=CACHE).to(tl.float32) + 0.0
         bits = value.to(tl.int32, bitcast=True)
         if logits.dtype.element_ty == tl.bfloat16:
             bits ^= ((bits >> 31) & 0x7FFF0000) | -0x80000000

@@ -252,6 +252,8 @@ def test_state_takes_no_room_and_constants_are_shared(artifact: Get, spec: Spec)
     needed = sum(entry.nbytes for entry in stored.values())
     # 128 bytes of alignment, a hash of 64 characters and the names, twice.
     assert (made.path / "model.ptd").stat().st_size < needed + len(stored) * 700
+    # The one buffer that does not begin with zeros.
+    stored.pop("sampling.top_p")
     with load_program(made.path) as program:
         program.load_method("prefill")
         program.load_method("decode")
