@@ -203,6 +203,8 @@ def test_no_state_is_copied_by_the_compiled_code(wide_config: Path, tmp_path: Pa
     cache, state = (2, 4096, 256), (32, 128, 128)
     for method, source in report.sources.items():
         shapes = allocations(source)
-        assert len(shapes) > 5 and cache not in shapes and state not in shapes, method
+        # Sampling makes a token and nothing else.
+        assert len(shapes) >= (1 if method == "sample" else 6), method
+        assert cache not in shapes and state not in shapes, method
     # Beyond the logits a step has nothing that large.
     assert max(math.prod(shape) for shape in allocations(report.sources["decode"])) < math.prod(state)
