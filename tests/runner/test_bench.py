@@ -17,59 +17,16 @@ import torch
 from torch import nn
 
 from ostinato.delegate import load_program
-from ostinato.delegate.graph import Graph, HostEngine
-from ostinato.delegate.graph_nodes import GraphNodes
-from ostinato.runner import Engine, device
+from ostinato.delegate.graph import HostEngine
+from ostinato.runner import Engine
 from ostinato.runner.cli import main
 from ostinato.runner.report import Reads, quantity
 
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent, recurrent_methods
+from .conftest import SMALL, Bench, records
 
-# 5 and 2 tokens prefilled, 4 decoded, from nothing and from 6 tokens, timed twice.
-SMALL = ["-p", "5,2", "-n", "4", "-d", "0,6", "-r", "2"]
 SMALL_DECODE = 5  # The row of tg4 with a graph.
 NAMES = ["pp5", "pp2", "tg4", "pp5 @ d6", "pp2 @ d6", "tg4 @ d6"]
-
-Bench = Callable[..., str]
-
-
-@pytest.fixture(autouse=True)
-def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copies of 256 MiB would take most of the tests' time."""
-    monkeypatch.setattr(device, "_HOST_COPY_BYTES", 1 << 20)
-
-
-@pytest.fixture
-def bench(capsys: pytest.CaptureFixture[str]) -> Bench:
-    """`bench(word, ...)`: run the command in this process; returns its stdout."""
-
-    def run(*words: object) -> str:
-        capsys.readouterr()
-        assert main(["bench", *map(str, words)]) == 0
-        return capsys.readouterr().out
-
-    return run
-
-
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Bench:
-    """`refused(word, ...)`: the one error line; exit status 2 and an empty stdout."""
-
-    def run(*words: object) -> str:
-        capsys.readouterr()
-        assert main(["bench", *map(str, words)]) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-        assert "Traceback" not in err
-        return line
-
-    return run
-
-
-def records(bench: Bench, *words: object) -> list[dict[str, Any]]:
-    return json.loads(bench(*words, "--output", "json"))
-
 
 # --- what is measured
 
@@ -316,47 +273,6 @@ def test_a_failed_capture_is_said(bench: Bench, recurrent_artifact: Path, monkey
     assert said in bench(recurrent_artifact, *SMALL).splitlines()
     rows = records(bench, recurrent_artifact, *SMALL)
     assert [row["fallback_reason"] for row in rows[:2]] == [None, "RuntimeError: injected"]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "said"),
-    [
-        (
-            GraphNodes({"kernel": 1243, "memcpy": 2}, 240),
-            "--cuda_graph: 1,243 kernels a token, 240 of them start before the one ahead has ended",
-        ),
-        (
-            GraphNodes({"kernel": 9}, 0, "DriverError: no"),
-            "--cuda_graph: 9 kernels a token, none of them start before the one ahead has ended: DriverError: no",
-        ),
-        (GraphNodes(note="DriverError: no"), "--cuda_graph: its kernels were not counted: DriverError: no"),
-    ],
-)
-def test_kernels_of_the_graph_are_said(
-    bench: Bench, recurrent_artifact: Path, monkeypatch: pytest.MonkeyPatch, nodes: GraphNodes, said: str
-) -> None:
-    """With the counts of a graph that a machine without a GPU cannot make."""
-    record = HostEngine.record
-
-    def record_with_counts(*arguments: Any) -> Graph:
-        graph = record(*arguments)
-        graph.nodes = nodes
-        return graph
-
-    monkeypatch.setattr(HostEngine, "record", record_with_counts)
-    assert said in bench(recurrent_artifact, *SMALL).splitlines()
-    assert f"- {said}" in bench(recurrent_artifact, *SMALL, "-o", "md").splitlines()
-    for row in records(bench, recurrent_artifact, *SMALL):
-        counted = row["cuda_graph"] and row["n_gen"] > 0
-        expected = (nodes.kernels, None if nodes.by_type is None else nodes.early) if counted else (None, None)
-        assert (row["kernels_per_token"], row["early_kernels_per_token"]) == expected
-        assert row["methods"]["decode"]["graph_nodes"] == (nodes.by_type if row["cuda_graph"] else None)
-
-
-def test_without_a_cuda_graph_no_kernels_are_said(bench: Bench, recurrent_artifact: Path) -> None:
-    assert "kernels" not in bench(recurrent_artifact, *SMALL)
-    for row in records(bench, recurrent_artifact, *SMALL):
-        assert (row["kernels_per_token"], row["early_kernels_per_token"]) == (None, None)
 
 
 # --- the picture

@@ -1,0 +1,69 @@
+"""What `ostinato bench` says of a captured step: its kernels, and what Python takes a token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato.delegate.graph import Graph, HostEngine
+from ostinato.delegate.graph_nodes import GraphNodes
+from ostinato.runner.bench import Case, Measurement, ModeResult
+from ostinato.runner.report import host_text
+
+from .conftest import SMALL, Bench, records
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        (
+            GraphNodes({"kernel": 1243, "memcpy": 2}, 240),
+            "--cuda_graph: 1,243 kernels a token, 240 of them start before the one ahead has ended",
+        ),
+        (
+            GraphNodes({"kernel": 9}, 0, "DriverError: no"),
+            "--cuda_graph: 9 kernels a token, none of them start before the one ahead has ended: DriverError: no",
+        ),
+        (GraphNodes(note="DriverError: no"), "--cuda_graph: its kernels were not counted: DriverError: no"),
+    ],
+)
+def test_kernels_of_the_graph_are_said(
+    bench: Bench, recurrent_artifact: Path, monkeypatch: pytest.MonkeyPatch, nodes: GraphNodes, said: str
+) -> None:
+    """With the counts of a graph that a machine without a GPU cannot make."""
+    record = HostEngine.record
+
+    def record_with_counts(*arguments: Any) -> Graph:
+        graph = record(*arguments)
+        graph.nodes = nodes
+        return graph
+
+    monkeypatch.setattr(HostEngine, "record", record_with_counts)
+    assert said in bench(recurrent_artifact, *SMALL).splitlines()
+    assert f"- {said}" in bench(recurrent_artifact, *SMALL, "-o", "md").splitlines()
+    for row in records(bench, recurrent_artifact, *SMALL):
+        counted = row["cuda_graph"] and row["n_gen"] > 0
+        expected = (nodes.kernels, None if nodes.by_type is None else nodes.early) if counted else (None, None)
+        assert (row["kernels_per_token"], row["early_kernels_per_token"]) == expected
+        assert row["methods"]["decode"]["graph_nodes"] == (nodes.by_type if row["cuda_graph"] else None)
+
+
+def test_without_a_cuda_graph_no_kernels_are_said(bench: Bench, recurrent_artifact: Path) -> None:
+    assert "kernels" not in bench(recurrent_artifact, *SMALL)
+    for row in records(bench, recurrent_artifact, *SMALL):
+        assert (row["kernels_per_token"], row["early_kernels_per_token"]) == (None, None)
+
+
+def test_what_python_takes() -> None:
+    times = (None, 12.34, 9.0)
+    mode = ModeResult(True, [Measurement(Case("tg", 4, depth), True, (1,), us) for depth, us in enumerate(times)])
+    assert mode.host_us == 12.34
+    assert host_text(mode) == "Python takes 12.3 us a token on the host, waiting for the GPU left out"
+
+
+def test_without_a_gpu_there_is_nothing_to_tell_apart(bench: Bench, capitals_artifact: Path) -> None:
+    few = ["-p", "0", "-n", "4", "-d", "0", "-r", "1"]
+    assert "Python takes" not in bench(capitals_artifact, *few)
+    assert all(row["host_us_per_token"] is None for row in records(bench, capitals_artifact, *few))
