@@ -44,20 +44,29 @@ class Shape:
     dtype: torch.dtype = BF16
 
 
+# The interpreter takes half a second for a program: few of them there, all sizes on a GPU.
 SHAPES = (
     Shape(),
     Shape(dtype=F32),
     Shape(hidden=64, shared=128, group=32),
-    Shape(hidden=192, inner=192, shared=None, group=32, dtype=F32),
-    Shape(experts=40, top_k=3, hidden=320, group=64),
-    Shape(experts=33, top_k=5, hidden=384, inner=128, shared=256, group=128),
-    Shape(experts=1, top_k=1, shared=None),
-    Shape(experts=5, top_k=5, hidden=1024, dtype=F32),
+    Shape(experts=40, top_k=3, hidden=320, shared=None),
+    Shape(experts=1, top_k=1, inner=192, shared=None, group=32, dtype=F32),
 )
 if DEVICE == "cuda":
     FLAGSHIP = Shape(256, 8, 2048, 512, 512, 128)
-    SHAPES += (FLAGSHIP, *(replace(FLAGSHIP, group=group) for group in (32, 64)), replace(FLAGSHIP, dtype=F32))
-    SHAPES += (Shape(512, 10, 2048, 512, 512, 128), Shape(128, 8, 4096, 1536, None, 128), Shape(60, 4, 5120, 768, 3072))
+    SHAPES += (
+        Shape(hidden=192, inner=192, shared=None, group=32, dtype=F32),
+        Shape(experts=40, top_k=3, hidden=320, group=64),
+        Shape(experts=33, top_k=5, hidden=384, inner=128, shared=256, group=128),
+        Shape(experts=1, top_k=1, shared=None),
+        Shape(experts=5, top_k=5, hidden=1024, dtype=F32),
+        FLAGSHIP,
+        *(replace(FLAGSHIP, group=group) for group in (32, 64)),
+        replace(FLAGSHIP, dtype=F32),
+        Shape(512, 10, 2048, 512, 512, 128),
+        Shape(128, 8, 4096, 1536, None, 128),
+        Shape(60, 4, 5120, 768, 3072),
+    )
 IDS = [f"{s.experts}-{s.top_k}-{s.hidden}-{s.inner}-{s.shared}-{s.group}-{str(s.dtype)[6:]}" for s in SHAPES]
 
 
@@ -146,21 +155,22 @@ def test_down(layer: Layer) -> None:
     assert torch.equal(out, layer.out(hidden, logits))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("experts", [3, 32, 70])
+@pytest.mark.parametrize(("experts", "dtype"), [(3, F32), (70, BF16)], ids=str)
 def test_equal_logits(experts: int, dtype: torch.dtype) -> None:
     """The lower index first; zeros of both signs are equal. Another expert would give something else altogether."""
     layer = Layer(Shape(experts, 3, 64, 64, None, 32, dtype))
     values = torch.tensor([-9.0, -2.5, -1e-30, -0.0, 0.0, 1e-30, 7.0, 9.0])
     hidden = layer.hidden()
-    for top in (3, 5, 8):
+    for top in (3, 5, 8) if DEVICE == "cuda" else (5,):
         picks = torch.randint(0, top, (1, experts), generator=layer.generator)
         logits = values[picks].to(DEVICE, dtype)
         assert relative_error(layer.inner(logits), layer.exact_inner(logits)) < TOLERANCE[dtype]
         assert relative_error(layer.out(hidden, logits), layer.exact_out(hidden, logits)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("config", [fast.Config(1 << 16, 16, 1), fast.Config(1 << 16, 4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "config", [fast.Config(1 << 16, 16, 1), fast.Config(1 << 16, 4, 2)][: 1 + (DEVICE == "cuda")], ids=str
+)
 def test_rows_in_several_tiles(config: fast.Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the shared expert's: several rows to a tile, in several tiles, or a row in several."""
     monkeypatch.setattr(fast, "GATE_UP", config)
