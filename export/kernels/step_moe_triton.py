@@ -45,10 +45,8 @@ class Config:
 
 
 # At the flagship's shapes: 129 programs of two rows; 576 of 8 gate and 8 up rows, six of which fit a multiprocessor (168
-# registers a thread); 256 of eight rows over nine experts (126), which come in beside the last of those. For an H200 each is
-# one wave.
-# In a chain of output projection, router and experts at the flagship's shapes, a layer's share of these four takes 14.4 us
-# with 16 rows for the down projections, 15.3 with 8 and 16.0 with 4.
+# registers a thread); 128 of 16 rows over nine experts. For an H200 each is one wave. In a chain with the output projection
+# ahead of them a layer's share of the four takes 14.4 us, 15.3 with 8 rows for the down projections and 16.0 with 4.
 ROUTER = Config(words=4096, rows=2, warps=1)
 GATE_UP = Config(words=2048, rows=8, warps=2)
 DOWN = Config(words=8192, rows=16, warps=4)
