@@ -79,7 +79,6 @@ class DeviceSteps:
         self._step = step
         self._buffers = buffers
         cuda = buffers["sampling.token"].is_cuda
-        self._ahead = cuda
         self._slots = [torch.zeros(1, 1, dtype=torch.int64, pin_memory=cuda) for _ in range(_SLOTS)]
         self._numbers = [slot.numpy() for slot in self._slots]
         self._events = [torch.cuda.Event() for _ in range(_SLOTS)] if cuda else []
@@ -107,7 +106,7 @@ class DeviceSteps:
         begin = time.perf_counter_ns()
         if self._launched == self._taken:
             self._launch()
-        if more and self._ahead:
+        if more and self._events:
             self._launch()
         slot = self._taken % _SLOTS
         self._taken += 1

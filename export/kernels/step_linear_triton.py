@@ -57,6 +57,7 @@ def config_for(n: int, k: int, group: int, dtype: torch.dtype) -> StepConfig:
     return StepConfig(rows, warps)
 
 
+@torch.library.triton_op("ostinato::norm_linear", mutates_args={})
 def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
@@ -65,13 +66,6 @@ def norm_linear(
     Raises:
         ExportError: `int4_triton.check_shapes`.
     """
-    return _norm_linear(x, norm_weight, eps, weight, scale, out_dtype)
-
-
-@torch.library.triton_op("ostinato::norm_linear", mutates_args={})
-def _norm_linear(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, scale: Tensor, out_dtype: torch.dtype
-) -> Tensor:
     n, k, group = _shape(weight, scale, x)
     config = config_for(n, k, group, x.dtype)
     out = torch.empty((1, n), dtype=out_dtype, device=x.device)
@@ -95,6 +89,7 @@ def _norm_linear(
     return out
 
 
+@torch.library.triton_op("ostinato::norm_linear_conv", mutates_args={"conv_state"})
 def norm_linear_conv(
     x: Tensor,
     norm_weight: Tensor,
@@ -111,21 +106,6 @@ def norm_linear_conv(
     Raises:
         ExportError: `int4_triton.check_shapes`.
     """
-    return _norm_linear_conv(x, norm_weight, eps, weight, scale, extra, conv_weight, conv_state, positions)
-
-
-@torch.library.triton_op("ostinato::norm_linear_conv", mutates_args={"conv_state"})
-def _norm_linear_conv(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    scale: Tensor,
-    extra: Tensor,
-    conv_weight: Tensor,
-    conv_state: Tensor,
-    positions: Tensor,
-) -> tuple[Tensor, Tensor]:
     n, k, group = _shape(weight, scale, x)
     extras = extra.shape[0]
     config = config_for(n, k, group, x.dtype)
@@ -162,6 +142,7 @@ def _norm_linear_conv(
     return mixed, gates
 
 
+@torch.library.triton_op("ostinato::linear_add", mutates_args={})
 def linear_add(
     x: Tensor, weight: Tensor, scale: Tensor, residual: Tensor, squares: Tensor | None, eps: float
 ) -> Tensor:
@@ -170,13 +151,6 @@ def linear_add(
     Raises:
         ExportError: `int4_triton.check_shapes`, or K is not a multiple of the number of heads.
     """
-    return _linear_add(x, weight, scale, residual, squares, eps)
-
-
-@torch.library.triton_op("ostinato::linear_add", mutates_args={})
-def _linear_add(
-    x: Tensor, weight: Tensor, scale: Tensor, residual: Tensor, squares: Tensor | None, eps: float
-) -> Tensor:
     n, k, group = _shape(weight, scale, x)
     heads, parts = (0, 0) if squares is None else (squares.shape[0], squares.shape[1])
     if heads and k % heads:

@@ -79,15 +79,21 @@ def run_eagerly(table: Table, stack: Sequence[Layer], tokens: Tensor) -> Tensor:
 # --- a chain that runs
 
 
-def test_chain_runs_as_in_eager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compiled: list[str] = []
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Labels of the graphs that are compiled from here on."""
+    labels: list[str] = []
     compile_graph = lower.compile_graph
 
     def counted(graph, device):  # type: ignore[no-untyped-def]
-        compiled.append(graph.label)
+        labels.append(graph.label)
         return compile_graph(graph, device)
 
     monkeypatch.setattr(lower, "compile_graph", counted)
+    return labels
+
+
+def test_chain_runs_as_in_eager(compiled: list[str], tmp_path: Path) -> None:
     table, stack = Table(), layers()
     report = export_program(
         {"forward": chain(links_of(table, stack))}, tmp_path / "artifact", value_ranges={"tokens": (0, ROWS - 1)}
@@ -114,15 +120,7 @@ def test_chain_runs_as_in_eager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     check_constants(tmp_path / "artifact" / "model.ptd")
 
 
-def test_methods_share_the_code_of_links_that_both_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compiled: list[str] = []
-    compile_graph = lower.compile_graph
-
-    def counted(graph, device):  # type: ignore[no-untyped-def]
-        compiled.append(graph.label)
-        return compile_graph(graph, device)
-
-    monkeypatch.setattr(lower, "compile_graph", counted)
+def test_methods_share_the_code_of_links_that_both_have(compiled: list[str], tmp_path: Path) -> None:
     table, stack = Table(), layers(2)
     links, inputs = links_of(table, stack), {"tokens": torch.arange(5)}
     doubled = Chain([*links, Link(Double(), ("x",), "double")], inputs, ("x",), {})
