@@ -8,7 +8,7 @@
 >>> (logits,) = decode.execute((tokens, input_pos))
 """
 
-from .artifact import Dim, TensorSpec
+from .artifact import Dim, StateKind, TensorSpec
 from .errors import (
     ArtifactError,
     CheckpointError,
@@ -20,9 +20,9 @@ from .errors import (
     OstinatoError,
     TargetError,
 )
-from .graph import MethodStats, Phase
 from .options import BackendOptions
 from .program import Method, Program, ProgramStats, load_program
+from .state_machine import MethodStats, Phase
 from .target import Target
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "Phase",
     "Program",
     "ProgramStats",
+    "StateKind",
     "Target",
     "TargetError",
     "TensorSpec",

@@ -16,13 +16,15 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
 
 from .errors import ArtifactError
+from .json_files import parse_json
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 PROGRAM_FILE = "model.pte"
 CONSTANTS_FILE = "model.ptd"
@@ -33,14 +35,13 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 
-# ExecuTorch finds a backend by its class name; export/assemble.py writes this name into programs.
+# ExecuTorch finds a backend by its class name; export/artifact/assemble.py writes this name into programs.
 BACKEND_ID = "OstinatoBackend"
 
-SPEC_METHOD_NAME = "method_name"
 SPEC_TARGET = "target"
 SPEC_EXPORT_ID = "export_id"
 
-# Methods of a language model; see export/chains.py. Where a step leaves the token that comes next is state.
+# Methods of a language model; see export/models/methods.py. Those that sample leave the next token in a mutable buffer.
 PREFILL = "prefill"
 DECODE = "decode"
 SAMPLE = "sample"
@@ -60,11 +61,15 @@ META_DTYPE = "get_activation_dtype"
 META_QUANTIZATION = "get_quantization"
 # Bytes that a decode step must read or write at least once: weights that one token uses, and state of fixed size.
 META_DECODE_BYTES = "get_decode_bytes"
-# Bytes that a decode step reads besides for each position that the KV caches hold.
+# Bytes that a decode step reads in addition for each position in the KV caches.
 META_KV_BYTES = "get_kv_bytes_per_token"
 
-# GPU kernels with this in their name may be started while the kernel ahead still runs: export/kernels/early_triton.py.
+# GPU kernels with this in their name may be started while the kernel ahead still runs: graph_nodes.py has the rules that they
+# keep.
 EARLY_KERNEL = "_early"
+# Rule R5 there: a kernel with the name on the left in its own may start early only directly behind one with the name on the
+# right.
+REQUIRED_AHEAD = {"experts_down_early": "experts_gate_up_early"}
 
 MANIFEST_KEY = "ostinato.manifest"
 CODE_KEY_PREFIX = "ostinato.code."
@@ -91,7 +96,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """`"bfloat16"` -> `torch.bfloat16`; ArtifactError for a name that torch has not."""
+    """`"bfloat16"` -> `torch.bfloat16`; ArtifactError for a name that torch does not have."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ArtifactError(f"unknown dtype {name!r} in the artifact")
@@ -100,7 +105,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Dim:
-    """One dimension of an input: fixed when `min == max`; equal symbols of one call must have equal sizes."""
+    """One dimension of an input: fixed when `min == max`; in one call, equal symbols must have equal sizes."""
 
     min: int
     max: int
@@ -138,6 +143,23 @@ class TensorSpec:
         )
 
 
+class StateKind(str, Enum):
+    """What a mutable buffer holds.
+
+    The last part of the name of a `SAMPLING` buffer says what it holds: `token`, `position`, or a field of
+    `sampling.SamplingInputs`.
+    """
+
+    KV_CACHE = "kv_cache"
+    CONVOLUTION = "convolution"
+    RECURRENT = "recurrent"
+    SAMPLING = "sampling"
+    # Its content between steps means nothing.
+    WORKSPACE = "workspace"
+    # A program that does not say more.
+    OTHER = "other"
+
+
 @dataclass(frozen=True)
 class BufferSpec:
     """A mutable buffer that methods share. `initialised`: its first value is in `model.ptd`, else it is zeros."""
@@ -145,6 +167,7 @@ class BufferSpec:
     shape: tuple[int, ...]
     dtype: str
     initialised: bool
+    kind: StateKind = StateKind.OTHER
 
     @property
     def nbytes(self) -> int:
@@ -153,15 +176,24 @@ class BufferSpec:
             count *= size
         return count * dtype_from_name(self.dtype).itemsize
 
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> BufferSpec:
+        return cls(
+            shape=_numbers(data["shape"]),
+            dtype=_text(data["dtype"]),
+            initialised=bool(data["initialised"]),
+            kind=_state_kind(data["kind"]),
+        )
+
 
 @dataclass(frozen=True)
 class Segment:
-    """One call of compiled code. A method is one of these, or a chain of which several may run the same code.
+    """One call of compiled code. A method is a chain of one segment or more; several may run the same code.
 
     Attributes:
         code_key, code_sha256: the shared library among the program's named data, and its hash.
         extern_key: the list of ATen operators that the code calls by name, "" if there are none.
-        prefix: what goes before the code's own names of its constants in the record's `constants` and `buffers`.
+        prefix: stands before the code's own names in the record's `constants` and `buffers`.
         inputs, outputs: numbers of the values that it takes and gives, in the order of the code's arguments.
     """
 
@@ -186,14 +218,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class MethodRecord:
-    """What the runtime needs to know of one delegated method.
+    """What the runtime needs to know about one delegated method.
 
     Attributes:
         inputs, outputs: specs, in the order of the delegate call's arguments.
         segments: run one after the other. Values are numbered: the inputs from 0 on, then what the segments give.
         results: numbers of the values that the method returns.
-        constants, buffers: names that the compiled code uses, each after its segment's prefix -> keys of `model.ptd`, and of
-            `buffer_specs`.
+        constants: names that the compiled code uses, each after its segment's prefix -> keys of `model.ptd`.
+        buffers: the same for mutable buffers -> keys of `buffer_specs`.
     """
 
     method: str
@@ -212,8 +244,8 @@ class MethodRecord:
     @classmethod
     def from_bytes(cls, data: bytes) -> MethodRecord:
         """Raises ArtifactError when the bytes are not a record of this format version."""
+        raw = parse_json(data, f"a method's record in {PROGRAM_FILE}", ArtifactError)
         try:
-            raw = json.loads(data)
             _check_version(raw["version"])
             record = cls(
                 method=_text(raw["method"]),
@@ -223,10 +255,7 @@ class MethodRecord:
                 results=_numbers(raw["results"]),
                 constants=_names(raw["constants"]),
                 buffers=_names(raw["buffers"]),
-                buffer_specs={
-                    key: BufferSpec(_numbers(item["shape"]), _text(item["dtype"]), bool(item["initialised"]))
-                    for key, item in raw["buffer_specs"].items()
-                },
+                buffer_specs={key: BufferSpec.from_json(item) for key, item in raw["buffer_specs"].items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(f"a method's record in {PROGRAM_FILE} cannot be read: {error}") from error
@@ -236,7 +265,7 @@ class MethodRecord:
         return record
 
     def _fault(self) -> str:
-        """What is wrong with the chain, "" if nothing is: each value is given once, and before it is taken."""
+        """What is wrong with the chain, "" if nothing: each value must be given once, and before it is taken."""
         if not self.segments:
             return "it has no code"
         known = set(range(len(self.inputs)))
@@ -258,24 +287,31 @@ class MethodRecord:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no string")
+        raise TypeError(f"{value!r} is not a string")
     return value
+
+
+def _state_kind(value: object) -> StateKind:
+    kinds = [kind.value for kind in StateKind]
+    if value not in kinds:
+        raise ValueError(f"unknown kind of state {value!r}; the known ones are: {', '.join(kinds)}")
+    return StateKind(value)
 
 
 def _numbers(values: object) -> tuple[int, ...]:
     if not isinstance(values, list) or any(type(value) is not int for value in values):
-        raise TypeError(f"{values!r} is no list of numbers")
+        raise TypeError(f"{values!r} is not a list of numbers")
     return tuple(values)
 
 
 def _names(data: object) -> dict[str, str]:
     if not isinstance(data, dict):
-        raise TypeError(f"{data!r} is no table of names")
+        raise TypeError(f"{data!r} is not a table of names")
     return {name: _text(key) for name, key in data.items()}
 
 
 def constant_digest(data: memoryview | bytes, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
-    """SHA-256 (hex) of a constant: of its bytes, and of what they mean."""
+    """SHA-256 (hex) of a constant: of its bytes, dtype, shape and strides."""
     digest = hashlib.sha256(data)
     digest.update(f"{dtype} {list(shape)} {list(strides)}".encode())
     return digest.hexdigest()
@@ -303,8 +339,9 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
+        """Raises ArtifactError when the bytes are not a manifest of this format version."""
+        raw = parse_json(data, f"the manifest in {CONSTANTS_FILE}", ArtifactError)
         try:
-            raw = json.loads(data)
             _check_version(raw["version"])
             return cls(
                 export_id=raw["export_id"],

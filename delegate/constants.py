@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from . import memory
-from .artifact import BufferSpec, MethodRecord, constant_digest, dtype_from_name, dtype_name
+from .artifact import BufferSpec, MethodRecord, StateKind, constant_digest, dtype_from_name, dtype_name
 from .errors import ArtifactError
 from .loading import PARALLEL_FROM, ConstantLoader, free_tensors
 from .ptd import ConstantsFile, Entry
@@ -16,7 +16,7 @@ from .ptd import ConstantsFile, Entry
 
 @dataclass
 class ConstantStats:
-    """`count` constants are held, `shared` of them by two methods or more; `bytes_saved` against a copy a method."""
+    """`count` constants are held, `shared` of them by two or more methods; `bytes_saved` is against one copy per method."""
 
     count: int = 0
     nbytes: int = 0
@@ -66,10 +66,10 @@ class ConstantPool:
         self._watch = memory.MemoryWatch(device)
 
     def bind(self, record: MethodRecord, share: bool = True) -> Binding:
-        """Constants and mutable buffers of one method, loaded as far as they are not there yet.
+        """The constants and mutable buffers of one method; those that are not there yet are loaded.
 
-        The pool's own; with `share=False` the constants are private copies that the pool does not keep. A mutable buffer is
-        made on first use, of zeros or of the first value that `model.ptd` holds, and always shared. When anything fails, all
+        Constants are the pool's own, or with `share=False` private copies that the pool does not keep. A mutable buffer is
+        made on first use, from zeros or from its first value in `model.ptd`, and is always shared. When anything fails, all
         that this call allocated is freed, and the pool is as it was before.
 
         Raises:
@@ -105,7 +105,7 @@ class ConstantPool:
         free_tensors(binding.private)
 
     def bytes_to_load(self, records: Iterable[MethodRecord]) -> int:
-        """Bytes that binding all of `records` would read from the file: each constant once, and none that is there."""
+        """Bytes that binding all of `records` would read from the file: each constant once, and none that is loaded."""
         keys = {key for record in records for key in record.constants.values()} - self._tensors.keys()
         for record in records:
             keys |= {key for key, spec in record.buffer_specs.items() if spec.initialised and key not in self._buffers}
@@ -123,6 +123,10 @@ class ConstantPool:
     def buffers(self) -> dict[str, torch.Tensor]:
         """Mutable buffers made so far, by fully qualified name."""
         return dict(self._buffers)
+
+    def buffers_of(self, kind: StateKind) -> dict[str, torch.Tensor]:
+        """Those of `buffers` that were declared to hold `kind`."""
+        return {key: self._buffers[key] for key, spec in self._buffer_specs.items() if spec.kind is kind}
 
     @property
     def stats(self) -> ConstantStats:

@@ -1,6 +1,12 @@
-"""The project's exceptions. One base class, so that a caller can catch all that Ostinato raises on purpose."""
+"""The project's exceptions, with one base class, so that a caller can catch all that Ostinato raises on purpose."""
 
 from __future__ import annotations
+
+
+def first_line(error: BaseException) -> str:
+    """`RuntimeError: the first line of its message`."""
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]])
 
 
 class OstinatoError(Exception):
@@ -28,11 +34,11 @@ class ClosedError(OstinatoError, RuntimeError):
 
 
 class DeviceMemoryError(OstinatoError, MemoryError):
-    """The GPU has not enough free memory; the message says how much was needed and how much was free."""
+    """The GPU does not have enough free memory; the message says how much was needed and how much was free."""
 
 
 class ExportError(OstinatoError):
-    """The export cannot go on: unsupported operator, missing compiler, no room on the disk."""
+    """The export cannot go on: unsupported operator, missing compiler, full disk."""
 
 
 class CheckpointError(ExportError):

@@ -16,7 +16,15 @@ Source = str | PathLike[str] | tuple[str | PathLike[str], str | PathLike[str]]
 
 
 def artifact_paths(source: Source) -> tuple[Path, Path]:
-    """The program's and the constants' file; ArtifactError when a folder is missing or holds no artifact."""
+    """The program's and the constants' file.
+
+    Args:
+        source: an artifact folder; the paths of both files; or the path of the program, `NAME.pte`, beside whose file the
+            constants are `NAME.ptd`.
+
+    Raises:
+        ArtifactError: no such folder, or it holds no artifact.
+    """
     if isinstance(source, tuple):
         return Path(source[0]), Path(source[1])
     folder = Path(source)
@@ -40,7 +48,7 @@ def open_artifact(program_path: Path, constants_path: Path, verify: bool = True)
     """Map and parse both files and check that they belong together; nothing is run and no target is checked."""
     program_bytes = map_file(program_path)
     constants = parse_constants(map_file(constants_path), constants_path)
-    # A foreign .ptd is told from a damaged .pte by the export id, so the program is parsed before hashes are compared.
+    # The export id tells a foreign .ptd from a damaged .pte, so the program is parsed before hashes are compared.
     intact = not verify or hashlib.sha256(program_bytes).hexdigest() == constants.manifest.program_sha256
     parsed = parse_program(program_bytes, program_path)
     if not parsed.methods:

@@ -1,8 +1,8 @@
 """As much of the FlatBuffers format as the two ExecuTorch files need, read in place.
 
-executorch 1.5.1 ships readers generated for `.pte` only; they live under `executorch.exir`, whose import takes seconds, and
-work only after that package has patched them. A table here is asked by slot: the index of the field in the schema, a
-union counting as two (its kind, then its value). ExecuTorch's schemas only ever grow at the end.
+Why not executorch's own readers (1.5.1): they are generated for `.pte` only, live under `executorch.exir`, whose import takes
+seconds, and work only after that package has patched them. Fields are read by slot: the index of the field in the schema,
+where a union counts as two (its kind, then its value). ExecuTorch's schemas only grow at the end.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Table:
         if at is None:
             return 0, 0
         count = struct.unpack_from("<I", self.data, at)[0]
-        # Before anything is made of that size: a flipped bit can ask for four thousand million elements.
+        # Checked before anything of that size is made: a flipped bit can ask for 4 billion elements.
         if at + 4 + count * width > len(self.data):
             raise ValueError("a vector runs past the end of the file")
         return at + 4, count
@@ -86,7 +86,7 @@ class Table:
 
 @contextmanager
 def damaged(path: Path) -> Iterator[None]:
-    """What a damaged file does to a parser becomes an ArtifactError that names the file."""
+    """Turns the errors that a damaged file causes in a parser into an ArtifactError that names the file."""
     try:
         yield
     except (struct.error, IndexError, ValueError, TypeError, KeyError, OverflowError, MemoryError) as error:

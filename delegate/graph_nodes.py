@@ -1,28 +1,52 @@
-"""What a captured CUDA graph consists of, and how its kernels come to start before the one ahead of them has ended.
+"""What a captured CUDA graph consists of, and how its kernels are made to start before the one ahead of them has ended.
 
 A capture joins kernels by full edges: the next one starts when the last program of the one ahead has ended and its writes can
 be read. Over a programmatic edge it starts as soon as there is room for it, and waits inside for the rest (CUDA C++
-Programming Guide, "Programmatic Dependent Launch and Synchronization"). AOTInductor launches plainly, so the edges are
-changed here, after the capture.
+Programming Guide, "Programmatic Dependent Launch and Synchronization"). AOTInductor launches without that, so the edges are
+changed here, after the capture: `start_early` changes the edge between two *marked* kernels, those with
+`artifact.EARLY_KERNEL` in their names, where it is the one way into the latter.
 
-Why that is safe. Only an edge between two kernels with `artifact.EARLY_KERNEL` in their names is changed, and only where it
-is the one way into the latter. Every program of such a kernel waits until the kernel ahead has ended and its writes can be
-read (export/kernels/early_triton.py). So it cannot end before the kernel ahead has, and neither can any kernel after it: one
-with the mark waits for it inside, any other has kept its full edge. By induction along the chain that a stream's capture is,
-whoever reads or writes after its wait comes after all that stands ahead of it, and the graph has ended when its last node
-has. Before its wait a marked kernel reads only what no marked kernel of the step writes: the first marked kernel after one
-without the mark has kept its full edge, so what unmarked ones wrote ahead of it (the position of the step, say) is there. Or
-it stands directly behind a kernel that starts the next one after its own wait, and reads what was written ahead of that.
+Marked kernels keep these rules, with the functions of export/kernels/early_start_triton.py:
+
+R1. Every program calls `start_next` and `wait_for_previous` once each, on every path.
+    Why: the next kernel starts when all programs have called `start_next` or have ended. And a kernel that did not wait could
+    end before the kernel ahead, so that kernels behind it could read what is not written yet.
+R2. Before its wait a program writes nothing, and reads only constants, state that its kernel alone writes, and what only
+    unmarked kernels write.
+    Why: marked kernels ahead of it may still be running. Unmarked ones have ended: the edges from and to them are full.
+R3. A *late* kernel calls `start_next` directly after its wait; all others call it first.
+    Why: R4 needs it. The only late kernel is `experts_gate_up_early`.
+R4. The kernel directly behind a late one may also read, before its wait, what kernels ahead of the late one wrote, past the
+    first-level cache (`cache_modifier=".cg"`). Nothing stands between the two, and neither of them writes that.
+    Why: when it starts, every program of the late kernel is past its wait, so all kernels ahead of the late one have ended
+    with their writes in memory. This holds whichever of the edges are programmatic. The first-level cache may be old: only a
+    kernel's own wait is known to renew it.
+R5. `experts_down_early` stands directly behind `experts_gate_up_early`.
+    Why: it relies on R4. `start_early` checks it on the captured graph (`artifact.REQUIRED_AHEAD`): anywhere else the edge
+    into `experts_down_early` stays full.
+
+Why no kernel reads too early or writes too early. A stream's capture is a chain; take its kernels in order.
+
+1. A kernel ends only after all kernels ahead have ended. Behind a full edge it starts after that; behind a programmatic one
+   each of its programs waits for the kernel ahead to end (R1), which by this same step ended after all those ahead of it.
+2. So whatever a kernel does after its wait, or behind a full edge, comes after all writes and reads of all kernels ahead.
+3. What a marked kernel reads before its wait is there (R2): the last unmarked kernel ahead of it is followed by a full edge,
+   and no kernel starts before the one ahead of it has started. So all unmarked kernels ahead have ended.
+4. Behind a late kernel: it starts when every program of the late one has called `start_next` or has ended, which is after
+   that program's wait (R3). So by step 1 all kernels ahead of the late one have ended, and what they wrote is there (R4).
+5. Before its wait a kernel writes nothing (R2), so it disturbs no kernel ahead.
+6. The graph has ended when its last kernel has, and by step 1 all others have ended then.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .artifact import EARLY_KERNEL
-from .errors import OstinatoError
+from .artifact import EARLY_KERNEL, REQUIRED_AHEAD
+from .errors import OstinatoError, first_line
 
 # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC of cuda.h: the edge opens when all programs have said so, or have ended.
 _WHEN_ALL_PROGRAMS_SAY_SO = 1
@@ -35,12 +59,12 @@ class DriverError(OstinatoError):
 
 @dataclass(frozen=True)
 class GraphNodes:
-    """What is known of a captured graph.
+    """What is known about a captured graph.
 
     Attributes:
         by_type: how many nodes of each type ("kernel", "memcpy", "memset", ...) it has; None if it could not be looked into.
         early: how many of its kernels start before the one ahead has ended.
-        note: why it could not be looked into or not be changed, None if nothing went wrong.
+        note: why it could not be looked into, or why edges of it were not changed; None if nothing went wrong.
     """
 
     by_type: dict[str, int] | None = None
@@ -51,6 +75,14 @@ class GraphNodes:
     def kernels(self) -> int | None:
         """Kernels that one launch runs; None if that is not known."""
         return None if self.by_type is None else self.by_type.get("kernel", 0)
+
+
+@dataclass(frozen=True)
+class EarlyStarts:
+    """What `start_early` did: how many kernels now start early, and in `note` which ones do not because of rule R5."""
+
+    count: int
+    note: str | None = None
 
 
 def look_into(graph: int) -> GraphNodes:
@@ -64,15 +96,17 @@ def look_into(graph: int) -> GraphNodes:
         count = _call(driver, "cuGraphGetNodes", driver.CUgraph(graph), 0)[-1]
         nodes = _call(driver, "cuGraphGetNodes", driver.CUgraph(graph), count)[0] if count else []
         return GraphNodes(dict(Counter(_node_type(driver, node) for node in nodes).most_common()))
-    except Exception as error:  # Whatever ails the package, the step itself is well.
+    except Exception as error:  # Whatever is wrong with the package, the step itself is right.
         return GraphNodes(note=first_line(error))
 
 
-def start_early(graph: int) -> int:
-    """Make the edge into each marked kernel programmatic where it comes from a marked one; returns how many were changed.
+def start_early(graph: int, required_ahead: Mapping[str, str] = REQUIRED_AHEAD) -> EarlyStarts:
+    """Make the edge into each marked kernel programmatic where it comes from a marked one that may stand there (R5).
 
     Args:
         graph: as in `look_into`; not instantiated yet, and of a GPU of compute capability 9.0 or newer.
+        required_ahead: R5's pairs of names. Only a graph whose kernels depend on nothing ahead of them, as in a benchmark of
+            one kernel, may do without.
 
     Raises:
         DriverError: the driver refused a call. An edge may be missing: the graph must not be used.
@@ -85,19 +119,29 @@ def start_early(graph: int) -> int:
     edges = _edges(driver, handle)
     ways_in = Counter(int(after) for _, after, _ in edges)
     changed = 0
+    misplaced: list[str] = []
     for before, after, data in edges:
         # An edge of another type was made by a launch with attributes of its own.
-        if data.type or ways_in[int(after)] > 1 or not _is_marked(driver, after) or not _is_marked(driver, before):
+        if data.type or EARLY_KERNEL not in (name := _kernel_name(driver, after)):
+            continue
+        ahead = _kernel_name(driver, before)
+        required = next((other for marked, other in required_ahead.items() if marked in name), "")
+        if required not in ahead:
+            misplaced.append(f"{name} stands behind {ahead or 'a node without a name'}, not behind {required}")
+            continue
+        if ways_in[int(after)] > 1 or EARLY_KERNEL not in ahead:
             continue
         _call(driver, "cuGraphRemoveDependencies", handle, [before], [after], [data], 1)
         _call(driver, "cuGraphAddDependencies", handle, [before], [after], [programmatic], 1)
         changed += 1
-    return changed
+    return EarlyStarts(changed, _note(misplaced))
 
 
-def first_line(error: Exception) -> str:
-    """`RuntimeError: what it says`, without the rest of what it says."""
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+def _note(misplaced: list[str]) -> str | None:
+    if not misplaced:
+        return None
+    others = f" (and {len(misplaced) - 1} more)" if len(misplaced) > 1 else ""
+    return f"{misplaced[0]}{others}: it does not start early"
 
 
 def _driver() -> Any:
@@ -123,28 +167,24 @@ def _node_type(driver: Any, node: Any) -> str:
     return str(_call(driver, "cuGraphNodeGetType", node)[0].name).removeprefix(_TYPE_PREFIX).lower()
 
 
-def _is_kernel(driver: Any, node: Any) -> bool:
-    return _node_type(driver, node) == "kernel"
-
-
-def _is_marked(driver: Any, node: Any) -> bool:
-    """Whether a node is a kernel with the mark in its name."""
-    if not _is_kernel(driver, node):
-        return False
+def _kernel_name(driver: Any, node: Any) -> str:
+    """The name of a kernel's function; "" for a node that is not a kernel, and for a kernel that does not tell its name."""
+    if _node_type(driver, node) != "kernel":
+        return ""
     (params,) = _call(driver, "cuGraphKernelNodeGetParams", node)
     # A kernel is known by a function of a module, or by one of a library, which belongs to no context yet.
     error, name = driver.cuFuncGetName(params.func) if int(params.func) else driver.cuKernelGetName(params.kern)
-    # The kernels of some libraries keep their names to themselves; those are not ours.
-    return error == driver.CUresult.CUDA_SUCCESS and EARLY_KERNEL.encode() in name
+    # The kernels of some libraries do not tell their names; those are not ours.
+    return name.decode(errors="replace") if error == driver.CUresult.CUDA_SUCCESS else ""
 
 
-# Their forms that take the data of edges have a suffix in cuda-bindings 12, and none in 13, where the others are gone.
-_OF_EDGES = ("cuGraphGetEdges", "cuGraphRemoveDependencies", "cuGraphAddDependencies")
+# The forms that take edge data have the suffix `_v2` in cuda-bindings 12, and none in 13, which has no other form.
+_WITH_EDGE_DATA = ("cuGraphGetEdges", "cuGraphRemoveDependencies", "cuGraphAddDependencies")
 
 
 def _call(driver: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
-    """Call the driver's `name`; returns what it gives besides the error code."""
-    newer = getattr(driver, f"{name}_v2", None) if name in _OF_EDGES else None
+    """Call the driver's `name`; what it returns besides the error code."""
+    newer = getattr(driver, f"{name}_v2", None) if name in _WITH_EDGE_DATA else None
     error, *results = (newer or getattr(driver, name))(*arguments)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise DriverError(f"{name}: {getattr(error, 'name', error)}")

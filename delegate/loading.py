@@ -12,20 +12,21 @@ import numpy
 import torch
 
 from .ptd import Entry
+from .torch_internals import free_pinned_memory
 
 # SHA-256 runs at 0.5 to 1.8 GB/s on one core, a copy into pinned memory at 5 to 10.
 _MAX_WORKERS = 12
 _MAX_LANES = 6
 # A lane has two of these in pinned memory, so that all have 96 MiB; torch rounds each allocation up to a power of two.
 _PIECE_BYTES = 8 << 20
-# Below, starting threads and pinning memory for them costs more than they gain.
+# For fewer bytes, starting threads and pinning memory costs more than it saves.
 PARALLEL_FROM = 64 << 20
 
 Copy = Callable[[Entry, torch.Tensor], None]
 
 
 class ConstantLoader:
-    """Makes tensors of a file's entries.
+    """Makes tensors from a file's entries.
 
     Args:
         device: where the tensors are to be. On the CPU they lie on the file's map.
@@ -47,7 +48,7 @@ class ConstantLoader:
         self._parallel_from = parallel_from
 
     def load(self, entries: Mapping[str, Entry], private: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """The tensors by key, all of them or none: when one fails, or memory ends, what was allocated is freed.
+        """The tensors by key, all of them or none: when one fails, or memory runs out, what was allocated is freed.
 
         Keys of `private` get memory of their own on the CPU too.
         """
@@ -73,7 +74,7 @@ class ConstantLoader:
         with _copier(self._device, workers) as copy:
 
             def bring(key: str) -> None:
-                # The copy first: the link is busy with it while the hash is made.
+                # The copy first: it goes on while the hash is computed.
                 if key in copied:
                     copy(entries[key], tensors[key])
                 if self._check is not None:
@@ -88,8 +89,8 @@ class ConstantLoader:
 
 
 def free_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """Take the memory from under the tensors. torch's container never lets go of a user-managed constant (seen with 2.11
-    and 2.13), so dropping our own references would leave a whole model allocated."""
+    """Free the memory of tensors that others still hold. torch's container never releases a user-managed constant (seen in
+    2.11 and 2.13), so dropping our own references would leave a whole model allocated."""
     for tensor in tensors:
         tensor.set_()  # type: ignore[call-overload]
 
@@ -121,7 +122,7 @@ def _for_each(work: Callable[[str], None], keys: Sequence[str], workers: int, do
 
 @contextmanager
 def _copier(device: torch.device, workers: int) -> Iterator[Copy]:
-    """A copy to `device` for up to `workers` threads at a time. What it was asked for is there when the block ends."""
+    """A function that copies to `device`, for up to `workers` threads at a time. When the block ends, all copies are done."""
     if device.type == "cpu":
         yield _copy_on_host
         return
@@ -154,13 +155,13 @@ class _Uploader:
             self._idle.put(lane)
 
     def close(self) -> None:
-        """Wait for all that is under way, then give the pinned memory back."""
+        """Wait for all copies under way, then give the pinned memory back."""
         self._idle = SimpleQueue()
-        # One by one: a loop's variable would keep the last lane, and its memory.
+        # Popped one by one: the variable of a loop would keep the last lane and its memory.
         while self._lanes:
             self._lanes.pop().synchronize()
-        # torch would keep it for the next one who pins memory.
-        torch._C._host_emptyCache()
+        # torch would keep it for the next use of pinned memory.
+        free_pinned_memory()
 
 
 class _Lane:
@@ -185,7 +186,7 @@ class _Lane:
                 piece, sent = self._pieces[self._turn], self._sent[self._turn]
                 self._turn = 1 - self._turn
                 sent.synchronize()
-                # Not torch's copy, which would start a team of OpenMP threads for each of ours.
+                # numpy's copy: torch's would start a team of OpenMP threads for each of our threads.
                 numpy.copyto(piece.numpy()[:size], source[begin : begin + size])
                 target[begin : begin + size].copy_(piece[:size], non_blocking=True)
                 sent.record(self._stream)
@@ -199,5 +200,5 @@ def _source_bytes(entry: Entry) -> numpy.ndarray:
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as bytes; a constant's elements stand without gaps, in whatever order of dimensions."""
+    """The tensor's memory as bytes; a constant's elements have no gaps between them, in any order of dimensions."""
     return torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)

@@ -38,8 +38,8 @@ def check_room(device: torch.device, method: str, constant_bytes: int, buffer_by
 class MemoryWatch:
     """Recognises errors that mean that the device's memory ran out.
 
-    torch's own error is easy to tell. Compiled code, though, hands every error on as a RuntimeError that says no more than
-    "API call failed" (with torch 2.11 and 2.13), so for those torch's count of allocations that failed decides.
+    torch's own error is easy to recognise. Compiled code turns every error into a RuntimeError that says only "API call
+    failed" (torch 2.11 and 2.13); for those, torch's count of failed allocations decides.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,12 +65,12 @@ def allocation_failures(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device).get("num_ooms", 0)) if device.type == "cuda" else 0
 
 
-def size_text(nbytes: int) -> str:
-    """`18100000000` -> `"18.1 GB"`: decimal units, as memory and links are sold."""
+def size_text(nbytes: float, digits: int = 1) -> str:
+    """`18100000000` -> `"18.1 GB"`: decimal units, as speeds of memory are given."""
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if nbytes >= unit:
-            return f"{nbytes / unit:.1f} {name}"
-    return f"{nbytes} bytes"
+            return f"{nbytes / unit:.{digits}f} {name}"
+    return f"{nbytes:.0f} B"
 
 
 def _name(device: torch.device) -> str:

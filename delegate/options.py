@@ -9,8 +9,6 @@ from typing import Any
 
 from .errors import OptionError
 
-BackendOptionValue = bool | int | str
-
 
 @dataclass(frozen=True)
 class BackendOptions:

@@ -9,26 +9,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from .aoti import Container
-from .artifact import TensorSpec
+from .artifact import StateKind, TensorSpec
 from .constants import Binding, ConstantPool, ConstantStats
 from .errors import ClosedError, OptionError
 from .files import Source, artifact_paths, open_artifact
-from .graph import (
-    CaptureEngine,
-    CudaGraphEngine,
-    HostEngine,
-    MethodStats,
-    PhasedRunner,
-    Run,
-    run_on_stream,
-    side_stream,
-)
+from .graph_recorders import CudaGraphRecorder, GraphRecorder, HostGraphRecorder, Run, run_on_stream, side_stream
 from .inputs import InputCheck
 from .memory import MemoryWatch
+from .method_code import MethodCode
 from .options import BackendOptions
-from .ptd import ConstantsFile
 from .pte import DelegateMethod, ProgramFile
+from .state_machine import MethodStats, StateMachine
 from .target import Target, check_target
 
 
@@ -63,8 +54,8 @@ class Method(_Owner):
     def __init__(
         self,
         entry: DelegateMethod,
-        container: Container,
-        runner: PhasedRunner,
+        code: MethodCode,
+        state_machine: StateMachine,
         binding: Binding,
         lock: threading.RLock,
         device: torch.device,
@@ -72,9 +63,9 @@ class Method(_Owner):
         on_close: Callable[[], None],
     ) -> None:
         self._entry = entry
-        self._container: Container | None = container
-        self._runner = runner
-        # The container keeps addresses; this keeps what is there.
+        self._code: MethodCode | None = code
+        self._state_machine = state_machine
+        # The code keeps addresses; this keeps the tensors that are there.
         self._bound = binding.tensors
         self._lock = lock
         self._device = device
@@ -102,7 +93,7 @@ class Method(_Owner):
     @property
     def stats(self) -> MethodStats:
         """A live view: phase, warmups, captures, replays, fallbacks, and what the captured graph consists of."""
-        return self._runner.stats
+        return self._state_machine.stats
 
     @property
     def static_inputs(self) -> tuple[torch.Tensor, ...]:
@@ -111,16 +102,16 @@ class Method(_Owner):
         Filling them and passing them to `execute` saves its copies. They are on the device, so their values are not checked
         there, and they stay as they are from call to call.
         """
-        static = self._runner.static_inputs
+        static = self._state_machine.static_inputs
         return tuple(static[self._input_order.index(place)] for place in range(len(static)))
 
     def execute(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run one step of the model; its state moves exactly once.
 
         Args:
-            inputs: one tensor an input, with the shapes and dtypes of `inputs`, on the host or on the program's device.
+            inputs: one tensor per input, with the shapes and dtypes of `inputs`, on the host or on the program's device.
                 Integer values with a declared range are checked when the tensor is on the host; on the device
-                that would cost a synchronisation, so there the range is the caller's promise.
+                that would cost a synchronisation, so there the caller must keep to the range.
 
         Returns:
             The outputs. On the host and owned by the caller, unless `skip_copy_output_to_cpu_for_method` names this
@@ -133,7 +124,7 @@ class Method(_Owner):
             ClosedError: the method or its program was closed.
         """
         with self._lock:
-            if self._container is None:
+            if self._code is None:
                 raise ClosedError(f"method {self.name!r} is closed")
             self._check(inputs)
             results = self._run([inputs[i] for i in self._input_order])
@@ -141,23 +132,23 @@ class Method(_Owner):
             if self._skip_copy:
                 return outputs
             # A replayed output is the graph's own buffer; on the CPU `.cpu()` would hand out that very buffer.
-            owned = self._device.type == "cpu" and not self._runner.has_static_outputs
+            owned = self._device.type == "cpu" and not self._state_machine.has_static_outputs
             return outputs if owned else tuple(t.to("cpu", copy=True) for t in outputs)
 
     def close(self) -> None:
-        """Free graph, buffers and container, in that order. Closing twice is fine."""
+        """Free graph, buffers and code, in that order. Closing twice is fine."""
         with self._lock:
-            if self._container is None:
+            if self._code is None:
                 return
-            self._runner.release()
-            self._container.close()
-            self._container = None
+            self._state_machine.release()
+            self._code.close()
+            self._code = None
             self._bound = {}
             self._on_close()
 
     def _run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         try:
-            return self._runner(inputs)
+            return self._state_machine(inputs)
         except RuntimeError as error:
             specs = zip(self._entry.record.inputs, inputs, strict=True)
             shapes = ", ".join(f"{spec.name} {list(tensor.shape)}" for spec, tensor in specs)
@@ -170,9 +161,8 @@ class Method(_Owner):
 class Program(_Owner):
     """A loaded artifact. Made by `load_program`; a context manager that closes its methods on exit."""
 
-    def __init__(self, parsed: ProgramFile, constants: ConstantsFile, pool: ConstantPool, device: torch.device) -> None:
+    def __init__(self, parsed: ProgramFile, pool: ConstantPool, device: torch.device) -> None:
         self._parsed = parsed
-        self._constants = constants
         self._pool = pool
         self._device = device
         self._methods: list[Method] = []
@@ -201,6 +191,10 @@ class Program(_Owner):
     def mutable_buffers(self) -> dict[str, torch.Tensor]:
         """The state that the loaded methods share, by fully qualified name: the tensors themselves, emptied by `close`."""
         return self._pool.buffers
+
+    def buffers_of(self, kind: StateKind) -> dict[str, torch.Tensor]:
+        """Those of `mutable_buffers` that the export declared to hold `kind`."""
+        return self._pool.buffers_of(kind)
 
     @property
     def stats(self) -> ProgramStats:
@@ -272,12 +266,12 @@ class Program(_Owner):
 
     def _load(self, entry: DelegateMethod, options: BackendOptions) -> Method:
         record = entry.record
-        container = Container(record, self._parsed.named_data, self._device)
+        code = MethodCode(record, self._parsed.named_data, self._device)
         binding = self._pool.bind(record, options.weight_sharing_across_methods)
         try:
-            container.bind(binding.tensors)
+            code.bind(binding.tensors)
         except BaseException:
-            container.close()
+            code.close()
             self._pool.release(binding)
             raise
         method: Method
@@ -288,8 +282,8 @@ class Program(_Owner):
 
         method = Method(
             entry,
-            container,
-            self._runner(entry, container, options),
+            code,
+            self._make_state_machine(entry, code, options),
             binding,
             self._lock,
             self._device,
@@ -298,20 +292,20 @@ class Program(_Owner):
         )
         return method
 
-    def _runner(self, entry: DelegateMethod, container: Container, options: BackendOptions) -> PhasedRunner:
-        run: Run = container.run
-        engine: CaptureEngine | None = None
+    def _make_state_machine(self, entry: DelegateMethod, code: MethodCode, options: BackendOptions) -> StateMachine:
+        run: Run = code.run
+        recorder: GraphRecorder | None = None
         if self._device.type == "cuda":
             stream = side_stream(self._device)
             if options.use_shared_cuda_stream:
-                run = _pinned_to(stream, container.run)
+                run = _pinned_to(stream, code.run)
             if options.uses_graph(entry.name):
-                # The engine changes to its stream by itself.
-                engine, run = CudaGraphEngine(stream, options.cuda_graph_early_kernels), container.run
+                # The recorder changes to its stream by itself.
+                recorder, run = CudaGraphRecorder(stream, options.cuda_graph_early_kernels), code.run
         elif options.uses_graph(entry.name):
-            engine = HostEngine()
+            recorder = HostGraphRecorder()
         names = [spec.name for spec in entry.record.inputs]
-        return PhasedRunner(run, engine, self._device, names, options.cuda_graph_warmup_steps)
+        return StateMachine(run, recorder, self._device, names, options.cuda_graph_warmup_steps)
 
 
 def _pinned_to(stream: torch.cuda.Stream, run: Run) -> Run:
@@ -327,7 +321,7 @@ def load_program(source: Source, verify: bool = True, on_load: Callable[[int], N
     The files are mapped, not read; constants are loaded with the first method that needs them.
 
     Args:
-        source: an artifact folder, or the paths of its two files.
+        source: an artifact folder, the paths of its two files, or that of its `.pte`.
         verify: compare SHA-256 of the program, and later of code and constants, with the manifest.
         on_load: called with the size in bytes of each constant that has been loaded, from the thread that loads the method;
             `Program.bytes_to_load` says beforehand how many they will be.
@@ -344,4 +338,4 @@ def load_program(source: Source, verify: bool = True, on_load: Callable[[int], N
     device = (
         torch.device("cuda", torch.cuda.current_device()) if entries[0].target.device == "cuda" else torch.device("cpu")
     )
-    return Program(parsed, constants, ConstantPool(constants, device, verify, on_load), device)
+    return Program(parsed, ConstantPool(constants, device, verify, on_load), device)

@@ -22,7 +22,7 @@ _SEGMENTS, _NAMED_DATA = 1, 2
 
 @dataclass(frozen=True)
 class Entry:
-    """One named blob. `dtype` and `shape` are None for data that is no tensor; `strides` in elements."""
+    """One named blob. `dtype` is None for data that is not a tensor; `strides` are in elements."""
 
     data: memoryview
     dtype: torch.dtype | None
@@ -39,7 +39,7 @@ class Entry:
         if self.nbytes == 0:
             return torch.empty(self.shape, dtype=self.dtype)
         storage = torch.frombuffer(self.data, dtype=self.dtype).untyped_storage()
-        # No view of the flat tensor: a view keeps its base alive, and with it the map.
+        # Not a view of the flat tensor: a view keeps its base alive, and so the map.
         return torch.empty(0, dtype=self.dtype).set_(storage, 0, self.shape, self.strides)
 
 
@@ -62,7 +62,7 @@ def parse_constants(data: memoryview, path: Path) -> ConstantsFile:
         raise ArtifactError(f"{path} is not a FlatTensor file (no 'FT01' identifier at byte 4)")
     base, size = struct.unpack_from("<QQ", data, 32)
     if base + size > len(data):
-        raise ArtifactError(f"{path} is cut short: its header speaks of {base + size} bytes, the file has {len(data)}")
+        raise ArtifactError(f"{path} is cut short: its header says {base + size} bytes, the file has {len(data)}")
     with damaged(path):
         entries = _read(data, base)
     if MANIFEST_KEY not in entries:
@@ -97,7 +97,7 @@ def _read(data: memoryview, base: int) -> dict[str, Entry]:
 
 def _strides(shape: tuple[int, ...], dim_order: tuple[int, ...]) -> tuple[int, ...]:
     if sorted(dim_order) != list(range(len(shape))):
-        raise ValueError(f"dim_order {list(dim_order)} is no order of {len(shape)} dimensions")
+        raise ValueError(f"dim_order {list(dim_order)} is not an order of {len(shape)} dimensions")
     strides = [1] * len(shape)
     step = 1
     for dim in reversed(dim_order):

@@ -81,7 +81,7 @@ def parse_program(data: memoryview, path: Path) -> ProgramFile:
         program_size, segment_base, segment_size = struct.unpack_from("<QQQ", data, 16)
         if max(program_size, segment_base + segment_size) > len(data):
             raise ArtifactError(
-                f"{path} is cut short: its header speaks of {segment_base + segment_size} bytes, the file has {len(data)}"
+                f"{path} is cut short: its header says {segment_base + segment_size} bytes, the file has {len(data)}"
             )
     with damaged(path):
         return _read(data, segment_base)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from .errors import ArtifactError, TargetError
+from .json_files import parse_json
 
 # Extensions that a compiler told `-march=native` may use in user code; other cpuinfo flags do not matter.
 _ISA_PREFIXES = (
@@ -52,8 +53,9 @@ class Target:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Target:
+        """Raises ArtifactError when the bytes are not a target."""
+        raw = parse_json(data, "the compile target in the program", ArtifactError)
         try:
-            raw = json.loads(data)
             return cls(raw["device"], raw["arch"], tuple(raw["isa"]), raw["torch"], raw["system"])
         except (ValueError, KeyError, TypeError) as error:
             raise ArtifactError(f"the compile target in the program cannot be read: {error}") from error

@@ -8,13 +8,13 @@ For a model of your own: `export_program({"forward": (module, example_inputs, dy
 
 from typing import TYPE_CHECKING, Any
 
+from .formats import Quantization
 from .progress import Progress, stderr_progress
-from .quantization import Quantization
 
 if TYPE_CHECKING:
-    from .lower import ExportReport, export_program
-    from .methods import export_model
-    from .trace import Chain, Link, MethodSpec
+    from .compile.trace import Chain, Link, MethodSpec
+    from .model import export_model
+    from .program import ExportReport, export_program
 
 __all__ = [
     "Chain",
@@ -29,12 +29,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Chain": "trace",
-    "ExportReport": "lower",
-    "Link": "trace",
-    "MethodSpec": "trace",
-    "export_program": "lower",
-    "export_model": "methods",
+    "Chain": "compile.trace",
+    "ExportReport": "program",
+    "Link": "compile.trace",
+    "MethodSpec": "compile.trace",
+    "export_program": "program",
+    "export_model": "model",
 }
 
 

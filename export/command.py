@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .quantization import Quantization
+    from .formats import Quantization
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,18 +49,20 @@ def main(arguments: argparse.Namespace) -> int:
     # The checks that need no compiler stack come first: a mistyped path answers at once and not after seconds.
     from pathlib import Path
 
-    from .compiler import find_compiler
-    from .models.config import ModelConfig
+    from ostinato.delegate.memory import size_text
+    from ostinato.export.compile.toolchain import find_compiler
+    from ostinato.export.models import read_config
+
     from .progress import stderr_progress
 
-    ModelConfig.from_folder(Path(arguments.model))
+    read_config(Path(arguments.model))
     quant = _quantization(arguments)
     find_compiler()
     progress = stderr_progress()
     with progress.stage("import compiler stack"):
         # Optional parts of exir and torchao complain while they load.
         logging.disable(logging.WARNING)
-        from .methods import export_model
+        from .model import export_model
 
         logging.disable(logging.NOTSET)
     report = export_model(
@@ -74,9 +76,9 @@ def main(arguments: argparse.Namespace) -> int:
         load_format=arguments.load_format,
         progress=progress,
     )
-    size = (report.program_bytes + report.constant_bytes) / 2**20
+    size = size_text(report.program_bytes + report.constant_bytes)
     print(
-        f"{report.output}: {size:,.1f} MiB in {sum(report.seconds.values()):.1f} s, compiled for {report.target}; "
+        f"{report.output}: {size} in {sum(report.seconds.values()):.1f} s, compiled for {report.target}; "
         f"peak memory {_peak_memory(arguments.device)}",
         file=sys.stderr,
     )
@@ -84,15 +86,17 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _quantization(arguments: argparse.Namespace) -> Quantization | None:
-    from ..delegate.errors import OptionError
-    from .quantization import Quantization
+    from ostinato.delegate.errors import OptionError
+
+    from .formats import Quantization
 
     if arguments.quant is None:
         given = "--group-size" if arguments.group_size is not None else "--hqq" if arguments.hqq else None
         if given:
             raise OptionError(f"{given} says how to quantise: give --quant int4 as well")
         return None
-    return Quantization(128 if arguments.group_size is None else arguments.group_size, arguments.hqq)
+    size = Quantization.group_size if arguments.group_size is None else arguments.group_size
+    return Quantization(size, arguments.hqq)
 
 
 def _peak_memory(device: str) -> str:
@@ -101,5 +105,7 @@ def _peak_memory(device: str) -> str:
 
     import torch
 
-    host = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB on the host"
-    return f"{host}, {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB on the GPU" if device == "cuda" else host
+    from ostinato.delegate.memory import size_text
+
+    host = f"{size_text(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)} on the host"
+    return f"{host}, {size_text(torch.cuda.max_memory_reserved())} on the GPU" if device == "cuda" else host

@@ -1,21 +1,22 @@
-"""What a person sees while an export runs: one line a stage, with its time, on stderr."""
+"""What a person sees while an export runs: one line per stage, with its time, on stderr."""
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from tqdm import tqdm
+
 
 @dataclass
 class Progress:
-    """Names the running stage and keeps each stage's seconds.
+    """Writes a stage's name when it begins and its time when it ends, and keeps the seconds of each.
 
-    On a terminal the running stage's clock ticks; elsewhere its name is written when it begins and its time when it ends.
+    `stream`: None to write nothing.
     """
 
     stream: TextIO | None = None
@@ -23,48 +24,39 @@ class Progress:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
+        """Time what runs inside; a stage that raises is written as failed, and its time is not kept."""
         begin = time.perf_counter()
-        stop = threading.Event()
-        ticker = self._start_ticker(name, begin, stop)
-        if not self._ticks:
-            self._write(f"  {name:<38} ")
+        self._write(f"  {name:<38} ")
         try:
             yield
         except BaseException:
-            self._finish(stop, ticker)
             self._end(name, f"failed after {time.perf_counter() - begin:.1f} s")
             raise
-        self._finish(stop, ticker)
         self.seconds[name] = time.perf_counter() - begin
         self._end(name, f"{self.seconds[name]:6.1f} s")
 
+    @contextmanager
+    def bytes(self, total: int) -> Iterator[Callable[[int], object]]:
+        """A bar of `total` bytes on a terminal, elsewhere nothing: call what this gives with the size of each part done.
+
+        Inside a stage the bar takes the place of its line while it lasts. One thread at a time may advance it.
+        """
+        with tqdm(
+            total=total, unit="B", unit_scale=True, file=self.stream, leave=False, disable=not self._is_terminal
+        ) as bar:
+            yield bar.update
+
     def note(self, text: str) -> None:
+        """A line of its own."""
         self._write(f"  {text}\n")
 
-    def _start_ticker(self, name: str, begin: float, stop: threading.Event) -> threading.Thread | None:
-        if not self._ticks:
-            return None
-
-        def tick() -> None:
-            while not stop.wait(0.2):
-                self._write(f"\r  {name:<38} {time.perf_counter() - begin:6.1f} s ...")
-
-        ticker = threading.Thread(target=tick, daemon=True)
-        ticker.start()
-        return ticker
-
-    def _finish(self, stop: threading.Event, ticker: threading.Thread | None) -> None:
-        stop.set()
-        if ticker is not None:
-            ticker.join()
-            self._write("\r\x1b[K")
-
     @property
-    def _ticks(self) -> bool:
+    def _is_terminal(self) -> bool:
         return self.stream is not None and self.stream.isatty()
 
     def _end(self, name: str, text: str) -> None:
-        self._write(f"\r  {name:<38} {text}\n" if self._ticks else f"{text}\n")
+        # On a terminal the line is written anew: a bar may have stood there.
+        self._write(f"\r  {name:<38} {text}\n" if self._is_terminal else f"{text}\n")
 
     def _write(self, text: str) -> None:
         if self.stream is not None:
@@ -73,4 +65,5 @@ class Progress:
 
 
 def stderr_progress() -> Progress:
+    """What the command line shows: a line per stage, on stderr."""
     return Progress(sys.stderr)

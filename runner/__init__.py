@@ -6,9 +6,10 @@
 Paris
 """
 
+from ostinato.delegate.sampling import Sampling
+
 from .engine import Engine, Result
 from .load_bar import LoadBar
-from .sampling import Sampling
 from .tokenizer import Tokenizer
 
 __all__ = ["Engine", "LoadBar", "Result", "Sampling", "Tokenizer"]

@@ -1,7 +1,7 @@
-"""The speed of an artifact, measured in the manner of llama-bench: `pp512` prefills 512 tokens, `tg128` decodes 128.
+"""The speed of an artifact, measured as llama-bench does: `pp512` prefills 512 tokens, `tg128` decodes 128.
 
-`@ d4000` says that the state held 4,000 tokens before; filling it is not timed. Decoding goes through `Engine.steps`, so
-that what is measured is what `ostinato run` does, greedily.
+`@ d4000` says that the state held 4,000 tokens before; filling it is not timed. What is measured is what `ostinato run`
+goes through, a `Model` and its steps, greedily.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 
-from ..delegate.artifact import META_MAX_SEQ_LEN, META_VOCAB_SIZE
-from ..delegate.errors import ArtifactError, OptionError
-from ..delegate.program import Program
+from ostinato.delegate.artifact import META_MAX_SEQ_LEN, META_VOCAB_SIZE
+from ostinato.delegate.errors import ArtifactError, OptionError
+from ostinato.delegate.program import Program
+from ostinato.delegate.sampling import Sampling
+from ostinato.delegate.state_machine import PHASE_OF_COUNTER
+
 from .device import synchronize
-from .engine import Engine
-from .sampling import Sampling
+from .model import Model
+from .steps import steps_of
 
 DEFAULT_PROMPTS = (512,)
 DEFAULT_ANSWERS = (128,)
@@ -27,9 +30,6 @@ DEFAULT_DEPTHS = (0, 4000)
 DEFAULT_REPETITIONS = 5
 MODE_NAMES = {False: "no graph", True: "--cuda_graph"}
 _SEED = 0
-
-# Counters of `MethodStats` -> the phase that a step was made in.
-_PHASES = {"runs": "run", "warmups": "warmup", "captures": "capture", "replays": "replay"}
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Plan:
 class Measurement:
     """One case in one mode: nanoseconds of each repetition, synchronised around the whole of it.
 
-    `host_us`: microseconds a token that Python took in the repetitions, waiting for the GPU left out; None where that cannot
-    be told apart.
+    `host_us`: microseconds per token that Python took in the repetitions, not counting waits for the GPU; None where the two
+    cannot be told apart.
     """
 
     case: Case
@@ -69,7 +69,7 @@ class Measurement:
 
     @property
     def samples(self) -> list[float]:
-        """Tokens a second, by repetition."""
+        """Tokens per second of each repetition."""
         return [self.case.tokens / nanoseconds * 1e9 for nanoseconds in self.samples_ns]
 
     @property
@@ -88,8 +88,8 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class GraphCounts:
-    """Kernels that the captured step runs, and how many of them start before the one ahead has ended, as `MethodStats` has
-    them. `note`: why there are no figures, or why no kernel starts early."""
+    """Kernels that the captured step runs, and how many of them start before the one ahead has ended, from `MethodStats`.
+    `note`: why there are no figures, or why some kernels do not start early."""
 
     kernels: int | None
     early: int | None
@@ -131,10 +131,10 @@ def make_plan(
     depths: Sequence[int] | None = None,
     repetitions: int = DEFAULT_REPETITIONS,
 ) -> Plan:
-    """All prompts, then all answers, at each depth. None takes the defaults, 0 tokens is no case.
+    """All prompts, then all answers, at each depth. None takes the defaults; 0 tokens means no case.
 
-    A case that max_seq_len has no room for is an error if it was asked for, and left out if a default is to blame: at depth 0
-    the default of its size, further on that of the depths.
+    A case that does not fit into max_seq_len is an error if it was asked for, and is left out if it comes from a default: at
+    depth 0 the default of its size, elsewhere that of the depths.
 
     Raises:
         OptionError: a case does not fit, none is left, or `repetitions` is below 1.
@@ -178,48 +178,49 @@ def sizes_of(program: Program) -> tuple[int, int]:
 
 
 def measure(
-    engine: Engine, plan: Plan, vocabulary: int, *, cuda_graph: bool, warmup_steps: int, say: Callable[[str], None]
+    model: Model, plan: Plan, vocabulary: int, *, cuda_graph: bool, warmup_steps: int, say: Callable[[str], None]
 ) -> ModeResult:
-    """Measure every case of `plan` with one loaded engine, whose decode is not warm yet.
+    """Measure every case of `plan` with one loaded model, whose decode is not warm yet.
 
     Args:
-        engine: fresh; nothing was run with it.
+        model: fresh; nothing was run with it.
         plan: what to measure.
         vocabulary: tokens are drawn below this.
-        cuda_graph, warmup_steps: what the engine was loaded with.
+        cuda_graph, warmup_steps: what the model was loaded with.
         say: gets a line after each case.
 
     Raises:
         ArtifactError: the program keeps no state, so there is no depth to measure at.
     """
-    if not engine.has_state:
+    if not model.has_state:
         raise ArtifactError("bench needs methods of (tokens, input_pos), with state; this program takes tokens alone")
-    bench = _Bench(engine, vocabulary)
+    bench = _Bench(model, vocabulary)
     result = ModeResult(cuda_graph)
     result.phases = bench.first_answer(plan, warmup_steps)
     for case, samples, host_us in bench.run(plan):
         measurement = Measurement(case, cuda_graph, tuple(samples), host_us)
         result.measurements.append(measurement)
         say(f"{MODE_NAMES[cuda_graph]:<14}{case.name:<14}{measurement.median:>10,.1f} tokens/s")
-    result.methods = engine.method_stats
+    result.methods = model.method_stats
     return result
 
 
 class _Bench:
-    """One engine, and tokens to feed it: the same ones each time."""
+    """One model, and tokens to feed it: the same ones each time."""
 
-    def __init__(self, engine: Engine, vocabulary: int) -> None:
-        self._engine = engine
-        self._device = engine.program.device
+    def __init__(self, model: Model, vocabulary: int) -> None:
+        self._model = model
+        self._steps = steps_of(model)
+        self._device = model.program.device
         generator = torch.Generator().manual_seed(_SEED)
-        self._tokens = torch.randint(vocabulary, (engine.max_seq_len,), generator=generator).tolist()
+        self._tokens = torch.randint(vocabulary, (model.max_seq_len,), generator=generator).tolist()
 
     def first_answer(self, plan: Plan, warmup_steps: int) -> list[PhaseTime]:
         """Time by phase of one answer with a fresh decode and a warm prefill, of the plan's first sizes if there is room.
 
         It is also the warm-up of what follows: when it is over, decode has made its capture.
         """
-        room = self._engine.max_seq_len
+        room = self._model.max_seq_len
         # Enough steps for warm-up, capture and one replay, whatever was asked for.
         least = warmup_steps + 2
         answer = min(max(_first(plan, "tg"), least), max(room // 2, least), room)
@@ -228,14 +229,14 @@ class _Bench:
         if prompt:
             # Kernels are loaded when they first run. One token goes through decode, which is to stay fresh.
             if len(prompt) > 1:
-                self._engine.prefill(prompt)
-            seconds = self._timed(lambda: self._engine.prefill(prompt)) / 1e9
+                self._model.prefill(prompt)
+            seconds = self._timed(lambda: self._model.prefill(prompt)) / 1e9
             phases["prefill"] = PhaseTime("prefill", len(prompt), seconds)
-        self._engine.steps.resume(prompt, self._tokens[0], Sampling())
+        self._steps.resume(prompt, self._tokens[0], Sampling())
         for _ in range(answer):
             before = self._counts()
-            spent = self._timed(lambda: self._engine.steps.next(more=False)) / 1e9
-            name = next(word for key, word in _PHASES.items() if self._counts()[key] > before[key])
+            spent = self._timed(lambda: self._steps.next(more=False)) / 1e9
+            name = next(word for key, word in PHASE_OF_COUNTER.items() if self._counts()[key] > before[key])
             known = phases.get(name, PhaseTime(name, 0, 0.0))
             phases[name] = PhaseTime(name, known.calls + 1, known.seconds + spent)
         return list(phases.values())
@@ -246,18 +247,18 @@ class _Bench:
         state: dict[str, torch.Tensor] = {}
         for case in plan.cases:
             if case.depth and case.depth != held:
-                self._engine.prefill(self._tokens[: case.depth])
-                # On the host, so that a long context is not twice on a GPU that it only just fits.
+                self._model.prefill(self._tokens[: case.depth])
+                # On the host: the GPU may have no room for a long context twice.
                 state = {name: tensor.to("cpu", copy=True) for name, tensor in self._buffers().items()}
                 held = case.depth
-            # Decode is warm from the first answer on; memory for a prompt of this length may yet have to be found.
+            # Decode is warm from the first answer on; memory for a prompt of this length may still have to be allocated.
             self._once(case if case.kind == "pp" else Case("tg", 1, case.depth), state)
-            before = self._engine.steps.host_seconds
+            before = self._steps.host_seconds
             samples = [self._once(case, state) for _ in range(plan.repetitions)]
             yield case, samples, self._host_us(case, before, plan.repetitions)
 
     def _host_us(self, case: Case, before: float | None, repetitions: int) -> float | None:
-        after = self._engine.steps.host_seconds
+        after = self._steps.host_seconds
         if case.kind != "tg" or before is None or after is None:
             return None
         return (after - before) / (case.tokens * repetitions) * 1e6
@@ -269,13 +270,13 @@ class _Bench:
                 tensor.copy_(state[name])
         before, after = self._tokens[: case.depth], self._tokens[case.depth : case.depth + case.tokens]
         if case.kind == "pp":
-            return self._timed(lambda: self._engine.prefill(after, case.depth))
-        self._engine.steps.resume(before, after[0], Sampling())
+            return self._timed(lambda: self._model.prefill(after, case.depth))
+        self._steps.resume(before, after[0], Sampling())
         return self._timed(lambda: self._decode(case.tokens))
 
     def _decode(self, count: int) -> None:
         for left in reversed(range(count)):
-            self._engine.steps.next(more=left > 0)
+            self._steps.next(more=left > 0)
 
     def _timed(self, work: Callable[[], object]) -> int:
         synchronize(self._device)
@@ -285,10 +286,10 @@ class _Bench:
         return time.perf_counter_ns() - begin
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        return self._engine.program.mutable_buffers
+        return self._model.program.mutable_buffers
 
     def _counts(self) -> dict[str, Any]:
-        return list(self._engine.method_stats.values())[-1]
+        return list(self._model.method_stats.values())[-1]
 
 
 def _first(plan: Plan, kind: str) -> int:

@@ -7,8 +7,8 @@ import importlib
 import os
 import sys
 
-# Name -> (module, what it does). Each module has `add_arguments(parser)` and `main(arguments) -> exit status`. By name, so
-# that `run` imports no compiler, and this package none of export/.
+# Name -> (module, what it does). Each module has `add_arguments(parser)` and `main(arguments) -> exit status`. Modules are
+# imported when they are needed, so that `run` imports no compiler, and this package nothing of export/.
 COMMANDS = {
     "export": ("ostinato.export.command", "a Hugging Face checkpoint -> an artifact (needs a C++ compiler)"),
     "run": ("ostinato.runner.command_run", "answer a prompt with an artifact"),
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
             module.add_arguments(command)
     arguments = parser.parse_args(words)
     assert module is not None
-    from ..delegate.errors import OstinatoError
+    from ostinato.delegate.errors import OstinatoError
 
     try:
         return module.main(arguments)

@@ -1,8 +1,8 @@
-"""Measure how fast an artifact runs, in the manner of llama-bench: without and with --cuda_graph, in one run.
+"""Measure how fast an artifact runs, as llama-bench does: without and with --cuda_graph, in one run.
 
-Tests: pp512 prefills 512 tokens, tg128 decodes 128 of them one by one; "@ d4000" says that 4,000 tokens stood before.
-Loading, warm-up, capture and filling the state are not in these figures. The device is waited for around each
-repetition, not around each token.
+Tests: pp512 prefills 512 tokens, tg128 decodes 128 of them one by one; "@ d4000": after 4,000 other tokens.
+Loading, warm-up, capture and filling the state are not in these figures. The device is synchronised before and after
+each repetition, not for each token.
 
 stdout carries the table (or --output); progress, notes and errors go to stderr.
 Exit status: 0 done, 2 an error in what was asked or given, 130 interrupted.
@@ -20,9 +20,10 @@ from pathlib import Path
 
 import torch
 
-from ..delegate import Program, load_program
-from ..delegate.artifact import META_DTYPE, META_MODEL_TYPE, META_N_LAYERS
-from ..delegate.errors import OptionError
+from ostinato.delegate import Program, load_program
+from ostinato.delegate.artifact import META_DTYPE, META_MODEL_TYPE, META_N_LAYERS
+from ostinato.delegate.errors import OptionError
+
 from .bench import (
     DEFAULT_ANSWERS,
     DEFAULT_DEPTHS,
@@ -33,9 +34,9 @@ from .bench import (
     measure,
     sizes_of,
 )
-from .command_run import HOST_ENGINE_NOTE
+from .command_run import NO_GRAPH_NOTE
 from .device import copy_speed, device_memory, device_name
-from .engine import DEFAULT_WARMUP_STEPS, Engine
+from .model import DEFAULT_WARMUP_STEPS, Model
 from .plot import check_plot, draw
 from .report import FORMATS, Reads, Report, Subject, render
 
@@ -99,7 +100,7 @@ def main(arguments: argparse.Namespace) -> int:
         for reason in plan.skipped:
             _say(f"note: left out: {reason}")
         if True in modes and program.device.type == "cpu":
-            _say(HOST_ENGINE_NOTE)
+            _say(NO_GRAPH_NOTE)
         report = _measure_all(program, arguments.artifact, modes, plan, vocabulary, begin)
     print(render(report, arguments.output))
     if arguments.save:
@@ -113,7 +114,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _measure_all(
     program: Program, path: str, modes: Sequence[bool], plan: Plan, vocabulary: int, begin: float
 ) -> Report:
-    """Load an engine for each mode over the one program, whose constants they share, and measure with it."""
+    """Load a model for each mode over the one program, whose constants they share, and measure with it."""
     _say(f"loading {path}")
     total = len(modes) * len(plan.cases)
     counter = itertools.count(1)
@@ -125,15 +126,15 @@ def _measure_all(
     subject = None
     warmup_steps = DEFAULT_WARMUP_STEPS
     for cuda_graph in modes:
-        engine = Engine(program, Path(path), cuda_graph, warmup_steps)
-        subject = subject or _subject(engine, path, time.perf_counter() - begin)
-        results.append(measure(engine, plan, vocabulary, cuda_graph=cuda_graph, warmup_steps=warmup_steps, say=say))
+        model = Model(program, cuda_graph, warmup_steps)
+        subject = subject or _subject(model, path, time.perf_counter() - begin)
+        results.append(measure(model, plan, vocabulary, cuda_graph=cuda_graph, warmup_steps=warmup_steps, say=say))
     assert subject is not None
     return Report(subject, tuple(results))
 
 
-def _subject(engine: Engine, path: str, load_seconds: float) -> Subject:
-    program = engine.program
+def _subject(model: Model, path: str, load_seconds: float) -> Subject:
+    program = model.program
     # Before the copy, whose buffers would count.
     memory = device_memory(program.device)
     return Subject(
@@ -141,7 +142,7 @@ def _subject(engine: Engine, path: str, load_seconds: float) -> Subject:
         model_type=str(program.metadata.get(META_MODEL_TYPE, "a program")),
         dtype=str(program.metadata.get(META_DTYPE, "unknown dtype")),
         n_layers=program.metadata.get(META_N_LAYERS),
-        max_seq_len=engine.max_seq_len,
+        max_seq_len=model.max_seq_len,
         constant_bytes=program.stats.constant_bytes,
         state_bytes=program.stats.mutable_buffer_bytes,
         load_seconds=load_seconds,

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..delegate.artifact import TensorSpec
-from ..delegate.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact import TensorSpec, dtype_name
+from ostinato.delegate.files import artifact_paths, open_artifact
+from ostinato.delegate.memory import size_text
+
+from .tables import Side, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +37,7 @@ def describe(path: str) -> dict[str, Any]:
     """Everything that `inspect --json` prints.
 
     Raises:
-        ArtifactError: as `load_program`; a foreign compile target is no error here.
+        ArtifactError: as `load_program`; a foreign compile target is not an error here.
     """
     program_path, constants_path = artifact_paths(path)
     parsed, constants = open_artifact(program_path, constants_path)
@@ -61,13 +65,19 @@ def describe(path: str) -> dict[str, Any]:
             {
                 "name": key,
                 "shape": list(entry.shape),
-                "dtype": str(entry.dtype).removeprefix("torch."),
+                "dtype": dtype_name(entry.dtype) if entry.dtype else None,
                 "bytes": entry.nbytes,
             }
             for key, entry in entries
         ],
         "mutable_buffers": [
-            {"name": key, "shape": list(spec.shape), "dtype": spec.dtype, "bytes": spec.nbytes}
+            {
+                "name": key,
+                "kind": spec.kind.value,
+                "shape": list(spec.shape),
+                "dtype": spec.dtype,
+                "bytes": spec.nbytes,
+            }
             for key, spec in sorted(buffers.items())
         ],
         "files": {path.name: path.stat().st_size for path in (program_path, constants_path)},
@@ -81,37 +91,77 @@ def _tensor(spec: TensorSpec) -> dict[str, Any]:
 
 def _as_text(data: dict[str, Any], top: int) -> str:
     target = data["target"]
-    lines = [f"compiled for  {target['device']} {target['arch']}, torch {target['torch']}, {target['system']}"]
-    lines += [f"file          {name}  {_size(size)}" for name, size in data["files"].items()]
-    for name, method in data["methods"].items():
-        lines.append(
-            f"method        {name}  {method['segments']} {'segment' if method['segments'] == 1 else 'segments'}, "
-            f"code {_size(method['code_bytes'])}, {method['constants']} constants, "
-            f"{method['mutable_buffers']} mutable buffers"
+    where = f"{target['device']} {target['arch']}, torch {target['torch']}, {target['system']}"
+    parts = [
+        f"compiled for {where}",
+        _files(data["files"]),
+        _methods(data["methods"]),
+        _inputs_and_outputs(data["methods"]),
+        _metadata(data["metadata"]),
+        _largest("constant", ("shape", "dtype"), data["constants"], top),
+        _largest("mutable buffer", ("kind", "shape", "dtype"), data["mutable_buffers"], top),
+    ]
+    return "\n\n".join(parts)
+
+
+def _files(sizes: dict[str, int]) -> str:
+    return table({"file": "left", "size": "right"}, [(name, size_text(size)) for name, size in sizes.items()])
+
+
+def _methods(methods: dict[str, Any]) -> str:
+    columns: dict[str, Side] = {"method": "left"}
+    columns |= dict.fromkeys(("segments", "code", "constants", "mutable buffers"), "right")
+    rows = [
+        (
+            name,
+            str(method["segments"]),
+            size_text(method["code_bytes"]),
+            str(method["constants"]),
+            str(method["mutable_buffers"]),
         )
+        for name, method in methods.items()
+    ]
+    return table(columns, rows)
+
+
+def _inputs_and_outputs(methods: dict[str, Any]) -> str:
+    rows = []
+    for name, method in methods.items():
         for direction in ("inputs", "outputs"):
             for tensor in method[direction]:
                 bounds = tensor["value_range"]
-                within = f", values {bounds[0]}..{bounds[1]}" if bounds else ""
-                shape = ", ".join(str(size) for size in tensor["shape"])
-                lines.append(f"  {direction[:-1]:<11} {tensor['name']} [{shape}] {tensor['dtype']}{within}")
-    for key, value in sorted(data["metadata"].items()):
+                within = f"{bounds[0]}..{bounds[1]}" if bounds else ""
+                rows.append((name, direction[:-1], tensor["name"], _shape(tensor), tensor["dtype"], within))
+    return table(dict.fromkeys(("method", "", "tensor", "shape", "dtype", "values"), "left"), rows)
+
+
+def _metadata(metadata: dict[str, Any]) -> str:
+    rows = []
+    for key, value in sorted(metadata.items()):
         text = str(value)
-        lines.append(f"metadata      {key} = {text if len(text) <= 80 else text[:77] + '...'}")
-    for title, items in (("constants", data["constants"]), ("mutable", data["mutable_buffers"])):
-        total = sum(item["bytes"] for item in items)
-        lines.append(f"{title:<13} {len(items)}, {_size(total)}")
-        shown = sorted(items, key=lambda item: -item["bytes"])[:top]
-        for item in shown:
-            lines.append(f"  {_size(item['bytes']):>10}  {item['name']} {item['shape']} {item['dtype']}")
-        if len(items) > top:
-            lines.append(f"  {'':>10}  and {len(items) - top} more (--top N)")
+        rows.append((key, text if len(text) <= 80 else text[:77] + "..."))
+    return table({"metadata": "left", "value": "left"}, rows)
+
+
+def _largest(what: str, properties: Sequence[str], items: Sequence[dict[str, Any]], top: int) -> str:
+    """The `top` largest of `items`, and how many there are."""
+    columns: dict[str, Side] = {what: "left", **dict.fromkeys(properties, "left"), "size": "right"}
+    shown = sorted(items, key=lambda item: -item["bytes"])[:top]
+    rows = [
+        (
+            item["name"],
+            *(_shape(item) if name == "shape" else item[name] for name in properties),
+            size_text(item["bytes"]),
+        )
+        for item in shown
+    ]
+    lines = [f"{len(items)} {what}s, {size_text(sum(item['bytes'] for item in items))}"]
+    if rows:
+        lines.append(table(columns, rows))
+    if len(items) > top:
+        lines.append(f"and {len(items) - top} more (--top N)")
     return "\n".join(lines)
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
+def _shape(tensor: dict[str, Any]) -> str:
+    return "[" + ", ".join(str(size) for size in tensor["shape"]) + "]"

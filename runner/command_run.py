@@ -9,14 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import fields
+from typing import get_args, get_type_hints
+
+from ostinato.delegate.sampling import Sampling
+from ostinato.delegate.state_machine import PHASE_OF_COUNTER
 
 from .engine import DEFAULT_MAX_NEW_TOKENS, Engine, Result
 from .load_bar import LoadBar
-from .sampling import Sampling
 
-HOST_ENGINE_NOTE = (
-    "note: this artifact runs on the CPU, where --cuda_graph takes the host engine: the same phases and checks, "
-    "no graph and no gain"
+NO_GRAPH_NOTE = (
+    "note: this artifact runs on the CPU, where there is no graph for --cuda_graph to capture: the same phases and checks, "
+    "no gain"
 )
 
 
@@ -33,23 +37,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-new-tokens", type=int, default=DEFAULT_MAX_NEW_TOKENS, metavar="N", help="default: %(default)s"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default): most likely token")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 (default): off")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 (default): off")
-    parser.add_argument("--seed", type=int, metavar="N", help="draw the same tokens again")
+    _add_sampling_options(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
 
+def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """One option per field of `Sampling`: its name, type and default, and the words that come with it."""
+    hints = get_type_hints(Sampling)
+    for item in fields(Sampling):
+        # `int | None` takes an int, and is None when it is not given.
+        (kind,) = {*(get_args(hints[item.name]) or (hints[item.name],))} - {type(None)}
+        parser.add_argument(f"--{item.name.replace('_', '-')}", type=kind, default=item.default, **item.metadata)
+
+
 def main(arguments: argparse.Namespace) -> int:
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    sampling = Sampling(**{item.name: getattr(arguments, item.name) for item in fields(Sampling)})
     with LoadBar() as bar:
         loaded = Engine.load(
             arguments.artifact, cuda_graph=arguments.cuda_graph, on_load=bar.advance, on_total=bar.begin
         )
     with loaded as engine:
         if arguments.cuda_graph and engine.program.device.type == "cpu":
-            _say(HOST_ENGINE_NOTE)
+            _say(NO_GRAPH_NOTE)
         pieces = engine.generate(
             arguments.prompt,
             raw=arguments.raw,
@@ -81,10 +91,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 def figures(result: Result) -> str:
     """One line: prompt and decode speed, and how many steps were made in which way."""
-    counts = {"run": 0, "warmup": 0, "capture": 0, "replay": 0}
     decode = list(result.methods.values())[-1] if result.methods else {}
-    for word, key in (("run", "runs"), ("warmup", "warmups"), ("capture", "captures"), ("replay", "replays")):
-        counts[word] = decode.get(key, 0)
+    counts = {word: decode.get(counter, 0) for counter, word in PHASE_OF_COUNTER.items()}
     steps = ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "none"
     return (
         f"prompt: {result.prompt_tokens} tokens, {result.prefill_tokens_per_second:.1f} tokens/s | "

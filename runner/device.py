@@ -1,4 +1,4 @@
-"""What a measurement says of its machine: the device's name, the memory in use on it, and how fast it copies."""
+"""What a measurement records about its machine: the device's name, the memory in use on it, and how fast it copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 _CUDA_COPY_BYTES = 1 << 30
 _HOST_COPY_BYTES = 256 << 20
 _ROUNDS = 5
-# Copies a round: 1 GiB takes an H200 half a millisecond, and waiting for it once would cost a few percent of that.
+# Copies per round: 1 GiB takes an H200 half a millisecond, and one synchronisation a few percent of that.
 _COPIES = 8
 
 
@@ -75,7 +75,7 @@ def copy_speed(device: torch.device) -> CopySpeed:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given; a CPU has."""
+    """Wait until the device has finished all its work; on a CPU nothing is ever pending."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

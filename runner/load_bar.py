@@ -6,23 +6,23 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from ..delegate.memory import size_text
+from ostinato.delegate.memory import size_text
 
-_CELLS = 10
-# Seconds between two drawings.
-_INTERVAL = 0.1
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 # A load under 1 GB is over before a bar could be read.
 _SMALLEST = 10**9
 
 
 class LoadBar:
-    """Progress of one load; on a terminal a line that redraws, elsewhere one line when the load is over.
+    """Progress of one load: on a terminal tqdm's bar, which is gone at the end, and everywhere one line when it is over.
 
     >>> with LoadBar() as bar:
     ...     engine = Engine.load("artifact/", on_total=bar.begin, on_load=bar.advance)
-    loading 18.1 GB  [#####.....]  54 %  4.2 GB/s
+    loaded 18.1 GB in 4.3 s  4.2 GB/s
 
     Loads under `smallest` bytes show nothing. Any thread may call `begin` and `advance`.
     """
@@ -30,24 +30,30 @@ class LoadBar:
     def __init__(self, stream: TextIO | None = None, smallest: int = _SMALLEST) -> None:
         self._stream = stream or sys.stderr
         self._smallest = smallest
+        # tqdm's count is not safe to raise from several threads.
         self._lock = threading.Lock()
+        self._bar: tqdm[Any] | None = None
         self._total = 0
         self._done = 0
-        self._begun = self._drawn = 0.0
+        self._begun = 0.0
 
     def begin(self, total: int) -> None:
         """Start the clock; `total` bytes are to come."""
         with self._lock:
             self._total, self._done = total, 0
             self._begun = time.perf_counter()
-            self._draw()
+            if self._shows and self._stream.isatty():
+                # Imported here: it takes as long as a small load, which shows nothing.
+                from tqdm import tqdm
+
+                self._bar = tqdm(total=total, desc="loading", unit="B", unit_scale=True, file=self._stream, leave=False)
 
     def advance(self, nbytes: int) -> None:
         """`nbytes` more have been loaded."""
         with self._lock:
             self._done += nbytes
-            if time.perf_counter() - self._drawn >= _INTERVAL:
-                self._draw()
+            if self._bar is not None:
+                self._bar.update(nbytes)
 
     def __enter__(self) -> LoadBar:
         return self
@@ -56,36 +62,14 @@ class LoadBar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._lock:
-            if not self._shows:
-                return
-            if self._redraws:
-                self._write("\r\x1b[K")
-            if kind is None:
+            if self._bar is not None:
+                self._bar.close()
+            if self._shows and kind is None:
                 seconds = time.perf_counter() - self._begun
-                self._write(f"loaded {size_text(self._done)} in {seconds:.1f} s  {self._speed}\n")
-
-    def _draw(self) -> None:
-        if not self._shows or not self._redraws:
-            return
-        self._drawn = time.perf_counter()
-        share = min(1.0, self._done / self._total)
-        bar = "#" * int(share * _CELLS)
-        percent = int(share * 100)
-        self._write(f"\rloading {size_text(self._total)}  [{bar:.<{_CELLS}}] {percent:3d} %  {self._speed}\x1b[K")
+                speed = size_text(int(self._done / seconds) if seconds else 0)
+                self._stream.write(f"loaded {size_text(self._done)} in {seconds:.1f} s  {speed}/s\n")
+                self._stream.flush()
 
     @property
     def _shows(self) -> bool:
         return self._total >= max(1, self._smallest)
-
-    @property
-    def _redraws(self) -> bool:
-        return self._stream.isatty()
-
-    @property
-    def _speed(self) -> str:
-        seconds = time.perf_counter() - self._begun
-        return f"{size_text(int(self._done / seconds) if seconds else 0)}/s"
-
-    def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()

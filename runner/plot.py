@@ -9,9 +9,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..delegate.errors import OptionError
+from ostinato.delegate.errors import OptionError
+from ostinato.delegate.memory import size_text
+
 from .bench import MODE_NAMES
-from .report import Report, phase_text, quantity
+from .report import Report, phase_text
 
 _MODE_COLOURS = {False: "#8a8f98", True: "#0072b2"}
 _PHASE_COLOURS = {
@@ -35,8 +37,8 @@ def check_plot(path: Path) -> None:
     kinds = FigureCanvasBase.get_supported_filetypes()
     kind = path.suffix.removeprefix(".").lower()
     if kind not in kinds:
-        got = f"{path.suffix!r}" if kind else "no suffix"
-        raise OptionError(f"--plot {path}: {got} says no picture format; .png, .svg and .pdf do")
+        why = f"{path.suffix!r} is not a picture format" if kind else "there is no suffix"
+        raise OptionError(f"--plot {path}: {why}; use .png, .svg or .pdf")
     if path.is_dir():
         raise OptionError(f"--plot {path}: that is a folder")
     try:
@@ -64,11 +66,11 @@ def draw(report: Report, path: Path) -> None:
 
 def _title(report: Report) -> str:
     subject = report.subject
-    return f"{subject.model_type}, {quantity(subject.constant_bytes)} of constants, on {subject.device}"
+    return f"{subject.model_type}, {size_text(subject.constant_bytes, 2)} of constants, on {subject.device}"
 
 
 def _speed_over_depth(axis: Any, report: Report, kind: str) -> None:
-    """Medians, a line for each mode and size; bars reach from the slowest to the fastest repetition."""
+    """Medians, one line per mode and size; bars reach from the slowest to the fastest repetition."""
     every = [row for row in report.rows if row.case.kind == kind]
     sizes = list(dict.fromkeys(row.case.tokens for row in every))
     for mode in report.modes:
@@ -101,7 +103,7 @@ def _speed_over_depth(axis: Any, report: Report, kind: str) -> None:
 
 
 def _time_by_phase(axis: Any, report: Report) -> None:
-    """One bar a mode, one piece a phase, and the figures above the bar: some pieces are too small to see."""
+    """One bar per mode, one piece per phase, and the figures above the bar: some pieces are too small to see."""
     longest = max(sum(phase.seconds for phase in mode.phases) for mode in report.modes)
     scale, unit = (1.0, "seconds") if longest >= 1 else (1e3, "milliseconds")
     labelled: set[str] = set()

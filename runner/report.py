@@ -6,14 +6,16 @@ import csv
 import io
 import json
 import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..delegate import artifact
-from ..delegate.program import Program
+from ostinato.delegate import artifact
+from ostinato.delegate.memory import size_text
+from ostinato.delegate.program import Program
+
 from .bench import MODE_NAMES, GraphCounts, Measurement, ModeResult
 from .device import CopySpeed, DeviceMemory
+from .tables import Side, table
 
 FORMATS = ("table", "md", "csv", "json")
 
@@ -78,14 +80,14 @@ class Report:
         return [row for rows in zip(*(mode.measurements for mode in self.modes), strict=True) for row in rows]
 
     def ratio(self, row: Measurement) -> float | None:
-        """Speed against no graph; None if only one mode was measured."""
+        """Speed relative to no graph; None if only one mode was measured."""
         if len(self.modes) < 2:
             return None
         base = next(one for one in self.modes[0].measurements if one.case == row.case)
         return row.median / base.median
 
     def bandwidth(self, row: Measurement) -> float | None:
-        """Bytes a second that decode had to move; None for a prefill."""
+        """Bytes per second that decode had to move; None for a prefill."""
         per_token = self.subject.reads.per_token(row)
         return None if per_token is None else per_token * row.median
 
@@ -101,7 +103,7 @@ def render(report: Report, style: str) -> str:
 
 
 def records(report: Report) -> list[dict[str, Any]]:
-    """One flat record a measurement, with llama-bench's names where it has one. `_ns`: nanoseconds, `_ts`: tokens/s."""
+    """One flat record per measurement, with llama-bench's names where it has one. `_ns`: nanoseconds, `_ts`: tokens/s."""
     subject = report.subject
     modes = {mode.cuda_graph: mode for mode in report.modes}
     return [
@@ -173,35 +175,22 @@ def _as_csv(report: Report) -> str:
 
 
 def _as_table(report: Report) -> str:
-    lines = [f"{name:<9} {text}" for name, text in _preamble(report)]
-    header, *rows = _cells(report)
-    widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        parts = [f"{cells[0]:<{widths[0]}}", f"{cells[1]:<{widths[1]}}"]
-        return "   ".join(
-            parts + [f"{cell:>{width}}" for cell, width in zip(cells[2:], widths[2:], strict=True)]
-        ).rstrip()
-
-    lines += ["", line(header), "   ".join("-" * width for width in widths)]
-    for number, row in enumerate(rows):
-        # The second mode of a case stands under the first one.
-        lines.append(line(["", *row[1:]] if number % len(report.modes) else row))
-    return "\n".join([*lines, "", *_notes(report)])
+    columns, rows = _cells(report)
+    # The second mode of a case stands under the first one.
+    rows = [["", *row[1:]] if number % len(report.modes) else row for number, row in enumerate(rows)]
+    preamble = [f"{name:<9} {text}" for name, text in _preamble(report)]
+    return "\n".join([*preamble, "", table(columns, rows), "", *_notes(report)])
 
 
 def _as_markdown(report: Report) -> str:
-    header, *rows = _cells(report)
-    lines = ["| " + " | ".join(header) + " |", "| --- | --- |" + " ---: |" * (len(header) - 2)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    lines += ["", *(f"- {name}: {text}" for name, text in _preamble(report))]
+    lines = [table(*_cells(report), markdown=True), "", *(f"- {name}: {text}" for name, text in _preamble(report))]
     return "\n".join(lines + [f"- {note}" for note in _notes(report)])
 
 
 def _preamble(report: Report) -> list[tuple[str, str]]:
     subject = report.subject
     layers = "" if subject.n_layers is None else f"{subject.n_layers} layers, "
-    sizes = f"{layers}constants {quantity(subject.constant_bytes)}, state {quantity(subject.state_bytes)}"
+    sizes = f"{layers}constants {size_text(subject.constant_bytes, 2)}, state {size_text(subject.state_bytes, 2)}"
     rows = [
         ("artifact", f"{subject.artifact}, loaded in {duration(subject.load_seconds)}"),
         ("model", f"{subject.model_type}, {subject.dtype}, {sizes}, max_seq_len {subject.max_seq_len}"),
@@ -212,46 +201,53 @@ def _preamble(report: Report) -> list[tuple[str, str]]:
         rows.append(
             (
                 "memory",
-                f"{quantity(memory.used)} of {quantity(memory.total)} in use on the device after loading, "
-                f"{quantity(memory.allocated)} of it tensors",
+                f"{size_text(memory.used, 2)} of {size_text(memory.total, 2)} in use on the device after loading, "
+                f"{size_text(memory.allocated, 2)} of it tensors",
             )
         )
     copy = subject.copy
     speed = f"{copy.bytes_per_second / 1e9:,.1f} GB/s"
-    rows.append(("copy", f"{speed}, read and written, best of {copy.rounds} rounds over {quantity(copy.buffer_bytes)}"))
+    rows.append(
+        ("copy", f"{speed}, read and written, best of {copy.rounds} rounds over {size_text(copy.buffer_bytes, 2)}")
+    )
     reads = subject.reads
     if reads.exact:
-        rows.append(("a token", f"reads {quantity(reads.fixed)} + {quantity(reads.per_position)} a position"))
+        rows.append(("a token", f"reads {size_text(reads.fixed, 2)} + {size_text(reads.per_position, 2)} per position"))
     else:
         rows.append(
-            ("a token", f"reads at most {quantity(reads.fixed)}: all constants and state (the program does not say)")
+            (
+                "a token",
+                f"reads at most {size_text(reads.fixed, 2)}: all constants and state (the program does not say)",
+            )
         )
     return rows
 
 
-def _cells(report: Report) -> list[list[str]]:
-    """Header and rows; columns that say nothing are left out."""
-    rows = []
-    for row in report.rows:
-        ratio, moved, share = report.ratio(row), report.bandwidth(row), report.share(row)
-        per_token = report.subject.reads.per_token(row)
-        rows.append(
-            [
-                row.case.name,
-                MODE_NAMES[row.cuda_graph],
-                f"{row.median:,.1f}",
-                f"{min(row.samples):,.1f} .. {max(row.samples):,.1f}",
-                "" if ratio is None else f"{ratio:.2f}",
-                "" if per_token is None else quantity(per_token),
-                "" if moved is None else f"{moved / 1e9:,.1f}",
-                "" if share is None else f"{share:.1%}",
-            ]
-        )
+def _cells(report: Report) -> tuple[dict[str, Side], list[list[str]]]:
+    """Columns and rows; empty columns are left out."""
     at_most = "" if report.subject.reads.exact else "<= "
-    header = ["test", "mode", "tokens/s", "min .. max", "ratio"]
-    header += [at_most + name for name in ("read/token", "GB/s", "of copy")]
-    used = [i for i in range(len(header)) if any(row[i] for row in rows)]
-    return [[row[i] for i in used] for row in (header, *rows)]
+    columns: dict[str, Side] = {"test": "left", "mode": "left"}
+    columns |= dict.fromkeys(("tokens/s", "min .. max", "ratio"), "right")
+    columns |= dict.fromkeys((at_most + name for name in ("read/token", "GB/s", "of copy")), "right")
+    rows = [_row(report, row) for row in report.rows]
+    used = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    headers = list(columns)
+    return {headers[i]: columns[headers[i]] for i in used}, [[row[i] for i in used] for row in rows]
+
+
+def _row(report: Report, row: Measurement) -> list[str]:
+    ratio, moved, share = report.ratio(row), report.bandwidth(row), report.share(row)
+    per_token = report.subject.reads.per_token(row)
+    return [
+        row.case.name,
+        MODE_NAMES[row.cuda_graph],
+        f"{row.median:,.1f}",
+        f"{min(row.samples):,.1f} .. {max(row.samples):,.1f}",
+        "" if ratio is None else f"{ratio:.2f}",
+        "" if per_token is None else size_text(per_token, 2),
+        "" if moved is None else f"{moved / 1e9:,.1f}",
+        "" if share is None else f"{share:.1%}",
+    ]
 
 
 def _notes(report: Report) -> list[str]:
@@ -276,24 +272,16 @@ def phase_text(mode: ModeResult) -> str:
 
 
 def graph_text(graph: GraphCounts) -> str:
-    """`243 kernels a token, 240 of them start before the one ahead has ended`, and what went wrong if something did."""
+    """`243 kernels per token, 240 of them start before the one ahead has ended`, and what went wrong if something did."""
     if graph.kernels is None:
         return f"its kernels were not counted: {graph.note}"
-    text = f"{graph.kernels:,} kernels a token, {graph.early or 'none'} of them start before the one ahead has ended"
+    text = f"{graph.kernels:,} kernels per token, {graph.early or 'none'} of them start before the one ahead has ended"
     return f"{text}: {graph.note}" if graph.note else text
 
 
 def host_text(mode: ModeResult) -> str:
-    """`Python takes 12.3 us a token on the host, beside what it waits for`: the largest of the mode's tests."""
-    return f"Python takes {mode.host_us:.1f} us a token on the host, waiting for the GPU left out"
-
-
-def quantity(count: float) -> str:
-    """Bytes in decimal units, as memory speeds are given: `1.52 GB`."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count:.0f} B"
+    """`Python takes 12.3 us per token on the host, not counting waits for the GPU`: the largest of the mode's tests."""
+    return f"Python takes {mode.host_us:.1f} us per token on the host, not counting waits for the GPU"
 
 
 def duration(seconds: float) -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..delegate.errors import ArtifactError, InputError
+from ostinato.delegate.errors import ArtifactError, InputError, first_line
+from ostinato.delegate.json_files import read_json
 
 Message = dict[str, str]
 
@@ -18,45 +16,60 @@ _REPLACEMENT = "�"
 
 
 class Tokenizer:
-    """Encodes prompts and renders chats.
+    """Encodes prompts and renders chats. The work is done by Hugging Face's `tokenizers` and by Jinja2.
 
     Args:
         folder: holds `tokenizer.json`, and for chats `tokenizer_config.json` or `chat_template.jinja`.
 
     Raises:
-        ArtifactError: no `tokenizer.json`, or one that cannot be read.
+        ArtifactError: no `tokenizer.json`, or a file that cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
         if not path.exists():
             raise ArtifactError(f"{folder} has no tokenizer.json: text needs one; use the Python API with token ids")
-        with _no_stderr():
-            from pytorch_tokenizers.hf_tokenizer import HuggingFaceTokenizer
+        # Imported here: a program that gets token ids does not need it.
+        import tokenizers
+
         try:
-            self._tokenizer = HuggingFaceTokenizer(str(path))
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises bare Exception for a broken file.
             raise ArtifactError(f"{path} cannot be read: {error}") from error
-        self._config = _read_json(folder / "tokenizer_config.json")
+        # The file may hold settings of the training; a prompt is neither truncated nor padded.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._config = _read_config(folder / "tokenizer_config.json")
         self._template = _chat_template(folder, self._config)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; special tokens written out in it count as such, and none is added."""
-        return list(self._tokenizer.encode(text, bos=False, eos=False))
+        """Token ids of `text`; special tokens written out in it count as such, and none is added.
+
+        Raises:
+            InputError: the text is not Unicode, or holds what the tokenizer has no token for.
+        """
+        try:
+            text.encode()
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except UnicodeEncodeError as error:
+            raise InputError("the text is not valid Unicode: it holds bytes that are not UTF-8") from error
+        except Exception as error:  # The library raises bare Exception.
+            raise InputError(f"the text cannot be encoded: {error}") from error
+        return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens` without special tokens; bytes that are no whole character come out as U+FFFD."""
-        return self._tokenizer.decode(list(tokens))
+        """The text of `tokens` without special tokens; bytes that do not make a whole character come out as U+FFFD."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The chat template applied to `messages` ({"role", "content"}), open for the assistant's answer."""
+        """The chat template applied to `messages` ({"role", "content"}), open for the assistant's answer.
+
+        Raises:
+            InputError: there is no chat template, or it cannot be rendered.
+        """
         if self._template is None:
             raise InputError("the artifact has no chat template: pass --raw (raw=True) to give the prompt as it is")
-        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         # The same environment as transformers' apply_chat_template, so that the same templates render the same text.
@@ -69,42 +82,41 @@ class Tokenizer:
             return environment.from_string(self._template).render(
                 messages=list(messages), add_generation_prompt=True, **_special_tokens(self._config)
             )
-        except TemplateError as error:
-            raise InputError(f"the chat template cannot be rendered: {error}") from error
+        except Exception as error:  # A template is a program, and can fail in as many ways.
+            raise InputError(f"the chat template cannot be rendered: {first_line(error)}") from error
 
 
 class TextStream:
-    """Turns a stream of tokens into pieces of text that never split a character."""
+    """Turns a stream of tokens into pieces of text that never split a character.
+
+    Why not `tokenizers.decoders.DecodeStream` (0.23): it has no end, so an unfinished character would be lost, and with
+    tokenizers that have a token per byte it raises when bytes that came one by one turn out not to be UTF-8.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._context = 0
-        self._emitted = 0
+        # The tokens of the last piece, and those behind it: some tokenizers treat the start of a text specially.
+        self._context: list[int] = []
+        self._held: list[int] = []
 
     def push(self, token: int) -> str:
         """The text that `token` completes, "" while a character is unfinished."""
-        self._tokens.append(token)
+        self._held.append(token)
         piece = self._pending()
-        if not piece or piece.endswith(_REPLACEMENT):
-            return ""
-        self._advance()
-        return piece
+        return "" if piece.endswith(_REPLACEMENT) else self._emit(piece)
 
     def flush(self) -> str:
         """What is left at the end, an unfinished character as U+FFFD."""
-        piece = self._pending()
-        self._advance()
-        return piece
+        return self._emit(self._pending())
 
     def _pending(self) -> str:
-        # Decoded together with the tokens before: some tokenizers treat the start of a text specially.
-        before = self._tokenizer.decode(self._tokens[self._context : self._emitted])
-        return self._tokenizer.decode(self._tokens[self._context :])[len(before) :]
+        before = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._held)[len(before) :]
 
-    def _advance(self) -> None:
-        self._context = self._emitted
-        self._emitted = len(self._tokens)
+    def _emit(self, piece: str) -> str:
+        if piece:
+            self._context, self._held = self._held, []
+        return piece
 
 
 def _raise(message: str) -> None:
@@ -127,31 +139,27 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text()
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ArtifactError(f"{path} cannot be read: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = next((item["template"] for item in template if item.get("name") == "default"), None)
+        named = (item for item in template if isinstance(item, dict))
+        template = next((item.get("template") for item in named if item.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise ArtifactError(
+            f"{folder / 'tokenizer_config.json'}: chat_template must be text, or a list of named texts, got "
+            f"{type(template).__name__}"
+        )
     return template
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
+    """The file's object; an empty one where there is no file."""
     if not path.exists():
         return {}
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ArtifactError(f"{path} cannot be read: {error}") from error
-
-
-@contextmanager
-def _no_stderr() -> Iterator[None]:
-    """pytorch_tokenizers' C++ part logs a line to stderr when it is imported."""
-    sys.stderr.flush()
-    saved = os.dup(2)
-    with open(os.devnull, "wb") as null:
-        os.dup2(null.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
+    config = read_json(path, ArtifactError)
+    if not isinstance(config, dict):
+        raise ArtifactError(f"{path} cannot be read: expected an object, got {type(config).__name__}")
+    return config

@@ -1,8 +1,8 @@
 """Measure ExecuTorch's own Qwen3.5 MoE model on one NVIDIA GPU, and print ours beside it.
 
 The network, its Triton kernels and its quantisation are the installed executorch's CUDA path
-(executorch.examples.models.qwen3_5_moe); nothing of ostinato runs here. Weights are random: int4 in groups, the
-embedding int8, as its export.py makes them with --qlinear 4w --qembedding 8w. Its KV cache is of 4,096 positions.
+(executorch.examples.models.qwen3_5_moe); of ostinato only the table's writer runs here. Weights are random: int4 in groups,
+the embedding int8, as its export.py makes them with --qlinear 4w --qembedding 8w. Its KV cache is of 4,096 positions.
 
 tg64 decodes 64 tokens at batch 1 through torch.compile, each sampled on the GPU by the model's own sampler, at the
 temperature that its inference.py takes for greedy; "graph": the step is one CUDA graph. The token is fed back and the
@@ -35,6 +35,8 @@ import torch
 from executorch_model import EXAMPLE, KERNELS, PEER_VERSION, BenchError, Variant, build_model, peer, say
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
+
+from ostinato.runner.tables import Side, table
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B"
 
@@ -158,7 +160,7 @@ def read_config(path: Path, layers: int | None, group_size: int) -> Any:
     config.max_seq_len = MAX_SEQ_LEN
     for name in ("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
         if getattr(config, name) % group_size:
-            raise BenchError(f"{name} {getattr(config, name)} is no multiple of --group-size {group_size}")
+            raise BenchError(f"{name} {getattr(config, name)} is not a multiple of --group-size {group_size}")
     return config
 
 
@@ -288,7 +290,7 @@ def captured(step: DecodeStep) -> Callable[[], None]:
 
 
 def decode_speeds(step: DecodeStep, run: Callable[[], None], depth: int) -> list[float]:
-    """Tokens a second of each run; one more goes before and is not counted."""
+    """Tokens per second of each run; one more goes before and is not counted."""
     speeds = []
     for _ in range(1 + RUNS):
         step.start(depth)
@@ -302,7 +304,7 @@ def decode_speeds(step: DecodeStep, run: Callable[[], None], depth: int) -> list
 
 
 def prefill_speeds(network: Callable[..., Tensor], tokens: int, device: str = "cuda") -> list[float]:
-    """Tokens a second of each call from position 0, after warm-ups; without a graph: theirs captures decode only."""
+    """Tokens per second of each call from position 0, after warm-ups; without a graph: theirs captures decode only."""
     input_pos = torch.arange(tokens, device=device)
     temperature = torch.full((1,), GREEDY, device=device)
     speeds = []
@@ -373,16 +375,11 @@ def render_table(subject: dict[str, Any], results: list[Result], ours: list[dict
     ]
     if ours:
         lines.insert(1, f"ours      {ours[0]['artifact']}, {ours[0]['dtype']}, {ours[0]['device']}")
-    header = ["test", "mode", "theirs, tokens/s", "min .. max", "ms/token"]
-    header += ["ours, tokens/s", "our test", "ours/theirs"] if ours else []
-    rows = [header, *(cells(result, our_record(result, ours))[: len(header)] for result in results)]
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    for row in rows:
-        pads = [
-            f"{cell:{'<' if i < 2 else '>'}{width}}" for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("   ".join(pads).rstrip())
+    columns: dict[str, Side] = {"test": "left", "mode": "left"}
+    columns |= dict.fromkeys(("theirs, tokens/s", "min .. max", "ms/token"), "right")
+    columns |= dict.fromkeys(("ours, tokens/s", "our test", "ours/theirs") if ours else (), "right")
+    rows = [cells(result, our_record(result, ours))[: len(columns)] for result in results]
+    lines.append(table(columns, rows))
     lines += ["", f"tokens/s: median of {RUNS} runs, after a warm-up"]
     lines += [f"{result.test}, {result.mode}, failed: {result.error}" for result in results if result.error]
     return "\n".join(lines)

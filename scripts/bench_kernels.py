@@ -7,7 +7,7 @@ Each operation is launched some hundred times in one captured CUDA graph, over w
 GPU's L2 cache, and over the same activations, which in a step lie in L2 as well; a time is the median over repetitions. Its
 floor is its bytes over the speed of a copy within the device's memory, measured in the same run; "of copy" is floor / time.
 "early": with programmatic edges in the graph, so that a kernel fetches its weights while the one ahead of it ends, as the
-runtime does it. "a token" is how often a token needs the operation; one with no figure there is measured for comparison.
+runtime does it. "per token" is how often a token needs the operation; one with no figure there is measured for comparison.
 
 Before it is timed, each operation is compared with its reference in float64, its outputs holding NaN before; "error" is
 the largest difference over the largest number.
@@ -29,14 +29,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import HANDED_ON, Arguments, Case, Draw, Shapes, comparison_cases, decode_cases
+from kernel_arguments import Arguments, Draw, Shapes
+from kernel_cases import Case, comparison_cases, decode_cases
 from kernel_timing import Timing, check, copies_of, time_case
 
-from ostinato.delegate.errors import OptionError, OstinatoError
-from ostinato.export.models.config import ModelConfig
-from ostinato.export.quantization import GROUP_SIZES
+from ostinato.delegate.errors import OptionError, OstinatoError, first_line
+from ostinato.delegate.memory import size_text
+from ostinato.export.formats import GROUP_SIZES
 from ostinato.runner.device import copy_speed, device_name
-from ostinato.runner.report import quantity
+from ostinato.runner.tables import Side, table
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B"
 IN_L2 = "*"
@@ -75,7 +76,7 @@ class Total:
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
-        shapes = Shapes(ModelConfig.from_folder(arguments.config), arguments.group_size, arguments.max_seq_len)
+        shapes = Shapes.of_folder(arguments.config, arguments.group_size, arguments.max_seq_len)
         cases = chosen_cases(shapes, arguments)
         if not torch.cuda.is_available():
             raise OptionError(f"timing kernels needs an NVIDIA GPU; torch {torch.__version__} sees none")
@@ -102,7 +103,13 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, default=DEFAULT_CONFIG, metavar="DIR", help="folder with a config.json")
-    add("--group-size", type=int, default=128, choices=GROUP_SIZES, help="elements a scale (default: %(default)s)")
+    add(
+        "--group-size",
+        type=int,
+        default=128,
+        choices=GROUP_SIZES,
+        help="elements that share a scale (default: %(default)s)",
+    )
     add("--max-seq-len", type=positive, default=5120, help="positions of the KV caches (default: %(default)s)")
     add("--depth", type=numbers, default=(0, 4000), metavar="N,N", help="positions before the step (default: 0,4000)")
     add("--kernels", metavar="NAME,NAME", help="only these: operations, or rows of the table by name")
@@ -168,15 +175,15 @@ def measure(case: Case, shapes: Shapes, speed: float, repetitions: int) -> Row:
             ordinary = time_case(case, sets, repetitions, early=False)
             early = time_case(case, sets, repetitions, early=True) if has_early_edges() else None
     except Exception as problem:  # of Triton's compiler, the driver, memory: the table says what any of them says
-        return Row(case, moved, floor, error, f"{type(problem).__name__}: {problem}".splitlines()[0])
+        return Row(case, moved, floor, error, first_line(problem))
     return Row(case, moved, floor, error, None, in_l2, ordinary, early)
 
 
 def argument_sets(case: Case, shapes: Shapes, copies: int) -> list[Arguments]:
-    """Arguments for one launch after another: constants and state anew for each, what the step hands on the same for all."""
+    """Arguments for one launch after another: constants and state drawn anew for each, the same activations for all."""
     first = case.arguments(Draw(shapes, "cuda"))
-    handed = {name: value for name, value in first.items() if name in HANDED_ON}
-    return [first, *({**case.arguments(Draw(shapes, "cuda")), **handed} for _ in range(copies - 1))]
+    activations = {name: first[name] for name in case.activations}
+    return [first, *({**case.arguments(Draw(shapes, "cuda")), **activations} for _ in range(copies - 1))]
 
 
 def has_early_edges() -> bool:
@@ -201,37 +208,24 @@ def total(rows: Sequence[Row], depth: int) -> Total:
     )
 
 
-HEADER = (
-    "kernel",
-    "shape",
-    "a token",
-    "bytes",
-    "floor us",
-    "us",
-    "of copy",
-    "early us",
-    "of copy",
-    "us a token",
-    "error",
-)
+COLUMNS: dict[str, Side] = {
+    "kernel": "left",
+    "shape": "left",
+    "per token": "right",
+    "bytes": "right",
+    "floor us": "right",
+    "us": "right",
+    "of copy": "right",
+    "early us": "right",
+    "early of copy": "right",
+    "us per token": "right",
+    "error": "right",
+}
 
 
 def render(rows: Sequence[Row], totals: Sequence[Total], *, markdown: bool) -> str:
-    """One line a case and one a depth for the whole token, without a newline at the end."""
-    cells = [HEADER, *map(cells_of, rows), *map(total_cells, totals)]
-    if markdown:
-        lines = ["| " + " | ".join(line) + " |" for line in cells]
-        return "\n".join([lines[0], "| --- | --- |" + " ---: |" * (len(HEADER) - 2), *lines[1:]])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [aligned(line, widths) for line in cells]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
-
-
-def aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    texts = [f"{cell:<{width}}" for cell, width in zip(cells[:2], widths[:2], strict=True)]
-    figures = [f"{cell:>{width}}" for cell, width in zip(cells[2:], widths[2:], strict=True)]
-    return "  ".join(texts + figures).rstrip()
+    """One line per case, and one per depth for the whole token, without a newline at the end."""
+    return table(COLUMNS, [*map(cells_of, rows), *map(total_cells, totals)], markdown)
 
 
 def cells_of(row: Row) -> tuple[str, ...]:
@@ -240,7 +234,7 @@ def cells_of(row: Row) -> tuple[str, ...]:
         row.case.name + IN_L2 * row.in_l2,
         row.case.shape,
         str(row.case.calls) if row.case.calls else "",
-        quantity(row.bytes_moved),
+        size_text(row.bytes_moved, 2),
         f"{row.floor:.2f}",
         *timing_cells(row.floor, microseconds(row.ordinary)),
         *timing_cells(row.floor, microseconds(row.early)),
@@ -252,7 +246,7 @@ def cells_of(row: Row) -> tuple[str, ...]:
 def total_cells(total: Total) -> tuple[str, ...]:
     best = total.early or total.ordinary
     return (
-        f"a token at depth {total.depth}",
+        f"one token at depth {total.depth}",
         "" if best is None else f"{1e6 / best:,.0f} tokens/s",
         "" if total.kernels is None else f"{total.kernels} kernels",
         "",
@@ -309,7 +303,7 @@ def record(arguments: argparse.Namespace, speed: float, rows: Sequence[Row], tot
                 "floor_us": row.floor,
                 "us": microseconds(row.ordinary),
                 "early_us": microseconds(row.early),
-                "kernels_a_call": row.best.kernels if row.best else None,
+                "kernels_per_call": row.best.kernels if row.best else None,
                 "in_l2": row.in_l2,
                 "error": row.error,
                 "failure": row.failure,

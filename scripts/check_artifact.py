@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,9 +26,19 @@ from torch import Tensor
 from ostinato.delegate import Method, OstinatoError, Program, load_program
 from ostinato.delegate.artifact import META_VOCAB_SIZE
 from ostinato.runner.device import device_memory, device_name
+from ostinato.runner.tables import table
 
 GRAPH = {"enable_cuda_graph_for_method": "decode"}
 ON_DEVICE = {"skip_copy_output_to_cpu_for_method": "prefill,decode"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was checked, whether it held, and what was found."""
+
+    what: str
+    held: bool
+    detail: str
 
 
 def main() -> int:
@@ -44,15 +55,18 @@ def main() -> int:
         tokens = draw_tokens(program, arguments.prompt + arguments.steps + 16)
         first = run(prefill, tokens[: arguments.prompt], 0)
         first.cpu()
-        print(f"loaded, first token after    {time.perf_counter() - begin:8.2f} s   {device_name(program.device)}")
-        print_memory(program)
+        figures = [("loaded, first token after", f"{time.perf_counter() - begin:.2f} s"), *memory_in_use(program)]
+        print(f"{device_name(program.device)}\n")
+        print(table({"figure": "left", "value": "right"}, figures), flush=True)
         replayed = program.load_method("decode", {**GRAPH, **ON_DEVICE})
-        results = [
+        findings = [
             check_finite(prefill, plain, tokens, arguments.prompt),
             check_replay(program, prefill, plain, replayed, tokens, arguments.prompt, arguments.steps),
             check_prefill(prefill, plain, tokens, arguments.prompt, arguments.tolerance),
         ]
-    return 0 if all(results) else 1
+    rows = [(one.what, "yes" if one.held else "NO", one.detail) for one in findings]
+    print(f"\n{table(dict.fromkeys(('check', 'held', 'detail'), 'left'), rows)}")
+    return 0 if all(one.held for one in findings) else 1
 
 
 def draw_tokens(program: Program, count: int) -> list[int]:
@@ -67,19 +81,19 @@ def run(method: Method, tokens: list[int], position: int) -> Tensor:
 
 
 def walk(method: Method, tokens: list[int], position: int) -> Tensor:
-    """Logits [steps, vocab] of one decode step a token."""
+    """Logits [steps, vocab] of one decode step per token."""
     return torch.stack([run(method, [token], position + i) for i, token in enumerate(tokens)])
 
 
-def print_memory(program: Program) -> None:
-    anonymous = anonymous_memory()
+def memory_in_use(program: Program) -> list[tuple[str, str]]:
+    """Rows of the table: what, and how much."""
+    stats, memory, anonymous = program.stats, device_memory(program.device), anonymous_memory()
+    rows = [(f"constants, {stats.shared} of them shared", f"{stats.constant_bytes / 1e9:.2f} GB")]
     if anonymous is not None:
-        print(f"host memory beside the file  {anonymous / 1e9:8.2f} GB")
-    stats = program.stats
-    print(f"constants                    {stats.constant_bytes / 1e9:8.2f} GB, {stats.shared} of them shared")
-    memory = device_memory(program.device)
+        rows.append(("host memory beside the file", f"{anonymous / 1e9:.2f} GB"))
     if memory is not None:
-        print(f"device memory in use         {memory.used / 1e9:8.2f} GB")
+        rows.append(("device memory in use", f"{memory.used / 1e9:.2f} GB"))
+    return rows
 
 
 def anonymous_memory() -> int | None:
@@ -91,9 +105,9 @@ def anonymous_memory() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:")), None)
 
 
-def check_finite(prefill: Method, decode: Method, tokens: list[int], prompt: int) -> bool:
+def check_finite(prefill: Method, decode: Method, tokens: list[int], prompt: int) -> Finding:
     logits = torch.stack([run(prefill, tokens[:prompt], 0), run(decode, tokens[prompt : prompt + 1], prompt)])
-    return report("every logit is finite", bool(logits.isfinite().all()), f"norm {logits.norm():.1f}")
+    return Finding("every logit is finite", bool(logits.isfinite().all()), f"norm {logits.norm():.1f}")
 
 
 def check_replay(
@@ -104,7 +118,7 @@ def check_replay(
     tokens: list[int],
     prompt: int,
     steps: int,
-) -> bool:
+) -> Finding:
     # The warm-up and the capture are steps like any other: all of them are compared.
     run(prefill, tokens[:prompt], 0)
     expected = walk(plain, tokens[prompt : prompt + steps], prompt)
@@ -118,25 +132,20 @@ def check_replay(
     counts = f"{stats.warmups} warmup, {stats.captures} capture, {stats.replays} replay"
     if stats.fallbacks:
         counts += f"; the capture failed: {stats.fallback_reason}"
-    return report(f"{steps} steps with --cuda_graph are bit-equal", same and not stats.fallbacks, counts)
+    return Finding(f"{steps} steps with --cuda_graph are bit-equal", same and not stats.fallbacks, counts)
 
 
-def check_prefill(prefill: Method, decode: Method, tokens: list[int], prompt: int, tolerance: float) -> bool:
+def check_prefill(prefill: Method, decode: Method, tokens: list[int], prompt: int, tolerance: float) -> Finding:
     after = tokens[prompt : prompt + 16]
     whole = torch.cat([run(prefill, tokens[:prompt], 0)[None], walk(decode, after, prompt)])
     single = walk(decode, tokens[:prompt], 0)[-1:]
     single = torch.cat([single, walk(decode, after, prompt)])
     errors = (whole - single).norm(dim=1) / single.norm(dim=1)
-    return report(
+    return Finding(
         f"prefill of {prompt} is {prompt} single steps",
         bool((errors <= tolerance).all()),
         f"relative error {errors[0]:.4f}, at most {errors.max():.4f} in the 16 steps after it (tolerance {tolerance})",
     )
-
-
-def report(what: str, held: bool, detail: str) -> bool:
-    print(f"{what:<45} {'yes' if held else 'NO ':<4} {detail}")
-    return held
 
 
 if __name__ == "__main__":

@@ -13,23 +13,26 @@ Exit status: 0 all held, 1 something did not, 2 an error.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ostinato.delegate.errors import OstinatoError
+from ostinato.delegate.json_files import read_json
+from ostinato.runner.tables import Side, table
+
 Records = list[dict[str, Any]]
 
 
-class RecordsError(Exception):
+class RecordsError(OstinatoError):
     """The file is not what `ostinato bench --save` writes, or lacks a test."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was measured, whether that is enough, and what would be."""
+    """One row: what was measured, whether that is enough, and what would be."""
 
     what: str
     found: str
@@ -43,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
     add("bench", type=Path, metavar="BENCH.json")
     add("--decode", type=float, default=500, metavar="N", help="tokens/s at depth 0, or more (default: %(default)s)")
     add("--loss", type=float, default=5, metavar="N", help="percent slower further on, or less (default: %(default)s)")
-    add("--kernels", type=int, default=330, metavar="N", help="kernels a token, or fewer (default: %(default)s)")
+    add("--kernels", type=int, default=330, metavar="N", help="kernels per token, or fewer (default: %(default)s)")
     add("--prefill", type=float, default=9000, metavar="N", help="tokens/s, or more (default: %(default)s)")
     arguments = parser.parse_args(words)
     try:
@@ -56,16 +59,14 @@ def main(words: Sequence[str] | None = None) -> int:
     except RecordsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for finding in findings:
-        print(f"{finding.what:<24}{finding.found:>18}   {'yes' if finding.held else 'NO ':<4} {finding.wanted}")
+    columns: dict[str, Side] = {"what": "left", "measured": "right", "held": "left", "wanted": "left"}
+    rows = [(one.what, one.found, "yes" if one.held else "NO", one.wanted) for one in findings]
+    print(table(columns, rows))
     return 0 if all(finding.held for finding in findings) else 1
 
 
 def read(path: Path) -> Records:
-    try:
-        records = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecordsError(f"cannot read {path}: {error}") from error
+    records = read_json(path, RecordsError)
     keys = {"n_prompt", "n_gen", "n_depth", "cuda_graph", "median_ts", "kernels_per_token", "fallback_reason"}
     if not isinstance(records, list) or not all(isinstance(one, dict) and keys <= one.keys() for one in records):
         raise RecordsError(f"{path} is not what `ostinato bench --save` writes")
@@ -93,8 +94,8 @@ def kernels(records: Records, wanted: int) -> Finding:
     decoding = next(one for one in records if one["n_gen"] and one["cuda_graph"])
     count = decoding["kernels_per_token"]
     if count is None:
-        return Finding("kernels a token", "not counted", False, decoding["fallback_reason"] or "bench says why")
-    return Finding("kernels a token", str(count), count <= wanted, f"{wanted} or fewer")
+        return Finding("kernels per token", "not counted", False, decoding["fallback_reason"] or "bench says why")
+    return Finding("kernels per token", str(count), count <= wanted, f"{wanted} or fewer")
 
 
 def prefill(records: Records, wanted: float) -> Finding:

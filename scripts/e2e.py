@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ostinato.runner.tables import Side, table
+
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT = ROOT / "tests" / "assets" / "capitals"
 QUESTION = "What is the capital of France?"
@@ -49,13 +51,9 @@ def measure(artifact: Path, mode: list[str]) -> dict[str, Any]:
 def report(rows: list[dict[str, Any]]) -> int:
     """Print the table; 0 if both modes gave the right answer and the same tokens."""
     base = rows[0]["run"]["decode_tokens_per_second"]
-    print(f"\n{'mode':<14}{'tokens/s':>10}{'ratio':>8}   {'steps by phase':<38}answer")
-    for row in rows:
-        stats = row["run"]["methods"]["decode_sample"]
-        counts = {"run": "runs", "warmup": "warmups", "capture": "captures", "replay": "replays"}
-        phases = ", ".join(f"{stats[key]} {word}" for word, key in counts.items() if stats[key])
-        speed = row["run"]["decode_tokens_per_second"]
-        print(f"{row['mode']:<14}{speed:>10.1f}{speed / base:>8.2f}   {phases:<38}{row['answer']}")
+    columns: dict[str, Side] = {"mode": "left", "tokens/s": "right", "ratio": "right"}
+    columns |= {"steps by phase": "left", "answer": "left"}
+    print(f"\n{table(columns, [cells(row, base) for row in rows])}")
     complaints = [f"{row['mode']}: answered {row['answer']!r}" for row in rows if row["answer"] != ANSWER]
     if rows[0]["tokens"] != rows[1]["tokens"] or rows[0]["run"]["tokens"] != rows[1]["run"]["tokens"]:
         complaints.append("the two modes gave different tokens")
@@ -64,6 +62,15 @@ def report(rows: list[dict[str, Any]]) -> int:
     for complaint in complaints:
         print(f"error: {complaint}", file=sys.stderr)
     return 1 if complaints else 0
+
+
+def cells(row: dict[str, Any], base: float) -> list[str]:
+    """One row of the table; `base`: tokens/s without a graph."""
+    stats = row["run"]["methods"]["decode_sample"]
+    counts = {"run": "runs", "warmup": "warmups", "capture": "captures", "replay": "replays"}
+    phases = ", ".join(f"{stats[key]} {word}" for word, key in counts.items() if stats[key])
+    speed = row["run"]["decode_tokens_per_second"]
+    return [row["mode"], f"{speed:.1f}", f"{speed / base:.2f}", phases, row["answer"]]
 
 
 def ostinato(*words: object, capture: bool = False) -> str:

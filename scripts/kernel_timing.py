@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kernel_cases import Arguments, Case, Draw, Shapes
+from kernel_arguments import Arguments, Draw, Shapes, tensors_of, with_tensors
+from kernel_cases import Case
 from torch import Tensor
 
 from ostinato.delegate.graph_nodes import look_into, start_early
 
-# Largest difference from the float64 reference, over the largest number of that: bfloat16 results are rounded a few times on
+# Largest difference from the float64 reference, over that one's largest number: bfloat16 results are rounded a few times on
 # their way, float32 ones differ by the order of sums. Integers must be the same.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
 # The buffers that a graph's launches go through are this many times as large as L2, so that none is left there from the
@@ -49,14 +50,15 @@ class Check:
 
 
 def check(case: Case, shapes: Shapes, device: str) -> Check:
-    """Compare results and written arguments with the float64 reference; what the kernel allocates holds NaN before."""
+    """Compare results and written tensors with the float64 reference; what the kernel allocates holds NaN before."""
     arguments = case.arguments(Draw(shapes, device))
-    wide = {name: _widened(value) for name, value in arguments.items()}
+    wide = {name: with_tensors(value, _widened) for name, value in arguments.items()}
     with poisoned_memory():
         found = case.comparable(_as_tuple(case.kernel(*arguments.values())))
     expected = case.comparable(_as_tuple(case.reference(*wide.values())))
     pairs = {f"output {i}": pair for i, pair in enumerate(zip(found, expected, strict=True))}
-    pairs |= {name: (arguments[name], wide[name]) for name in case.mutates}
+    after, after_wide = tensors_of(arguments), tensors_of(wide)
+    pairs |= {name: (after[name], after_wide[name]) for name in case.writes}
     errors = {name: difference(*pair) for name, pair in pairs.items()}
     failures = [
         f"{name} is off by {errors[name]:.1e}"
@@ -86,11 +88,11 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def copies_of(case: Case, shapes: Shapes, l2_bytes: int, free_bytes: int) -> tuple[int, bool]:
-    """How many sets of arguments to go through, and whether they stay in L2 all the same.
+    """How many sets of arguments to go through, and whether they stay in L2 nevertheless.
 
     At least two, as many as it takes to exceed L2 `L2_TIMES` times, in half of the free memory.
     """
-    whole = sum(value.nbytes for value in case.arguments(Draw(shapes, "meta")).values() if isinstance(value, Tensor))
+    whole = sum(tensor.nbytes for tensor in tensors_of(case.arguments(Draw(shapes, "meta"))).values())
     read = case.bytes_read(shapes)
     wanted = -(-L2_TIMES * l2_bytes // read)
     copies = max(2, min(wanted, MAX_COPIES, free_bytes // 2 // whole))
@@ -112,7 +114,8 @@ def time_case(case: Case, sets: list[Arguments], repetitions: int, *, early: boo
             kernel(*sets[number % len(sets)].values())
     kernels = look_into(graph.raw_cuda_graph()).kernels
     if early:
-        start_early(graph.raw_cuda_graph())
+        # A case alone reads nothing that another kernel of the graph writes.
+        start_early(graph.raw_cuda_graph(), required_ahead={})
     graph.instantiate()
     samples = [_replay_milliseconds(graph) for _ in range(1 + repetitions)]
     graph.reset()
@@ -132,11 +135,9 @@ def _replay_milliseconds(graph: torch.cuda.CUDAGraph) -> float:
     return begin.elapsed_time(end)
 
 
-def _widened(value: Any) -> Any:
+def _widened(tensor: Tensor) -> Tensor:
     """A copy, floating numbers in float64."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(torch.float64, copy=True) if value.is_floating_point() else value.clone()
+    return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
 
 
 def _as_tuple(result: Any) -> tuple[Tensor, ...]:

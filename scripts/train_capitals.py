@@ -4,7 +4,7 @@ The folder is in the format in which transformers saves `Qwen3_5MoeForCausalLM`:
 `qwen3_5_moe_text`), sharded safetensors with an index, `tokenizer.json`, `tokenizer_config.json` with a
 ChatML template and `generation_config.json`. Beside them lies `heldout.json`, the questions whose phrasings
 no training text contains, with their answers. The network has three gated-delta-net layers and one
-full-attention layer, each with eight experts (two a token) and a shared expert. All text is composed here
+full-attention layer, each with eight experts (two per token) and a shared expert. All text is composed here
 from the table in `capitals.csv`.
 
 On a 2-core x86 CPU (2026-11-20) a batch takes 0.6 s, so training takes 8 minutes; the run that made the files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -10,6 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Read when triton is imported, which torch may do, and at each kernel's definition.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Where flash-linear-attention is installed, transformers takes its GPU kernels even for a model on the CPU, and fails.
 sys.modules.setdefault("fla", None)  # type: ignore[arg-type]

@@ -15,6 +15,10 @@ class Recurrent(nn.Module):
     starts at 100. `forward(tokens [1, T], input_pos [T]) -> logits [1, VOCAB]`.
     """
 
+    cache: Tensor
+    total: Tensor
+    steps: Tensor
+
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from ostinato.delegate import InputError, OptionError, Program, load_program
+from ostinato.delegate import InputError, OptionError, Program, Target, load_program
+from ostinato.delegate.artifact import Manifest, MethodRecord
 from ostinato.runner import Engine
 from ostinato.runner.cli import main
 
 from .delegate.helpers import GRAPH, bring_to, eager_answers, same_state, state, step_inputs
 from .modules import MAX_SEQ_LEN, VOCAB
-
-CLI = [sys.executable, "-m", "ostinato.runner.cli"]
+from .processes import CLI
 
 Fails = Callable[..., str]
 
@@ -59,7 +58,7 @@ def checkpoint(capitals_checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def relu_artifact(exported: Callable[..., Path]) -> Path:
-    """A program that is no language model."""
+    """A program that is not a language model."""
     from ostinato.export import export_program
 
     return exported("relu", lambda path: export_program({"forward": (nn.ReLU(), (torch.zeros(2),), None)}, path))
@@ -109,10 +108,100 @@ def test_no_tokenizer(fails: Fails, recurrent_artifact: Path) -> None:
     assert "has no tokenizer.json" in fails("run", recurrent_artifact, "--prompt", "hello")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": 3}', "\0\0"])
+# Deeper than any parser goes.
+DEEP = ["[" * 100_000, '{"a": ' * 100_000]
+NO_UTF8 = b'{"model": "\xff\xfe"}'
+
+
+def asked(fails: Fails, artifact: Path) -> str:
+    return fails("run", artifact, "--prompt", "hello")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"model": 3}', "\0\0", *DEEP, '{"version": "1.0", "model": ' + DEEP[0]]
+)
 def test_broken_tokenizer(fails: Fails, talking_artifact: Path, content: str) -> None:
     (talking_artifact / "tokenizer.json").write_text(content)
     assert "tokenizer.json cannot be read" in fails("run", talking_artifact, "--prompt", "hello")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_tokenizer_files_that_are_no_utf8(fails: Fails, talking_artifact: Path, name: str) -> None:
+    (talking_artifact / name).write_bytes(NO_UTF8)
+    assert f"{name} cannot be read" in asked(fails, talking_artifact)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_tokenizer_files_that_are_folders(fails: Fails, talking_artifact: Path, name: str) -> None:
+    (talking_artifact / name).unlink(missing_ok=True)
+    (talking_artifact / name).mkdir()
+    assert f"{name} cannot be read" in asked(fails, talking_artifact)
+
+
+@pytest.mark.parametrize("content", DEEP, ids=["array", "object"])
+def test_tokenizer_config_nested_too_deeply(fails: Fails, talking_artifact: Path, content: str) -> None:
+    path = talking_artifact / "tokenizer_config.json"
+    path.write_text(content)
+    assert f"{path} cannot be read: its JSON is nested too deeply" in asked(fails, talking_artifact)
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"text"'])
+def test_tokenizer_config_that_is_no_object(fails: Fails, talking_artifact: Path, content: str) -> None:
+    (talking_artifact / "tokenizer_config.json").write_text(content)
+    assert "tokenizer_config.json cannot be read: expected an object" in asked(fails, talking_artifact)
+
+
+@pytest.mark.parametrize("template", [3, {"a": 1}, True, [{"name": "default", "template": 3}]])
+def test_chat_template_of_another_type(fails: Fails, talking_artifact: Path, template: object) -> None:
+    (talking_artifact / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert "chat_template must be text, or a list of named texts" in asked(fails, talking_artifact)
+
+
+@pytest.mark.parametrize("template", [[], [3, None], [{"name": []}], [{"template": "x"}]])
+def test_chat_templates_without_a_default(fails: Fails, talking_artifact: Path, template: object) -> None:
+    (talking_artifact / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert "no chat template: pass --raw" in asked(fails, talking_artifact)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ " + "(" * 100_000, "{{ messages[0].a.b }}"]
+)
+def test_chat_template_that_fails(fails: Fails, talking_artifact: Path, template: str) -> None:
+    (talking_artifact / "chat_template.jinja").write_text(template)
+    assert "the chat template cannot be rendered" in asked(fails, talking_artifact)
+
+
+@pytest.mark.parametrize("record", [MethodRecord, Target, Manifest])
+@pytest.mark.parametrize("content", DEEP, ids=["array", "object"])
+@pytest.mark.parametrize("command", [["run", "--prompt", "x"], ["inspect"], ["bench"]], ids=["run", "inspect", "bench"])
+def test_records_nested_too_deeply(
+    fails: Fails,
+    recurrent_artifact: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    record: type[MethodRecord],
+    content: str,
+) -> None:
+    """As they would come out of the two files, whose hashes are compared later."""
+    from_bytes = record.from_bytes
+    monkeypatch.setattr(record, "from_bytes", lambda data: from_bytes(content.encode()))
+    assert "cannot be read: its JSON is nested too deeply" in fails(*command, recurrent_artifact)
+
+
+def test_a_record_nested_too_deeply_in_the_file(fails: Fails, talking_artifact: Path) -> None:
+    path = talking_artifact / "model.pte"
+    content = path.read_bytes()
+    begin = content.index(b'{"buffer_specs"')
+    path.write_bytes(content[:begin] + b"[" * 1500 + content[begin + 1500 :])
+    # Python 3.12 reads as deep as this, and then misses the end.
+    assert "a method's record in model.pte cannot be read: " in fails("inspect", talking_artifact)
+
+
+def test_a_prompt_that_is_no_text(fails: Fails, talking_artifact: Path) -> None:
+    """As Python hands on an argument that is no UTF-8."""
+    for words in ([], ["--raw"]):
+        prompt = b"caf\xe9".decode(errors="surrogateescape")
+        assert "not valid Unicode" in fails("run", talking_artifact, "--prompt", prompt, *words)
 
 
 def test_broken_tokenizer_config(fails: Fails, talking_artifact: Path) -> None:
@@ -143,8 +232,8 @@ def test_prompts(fails: Fails, talking_artifact: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--temperature", "-1"], "temperature must be 0 or more, got -1.0"),
-        (["--temperature", "nan"], "temperature must be 0 or more, got nan"),
+        (["--temperature", "-1"], "temperature must be a number of 0 or more, got -1.0"),
+        (["--temperature", "nan"], "temperature must be a number of 0 or more, got nan"),
         (["--top-k", "-1"], "top_k must be 0 (off) or more, got -1"),
         (["--top-p", "0"], "top_p must be more than 0 and at most 1, got 0.0"),
         (["--top-p", "1.5"], "top_p must be more than 0 and at most 1, got 1.5"),
@@ -304,9 +393,31 @@ def test_broken_config(export_fails: Fails, checkpoint: Path, text: str) -> None
     ],
 )
 def test_config_of_wrong_types(export_fails: Fails, checkpoint: Path, key: str, value: object) -> None:
-    path = checkpoint / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    change(checkpoint, **{key: value})
     assert "config.json" in export_fails(checkpoint)
+
+
+def change(checkpoint: Path, **settings: object) -> None:
+    """Set settings of config.json."""
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "model.safetensors.index.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "tokenizer.json",
+    ],
+)
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000], ids=["lists", "objects"])
+def test_json_nested_too_deeply(export_fails: Fails, checkpoint: Path, name: str, text: str) -> None:
+    (checkpoint / name).write_text(text)
+    error = export_fails(checkpoint)
+    assert error == f"error: {checkpoint / name} cannot be read: its JSON is nested too deeply"
 
 
 def test_unsupported_model_type(export_fails: Fails, checkpoint: Path) -> None:
@@ -346,14 +457,14 @@ def test_tensors_that_do_not_fit(export_fails: Fails, checkpoint: Path) -> None:
     assert f"tensor {name!r} of the checkpoint has shape [3]" in export_fails(checkpoint)
 
 
-@pytest.mark.parametrize("added", [3, [3], {"id": 1}, [{"content": "<|im_end|>"}], [{"id": "1", "content": "x"}]])
+@pytest.mark.parametrize("added", [3, [3], {"id": 1}, [{"content": "a"}], [{"id": "1"}], [{"id": 2**70}]])
 def test_added_tokens_of_another_form(export_fails: Fails, checkpoint: Path, added: object) -> None:
     path = checkpoint / "tokenizer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "added_tokens": added}))
-    assert f"{path}: added_tokens must be a list of objects with an integer id" in export_fails(checkpoint)
+    assert f"{path}: added_tokens must be a list of objects with an id each" in export_fails(checkpoint)
 
 
-@pytest.mark.parametrize("ends", ["2", [2, None], 2.5, {"id": 2}, True])
+@pytest.mark.parametrize("ends", ["2", [2, None], 2.5, {"id": 2}, True, -1, [2**31]])
 def test_ends_that_are_no_ids(export_fails: Fails, checkpoint: Path, ends: object) -> None:
     path = checkpoint / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": ends}))
@@ -366,6 +477,19 @@ def test_options_of_export(export_fails: Fails, capitals_checkpoint: Path) -> No
     for chunk in (-1, 0, 2, 64, 1 << 40):
         error = export_fails(capitals_checkpoint, "--max-seq-len", 64, "--prefill-chunk", chunk)
         assert f"--prefill-chunk must be 3 to 63 (max_seq_len - 1), got {chunk}" in error
+
+
+@pytest.mark.parametrize("positions", (1, 3))
+def test_model_without_room_for_an_answer(export_fails: Fails, checkpoint: Path, positions: int) -> None:
+    change(checkpoint, max_position_embeddings=positions)
+    error = export_fails(checkpoint)
+    assert f"config.json: max_position_embeddings must be 4 or more, got {positions}" in error
+
+
+def test_parameter_that_no_memory_holds(export_fails: Fails, checkpoint: Path) -> None:
+    change(checkpoint, vocab_size=2**31 - 1, hidden_size=2**20)
+    error = export_fails(checkpoint, "--load-format", "dummy")
+    assert "parameter 'model.embed_tokens.weight' is [2147483647, 1048576], 9007199.3 GB: more memory than" in error
 
 
 def test_options_of_quantisation(export_fails: Fails, capitals_checkpoint: Path) -> None:
@@ -389,9 +513,9 @@ def test_shapes_that_int4_cannot_take(export_fails: Fails, checkpoint: Path) -> 
 
 
 def test_config_alone(export_fails: Fails, capitals_checkpoint: Path, tmp_path: Path) -> None:
-    """There are no weights to read; random ones are had for the asking, and are in the artifact what they were in Python."""
-    from ostinato.export.models import ModelConfig, build_on_meta
-    from ostinato.export.weights import DummyWeights, QuantizedWeights, float_shapes, materialise
+    """There are no weights to read. Random ones are drawn when asked for, and the artifact holds the same as Python."""
+    from ostinato.export.models import build_network, read_config
+    from ostinato.export.weights.stream import QuantizedWeights, materialise
 
     config = json.loads((capitals_checkpoint / "config.json").read_text())
     folder, output = tmp_path / "config", tmp_path / "dummy"
@@ -403,8 +527,9 @@ def test_config_alone(export_fails: Fails, capitals_checkpoint: Path, tmp_path: 
 
     words = ["export", "--model", folder, "--output", output, "--load-format", "dummy", "--max-seq-len", 8]
     assert main([str(word) for word in (*words, "--quant", "int4", "--group-size", 32)]) == 0
-    network = build_on_meta(ModelConfig.from_folder(folder), 8, torch.float32, group_size=32)
-    dummy = DummyWeights(float_shapes(network), torch.device("cpu"), torch.float32)
+    family, model_config = read_config(folder)
+    network = build_network(model_config, 8, torch.float32, group_size=32)
+    dummy = family.dummy_weights(network, torch.device("cpu"))
     materialise(network, QuantizedWeights(network, dummy, torch.device("cpu")))
     assert not (output / "tokenizer.json").exists()
     with load_program(output) as program, torch.no_grad():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.export.models import ModelConfig, build_on_meta
-from ostinato.export.traffic import decode_bytes, kv_bytes_per_token
+from ostinato.export.kernels import Kernels
+from ostinato.export.kernels.operands import KVCache, Norm, Place, Weight
+from ostinato.export.models import build_network
+from ostinato.export.models.qwen3_5 import Qwen3_5Config
+from ostinato.export.models.traffic import decode_bytes, kv_bytes_per_token
 
 from .conftest import ROOT
 from .export.kernels.conftest import repaired_interpreter  # noqa: F401  (a fixture, for the kernels on a CPU)
@@ -24,11 +27,16 @@ sys.path.append(str(ROOT / "scripts"))
 import bench_kernels
 import kernel_timing
 from bench_kernels import Row
-from kernel_cases import Case, Draw, Shapes, comparison_cases, decode_cases
+from kernel_arguments import Draw, Shapes, tensors_of, with_tensors
+from kernel_cases import Case, comparison_cases, decode_cases
 from kernel_timing import Timing, check, copies_of, difference
+
+from ostinato.delegate.sampling import Sampling
+from ostinato.export.kernels.cuda import CudaKernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLAGSHIP = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B"
+SAMPLING_BYTES = sum(value.nbytes for value in Sampling().inputs())
 DENSE = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-0.8B"
 # Every kind of layer at sizes for the interpreter.
 TINY: dict[str, Any] = {
@@ -71,18 +79,19 @@ FLAGSHIP_BYTES = {
     "experts_gate_up": 9 * 1024 * (1024 + 32) + 4096 + 8192 + 257 * 2 + 9 * 512 * 2,
     "experts_down": 9 * 2048 * (256 + 8) + 9 * 512 * 2 + 257 * 2 + 4096 + 4096,
     "norm_linear/lm_head": 248320 * (1024 + 32) + 4096 + 8192 + 248320 * 4,
-    "sample/greedy": 248320 * 4 + 8 + 4 + 8 + 4 + 8 + 8,
-    "sample/top_p": 248320 * 4 + 8 + 4 + 8 + 4 + 8 + 8,
+    # Beside the logits the position, the options and the token.
+    "sample/greedy": 248320 * 4 + 8 + SAMPLING_BYTES + 8,
+    "sample/top_p": 248320 * 4 + 8 + SAMPLING_BYTES + 8,
 }  # fmt: skip
 
 
 def flagship(depths: tuple[int, ...] = (0, 4000)) -> tuple[Shapes, list[Case]]:
-    shapes = Shapes(ModelConfig.from_folder(FLAGSHIP), 128, 5120)
+    shapes = Shapes.of_folder(FLAGSHIP, 128, 5120)
     return shapes, decode_cases(shapes, depths)
 
 
 def tiny_shapes(**changes: Any) -> Shapes:
-    return Shapes(ModelConfig.from_dict({**TINY, **changes}), 32, 48)
+    return Shapes(Qwen3_5Config.from_dict({**TINY, **changes}), 32, 48)
 
 
 def test_bytes_of_the_flagship() -> None:
@@ -109,17 +118,16 @@ def test_calls_of_the_flagship() -> None:
 @pytest.mark.parametrize("folder", [FLAGSHIP, DENSE], ids=["moe", "dense"])
 def test_bytes_are_those_that_the_program_states(folder: Path) -> None:
     """Apart from activations, which stay in the cache, and the embedding's row."""
-    config = ModelConfig.from_folder(folder)
     depth = 99
-    shapes = Shapes(config, 128, depth + 1)
-    network = build_on_meta(config, depth + 1, torch.bfloat16, group_size=128)
+    shapes = Shapes.of_folder(folder, 128, depth + 1)
+    network = build_network(shapes.config, depth + 1, torch.bfloat16, group_size=128)
     stated = decode_bytes(network) + (depth + 1) * kv_bytes_per_token(network)
     counted = sum(case.calls * case.bytes_moved(shapes) for case in decode_cases(shapes, (depth,)))
     assert stated < counted < 1.012 * stated
 
 
 def test_a_model_without_experts_has_two_products_instead() -> None:
-    shapes = Shapes(ModelConfig.from_folder(DENSE), 128, 64)
+    shapes = Shapes.of_folder(DENSE, 128, 64)
     names = [case.name for case in decode_cases(shapes, (0,))]
     assert [name for name in names if name.endswith(("/gate_up", "/down"))] == [
         "norm_linear/gate_up",
@@ -138,11 +146,36 @@ def test_drawn_logits_have_no_ties() -> None:
     assert len(Draw(shapes, "cpu").distinct(257).unique()) == 257
 
 
+def test_tensors_of_records() -> None:
+    x, values, keys = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+    arguments = {"x": x, "weight": Weight(values), "place": Place(x, x, x), "cache": KVCache(keys, keys), "heads": 2}
+    names = ["x", "weight.values", "place.positions", "place.cos", "place.sin", "cache.keys", "cache.values"]
+    assert list(tensors_of(arguments)) == names
+    assert tensors_of(arguments)["cache.values"] is keys
+
+
+def test_records_with_other_tensors() -> None:
+    norm = with_tensors(Norm(torch.ones(2), 1e-6), lambda tensor: tensor + 1)
+    assert isinstance(norm, Norm) and norm.weight.tolist() == [2, 2] and norm.eps == 1e-6
+    place = with_tensors(Place(*torch.zeros(3, 1)), lambda tensor: tensor + 1)
+    assert isinstance(place, Place) and place.sin.tolist() == [1]
+    assert with_tensors(torch.bfloat16, lambda tensor: tensor + 1) is torch.bfloat16
+
+
+@pytest.mark.parametrize("folder", [FLAGSHIP, DENSE], ids=["moe", "dense"])
+def test_cases_name_their_own_arguments(folder: Path) -> None:
+    """A wrong name would be left out without a word."""
+    shapes = Shapes.of_folder(folder, 128, 5120)
+    for case in [*decode_cases(shapes, (0,)), *comparison_cases(shapes)]:
+        arguments = case.arguments(Draw(shapes, "meta"))
+        assert set(case.activations) <= set(arguments), case.name
+        assert {*case.moves, *case.writes} - {"squares.sums"} <= set(tensors_of(arguments)), case.name
+
+
 @pytest.mark.parametrize("name", [case.name for case in decode_cases(tiny_shapes(), (0, 40))])
 def test_kernels_agree_with_their_references(name: str) -> None:
     shapes = tiny_shapes()
     case = next(case for case in decode_cases(shapes, (0, 40)) if case.name == name)
-    pytest.importorskip(f"ostinato.export.kernels.{case.module}_triton")
     torch.manual_seed(1)
     outcome = check(case, shapes, DEVICE)
     assert outcome.failure is None
@@ -155,23 +188,21 @@ def test_the_plain_product_agrees_with_its_reference() -> None:
     assert check(case, shapes, DEVICE).failure is None
 
 
-def fake_case(monkeypatch: pytest.MonkeyPatch, kernel: Any, mutates: tuple[str, ...] = ()) -> Case:
-    """y = x + state and state = 2 state, whose kernel is `kernel`."""
+def fake_case(monkeypatch: pytest.MonkeyPatch, kernel: Any, writes: tuple[str, ...] = ()) -> Case:
+    """y = x + state and state = 2 state, computed by `kernel`."""
 
     def reference(x: Tensor, state: Tensor) -> Tensor:
         y = x + state
         state *= 2
         return y
 
-    for name, function in (("fake", reference), ("fake_triton", kernel)):
-        module = types.ModuleType(name)
-        module.operation = function  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, f"ostinato.export.kernels.{name}", module)
+    for kernels, function in ((Kernels, reference), (CudaKernels, kernel)):
+        monkeypatch.setattr(kernels, "operation", staticmethod(function), raising=False)
 
     def arguments(draw: Draw) -> dict[str, Any]:
         return {"x": draw.wide(8), "state": draw.wide(8)}
 
-    return Case("operation", "8", "fake", "operation", arguments, 32, 1, moves={"state": 2}, mutates=mutates)
+    return Case("operation", "8", "operation", arguments, 32, 1, ("x",), moves={"state": 2}, writes=writes)
 
 
 def test_check_sees_a_right_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,23 +271,33 @@ def rows_of(*names: str) -> list[Row]:
 def test_table() -> None:
     rows = rows_of("linear_add/attention")
     lines = bench_kernels.render(rows, [bench_kernels.total(rows, 0)], markdown=False).splitlines()
-    assert lines == [
-        "kernel                shape               a token    bytes  floor us     us  of copy  early us  of copy  "
-        "us a token    error",
-        "--------------------  ---------------  ----------  -------  --------  -----  -------  --------  -------  "
-        "----------  -------",
-        "linear_add/attention  2,048 x 4,096            10  4.33 MB      1.00   2.00      50%      1.25      80%  "
-        "      12.5  2.0e-03",
-        "a token at depth 0    80,000 tokens/s  10 kernels               10.0  20.00      50%     12.50      80%  "
-        "      12.5",
+    cells = [re.split(r" {2,}", line) for line in lines]
+    assert cells[0] == list(bench_kernels.COLUMNS)
+    assert cells[2:] == [
+        [
+            "linear_add/attention",
+            "2,048 x 4,096",
+            "10",
+            "4.33 MB",
+            "1.00",
+            "2.00",
+            "50%",
+            "1.25",
+            "80%",
+            "12.5",
+            "2.0e-03",
+        ],
+        ["one token at depth 0", "80,000 tokens/s", "10 kernels", "10.0", "20.00", "50%", "12.50", "80%", "12.5"],
     ]
 
 
 def test_markdown() -> None:
     lines = bench_kernels.render(rows_of("route_logits"), [], markdown=True).splitlines()
-    assert lines[0].startswith("| kernel | shape | a token |")
     assert lines[1].count("|") == lines[0].count("|") == lines[2].count("|")
-    assert lines[2] == "| route_logits | 257 x 2,048 | 40 | 4.33 MB | 1.00 | 2.00 | 50% | 1.25 | 80% | 50.0 | 2.0e-03 |"
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == list(bench_kernels.COLUMNS)
+    expected = "route_logits | 257 x 2,048 | 40 | 4.33 MB | 1.00 | 2.00 | 50% | 1.25 | 80% | 50.0 | 2.0e-03"
+    assert cells[2] == expected.split(" | ")
 
 
 def test_a_total_takes_one_depth_and_what_a_token_needs() -> None:
@@ -308,7 +349,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert all(kernel["us"] > 0 and kernel["failure"] is None for kernel in found["kernels"])
     assert [one["depth"] for one in found["totals"]] == [0, 40]
-    assert "a token at depth 40" in capsys.readouterr().out
+    assert "one token at depth 40" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

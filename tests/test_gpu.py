@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import Method, Program, load_program
+from ostinato.delegate.files import artifact_paths, open_artifact
 from ostinato.export import export_model, export_program
 from ostinato.runner import Engine
 
@@ -133,13 +134,14 @@ def test_streams(recurrent_cuda: Path, shared: bool) -> None:
                 torch.testing.assert_close(step(decode, t, t), want, rtol=1e-5, atol=1e-5)
 
 
-def test_constants_stand_at_one_address_and_equal_the_file(program: Program) -> None:
+def test_constants_stand_at_one_address_and_equal_the_file(program: Program, recurrent_cuda: Path) -> None:
+    entries = open_artifact(*artifact_paths(recurrent_cuda))[1].entries
     prefill, decode = program.load_method("prefill"), program.load_method("decode")
     for name, key in prefill._entry.record.constants.items():
         tensor = prefill._bound[name]
         twin = next(n for n, k in decode._entry.record.constants.items() if k == key)
         assert tensor.is_cuda and tensor.data_ptr() == decode._bound[twin].data_ptr()
-        assert torch.equal(tensor.cpu(), program._constants.entries[key].tensor())
+        assert torch.equal(tensor.cpu(), entries[key].tensor())
     for name, key in prefill._entry.record.buffers.items():
         twin = next(n for n, k in decode._entry.record.buffers.items() if k == key)
         assert prefill._bound[name].data_ptr() == decode._bound[twin].data_ptr()
@@ -153,15 +155,15 @@ def test_a_real_capture_failure_falls_back(recurrent_cuda: Path) -> None:
     """A synchronisation inside a capture is illegal; CUDA itself refuses it."""
     with load_program(recurrent_cuda) as broken, load_program(recurrent_cuda) as whole:
         decode, plain = broken.load_method("decode", GRAPH), whole.load_method("decode")
-        assert decode._container is not None
-        run = decode._container.run
+        assert decode._code is not None
+        run = decode._code.run
 
         def synchronising(inputs: Sequence[Tensor]) -> list[Tensor]:
             outputs = run(inputs)
             torch.cuda.synchronize()
             return outputs
 
-        decode._runner._run = synchronising
+        decode._state_machine._run = synchronising
         assert torch.equal(walk(decode, 10), walk(plain, 10))
         assert (decode.stats.phase, decode.stats.fallbacks, decode.stats.captures) == ("disabled", 1, 0)
         assert "captur" in (decode.stats.fallback_reason or "")

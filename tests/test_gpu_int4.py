@@ -65,19 +65,14 @@ def wide_artifact(exported: Callable[..., Path], wide_config: Path) -> Path:
 
 def reference(folder: Path, dtype: torch.dtype, group_size: int, dummy: bool, max_seq_len: int) -> torch.nn.Module:
     """Our module with the plain PyTorch kernels and the same quantised weights, on the GPU."""
-    from ostinato.export.models import ModelConfig, build_on_meta
-    from ostinato.export.weights import (
-        DummyWeights,
-        QuantizedWeights,
-        checkpoint_weights,
-        float_shapes,
-        materialise,
-    )
+    from ostinato.export.models import build_network, read_config
+    from ostinato.export.weights.stream import QuantizedWeights, materialise
 
-    model = build_on_meta(ModelConfig.from_folder(folder), max_seq_len, dtype, group_size=group_size)
+    family, config = read_config(folder)
+    model = build_network(config, max_seq_len, dtype, group_size=group_size)
     device = torch.device("cuda")
     # The artifact's weights are drawn in the model's dtype, which for the flagship is bfloat16.
-    source = DummyWeights(float_shapes(model), device, torch.bfloat16) if dummy else checkpoint_weights(model, folder)
+    source = family.dummy_weights(model, device, torch.bfloat16) if dummy else family.checkpoint_weights(model, folder)
     materialise(model, QuantizedWeights(model, source, device))
     return model.cuda()
 
@@ -163,6 +158,7 @@ def test_replay_at_the_flagships_width_is_bit_equal(wide_artifact: Path) -> None
             logits[graph] = torch.stack([step(decode, torch.tensor([[3 * t]]), t) for t in range(100, 164)])
             assert decode.stats.replays == (60 if graph else 0)
             if graph:
+                assert decode.stats.graph_kernels is not None and decode.stats.early_kernels is not None
                 # Six a delta-net layer, seven an attention layer, the head; the embedding and the angles are the compiler's.
                 assert decode.stats.graph_kernels <= 3 * 6 + 7 + 1 + 3, decode.stats.graph_nodes
                 assert decode.stats.early_kernels >= 3 * 6 + 7
@@ -171,7 +167,7 @@ def test_replay_at_the_flagships_width_is_bit_equal(wide_artifact: Path) -> None
 
 
 def test_what_is_drawn_on_the_device_is_the_same_with_and_without_a_graph(wide_artifact: Path) -> None:
-    answers = {}
+    answers: dict[Sampling, list[list[int]]] = {}
     for graph in (False, True):
         with Engine.load(wide_artifact, cuda_graph=graph) as engine:
             for sampling in (
@@ -189,7 +185,7 @@ def test_what_is_drawn_on_the_device_is_the_same_with_and_without_a_graph(wide_a
 
 
 def test_no_state_is_copied_by_the_compiled_code(wide_config: Path, tmp_path: Path) -> None:
-    """What mutates a buffer must do so in place: a copy of a KV cache or state at every step would go unseen otherwise."""
+    """What writes a buffer must do so in place: otherwise each step would copy a cache or state, and nothing would say so."""
     from ostinato.export import Quantization, export_model
 
     report = export_model(

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from ...delegate.errors import ExportError
+from ostinato.delegate.errors import ExportError
 
 C = TypeVar("C")
 
@@ -20,7 +20,7 @@ SMALL = 99 * 1024  # 8.6, 8.9, 12.0 and 12.1
 
 
 def launcher(kernel: Any) -> Any:
-    """What to index with a grid and call: `launcher(kernel)[grid](...)`. torch refuses to wrap an interpreted kernel."""
+    """What a grid and arguments are given to: `launcher(kernel)[grid](...)`. torch does not wrap an interpreted kernel."""
     return kernel if isinstance(kernel, InterpretedFunction) else torch.library.wrap_triton(kernel)
 
 
@@ -32,10 +32,10 @@ def shared_memory() -> int:
 
 
 def fitting(configs: Mapping[int, C]) -> C:
-    """Of configurations by the shared memory that they are made for, the one for the most that the GPU has.
+    """Of configurations by the bytes of shared memory that they need, the one that needs most of what the GPU has.
 
     Raises:
-        ExportError: it has less than any of them is made for.
+        ExportError: every one of them needs more than it has.
     """
     available = shared_memory()
     fits = [size for size in configs if size <= available]

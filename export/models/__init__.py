@@ -1,6 +1,7 @@
-"""The networks: one file a building block, one file a model family."""
+"""One file per model family, and what all families share: their registry, frame, methods and config's settings."""
 
-from .config import SUPPORTED_MODEL_TYPES, ModelConfig
-from .qwen3_5 import STACKED, Decoder, Qwen3_5, build_on_meta
+from .config import ModelConfig
+from .language_model import LanguageModel
+from .registry import FAMILIES, build_network, find_family, parse_config, read_config
 
-__all__ = ["STACKED", "SUPPORTED_MODEL_TYPES", "Decoder", "ModelConfig", "Qwen3_5", "build_on_meta"]
+__all__ = ["FAMILIES", "LanguageModel", "ModelConfig", "build_network", "find_family", "parse_config", "read_config"]

@@ -1,129 +1,296 @@
 """Qwen3.5, the text model: a hybrid of gated delta-nets and gated full attention, with dense layers or sparse experts.
 
-Module names are those of the Hugging Face checkpoint, but for the projections in `STACKED`, which read the same input and
-are one product here.
+Module names are those of the Hugging Face checkpoint, except for the projections in `FAMILY.names.stacked`, which read the
+same input and are one product here.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from ..kernels import StepKernels, kernels_for
-from .attention import Attention, Place, RotaryEmbedding
-from .config import ModelConfig
-from .delta_net import GatedDeltaNet
-from .linear import Build, make_embedding, make_linear, packed
-from .moe import SparseMoe, SwiGLU
-from .norms import RMSNorm
-from .sampling import SamplingState
+from ostinato.delegate.errors import CheckpointError
+from ostinato.export.formats import check_groups
+from ostinato.export.kernels.attention.limits import check_attention
+from ostinato.export.kernels.delta_rule.limits import check_delta_rule
+from ostinato.export.kernels.experts.limits import check_experts
+from ostinato.export.kernels.operands import Place
+from ostinato.export.layers.attention import AttentionSizes, GatedAttention
+from ostinato.export.layers.build import Build
+from ostinato.export.layers.delta_net import DeltaNetSizes, GatedDeltaNet
+from ostinato.export.layers.experts import MoeSizes, SparseMoe
+from ostinato.export.layers.feed_forward import SwiGLU
+from ostinato.export.layers.norms import RMSNorm
+from ostinato.export.layers.rotary import RotaryEmbedding
+from ostinato.export.weights.checkpoint import CheckpointNames
+from ostinato.export.weights.dummy import DummySpreads
 
-# Module here -> modules of the checkpoint whose rows it stacks, in order.
-STACKED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
-    "in_proj_ba": ("in_proj_b", "in_proj_a"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
+from . import config as read
+from .config import MAX_COUNT, ModelConfig, Settings
+from .family import Family
+from .language_model import LanguageModel
+
+MOE_MODEL_TYPES = ("qwen3_5_moe_text", "qwen3_5_moe")
+DENSE_MODEL_TYPES = ("qwen3_5_text", "qwen3_5")
+
+LINEAR, FULL = "linear_attention", "full_attention"
+LAYER_TYPES = (LINEAR, FULL)
+
+# Settings that shape the network, and the values that it is written for; absent or null means the first of them. Not read:
+# what is for training only (dropout, initialisation, auxiliary loss), vision, multi-token prediction, the state's dtype
+# (always float32), and `mrope_section`: a text token's position is the same number on all three axes.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attn_output_gate": (True,),
+    "output_gate_type": ("silu", "swish"),
+    "mlp_only_layers": ([],),
+    "decoder_sparse_step": (1,),
+    "norm_topk_prob": (True,),
+    "per_layer_config": ({},),
 }
 
 
+@dataclass(frozen=True)
+class Qwen3_5Config(ModelConfig):
+    """Names follow transformers' `Qwen3_5MoeTextConfig` and `Qwen3_5TextConfig` where they are the same thing.
+
+    A dense model has an `intermediate_size` and zeros for the sizes of experts; a model with experts the other way round.
+    """
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    attention_bias: bool
+    rotary_dim: int
+    rope_theta: float
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    intermediate_size: int
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
+
+    @property
+    def attention(self) -> AttentionSizes:
+        return AttentionSizes(self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim)
+
+    @property
+    def delta_net(self) -> DeltaNetSizes:
+        return DeltaNetSizes(
+            self.hidden_size,
+            self.linear_num_key_heads,
+            self.linear_num_value_heads,
+            self.linear_key_head_dim,
+            self.linear_value_head_dim,
+            self.linear_conv_kernel_dim,
+        )
+
+    @property
+    def moe(self) -> MoeSizes:
+        return MoeSizes(
+            self.hidden_size,
+            self.num_experts,
+            self.num_experts_per_tok,
+            self.moe_intermediate_size,
+            self.shared_expert_intermediate_size,
+        )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Qwen3_5Config:
+        """`data` is what config.json holds: the text model's settings, or a multimodal model's with them in `text_config`.
+
+        Raises:
+            CheckpointError: naming the setting that is missing, of a wrong type or not supported.
+        """
+        with_experts = data["model_type"] in MOE_MODEL_TYPES
+        text = read.text_config(data, MOE_MODEL_TYPES if with_experts else DENSE_MODEL_TYPES)
+        settings = Settings(text)
+        settings.refuse_other_than(_ONLY)
+        read.refuse_quantized(Settings(data, text))
+        rope = read.rope_parameters(text, LAYER_TYPES)
+        head_dim = settings.size("head_dim")
+        # A model has experts, or it is dense: sizes of what it does not have are 0.
+        moe, dense = (settings.size, _zero) if with_experts else (_zero, settings.size)
+        config = cls(
+            model_type=data["model_type"],
+            vocab_size=settings.size("vocab_size"),
+            hidden_size=settings.size("hidden_size"),
+            layer_types=_layer_types(settings),
+            rms_norm_eps=settings.number("rms_norm_eps", 1e-6),
+            tie_word_embeddings=read.tied(data, text),
+            max_position_embeddings=settings.size("max_position_embeddings", 32768),
+            dtype=read.dtype(Settings(text, data)),
+            num_attention_heads=settings.size("num_attention_heads"),
+            num_key_value_heads=settings.size("num_key_value_heads"),
+            head_dim=head_dim,
+            attention_bias=settings.flag("attention_bias", False),
+            rotary_dim=read.rotary_dim(rope, head_dim, 0.25),
+            rope_theta=rope.number("rope_theta", 10000.0),
+            linear_num_key_heads=settings.size("linear_num_key_heads"),
+            linear_num_value_heads=settings.size("linear_num_value_heads"),
+            linear_key_head_dim=settings.size("linear_key_head_dim"),
+            linear_value_head_dim=settings.size("linear_value_head_dim"),
+            linear_conv_kernel_dim=settings.size("linear_conv_kernel_dim", most=MAX_COUNT),
+            num_experts=moe("num_experts"),
+            num_experts_per_tok=moe("num_experts_per_tok"),
+            moe_intermediate_size=moe("moe_intermediate_size"),
+            shared_expert_intermediate_size=moe("shared_expert_intermediate_size"),
+            intermediate_size=dense("intermediate_size"),
+        )
+        _check(config)
+        return config
+
+
+def _zero(name: str) -> int:
+    return 0
+
+
+def _layer_types(settings: Settings) -> tuple[str, ...]:
+    """`layer_types` as stated; without it, every `full_attention_interval`-th layer has full attention."""
+    types = settings.get("layer_types")
+    if types is None:
+        interval = settings.size("full_attention_interval", 4)
+        count = settings.size("num_hidden_layers", most=MAX_COUNT)
+        return tuple(LAYER_TYPES[(index + 1) % interval == 0] for index in range(count))
+    if not isinstance(types, list) or not types or len(types) != settings.size("num_hidden_layers", len(types)):
+        raise CheckpointError("config.json: layer_types must be a list of num_hidden_layers names")
+    if len(types) > MAX_COUNT:
+        raise CheckpointError(f"config.json: layer_types must have at most {MAX_COUNT} names, got {len(types)}")
+    unknown = sorted({name if isinstance(name, str) else read.short(name) for name in types if name not in LAYER_TYPES})
+    if unknown:
+        raise CheckpointError(
+            f"unsupported layer types in config.json: {', '.join(unknown)[:200]}; supported are: "
+            f"{', '.join(LAYER_TYPES)}"
+        )
+    return tuple(types)
+
+
+def _check(config: Qwen3_5Config) -> None:
+    read.check_multiple(config, "num_attention_heads", "num_key_value_heads")
+    read.check_multiple(config, "linear_num_value_heads", "linear_num_key_heads")
+    if config.num_experts_per_tok > config.num_experts:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok ({config.num_experts_per_tok}) must be 1 to num_experts ({config.num_experts})"
+        )
+    if config.linear_conv_kernel_dim < 2:
+        raise CheckpointError(
+            f"config.json: linear_conv_kernel_dim must be 2 or more, got {config.linear_conv_kernel_dim}"
+        )
+
+
 class DecoderLayer(nn.Module):
-    """x + mixer(norm(x)), then x + feed_forward(norm(x)).
+    """x + mixer(norm(x)), then x + feed_forward(norm(x))."""
 
-    The last addition is left to whoever comes next, who reads both: the compiler makes it one kernel with the norm there.
-    """
-
-    def __init__(self, build: Build, layer_type: str) -> None:
+    def __init__(self, config: Qwen3_5Config, layer_type: str, build: Build) -> None:
         super().__init__()
-        config = build.config
-        if layer_type == "linear_attention":
-            self.linear_attn = GatedDeltaNet(build)
-        else:
-            self.self_attn = Attention(build)
-        self.mlp = SparseMoe(build) if config.is_moe else SwiGLU(config.intermediate_size, build)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.layer_type = layer_type
+        if layer_type == LINEAR:
+            self.linear_attn = GatedDeltaNet(config.delta_net, eps, build)
+        else:
+            self.self_attn = GatedAttention(config.attention, eps, build, bias=config.attention_bias)
+        self.mlp = SparseMoe(config.moe, build) if config.is_moe else SwiGLU(size, config.intermediate_size, build)
+        self.input_layernorm = RMSNorm(size, eps)
+        self.post_attention_layernorm = RMSNorm(size, eps)
 
-    def forward(self, x: Tensor, delta: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """x + delta is the input, [T, hidden]; so is the output. The others are a `Place`."""
-        mixer = self.linear_attn if self.layer_type == "linear_attention" else self.self_attn
-        x = x + delta
-        x = x + mixer(self.input_layernorm(x), Place(input_pos, cos, sin))
-        return x, self.mlp(self.post_attention_layernorm(x))
+    @property
+    def kind(self) -> str:
+        """Layers of one kind differ in their tensors only."""
+        return f"{self.layer_type} layer"
 
-    def step(self, x: Tensor, place: Place, kernels: StepKernels) -> Tensor:
-        """One token, x [1, hidden] -> [1, hidden]; both additions are in the kernels."""
-        mixer = self.linear_attn if self.layer_type == "linear_attention" else self.self_attn
-        x = mixer.step(x, self.input_layernorm, place, kernels)
-        return self.mlp.step(x, self.post_attention_layernorm, kernels)
+    @property
+    def mixer(self) -> GatedDeltaNet | GatedAttention:
+        return self.linear_attn if self.layer_type == LINEAR else self.self_attn
 
+    def forward(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [T, H] -> [T, H]. The others are a `Place`."""
+        x = x + self.mixer(self.input_layernorm(x), Place(input_pos, cos, sin))
+        return x + self.mlp(self.post_attention_layernorm(x))
 
-class Decoder(nn.Module):
-    """Embedding, layers and final norm; the checkpoint's `model.`."""
-
-    def __init__(self, build: Build) -> None:
-        super().__init__()
-        config = build.config
-        self.embed_tokens = make_embedding(config.vocab_size, config.hidden_size, build)
-        self.layers = nn.ModuleList(DecoderLayer(build, kind) for kind in config.layer_types)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary = RotaryEmbedding(config)
-
-    def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """tokens [1, T], positions [T] -> (x, delta, cos, sin) for the first layer."""
-        x = self.embed_tokens(tokens[0])
-        _, cos, sin = self.rotary(positions)
-        return x, torch.zeros_like(x), cos, sin
+    def step(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """One token, x [1, H] -> [1, H]; norms and additions are in the kernels."""
+        x = self.mixer.step(x, self.input_layernorm, Place(input_pos, cos, sin))
+        return self.mlp.step(x, self.post_attention_layernorm)
 
 
-class Qwen3_5(nn.Module):
-    """The language model with its state.
-
-    `forward(tokens [1, T] int64, input_pos [T] int64)` gives the logits of the last position, [1, vocab] float32, and moves
-    the state by T tokens. Positions are consecutive; a call whose first position is 0 starts a new sequence. T = 1
-    takes the recurrent step, T >= 2 the chunked delta rule: two graphs from one module.
-    """
-
-    def __init__(self, build: Build) -> None:
-        super().__init__()
-        self.build = build
-        self.model = Decoder(build)
-        self.lm_head = make_linear(build.config.hidden_size, build.config.vocab_size, build)
-        if build.config.tie_word_embeddings and build.group_size is None:
-            self.lm_head.weight = self.model.embed_tokens.weight
-        self.sampling = SamplingState(build)
-
-    def forward(self, tokens: Tensor, input_pos: Tensor) -> Tensor:
-        x, delta, cos, sin = self.model.embed(tokens, input_pos)
-        for layer in self.model.layers:
-            x, delta = layer(x, delta, input_pos, cos, sin)
-        return self.head(x, delta)
-
-    def head(self, x: Tensor, delta: Tensor) -> Tensor:
-        """What the last layer gives -> logits of the last position."""
-        return self.lm_head(self.model.norm(x[-1:] + delta[-1:])).float()
-
-    def step_head(self, x: Tensor, kernels: StepKernels) -> Tensor:
-        """x [1, hidden] -> logits [1, vocab] float32."""
-        norm = self.model.norm
-        return kernels.norm_linear(x, norm.weight, norm.eps, *packed(self.lm_head), torch.float32)
+def network(config: Qwen3_5Config, build: Build) -> LanguageModel:
+    """The network of a config, made on the meta device: parameters have shapes and no values."""
+    layers = [DecoderLayer(config, layer_type, build) for layer_type in config.layer_types]
+    # The kernels that fold a step take int4 weights without a bias.
+    folds = build.kernels.folds_steps and build.group_size is not None and not config.attention_bias
+    return LanguageModel(config, build, layers, RotaryEmbedding(config.rotary_dim, config.rope_theta), folds)
 
 
-def build_on_meta(
-    config: ModelConfig,
-    max_seq_len: int,
-    dtype: torch.dtype,
-    *,
-    device: str = "cpu",
-    max_chunk: int | None = None,
-    group_size: int | None = None,
-) -> Qwen3_5:
-    """The module with parameters that have shapes and no storage; its state buffers are zeros on the CPU.
+def check_limits(config: Qwen3_5Config, group_size: int | None, device: str, dtype: torch.dtype) -> None:
+    """Raises ExportError that names the size and the limit that it breaks."""
+    if group_size is not None:
+        check_groups(_quantized_sizes(config), group_size)
+    if device == "cuda":
+        _check_kernels(config, group_size, dtype)
 
-    `device` is what the code will be compiled for: it chooses the kernels.
-    """
-    build = Build(config, max_seq_len, max_chunk or max_seq_len - 1, dtype, kernels_for(device), group_size)
-    with torch.device("meta"):
-        model = Qwen3_5(build)
-    return model.eval().requires_grad_(False)
+
+def _check_kernels(config: Qwen3_5Config, group_size: int | None, dtype: torch.dtype) -> None:
+    attention, delta_net, moe = config.attention, config.delta_net, config.moe
+    if FULL in config.layer_types:
+        check_attention(attention.heads, attention.kv_heads, attention.head_dim, dtype)
+    if LINEAR in config.layer_types:
+        check_delta_rule(delta_net.key_heads, delta_net.value_heads, delta_net.key_head_dim, delta_net.value_head_dim)
+    if config.is_moe:
+        check_experts(moe.hidden, moe.inner, moe.experts, moe.top_k, group_size)
+
+
+def _quantized_sizes(config: Qwen3_5Config) -> dict[str, int]:
+    """Lengths of the rows that are quantised, by what the config calls them. Layers with a bias are not."""
+    sizes = {"hidden_size": config.hidden_size}
+    if FULL in config.layer_types and not config.attention_bias:
+        sizes["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
+    if LINEAR in config.layer_types:
+        sizes["linear_num_value_heads * linear_value_head_dim"] = config.delta_net.values
+    if config.is_moe:
+        sizes["moe_intermediate_size"] = config.moe_intermediate_size
+        sizes["shared_expert_intermediate_size"] = config.shared_expert_intermediate_size
+    else:
+        sizes["intermediate_size"] = config.intermediate_size
+    return sizes
+
+
+FAMILY = Family(
+    model_types=MOE_MODEL_TYPES + DENSE_MODEL_TYPES,
+    config=Qwen3_5Config.from_dict,
+    network=network,
+    check_limits=check_limits,
+    names=CheckpointNames(
+        stacked={
+            "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+            "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+            "in_proj_ba": ("in_proj_b", "in_proj_a"),
+            "gate_up_proj": ("gate_proj", "up_proj"),
+        },
+        experts={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+        # A multimodal model keeps the text model under a name of its own.
+        renamed=("model.language_model.", "model."),
+        # Multi-token prediction and vision, which the text model does not have, and a table that it computes.
+        skipped=re.compile(r"^(mtp\.|model\.visual\.|visual\.|model\.mtp\.)|rotary_emb\.inv_freq$"),
+    ),
+    spreads=DummySpreads(
+        by_ending={
+            "A_log": (0.0, 0.5),
+            "linear_attn.norm.weight": (1.0, 0.1),
+            "conv1d.weight": (0.0, 0.5),
+        },
+        adding=(".out_proj", ".o_proj", ".down_proj"),
+    ),
+)

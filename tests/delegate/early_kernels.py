@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from ostinato.export.kernels.early_triton import start_next, wait_for_previous
+from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import launcher, starts_early
 
 # 512 programs: those of two kernels have room side by side, so a kernel that did not wait would read what is not there yet.

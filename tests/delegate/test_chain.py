@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ostinato.delegate import ArtifactError, Dim, Method, Program, aoti, load_program
-from ostinato.delegate.aoti import Container
+from ostinato.delegate import ArtifactError, Dim, Method, Program, load_program, method_code
 from ostinato.delegate.artifact import MethodRecord
 from ostinato.delegate.files import artifact_paths, open_artifact
+from ostinato.delegate.method_code import MethodCode
+from ostinato.delegate.torch_internals import Container
 
 WIDTH = 4
 # Longest first: a shorter call after it must not see what the longer one left.
@@ -32,6 +33,10 @@ class Layer(nn.Module):
     A parameter, a plain attribute that is a tensor, a constant that is not contiguous, state that starts as zeros and state
     that does not, and a table made in `forward`, which is the same for all.
     """
+
+    bias: Tensor
+    state: Tensor
+    steps: Tensor
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -76,7 +81,7 @@ def step_inputs(index: int) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param, 0 if request.param == "cuda" else None)
+    return torch.device("cuda:0" if request.param == "cuda" else "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -191,14 +196,14 @@ def test_one_library_serves_three_segments(
     record: MethodRecord, named_data: dict[str, memoryview], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths: list[str] = []
-    load = aoti.container_runner
+    load = method_code.load_container
 
     def remember(path: str, device: torch.device) -> Any:
         paths.append(path)
         return load(path, device)
 
-    monkeypatch.setattr(aoti, "container_runner", remember)
-    Container(record, named_data, device)
+    monkeypatch.setattr(method_code, "load_container", remember)
+    MethodCode(record, named_data, device)
     assert len(paths) == 3 and len(set(paths)) == 1
     assert len({segment.code_key for segment in record.segments}) == 1
     # The library of `step`, and that of `whole`.
@@ -215,31 +220,31 @@ def test_missing_and_damaged_code(
 ) -> None:
     key = record.segments[0].code_key
     with pytest.raises(ArtifactError, match=r"model\.pte lacks the compiled code of method 'step'"):
-        Container(record, {k: data for k, data in named_data.items() if k != key}, device)
+        MethodCode(record, {k: data for k, data in named_data.items() if k != key}, device)
     damaged = bytearray(named_data[key])
     damaged[5000] ^= 4
     with pytest.raises(ArtifactError, match=r"compiled code of method 'step' in model\.pte is damaged: SHA-256"):
-        Container(record, {**named_data, key: memoryview(damaged)}, device)
+        MethodCode(record, {**named_data, key: memoryview(damaged)}, device)
     junk = memoryview(b"\x7fELF" + b"\0" * 1000)
     hashed = replace(record.segments[0], code_sha256=hashlib.sha256(junk).hexdigest())
     with pytest.raises(ArtifactError, match="compiled code of method 'step' cannot be loaded"):
-        Container(replace(record, segments=(hashed,)), {key: junk}, device)
+        MethodCode(replace(record, segments=(hashed,)), {key: junk}, device)
 
 
 def test_one_segment_of_many_lacks_its_code(
     record: MethodRecord, named_data: dict[str, memoryview], device: torch.device
 ) -> None:
     with pytest.raises(ArtifactError, match="lacks the compiled code of method 'step'"):
-        Container(last(record, code_key="ostinato.code.other"), named_data, device)
+        MethodCode(last(record, code_key="ostinato.code.other"), named_data, device)
     with pytest.raises(ArtifactError, match="lacks the list of operators that method 'step' calls"):
         other = {"ostinato.code.other": named_data[record.segments[0].code_key]}
-        Container(
+        MethodCode(
             last(record, code_key="ostinato.code.other", extern_key="ostinato.extern.other"), named_data | other, device
         )
     damaged = bytearray(named_data[record.segments[0].code_key])
     damaged[5000] ^= 4
     with pytest.raises(ArtifactError, match=r"compiled code of method 'step' in model\.pte is damaged"):
-        Container(
+        MethodCode(
             last(record, code_key="ostinato.code.other"),
             {**named_data, "ostinato.code.other": memoryview(damaged)},
             device,
@@ -249,12 +254,12 @@ def test_one_segment_of_many_lacks_its_code(
 class Watched:
     """A segment's container that remembers what it gave, and whether what all others gave was alive when it was called."""
 
-    def __init__(self, runner: Any, given: list[list[StorageWeakRef]], alive: list[list[list[bool]]]) -> None:
-        self._runner, self._given, self._alive = runner, given, alive
+    def __init__(self, container: Container, given: list[list[StorageWeakRef]], alive: list[list[list[bool]]]) -> None:
+        self._container, self._given, self._alive = container, given, alive
 
     def run(self, inputs: list[Tensor]) -> list[Tensor]:
         self._alive.append([[not storage.expired() for storage in storages] for storages in self._given])
-        outputs: list[Tensor] = self._runner.run(inputs)
+        outputs: list[Tensor] = self._container.run(inputs)
         self._given.append([StorageWeakRef(tensor.untyped_storage()) for tensor in outputs])
         return outputs
 
@@ -262,9 +267,9 @@ class Watched:
 def watch(method: Method) -> tuple[list[list[StorageWeakRef]], list[list[list[bool]]]]:
     given: list[list[StorageWeakRef]] = []
     alive: list[list[list[bool]]] = []
-    assert method._container is not None
-    runners = method._container._runners
-    method._container._runners = [Watched(runner, given, alive) for runner in runners]
+    assert method._code is not None
+    containers = method._code._containers
+    method._code._containers = [Watched(container, given, alive) for container in containers]
     return given, alive
 
 
@@ -285,20 +290,20 @@ def test_intermediate_values_are_freed_when_nobody_takes_them(artifact: Path) ->
 def test_a_value_that_nobody_takes_is_freed_at_once(record: MethodRecord, artifact: Path, device: torch.device) -> None:
     with load_program(artifact) as program:
         step = program.load_method("step")
-        container = step._container
-        assert container is not None
+        code = step._code
+        assert code is not None
         first, second, third = record.segments
         # The second link takes the method's own `seen`, and the third its `x` as well.
-        container.record = replace(
+        code.record = replace(
             record,
             segments=(first, replace(second, inputs=(2, 1)), replace(third, inputs=(0, 5))),
             results=(7, 6, 2),
         )
-        container._last_uses = aoti._last_uses(container.record)
-        assert container._last_uses == [(3,), (1, 4), (0, 5)]
+        code._last_uses = method_code._last_uses(code.record)
+        assert code._last_uses == [(3,), (1, 4), (0, 5)]
         _, alive = watch(step)
         x, seen = step_inputs(0)
-        _, _, kept = container.run([x.to(device), seen.to(device)])
+        _, _, kept = code.run([x.to(device), seen.to(device)])
         assert alive == [[], [[True, False]], [[True, False], [False, True]]]
         assert kept.shape == x.shape
 
@@ -306,9 +311,9 @@ def test_a_value_that_nobody_takes_is_freed_at_once(record: MethodRecord, artifa
 def test_closing_lets_all_containers_go(artifact: Path) -> None:
     with load_program(artifact) as program:
         step = program.load_method("step")
-        container = step._container
-        assert container is not None and len(container._runners) == 3
+        code = step._code
+        assert code is not None and len(code._containers) == 3
         step.close()
-        assert not container._runners
+        assert not code._containers
         assert program.stats.constants == 0
         check_steps(program.load_method("step"), Stack(layers()), range(2))

@@ -15,9 +15,9 @@ import torch
 
 from ostinato.delegate import ArtifactError, Target, TargetError, load_program
 from ostinato.delegate import target as target_module
-from ostinato.delegate.aoti import Container
 from ostinato.delegate.artifact import dtype_from_name
 from ostinato.delegate.flatbuffer import Table, map_file
+from ostinato.delegate.method_code import MethodCode
 from ostinato.delegate.pte import parse_program
 from ostinato.delegate.target import check_target, host_target
 
@@ -158,13 +158,23 @@ def test_an_unverified_program_still_has_its_code_checked(folder: Path) -> None:
         assert damaged == 1
 
 
+def test_a_record_with_an_unknown_kind_of_state(folder: Path) -> None:
+    path = folder / "model.pte"
+    content = path.read_bytes()
+    assert content.count(b'"kind": "other"') == 6
+    path.write_bytes(content.replace(b'"kind": "other"', b'"kind": "0ther"'))
+    for verify in (True, False):
+        with pytest.raises(ArtifactError, match="unknown kind of state '0ther'"):
+            load_program(folder, verify=verify)
+
+
 def test_code_that_is_no_library(recurrent_artifact: Path) -> None:
     path = recurrent_artifact / "model.pte"
     record = parse_program(map_file(path), path).methods["decode"].record
     junk = memoryview(b"\x7fELF" + b"\0" * 1000)
     segment = replace(record.segments[0], code_sha256=hashlib.sha256(junk).hexdigest())
     with pytest.raises(ArtifactError, match="compiled code of method 'decode' cannot be loaded"):
-        Container(replace(record, segments=(segment,)), {segment.code_key: junk}, torch.device("cpu"))
+        MethodCode(replace(record, segments=(segment,)), {segment.code_key: junk}, torch.device("cpu"))
 
 
 def test_a_damaged_constant_names_itself(folder: Path) -> None:
@@ -256,12 +266,13 @@ def test_gpu_architecture(monkeypatch: pytest.MonkeyPatch, arch: str, message: s
 def test_an_artifact_compiled_elsewhere_is_refused_before_it_runs(
     exported: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ostinato.export import export_program, lower
+    from ostinato.export import export_program
+    from ostinato.export import program as program_module
 
     def build(path: Path) -> None:
         foreign = replace(HOST, isa=("avx9000",))
         with monkeypatch.context() as patch:
-            patch.setattr(lower, "host_target", lambda device: foreign)
+            patch.setattr(program_module, "host_target", lambda device: foreign)
             export_program({"forward": (torch.nn.ReLU(), (torch.zeros(2),), None)}, path)
 
     artifact = exported("elsewhere", build)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.delegate import ArtifactError, Dim, Target, TensorSpec
+from ostinato.delegate import ArtifactError, CheckpointError, Dim, Target, TensorSpec
 from ostinato.delegate.artifact import (
     FORMAT_VERSION,
     MANIFEST_KEY,
@@ -23,8 +23,10 @@ from ostinato.delegate.artifact import (
     Manifest,
     MethodRecord,
     Segment,
+    StateKind,
 )
 from ostinato.delegate.flatbuffer import Table, damaged, map_file
+from ostinato.delegate.json_files import read_json
 from ostinato.delegate.ptd import ConstantsFile, parse_constants
 from ostinato.delegate.pte import parse_program
 from ostinato.delegate.target import host_isa, host_target
@@ -35,7 +37,7 @@ DTYPES = tuple(SCALAR_TYPES.values())
 
 
 def written(path: Path, constants: dict[str, torch.Tensor]) -> ConstantsFile:
-    from ostinato.export.writer import write_constants
+    from ostinato.export.artifact.writer import write_constants
 
     write_constants(path, constants, "some-export", b"program", constants.__getitem__)
     return parse_constants(map_file(path), path)
@@ -234,9 +236,9 @@ def test_a_record_whose_chain_does_not_hold(path: Sequence[str | int], value: ob
 NUMBERS = (("segments", 1, "inputs"), ("segments", 1, "outputs"), ("results",), ("buffer_specs", "cache", "shape"))
 TEXTS = (("method",), *(("segments", 1, key) for key in ("code_key", "code_sha256", "extern_key", "prefix")))
 TABLES = (("constants",), ("buffers",), ("segments", 0))
-NO_NUMBERS = (None, 3, "x", {}, {"a": 3}, [None], ["0"], [0.0], [[0]], [True])
-NO_TEXTS = (None, 3, 0.5, True, {}, [], ["x"])
-NO_TABLES = (None, 3, 0.5, "x", True, {"a": 3}, ["x"], [{}])
+NO_NUMBERS: tuple[object, ...] = (None, 3, "x", {}, {"a": 3}, [None], ["0"], [0.0], [[0]], [True])
+NO_TEXTS: tuple[object, ...] = (None, 3, 0.5, True, {}, [], ["x"])
+NO_TABLES: tuple[object, ...] = (None, 3, 0.5, "x", True, {"a": 3}, ["x"], [{}])
 WRONG = [
     (path, value)
     for paths, values in ((NUMBERS, NO_NUMBERS), (TEXTS, NO_TEXTS), (TABLES, NO_TABLES))
@@ -251,7 +253,10 @@ def test_a_record_of_wrong_types(path: Sequence[str | int], value: object) -> No
         MethodRecord.from_bytes(changed(path, value))
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe"])
+DEEP = [b"[" * 100_000, b'{"method":' * 100_000]
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", *DEEP], ids=lambda data: str(data[:12]))
 def test_no_record_at_all(data: bytes) -> None:
     with pytest.raises(ArtifactError):
         MethodRecord.from_bytes(data)
@@ -259,6 +264,49 @@ def test_no_record_at_all(data: bytes) -> None:
         Manifest.from_bytes(data)
     with pytest.raises(ArtifactError, match="compile target"):
         Target.from_bytes(data)
+
+
+@pytest.mark.parametrize("kind", list(StateKind))
+def test_a_buffer_of_every_kind(kind: StateKind) -> None:
+    specs = {"cache": replace(RECORD.buffer_specs["cache"], kind=kind)}
+    found = MethodRecord.from_bytes(replace(RECORD, buffer_specs=specs).to_bytes())
+    assert found.buffer_specs["cache"].kind is kind
+
+
+@pytest.mark.parametrize("kind", ["paged", "", "KV_CACHE", None, 3, [], ["kv_cache"], {}])
+def test_a_buffer_of_unknown_kind(kind: object) -> None:
+    with pytest.raises(
+        ArtifactError, match=r"record in model\.pte cannot be read: unknown kind of state .*recurrent, samp"
+    ):
+        MethodRecord.from_bytes(changed(("buffer_specs", "cache", "kind"), kind))
+    with pytest.raises(ArtifactError, match="record"):
+        MethodRecord.from_bytes(
+            changed(("buffer_specs", "cache"), {"shape": [3], "dtype": "int8", "initialised": True})
+        )
+
+
+@pytest.mark.parametrize("data", DEEP, ids=["array", "object"])
+def test_deep_nesting_is_said(data: bytes, tmp_path: Path) -> None:
+    message = "cannot be read: its JSON is nested too deeply"
+    for read in (MethodRecord.from_bytes, Manifest.from_bytes, Target.from_bytes):
+        with pytest.raises(ArtifactError, match=message):
+            read(data)
+    (tmp_path / "deep.json").write_bytes(data)
+    with pytest.raises(ArtifactError, match=rf"deep\.json {message}"):
+        read_json(tmp_path / "deep.json", ArtifactError)
+
+
+def test_json_files(tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    for missing in (path, tmp_path):
+        with pytest.raises(CheckpointError, match=f"{missing} cannot be read: (No such file|Is a directory)"):
+            read_json(missing, CheckpointError)
+    for content in (b"", b"{", b"{'a': 1}", b"\xff\xfe\xfa"):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"some\.json cannot be read: "):
+            read_json(path, CheckpointError)
+    path.write_text('{"é": [1, null]}', encoding="utf-8")
+    assert read_json(path, CheckpointError) == {"é": [1, None]}
 
 
 def test_records_of_another_version_say_so() -> None:

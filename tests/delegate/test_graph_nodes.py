@@ -9,6 +9,7 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,9 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.delegate import graph_nodes, load_program
-from ostinato.delegate.graph import CudaGraphEngine, PhasedRunner, side_stream
-from ostinato.delegate.graph_nodes import DriverError, GraphNodes, look_into, start_early
+from ostinato.delegate import graph_nodes, graph_recorders, load_program
+from ostinato.delegate.artifact import EARLY_KERNEL, REQUIRED_AHEAD
+from ostinato.delegate.graph_nodes import DriverError, EarlyStarts, GraphNodes, look_into, start_early
+from ostinato.delegate.graph_recorders import CudaGraphRecorder, side_stream
+from ostinato.delegate.state_machine import StateMachine
 
 from .helpers import GRAPH
 
@@ -154,26 +157,72 @@ def test_edges_between_marked_kernels_change(monkeypatch: pytest.MonkeyPatch, su
     assert look_into(7) == GraphNodes({"kernel": 8, "memcpy": 2})
     assert look_into(7).kernels == 8
     assert set(driver.types().values()) == {FULL}
-    assert start_early(7) == 3
+    assert start_early(7) == EarlyStarts(3)
     assert {edge for edge, kind in driver.types().items() if kind == PROGRAMMATIC} == {(2, 3), (3, 4), (6, 7)}
     assert set(driver.types().values()) == {FULL, PROGRAMMATIC}
     assert list(driver.types()) == line(len(names))
     # What has been changed is left as it is.
-    assert start_early(7) == 0
+    assert start_early(7) == EarlyStarts(0)
 
 
 def test_a_kernel_with_two_ways_into_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(["a_early", "b_early", "c_early", "d_early"], [(1, 2), (1, 3), (2, 4), (3, 4)])
     use(monkeypatch, driver)
-    assert start_early(7) == 2
+    assert start_early(7) == EarlyStarts(2)
     assert driver.types() == {(1, 2): PROGRAMMATIC, (1, 3): PROGRAMMATIC, (2, 4): FULL, (3, 4): FULL}
+
+
+GATE_UP, DOWN = "experts_gate_up_early_3", "experts_down_early_4"
+
+
+@pytest.mark.parametrize("ahead", ["a_early", "experts_gate_up", "triton_poi_fused_add_0", None, ""])
+def test_a_kernel_that_must_stand_behind_another_one(monkeypatch: pytest.MonkeyPatch, ahead: str | None) -> None:
+    """Rule R5: `experts_down_early` keeps its full edge behind anything but `experts_gate_up_early`, and that is said."""
+    driver = Driver(["a_early", GATE_UP, DOWN, "b_early", ahead, DOWN, "c_early"], line(7))
+    use(monkeypatch, driver)
+    early = start_early(7)
+    changed = {edge for edge, kind in driver.types().items() if kind == PROGRAMMATIC}
+    expected = {(1, 2), (2, 3), (3, 4), (6, 7)} | ({(4, 5)} if ahead == "a_early" else set())
+    assert changed == expected
+    assert early.count == len(expected)
+    stands_behind = ahead or "a node without a name"
+    assert (
+        early.note == f"{DOWN} stands behind {stands_behind}, not behind experts_gate_up_early: it does not start early"
+    )
+
+
+def test_all_kernels_in_the_wrong_place_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver([GATE_UP, "a_early", DOWN, GATE_UP, "b_early", DOWN], line(6))
+    use(monkeypatch, driver)
+    early = start_early(7)
+    assert driver.types()[2, 3] == driver.types()[5, 6] == FULL
+    assert early.count == 3
+    assert early.note == (
+        f"{DOWN} stands behind a_early, not behind experts_gate_up_early (and 1 more): it does not start early"
+    )
+    # Another kernel may stand behind the one that is required.
+    driver = Driver([GATE_UP, "a_early"], line(2))
+    use(monkeypatch, driver)
+    assert start_early(7) == EarlyStarts(1)
+
+
+def test_a_benchmark_of_one_kernel_does_without_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graph is a chain of the same kernel, which is to start early as it does behind the right one."""
+    use(monkeypatch, Driver([DOWN, DOWN, DOWN], line(3)))
+    assert start_early(7).count == 0
+    assert start_early(7, required_ahead={}) == EarlyStarts(2)
+
+
+def test_every_required_kernel_is_a_marked_one() -> None:
+    """The edges of others never change, so that nothing would be checked for them."""
+    assert all(EARLY_KERNEL in name for pair in REQUIRED_AHEAD.items() for name in pair)
 
 
 def test_graphs_without_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, Driver([], []))
-    assert (look_into(7), look_into(7).kernels, start_early(7)) == (GraphNodes({}), 0, 0)
+    assert (look_into(7), look_into(7).kernels, start_early(7)) == (GraphNodes({}), 0, EarlyStarts(0))
     use(monkeypatch, Driver(["a_early"], []))
-    assert (look_into(7).kernels, start_early(7)) == (1, 0)
+    assert (look_into(7).kernels, start_early(7)) == (1, EarlyStarts(0))
 
 
 @pytest.mark.parametrize("function", ["cuGraphRemoveDependencies", "cuGraphAddDependencies"])
@@ -217,25 +266,25 @@ def weight(kernels: ModuleType) -> Tensor:
 
 def captured(
     run: Callable[[Sequence[Tensor]], list[Tensor]], inputs: Sequence[Tensor], early_kernels: bool = True
-) -> PhasedRunner:
+) -> StateMachine:
     """After one call without a graph and the one that captures; the next replays."""
     device = torch.device("cuda", torch.cuda.current_device())
     names = [f"input_{number}" for number in range(len(inputs))]
-    runner = PhasedRunner(run, CudaGraphEngine(side_stream(device), early_kernels), device, names, warmup_steps=1)
+    machine = StateMachine(run, CudaGraphRecorder(side_stream(device), early_kernels), device, names, warmup_steps=1)
     for _ in range(2):
-        runner(inputs)
-    assert runner.phase.value == "replay", runner.stats.fallback_reason
-    return runner
+        machine(inputs)
+    assert machine.stats.phase == "replay", machine.stats.fallback_reason
+    return machine
 
 
-def edges_of(runner: PhasedRunner) -> list[tuple[str, tuple[int, int, int]]]:
+def edges_of(machine: StateMachine) -> list[tuple[str, tuple[int, int, int]]]:
     """Along the chain, each node but the first: its kernel's name or its type, and (type, ports) of the edge into it."""
     from cuda.bindings import driver
 
-    graph: Any = runner._graph
+    graph: Any = machine._graph
     edges = graph_nodes._edges(driver, driver.CUgraph(graph._graph.raw_cuda_graph()))
     following = {int(before): (after, data) for before, after, data in edges}
-    assert len(following) == len(edges), "the graph is no chain"
+    assert len(following) == len(edges), "the graph is not a chain"
     (node,) = set(following) - {int(after) for _, after, _ in edges}
     found = []
     while node in following:
@@ -252,24 +301,24 @@ def edges_of(runner: PhasedRunner) -> list[tuple[str, tuple[int, int, int]]]:
     return found
 
 
-def replayed(runner: PhasedRunner, x: Tensor) -> Tensor:
+def replayed(machine: StateMachine, x: Tensor) -> Tensor:
     """What a replay gives, over an output that held something else."""
-    graph: Any = runner._graph
+    graph: Any = machine._graph
     graph._outputs[0].fill_(-1)
-    return runner([x])[0].clone()
+    return machine([x])[0].clone()
 
 
 @pytest.mark.gpu
 def test_marked_kernels_start_early(kernels: ModuleType, weight: Tensor) -> None:
     early, plain = kernels.turn_early, kernels.turn_plainly
     chain = [early, early, plain, early, early, plain, plain, early]
-    runner = captured(lambda inputs: [kernels.run_chain(chain, inputs[0], weight)], [draw(kernels)])
+    machine = captured(lambda inputs: [kernels.run_chain(chain, inputs[0], weight)], [draw(kernels)])
     opened = PROGRAMMATIC if kernels.starts_early() else FULL
     expected = [
         (kernel.__name__, opened if early is kernel is ahead else FULL) for ahead, kernel in itertools.pairwise(chain)
     ]
-    assert edges_of(runner) == expected
-    stats = runner.stats
+    assert edges_of(machine) == expected
+    stats = machine.stats
     assert (stats.graph_kernels, stats.early_kernels) == (8, 2 if kernels.starts_early() else 0)
     assert (stats.graph_nodes, stats.graph_note) == ({"kernel": 8}, None)
 
@@ -281,7 +330,7 @@ def test_results_are_those_of_torch_and_the_same_each_time(kernels: ModuleType, 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         return [kernels.run_chain(chain, inputs[0], weight)]
 
-    runner, full = captured(run, [draw(kernels)]), captured(run, [draw(kernels)], early_kernels=False)
+    machine, full = captured(run, [draw(kernels)]), captured(run, [draw(kernels)], early_kernels=False)
     assert {edge for _, edge in edges_of(full)} == {FULL}
     assert (full.stats.graph_kernels, full.stats.early_kernels, full.stats.graph_note) == (40, 0, None)
     for _ in range(5):
@@ -292,7 +341,37 @@ def test_results_are_those_of_torch_and_the_same_each_time(kernels: ModuleType, 
         assert torch.equal(run([x])[0], expected)
         assert torch.equal(replayed(full, x), expected)
         for _ in range(10):
-            assert torch.equal(replayed(runner, x), expected)
+            assert torch.equal(replayed(machine, x), expected)
+
+
+@pytest.mark.gpu
+def test_a_kernel_in_the_wrong_place_keeps_its_full_edge(
+    kernels: ModuleType, weight: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule R5 on a real graph: with another name required ahead of it, and with its own."""
+    x = draw(kernels)
+    expected = x
+    for _ in range(3):
+        expected = kernels.turned(expected, weight)
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [kernels.run_chain([kernels.turn_early] * 3, inputs[0], weight)]
+
+    def require(ahead: str) -> None:
+        monkeypatch.setattr(graph_recorders, "start_early", partial(start_early, required_ahead={"turn_early": ahead}))
+
+    require("turn_late_early")
+    machine = captured(run, [x])
+    assert edges_of(machine) == [("turn_early", FULL)] * 2
+    note = "turn_early stands behind turn_early, not behind turn_late_early (and 1 more): it does not start early"
+    early = kernels.starts_early()
+    assert (machine.stats.early_kernels, machine.stats.graph_note) == (0, note if early else None)
+    assert torch.equal(replayed(machine, x), expected)
+    require("turn_early")
+    machine = captured(run, [x])
+    assert edges_of(machine) == [("turn_early", PROGRAMMATIC if early else FULL)] * 2
+    assert (machine.stats.early_kernels, machine.stats.graph_note) == (2 if early else 0, None)
+    assert torch.equal(replayed(machine, x), expected)
 
 
 @pytest.mark.gpu
@@ -302,10 +381,10 @@ def test_a_copy_between_kernels_keeps_its_full_edges(kernels: ModuleType, weight
         return [kernels.run_chain([kernels.turn_early], torch.empty_like(y).copy_(y), weight)]
 
     x = draw(kernels)
-    runner = captured(run, [x])
-    assert edges_of(runner) == [("CU_GRAPH_NODE_TYPE_MEMCPY", FULL), ("turn_early", FULL)]
-    assert (runner.stats.graph_nodes, runner.stats.early_kernels) == ({"kernel": 2, "memcpy": 1}, 0)
-    assert torch.equal(replayed(runner, x), kernels.turned(kernels.turned(x, weight), weight))
+    machine = captured(run, [x])
+    assert edges_of(machine) == [("CU_GRAPH_NODE_TYPE_MEMCPY", FULL), ("turn_early", FULL)]
+    assert (machine.stats.graph_nodes, machine.stats.early_kernels) == ({"kernel": 2, "memcpy": 1}, 0)
+    assert torch.equal(replayed(machine, x), kernels.turned(kernels.turned(x, weight), weight))
 
 
 @pytest.mark.gpu
@@ -326,26 +405,26 @@ def test_a_refused_change_leaves_a_whole_graph(
 
     monkeypatch.setattr(graph_nodes, "_call", refuse_the_second)
     x = draw(kernels)
-    runner = captured(lambda inputs: [kernels.run_chain([kernels.turn_early] * 5, inputs[0], weight)], [x])
+    machine = captured(lambda inputs: [kernels.run_chain([kernels.turn_early] * 5, inputs[0], weight)], [x])
     assert calls.count(function) == 2
-    assert edges_of(runner) == [("turn_early", FULL)] * 4
-    stats = runner.stats
+    assert edges_of(machine) == [("turn_early", FULL)] * 4
+    stats = machine.stats
     assert (stats.captures, stats.fallbacks, stats.graph_kernels, stats.early_kernels) == (1, 0, 5, 0)
     assert stats.graph_note == f"DriverError: {function}: injected"
     expected = x
     for _ in range(5):
         expected = kernels.turned(expected, weight)
-    assert torch.equal(replayed(runner, x), expected)
+    assert torch.equal(replayed(machine, x), expected)
 
 
 @pytest.mark.gpu
 def test_a_graph_without_cuda_bindings(kernels: ModuleType, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, None)
     x = draw(kernels)
-    runner = captured(lambda inputs: [kernels.run_chain([kernels.turn_early], inputs[0], weight)], [x])
-    assert (runner.stats.graph_kernels, runner.stats.early_kernels, runner.stats.captures) == (None, None, 1)
-    assert "cuda-bindings" in (runner.stats.graph_note or "")
-    assert torch.equal(replayed(runner, x), kernels.turned(x, weight))
+    machine = captured(lambda inputs: [kernels.run_chain([kernels.turn_early], inputs[0], weight)], [x])
+    assert (machine.stats.graph_kernels, machine.stats.early_kernels, machine.stats.captures) == (None, None, 1)
+    assert "cuda-bindings" in (machine.stats.graph_note or "")
+    assert torch.equal(replayed(machine, x), kernels.turned(x, weight))
 
 
 @pytest.mark.gpu
@@ -359,14 +438,14 @@ def test_a_step_without_inputs(kernels: ModuleType, weight: Tensor) -> None:
         state.copy_(kernels.run_chain([kernels.turn_early] * 2, state, weight))
         return [state + 0]
 
-    runner = captured(run, [])
+    machine = captured(run, [])
     expected = first
     for _ in range(2 * 2):
         expected = kernels.turned(expected, weight)
     assert torch.equal(state, expected)
     for _ in range(5):
         expected = kernels.turned(kernels.turned(expected, weight), weight)
-        assert torch.equal(runner([])[0], expected)
+        assert torch.equal(machine([])[0], expected)
 
 
 @pytest.mark.gpu
@@ -387,8 +466,8 @@ def test_compiled_code_keeps_the_mark(kernels: ModuleType, weight: Tensor, tmp_p
         for _ in range(6):
             for one in (method, full):
                 assert torch.equal(one.execute((x,))[0].cuda(), expected)
-        marked = [edge for name, edge in edges_of(method._runner) if "turn_early" in name]
-        others = [edge for name, edge in edges_of(method._runner) if "turn_early" not in name]
+        marked = [edge for name, edge in edges_of(method._state_machine) if "turn_early" in name]
+        others = [edge for name, edge in edges_of(method._state_machine) if "turn_early" not in name]
         assert marked == [FULL, PROGRAMMATIC if kernels.starts_early() else FULL]
         assert set(others) == {FULL}
         assert method.stats.early_kernels == (1 if kernels.starts_early() else 0)

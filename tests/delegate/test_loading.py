@@ -20,6 +20,7 @@ from ostinato.delegate.artifact import BufferSpec, MethodRecord
 from ostinato.delegate.constants import ConstantPool
 from ostinato.delegate.flatbuffer import map_file
 from ostinato.delegate.loading import PARALLEL_FROM, ConstantLoader
+from ostinato.delegate.method_code import MethodCode
 from ostinato.delegate.ptd import ConstantsFile, parse_constants
 
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent
@@ -277,7 +278,7 @@ def test_too_little_memory_is_said_before_anything_is_loaded(
         pool.bind(record)
     text = str(caught.value)
     assert f"method 'decode' needs {record_bytes / 1e3:.1f} kB on cpu" in text
-    assert f"{(record_bytes - 44) / 1e3:.1f} kB of constants and 44 bytes of mutable buffers" in text
+    assert f"{(record_bytes - 44) / 1e3:.1f} kB of constants and 44 B of mutable buffers" in text
     assert f"{(record_bytes - 1) / 1e3:.1f} kB are free" in text
     for advice in ("--max-seq-len", "--quant int4", "CUDA_VISIBLE_DEVICES"):
         assert advice in text
@@ -287,7 +288,7 @@ def test_too_little_memory_is_said_before_anything_is_loaded(
     # What is there already needs no room; private copies need all of it again.
     free_is(monkeypatch, 0)
     pool.bind(record)
-    with pytest.raises(DeviceMemoryError, match="0 bytes of mutable buffers; 0 bytes are free"):
+    with pytest.raises(DeviceMemoryError, match="0 B of mutable buffers; 0 B are free"):
         pool.bind(record, share=False)
 
 
@@ -295,9 +296,7 @@ def test_a_program_that_does_not_fit(recurrent_artifact: Path, monkeypatch: pyte
     needed = 2 * VOCAB * WIDTH * 4 + MAX_SEQ_LEN * WIDTH * 4 + WIDTH * 4 + 8
     with load_program(recurrent_artifact) as program:
         free_is(monkeypatch, 500)
-        with pytest.raises(
-            DeviceMemoryError, match=rf"'prefill' needs {needed / 1e3:.1f} kB on cpu.*500 bytes are free"
-        ):
+        with pytest.raises(DeviceMemoryError, match=rf"'prefill' needs {needed / 1e3:.1f} kB on cpu.*500 B are free"):
             program.load_method("prefill")
         assert (program.stats.constants, program.mutable_buffers) == (0, {})
         free_is(monkeypatch, needed)
@@ -347,19 +346,19 @@ def test_memory_that_ends_during_a_step(program: Program, monkeypatch: pytest.Mo
     monkeypatch.setattr(memory_module, "allocation_failures", lambda device: failures)
     with program:
         decode = program.load_method("decode")
-        run = decode._runner._run
+        run = decode._state_machine._run
         free_is(monkeypatch, 3 * 10**9)
 
         def plain(inputs: object) -> None:
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
-        decode._runner._run = plain  # type: ignore[assignment]
+        decode._state_machine._run = plain  # type: ignore[assignment]
         where = r"cpu ran out of memory while running method 'decode' with tokens \[1, 1\], input_pos \[1\]"
         with pytest.raises(
             DeviceMemoryError, match=where + r"; the allocation that failed was of 2.00 GiB; 3.0 GB are"
         ):
             decode.execute(step_inputs(0))
-        decode._runner._run = opaque()  # type: ignore[assignment]
+        decode._state_machine._run = opaque()  # type: ignore[assignment]
         failures = 1
         with pytest.raises(DeviceMemoryError, match=where + r"; 3\.0 GB are free now. Free memory"):
             decode.execute(step_inputs(0))
@@ -367,26 +366,22 @@ def test_memory_that_ends_during_a_step(program: Program, monkeypatch: pytest.Mo
         with pytest.raises(RuntimeError, match="API call failed"):
             decode.execute(step_inputs(0))
         failures = 2
-        decode._runner._run = opaque("an illegal memory access was encountered")  # type: ignore[assignment]
+        decode._state_machine._run = opaque("an illegal memory access was encountered")  # type: ignore[assignment]
         with pytest.raises(RuntimeError, match="illegal memory access"):
             decode.execute(step_inputs(0))
-        decode._runner._run = run
+        decode._state_machine._run = run
         decode.execute(step_inputs(0))
         assert steps_made(program) == 1
 
 
-def test_a_container_that_refuses_its_constants_leaves_them_unused(
-    program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ostinato.delegate.aoti import Container
-
+def test_code_that_refuses_its_constants_leaves_them_unused(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     with program:
         with monkeypatch.context() as patch:
 
-            def refuse(self: Container, tensors: object) -> None:
+            def refuse(self: MethodCode, tensors: object) -> None:
                 raise RuntimeError("Cannot find constants head in constants_map!")
 
-            patch.setattr(Container, "bind", refuse)
+            patch.setattr(MethodCode, "bind", refuse)
             with pytest.raises(RuntimeError, match="Cannot find constants"):
                 program.load_method("decode")
         assert program.stats.constants == 0

@@ -15,6 +15,7 @@ from ostinato.delegate import ArtifactError, DeviceMemoryError, load_program
 from ostinato.delegate import memory as memory_module
 from ostinato.delegate.constants import ConstantPool
 from ostinato.delegate.ptd import ConstantsFile
+from ostinato.delegate.torch_internals import free_pinned_memory
 
 from .test_files import written
 from .test_loading import STATE, many_constants, record_of, with_one_bit_flipped
@@ -99,7 +100,7 @@ def test_tensors_equal_the_file(
 def test_pinned_memory_is_given_back(
     file: ConstantsFile, constants: dict[str, Tensor], device: torch.device, parallel_from: int
 ) -> None:
-    torch._C._host_emptyCache()
+    free_pinned_memory()
     before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
     pool = ConstantPool(file, device, parallel_from=parallel_from)
     pool.bind(record_of(constants))

@@ -15,7 +15,18 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ostinato.delegate import ClosedError, Dim, InputError, Method, OptionError, Program, Target, load_program
+from ostinato.delegate import (
+    ClosedError,
+    Dim,
+    InputError,
+    Method,
+    OptionError,
+    Program,
+    StateKind,
+    Target,
+    load_program,
+)
+from ostinato.delegate.sampling import SamplingInputs
 from ostinato.delegate.target import check_target
 
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent
@@ -165,8 +176,8 @@ def test_reset_puts_the_first_values_back(program: Program) -> None:
 @pytest.mark.parametrize("graph", [False, True])
 def test_strided_inputs_are_read_as_they_are(program: Program, graph: bool) -> None:
     """A view that is not contiguous is a tensor like any other."""
-    options = {"enable_cuda_graph_for_method": "prefill", "cuda_graph_warmup_steps": 1} if graph else {}
-    prefill = program.load_method("prefill", options)
+    options: dict[str, str | int] = {"enable_cuda_graph_for_method": "prefill", "cuda_graph_warmup_steps": 1}
+    prefill = program.load_method("prefill", options if graph else {})
     tokens, positions = inputs_at([1, 2, 3, 4, 5], 0)
     strided = torch.stack([tokens, tokens + 3], -1)[..., 0], torch.stack([positions, positions + 7], -1)[:, 0]
     assert not any(tensor.is_contiguous() for tensor in strided)
@@ -183,6 +194,26 @@ def test_handles_cannot_be_copied(program: Program, make_copy: object) -> None:
     for handle in (program, program.load_method("decode")):
         with pytest.raises(TypeError, match=f"{type(handle).__name__} cannot be (copied|pickled)"):
             make_copy(handle)
+
+
+def test_buffers_by_kind(program: Program, capitals_artifact: Path) -> None:
+    assert program.buffers_of(StateKind.OTHER) == {}
+    program.load_method("decode")
+    assert program.buffers_of(StateKind.OTHER).keys() == {"cache", "total", "steps"}
+    assert program.buffers_of(StateKind.KV_CACHE) == {}
+    with load_program(capitals_artifact) as model:
+        model.load_method("decode_sample")
+        found = {kind: model.buffers_of(kind) for kind in StateKind}
+        assert {key for buffers in found.values() for key in buffers} == model.mutable_buffers.keys()
+        assert all(
+            model.mutable_buffers[key] is tensor for buffers in found.values() for key, tensor in buffers.items()
+        )
+        assert {key.rpartition(".")[2] for key in found[StateKind.SAMPLING]} == {
+            "token",
+            "position",
+            *SamplingInputs._fields,
+        }
+        assert all(found[kind] for kind in (StateKind.KV_CACHE, StateKind.CONVOLUTION, StateKind.RECURRENT))
 
 
 def test_close(recurrent_artifact: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate import ClosedError, InputError, Method, Program, load_program
-from ostinato.delegate.graph import HostEngine, PhasedRunner
+from ostinato.delegate.graph_recorders import HostGraphRecorder
+from ostinato.delegate.state_machine import StateMachine
 
 from ..modules import MAX_SEQ_LEN, VOCAB
 from .helpers import (
@@ -51,7 +52,7 @@ def fail_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     def record(*_: object) -> NoReturn:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(HostEngine, "record", record)
+    monkeypatch.setattr(HostGraphRecorder, "record", record)
 
 
 def decode_of(program: Program, phase: str, warmup_steps: int) -> Method:
@@ -158,7 +159,7 @@ def test_interrupted_capture_is_made_by_the_next_call(program: Program, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(HostEngine, "record", interrupted)
+        patch.setattr(HostGraphRecorder, "record", interrupted)
         with pytest.raises(KeyboardInterrupt):
             method.execute(step_inputs(1))
     assert same_state(before, state(program))
@@ -178,7 +179,7 @@ def test_replay_is_bit_equal_to_disabled(recurrent_artifact: Path, program: Prog
 
 
 def test_replay_is_bit_equal_to_disabled_on_a_language_model(capitals_artifact: Path) -> None:
-    options = {**GRAPH, "cuda_graph_warmup_steps": 1}
+    options: dict[str, str | int] = {**GRAPH, "cuda_graph_warmup_steps": 1}
     with load_program(capitals_artifact) as program, load_program(capitals_artifact) as other:
         method, disabled = program.load_method("decode", options), other.load_method("decode")
         token = 5
@@ -219,12 +220,12 @@ def test_static_inputs_are_read_in_place(program: Program) -> None:
     assert method.static_inputs == ()
     for index in range(2):
         method.execute(step_inputs(index))
-    static = method.static_inputs
+    static: tuple[Tensor, ...] = method.static_inputs
     assert [list(tensor.shape) for tensor in static] == [[1, 1], [1]]
     for index in range(2, 6):
         for buffer, wanted in zip(static, step_inputs(index), strict=True):
             buffer.copy_(wanted)
-        # An input that is no buffer is copied beside one that is.
+        # An input that is not a buffer is copied beside one that is.
         inputs = (static[0], step_inputs(index)[1]) if index == 3 else static
         torch.testing.assert_close(method.execute(inputs)[0], answers[index])
     torch.testing.assert_close(method.execute(step_inputs(6))[0], eager_answers(7)[6])
@@ -275,6 +276,10 @@ def test_two_threads(program: Program, graph: bool) -> None:
 class Walk(nn.Module):
     """`forward() -> next token [1]`: takes nothing, for its token and its position are state."""
 
+    token: Tensor
+    position: Tensor
+    table: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("token", torch.zeros(1, dtype=torch.int64))
@@ -309,8 +314,8 @@ def accumulate(total: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     return [total * 2]
 
 
-def test_runner_alone_replays_over_static_buffers() -> None:
-    """`PhasedRunner` over a plain function: what a replay refuses, and that launches read the static buffers."""
+def test_alone_replays_over_static_buffers() -> None:
+    """`StateMachine` over a plain function: what a replay refuses, and that launches read the static buffers."""
     total = torch.zeros(2)
     seen: list[int] = []
 
@@ -318,12 +323,12 @@ def test_runner_alone_replays_over_static_buffers() -> None:
         seen.append(inputs[0].data_ptr())
         return accumulate(total, inputs)
 
-    runner = PhasedRunner(run, HostEngine(), torch.device("cpu"), ["x"], warmup_steps=1)
-    assert (runner.phase.value, runner.has_static_outputs) == ("warmup", False)
+    machine = StateMachine(run, HostGraphRecorder(), torch.device("cpu"), ["x"], warmup_steps=1)
+    assert (machine.stats.phase, machine.has_static_outputs) == ("warmup", False)
     for index in range(4):
-        (out,) = runner([torch.full((2,), float(index))])
+        (out,) = machine([torch.full((2,), float(index))])
         assert out.tolist() == [2.0 * sum(range(index + 1))] * 2
-    assert runner.has_static_outputs
+    assert machine.has_static_outputs
     assert len(set(seen[1:])) == 1
     for bad, what in (
         (torch.zeros(3), r"expected \[2\] torch.float32, got \[3\]"),
@@ -331,34 +336,34 @@ def test_runner_alone_replays_over_static_buffers() -> None:
         (torch.zeros(2, device="meta"), "is on meta"),
     ):
         with pytest.raises(InputError, match=f"'x'.*{what}"):
-            runner([bad])
+            machine([bad])
     assert total.tolist() == [6.0, 6.0]
-    assert (runner.stats.phase, runner.stats.replays) == ("replay", 2)
-    runner.release()
-    assert not runner.has_static_outputs
+    assert (machine.stats.phase, machine.stats.replays) == ("replay", 2)
+    machine.release()
+    assert not machine.has_static_outputs
 
 
-def test_runner_alone_copies_nothing_into_itself() -> None:
+def test_alone_copies_nothing_into_itself() -> None:
     """A caller that fills the static buffers and passes them gets the same step."""
     total = torch.zeros(2)
-    runner = PhasedRunner(
-        lambda inputs: accumulate(total, inputs), HostEngine(), torch.device("cpu"), ["x"], warmup_steps=1
+    machine = StateMachine(
+        lambda inputs: accumulate(total, inputs), HostGraphRecorder(), torch.device("cpu"), ["x"], warmup_steps=1
     )
-    assert list(runner.static_inputs) == []
+    assert list(machine.static_inputs) == []
     for _ in range(2):
-        runner([torch.ones(2)])
-    (static,) = runner.static_inputs
+        machine([torch.ones(2)])
+    (static,) = machine.static_inputs
     version = static._version
-    assert runner([static])[0].tolist() == [6.0, 6.0]
+    assert machine([static])[0].tolist() == [6.0, 6.0]
     assert static._version == version
     static.fill_(5.0)
-    assert runner([static])[0].tolist() == [16.0, 16.0]
-    runner.release()
-    assert list(runner.static_inputs) == []
+    assert machine([static])[0].tolist() == [16.0, 16.0]
+    machine.release()
+    assert list(machine.static_inputs) == []
 
 
-def test_runner_alone_without_inputs() -> None:
-    """All that the step reads is state; it moves once a call in every phase."""
+def test_alone_without_inputs() -> None:
+    """All that the step reads is state; it moves once per call in every phase."""
     position = torch.zeros(1)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -366,17 +371,17 @@ def test_runner_alone_without_inputs() -> None:
         position.add_(1)
         return [position * 10]
 
-    runner = PhasedRunner(run, HostEngine(), torch.device("cpu"), [], warmup_steps=2)
-    assert [runner([])[0].item() for _ in range(6)] == [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
-    stats = runner.stats
+    machine = StateMachine(run, HostGraphRecorder(), torch.device("cpu"), [], warmup_steps=2)
+    assert [machine([])[0].item() for _ in range(6)] == [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
+    stats = machine.stats
     assert (stats.warmups, stats.captures, stats.replays) == (2, 1, 3)
     # There is no CUDA graph to look into.
     assert (stats.graph_nodes, stats.graph_kernels, stats.early_kernels, stats.graph_note) == (None, None, None, None)
 
 
-def test_runner_alone_without_engine_stays_disabled() -> None:
+def test_without_recorder_stays_disabled() -> None:
     total = torch.zeros(1)
-    runner = PhasedRunner(lambda inputs: accumulate(total, inputs), None, torch.device("cpu"), ["x"], warmup_steps=1)
+    machine = StateMachine(lambda inputs: accumulate(total, inputs), None, torch.device("cpu"), ["x"], warmup_steps=1)
     for _ in range(3):
-        runner([torch.ones(1)])
-    assert (runner.stats.phase, runner.stats.runs, total.item()) == ("disabled", 3, 3.0)
+        machine([torch.ones(1)])
+    assert (machine.stats.phase, machine.stats.runs, total.item()) == ("disabled", 3, 3.0)

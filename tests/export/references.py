@@ -1,7 +1,7 @@
 """Reference models that nobody here wrote: transformers' Qwen3.5 in random tiny shapes, saved as checkpoints.
 
-The weights are drawn so that every block matters: `test_models.py` checks that changing any one parameter moves the
-logits far more than the tolerance of the comparisons.
+The weights are drawn so that every block matters: `tests/export/models/test_qwen3_5.py` checks that changing any one
+parameter moves the logits far more than the tolerance of the comparisons.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
-from ostinato.export.models import ModelConfig, Qwen3_5, build_on_meta
-from ostinato.export.weights import QuantizedWeights, checkpoint_weights, materialise
+from ostinato.export.models import LanguageModel, build_network, read_config
+from ostinato.export.weights.stream import QuantizedWeights, materialise
+
+from ..comparison import relative_error as relative_error
 
 LENGTHS = (1, 2, 3, 31, 63, 64, 65, 128, 200)
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -175,15 +177,9 @@ def stack_rows(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stacked
 
 
-def load_ours(folder: Path, max_seq_len: int = 256, dtype: torch.dtype = torch.float32) -> Qwen3_5:
+def load_ours(folder: Path, max_seq_len: int = 256, dtype: torch.dtype = torch.float32) -> LanguageModel:
     """Our module with the checkpoint's weights and fresh state."""
-    model = build_on_meta(ModelConfig.from_folder(folder), max_seq_len, dtype)
-    materialise(model, QuantizedWeights(model, checkpoint_weights(model, folder), torch.device("cpu")))
+    family, config = read_config(folder)
+    model = build_network(config, max_seq_len, dtype)
+    materialise(model, QuantizedWeights(model, family.checkpoint_weights(model, folder), torch.device("cpu")))
     return model
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|; infinite if `found` is not finite."""
-    if not found.isfinite().all():
-        return math.inf
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()

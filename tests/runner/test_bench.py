@@ -8,7 +8,7 @@ import math
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from ostinato.delegate import load_program
-from ostinato.delegate.graph import HostEngine
-from ostinato.runner import Engine
+from ostinato.delegate.graph_recorders import HostGraphRecorder
 from ostinato.runner.cli import main
-from ostinato.runner.report import Reads, quantity
+from ostinato.runner.model import Model
+from ostinato.runner.report import Reads
 
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent, recurrent_methods
 from .conftest import SMALL, Bench, records
@@ -71,17 +71,18 @@ def test_each_repetition_starts_from_the_state_at_its_depth(
     bench: Bench, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, artifact: str
 ) -> None:
     """Every token that was decoded is the one that the plain module gives."""
-    runs: list[tuple[list[int], list[int]]] = []
-    decode = Engine.decode_one_token
+    # How many tokens stood before each answer, and the list to which the steps append.
+    runs: list[tuple[int, list[int]]] = []
+    decode = Model.decode_one_token
 
-    def spy(engine: Engine, prompt: Sequence[int], answer: list[int]) -> torch.Tensor:
-        if not runs or runs[-1][1] is not answer:
-            runs.append((list(prompt), answer))
-        return decode(engine, prompt, answer)
+    def spy(model: Model, tokens: list[int]) -> torch.Tensor:
+        if not runs or runs[-1][1] is not tokens:
+            runs.append((len(tokens) - 1, tokens))
+        return decode(model, tokens)
 
-    monkeypatch.setattr(Engine, "decode_one_token", spy)
+    monkeypatch.setattr(Model, "decode_one_token", spy)
     bench(request.getfixturevalue(artifact), "-p", 12, "-n", 7, "-d", "0,12,5,1", "-r", 3)
-    long = [(prompt, answer) for prompt, answer in runs if len(answer) == 8]
+    long = [(tokens[:held], tokens[held:]) for held, tokens in runs if len(tokens) - held == 8]
     depths = [0, 12, 5, 1]
     # The first answer of each mode follows its prompt of 12.
     per_mode = [12] + [depth for depth in depths for _ in range(3)]
@@ -178,7 +179,7 @@ def test_on_a_gpu(bench: Bench, exported: Callable[..., Path]) -> None:
     kernels = rows[SMALL_DECODE]["kernels_per_token"]
     assert kernels == decode["graph_kernels"] == decode["graph_nodes"]["kernel"] > 0
     assert rows[SMALL_DECODE]["early_kernels_per_token"] == 0
-    assert f"--cuda_graph: {kernels} kernels a token, none of them start before the one ahead has ended" in out
+    assert f"--cuda_graph: {kernels} kernels per token, none of them start before the one ahead has ended" in out
 
 
 # --- which tests
@@ -196,7 +197,7 @@ def test_table(capsys: pytest.CaptureFixture[str], recurrent_artifact: Path) -> 
     for row in rows:
         # Columns stand under their headers, numbers to the right.
         assert float(row[ends[1] + 1 : ends[2] + 1].replace(",", "")) > 0
-        assert row[ends[1] + 1 : ends[1] + 4].strip() == ""
+        assert row[ends[1] + 1 : ends[1] + 3].strip() == ""
     for part in (
         f"artifact  {recurrent_artifact}, loaded in ",
         f"max_seq_len {MAX_SEQ_LEN}",
@@ -220,7 +221,7 @@ def test_one_mode_has_no_ratio(bench: Bench, chunked_artifact: Path) -> None:
     out = bench(chunked_artifact, *SMALL, "--cuda_graph=off")
     assert "ratio" not in out
     assert "--cuda_graph" not in out
-    assert "a token   reads 1.00 kB + 24 B a position" in out
+    assert "a token   reads 1.00 kB + 24 B per position" in out
     assert "<=" not in out
     assert "read/token" not in bench(chunked_artifact, "-p", 4, "-n", 0, "-d", 0, "-r", 1)
 
@@ -230,7 +231,7 @@ def test_markdown(bench: Bench, recurrent_artifact: Path) -> None:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert rows[0][:5] == ["test", "mode", "tokens/s", "min .. max", "ratio"]
     assert {len(row) for row in rows} == {len(rows[0])}
-    assert set(rows[1]) == {"---", "---:"}
+    assert [cell.rstrip("-:") + cell[-1] for cell in rows[1]] == ["-"] * 2 + [":"] * (len(rows[0]) - 2)
     assert [row[0] for row in rows[2::2]] == NAMES
     assert any(line.startswith("- machine: ") for line in lines)
 
@@ -252,11 +253,6 @@ def test_save(bench: Bench, refused: Bench, recurrent_artifact: Path, tmp_path: 
     assert "no such folder" in refused(recurrent_artifact, "--save", tmp_path / "missing" / "bench.json")
 
 
-def test_quantities() -> None:
-    sizes = [0, 999, 1000, 7_050_000, 1_520_000_000]
-    assert [quantity(size) for size in sizes] == ["0 B", "999 B", "1.00 kB", "7.05 MB", "1.52 GB"]
-
-
 def test_left_out_is_said(capsys: pytest.CaptureFixture[str], recurrent_artifact: Path) -> None:
     assert main(["bench", str(recurrent_artifact), "-p", "3", "-n", "2", "-r", "1"]) == 0
     out, err = capsys.readouterr()
@@ -268,7 +264,7 @@ def test_a_failed_capture_is_said(bench: Bench, recurrent_artifact: Path, monkey
     def fail(*_: object) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(HostEngine, "record", fail)
+    monkeypatch.setattr(HostGraphRecorder, "record", fail)
     said = "--cuda_graph ran without a graph, the capture failed: RuntimeError: injected"
     assert said in bench(recurrent_artifact, *SMALL).splitlines()
     rows = records(bench, recurrent_artifact, *SMALL)
@@ -295,8 +291,8 @@ def test_plot_is_checked_first(refused: Bench, recurrent_artifact: Path, tmp_pat
     pytest.importorskip("matplotlib")
     (tmp_path / "folder.png").mkdir()
     for name, message in (
-        ("bench.xyz", "'.xyz' says no picture format"),
-        ("bench", "no suffix says no picture format"),
+        ("bench.xyz", "'.xyz' is not a picture format; use .png"),
+        ("bench", "there is no suffix; use .png"),
         ("missing/bench.png", "cannot be written: No such file or directory"),
         ("folder.png", "that is a folder"),
     ):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ostinato.delegate.graph import Graph, HostEngine
 from ostinato.delegate.graph_nodes import GraphNodes
+from ostinato.delegate.graph_recorders import Graph, HostGraphRecorder
 from ostinato.runner.bench import Case, Measurement, ModeResult
 from ostinato.runner.report import host_text
 
@@ -20,11 +20,11 @@ from .conftest import SMALL, Bench, records
     [
         (
             GraphNodes({"kernel": 1243, "memcpy": 2}, 240),
-            "--cuda_graph: 1,243 kernels a token, 240 of them start before the one ahead has ended",
+            "--cuda_graph: 1,243 kernels per token, 240 of them start before the one ahead has ended",
         ),
         (
             GraphNodes({"kernel": 9}, 0, "DriverError: no"),
-            "--cuda_graph: 9 kernels a token, none of them start before the one ahead has ended: DriverError: no",
+            "--cuda_graph: 9 kernels per token, none of them start before the one ahead has ended: DriverError: no",
         ),
         (GraphNodes(note="DriverError: no"), "--cuda_graph: its kernels were not counted: DriverError: no"),
     ],
@@ -33,14 +33,14 @@ def test_kernels_of_the_graph_are_said(
     bench: Bench, recurrent_artifact: Path, monkeypatch: pytest.MonkeyPatch, nodes: GraphNodes, said: str
 ) -> None:
     """With the counts of a graph that a machine without a GPU cannot make."""
-    record = HostEngine.record
+    record = HostGraphRecorder.record
 
     def record_with_counts(*arguments: Any) -> Graph:
         graph = record(*arguments)
         graph.nodes = nodes
         return graph
 
-    monkeypatch.setattr(HostEngine, "record", record_with_counts)
+    monkeypatch.setattr(HostGraphRecorder, "record", record_with_counts)
     assert said in bench(recurrent_artifact, *SMALL).splitlines()
     assert f"- {said}" in bench(recurrent_artifact, *SMALL, "-o", "md").splitlines()
     for row in records(bench, recurrent_artifact, *SMALL):
@@ -60,7 +60,7 @@ def test_what_python_takes() -> None:
     times = (None, 12.34, 9.0)
     mode = ModeResult(True, [Measurement(Case("tg", 4, depth), True, (1,), us) for depth, us in enumerate(times)])
     assert mode.host_us == 12.34
-    assert host_text(mode) == "Python takes 12.3 us a token on the host, waiting for the GPU left out"
+    assert host_text(mode) == "Python takes 12.3 us per token on the host, not counting waits for the GPU"
 
 
 def test_without_a_gpu_there_is_nothing_to_tell_apart(bench: Bench, capitals_artifact: Path) -> None:

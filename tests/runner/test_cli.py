@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
@@ -12,17 +13,18 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
 
 import pytest
 
 from ostinato.delegate import load_program
+from ostinato.runner import Sampling, command_run
 from ostinato.runner.cli import main
 
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH
+from ..processes import CLI, INTERRUPTIBLE_CLI
 
-CLI = [sys.executable, "-m", "ostinato.runner.cli"]
 # Linux; `fcntl` names it on that system only.
 F_SETPIPE_SZ = 1031
 QUESTION = "What is the capital of France?"
@@ -54,7 +56,7 @@ def test_cuda_graph(capitals_artifact: Path, option: str) -> None:
         on_cpu = program.device.type == "cpu"
     lines = done.stderr.splitlines()
     assert len(lines) == (2 if on_cpu else 1)
-    assert not on_cpu or "host engine" in lines[0]
+    assert not on_cpu or "no graph for --cuda_graph to capture" in lines[0]
     assert lines[-1].endswith("steps: 3 warmup, 1 capture, 4 replay | length")
 
 
@@ -114,18 +116,41 @@ def test_sampling_options(capsys: pytest.CaptureFixture[str], capitals_artifact:
     assert run_here(capsys, *words, "--temperature", 3.0, "--top-k", 1) == run_here(capsys, *words)
 
 
+def test_each_field_of_sampling_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def options() -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser()
+        command_run.add_arguments(parser)
+        return parser
+
+    given = options().parse_args(["artifact", "--prompt", "x"])
+    assert {item.name: getattr(given, item.name) for item in fields(Sampling)} == asdict(Sampling())
+    words = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--seed", "7"]
+    given = options().parse_args(["artifact", "--prompt", "x", *words])
+    found = [getattr(given, name) for name in ("temperature", "top_k", "top_p", "seed")]
+    assert found == [0.5, 3, 0.9, 7]
+    assert [type(value) for value in found] == [float, int, float, int]
+    metadata = {"metavar": "P", "help": "keep tokens this close to the best"}
+    more = make_dataclass(
+        "More", [("typical_p", float, field(default=0.25, metadata=metadata))], bases=(Sampling,), frozen=True
+    )
+    monkeypatch.setattr(command_run, "Sampling", more)
+    assert options().parse_args(["artifact", "--prompt", "x"]).typical_p == 0.25
+    assert options().parse_args(["artifact", "--prompt", "x", "--typical-p", "0.5"]).typical_p == 0.5
+    assert "--typical-p P" in options().format_help() and metadata["help"] in options().format_help()
+
+
 def test_failed_capture_is_told(
     capsys: pytest.CaptureFixture[str], capitals_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with load_program(capitals_artifact) as program:
         if program.device.type != "cpu":
-            pytest.skip("the host engine is what fails here")
-    from ostinato.delegate.graph import HostEngine
+            pytest.skip("the host's recorder is what fails here")
+    from ostinato.delegate.graph_recorders import HostGraphRecorder
 
     def fail(*_: object) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(HostEngine, "record", fail)
+    monkeypatch.setattr(HostGraphRecorder, "record", fail)
     words = [
         "run",
         str(capitals_artifact),
@@ -170,13 +195,13 @@ def blocked(capitals_artifact: Path) -> Iterator[Blocked]:
     size = fcntl.fcntl(writer, F_SETPIPE_SZ, 4096)
     os.write(writer, b"." * (size - 40))
     words = ["run", str(capitals_artifact), "--prompt", QUESTION, "--ignore-eos"]
-    process = subprocess.Popen([*CLI, *words], stdout=writer, stderr=subprocess.PIPE, start_new_session=True)
+    command = [*INTERRUPTIBLE_CLI, *words]
+    process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, start_new_session=True)
     os.close(writer)
-    held, before = 0, -1
-    while held != before or held <= size - 40:
-        time.sleep(0.3)
+    # Its first word is there; the rest of the answer has no room.
+    while struct.unpack("i", fcntl.ioctl(reader, termios.FIONREAD, b"\0" * 4))[0] < size - 40 + len("Paris"):
+        time.sleep(0.05)
         assert process.poll() is None
-        before, held = held, struct.unpack("i", fcntl.ioctl(reader, termios.FIONREAD, b"\0" * 4))[0]
     yield Blocked(process, reader)
     process.kill()
     process.wait()
@@ -212,20 +237,21 @@ def test_reader_of_inspect_goes_away(recurrent_artifact: Path) -> None:
 
 def test_inspect(capsys: pytest.CaptureFixture[str], recurrent_artifact: Path) -> None:
     text = run_here(capsys, "inspect", recurrent_artifact)
-    for part in (
-        "compiled for  ",
-        "model.pte",
-        "model.ptd",
-        "method        decode",
-        "method        prefill",
-        f"tokens [1, T=2..{MAX_SEQ_LEN - 1}] int64, values 0..{VOCAB - 1}",
-        f"logits [1, {VOCAB}] float32",
-        f"get_max_seq_len = {MAX_SEQ_LEN}",
-        f"embed [{VOCAB}, {WIDTH}] float32",
-        f"cache [{MAX_SEQ_LEN}, {WIDTH}] float32",
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert rows[0].startswith("compiled for ")
+    for row in (
+        f"prefill input tokens [1, T=2..{MAX_SEQ_LEN - 1}] int64 0..{VOCAB - 1}",
+        f"decode output logits [1, {VOCAB}] float32",
+        f"get_max_seq_len {MAX_SEQ_LEN}",
+        f"3 constants, {2 * VOCAB * WIDTH * 4 + 8} B",
+        f"embed [{VOCAB}, {WIDTH}] float32 {VOCAB * WIDTH * 4} B",
+        f"cache other [{MAX_SEQ_LEN}, {WIDTH}] float32 {MAX_SEQ_LEN * WIDTH * 4} B",
     ):
-        assert part in text
+        assert row in rows
+    for begin in ("model.pte ", "model.ptd ", "decode 1 ", "prefill 1 "):
+        assert any(row.startswith(begin) for row in rows)
     assert "and 2 more (--top N)" in run_here(capsys, "inspect", recurrent_artifact, "--top", 1)
+    assert "and 3 more (--top N)" in run_here(capsys, "inspect", recurrent_artifact, "--top", 0)
 
 
 def test_inspect_json(capsys: pytest.CaptureFixture[str], recurrent_artifact: Path) -> None:
@@ -244,7 +270,11 @@ def test_inspect_json(capsys: pytest.CaptureFixture[str], recurrent_artifact: Pa
     assert decode["code_bytes"] > 1000
     sizes = {item["name"]: item["bytes"] for item in data["constants"]}
     assert sizes == {"embed": VOCAB * WIDTH * 4, "head": VOCAB * WIDTH * 4, "steps": 8}
-    assert {item["name"] for item in data["mutable_buffers"]} == {"cache", "total", "steps"}
+    assert {item["name"]: item["kind"] for item in data["mutable_buffers"]} == {
+        "cache": "other",
+        "total": "other",
+        "steps": "other",
+    }
     assert data["metadata"]["get_vocab_size"] == VOCAB
     assert data["files"] == {path.name: path.stat().st_size for path in recurrent_artifact.iterdir()}
     assert data["target"]["device"] == "cpu"
@@ -256,6 +286,8 @@ def test_inspect_of_a_language_model(capsys: pytest.CaptureFixture[str], capital
     names = {item["name"] for item in data["constants"]}
     assert "lm_head.weight" in names
     assert "lm_head.weight" in run_here(capsys, "inspect", capitals_artifact, "--top", 1000)
+    kinds = {item["kind"] for item in data["mutable_buffers"]}
+    assert {"kv_cache", "convolution", "recurrent", "sampling"} <= kinds
 
 
 # --- the command itself

@@ -65,7 +65,7 @@ ANSWERS = {"static": recurrent_answer, "dynamic": recurrent_answer, "stateless":
 
 @pytest.fixture(scope="session")
 def forward_artifact(exported: Callable[..., Path]) -> Callable[[str], Path]:
-    """A program with the one method `forward`: one token a call, any number of them, or no state at all."""
+    """A program with the one method `forward`: one token per call, any number of them, or no state at all."""
     from ostinato.export import export_program
 
     def get(kind: str) -> Path:
@@ -117,16 +117,16 @@ def test_a_lone_forward(forward_artifact: Callable[[str], Path], kind: str, grap
 def test_a_prompt_in_chunks_as_in_one(
     chunked_artifact: Path, recurrent_artifact: Path, length: int, graph: bool
 ) -> None:
-    """At most 8 tokens a call, at least 2: around once, twice and three times that."""
+    """At most 8 tokens per call, at least 2: around once, twice and three times that."""
     prompt = [(7 * i + 2) % VOCAB for i in range(length)]
     with Engine.load(chunked_artifact, cuda_graph=graph) as chunked, Engine.load(recurrent_artifact) as whole:
-        torch.testing.assert_close(chunked.prefill(prompt), whole.prefill(prompt))
+        torch.testing.assert_close(chunked.model.prefill(prompt), whole.model.prefill(prompt))
         for name, tensor in whole.program.mutable_buffers.items():
             torch.testing.assert_close(chunked.program.mutable_buffers[name], tensor, msg=name)
-        chunks = chunked.method_stats["prefill"]["runs"]
+        chunks = chunked.model.method_stats["prefill"]["runs"]
         # What is left over is one token, decode's, or a chunk.
         assert chunks == length // 8 + (length % 8 > 1)
-        assert sum(chunked.method_stats["decode"][key] for key in ("runs", "warmups")) == (length % 8 == 1)
+        assert sum(chunked.model.method_stats["decode"][key] for key in ("runs", "warmups")) == (length % 8 == 1)
         answer = list(chunked.generate_tokens(prompt, max_new_tokens=50, ignore_eos=True))
         assert answer == recurrent_answer(prompt, 50)
 
@@ -134,12 +134,12 @@ def test_a_prompt_in_chunks_as_in_one(
 def test_prefill_goes_on_from_a_position(chunked_artifact: Path, recurrent_artifact: Path) -> None:
     prompt = [(5 * i + 1) % VOCAB for i in range(20)]
     with Engine.load(chunked_artifact) as chunked, Engine.load(recurrent_artifact) as whole:
-        expected = whole.prefill(prompt)
+        expected = whole.model.prefill(prompt)
         for cut in (1, 3, 8, 19):
-            chunked.prefill(prompt[:cut])
-            torch.testing.assert_close(chunked.prefill(prompt[cut:], cut), expected)
+            chunked.model.prefill(prompt[:cut])
+            torch.testing.assert_close(chunked.model.prefill(prompt[cut:], cut), expected)
         with pytest.raises(InputError, match="no token"):
-            chunked.prefill([])
+            chunked.model.prefill([])
 
 
 def test_end_of_sequence(engine: Engine) -> None:
@@ -241,7 +241,7 @@ def test_capital_of_france(capitals: Engine) -> None:
     assert "".join(pieces) == capitals.last.text == "Paris"
     assert all(pieces)
     assert capitals.last.finish_reason == "stop"
-    assert capitals.last.tokens[-1] in capitals.eos_ids
+    assert capitals.last.tokens[-1] in capitals.model.eos_ids
     assert "".join(capitals.generate([{"role": "user", "content": QUESTION}])) == "Paris"
 
 
@@ -276,4 +276,4 @@ def test_greedy_tokens_of_transformers(capitals: Engine, capitals_checkpoint: Pa
         ours = list(capitals.generate_tokens(prompt, max_new_tokens=20))
         theirs = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
         assert capitals.last.tokens == theirs, question
-        assert ours == [token for token in theirs if token not in capitals.eos_ids]
+        assert ours == [token for token in theirs if token not in capitals.model.eos_ids]

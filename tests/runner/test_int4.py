@@ -10,6 +10,7 @@ import torch
 
 from ostinato.delegate import load_program
 from ostinato.delegate.artifact import META_QUANTIZATION
+from ostinato.delegate.files import artifact_paths, open_artifact
 from ostinato.runner import Engine
 
 from ..conftest import CAPITALS
@@ -39,11 +40,12 @@ def test_it_still_says_paris(int4_artifact: Path, graph: bool) -> None:
 
 
 def test_logits_are_those_of_the_dequantised_model(int4_artifact: Path) -> None:
-    from ostinato.export.models import ModelConfig, build_on_meta
-    from ostinato.export.weights import QuantizedWeights, checkpoint_weights, materialise
+    from ostinato.export.models import build_network, read_config
+    from ostinato.export.weights.stream import QuantizedWeights, materialise
 
-    model = build_on_meta(ModelConfig.from_folder(CAPITALS), 128, torch.float32, group_size=GROUP_SIZE)
-    materialise(model, QuantizedWeights(model, checkpoint_weights(model, CAPITALS), torch.device("cpu")))
+    family, config = read_config(CAPITALS)
+    model = build_network(config, 128, torch.float32, group_size=GROUP_SIZE)
+    materialise(model, QuantizedWeights(model, family.checkpoint_weights(model, CAPITALS), torch.device("cpu")))
     tokens = torch.randint(0, 1500, (1, 20), generator=torch.Generator().manual_seed(4))
     with load_program(int4_artifact) as program, torch.no_grad():
         prefill, decode = program.load_method("prefill"), program.load_method("decode")
@@ -60,7 +62,9 @@ def test_weights_are_stored_in_four_bits(int4_artifact: Path, capitals_artifact:
     with load_program(int4_artifact) as small, load_program(capitals_artifact) as large:
         assert small.metadata[META_QUANTIZATION] == f"int4 g{GROUP_SIZE}"
         assert large.metadata[META_QUANTIZATION] == "none"
-        entries, floats = small._constants.entries, large._constants.entries
+        entries, floats = (
+            open_artifact(*artifact_paths(path))[1].entries for path in (int4_artifact, capitals_artifact)
+        )
         for name, entry in entries.items():
             if entry.dtype == torch.uint8:
                 rows, columns = floats[name].shape[-2:]

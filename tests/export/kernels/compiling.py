@@ -1,20 +1,20 @@
-"""Kernels compiled for GPUs that are not there, as an export compiles them.
+"""Kernels compiled for GPUs that are not there, as an export compiles them: what the scripts `compiling_*` share.
 
-A script, to be run in a process without Triton's interpreter (`python -m tests.export.kernels.compiling`). A model's forward
-is run over tensors without storage, with each launch noted in place of being made; then what was to be launched is compiled,
-from the source that Inductor makes of it. Prints what `report` gives, as JSON.
+Functions run on tensors without storage, and each launch is recorded, not made; then what was to be launched is compiled,
+from the source that Inductor generates for it. The scripts run in a process without Triton's interpreter
+(`python -m tests.export.kernels.compiling_model`) and print JSON.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,17 +28,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ostinato.export.kernels import launch
-from ostinato.export.models import ModelConfig, build_on_meta
 
-ASSETS = Path(__file__).parents[2] / "assets"
-FLAGSHIP, CAPITALS = ASSETS / "configs" / "Qwen3.5-35B-A3B", ASSETS / "capitals"
 BF16, F32 = torch.bfloat16, torch.float32
-# Compute capability -> bytes of shared memory of a block.
+# Compute capability -> bytes of shared memory that a block may have.
 SHARED = {80: launch.MEDIUM, 89: launch.SMALL, 90: launch.LARGE}
 TYPES = {BF16: "bf16", F32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
-# Neither it nor eight times it is a multiple of 16, so nothing is compiled for a number of tokens that is one.
-TOKENS = 131
-SLOTS = 4096
 
 
 @dataclass(frozen=True)
@@ -84,8 +78,9 @@ class Compiled:
         kernel: its name.
         dtype: the model's, as Triton writes it.
         capability: 90 for 9.0.
-        shared: bytes of shared memory a block.
-        spilled: bytes a thread that do not fit its registers.
+        shared: bytes of shared memory per block.
+        room: the most that the GPU can give it.
+        spilled: bytes per thread that do not fit its registers.
         constants: what it was compiled for.
     """
 
@@ -93,12 +88,13 @@ class Compiled:
     dtype: str
     capability: int
     shared: int
+    room: int
     spilled: int
     constants: dict[str, Any]
 
 
 class Recorder:
-    """Stands in for `torch.library.wrap_triton`: notes launches."""
+    """Stands in for `torch.library.wrap_triton`: records launches."""
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
@@ -111,23 +107,16 @@ class Recorder:
         return mock.MagicMock(**{"__getitem__.return_value": note})
 
 
-def launches(folder: Path, dtype: torch.dtype, group_size: int | None, capability: int) -> list[Launch]:
-    """What a prefill and a decode launch in one layer of each type, each code once."""
-    config = replace(ModelConfig.from_folder(folder), layer_types=("linear_attention", "full_attention"))
-    model = build_on_meta(config, SLOTS, dtype, device="cuda", group_size=group_size).to("meta")
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """What is launched meanwhile; tensors that are made meanwhile have no storage."""
     recorder = Recorder()
-    with (
-        mock.patch.object(torch.library, "wrap_triton", recorder),
-        mock.patch.object(launch, "shared_memory", lambda: SHARED[capability]),
-        torch.device("meta"),
-    ):
-        for tokens in (TOKENS, 1):
-            model(torch.empty(1, tokens, dtype=torch.int64), torch.empty(tokens, dtype=torch.int64))
-    return list({found.key: found for found in recorder.launches}.values())
+    with mock.patch.object(torch.library, "wrap_triton", recorder), torch.device("meta"):
+        yield recorder.launches
 
 
 def as_generated(kernel: Any, folder: Path) -> Any:
-    """The kernel from the source that Inductor writes: its functions and constants, collected from their modules."""
+    """The kernel from the source that Inductor generates: its functions and constants, collected from their modules."""
     path = folder / f"generated_{kernel.__name__}.py"
     source = user_defined_triton_kernel_transitive_closure_source_code(kernel)
     path.write_text(f"import triton\nimport triton.language as tl\n\n@triton.jit\n{source}")
@@ -154,7 +143,22 @@ def compile_for(found: Launch, kernel: Any, dtype: torch.dtype, capability: int,
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (stack,) = re.findall(r"STACK:(\d+)", usage)
     name = kernel.__name__
-    return Compiled(name, TYPES[dtype], capability, compiled.metadata.shared, int(stack), found.constants)
+    shared = compiled.metadata.shared
+    return Compiled(name, TYPES[dtype], capability, shared, SHARED[capability], int(stack), found.constants)
+
+
+def compile_all(launches: Iterable[tuple[Launch, torch.dtype, int]]) -> list[dict[str, Any]]:
+    """A `Compiled` as a dict for each (launch, the model's dtype, compute capability)."""
+    generated: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        entries = []
+        for found, dtype, capability in launches:
+            name = found.kernel.__name__
+            if name not in generated:
+                generated[name] = as_generated(found.kernel, folder)
+            entries.append(asdict(compile_for(found, generated[name], dtype, capability, folder)))
+    return entries
 
 
 def written(found: Launch) -> list[str]:
@@ -178,41 +182,8 @@ class AbsentDriver:
         return torch.device("cpu")
 
 
-# Those whose configuration depends on the GPU's shared memory.
-ADAPTED = ("prefill_kernel", "split_kernel", "scan_kernel", "_gate_up_kernel", "_down_kernel")
-FLOATING = ("_gate_up_float_kernel", "_down_float_kernel", "_gate_up_kernel", "_down_kernel")
-# (config, dtype, group size, compute capability, kernels or all): the model that is to be fast, and what differs from it.
-CASES: tuple[tuple[Path, torch.dtype, int | None, int, tuple[str, ...]], ...] = (
-    (FLAGSHIP, BF16, 128, 90, ()),
-    (FLAGSHIP, BF16, 128, 89, ()),
-    (FLAGSHIP, BF16, 128, 80, ADAPTED),
-    (FLAGSHIP, F32, 128, 89, ADAPTED),
-    (FLAGSHIP, BF16, None, 90, FLOATING),
-    (CAPITALS, F32, None, 90, ()),
-    (CAPITALS, F32, None, 89, ()),
-    (CAPITALS, F32, 32, 89, ("matvec_kernel", "_gate_up_int4_kernel", "_down_int4_kernel", "_gate_up_kernel")),
-)
-
-
-def report() -> dict[str, Any]:
-    """{"compiled": a `Compiled` for every kernel of every case, "written": kernel -> names of arguments}."""
+def without_a_driver() -> None:
+    """Let torch's analysis run on this machine; at the beginning of each script."""
+    assert "TRITON_INTERPRET" not in os.environ
     if not torch.cuda.is_available():
         triton.runtime.driver.set_active(AbsentDriver())
-    compiled, outputs, generated = [], {}, {}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        for config, dtype, group_size, capability, names in CASES:
-            for found in launches(config, dtype, group_size, capability):
-                name = found.kernel.__name__
-                if names and name not in names:
-                    continue
-                if name not in generated:
-                    generated[name] = as_generated(found.kernel, folder)
-                    outputs[name] = written(found)
-                compiled.append(asdict(compile_for(found, generated[name], dtype, capability, folder)))
-    return {"compiled": compiled, "written": outputs}
-
-
-if __name__ == "__main__":
-    assert "TRITON_INTERPRET" not in os.environ
-    json.dump(report(), sys.stdout)

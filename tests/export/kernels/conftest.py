@@ -1,18 +1,19 @@
-"""How kernels are tested: compiled on a GPU, else by Triton's interpreter, with memory that holds NaN."""
+"""How kernels are tested: compiled on a GPU, else in Triton's interpreter, with memory that holds NaN."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # Read when triton is imported, and when it meets a kernel.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from ...conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +27,10 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def repaired_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three faults of Triton's interpreter, in 3.6 and 3.7.
+    """Mends three faults of Triton's interpreter, in 3.6 and 3.7.
 
-    numpy 2.4 refuses the one-element arrays that it takes for a loop's bounds; `tl.dot` multiplies the bit patterns of
-    bfloat16 numbers; and float32 is cut off, not rounded, to bfloat16.
+    numpy 2.4 refuses the one-element arrays that it uses as a loop's bounds; `tl.dot` multiplies the bit patterns of
+    bfloat16 numbers; and float32 is truncated, not rounded, to bfloat16.
     """
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return
@@ -58,3 +59,38 @@ def repaired_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_with_index)
     monkeypatch.setattr(builder, "create_dot", dot_of_widened)
     monkeypatch.setattr(builder, "cast_impl", cast_with_rounding)
+
+
+def run_compiled(*words: str) -> str:
+    """What Python prints with these arguments, in a process without Triton's interpreter.
+
+    A trace needs that: the interpreter would run the kernels on its fake tensors.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, *words]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def spilling(
+    report: dict[str, Any], known: Mapping[tuple[str, str], int], newer: Mapping[tuple[str, str], int]
+) -> list[Any]:
+    """Entries of the report that spill more than is known of their kernel and dtype, in bytes per thread.
+
+    Args:
+        report: see `report_of`.
+        known: the most that Triton 3.6 and 3.7 spill; what is not named does not spill.
+        newer: the most that 3.8 and 3.9 spill, where it is more.
+    """
+    import triton
+
+    limits = {**known, **newer} if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else known
+    return [
+        entry for entry in report["compiled"] if entry["spilled"] > limits.get((entry["kernel"], entry["dtype"]), 0)
+    ]
+
+
+def report_of(script: str) -> Any:
+    """What the script `compiling_{script}` prints."""
+    return json.loads(run_compiled("-m", f"{__package__}.compiling_{script}"))

@@ -1,0 +1,109 @@
+"""The compiled code of a method: AOTInductor containers, with their constants bound by reference."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .artifact import PROGRAM_FILE, MethodRecord, Segment
+from .errors import ArtifactError, first_line
+from .torch_internals import Container, bind_constants, load_container, run_container
+
+
+class MethodCode:
+    """The compiled code of one method, loaded into this process: one torch container per segment.
+
+    Segments that run the same code share one loaded library. Inputs and outputs of `run` are tensors on the program's device,
+    in the order of `record.inputs` and `record.outputs`; outputs are freshly allocated. Work is queued on the current CUDA
+    stream.
+
+    Args:
+        record: the method's record.
+        named_data: the program's named data; it holds what the record's segments refer to.
+        device: where the code runs.
+
+    Raises:
+        ArtifactError: code is missing, damaged, or cannot be loaded.
+    """
+
+    def __init__(self, record: MethodRecord, named_data: Mapping[str, memoryview], device: torch.device) -> None:
+        self.record = record
+        self._containers: list[Container] = []
+        libraries: dict[str, str] = {}
+        # dlopen needs paths. The files can go as soon as they are mapped, so nothing is left behind even after a crash.
+        with tempfile.TemporaryDirectory(prefix="ostinato-") as folder:
+            for segment in record.segments:
+                if segment.code_key not in libraries:
+                    path = os.path.join(folder, f"{record.method}-{len(libraries)}.so")
+                    _unpack(record.method, segment, named_data, path)
+                    libraries[segment.code_key] = path
+                self._containers.append(_load_library(libraries[segment.code_key], device, record.method))
+        self._last_uses = _last_uses(record)
+
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Use `tensors` in place, without a copy: all of `record.constants` and `record.buffers`, by their names there.
+
+        The containers keep addresses, so the caller must keep the tensors alive until `close`.
+        """
+        names = {**self.record.constants, **self.record.buffers}
+        for segment, container in zip(self.record.segments, self._containers, strict=True):
+            mine = {
+                name.removeprefix(segment.prefix): tensors[name] for name in names if name.startswith(segment.prefix)
+            }
+            bind_constants(container, mine)
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One step: the segments one after the other, each intermediate value freed after its last use."""
+        values: dict[int, torch.Tensor] = dict(enumerate(inputs))
+        for segment, container, done in zip(self.record.segments, self._containers, self._last_uses, strict=True):
+            taken = [values[number] for number in segment.inputs]
+            values.update(zip(segment.outputs, run_container(container, taken), strict=True))
+            del taken
+            for number in done:
+                del values[number]
+        return [values[number] for number in self.record.results]
+
+    def close(self) -> None:
+        self._containers = []
+
+
+def _last_uses(record: MethodRecord) -> list[tuple[int, ...]]:
+    """For each segment, the values that it takes or gives which no later one takes and the method does not return."""
+    done: list[tuple[int, ...]] = []
+    needed = set(record.results)
+    for segment in reversed(record.segments):
+        done.append(tuple(sorted({*segment.inputs, *segment.outputs} - needed)))
+        needed |= set(segment.inputs)
+    return done[::-1]
+
+
+def _unpack(method: str, segment: Segment, named_data: Mapping[str, memoryview], path: str) -> None:
+    """Write a segment's library to `path`, and beside it the list of operators where torch looks for it."""
+    if segment.code_key not in named_data:
+        raise ArtifactError(f"{PROGRAM_FILE} lacks the compiled code of method {method!r}")
+    code = named_data[segment.code_key]
+    found = hashlib.sha256(code).hexdigest()
+    if found != segment.code_sha256:
+        raise ArtifactError(
+            f"the compiled code of method {method!r} in {PROGRAM_FILE} is damaged: SHA-256 {found[:12]}..., expected "
+            f"{segment.code_sha256[:12]}..."
+        )
+    with open(path, "wb") as file:
+        file.write(code)
+    if segment.extern_key:
+        # Without the list the code would call through a null pointer.
+        if segment.extern_key not in named_data:
+            raise ArtifactError(f"{PROGRAM_FILE} lacks the list of operators that method {method!r} calls")
+        with open(path.removesuffix(".so") + ".json", "wb") as file:
+            file.write(named_data[segment.extern_key])
+
+
+def _load_library(path: str, device: torch.device, method: str) -> Container:
+    try:
+        return load_container(path, device)
+    except RuntimeError as error:
+        raise ArtifactError(f"the compiled code of method {method!r} cannot be loaded: {first_line(error)}") from error

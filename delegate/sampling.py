@@ -1,0 +1,154 @@
+"""How the next token is drawn from logits: the options, and what they mean, in plain PyTorch.
+
+This is the one definition that export and runner share. An export compiles `draw` into programs that sample on the device
+(their kernels for GPUs are tested against it); the runner calls it for programs that give logits. So the same seed, place and
+logits give the same token, on whichever side it is drawn.
+
+A token is drawn by the Gumbel-max trick: the largest of `logits / temperature + noise`, where the noise of a token comes from
+a generator without state, Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import OptionError
+
+# Multipliers and key increments of Philox 4x32.
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+INCREMENTS = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+WORD = 0xFFFFFFFF
+
+
+def _option(default: Any, metavar: str, text: str) -> Any:
+    """A field of `Sampling` and, with the same name, an option of the command line."""
+    return field(default=default, metadata={"metavar": metavar, "help": text})
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn. Every field is also an option of `ostinato run`.
+
+    Attributes:
+        temperature: logits are divided by it; 0 takes the most likely token.
+        top_k: keep the k most likely tokens, and those as likely as the k-th; 0 keeps all.
+        top_p: keep the smallest set of the most likely among the tokens that top_k keeps whose share of their probability
+            reaches top_p, and those as likely as its last one; 1 keeps all.
+        seed: the same seed draws the same tokens from the same logits; None draws other ones each time.
+
+    Raises:
+        OptionError: a value out of range.
+    """
+
+    temperature: float = _option(0.0, "T", "0 (default): most likely token")
+    top_k: int = _option(0, "K", "keep the K most likely tokens; 0 (default): all")
+    top_p: float = _option(1.0, "P", "keep the most likely tokens that have this share together; 1 (default): all")
+    seed: int | None = _option(None, "N", "draw the same tokens again")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise OptionError(f"temperature must be a number of 0 or more, got {self.temperature}")
+        if self.top_k < 0:
+            raise OptionError(f"top_k must be 0 (off) or more, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise OptionError(f"top_p must be more than 0 and at most 1, got {self.top_p}")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise OptionError(f"seed must be 0 to 2**64 - 1, got {self.seed}")
+
+    def inputs(self) -> SamplingInputs:
+        """As a program takes it, on the host. Without a seed, with a fresh one."""
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        # The same 64 bits as a signed number.
+        values["seed"] = seed - (1 << 64) if seed >= 1 << 63 else seed
+        # By the field's own type: `Sampling(temperature=1)` is a float's.
+        dtypes = {item.name: torch.float32 if isinstance(item.default, float) else torch.int64 for item in fields(self)}
+        return SamplingInputs(**{name: torch.tensor([value], dtype=dtypes[name]) for name, value in values.items()})
+
+
+class SamplingInputs(NamedTuple):
+    """The fields of `Sampling` as inputs of a program, [1] each: floats in float32, integers in int64."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    seed: Tensor
+
+
+def draw(logits: Tensor, position: Tensor, how: SamplingInputs) -> Tensor:
+    """The token that stands at `position`.
+
+    NaN logits count as the lowest number, infinite ones as the lowest and the highest; of equal ones the first is taken.
+
+    Args:
+        logits: [V] float32.
+        position: [1] int64, the place of the token to draw, from 0.
+        how: on the device of the logits.
+
+    Returns:
+        [1] int64.
+    """
+    x = _finite(logits)
+    kept = x >= _lowest_kept(x, how)
+    scores = x / how.temperature + gumbel_noise(how.seed, position, x.shape[0])
+    drawn = scores.masked_fill(~kept, -torch.inf).argmax(0)
+    return torch.where(how.temperature > 0, drawn, x.argmax(0))
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """What `draw` gives for a temperature of 0, without the work for others: [V] float32 -> [] int64."""
+    return _finite(logits).argmax(0)
+
+
+def _finite(logits: Tensor) -> Tensor:
+    return logits.nan_to_num(nan=torch.finfo(torch.float32).min)
+
+
+def _lowest_kept(x: Tensor, how: SamplingInputs) -> Tensor:
+    """The logit from which on tokens are kept, [1]; x is finite."""
+    vocab = x.shape[0]
+    ordered = x.sort(descending=True).values
+    rank = torch.where(how.top_k > 0, how.top_k, vocab).clamp(max=vocab) - 1
+    first_k = ordered >= ordered.gather(0, rank)
+    mass = ((ordered - ordered[0]) / how.temperature).exp().masked_fill(~first_k, 0).double()
+    ahead = mass.cumsum(0) - mass
+    # The token that crosses the sum stays, so at least one does.
+    kept = first_k & ((ahead < how.top_p.double() * mass.sum()) | (how.top_p >= 1))
+    return ordered.masked_fill(~kept, torch.inf).amin(0, keepdim=True)
+
+
+def gumbel_noise(seed: Tensor, position: Tensor, count: int) -> Tensor:
+    """Noise of tokens 0 to count - 1 at `position`: [count] float32, finite.
+
+    Token i has word i % 4 of the four words that Philox gives for the counter (i // 4, position) and the key `seed`.
+    """
+    quads = torch.arange((count + 3) // 4, device=seed.device)
+    counter = (quads, torch.zeros_like(quads), position & WORD, position >> 32 & WORD)
+    words = torch.stack(philox(counter, (seed & WORD, seed >> 32 & WORD)), 1).flatten()[:count]
+    # The middle of the word's interval, so neither 0 nor 1.
+    uniform = (words.double() + 0.5) * 2.0**-32
+    return -(-torch.log1p(-uniform)).log().float()
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox 4x32-10: four words, from a counter of four and a key of two; all int64, 0 to 2^32 - 1, broadcast."""
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        (high0, low0), (high1, low1) = _product(MULTIPLIERS[0], c0), _product(MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + INCREMENTS[0] & WORD, k1 + INCREMENTS[1] & WORD
+    return c0, c1, c2, c3
+
+
+def _product(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of the product, in two steps: in one it would not fit int64."""
+    low = multiplier * (word & 0xFFFF)
+    high = multiplier * (word >> 16) + (low >> 16)
+    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF

@@ -1,0 +1,1 @@
+"""Compiled libraries and tensors -> the two files of an artifact."""

@@ -1,0 +1,121 @@
+"""Compiled methods -> the bytes of an ExecuTorch program.
+
+The graphs went from torch.export straight to AOTInductor. exir only makes the program around the code: for each method a
+shell with its inputs and outputs, whose body is one call of the delegate. Sending the graphs themselves through exir's
+passes would give the same program, but copies every weight in memory and takes minutes for a model of 40 layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from executorch.exir import ExecutorchBackendConfig, to_edge
+from executorch.exir.passes import MemoryPlanningPass
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from ostinato.delegate import artifact
+from ostinato.delegate.artifact import Dim as ArtifactDim
+from ostinato.delegate.artifact import MethodRecord, dtype_from_name
+from ostinato.delegate.target import Target
+from ostinato.export.compile.torch_internals import delegated_module, edge_config
+
+from .records import UNBOUNDED, CompiledMethod
+
+
+class _Shell(nn.Module):
+    """A method's outputs by shape and dtype, from its inputs; never run."""
+
+    def __init__(self, record: MethodRecord) -> None:
+        super().__init__()
+        self._record = record
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        sizes = {
+            dim.symbol: size
+            for spec, x in zip(self._record.inputs, inputs, strict=True)
+            for dim, size in zip(spec.shape, x.shape, strict=True)
+            if dim.symbol
+        }
+        used = sum((x.sum().float() for x in inputs), torch.zeros(())) * 0
+        return tuple(
+            torch.zeros([_size(dim, sizes) for dim in spec.shape], dtype=dtype_from_name(spec.dtype))
+            + used.to(dtype_from_name(spec.dtype))
+            for spec in self._record.outputs
+        )
+
+
+def _size(dim: ArtifactDim, sizes: Mapping[str, Any]) -> Any:
+    """An output's size in terms of the inputs' sizes, such as `2*T + 1`, or the largest that it may be.
+
+    The latter for sizes like `T//2`, which torch.export would want to know more of; the runtime goes by the record.
+    """
+    if dim.min == dim.max or dim.symbol in sizes:
+        return sizes.get(dim.symbol, dim.max)
+    symbols = {name: sympy.Symbol(name) for name in sizes if name.isidentifier()}
+    try:
+        expression = sympy.sympify(dim.symbol, locals=symbols)
+    except sympy.SympifyError:
+        return dim.max
+    known = expression.free_symbols <= set(symbols.values()) and expression.is_polynomial()
+    if not known or dim.min < 2 or dim.max >= UNBOUNDED:
+        return dim.max
+    return sympy.lambdify(list(symbols.values()), expression)(*(sizes[name] for name in symbols))
+
+
+class _Call(nn.Module):
+    """The delegate call and nothing else."""
+
+    def __init__(self, lowered: nn.Module) -> None:
+        super().__init__()
+        self._lowered = lowered
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self._lowered(*inputs)
+
+
+def assemble(methods: Mapping[str, CompiledMethod], target: Target, export_id: str, metadata: dict[str, Any]) -> bytes:
+    """The program with the methods' code as named data and `metadata` as constant methods."""
+    programs = {name: _delegate_call(compiled, target, export_id) for name, compiled in methods.items()}
+    config = ExecutorchBackendConfig(
+        extract_delegate_segments=True,
+        memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),
+    )
+    edge = to_edge(programs, constant_methods=metadata, compile_config=edge_config())
+    return bytes(edge.to_executorch(config).buffer)
+
+
+def _delegate_call(compiled: CompiledMethod, target: Target, export_id: str) -> ExportedProgram:
+    record = compiled.record
+    specs = {
+        artifact.SPEC_TARGET: target.to_bytes(),
+        artifact.SPEC_EXPORT_ID: export_id.encode(),
+    }
+    inputs, dynamic = _example(record)
+    shell = torch.export.export(_Shell(record), inputs, dynamic_shapes=dynamic, strict=False)
+    edge = to_edge(shell, compile_config=edge_config()).exported_program()
+    lowered = delegated_module(edge, artifact.BACKEND_ID, record.to_bytes(), specs, compiled.named_data)
+    return torch.export.export(_Call(lowered), inputs, dynamic_shapes=dynamic, strict=False)
+
+
+def _example(record: MethodRecord) -> tuple[tuple[Tensor, ...], Any]:
+    """Small inputs, and which of their dimensions may have other sizes; lengths that are one symbol stay one.
+
+    One that is computed from another (`2*T`) stands for itself here: the rule is in the record.
+    """
+    dims = {dim.symbol: dim for spec in record.inputs for dim in spec.shape if dim.min != dim.max}
+    # 2 to 6 elements, one size per symbol: torch.export takes 0 and 1, and what is equal by chance, for a rule.
+    sizes = {symbol: min(dim.max, max(dim.min, 3 + i % 4)) for i, (symbol, dim) in enumerate(dims.items())}
+    lengths = {symbol: Dim(f"length_{i}", min=dim.min, max=dim.max) for i, (symbol, dim) in enumerate(dims.items())}
+    inputs = tuple(
+        torch.zeros([sizes.get(dim.symbol, dim.max) for dim in spec.shape], dtype=dtype_from_name(spec.dtype))
+        for spec in record.inputs
+    )
+    dynamic = tuple(
+        {axis: lengths[dim.symbol] for axis, dim in enumerate(spec.shape) if dim.symbol in lengths}
+        for spec in record.inputs
+    )
+    return inputs, (dynamic,) if inputs else None

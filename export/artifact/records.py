@@ -1,0 +1,178 @@
+"""Traced methods and their code -> what the runtime needs to know of them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.delegate.artifact import (
+    CODE_KEY_PREFIX,
+    EXTERN_KEY_PREFIX,
+    BufferSpec,
+    Dim,
+    MethodRecord,
+    Segment,
+    StateKind,
+    TensorSpec,
+    dtype_name,
+)
+from ostinato.delegate.errors import ExportError
+from ostinato.export.compile.aot import Code
+from ostinato.export.compile.torch_internals import size_bounds, size_expression, storage_key
+from ostinato.export.compile.trace import TracedGraph, TracedLink, TracedMethod
+
+# An unbounded dimension; 2**31 - 1 is the largest size that a FlatBuffers int32 can hold.
+UNBOUNDED = 2**31 - 1
+
+
+@dataclass
+class Constants:
+    """All tensors of an export, each under one key in `model.ptd`.
+
+    Attributes:
+        kinds: key -> what a mutable buffer holds, where somebody says so.
+        tensors: key -> the tensor, on the CPU; perhaps only its shape counts.
+        mutable: keys of the buffers that any method writes.
+        used: keys whose values the artifact must hold, filled as records are made.
+    """
+
+    kinds: Mapping[str, StateKind] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    mutable: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
+    _names: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    _keys: dict[tuple[Any, ...], str] = field(default_factory=dict)
+
+    def name_after(self, root: nn.Module) -> None:
+        """Let the tensors of `root` have the names that it has for them, whichever link has them first."""
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            self._names.setdefault(_identity(tensor), name)
+
+    def add(self, method: TracedMethod) -> None:
+        """Give each of the method's tensors its key. One that is known, from wherever, keeps the key that it has."""
+        for traced in method.links:
+            for name, tensor in traced.tensors.items():
+                identity = _identity(tensor)
+                key = self._keys.get(identity)
+                if key is None:
+                    key = self._names.get(identity, traced.link.prefix + name)
+                    key = key if key not in self.tensors else f"{method.name}.{key}"
+                    self._keys[identity] = key
+                    self.tensors[key] = tensor.detach()
+                if name in traced.graph.written:
+                    self.mutable.add(key)
+
+    def key(self, tensor: Tensor) -> str:
+        return self._keys[_identity(tensor)]
+
+    def buffer_spec(self, key: str) -> BufferSpec:
+        """Of a mutable buffer; one that does not start as zeros is among those used."""
+        tensor = self.tensors[key]
+        initialised = bool(tensor.count_nonzero())
+        if initialised:
+            self.used.add(key)
+        kind = self.kinds.get(key, StateKind.OTHER)
+        return BufferSpec(tuple(tensor.shape), dtype_name(tensor.dtype), initialised, kind)
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    return (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+@dataclass(frozen=True)
+class CompiledMethod:
+    """A method's record, and the named data that it refers to."""
+
+    record: MethodRecord
+    named_data: dict[str, bytes]
+
+
+def make_method(
+    method: TracedMethod,
+    codes: Mapping[str, Code],
+    constants: Constants,
+    value_ranges: Mapping[str, tuple[int, int]],
+) -> CompiledMethod:
+    """The record of a method whose links' code is `codes`, by kind."""
+    digests = {kind: hashlib.sha256(code.library).hexdigest() for kind, code in codes.items()}
+    named_data: dict[str, bytes] = {}
+    segments = []
+    bound: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    numbers = {name: index for index, name in enumerate(method.inputs)}
+    count = len(numbers)
+    for index, traced in enumerate(method.links):
+        code = codes[traced.link.kind]
+        # Names in the code are those of the first link of the kind.
+        prefix = f"{index}/" if len(method.links) > 1 else ""
+        for in_code, key in _keys_of(traced, code, constants).items():
+            (buffers if key in constants.mutable else bound)[prefix + in_code] = key
+        digest = digests[traced.link.kind]
+        code_key = CODE_KEY_PREFIX + digest
+        named_data[code_key] = code.library
+        extern_key = f"{EXTERN_KEY_PREFIX}{digest}" if code.extern else ""
+        if extern_key:
+            named_data[extern_key] = code.extern
+        taken = tuple(numbers[name] for name in traced.inputs)
+        given = tuple(range(count, count + len(traced.link.outputs)))
+        count += len(given)
+        numbers |= dict(zip(traced.link.outputs, given, strict=True))
+        segments.append(Segment(code_key, digest, extern_key, prefix, taken, given))
+    constants.used |= set(bound.values())
+    specs = {key: constants.buffer_spec(key) for key in sorted(set(buffers.values()))}
+    record = MethodRecord(
+        method=method.name,
+        inputs=tuple(_input_spec(method, name, value_ranges.get(name)) for name in method.inputs),
+        outputs=tuple(_output_spec(method, name) for name in method.outputs),
+        segments=tuple(segments),
+        results=tuple(numbers[name] for name in method.outputs),
+        constants=bound,
+        buffers=buffers,
+        buffer_specs=specs,
+    )
+    return CompiledMethod(record, named_data)
+
+
+def _keys_of(traced: TracedLink, code: Code, constants: Constants) -> dict[str, str]:
+    tensors = traced.tensors
+    return {in_code: constants.key(tensors[name]) for in_code, name in code.names.items()}
+
+
+def _input_spec(method: TracedMethod, name: str, bounds: tuple[int, int] | None) -> TensorSpec:
+    user = next(traced for traced in method.links if name in traced.inputs)
+    value = list(user.graph.inputs.values())[user.inputs.index(name)]
+    return _tensor_spec(user.graph, name, value, bounds)
+
+
+def _output_spec(method: TracedMethod, name: str) -> TensorSpec:
+    maker = next(traced for traced in reversed(method.links) if name in traced.link.outputs)
+    value = maker.graph.outputs[maker.link.outputs.index(name)]
+    return _tensor_spec(maker.graph, name.removeprefix("result "), value)
+
+
+def _tensor_spec(graph: TracedGraph, name: str, value: Any, bounds: tuple[int, int] | None = None) -> TensorSpec:
+    if not isinstance(value, Tensor):
+        raise ExportError(f"input or output {name!r} is a {type(value).__name__}; only tensors are supported")
+    return TensorSpec(name, dtype_name(value.dtype), tuple(_dim(graph, size) for size in value.shape), bounds)
+
+
+def _dim(graph: TracedGraph, size: int | torch.SymInt) -> Dim:
+    if isinstance(size, int):
+        return Dim(size, size)
+    expression = size_expression(size)
+    low, high = size_bounds(expression, graph.ranges)
+    text = re.sub(r"\w+", lambda match: graph.symbols.get(match[0], match[0]), str(expression))
+    return Dim(_finite(low, 0), _finite(high, UNBOUNDED), text)
+
+
+def _finite(bound: Any, fallback: int) -> int:
+    try:
+        return min(int(bound), UNBOUNDED)
+    except (TypeError, OverflowError, ValueError):
+        return fallback

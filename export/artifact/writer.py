@@ -1,0 +1,182 @@
+"""Write an artifact folder whole or not at all, each constant streamed once."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from ostinato.delegate.artifact import MANIFEST_KEY, PROGRAM_FILE, Manifest, constant_digest, dtype_name
+from ostinato.delegate.errors import ExportError
+from ostinato.delegate.memory import size_text
+from ostinato.export.compile.torch_internals import Blob, write_flat_tensor
+
+_ALIGNMENT = 128
+
+
+class _Loader:
+    """Values by key, each made once, the next one while the last is being written."""
+
+    def __init__(self, keys: Sequence[str], load: Callable[[str], torch.Tensor]) -> None:
+        self._load = load
+        self._after = dict(pairwise(keys))
+        self._pool = ThreadPoolExecutor(1)
+        self._next: tuple[str, Future[torch.Tensor]] | None = None
+
+    def __call__(self, key: str) -> torch.Tensor:
+        pending = self._next if self._next is not None and self._next[0] == key else (key, self._submit(key))
+        value = pending[1].result()
+        following = self._after.get(key)
+        self._next = None if following is None else (following, self._submit(following))
+        return value
+
+    def _submit(self, key: str) -> Future[torch.Tensor]:
+        return self._pool.submit(self._load, key)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+class _Constant:
+    """A constant whose bytes are produced, and hashed, when the file is written.
+
+    `like` says shape and dtype; `load` gives the value, and is asked once.
+    """
+
+    def __init__(
+        self, key: str, like: torch.Tensor, load: Callable[[str], torch.Tensor], on_write: Callable[[int], object]
+    ) -> None:
+        self._key = key
+        self._load = load
+        self._on_write = on_write
+        # Of shape and dtype alone, contiguous: a value of this size may not exist yet.
+        self._like = torch.empty(like.shape, dtype=like.dtype)
+        self.hexdigest = "0" * 64
+
+    @property
+    def blob(self) -> Blob:
+        return Blob(self._key, self._like.nbytes, self.write, self._like)
+
+    def write(self, file: BinaryIO) -> None:
+        tensor = self._load(self._key).detach().cpu().contiguous()
+        if tensor.shape != self._like.shape or tensor.dtype != self._like.dtype:
+            raise ExportError(
+                f"constant {self._key!r} was compiled as {list(self._like.shape)} {dtype_name(self._like.dtype)}, its value "
+                f"is {list(tensor.shape)} {dtype_name(tensor.dtype)}"
+            )
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+        with ThreadPoolExecutor(1) as pool:
+            digest = pool.submit(constant_digest, data, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride())
+            file.write(data)
+            self.hexdigest = digest.result()
+        self._on_write(self._like.nbytes)
+
+
+def write_constants(
+    path: Path,
+    constants: Mapping[str, torch.Tensor],
+    export_id: str,
+    program: bytes,
+    load: Callable[[str], torch.Tensor],
+    on_write: Callable[[int], object] = lambda nbytes: None,
+) -> None:
+    """Write `model.ptd`: every tensor of `constants` under its key, then the manifest.
+
+    Args:
+        path: the file.
+        constants: key -> a tensor of the constant's shape and dtype; its value is not read.
+        export_id: what binds the two files of an artifact.
+        program: the bytes of `model.pte`.
+        load: key -> the value, asked for once each in this order, from a thread of its own.
+        on_write: called with the size of each constant that has been written.
+    """
+    loader = _Loader(list(constants), load)
+    stored = {key: _Constant(key, tensor, loader, on_write) for key, tensor in constants.items()}
+    program_sha256 = hashlib.sha256(program).hexdigest()
+
+    def manifest() -> bytes:
+        hashes = {key: constant.hexdigest for key, constant in stored.items()}
+        return Manifest(export_id, program_sha256, hashes).to_bytes()
+
+    def write_manifest(file: BinaryIO) -> None:
+        file.write(manifest())
+
+    # The manifest comes last in the file: by then every hash is known, and hashes do not change its length.
+    blobs = [constant.blob for constant in stored.values()]
+    blobs.append(Blob(MANIFEST_KEY, len(manifest()), write_manifest, None))
+    try:
+        with open(path, "wb") as file:
+            write_flat_tensor(file, blobs, _ALIGNMENT)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        loader.close()
+
+
+@contextmanager
+def atomic_folder(output: Path) -> Iterator[Path]:
+    """A scratch folder beside `output` that takes its name when the block ends, and vanishes if it fails.
+
+    An artifact that already has the name is replaced only then; any other folder with files in it is refused.
+
+    Raises:
+        ExportError: the name is taken by something else, or there is no room on the disk.
+    """
+    output = output.absolute()
+    scratch = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    try:
+        if output.exists() and not _replaceable(output):
+            raise ExportError(f"{output} exists and is not an artifact: choose another --output, or remove it first")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(output)
+        scratch.mkdir()
+        yield scratch
+        _install(scratch, output)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(output.parent if output.parent.exists() else "/").free
+            raise ExportError(
+                f"no room on the disk to write {output} ({size_text(free)} free); nothing was left behind"
+            ) from error
+        raise ExportError(f"{output} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _replaceable(output: Path) -> bool:
+    return output.is_dir() and ((output / PROGRAM_FILE).exists() or not any(output.iterdir()))
+
+
+def _install(scratch: Path, output: Path) -> None:
+    old = output.with_name(f".{output.name}.old-{os.getpid()}")
+    if output.exists():
+        output.rename(old)
+    scratch.rename(output)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_abandoned(output: Path) -> None:
+    """Scratch folders of exports that were killed."""
+    for leftover in output.parent.glob(f".{output.name}.partial-*"):
+        pid = leftover.name.rpartition("-")[2]
+        if pid.isdigit() and not _is_running(int(pid)):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

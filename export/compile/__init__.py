@@ -1,0 +1,1 @@
+"""Modules -> compiled libraries: trace, chains, AOTInductor."""

@@ -1,0 +1,278 @@
+"""Every call of the export into private parts of torch, Inductor and executorch.
+
+One function each. Its docstring says what it needs, and what breaks where that is gone; `tests/export/compile/
+test_torch_internals.py` has a test for each that fails by its name. Seen to work with torch 2.11 to 2.15, and
+executorch 1.5.1. Private uses of triton are in `kernels/launch.py`, that of torchao in `weights/quantize.py`. A script
+that measures ExecuTorch's own model uses its private parts itself.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+# The argument by which kernels that start early are known: kernels/early_start_triton.py.
+_EARLY = "EARLY"
+
+
+@dataclass(frozen=True)
+class Library:
+    """What AOTInductor writes.
+
+    Attributes:
+        path: the shared library.
+        extern: JSON list of the ATen operators that it calls by name at run time, often empty.
+        source: the C++ wrapper of the kernels.
+    """
+
+    path: Path
+    extern: bytes
+    source: str
+
+
+def compile_to_library(module: torch.nn.Module, arguments: tuple[Any, ...], device: str, folder: Path) -> Library:
+    """Compile a graph module with AOTInductor.
+
+    Args:
+        module: the graph.
+        arguments: the tracer's tensors, in the order of the graph's inputs.
+        device: "cpu" or "cuda".
+        folder: an empty one; everything that the compiler writes lies in it.
+
+    Needs `torch._inductor.aot_compile`, its option names, and the names of the files that it writes beside the library. The
+    public `aoti_compile_and_package` makes a zip file with a loader of its own, over which constants cannot be bound by name.
+    Without it nothing can be exported.
+    """
+    options = {
+        "aot_inductor.package_constants_in_so": False,
+        # Without it small constants are baked into the code as literals.
+        "always_keep_tensor_constants": True,
+        # Folding would bake what has equal elements into the code: a fresh norm, and, worse, a buffer of one element, which
+        # would then never change.
+        "joint_graph_constant_folding": False,
+        # As many threads as the machine that runs it allows, and not as the one that compiled it had.
+        "cpp.dynamic_threads": True,
+        "aot_inductor.embed_kernel_binary": device == "cuda",
+        "aot_inductor.output_path": str(folder / "code.so"),
+    }
+    path = Path(str(torch._inductor.aot_compile(module, arguments, options=options)))  # type: ignore[arg-type]
+    # hash.wrapper.json lists operators called by name; hash.wrapper_metadata.json is something else.
+    extern = b"".join(file.read_bytes() for file in path.parent.glob("*.wrapper.json"))
+    source = "".join(file.read_text() for file in path.parent.glob("*.wrapper.cpp"))
+    return Library(path, extern, source)
+
+
+def is_reserved_name(name: str) -> bool:
+    """Whether Inductor takes a kernel's argument of this name for its own, and leaves it out of the generated code.
+
+    Needs the rule in `PythonWrapperCodegen`: names that begin with `workspace` or `semaphore`. Where that has changed, a
+    buffer of such a name ends an export for a GPU with a NameError in generated code.
+    """
+    return name.startswith(("workspace", "semaphore"))
+
+
+def constant_names(container: Any) -> dict[str, str]:
+    """Name of a constant in a container's code -> the tensor's name in the graph.
+
+    Needs `get_constant_names_to_original_fqns` of the container. Codegen names (`layers_0_q_weight`) cannot be turned back
+    otherwise. Without it nothing can be exported.
+    """
+    return dict(container.get_constant_names_to_original_fqns())
+
+
+@contextmanager
+def early_kernels_analysed_as_pure() -> Iterator[None]:
+    """While it is open, Inductor takes inline assembly of kernels that start early as what it is: it writes no memory.
+
+    Inductor reads a kernel's intermediate code to see which of its arguments it writes. At an inline instruction that is not
+    marked pure it gives up and takes all arguments as written, and would copy each one that is read again: weights and
+    states. Those that wait and start kernels cannot be marked so, for pure ones may be moved.
+
+    Needs `generate_ttir` and `Op` of `torch._higher_order_ops.triton_kernel_wrap`. Without it exports for GPUs work, and
+    every step copies weights and states.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    generate, operation = triton_kernel_wrap.generate_ttir, triton_kernel_wrap.Op
+    ours = False
+
+    def generate_first(kernel: Any, arguments: dict[str, Any], *rest: Any) -> Any:
+        nonlocal ours
+        ours = _EARLY in arguments
+        return generate(kernel, arguments, *rest)
+
+    def operation_of(*arguments: Any, is_pure: bool = False, **named: Any) -> Any:
+        return operation(*arguments, **{**named, "is_pure": is_pure or ours})
+
+    with (
+        mock.patch.object(triton_kernel_wrap, "generate_ttir", generate_first),
+        mock.patch.object(triton_kernel_wrap, "Op", operation_of),
+    ):
+        yield
+
+
+def is_metadata_check(node: Node) -> bool:
+    """Whether a node is the tracer's check of its own dtypes and devices, which names the device that it traced on.
+
+    Needs the operator `aten._assert_tensor_metadata`. Without it the checks stay in the graph, and code for a GPU that was
+    traced on the CPU fails at its first run.
+    """
+    return node.target is torch.ops.aten._assert_tensor_metadata.default
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same number for tensors that share memory, also the tracer's, which have none.
+
+    Needs `UntypedStorage._cdata`: data_ptr() is 0 for tensors without memory. Without it shared tensors and written buffers
+    cannot be found, and nothing can be exported.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+def written_arguments(node: Node) -> list[Any]:
+    """What an operator's node passes to the arguments that the operator's schema says it writes; [] for other nodes.
+
+    Needs `torch._ops.OpOverload` and its `_schema`. Without it the buffers that a graph writes cannot be found, and nothing
+    can be exported.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    values: list[Any] = []
+    for index, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value: Any = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            values += value if isinstance(value, (list, tuple)) else [value]
+    return values
+
+
+def size_expression(size: torch.SymInt) -> Any:
+    """The sympy expression of a symbolic size, in torch's symbols (`s27`).
+
+    Needs `SymInt.node.expr`. Without it no method with a dynamic dimension can be exported.
+    """
+    return size.node.expr
+
+
+def size_example(size: torch.SymInt) -> int:
+    """The size that a symbolic size had in the example.
+
+    Needs `SymInt.node.hint`. Without it no chain with a dynamic dimension can be exported.
+    """
+    return int(size.node.hint)
+
+
+def size_bounds(expression: Any, program_ranges: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The least and the largest value of a size's expression; sympy numbers, infinite where there is no bound.
+
+    Args:
+        expression: of `size_expression`.
+        program_ranges: torch's symbol -> what `ExportedProgram.range_constraints` has for it.
+
+    Needs `torch.utils._sympy.value_ranges`. Without it no method with a dynamic dimension can be exported.
+    """
+    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+    ranges = {
+        symbol: ValueRanges(program_ranges[str(symbol)].lower, program_ranges[str(symbol)].upper)
+        for symbol in expression.free_symbols
+        if str(symbol) in program_ranges
+    }
+    bounds = bound_sympy(expression, ranges)
+    return bounds.lower, bounds.upper
+
+
+def edge_config() -> Any:
+    """exir's settings for graphs that are only a shell around the delegate call.
+
+    Needs the private fields `_check_ir_validity` and `_skip_dim_order` of `EdgeCompileConfig`. Without them exir refuses
+    dtypes that its portable operators do not have, or inserts copies between dimension orders.
+    """
+    from executorch.exir import EdgeCompileConfig
+
+    return EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
+
+
+def delegated_module(
+    shell: ExportedProgram,
+    backend_id: str,
+    processed: bytes,
+    specs: Mapping[str, bytes],
+    named_data: Mapping[str, bytes],
+) -> torch.nn.Module:
+    """A module that is one call of a delegate, with what the delegate gets, as `to_backend` would make it.
+
+    Args:
+        shell: a program in exir's edge dialect, of the call's inputs and outputs.
+        backend_id: of the delegate.
+        processed: its processed bytes.
+        specs: its compile specs.
+        named_data: key -> bytes that the program carries beside it.
+
+    Needs `LoweredBackendModule`, its `meta`, and `exir._serialize._named_data_store.NamedDataStore`: exir has no public
+    way to give bytes to a delegate without a partitioner, which copies every weight. Without it nothing can be exported.
+    """
+    from executorch.exir._serialize._named_data_store import NamedDataStore
+    from executorch.exir.backend.compile_spec_schema import CompileSpec
+    from executorch.exir.lowered_backend_module import LoweredBackendModule
+
+    store = NamedDataStore()
+    for key, data in named_data.items():
+        store.add_named_data(key, data, alignment=1)
+    compile_specs = [CompileSpec(key, value) for key, value in specs.items()]
+    lowered = LoweredBackendModule(shell, backend_id, processed, compile_specs, store.get_named_data_store_output())
+    lowered.meta = {"debug_handle_map": {}}
+    return lowered
+
+
+@dataclass(frozen=True)
+class Blob:
+    """One entry of a FlatTensor file, whose bytes are produced when the file is written.
+
+    Attributes:
+        key: its name.
+        nbytes: how many bytes `write` will write.
+        write: writes them to the open file.
+        like: a tensor of the entry's shape and dtype, contiguous; None for bytes that are not a tensor.
+    """
+
+    key: str
+    nbytes: int
+    write: Callable[[BinaryIO], None]
+    like: Tensor | None
+
+
+def write_flat_tensor(file: BinaryIO, blobs: Sequence[Blob], alignment: int) -> None:
+    """Write a FlatTensor file (`.ptd`) whose blobs are made one after the other, in order: none waits in memory.
+
+    Needs executorch's `FlatTensorSerializer` with `exir._serialize`: `_cord.FileBackedData`, `data_serializer.DataEntry` and
+    `DataPayload`. executorch has no public writer that streams. Without it nothing can be exported.
+    """
+    from executorch.exir._serialize._cord import FileBackedData
+    from executorch.exir._serialize.data_serializer import DataEntry, DataPayload
+    from executorch.exir.tensor_layout import TensorLayout
+    from executorch.extension.flat_tensor.serialize.serialize import FlatTensorSerializer
+
+    class Data(FileBackedData):
+        def __init__(self, blob: Blob) -> None:
+            self._blob = blob
+            self._size = blob.nbytes
+
+        def write_to_file(self, outfile: io.BufferedIOBase) -> None:
+            self._blob.write(outfile)  # type: ignore[arg-type]
+
+    buffers: list[FileBackedData] = [Data(blob) for blob in blobs]
+    named = {
+        blob.key: DataEntry(index, alignment, None if blob.like is None else TensorLayout.from_tensor(blob.like))
+        for index, blob in enumerate(blobs)
+    }
+    FlatTensorSerializer().serialize(DataPayload(buffers, named)).write_to_file(file)

@@ -1,0 +1,371 @@
+"""Methods -> graphs, by torch.export. A method is one module, or a chain of modules of which many are alike."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from ostinato.delegate.errors import ExportError, first_line
+
+from .torch_internals import size_example, size_expression
+from .written_buffers import written_buffers
+
+MethodSpec = tuple[nn.Module, tuple[Tensor, ...], Any]
+# What a link's code depends on (its module and method, and the form of what it takes) -> its graph.
+Known = dict[tuple[Any, ...], "TracedGraph"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One module of a chain.
+
+    Attributes:
+        module: one of its methods takes values of the chain and returns a tensor or a tuple of tensors.
+        outputs: names for what it returns.
+        kind: links of one kind differ in their tensors and in nothing else; they are traced and compiled once.
+        prefix: goes before the names of the module's tensors in the artifact, such as `model.layers.3.`.
+        method: which of the module's methods.
+        inputs: names of the values that it takes; None: the names of the method's arguments.
+    """
+
+    module: nn.Module
+    outputs: tuple[str, ...]
+    kind: str
+    prefix: str = ""
+    method: str = "forward"
+    inputs: tuple[str, ...] | None = None
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """Names of the values that it takes."""
+        if self.inputs is not None:
+            return self.inputs
+        return tuple(inspect.signature(getattr(self.module, self.method)).parameters)
+
+    @property
+    def called(self) -> nn.Module:
+        """The module, with the method as its `forward`."""
+        if self.method == "forward":
+            return self.module
+        # A shallow copy has the module's own tables of tensors and children.
+        called = copy.copy(self.module)
+        called.forward = getattr(called, self.method)
+        return called
+
+    def run(self, values: dict[str, Tensor]) -> None:
+        """Call the module in eager PyTorch on what it takes of a chain's values, and add what it gives."""
+        given = self.called(*[values[name] for name in self.taken])
+        values.update(zip(self.outputs, given if isinstance(given, tuple) else (given,), strict=True))
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A method whose modules run one after the other, and whose code grows with their kinds and not with their number.
+
+    Attributes:
+        links: in the order of their calls.
+        inputs: the method's inputs, name -> example.
+        outputs: names of the values that the method returns.
+        dynamic_shapes: input name -> {dimension: Dim}; other sizes are static. What links hand on may have these
+            dimensions, and no sizes computed from them.
+    """
+
+    links: Sequence[Link]
+    inputs: Mapping[str, Tensor]
+    outputs: tuple[str, ...]
+    dynamic_shapes: Mapping[str, Mapping[int, Any]]
+
+
+@dataclass(frozen=True)
+class TracedGraph:
+    """A traced module.
+
+    Attributes:
+        label: what it is called in messages and while it is compiled.
+        program: the graph; compiling changes it.
+        tensors: parameters, buffers and constants by the graph's names for them, as the module held them.
+        written: names of the buffers that it writes.
+        symbols: torch's symbol -> the name that its dimension has for people.
+        ranges: torch's symbol -> the sizes that its dimension may have.
+    """
+
+    label: str
+    program: ExportedProgram
+    tensors: dict[str, Tensor]
+    written: frozenset[str]
+    symbols: dict[str, str]
+    ranges: dict[str, Any]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Name -> the tracer's tensor, in the order of the graph's arguments."""
+        wanted = set(self.program.graph_signature.user_inputs)
+        nodes = self.program.graph.find_nodes(op="placeholder")
+        return {node.name: node.meta["val"] for node in nodes if node.name in wanted}
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The tracer's tensors."""
+        output = next(node for node in self.program.graph.nodes if node.op == "output")
+        values = {node.name: node.meta["val"] for node in output.args[0] if hasattr(node, "meta")}
+        return [values[name] for name in self.program.graph_signature.user_outputs]
+
+
+@dataclass(frozen=True)
+class TracedLink:
+    """A link with its graph, which all links of its kind share, and the names of the values that it takes."""
+
+    link: Link
+    graph: TracedGraph
+    inputs: tuple[str, ...]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The link's own tensors by the graph's names for them."""
+        return _own_tensors(self.link.module, self.graph)
+
+
+@dataclass(frozen=True)
+class TracedMethod:
+    """A method's links, and the names of what it takes and returns."""
+
+    name: str
+    links: tuple[TracedLink, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def graphs(self) -> dict[str, TracedGraph]:
+        """Kind -> graph."""
+        return {traced.link.kind: traced.graph for traced in self.links}
+
+
+def trace_method(
+    name: str, spec: MethodSpec | Chain, output_names: Sequence[str] = (), known: Known | None = None
+) -> TracedMethod:
+    """Trace one method.
+
+    Args:
+        name: the method's.
+        spec: its module, or its chain.
+        output_names: of a module's outputs.
+        known: graphs of links that other methods traced, which this one takes where it has the same link, and adds to.
+
+    Raises:
+        ExportError: torch.export cannot trace it (its own account is the cause), an input that is not a tensor or not used,
+            an output that is an input or constant as it came in, or links of one kind that are not alike.
+    """
+    if isinstance(spec, Chain):
+        return _trace_chain(name, spec, {} if known is None else known)
+    return _trace_module(name, spec, output_names)
+
+
+def _trace_module(name: str, spec: MethodSpec, output_names: Sequence[str]) -> TracedMethod:
+    module, example, dynamic_shapes = spec
+    graph = _trace(name, f"method {name!r}", module, example, dynamic_shapes)
+    _check_inputs(name, graph.program)
+    inputs = tuple(graph.inputs)
+    outputs = tuple(
+        output_names[index] if index < len(output_names) else f"output_{index}" for index in range(len(graph.outputs))
+    )
+    # A value's name is taken once: an output called like an input would hide it.
+    values = tuple(f"result {output}" for output in outputs)
+    link = TracedLink(Link(module, values, name), graph, inputs)
+    return TracedMethod(name, (link,), inputs, values)
+
+
+def _trace_chain(name: str, chain: Chain, known: Known) -> TracedMethod:
+    values = _Values(name, chain)
+    first: dict[str, TracedLink] = {}
+    ends: dict[str, Any] = {}
+    traced = []
+    for link in chain.links:
+        example, shapes = values.take(link)
+        forms = [(value.shape, value.dtype, dims) for value, dims in zip(example, shapes, strict=True)]
+        if link.kind not in first:
+            shapes_known = tuple((shape, dtype, tuple(dims.items())) for shape, dtype, dims in forms)
+            identity = (id(link.module), link.method, shapes_known)
+            if identity not in known:
+                where = f"method {name!r}, {link.kind}"
+                # Without a dynamic dimension, nothing: torch.export takes shapes of `*args` in a form of their own.
+                dynamic = shapes if any(shapes) else None
+                known[identity] = _trace(f"{name} {link.kind}", where, link.called, example, dynamic)
+            first[link.kind], ends[link.kind] = TracedLink(link, known[identity], link.taken), forms
+        alike = first[link.kind]
+        if not _are_alike(alike.graph, alike.link, link) or forms != ends[link.kind]:
+            raise ExportError(
+                f"method {name!r}: {link.prefix or link.kind} and {alike.link.prefix or link.kind} are of one kind, "
+                f"{link.kind!r}, but not alike: give them kinds of their own"
+            )
+        values.give(link, alike.graph)
+        traced.append(TracedLink(link, alike.graph, link.taken))
+    values.check_results()
+    return TracedMethod(name, tuple(traced), tuple(chain.inputs), chain.outputs)
+
+
+class _Values:
+    """The values of a chain while it is traced: an example of each, and its dynamic dimensions."""
+
+    def __init__(self, method: str, chain: Chain) -> None:
+        self._method = method
+        self._chain = chain
+        self._examples = dict(chain.inputs)
+        self._dims = {name: dict(chain.dynamic_shapes.get(name, {})) for name in chain.inputs}
+        self._lengths = {dim.__name__: dim for dims in self._dims.values() for dim in dims.values()}
+        self._unused = set(chain.inputs)
+        # Name -> why no link can take the value. Leaving the method it may be so.
+        self._unfit: dict[str, str] = {}
+        self._given: set[str] = set()
+
+    def take(self, link: Link) -> tuple[tuple[Tensor, ...], tuple[dict[int, Any], ...]]:
+        """Examples of the values that a link takes, and their dynamic dimensions."""
+        names = link.taken
+        unknown = [name for name in names if name not in self._examples]
+        if unknown:
+            self._fail(f"{link.kind} takes {', '.join(unknown)}, which nothing before it gives")
+        for name in names:
+            if name in self._unfit:
+                self._fail(f"{link.kind} takes {name!r}, {self._unfit[name]}")
+        self._unused -= set(names)
+        return tuple(self._examples[name] for name in names), tuple(self._dims[name] for name in names)
+
+    def give(self, link: Link, graph: TracedGraph) -> None:
+        outputs = graph.outputs
+        if len(link.outputs) != len(outputs):
+            self._fail(f"{link.kind} gives {len(outputs)} values, its link has {len(link.outputs)} names for them")
+        for name, value in zip(link.outputs, outputs, strict=True):
+            if not isinstance(value, Tensor):
+                self._fail(f"{name!r} of {link.kind} is a {type(value).__name__}; only tensors are supported")
+            if name in self._unused:
+                self._fail(f"input {name!r} is not used before {link.kind} gives another value of that name")
+            self._give_one(name, value, graph)
+
+    def check_results(self) -> None:
+        if self._unused:
+            self._fail(f"inputs that no module takes: {', '.join(sorted(self._unused))}")
+        if not self._chain.links:
+            self._fail("a chain without links")
+        missing = [name for name in self._chain.outputs if name not in self._given]
+        if missing:
+            self._fail(f"it returns {', '.join(missing)}, which none of its modules gives")
+
+    def _give_one(self, name: str, value: Tensor, graph: TracedGraph) -> None:
+        self._given.add(name)
+        self._unfit.pop(name, None)
+        if not value.is_contiguous():
+            # Code is made for contiguous inputs, and would not notice.
+            self._unfit[name] = "which is not contiguous: hand on `.contiguous()`"
+        sizes: list[int] = []
+        dims: dict[int, Any] = {}
+        for index, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt):
+                length = self._lengths.get(graph.symbols.get(str(size_expression(size)), ""))
+                if length is None:
+                    self._unfit[name] = (
+                        f"whose size {index} is computed ({size}); hand on sizes of the method's inputs only"
+                    )
+                dims[index] = length
+            sizes.append(size_example(size) if isinstance(size, torch.SymInt) else size)
+        self._examples[name], self._dims[name] = torch.zeros(sizes, dtype=value.dtype), dims
+
+    def _fail(self, what: str) -> NoReturn:
+        raise ExportError(f"method {self._method!r}: {what}")
+
+
+def _trace(label: str, where: str, module: nn.Module, example: tuple[Tensor, ...], dynamic_shapes: Any) -> TracedGraph:
+    others = sorted({type(value).__name__ for value in example if not isinstance(value, Tensor)})
+    if others:
+        raise ExportError(f"{where}: inputs must be tensors, got {', '.join(others)}")
+    # The runtime hands contiguous inputs to the code, so it is made for such; and one tensor given as the example of two
+    # inputs would be traced as one input.
+    inputs = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in example)
+    try:
+        with torch.no_grad():
+            program = torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes, strict=False)
+    except Exception as error:
+        raise ExportError(f"{where} cannot be traced by torch.export: {first_line(error)}") from error
+    _check_outputs(where, program)
+    stored = {**program.state_dict, **program.constants}
+    return TracedGraph(
+        label,
+        program,
+        {name: value for name, value in stored.items() if isinstance(value, Tensor)},
+        frozenset(written_buffers(where, program)),
+        _symbol_names(program, dynamic_shapes),
+        {str(symbol): bounds for symbol, bounds in program.range_constraints.items()},
+    )
+
+
+def _check_inputs(method: str, program: ExportedProgram) -> None:
+    """A delegate call has only inputs that are used."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    for name in program.graph_signature.user_inputs:
+        if isinstance(name, str) and not nodes[name].users:
+            raise ExportError(f"method {method!r}: input {name!r} is not used: take it out of forward's arguments")
+
+
+def _check_outputs(where: str, program: ExportedProgram) -> None:
+    """Compiled code hands out what it computed."""
+    signature = program.graph_signature
+    nodes = {node.name: node for node in program.graph.nodes}
+    for index, name in enumerate(signature.user_outputs):
+        if not isinstance(name, str) or nodes[name].op == "placeholder":
+            raise ExportError(
+                f"{where}: output {index} is an input or a constant as it came in: return a copy (`.clone()`)"
+            )
+
+
+def _symbol_names(program: ExportedProgram, dynamic_shapes: Any) -> dict[str, str]:
+    """torch's symbol (`s27`) -> the name of the `Dim` that the caller gave."""
+    if not isinstance(dynamic_shapes, (tuple, list)):
+        return {}
+    user_inputs = set(program.graph_signature.user_inputs)
+    nodes = [n for n in program.graph.nodes if n.op == "placeholder" and n.name in user_inputs]
+    names = {}
+    for node, dims in zip(nodes, dynamic_shapes, strict=False):
+        for index, dim in (dims or {}).items() if isinstance(dims, dict) else ():
+            size = node.meta["val"].shape[index]
+            if isinstance(size, torch.SymInt) and getattr(dim, "__name__", None):
+                names[str(size_expression(size))] = dim.__name__
+    return names
+
+
+def _are_alike(graph: TracedGraph, first: Link, other: Link) -> bool:
+    """The same method of one class, and tensors of the same shapes, the same of which are one tensor by several names."""
+
+    def layout(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+        names: dict[int, str] = {}
+        tensors = {**_named_tensors(module), **_own_tensors(module, graph)}
+        return {
+            name: (tensor.shape, tensor.dtype, names.setdefault(id(tensor), name)) for name, tensor in tensors.items()
+        }
+
+    if type(first.module) is not type(other.module) or first.method != other.method:
+        return False
+    return layout(first.module) == layout(other.module)
+
+
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _own_tensors(module: nn.Module, graph: TracedGraph) -> dict[str, Tensor]:
+    """The graph's tensors as `module` has them: also those that are plain attributes. Numbers in the code are the graph's."""
+    found = {name: _attribute(module, name) for name in graph.tensors}
+    return {name: found[name] if isinstance(found[name], Tensor) else value for name, value in graph.tensors.items()}
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """`module.layers.0.weight` for "layers.0.weight"; None if there is none."""
+    return reduce(lambda value, part: getattr(value, part, None), name.split("."), cast(Any, module))

@@ -1,0 +1,96 @@
+"""What the kernels of the gated delta rule share: gates, lengths, and products of more than bfloat16's precision."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def log_decay(a: tl.tensor, a_log: tl.tensor, dt_bias: tl.tensor) -> tl.tensor:
+    """`-exp(a_log) softplus(a + dt_bias)`, float32."""
+    x = a.to(tl.float32) + dt_bias.to(tl.float32)
+    return -tl.exp(a_log.to(tl.float32)) * softplus(x)
+
+
+@triton.jit
+def write_strength(b: tl.tensor) -> tl.tensor:
+    """`sigmoid(b)`, float32."""
+    return tl.sigmoid(b.to(tl.float32))
+
+
+@triton.jit
+def softplus(x: tl.tensor) -> tl.tensor:
+    """`log(1 + exp(x))`, in float32's precision for every x.
+
+    The GPU's logarithm has an absolute error of 2e-7 near 1, as large as the result where decay is slow. With
+    y = exp(-|x|) <= 1 and z = y / (2 + y) <= 1/3, log(1 + y) = 2 artanh(z), whose series is exact to 1e-8 after eight terms.
+    """
+    y = tl.exp(-tl.abs(x))
+    z = y / (y + 2.0)
+    square = z * z
+    series = 2.0 / 15
+    series = series * square + 2.0 / 13
+    series = series * square + 2.0 / 11
+    series = series * square + 2.0 / 9
+    series = series * square + 2.0 / 7
+    series = series * square + 2.0 / 5
+    series = series * square + 2.0 / 3
+    series = series * square + 2.0
+    return tl.maximum(x, 0.0) + z * series
+
+
+@triton.jit
+def sum_of_squares(x: tl.tensor, axis: tl.constexpr) -> tl.tensor:
+    """Over an axis, in float32."""
+    wide = x.to(tl.float32)
+    return tl.sum(wide * wide, axis)
+
+
+@triton.jit
+def inverse_length(square: tl.tensor) -> tl.tensor:
+    """`1 / |x|` from `|x|^2`, eps under the root as in `reference.l2_normalize`."""
+    return tl.rsqrt(square + 1e-6)
+
+
+@triton.jit
+def multiply(x: tl.tensor, y: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
+    """`x @ y`, both float32, from operands of 16 bits where PARTS is 2, else of about 22 bits."""
+    z = tl.zeros((x.shape[0], y.shape[1]), tl.float32)
+    if PARTS == 2:
+        high, low = split(y)
+        return multiply_add(x, high, tl.dot(split(x)[0], low, z))
+    else:
+        return multiply_add(x, y, z)
+
+
+@triton.jit
+def multiply_add(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
+    """`x @ y + z`, x float32. A bfloat16 y is exact as it is, and x has two parts, 16 bits together."""
+    if y.dtype == tl.bfloat16:
+        high, low = split(x)
+        return tl.dot(high, y, tl.dot(low, y, z))
+    else:
+        return tl.dot(x, y, z, input_precision="tf32x3")
+
+
+@triton.jit
+def split(x: tl.tensor) -> tl.tensor:
+    """float32 -> (nearest bfloat16, bfloat16 of the rest).
+
+    Rounded by integer arithmetic: a conversion whose result is also needed in float32 is one slow instruction per element.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    high = ((bits + 0x8000) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+
+
+@triton.jit
+def store_parts(cells: tl.tensor, x: tl.tensor, size: tl.tensor, PARTS: tl.constexpr) -> None:
+    """Stores x rounded to the dtype of `cells` and, where PARTS is 2, the rest of x `size` elements after it."""
+    if PARTS == 2:
+        high, low = split(x)
+        tl.store(cells, high)
+        tl.store(cells + size, low)
+    else:
+        tl.store(cells, x)

@@ -1,0 +1,249 @@
+"""The gated delta rule, token by token and in chunks, in plain PyTorch.
+
+One head keeps a state `S` of shape [K, V]. For each token::
+
+    S = exp(g) * S;   S = S + k (beta * (v - S^T k))^T;   o = S^T q
+
+with `g <= 0` a log decay and `beta` in (0, 1) a write strength (Gated Delta Networks, arXiv:2412.06464). The chunked form
+does the tokens of a chunk by matrix products, after the UT transform of DeltaNet (arXiv:2406.06484), and the
+chunks by a scan of doubling strides, so that the graph has no loop and the number of tokens can stay symbolic.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ostinato.export.kernels.operands import Decay
+
+CHUNK = 64
+
+
+def gated_delta_rule(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    decay: Decay,
+    state: Tensor,
+    positions: Tensor,
+    key_heads: int,
+    max_tokens: int,
+) -> Tensor:
+    """The delta rule of a gated delta-net layer, from the convolution's output to the heads' outputs.
+
+    Queries and keys are L2-normalised, queries scaled by K ** -0.5; g is `decay` of a, `beta = sigmoid(b)`. Value head h
+    takes key head h // (value heads / key heads).
+
+    Args:
+        mixed: [T, key_heads K + key_heads K + H V]: q, k and v side by side, after the convolution and its SiLU.
+        a, b: [T, H], the gates' projections; like `mixed`, possibly columns of a wider tensor.
+        decay: of H heads.
+        state: [H, K, V] float32, written in place: the state after the last token.
+        positions: [T] int64; where the first is 0 the old state counts as zeros.
+        key_heads: how many key heads.
+        max_tokens: upper bound of T, known when the graph is made.
+
+    Returns:
+        [T, H, V] in mixed's dtype.
+    """
+    heads, key_dim, value_dim = state.shape
+    tokens = mixed.shape[0]
+    before = torch.where(positions[0] == 0, torch.zeros_like(state), state)
+    q, k, v = mixed.float().split((key_heads * key_dim, key_heads * key_dim, heads * value_dim), dim=1)
+    q = _key_heads(q, key_dim, heads // key_heads) * key_dim**-0.5
+    k = _key_heads(k, key_dim, heads // key_heads)
+    v = v.unflatten(1, (heads, value_dim)).transpose(0, 1)
+    beta = torch.sigmoid(b).float().t()
+    g = (-decay.a_log.float().exp() * F.softplus(a.float() + decay.dt_bias.float())).t()
+    if tokens == 1:
+        out, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], before)
+        out = out.unsqueeze(1)
+    else:
+        out, after = chunked_gated_delta_rule(q, k, v, g, beta, before, max_tokens)
+    state.copy_(after)
+    return out.transpose(0, 1).to(mixed.dtype)
+
+
+def delta_step(
+    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, positions: Tensor, norm_weight: Tensor, key_heads: int
+) -> tuple[Tensor, Tensor]:
+    """One token of `gated_delta_rule`, and the gated norm except for its division by each head's root mean square.
+
+    That division is one factor per head, which the product behind it applies, from `squares`.
+
+    Args:
+        mixed: [1, 2 key_heads K + 2 H V]: q, k, v after the convolution and its SiLU, and z, the norm's gate.
+        gates: [1, 2 H] float32: b, then a.
+        decay: of H heads.
+        state: [H, K, V] float32, written in place.
+        positions: [1] int64; at 0 the old state counts as zeros.
+        norm_weight: [V] float32, no offset.
+        key_heads: how many key heads.
+
+    Returns:
+        (out [1, H V] in mixed's dtype: o * norm_weight * silu(z); squares [H, P] float32, whose sum over P, here 1, is
+        that of o^2).
+    """
+    heads, _, value_dim = state.shape
+    qkv, z = mixed.split((mixed.shape[1] - heads * value_dim, heads * value_dim), dim=1)
+    b, a = gates.chunk(2, dim=1)
+    o = gated_delta_rule(qkv, a, b, decay, state, positions, key_heads, max_tokens=1)[0].float()
+    out = o * norm_weight.float() * F.silu(z.float()).unflatten(1, (heads, value_dim))[0]
+    return out.reshape(1, -1).to(mixed.dtype), o.square().sum(1, keepdim=True)
+
+
+def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """`x / |x|` over the last dimension, eps under the root as in flash-linear-attention."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def _key_heads(x: Tensor, key_dim: int, repeats: int) -> Tensor:
+    """[T, key heads * K] -> [value heads, T, K], normalised, repeated where value heads share."""
+    heads = l2_normalize(x.unflatten(1, (-1, key_dim)))
+    return heads.repeat_interleave(repeats, dim=1).transpose(0, 1)
+
+
+def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token.
+
+    Args:
+        q, k: [H, K] float32, normalised, q scaled.
+        v: [H, V] float32.
+        g, beta: [H] float32.
+        state: [H, K, V] float32.
+
+    Returns:
+        (output [H, V], new state [H, K, V]).
+    """
+    state = state * g.exp()[:, None, None]
+    predicted = (state * k[:, :, None]).sum(1)
+    delta = (v - predicted) * beta[:, None]
+    state = state + k[:, :, None] * delta[:, None, :]
+    return (state * q[:, :, None]).sum(1), state
+
+
+def naive_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The definition, a plain loop: the reference for the two forms that the model uses. Shapes as in the chunked form."""
+    outputs = []
+    for t in range(q.shape[1]):
+        out, state = recurrent_step(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state)
+        outputs.append(out)
+    return torch.stack(outputs, 1), state
+
+
+def chunked_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, max_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Any number of tokens up to `max_tokens`.
+
+    Args:
+        q, k: [H, T, K] float32, normalised, q scaled.
+        v: [H, T, V] float32.
+        g, beta: [H, T] float32.
+        state: [H, K, V] float32, the state before the first token.
+        max_tokens: upper bound of T, known when the graph is made; it sets the number of scan steps.
+
+    Returns:
+        (output [H, T, V], state after the last token [H, K, V]).
+    """
+    tokens = q.shape[1]
+    q, k, v = (_split_chunks(x) for x in (q, k, v))
+    g, beta = (_split_chunks(x.unsqueeze(-1)).squeeze(-1) for x in (g, beta))
+    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+
+    decay = g.cumsum(-1)
+    # The mask goes in before the exponential: above the diagonal the difference is positive and could overflow.
+    pair = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
+    k_beta = k * beta.unsqueeze(-1)
+    system = (k_beta @ k.transpose(-1, -2)) * pair
+    inverse = invert_unit_lower(system)
+    values = inverse @ (v * beta.unsqueeze(-1))
+    keys = inverse @ (k_beta * decay.exp().unsqueeze(-1))
+
+    last = decay[..., -1:]
+    k_out = k * (last - decay).exp().unsqueeze(-1)
+    eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+    transition = last.exp().unsqueeze(-1) * eye - k_out.transpose(-1, -2) @ keys
+    update = k_out.transpose(-1, -2) @ values
+    ends = _scan_chunks(transition, update, state, max_tokens)
+    starts = torch.cat((state.unsqueeze(1), ends), dim=1)[:, : ends.shape[1]]
+
+    new_values = values - keys @ starts
+    attention = (q @ k.transpose(-1, -2)) * pair
+    out = (q * decay.exp().unsqueeze(-1)) @ starts + attention @ new_values
+    # A selection and no slice: whether a slice is the whole would be a condition on T.
+    out = out.flatten(1, 2).index_select(1, torch.arange(tokens, device=out.device))
+    return out, ends[:, -1]
+
+
+def _split_chunks(x: Tensor) -> Tensor:
+    """[H, T, D] -> [H, chunks, CHUNK, D], zeros behind: a token of zeros with g = 0 leaves the state alone."""
+    heads, tokens, size = x.shape
+    chunks = _chunk_count(tokens)
+    padded = F.pad(x, (0, 0, 0, chunks * CHUNK - tokens))
+    return padded.reshape(heads, chunks, CHUNK, size)
+
+
+def _chunk_count(tokens: int) -> int:
+    """Chunks for `tokens`, the last of them empty.
+
+    Two at least: torch.export takes a size of one for a constant, and the graph would fit short prompts only. One quotient
+    and no sum, so that its solver sees a product of it to be divisible by it.
+    """
+    return (tokens + 2 * CHUNK - 1) // CHUNK
+
+
+def invert_unit_lower(matrix: Tensor) -> Tensor:
+    """Inverse of `I + strictly_lower(matrix)`, [..., n, n] with n a power of two.
+
+    Blocks of twice the size from the inverses of their diagonal blocks: [[A, 0], [C, B]] has the lower left block
+    -B^-1 C A^-1. Summing the Neumann series instead takes as few products, but its terms grow like binomials when
+    the keys repeat (one repeated token is enough), and float32 loses every digit.
+    """
+    n = matrix.shape[-1]
+    lead = matrix.shape[:-2]
+    inverse = matrix.new_ones(*lead, n, 1, 1)
+    size = 1
+    while size < n:
+        blocks = n // (2 * size)
+        tiles = matrix.reshape(*lead, blocks, 2, size, blocks, 2, size)
+        lower = tiles.diagonal(dim1=-6, dim2=-3)[..., 1, :, 0, :, :].movedim(-1, -3)
+        pairs = inverse.reshape(*lead, blocks, 2, size, size)
+        top, bottom = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        corner = -(bottom @ lower @ top)
+        upper_row = torch.cat((top, torch.zeros_like(top)), dim=-1)
+        lower_row = torch.cat((corner, bottom), dim=-1)
+        inverse = torch.cat((upper_row, lower_row), dim=-2)
+        size *= 2
+    return inverse.reshape(*lead, n, n)
+
+
+def _scan_chunks(transition: Tensor, update: Tensor, state: Tensor, max_tokens: int) -> Tensor:
+    """States after each chunk, [H, chunks, K, V], of `S -> transition @ S + update` from `state`.
+
+    An inclusive scan in log2(max_chunks) strides: composing (A1, U1) then (A2, U2) is (A2 A1, A2 U1 + U2).
+    """
+    chunks = transition.shape[1]
+    first = transition[:, :1] @ state.unsqueeze(1)
+    update = update + first * _is_first(update)
+    steps = math.ceil(math.log2(_chunk_count(max_tokens)))
+    eye = torch.eye(transition.shape[-1], dtype=transition.dtype, device=transition.device)
+    for step in range(steps):
+        stride = 2**step
+        front = eye.expand(transition.shape[0], stride, *eye.shape)
+        earlier_a = torch.cat((front, transition), dim=1)[:, :chunks]
+        earlier_u = F.pad(update, (0, 0, 0, 0, stride, 0))[:, :chunks]
+        update = transition @ earlier_u + update
+        transition = transition @ earlier_a
+    return update
+
+
+def _is_first(update: Tensor) -> Tensor:
+    """[1, chunks, 1, 1]: one for the first chunk, zero for the others."""
+    index = torch.arange(update.shape[1], device=update.device)
+    return (index == 0).to(update.dtype)[None, :, None, None]

@@ -1,0 +1,145 @@
+"""One decode step of the gated delta rule and its gated norm, in one kernel that loads the state ahead of its input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
+from ostinato.export.kernels.launch import launcher, starts_early
+from ostinato.export.kernels.operands import Decay
+
+from .limits import check_delta_rule
+from .math_triton import inverse_length, log_decay, write_strength
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """What one program does.
+
+    Attributes:
+        values: columns of a head's state.
+        warps: with one, the sums over keys need no barrier.
+    """
+
+    values: int
+    warps: int
+
+
+CONFIG = DeltaConfig(values=8, warps=1)
+
+
+def delta_step(
+    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, positions: Tensor, norm_weight: Tensor, key_heads: int
+) -> tuple[Tensor, Tensor]:
+    """See `reference.delta_step`; all tensors contiguous, P = V / CONFIG.values.
+
+    Positions are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
+    `delegate/graph_nodes.py`).
+
+    Raises:
+        ExportError: see `check_delta_rule`.
+    """
+    heads, key_dim, value_dim = state.shape
+    check_delta_rule(key_heads, heads, key_dim, value_dim)
+    return _delta_step(mixed, gates, decay.a_log, decay.dt_bias, state, positions, norm_weight, key_heads)
+
+
+@torch.library.triton_op("ostinato::delta_step", mutates_args={"state"})
+def _delta_step(
+    mixed: Tensor,
+    gates: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    positions: Tensor,
+    norm_weight: Tensor,
+    key_heads: int,
+) -> tuple[Tensor, Tensor]:
+    heads, key_dim, value_dim = state.shape
+    blocks = value_dim // CONFIG.values
+    out = torch.empty((1, heads * value_dim), dtype=mixed.dtype, device=mixed.device)
+    squares = torch.empty((heads, blocks), dtype=torch.float32, device=mixed.device)
+    launcher(delta_step_early)[(blocks, heads)](
+        mixed,
+        gates,
+        a_log,
+        dt_bias,
+        state,
+        positions,
+        norm_weight,
+        out,
+        squares,
+        HEADS=heads,
+        KEY_HEADS=key_heads,
+        K=key_dim,
+        V=value_dim,
+        BLOCK=CONFIG.values,
+        EARLY=starts_early(),
+        num_warps=CONFIG.warps,
+    )
+    return out, squares
+
+
+@triton.jit
+def delta_step_early(
+    mixed: tl.tensor,
+    gates: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    state: tl.tensor,
+    positions: tl.tensor,
+    norm_weight: tl.tensor,
+    out: tl.tensor,
+    squares: tl.tensor,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Program (block of values, head)."""
+    start_next(EARLY)
+    head = tl.program_id(1)
+    key_head = head // (HEADS // KEY_HEADS)
+    keys = tl.arange(0, K)
+    values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    cells = state + head * K * V + keys[:, None] * V + values[None, :]
+    # The state is read even where position 0 discards it: to look at the position first would be to wait for memory twice.
+    before = tl.load(cells)
+    position = tl.load(positions)
+    rate = tl.load(a_log + head)
+    bias = tl.load(dt_bias + head)
+    norm = tl.load(norm_weight + values)
+
+    wait_for_previous(EARLY)
+    # All loads are issued before anything is done with a result: the compiler keeps the order of loads and of exchanges
+    # through shared memory.
+    place = head * V + values
+    q = tl.load(mixed + key_head * K + keys)
+    k = tl.load(mixed + (KEY_HEADS + key_head) * K + keys)
+    v = tl.load(mixed + 2 * KEY_HEADS * K + place)
+    z = tl.load(mixed + 2 * KEY_HEADS * K + HEADS * V + place)
+    b = tl.load(gates + head)
+    a = tl.load(gates + HEADS + head)
+
+    q = q.to(tl.float32)
+    k = k.to(tl.float32)
+    z = z.to(tl.float32)
+    before = tl.where(position == 0, 0.0, before)
+    decay = tl.exp(log_decay(a, rate, bias))
+    # Lengths and decay are factors of the sums, so that no sum waits for another; S^T q of the new state is computed from the
+    # old one.
+    q_length = inverse_length(tl.sum(q * q, 0)) * K**-0.5
+    k_length = inverse_length(tl.sum(k * k, 0))
+    predicted = tl.sum(before * k[:, None], 0) * (decay * k_length)
+    delta = (v.to(tl.float32) - predicted) * (write_strength(b) * k_length)
+    tl.store(cells, before * decay + k[:, None] * delta[None, :])
+    o = (tl.sum(before * q[:, None], 0) * decay + tl.sum(q * k, 0) * delta) * q_length
+    tl.store(out + place, (o * norm * z * tl.sigmoid(z)).to(out.dtype.element_ty))
+    tl.store(squares + head * tl.num_programs(0) + tl.program_id(0), tl.sum(o * o, 0))

@@ -1,0 +1,31 @@
+"""Programmatic dependent launch: a kernel of a decode step starts while the kernel ahead of it still runs.
+
+So it loads its weights while the kernel ahead finishes. A *marked* kernel has `artifact.EARLY_KERNEL` in its name; only
+between two marked kernels does the runtime change a captured graph. The rules that marked kernels keep, R1 to R5, and why
+results then stay the same, stand in `delegate/graph_nodes.py`.
+
+With EARLY false both functions do nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def start_next(EARLY: tl.constexpr) -> None:
+    """Let the next kernel start as soon as all programs of this one have called this and there is room for it."""
+    if EARLY:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def wait_for_previous(EARLY: tl.constexpr) -> None:
+    """Wait until the kernel ahead has ended and all its writes can be read."""
+    if EARLY:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )

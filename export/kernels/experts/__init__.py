@@ -1,0 +1,1 @@
+"""Routing and experts of a mixture of experts."""

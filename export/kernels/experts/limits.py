@@ -1,0 +1,34 @@
+"""Sizes that the Triton kernels of the routed experts take."""
+
+from __future__ import annotations
+
+from ostinato.delegate.errors import ExportError
+from ostinato.export.formats import GROUP_SIZES, SPAN
+
+MAX_EXPERTS = 1024
+
+
+def check_experts(hidden: int, intermediate: int, experts: int, top_k: int, group_size: int | None) -> None:
+    """Raises ExportError, with the limit in its message, where the kernels cannot take these experts.
+
+    Args:
+        hidden: H, the model's size.
+        intermediate: I, an expert's inner size.
+        experts: E.
+        top_k: experts per token.
+        group_size: elements that share a scale, None for weights in a floating dtype.
+    """
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise ExportError(f"the CUDA kernels route among 1 to {MAX_EXPERTS} experts, not {experts}")
+    if not 1 <= top_k <= experts:
+        raise ExportError(f"experts per token must be 1 to {experts}, the number of experts, not {top_k}")
+    if group_size is None:
+        return
+    if group_size not in GROUP_SIZES:
+        raise ExportError(f"int4 group size must be one of {GROUP_SIZES}, not {group_size}")
+    step = max(SPAN, group_size)
+    for name, size in (("hidden size", hidden), ("experts' intermediate size", intermediate)):
+        if size <= 0 or size % step:
+            raise ExportError(
+                f"the {name} must be a multiple of {step} for int4 experts with group size {group_size}, not {size}"
+            )

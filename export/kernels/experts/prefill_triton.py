@@ -1,0 +1,324 @@
+# mypy: allow-untyped-defs
+"""The routed experts on the GPU: `experts` for any number of tokens, and the kernels for two or more.
+
+They sort the tokens by expert, then multiply blocks of one expert's tokens with tensor cores. A *slot* is one choice of one
+token, `t * k + j`; there are S = T k of them. Nothing here counts with atomics: the order of slots, and so every sum, is the
+same in each run.
+
+In a product the weights are the left operand: a tile [weight rows, K] is unpacked in the registers from which the tensor
+cores read it, and the block of tokens is the narrow side, so that 16 tokens per expert (512 tokens, 8 of 256) waste
+little.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ostinato.export.kernels.launch import LARGE, SMALL, fitting, launcher
+from ostinato.export.kernels.operands import ExpertWeights
+
+from .decode_triton import decode
+from .limits import check_experts
+
+# Slots of one expert per program: an expert that has more is unpacked once for every BLOCK_SLOTS.
+BLOCK_SLOTS = 32
+# Weight rows per program, of gate and of up each, and of the down projection. 64 rows are what four warps multiply at once.
+BLOCK_GATE_UP = 64
+BLOCK_DOWN = 128
+# Slots that the sorting kernel looks at together.
+BLOCK_SORT = 4096
+STAGES = 3
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -> Tensor:
+    """See `reference.experts`; all sums are float32, in an order that does not change.
+
+    Raises:
+        ExportError: see `check_experts`.
+    """
+    gate_up, down = routed.gate_up, routed.down
+    count, top_k = gate_up.values.shape[0], chosen.shape[1]
+    check_experts(x.shape[1], gate_up.rows // 2, count, top_k, gate_up.group_size)
+    operation = decode if x.shape[0] == 1 else _prefill
+    arguments = (x.contiguous(), weights.contiguous(), chosen.contiguous())
+    return operation(*arguments, gate_up.values, gate_up.scale, down.values, down.scale)
+
+
+@torch.library.triton_op("ostinato::experts_prefill", mutates_args={})
+def _prefill(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor | None,
+) -> Tensor:
+    """`experts` for contiguous x [T, H], weights [T, k] and chosen [T, k]."""
+    tokens, size = x.shape
+    count, top_k, inner = gate_up.shape[0], chosen.shape[1], gate_up.shape[1] // 2
+    slots = tokens * top_k
+    blocks = (slots + BLOCK_SLOTS - 1) // BLOCK_SLOTS + count
+    order = torch.empty(slots, dtype=torch.int32, device=x.device)
+    counts = torch.empty(count, dtype=torch.int32, device=x.device)
+    plan = torch.empty(blocks, 3, dtype=torch.int32, device=x.device)
+    launcher(_sort_kernel)[(count,)](chosen, order, counts, slots, BLOCK_SORT, num_warps=8)
+    padded = max(32, triton.next_power_of_2(count))
+    launcher(_plan_kernel)[(blocks,)](counts, plan, count, padded, BLOCK_SLOTS, num_warps=1)
+
+    hidden = torch.empty(slots, inner, dtype=x.dtype, device=x.device)
+    group_size = 0 if gate_up_scale is None else size // gate_up_scale.shape[2]
+    launcher(_gate_up_kernel)[(blocks, triton.cdiv(inner, BLOCK_GATE_UP))](
+        x,
+        order,
+        plan,
+        gate_up,
+        gate_up if gate_up_scale is None else gate_up_scale,
+        hidden,
+        size,
+        inner,
+        top_k,
+        group_size,
+        BLOCK_SLOTS,
+        BLOCK_GATE_UP,
+        _step(group_size, x.dtype),
+        num_warps=4,
+        num_stages=STAGES,
+    )
+    parts = torch.empty(tokens, top_k, size, dtype=x.dtype, device=x.device)
+    group_size = 0 if down_scale is None else inner // down_scale.shape[2]
+    block = BLOCK_DOWN if size % BLOCK_DOWN == 0 else BLOCK_DOWN // 2
+    launcher(_down_kernel)[(blocks, triton.cdiv(size, block))](
+        hidden,
+        weights,
+        order,
+        plan,
+        down,
+        down if down_scale is None else down_scale,
+        parts,
+        size,
+        inner,
+        group_size,
+        BLOCK_SLOTS,
+        block,
+        _step(group_size, x.dtype),
+        num_warps=4,
+        num_stages=STAGES,
+    )
+    return parts.sum(1)
+
+
+def _step(group_size: int, dtype: torch.dtype) -> int:
+    """What a step takes of a row of K: elements, or packed bytes whose low nibbles share a scale and whose high ones do."""
+    if 0 < group_size < 128:
+        return 32
+    # Before Hopper, float32 products of 64 bytes per step spill 1 to 7 KB per thread; those of 64 elements take 104 KB of
+    # shared memory with triton 3.8 (80 KB with 3.6), and compute capability 8.9 has 99.
+    return 64 if dtype == torch.bfloat16 else fitting({LARGE: 64, SMALL: 32})
+
+
+@triton.jit
+def _sort_kernel(chosen, order, counts, slots, BLOCK: tl.constexpr):
+    """Program e: writes to order [S] the slots that chose expert e, ascending, after those of lower experts; counts [E]."""
+    expert = tl.program_id(0)
+    lower = tl.zeros([BLOCK], tl.int32)
+    equal = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, slots, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        found = tl.load(chosen + slot, mask=slot < slots, other=0x7FFFFFFF)
+        lower += (found < expert).to(tl.int32)
+        equal += (found == expert).to(tl.int32)
+    place = tl.sum(lower, 0)
+    tl.store(counts + expert, tl.sum(equal, 0))
+    for start in range(0, slots, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        found = tl.load(chosen + slot, mask=slot < slots, other=0x7FFFFFFF)
+        hit = (found == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(hit, 0) - 1, slot, mask=hit > 0)
+        place += tl.sum(hit, 0)
+
+
+@triton.jit
+def _plan_kernel(counts, plan, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_SLOTS: tl.constexpr):
+    """Program b: plan[b] = the b-th block's expert, or -1, its first place in `order` and where that expert's places end."""
+    block = tl.program_id(0)
+    expert = tl.arange(0, PADDED)
+    count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
+    blocks = (count + BLOCK_SLOTS - 1) // BLOCK_SLOTS
+    mine = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
+    earlier = block - tl.sum(tl.where(expert < mine, blocks, 0), 0)
+    start = tl.sum(tl.where(expert < mine, count, 0), 0)
+    end = start + tl.sum(tl.where(expert == mine, count, 0), 0)
+    tl.store(plan + block * 3, tl.where(mine < EXPERTS, mine, -1))
+    tl.store(plan + block * 3 + 1, start + earlier * BLOCK_SLOTS)
+    tl.store(plan + block * 3 + 2, end)
+
+
+@triton.jit
+def _unpack(packed, low_scale, high_scale, like):
+    """Packed bytes [N, B] -> the elements of their low and of their high nibbles, each [N, B] in the dtype `like` points to.
+
+    The result is that of `formats.dequantize_int4` bit by bit: nibble - 8 is exact in bfloat16, the product is rounded once.
+    """
+    if INTERPRETED or like.dtype.element_ty != tl.bfloat16:
+        low = ((packed & 15).to(tl.float32) - 8.0) * low_scale.to(tl.float32)[:, None]
+        high = ((packed >> 4).to(tl.float32) - 8.0) * high_scale.to(tl.float32)[:, None]
+        low = low.to(like.dtype.element_ty)
+        high = high.to(like.dtype.element_ty)
+    else:
+        # A nibble as the low bits of 128's mantissa gives the bfloat16 128 + nibble. Two bytes at a time: Triton's own code
+        # takes bytes apart one by one, and the whole loop then has 4.5 instructions per element, not 3.3.
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, mask, magic, one, offset;
+            mov.b32 mask, 0x000f000f;
+            mov.b32 magic, 0x43004300;
+            mov.b32 one, 0x3f803f80;
+            mov.b32 offset, 0xc308c308;
+            cvt.u32.u16 low, $2;
+            prmt.b32 low, low, 0, 0x4140;
+            shr.u32 high, low, 4;
+            lop3.b32 low, low, mask, magic, 0xEA;
+            lop3.b32 high, high, mask, magic, 0xEA;
+            fma.rn.bf16x2 $0, low, one, offset;
+            fma.rn.bf16x2 $1, high, one, offset;
+            }""",
+            "=r,=r,h",
+            [packed],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+        low = low * low_scale[:, None]
+        high = high * high_scale[:, None]
+    return low, high
+
+
+@triton.jit
+def _add_product(weights, inputs, sums):
+    """sums [N, M] + weights [N, K] @ inputs [K, M]."""
+    return tl.dot(weights, inputs, sums, input_precision="tf32x3")
+
+
+@triton.jit
+def _scale_pair(scale, first, GROUP: tl.constexpr):
+    """The scales [N] of the step that begins at element `first`: of its low nibbles and of its high ones."""
+    low = tl.load(scale + first // GROUP)
+    high = low
+    if GROUP == 32:
+        high = tl.load(scale + first // GROUP + 1)
+    return low, high
+
+
+@triton.jit
+def _gate_up_kernel(
+    x,
+    order,
+    plan,
+    weight,
+    scale,
+    hidden,
+    SIZE: tl.constexpr,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """hidden [S, I] = silu(gate) * up, in the order of `order`. Program (block of the plan, BLOCK_ROWS columns of hidden)."""
+    block = tl.program_id(0)
+    expert = tl.load(plan + block * 3).to(tl.int64)
+    if expert < 0:
+        return
+    place = tl.load(plan + block * 3 + 1) + tl.arange(0, BLOCK_SLOTS)
+    filled = place < tl.load(plan + block * 3 + 2)
+    token = tl.load(order + place, mask=filled, other=0).to(tl.int64) // TOP_K
+    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    gates = tl.zeros([BLOCK_ROWS, BLOCK_SLOTS], tl.float32)
+    ups = tl.zeros([BLOCK_ROWS, BLOCK_SLOTS], tl.float32)
+    column = tl.arange(0, STEP)
+    if GROUP == 0:
+        inputs = x + token[None, :] * SIZE + column[:, None]
+        tiles = weight + expert * (2 * INNER * SIZE) + row[:, None] * SIZE + column[None, :]
+        for start in range(0, SIZE, STEP):
+            inside = start + column < SIZE
+            tokens = tl.load(inputs + start, mask=inside[:, None] & filled[None, :], other=0)
+            here = (row < INNER)[:, None] & inside[None, :]
+            gates = _add_product(tl.load(tiles + start, mask=here, other=0), tokens, gates)
+            ups = _add_product(tl.load(tiles + start + INNER * SIZE, mask=here, other=0), tokens, ups)
+    else:
+        inputs = x + token[None, :] * SIZE + (column // 32 * 64 + column % 32)[:, None]
+        tiles = weight + expert * (INNER * SIZE) + row[:, None] * (SIZE // 2) + column[None, :]
+        gate_scale = scale + expert * (2 * INNER * (SIZE // GROUP)) + row * (SIZE // GROUP)
+        up_scale = gate_scale + INNER * (SIZE // GROUP)
+        # Scales are too narrow for an asynchronous copy, but those of a row are adjacent and come from L1 after the first
+        # step. Loaded a step ahead, they made Triton pass the tiles through shared memory: 553 instructions per step, not
+        # 421.
+        for start in range(0, SIZE // 2, STEP):
+            gate_pair = _scale_pair(gate_scale, 2 * start, GROUP)
+            up_pair = _scale_pair(up_scale, 2 * start, GROUP)
+            low_tokens = tl.load(inputs + 2 * start, mask=filled[None, :], other=0)
+            high_tokens = tl.load(inputs + 2 * start + 32, mask=filled[None, :], other=0)
+            low, high = _unpack(tl.load(tiles + start), gate_pair[0], gate_pair[1], x)
+            gates = _add_product(high, high_tokens, _add_product(low, low_tokens, gates))
+            low, high = _unpack(tl.load(tiles + start + INNER * (SIZE // 2)), up_pair[0], up_pair[1], x)
+            ups = _add_product(high, high_tokens, _add_product(low, low_tokens, ups))
+    results = (gates * tl.sigmoid(gates) * ups).to(hidden.dtype.element_ty)
+    here = filled[None, :] & (row < INNER)[:, None]
+    tl.store(hidden + place.to(tl.int64)[None, :] * INNER + row[:, None], results, mask=here)
+
+
+@triton.jit
+def _down_kernel(
+    hidden,
+    weights,
+    order,
+    plan,
+    weight,
+    scale,
+    parts,
+    SIZE: tl.constexpr,
+    INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """parts [S, H]: each slot's expert's output times the slot's weight. Program (block of the plan, BLOCK_ROWS columns)."""
+    block = tl.program_id(0)
+    expert = tl.load(plan + block * 3).to(tl.int64)
+    if expert < 0:
+        return
+    place = tl.load(plan + block * 3 + 1) + tl.arange(0, BLOCK_SLOTS)
+    filled = place < tl.load(plan + block * 3 + 2)
+    slot = tl.load(order + place, mask=filled, other=0).to(tl.int64)
+    share = tl.load(weights + slot, mask=filled, other=0)
+    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    sums = tl.zeros([BLOCK_ROWS, BLOCK_SLOTS], tl.float32)
+    column = tl.arange(0, STEP)
+    if GROUP == 0:
+        inputs = hidden + place.to(tl.int64)[None, :] * INNER + column[:, None]
+        tiles = weight + expert * (SIZE * INNER) + row[:, None] * INNER + column[None, :]
+        for start in range(0, INNER, STEP):
+            inside = start + column < INNER
+            tokens = tl.load(inputs + start, mask=inside[:, None] & filled[None, :], other=0)
+            here = (row < SIZE)[:, None] & inside[None, :]
+            sums = _add_product(tl.load(tiles + start, mask=here, other=0), tokens, sums)
+    else:
+        inputs = hidden + place.to(tl.int64)[None, :] * INNER + (column // 32 * 64 + column % 32)[:, None]
+        tiles = weight + expert * (SIZE * (INNER // 2)) + row[:, None] * (INNER // 2) + column[None, :]
+        row_scale = scale + expert * (SIZE * (INNER // GROUP)) + row * (INNER // GROUP)
+        for start in range(0, INNER // 2, STEP):
+            pair = _scale_pair(row_scale, 2 * start, GROUP)
+            low_tokens = tl.load(inputs + 2 * start, mask=filled[None, :], other=0)
+            high_tokens = tl.load(inputs + 2 * start + 32, mask=filled[None, :], other=0)
+            low, high = _unpack(tl.load(tiles + start), pair[0], pair[1], hidden)
+            sums = _add_product(high, high_tokens, _add_product(low, low_tokens, sums))
+    here = filled[None, :] & (row < SIZE)[:, None]
+    results = (sums * share[None, :]).to(parts.dtype.element_ty)
+    tl.store(parts + slot[None, :] * SIZE + row[:, None], results, mask=here)

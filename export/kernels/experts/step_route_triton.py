@@ -1,0 +1,140 @@
+# mypy: allow-untyped-defs
+"""The router of `step_triton`: the kernel of its logits, and how the next kernels choose the experts from them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
+
+# Every warp holds all of a tensor with as many elements as it has lanes, so each warp reduces it by itself.
+LANES = tl.constexpr(32)
+
+
+@triton.jit
+def route_logits_early(
+    h,
+    norm_weight,
+    gate,
+    shared_gate,
+    logits,
+    EPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """logits [COUNT], ROWS per program: products with the rows of `gate` and then of `shared_gate`."""
+    start_next(EARLY)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # Rows past the last one read the last one again.
+    read = tl.minimum(row, COUNT - 1)
+    first = tl.where(read < EXPERTS, gate + read * SIZE, shared_gate)
+    tile = tl.load(first[:, None] + column[None, :], mask=inside[None, :], other=0.0)
+    factor = 1.0 + tl.load(norm_weight + column, mask=inside, other=0.0)
+    wait_for_previous(EARLY)
+    x = tl.load(h + column, mask=inside, other=0.0).to(tl.float32)
+    products = tile.to(tl.float32) * (x * factor)[None, :]
+    squares = tl.broadcast_to((x * x)[None, :], (ROWS, BLOCK))
+    sums, squares = tl.reduce((products, squares), 1, add_pairs)
+    tl.store(logits + row, (sums * tl.rsqrt(squares / SIZE + EPS)).to(logits.dtype.element_ty), mask=row < COUNT)
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    """For a reduction of two tensors in one pass."""
+    return a + c, b + d
+
+
+@triton.jit
+def load_keys(logits, EXPERTS: tl.constexpr, CACHE: tl.constexpr):
+    """Unsigned integers in the order of the logits, of equal logits the lower index the larger: a tuple of [LANES].
+
+    The upper half has the logit's bits, changed so that their order as integers is that of the logits; the lower half has the
+    index, in falling order. Logits in bfloat16 have keys of 32 bits, others of 64. No expert's key is 0. CACHE is the
+    modifier of the loads: ".cg" reads past the first-level cache, for a kernel that reads before its wait (R4 of
+    `early_start_triton`). Then the warps of all programs read the same few lines of L2, which costs a microsecond, so
+    other kernels do not.
+    """
+    keys = ()
+    for start in tl.static_range(0, EXPERTS, LANES):
+        expert = start + tl.arange(0, LANES)
+        # Adding 0 turns -0 into 0.
+        value = tl.load(logits + expert, mask=expert < EXPERTS, other=0.0, cache_modifier=CACHE).to(tl.float32) + 0.0
+        bits = value.to(tl.int32, bitcast=True)
+        if logits.dtype.element_ty == tl.bfloat16:
+            bits ^= ((bits >> 31) & 0x7FFF0000) | -0x80000000
+            key = (bits | (0xFFFF - expert)).to(tl.uint32, bitcast=True)
+        else:
+            bits ^= (bits >> 31) | -0x80000000
+            key = (bits.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | (0xFFFF - expert).to(tl.uint64)
+        keys = keys + (tl.where(expert < EXPERTS, key, 0),)  # type: ignore[assignment]  # noqa: RUF005
+    return keys
+
+
+@triton.jit
+def largest_key(keys, rank):
+    """The key that exactly `rank` keys are larger than."""
+    best = tl.full([], 0, keys[0].dtype)
+    for _ in range(rank + 1):
+        best = next_largest(keys, best)
+    return best
+
+
+@triton.jit
+def largest_keys(keys, COUNT: tl.constexpr):
+    """The COUNT largest keys in falling order: a tuple of numbers."""
+    ranked = (next_largest(keys, tl.full([], 0, keys[0].dtype)),)
+    for rank in tl.static_range(1, COUNT):
+        ranked = ranked + (next_largest(keys, ranked[rank - 1]),)  # type: ignore[assignment]  # noqa: RUF005
+    return ranked
+
+
+@triton.jit
+def next_largest(keys, best):
+    """The largest key below `best`, or of all for 0.
+
+    In unsigned differences to `best`, smaller keys come out above larger ones, and the next key comes out largest. That is an
+    addition and a maximum per key, which are one instruction.
+    """
+    step = keys[0] - best
+    for chunk in tl.static_range(1, len(keys)):
+        step = tl.maximum(step, keys[chunk] - best)
+    return best + tl.max(step, 0)
+
+
+@triton.jit
+def expert_of(key):
+    """The expert that a key of `load_keys` is of."""
+    return 0xFFFF - (key & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def logit_of(key):
+    """The logit in a key of `load_keys`."""
+    WIDE: tl.constexpr = key.dtype == tl.uint64
+    bits = ((key >> 32) if WIDE else key & 0xFFFF0000).to(tl.uint32).to(tl.int32, bitcast=True)
+    bits ^= ~(bits >> 31) | -0x80000000
+    bits &= -1 if WIDE else -0x10000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def softmax_of(keys):
+    """The softmax over the logits of a tuple of keys, the largest first: a tuple of numbers."""
+    largest = logit_of(keys[0])
+    powers = ()
+    total = 0.0
+    for rank in tl.static_range(len(keys)):
+        power = tl.exp(logit_of(keys[rank]) - largest)
+        powers = powers + (power,)  # type: ignore[assignment]  # noqa: RUF005
+        total += power
+    shares = ()
+    for rank in tl.static_range(len(keys)):
+        shares = shares + (powers[rank] / total,)  # type: ignore[assignment]  # noqa: RUF005
+    return shares

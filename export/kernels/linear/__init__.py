@@ -1,0 +1,1 @@
+"""Linear layers, in floating point and over int4 weights."""

@@ -1,0 +1,78 @@
+"""A linear layer on the GPU: `linear` for any number of tokens, and the kernel that dequantises int4 weights for many."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ostinato.export.kernels.launch import launcher
+from ostinato.export.kernels.operands import Weight
+
+from .decode_triton import int4_matvec
+from .limits import check_int4
+
+# Half spans of 32 elements per program: 4 KB of bytes in, 16 KB of bfloat16 out.
+DEQUANTIZE_BLOCK = 256
+
+
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    """See `reference.linear`; the weight is contiguous.
+
+    One token is multiplied by int4 weights as they are stored, in float32; more tokens by the weights rounded to x's dtype.
+    Weights in a floating dtype are torch's.
+
+    Raises:
+        ExportError: see `check_int4`.
+    """
+    if weight.scale is None:
+        return F.linear(x, weight.dequantized(x.dtype))
+    check_int4(weight.rows, weight.columns, weight.scale.shape[1], x.dtype)
+    if x.shape[0] == 1:
+        return int4_matvec(x.contiguous(), weight.values, weight.scale)
+    return F.linear(x, dequantize_int4(weight.values, weight.scale, x.dtype))
+
+
+@torch.library.triton_op("ostinato::dequantize_int4", mutates_args={})
+def dequantize_int4(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`formats.dequantize_int4` of contiguous values [N, K / 2], bit for bit."""
+    n, k = values.shape[0], values.shape[1] * 2
+    out = torch.empty((n, k), dtype=dtype, device=values.device)
+    halves = n * k // 32
+    launcher(dequantize_kernel)[((halves + DEQUANTIZE_BLOCK - 1) // DEQUANTIZE_BLOCK,)](
+        values,
+        scale,
+        out,
+        HALVES=halves,
+        GROUP=k // scale.shape[1],
+        BLOCK=DEQUANTIZE_BLOCK,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def dequantize_kernel(
+    weight_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    HALVES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """BLOCK half spans of 32 elements per program, 16 bytes of packed weights each; there is no gap between rows."""
+    chunk = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # Chunk c holds 16 elements of the first half of span c // 2 and 16 of its second.
+    inside = chunk < HALVES
+    element = tl.arange(0, 16)[None, :]
+    packed = tl.load(weight_ptr + chunk[:, None] * 16 + element, mask=inside[:, None], other=0)
+    first = chunk // 2 * 64
+    low_scale = tl.load(scale_ptr + first // GROUP, mask=inside, other=0.0).to(tl.float32)
+    high_scale = tl.load(scale_ptr + (first + 32) // GROUP, mask=inside, other=0.0).to(tl.float32)
+    low = ((packed & 15).to(tl.float32) - 8.0) * low_scale[:, None]
+    high = ((packed >> 4).to(tl.float32) - 8.0) * high_scale[:, None]
+    out = out_ptr + first[:, None] + chunk[:, None] % 2 * 16 + element
+    tl.store(out, low.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(out + 32, high.to(out_ptr.dtype.element_ty), mask=inside[:, None])

@@ -1,0 +1,138 @@
+"""Operands that travel together from the layers to the kernels: small records of tensors.
+
+A kernel's functions take these, so that a new operand is a new field here, read where it is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.export.formats import dequantize_int4
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The weight of a linear layer, [N, K], or of one linear layer per expert, [E, N, K].
+
+    Attributes:
+        values: [..., N, K] in a floating dtype, or [..., N, K / 2] uint8: four-bit integers packed as `formats` says.
+        scale: [..., N, K / G] bfloat16 for four-bit integers, None for a floating dtype.
+    """
+
+    values: Tensor
+    scale: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return self.values.shape[-2]
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return self.values.shape[-1] * (1 if self.scale is None else 2)
+
+    @property
+    def group_size(self) -> int | None:
+        """G, or None for a floating dtype."""
+        return None if self.scale is None else self.columns // self.scale.shape[-1]
+
+    def of_experts(self, chosen: Tensor) -> Weight:
+        """The weights of the experts `chosen` [k], in their order: [k, N, K]."""
+        return Weight(self.values[chosen], None if self.scale is None else self.scale[chosen])
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """[..., N, K] in `dtype`."""
+        if self.scale is None:
+            return self.values.to(dtype)
+        return dequantize_int4(self.values, self.scale, dtype)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm over K elements: `x / rms(x) * (1 + weight)`; the weight is stored as an offset from one.
+
+    Attributes:
+        weight: [K] float32.
+        eps: added to the mean square.
+    """
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., K] -> normed x, float32, or float64 where x is."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * (1.0 + self.weight)
+
+
+class Place(NamedTuple):
+    """Where the T tokens of a call stand.
+
+    Attributes:
+        positions: [T] int64, consecutive.
+        cos, sin: [T, R] float32, of the angles by which the first R elements of queries and keys are rotated.
+    """
+
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of the positions so far, [kv_heads, S, D] each, S being the number of slots."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A causal depthwise convolution over C channels.
+
+    Attributes:
+        weight: [C, 1, W], W >= 2.
+        state: [W - 1, C], its last inputs, the oldest first.
+    """
+
+    weight: Tensor
+    state: Tensor
+
+
+@dataclass(frozen=True)
+class Decay:
+    """What turns a projection into a gated delta rule's log decay: `-exp(a_log) softplus(a + dt_bias)`; [H] each."""
+
+    a_log: Tensor
+    dt_bias: Tensor
+
+
+@dataclass(frozen=True)
+class HeadSquares:
+    """A vector's heads are still to be divided by their root mean squares: the sums of squares for this.
+
+    Attributes:
+        sums: [heads, P] float32; row h adds up to the sum of squares of head h.
+        eps: added to the mean square.
+    """
+
+    sums: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of one or of all experts of a SwiGLU, I being its inner size.
+
+    Attributes:
+        gate_up: gate and up projection stacked: [E, 2 I, H], or [2 I, H] for a single expert.
+        down: [E, H, I], or [H, I].
+    """
+
+    gate_up: Weight
+    down: Weight

@@ -1,0 +1,352 @@
+# mypy: allow-untyped-defs
+"""Sampling in one kernel whose programs keep the logits in registers and exchange data only as often as the options need it.
+
+Greedy sampling, and drawing from all tokens: each program leaves its best token, and the last program to arrive takes the
+best of these; no program waits. Top-k and top-p search for the lowest logit that is kept, CANDIDATES candidates at a
+time: each program counts, and sums up, what it has above each candidate; all wait for all; and each adds up the numbers
+of all programs in the same order and so finds the same narrower range. Programs that wait for each other must all be on
+the GPU at once, so there are at most as many as multiprocessors.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ostinato.delegate.sampling import SamplingInputs
+from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
+from ostinato.export.kernels.launch import launcher, starts_early
+
+from . import reference
+
+# The fewest logits per program, and logits per warp: a vocabulary of 248,320 takes 122 programs of 16 warps, with one load of
+# 16 bytes per thread. With 8 warps a thread needs 194 registers, not 102.
+BLOCK = 2048
+WARP = 128
+MAX_WARPS = 32
+# Turns of a search that divide the range of logits evenly, before those that divide the range of their bits. Most bit
+# patterns are of numbers near 0, few are between large logits, so turns of the second kind alone would be twice as many;
+# but they end.
+EVEN_TURNS = tl.constexpr(3)
+
+HEADER = tl.constexpr(reference.HEADER)
+CANDIDATES = tl.constexpr(reference.CANDIDATES)
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+# The key of -LARGEST; no number has OUTSIDE.
+LOWEST = tl.constexpr(-0x7F800000)
+OUTSIDE = tl.constexpr(-0x80000000)
+NOTHING = tl.constexpr(-0x8000000000000000)
+
+
+def sample(logits: Tensor, position: Tensor, how: SamplingInputs, workspace: Tensor) -> Tensor:
+    """See `reference.sample`."""
+    return _sample(logits, position, list(how), workspace)
+
+
+def sample_next(logits: Tensor, position: Tensor, token: Tensor, how: SamplingInputs, workspace: Tensor) -> Tensor:
+    """See `reference.sample_next`."""
+    return _sample_next(logits, position, token, list(how), workspace)
+
+
+# `parameters` are the fields of `SamplingInputs`, in order. Only the kernel knows them one by one.
+@torch.library.triton_op("ostinato::sample", mutates_args={"workspace"})
+def _sample(logits: Tensor, position: Tensor, parameters: list[Tensor], workspace: Tensor) -> Tensor:
+    out = torch.empty((1, 1), dtype=torch.int64, device=logits.device)
+    _launch(logits, position, out, parameters, workspace, out, following=False)
+    return out
+
+
+@torch.library.triton_op("ostinato::sample_next", mutates_args={"position", "token", "workspace"})
+def _sample_next(
+    logits: Tensor, position: Tensor, token: Tensor, parameters: list[Tensor], workspace: Tensor
+) -> Tensor:
+    out = torch.empty((1, 1), dtype=torch.int64, device=logits.device)
+    _launch(logits, position, token, parameters, workspace, out, following=True)
+    return out
+
+
+def _launch(
+    logits: Tensor,
+    position: Tensor,
+    token: Tensor,
+    parameters: list[Tensor],
+    workspace: Tensor,
+    out: Tensor,
+    following: bool,
+) -> None:
+    vocab = logits.shape[1]
+    block = block_size(vocab, processors())
+    programs = triton.cdiv(vocab, block)
+    launcher(sample_early)[(programs,)](
+        logits,
+        position,
+        token,
+        *parameters,
+        workspace,
+        out,
+        VOCAB=vocab,
+        PROGRAMS=programs,
+        BLOCK=block,
+        NEXT=following,
+        EARLY=starts_early(),
+        num_warps=min(block // WARP, MAX_WARPS),
+    )
+
+
+def processors() -> int:
+    """How many programs are certain to run at once. The interpreter runs them one after another."""
+    if not torch.cuda.is_available():
+        return 1
+    return min(torch.cuda.get_device_properties().multi_processor_count, reference.PROGRAMS)
+
+
+def block_size(vocab: int, programs: int) -> int:
+    """Logits per program, a power of two: BLOCK, or more where BLOCK would need more than `programs` programs."""
+    block = min(BLOCK, max(WARP, triton.next_power_of_2(vocab)))
+    while triton.cdiv(vocab, block) > programs:
+        block *= 2
+    return block
+
+
+@triton.jit
+def sample_early(
+    logits,
+    position_ptr,
+    token,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    seed_ptr,
+    workspace,
+    out,
+    VOCAB: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NEXT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program p: BLOCK logits from p * BLOCK on. Workspace: the number of arrivals, then two rows, as `_row` says."""
+    start_next(EARLY)
+    program = tl.program_id(0)
+    quads = program * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    tokens = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
+    temperature = tl.load(temperature_ptr)
+    top_k = tl.load(top_k_ptr)
+    top_p = tl.load(top_p_ptr)
+    position = tl.load(position_ptr)
+    seed = tl.load(seed_ptr)
+    if NEXT:
+        position += 1
+    noise = tl.zeros((BLOCK // 4, 4), tl.float32)
+    # The noise needs no logits, so it is computed while the kernel ahead still runs.
+    if temperature > 0:
+        noise = _gumbel_noise(seed, position, quads)
+    wait_for_previous(EARLY)
+    present = tokens < VOCAB
+    x = tl.load(logits + tokens, mask=present, other=0.0)
+    x = tl.where(x != x, -LARGEST, tl.minimum(tl.maximum(x, -LARGEST), LARGEST))
+    keys = tl.where(present, _key(x), OUTSIDE)
+
+    lowest = tl.full((), LOWEST, tl.int64)
+    turn = 0
+    scores = x
+    if temperature > 0:
+        scores = tl.div_rn(x, temperature) + noise
+        few = (top_k > 0) & (top_k < VOCAB)
+        if few | (top_p < 1):
+            highest, low = _exchange_peaks(keys, top_k, workspace, program, PROGRAMS)
+            turn += 1
+            if few:
+                lowest, turn = _search(
+                    keys, x, lowest, low, highest + 1, top_k, turn, workspace, program, PROGRAMS, False
+                )
+            if top_p < 1:
+                peak = _number(highest.to(tl.int32))
+                mass = tl.where(present, tl.exp(tl.div_rn(x - peak, temperature)), 0.0)
+                # All tokens below `bottom` together weigh less than (1 - top_p) / e of the most likely one.
+                bottom = peak - temperature * (tl.log(VOCAB / (1 - top_p)) + 1)
+                low = tl.maximum(lowest, _key(tl.maximum(bottom, -LARGEST)).to(tl.int64))
+                lowest, turn = _search(
+                    keys, mass, lowest, low, highest + 1, top_p, turn, workspace, program, PROGRAMS, True
+                )
+
+    # One number per token: ordered by score, and among equal scores the first token is the largest.
+    ranks = (_key(scores).to(tl.int64) << 32) + (0x7FFFFFFF - tokens)
+    best = tl.max(tl.max(tl.where(keys >= lowest.to(tl.int32), ranks, NOTHING), 1), 0)
+    row = _row(workspace, turn, PROGRAMS)
+    tl.store(row + program, best)
+    if _arrive(workspace) == (turn + 1) * PROGRAMS - 1:
+        drawn = 0x7FFFFFFF - (tl.max(_one_of_each(row, NOTHING, PROGRAMS), 0) & 0x7FFFFFFF)
+        tl.store(out, drawn)
+        if NEXT:
+            tl.store(token, drawn)
+            tl.store(position_ptr, position)
+        # All have arrived for the last time: the next launch starts from 0 again.
+        tl.store(workspace, 0)
+
+
+@triton.jit
+def _key(x):
+    """An int32 in the order of x; both zeros have the same key."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _number(key):
+    """The float32 that has this key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _gumbel_noise(seed, position, quads):
+    """`gumbel_noise` of `delegate.sampling`, for the four tokens of each quad: [quads, 4]."""
+    zeros = quads * 0
+    low = zeros + (position & 0xFFFFFFFF).to(tl.int32)
+    high = zeros + (position >> 32).to(tl.int32)
+    word0, word1, word2, word3 = tl.philox(seed, quads, zeros, low, high)
+    words = tl.join(tl.join(word0, word2), tl.join(word1, word3)).reshape(quads.shape[0], 4)
+    # -log(1 - u), without loss where u is small, since small u decide the draw: the GPU's log of a number close to 1 has few
+    # exact digits. Below 1/2 by the series of 2 atanh(s), exact to 2^-26.
+    words = words.to(tl.int32, bitcast=True)
+    upper = words < 0
+    half = (words ^ (words >> 31)).to(tl.float32)
+    u = (half + 0.5) * 2.3283064365386963e-10
+    s = u / (2.0 - u)
+    t = s * s
+    series = 1.0 / 13
+    for n in tl.static_range(5, -1, -1):
+        series = series * t + 1.0 / (2 * n + 1)
+    exponential = tl.where(upper, -tl.log(u), 2.0 * s * series)
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _row(workspace, turn, PROGRAMS: tl.constexpr):
+    """Where programs write at this turn, CANDIDATES numbers each. The other row is read until all have arrived."""
+    return workspace + HEADER + (turn % 2) * (PROGRAMS * CANDIDATES)
+
+
+@triton.jit
+def _arrive(workspace):
+    """Announce that this program's stores are done; returns the number of earlier arrivals."""
+    tl.debug_barrier()
+    return tl.atomic_add(workspace, 1, sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def _meet(workspace, turn, PROGRAMS: tl.constexpr):
+    """Wait until all programs have stored their numbers of this turn."""
+    _arrive(workspace)
+    while tl.atomic_add(workspace, 0, sem="acquire", scope="gpu") < (turn + 1) * PROGRAMS:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def _one_of_each(row, other, PROGRAMS: tl.constexpr):
+    """The number that each program stored at its place in the row, [power of two]."""
+    programs = tl.arange(0, triton.next_power_of_2(PROGRAMS))
+    # Past the first-level cache, which may hold the numbers of two turns ago.
+    return tl.load(row + programs, mask=programs < PROGRAMS, other=other, cache_modifier=".cg")
+
+
+@triton.jit
+def _exchange_peaks(keys, top_k, workspace, program, PROGRAMS: tl.constexpr):
+    """The highest key, and one that at least `top_k` keys reach: every program's peak reaches the lowest peak."""
+    row = _row(workspace, 0, PROGRAMS)
+    tl.store(row + program, tl.max(tl.max(keys, 1), 0).to(tl.int64))
+    _meet(workspace, 0, PROGRAMS)
+    highest = tl.max(_one_of_each(row, OUTSIDE, PROGRAMS), 0)
+    shared = tl.min(_one_of_each(row, -OUTSIDE, PROGRAMS), 0)
+    return highest, tl.where(top_k > PROGRAMS, LOWEST, shared)
+
+
+@triton.jit
+def _search(
+    keys, weights, bottom, low, high, amount, turn, workspace, program, PROGRAMS: tl.constexpr, BY_MASS: tl.constexpr
+):
+    """The largest key such that enough tokens have it or more, and the next turn.
+
+    Enough are `amount` tokens, or by mass, `amount` of the weights of keys from `bottom` on. `low` is enough, `high` is not.
+    """
+    each = tl.arange(0, CANDIDATES)
+    searching = high - low > 1
+    count_low = tl.full((), 0x7FFFFFFF, tl.int32)
+    count_high = tl.full((), 0, tl.int32)
+    passes = 0
+    while searching:
+        even = (passes < EVEN_TURNS) & (low > LOWEST)
+        counts, masses = _totals(keys, weights, bottom, low, high, even, turn, workspace, program, PROGRAMS, BY_MASS)
+        total = tl.sum(tl.where(each == 0, masses, 0.0), 0)
+        enough = masses >= amount * total if BY_MASS else counts >= amount
+        # Candidates ascend, and a sum of fewer terms in the same order is not larger, so those that are enough come first.
+        reached = tl.sum((enough & (each > 0)).to(tl.int32), 0)
+        new_low = _candidate(low, low, high, reached, even)
+        if reached > 0:
+            count_low = tl.sum(tl.where(each == reached, counts, 0), 0)
+        if reached < CANDIDATES - 1:
+            count_high = tl.sum(tl.where(each == reached + 1, counts, 0), 0)
+            high = tl.minimum(high, _candidate(low, low, high, reached + 1, even))
+        low = new_low
+        # Often the set is known before its lowest key is known to the last bit.
+        unsettled = count_low - count_high > 1 if BY_MASS else count_low > amount
+        searching = (high - low > 1) & unsettled
+        turn += 1
+        passes += 1
+    return low, turn
+
+
+@triton.jit
+def _candidate(bottom, low, high, index, even):
+    """The key of a turn's candidate with an index from 0: `bottom`, then ascending from `low` to `high` or barely above."""
+    inside = low + index * ((high - low + CANDIDATES - 1) // CANDIDATES)
+    if even:
+        first = _number(low.to(tl.int32))
+        step = _number(high.to(tl.int32)) * (1.0 / CANDIDATES) - first * (1.0 / CANDIDATES)
+        # One rounding, so that it ascends and is the same wherever it is computed.
+        number = tl.fma(step, index * 1.0, first)
+        inside = tl.maximum(_key(number).to(tl.int64), low + index)
+    return tl.where(index == 0, bottom, inside)
+
+
+@triton.jit
+def _totals(
+    keys, weights, bottom, low, high, even, turn, workspace, program, PROGRAMS: tl.constexpr, BY_MASS: tl.constexpr
+):
+    """For each candidate, how many keys of all programs reach it, and the weight of these (0 unless by mass)."""
+    counts = ()
+    masses = ()
+    for index in tl.static_range(CANDIDATES):
+        above = keys >= _candidate(bottom, low, high, index, even).to(tl.int32)
+        counts += (tl.sum(above.to(tl.int32), 1),)  # type: ignore[assignment]
+        if BY_MASS:
+            masses += (tl.sum(tl.where(above, weights, 0.0), 1),)  # type: ignore[assignment]
+    each = tl.arange(0, CANDIDATES)
+    numbers = tl.sum(_stack(counts), 0).to(tl.int64) << 32
+    if BY_MASS:
+        numbers += tl.sum(_stack(masses), 0).to(tl.int32, bitcast=True)
+    row = _row(workspace, turn, PROGRAMS)
+    tl.store(row + program * CANDIDATES + each, numbers)
+    _meet(workspace, turn, PROGRAMS)
+    programs = tl.arange(0, triton.next_power_of_2(PROGRAMS))[:, None]
+    numbers = tl.load(
+        row + programs * CANDIDATES + each[None, :], mask=programs < PROGRAMS, other=0, cache_modifier=".cg"
+    )
+    mass = (numbers & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.sum((numbers >> 32).to(tl.int32), 0), tl.sum(mass, 0)
+
+
+@triton.jit
+def _stack(parts):
+    """CANDIDATES tensors [N] -> [N, CANDIDATES], so that they are summed over threads together."""
+    half: tl.constexpr = len(parts) // 2
+    pairs = ()
+    for index in tl.static_range(half):
+        pairs += (tl.join(parts[index], parts[index + half]),)  # type: ignore[assignment]
+    if half > 1:
+        return _stack(pairs)
+    else:
+        return pairs[0].reshape(pairs[0].shape[0], CANDIDATES)  # type: ignore[misc]

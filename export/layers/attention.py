@@ -1,0 +1,80 @@
+"""Gated full attention: QK-norm, partial rotary embedding, grouped heads, a KV cache, a gate on the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.delegate.artifact import StateKind
+from ostinato.export.kernels.attention.reference import rotate
+from ostinato.export.kernels.operands import KVCache, Place
+
+from .build import Build
+from .linear import Linear
+from .norms import RMSNorm
+from .state import register_state
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes of an attention layer: H, the model's; heads, and those that keys and values have; elements of a head."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class GatedAttention(nn.Module):
+    """One layer's attention; keys and values of all positions so far are in its two buffers."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+
+    def __init__(self, sizes: AttentionSizes, eps: float, build: Build, *, bias: bool = False) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = sizes.heads, sizes.kv_heads, sizes.head_dim
+        self.split = (
+            2 * sizes.heads * sizes.head_dim,
+            sizes.kv_heads * sizes.head_dim,
+            sizes.kv_heads * sizes.head_dim,
+        )
+        self.qkv_proj = Linear(sizes.hidden, sum(self.split), build, bias=bias)
+        self.o_proj = Linear(sizes.heads * sizes.head_dim, sizes.hidden, build, bias=bias)
+        self.q_norm = RMSNorm(sizes.head_dim, eps)
+        self.k_norm = RMSNorm(sizes.head_dim, eps)
+        self.kernels = build.kernels
+        slots = (sizes.kv_heads, build.max_seq_len, sizes.head_dim)
+        register_state(
+            self,
+            StateKind.KV_CACHE,
+            k_cache=torch.zeros(slots, dtype=build.dtype, device="cpu"),
+            v_cache=torch.zeros(slots, dtype=build.dtype, device="cpu"),
+        )
+
+    @property
+    def cache(self) -> KVCache:
+        return KVCache(self.k_cache, self.v_cache)
+
+    def forward(self, x: Tensor, place: Place) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        positions, cos, sin = place
+        tokens = x.shape[0]
+        query, key, value = self.qkv_proj(x).split(self.split, dim=1)
+        # Each head's query and the gate of its output stand together.
+        query, gate = query.reshape(tokens, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
+        key = key.reshape(tokens, self.kv_heads, self.head_dim)
+        value = value.reshape(tokens, self.kv_heads, self.head_dim)
+        self.k_cache.index_copy_(1, positions, rotate(self.k_norm(key), cos, sin).transpose(0, 1))
+        self.v_cache.index_copy_(1, positions, value.transpose(0, 1))
+        out = self.kernels.attend(rotate(self.q_norm(query), cos, sin), self.cache, positions)
+        return self.o_proj((out * torch.sigmoid(gate)).reshape(tokens, -1))
+
+    def step(self, x: Tensor, norm: RMSNorm, place: Place) -> Tensor:
+        """x [1, H] -> x + self(norm(x)), in four kernels."""
+        kernels = self.kernels
+        qkv = kernels.norm_linear(x, norm.operand, self.qkv_proj.operand, x.dtype)
+        heads = kernels.attend_step(qkv, self.q_norm.operand, self.k_norm.operand, place, self.cache, self.heads)
+        return kernels.linear_add(heads, self.o_proj.operand, x)

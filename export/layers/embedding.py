@@ -1,0 +1,57 @@
+"""The beginning of a network: from tokens and positions to what its first layer takes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ostinato.export.formats import SCALE_DTYPE
+
+from .build import Build, parameter
+from .rotary import RotaryEmbedding
+
+
+class Embedding(nn.Module):
+    """One row per token: `weight` [V, H] in the model's dtype.
+
+    Where the build quantises, `weight` is int8 with `weight_scale` [V, H / G], one scale per group.
+
+    Attributes:
+        token_share: of its weights, what one token reads.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor | None
+
+    def __init__(self, rows: int, size: int, build: Build) -> None:
+        super().__init__()
+        self.dtype = build.dtype
+        self.token_share = 1 / rows
+        if build.group_size is None:
+            self.weight, self.weight_scale = parameter(rows, size, dtype=build.dtype), None
+        else:
+            self.weight = parameter(rows, size, dtype=torch.int8)
+            self.weight_scale = parameter(rows, size // build.group_size, dtype=SCALE_DTYPE)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [T] int64 -> [T, H]."""
+        if self.weight_scale is None:
+            return F.embedding(tokens, self.weight)
+        scale = self.weight_scale[tokens].float().unsqueeze(-1)
+        groups = self.weight[tokens].unflatten(-1, (scale.shape[-2], -1))
+        return (groups.float() * scale).flatten(-2).to(self.dtype)
+
+
+class NetworkInput(nn.Module):
+    """Token embedding and rotary angles."""
+
+    def __init__(self, embed_tokens: Embedding, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.embed_tokens = embed_tokens
+        self.rotary = rotary
+
+    def forward(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens [1, T] int64, input_pos [T] int64, consecutive -> (x [T, H], cos, sin [T, rotary_dim] float32)."""
+        _, cos, sin = self.rotary(input_pos)
+        return self.embed_tokens(tokens[0]), cos, sin

@@ -1,0 +1,95 @@
+"""A sparse mixture of experts: routed experts, and one shared expert behind a gate of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.export.kernels.operands import ExpertWeights, Weight
+
+from .build import Build
+from .feed_forward import SwiGLU
+from .linear import Linear, weight_parameters
+from .norms import RMSNorm
+
+
+@dataclass(frozen=True)
+class MoeSizes:
+    """Sizes of a mixture of experts.
+
+    Attributes:
+        hidden: H, the model's size.
+        experts: E, routed experts.
+        top_k: of them, those that one token takes.
+        inner: I, inner size of a routed expert.
+        shared_inner: inner size of the shared expert.
+    """
+
+    hidden: int
+    experts: int
+    top_k: int
+    inner: int
+    shared_inner: int
+
+
+class Experts(nn.Module):
+    """All routed experts' weights: gate and up projection stacked, [E, 2 I, H], and down projection, [E, H, I].
+
+    Attributes:
+        token_share: of its weights, what one token reads.
+    """
+
+    gate_up_proj: Tensor
+    gate_up_proj_scale: Tensor | None
+    down_proj: Tensor
+    down_proj_scale: Tensor | None
+
+    def __init__(self, sizes: MoeSizes, build: Build) -> None:
+        super().__init__()
+        self.token_share = sizes.top_k / sizes.experts
+        gate_up = (sizes.experts, 2 * sizes.inner, sizes.hidden)
+        down = (sizes.experts, sizes.hidden, sizes.inner)
+        self.gate_up_proj, self.gate_up_proj_scale = weight_parameters(gate_up, build)
+        self.down_proj, self.down_proj_scale = weight_parameters(down, build)
+        self.experts = build.kernels.experts
+
+    @property
+    def operand(self) -> ExpertWeights:
+        """As kernels take it."""
+        return ExpertWeights(
+            Weight(self.gate_up_proj, self.gate_up_proj_scale), Weight(self.down_proj, self.down_proj_scale)
+        )
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """x [T, H], weights [T, k] float32, chosen [T, k] -> [T, H]."""
+        return self.experts(x, weights, chosen, self.operand)
+
+
+class SparseMoe(nn.Module):
+    """Routed experts plus the gated shared expert. The router and the shared expert's gate stay in the model's dtype."""
+
+    def __init__(self, sizes: MoeSizes, build: Build) -> None:
+        super().__init__()
+        self.gate = Linear(sizes.hidden, sizes.experts, build, quantize=False)
+        self.experts = Experts(sizes, build)
+        self.shared_expert = SwiGLU(sizes.hidden, sizes.shared_inner, build)
+        self.shared_expert_gate = Linear(sizes.hidden, 1, build, quantize=False)
+        self.top_k = sizes.top_k
+        self.kernels = build.kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        weights, chosen = self.kernels.route(self.gate(x), self.top_k)
+        shared = torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        return self.experts(x, weights, chosen) + shared
+
+    def step(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """x [1, H] -> x + self(norm(x)), in three kernels."""
+        kernels, routed, shared = self.kernels, self.experts.operand, self.shared_expert
+        logits = kernels.route_logits(x, norm.operand, self.gate.weight, self.shared_expert_gate.weight)
+        hidden = kernels.experts_gate_up(
+            x, norm.operand, logits, self.top_k, routed.gate_up, shared.gate_up_proj.operand
+        )
+        return kernels.experts_down(hidden, logits, self.top_k, routed.down, shared.down_proj.operand, x)

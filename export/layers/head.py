@@ -1,0 +1,28 @@
+"""The end of a network: from the last layer to logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .build import Build
+from .linear import Linear
+from .norms import RMSNorm
+
+
+class Head(nn.Module):
+    """The final norm and the product with the vocabulary."""
+
+    def __init__(self, norm: RMSNorm, lm_head: Linear, build: Build) -> None:
+        super().__init__()
+        self.norm = norm
+        self.lm_head = lm_head
+        self.norm_linear = build.kernels.norm_linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, H] -> logits of the last of the T tokens, [1, V] float32."""
+        return self.lm_head(self.norm(x[-1:])).float()
+
+    def step(self, x: Tensor) -> Tensor:
+        """x [1, H] -> logits [1, V] float32, in one kernel."""
+        return self.norm_linear(x, self.norm.operand, self.lm_head.operand, torch.float32)

@@ -1,0 +1,55 @@
+"""A linear layer, in the model's dtype or in int4."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ostinato.export.formats import SCALE_DTYPE
+from ostinato.export.kernels.operands import Weight
+
+from .build import Build, parameter
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias`.
+
+    In int4 where the build asks for it: `weight` [N, K / 2] uint8 and `weight_scale` [N, K / G], laid out as `formats` says.
+    A layer with a bias stays in the model's dtype, and so does one that is told to with `quantize=False`.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self, in_features: int, out_features: int, build: Build, *, bias: bool = False, quantize: bool = True
+    ) -> None:
+        super().__init__()
+        self.weight, self.weight_scale = weight_parameters(
+            (out_features, in_features), build, quantize=quantize and not bias
+        )
+        self.bias = parameter(out_features, dtype=build.dtype) if bias else None
+        self.linear = build.kernels.linear
+
+    @property
+    def operand(self) -> Weight:
+        """As kernels take it."""
+        return Weight(self.weight, self.weight_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, K] -> [T, N] in x's dtype."""
+        if self.weight_scale is None:
+            return F.linear(x, self.weight, self.bias)
+        return self.linear(x, self.operand)
+
+
+def weight_parameters(
+    shape: tuple[int, ...], build: Build, *, quantize: bool = True
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Values and scale of a weight [..., N, K]; no scale where it stays in the model's dtype."""
+    if build.group_size is None or not quantize:
+        return parameter(*shape, dtype=build.dtype), None
+    values = parameter(*shape[:-1], shape[-1] // 2, dtype=torch.uint8)
+    return values, parameter(*shape[:-1], shape[-1] // build.group_size, dtype=SCALE_DTYPE)

@@ -1,0 +1,25 @@
+"""Rotary position embedding (RoPE, arXiv:2104.09864)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.export.kernels.operands import Place
+
+
+class RotaryEmbedding(nn.Module):
+    """The angles by which the first `rotary_dim` elements of each head are rotated at a position."""
+
+    inv_freq: Tensor
+
+    def __init__(self, rotary_dim: int, theta: float) -> None:
+        super().__init__()
+        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
+        self.register_buffer("inv_freq", 1.0 / (theta**exponent), persistent=False)
+
+    def forward(self, positions: Tensor) -> Place:
+        """positions [T] int64, consecutive."""
+        angles = positions.float()[:, None] * self.inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        return Place(positions, angles.cos(), angles.sin())

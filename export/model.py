@@ -1,0 +1,197 @@
+"""A Hugging Face checkpoint -> an artifact with its methods, and what the program says of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ostinato.delegate import artifact
+from ostinato.delegate.artifact import StateKind
+from ostinato.delegate.errors import CheckpointError, ExportError
+from ostinato.delegate.json_files import read_json
+from ostinato.delegate.target import host_target
+
+from .formats import Quantization
+from .layers.state import state_kinds
+from .models import LanguageModel, ModelConfig, build_network, read_config
+from .models.config import MAX_SIZE, short
+from .models.family import Family
+from .models.traffic import decode_bytes, kv_bytes_per_token
+from .program import ExportReport, export_program
+from .progress import Progress
+from .weights.stream import QuantizedWeights, WeightSource, allocate_untouched
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LOAD_FORMATS = ("auto", "dummy")
+DEFAULT_MAX_SEQ_LEN = 4096
+# A prompt has two tokens or more and torch.export takes a length that has one value for a constant; and one for an answer.
+MIN_SEQ_LEN = 4
+DEFAULT_PREFILL_CHUNK = 2048
+
+
+def export_model(
+    model: str | Path,
+    output: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+    max_seq_len: int | None = None,
+    prefill_chunk: int | None = None,
+    quant: Quantization | None = None,
+    load_format: str = "auto",
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Export a Hugging Face checkpoint into an artifact folder. `models/methods.py` says which methods it has.
+
+    Weights never stand in memory together: each is read, quantised and written by itself when the code has been compiled.
+
+    Args:
+        model: checkpoint folder (config.json, safetensors, tokenizer.json).
+        output: the artifact folder; it appears whole, or not at all.
+        device: "cpu" or "cuda".
+        dtype: "float32" or "bfloat16"; the checkpoint's own if None.
+        max_seq_len: tokens that prompt and answer may have together; by default the model's limit, at most 4096.
+        prefill_chunk: most tokens that one call of `prefill` takes; by default 2048, or what max_seq_len leaves.
+        quant: int4 weights; None keeps them in `dtype`.
+        load_format: "auto" reads the folder's safetensors; "dummy" draws random weights for its config.json.
+        progress: shows and keeps the time of each stage.
+
+    Raises:
+        CheckpointError: the folder is not a checkpoint of a supported model, or its tensors do not fit its config.
+        ExportError: no compiler, no room on the disk, a length, dtype or group size out of range, shapes that the kernels
+            cannot take.
+    """
+    progress = progress or Progress()
+    folder = Path(model)
+    family, config = read_config(folder)
+    length = _max_seq_len(config, max_seq_len)
+    chunk = _prefill_chunk(length, prefill_chunk)
+    dtype = dtype or (config.dtype if config.dtype in DTYPES else "float32")
+    if dtype not in DTYPES:
+        raise ExportError(f"unknown dtype {dtype!r}; the dtypes are: {', '.join(DTYPES)}")
+    if load_format not in LOAD_FORMATS:
+        raise ExportError(f"unknown load format {load_format!r}; the load formats are: {', '.join(LOAD_FORMATS)}")
+    host_target(device)
+    group_size = None if quant is None else quant.group_size
+    family.check_limits(config, group_size, device, DTYPES[dtype])
+    network = build_network(config, length, DTYPES[dtype], device=device, max_chunk=chunk, group_size=group_size)
+    source = _weight_source(family, network, folder, load_format, torch.device(device), progress)
+    allocate_untouched(network)
+    return export_program(
+        family.methods(network),
+        output,
+        device=device,
+        metadata=_metadata(folder, dtype, quant, network),
+        value_ranges={"tokens": (0, config.vocab_size - 1), "input_pos": (0, length - 1)},
+        extra_files=[folder / name for name in artifact.TOKENIZER_FILES if (folder / name).exists()],
+        root=network,
+        state_kinds=state_kinds(network),
+        weights=QuantizedWeights(network, source, torch.device(device), hqq=quant is not None and quant.hqq),
+        progress=progress,
+    )
+
+
+def _weight_source(
+    family: Family, network: LanguageModel, folder: Path, load_format: str, device: torch.device, progress: Progress
+) -> WeightSource:
+    if load_format == "dummy":
+        progress.note("weights are random (--load-format dummy)")
+        return family.dummy_weights(network, device)
+    with progress.stage("check checkpoint"):
+        source = family.checkpoint_weights(network, folder)
+    if source.skipped:
+        progress.note(f"skipped {len(source.skipped)} tensors that a text model does not use")
+    return source
+
+
+def _max_seq_len(config: ModelConfig, wanted: int | None) -> int:
+    most = config.max_position_embeddings
+    if most < MIN_SEQ_LEN:
+        raise CheckpointError(f"config.json: max_position_embeddings must be {MIN_SEQ_LEN} or more, got {most}")
+    if wanted is None:
+        return min(most, DEFAULT_MAX_SEQ_LEN)
+    if not MIN_SEQ_LEN <= wanted <= most:
+        raise ExportError(
+            f"--max-seq-len must be {MIN_SEQ_LEN} to {most} (the model's max_position_embeddings), got {wanted}"
+        )
+    return wanted
+
+
+def _prefill_chunk(length: int, wanted: int | None) -> int:
+    longest = length - 1
+    if wanted is None:
+        return min(longest, DEFAULT_PREFILL_CHUNK)
+    if not MIN_SEQ_LEN - 1 <= wanted <= longest:
+        raise ExportError(f"--prefill-chunk must be {MIN_SEQ_LEN - 1} to {longest} (max_seq_len - 1), got {wanted}")
+    return wanted
+
+
+def _metadata(folder: Path, dtype: str, quant: Quantization | None, network: LanguageModel) -> dict[str, Any]:
+    config = network.config
+    # What kernels leave in a workspace between steps means nothing.
+    state = [name for name, kind in state_kinds(network).items() if kind is not StateKind.WORKSPACE]
+    metadata: dict[str, Any] = {
+        artifact.META_MAX_SEQ_LEN: network.build.max_seq_len,
+        artifact.META_VOCAB_SIZE: config.vocab_size,
+        artifact.META_N_LAYERS: config.num_hidden_layers,
+        artifact.META_USE_KV_CACHE: True,
+        artifact.META_USE_SDPA: False,
+        artifact.META_DYNAMIC_SHAPE: True,
+        artifact.META_MODEL_TYPE: config.model_type,
+        artifact.META_DTYPE: dtype,
+        artifact.META_QUANTIZATION: "none" if quant is None else str(quant),
+        artifact.META_DECODE_BYTES: decode_bytes(network),
+        artifact.META_KV_BYTES: kv_bytes_per_token(network),
+        artifact.META_MUTABLE_BUFFERS: json.dumps({"version": 1, "mutable_buffers": sorted(state)}),
+    }
+    eos = _eos_ids(folder)
+    if eos:
+        metadata[artifact.META_EOS_IDS] = eos
+    return metadata
+
+
+def _eos_ids(folder: Path) -> list[int]:
+    """End-of-sequence ids: generation_config.json, else config.json, and the id of the tokenizer's `eos_token`.
+
+    Published chat models end a turn with the tokenizer's, which their config.json may not name.
+    """
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        data = _read_json(folder / name)
+        text = data.get("text_config")
+        found = data.get("eos_token_id")
+        if found is None and isinstance(text, dict):
+            found = text.get("eos_token_id")
+        if found is not None:
+            ids = list(found) if isinstance(found, list) else [found]
+            if not all(map(_is_id, ids)):
+                raise CheckpointError(
+                    f"{folder / name}: eos_token_id must be an id or a list of ids, got {short(found)}"
+                )
+            break
+    token = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    if content:
+        ids += _added_ids(folder / "tokenizer.json", content)
+    return list(dict.fromkeys(ids))
+
+
+def _added_ids(path: Path, content: str) -> list[int]:
+    """Ids of the tokenizer's added token `content`."""
+    added = _read_json(path).get("added_tokens") or []
+    if not isinstance(added, list) or not all(isinstance(entry, dict) and _is_id(entry.get("id")) for entry in added):
+        raise CheckpointError(f"{path}: added_tokens must be a list of objects with an id each")
+    return [entry["id"] for entry in added if entry.get("content") == content]
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_SIZE
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """What the file holds; nothing where there is no such file, or it holds no object."""
+    data = read_json(path, CheckpointError) if path.exists() else {}
+    return data if isinstance(data, dict) else {}

@@ -1,0 +1,55 @@
+"""What the export must know of a family of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ostinato.export.compile.trace import Chain
+from ostinato.export.layers.build import Build
+from ostinato.export.weights.checkpoint import CheckpointNames, CheckpointWeights
+from ostinato.export.weights.dummy import DummySpreads, DummyWeights
+from ostinato.export.weights.stream import float_shapes
+
+from .language_model import LanguageModel
+from .methods import language_model_methods
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: a file in models/ ends with its own, and the registry lists it.
+
+    Attributes:
+        model_types: values of `model_type` in config.json.
+        config: what config.json holds, of one of these types -> the family's `ModelConfig`. Raises CheckpointError.
+        network: (config, build) -> the network, its parameters without values.
+        check_limits: (config, group size or None, device, dtype); raises ExportError where kernels or quantisation cannot
+            take a size.
+        names: how a checkpoint's tensors are called, and which of them become one parameter here.
+        spreads: how random weights are drawn.
+        methods: the network -> the methods of its program.
+    """
+
+    model_types: tuple[str, ...]
+    config: Callable[[Mapping[str, Any]], Any]
+    network: Callable[[Any, Build], LanguageModel]
+    check_limits: Callable[[Any, int | None, str, torch.dtype], None]
+    names: CheckpointNames
+    spreads: DummySpreads
+    methods: Callable[[LanguageModel], dict[str, Chain]] = language_model_methods
+
+    def checkpoint_weights(self, network: LanguageModel, folder: Path) -> CheckpointWeights:
+        """The weights of a checkpoint folder for `network`; names and shapes are checked here. Raises CheckpointError."""
+        return CheckpointWeights(folder, float_shapes(network), network.config.tie_word_embeddings, self.names)
+
+    def dummy_weights(
+        self, network: LanguageModel, device: torch.device, dtype: torch.dtype | None = None, seed: int = 0
+    ) -> DummyWeights:
+        """Random weights for `network`, drawn on `device` in `dtype`, the network's own if None."""
+        layers, size = network.config.num_hidden_layers, network.config.hidden_size
+        shapes = float_shapes(network)
+        return DummyWeights(shapes, layers, size, self.spreads, device, dtype or network.build.dtype, seed)

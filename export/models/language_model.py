@@ -1,0 +1,85 @@
+"""The frame of a decoder-only language model: embedding, layers, final norm, head, and sampling on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from ostinato.export.compile.trace import Link
+from ostinato.export.layers.build import Build
+from ostinato.export.layers.embedding import Embedding, NetworkInput
+from ostinato.export.layers.head import Head
+from ostinato.export.layers.linear import Linear
+from ostinato.export.layers.norms import RMSNorm
+from ostinato.export.layers.rotary import RotaryEmbedding
+from ostinato.export.layers.sampling import NextInput, SamplingState
+
+from .config import ModelConfig
+
+
+class Decoder(nn.Module):
+    """The checkpoint's `model.`."""
+
+    def __init__(self, config: ModelConfig, build: Build, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class LanguageModel(nn.Module):
+    """A network with its state. Parameters are called as in the checkpoint: under `model.` and `lm_head.`.
+
+    `forward(tokens [1, T] int64, input_pos [T] int64)` gives the logits of the last position, [1, vocab] float32, and moves
+    the state by T tokens. Positions are consecutive; a call whose first position is 0 starts a new sequence.
+
+    Args:
+        config: the family's.
+        build: what all layers were built for.
+        layers: one module per layer, `forward(x [T, H], input_pos [T], cos, sin) -> [T, H]`, with a `kind` (layers of one
+            kind differ in their tensors only), and where `folds_steps` a `step` that takes and gives the same for T = 1.
+        rotary: gives cos and sin.
+        folds_steps: whether one token goes through `step` of layers and head.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: Build,
+        layers: Sequence[nn.Module],
+        rotary: RotaryEmbedding,
+        folds_steps: bool,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.build = build
+        self.folds_steps = folds_steps
+        self.model = Decoder(config, build, layers)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, build)
+        if config.tie_word_embeddings and build.group_size is None:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        # The same modules again, as the links of chains.
+        self.input = NetworkInput(self.model.embed_tokens, rotary)
+        self.head = Head(self.model.norm, self.lm_head, build)
+        self.sampling = SamplingState(build)
+        self.next_input = NextInput(self.sampling, self.input)
+
+    def links(self, method: str = "forward") -> list[Link]:
+        """What the network computes, in order: input, layers and head.
+
+        Args:
+            method: of layers and head: "forward" for any number of tokens, "step" for one.
+        """
+        layers = [
+            Link(layer, ("x",), str(layer.kind), f"model.layers.{index}.", method=method)
+            for index, layer in enumerate(self.model.layers)
+        ]
+        start = Link(self.input, ("x", "cos", "sin"), "embedding")
+        return [start, *layers, Link(self.head, ("logits",), "head", method=method)]
+
+    def forward(self, tokens: Tensor, input_pos: Tensor) -> Tensor:
+        values = {"tokens": tokens, "input_pos": input_pos}
+        for link in self.links():
+            link.run(values)
+        return values["logits"]

@@ -1,0 +1,56 @@
+"""A language model -> the methods of its program, as chains of its modules."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.export import Dim
+
+from ostinato.delegate import artifact
+from ostinato.delegate.sampling import Sampling, SamplingInputs
+from ostinato.export.compile.trace import Chain, Link
+
+from .language_model import LanguageModel
+
+
+def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
+    """The methods of a language model, from the same modules.
+
+    - `prefill(tokens [1, T] int64, input_pos [T] int64) -> logits [1, vocab] float32` of the last position, 2 <= T.
+    - `decode(tokens [1, 1] int64, input_pos [1] int64) -> logits [1, vocab] float32`.
+    - `sample(logits [1, vocab] float32, input_pos [1] int64, *SamplingInputs) -> token [1, 1] int64`: draws the token that
+      will stand at input_pos, and keeps it, its position and the options in the network's `SamplingState`.
+    - `decode_sample() -> token [1, 1] int64, logits [1, vocab] float32`: `decode` of the kept token at its position, then
+      draws the next one and keeps it. It needs nothing from the host.
+
+    Chains, so that each kind of layer is traced and compiled once: a model of 40 layers takes as long as one of 4.
+    """
+    many = network.links()
+    one = network.links("step") if network.folds_steps else many
+    again = Link(network.next_input, ("input_pos", "x", "cos", "sin"), "embedding")
+    begin = Link(
+        network.sampling,
+        ("token",),
+        "sampling",
+        method="begin",
+        inputs=("logits", "input_pos", *SamplingInputs._fields),
+    )
+    following = Link(network.sampling, ("token",), "sampling", method="next")
+    longest = network.build.max_chunk
+    length = Dim("T", min=2, max=longest)
+    dynamic = {"tokens": {1: length}, "input_pos": {0: length}}
+    logits = {"logits": torch.zeros(1, network.config.vocab_size), "input_pos": _positions(1)}
+    return {
+        artifact.PREFILL: Chain(many, _tokens(min(130, longest)), ("logits",), dynamic),
+        artifact.DECODE: Chain(one, _tokens(1), ("logits",), {}),
+        artifact.SAMPLE: Chain([begin], {**logits, **Sampling(seed=0).inputs()._asdict()}, ("token",), {}),
+        artifact.DECODE_SAMPLE: Chain([again, *one[1:], following], {}, ("token", "logits"), {}),
+    }
+
+
+def _tokens(count: int) -> dict[str, Tensor]:
+    return {"tokens": torch.zeros(1, count, dtype=torch.int64), "input_pos": _positions(count)}
+
+
+def _positions(count: int) -> Tensor:
+    return torch.arange(count)

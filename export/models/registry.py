@@ -1,0 +1,77 @@
+"""The families that can be exported. A new one is a file here and a line in FAMILIES."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ostinato.delegate.errors import CheckpointError, first_line
+from ostinato.export.kernels import kernels_for
+from ostinato.export.layers.build import Build
+
+from . import qwen3_5
+from .config import ModelConfig, read_config_file, short
+from .family import Family
+from .language_model import LanguageModel
+
+FAMILIES: tuple[Family, ...] = (qwen3_5.FAMILY,)
+
+
+def find_family(model_type: object) -> Family:
+    """Raises CheckpointError for a model type that no family has."""
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    known = ", ".join(name for family in FAMILIES for name in family.model_types)
+    raise CheckpointError(f"unsupported model type {short(model_type)} in config.json; supported are: {known}")
+
+
+def read_config(folder: Path) -> tuple[Family, ModelConfig]:
+    """The family of a checkpoint folder, and its config.
+
+    Raises:
+        CheckpointError: no or broken config.json, an unsupported model type, or a setting that is not supported.
+    """
+    return parse_config(read_config_file(folder))
+
+
+def parse_config(data: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
+    """As `read_config`, of what a config.json holds."""
+    family = find_family(data.get("model_type"))
+    return family, family.config(data)
+
+
+def build_network(
+    config: ModelConfig,
+    max_seq_len: int,
+    dtype: torch.dtype,
+    *,
+    device: str = "cpu",
+    max_chunk: int | None = None,
+    group_size: int | None = None,
+) -> LanguageModel:
+    """The network of a config, its parameters with shapes and without storage; its state buffers are zeros on the CPU.
+
+    Args:
+        config: of any family.
+        max_seq_len: slots of the KV caches.
+        dtype: of activations, and of weights that are not quantised.
+        device: what the code will be compiled for, "cpu" or "cuda": it chooses the kernels.
+        max_chunk: most tokens of one call; max_seq_len - 1 if None.
+        group_size: elements per scale of int4 weights; None: no quantisation.
+
+    Raises:
+        CheckpointError: sizes whose product is more than a tensor, or this machine's memory, can hold.
+    """
+    build = Build(kernels_for(device), dtype, max_seq_len, max_chunk or max_seq_len - 1, group_size)
+    try:
+        with torch.device("meta"):
+            network = find_family(config.model_type).network(config, build)
+    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
+        raise CheckpointError(
+            f"the sizes in config.json do not make a network that can be built: {first_line(error)}"
+        ) from error
+    return network.eval().requires_grad_(False)

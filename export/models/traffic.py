@@ -1,0 +1,29 @@
+"""How many bytes a decode step moves at least: what its speed is measured against."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ostinato.delegate.artifact import StateKind
+from ostinato.export.layers.state import state_of_kind
+
+
+def decode_bytes(network: nn.Module) -> int:
+    """Weights that one token uses, read once, and state of fixed size, read and written once.
+
+    A layer has a `token_share` if a token reads only that part of its weights. A tied embedding is also the head's weight,
+    and is read whole.
+    """
+    shares: dict[nn.Parameter, float] = {}
+    for module in network.modules():
+        for parameter in module.parameters(recurse=False):
+            share = getattr(module, "token_share", 1.0)
+            shares[parameter] = max(share, shares.get(parameter, 0.0))
+    weights = sum(share * parameter.nbytes for parameter, share in shares.items())
+    state = sum(buffer.nbytes for buffer in state_of_kind(network, StateKind.CONVOLUTION, StateKind.RECURRENT))
+    return round(weights) + 2 * state
+
+
+def kv_bytes_per_token(network: nn.Module) -> int:
+    """Keys and values of one position, over all layers."""
+    return sum(cache.nbytes // cache.shape[1] for cache in state_of_kind(network, StateKind.KV_CACHE))

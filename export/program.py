@@ -1,0 +1,175 @@
+"""Any model: a dict of methods -> torch.export -> AOTInductor -> an ExecuTorch program -> artifact folder."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ostinato.delegate.artifact import CONSTANTS_FILE, PROGRAM_FILE, StateKind
+from ostinato.delegate.errors import ExportError, OstinatoError, first_line
+from ostinato.delegate.target import Target, host_target
+from ostinato.export.artifact.assemble import assemble
+from ostinato.export.artifact.records import Constants, make_method
+from ostinato.export.artifact.writer import atomic_folder, write_constants
+from ostinato.export.compile.aot import Code, compile_graph
+from ostinato.export.compile.toolchain import find_compiler
+from ostinato.export.compile.trace import Chain, Known, MethodSpec, TracedMethod, trace_method
+
+from .progress import Progress
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export did: where, seconds by stage, sizes in bytes, and the generated C++ wrapper of each method."""
+
+    output: Path
+    target: Target
+    seconds: dict[str, float]
+    program_bytes: int
+    constant_bytes: int
+    sources: dict[str, str]
+
+
+def export_program(
+    methods: Mapping[str, MethodSpec | Chain],
+    output: str | Path,
+    *,
+    device: str = "cpu",
+    metadata: Mapping[str, Any] | None = None,
+    value_ranges: Mapping[str, tuple[int, int]] | None = None,
+    output_names: Sequence[str] = (),
+    extra_files: Sequence[Path] = (),
+    root: nn.Module | None = None,
+    state_kinds: Mapping[str, StateKind] | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Export the methods of any model into one artifact folder.
+
+    A tensor that several modules hold (the same tensor, not an equal one) is stored and loaded once, whether it is a
+    parameter or a buffer; a buffer that a method writes is state that all methods share.
+
+    Args:
+        methods: name -> (module, example inputs, dynamic shapes as in `torch.export.export`, None if all are static), or
+            a `Chain` of modules. Modules and inputs are on the CPU. Inputs and outputs are tensors.
+        output: the folder to write; it appears whole, or not at all.
+        device: "cpu" or "cuda".
+        metadata: constant methods of the program: name -> int, float, bool, str, or a list of one of them.
+        value_ranges: input name -> (lowest, highest) value; checked at run time for inputs on the host.
+        output_names: names for the outputs of methods that are not chains; `output_0`, ... by default.
+        extra_files: files to copy into the folder.
+        root: tensors that this module holds are called in the artifact as it calls them. Others have the names that their
+            own module has for them, after the link's `prefix`.
+        state_kinds: what mutable buffers hold, by their names in the artifact.
+        weights: values of tensors that the modules hold for their shape only, by the tensor's name in the artifact. Each is
+            asked for once, when it is written. Other constants are written as the modules hold them.
+        progress: shows and keeps the time of each stage.
+
+    Raises:
+        ExportError: no compiler, an operator that cannot be lowered (named), no room on the disk.
+        TargetError: device "cuda" without a GPU.
+    """
+    progress = progress or Progress()
+    if not methods:
+        raise ExportError("there is no method to export")
+    if device not in ("cpu", "cuda"):
+        raise ExportError(f"unknown device {device!r}; the devices are: cpu, cuda")
+    find_compiler()
+    target = host_target(device)
+    with atomic_folder(Path(output)) as folder:
+        traced = _trace_all(methods, output_names, progress)
+        constants = Constants(state_kinds or {})
+        if root is not None:
+            constants.name_after(root)
+        for method in traced.values():
+            constants.add(method)
+        codes = _compile_all(traced, device, progress)
+        export_id = uuid.uuid4().hex
+        with progress.stage("assemble program"), _quiet():
+            compiled = {
+                name: make_method(method, codes[name], constants, value_ranges or {}) for name, method in traced.items()
+            }
+            program = assemble(compiled, target, export_id, dict(metadata or {}))
+        stored = {key: constants.tensors[key] for key in sorted(constants.used)}
+        constant_bytes = sum(tensor.nbytes for tensor in stored.values())
+        with progress.stage("write artifact"), progress.bytes(constant_bytes) as advance:
+            (folder / PROGRAM_FILE).write_bytes(program)
+            load = partial(_value, weights or {}, stored)
+            write_constants(folder / CONSTANTS_FILE, stored, export_id, program, load, advance)
+            for path in extra_files:
+                shutil.copyfile(path, folder / path.name)
+    return ExportReport(
+        output=Path(output),
+        target=target,
+        seconds=dict(progress.seconds),
+        program_bytes=len(program),
+        constant_bytes=constant_bytes,
+        sources={name: "".join(code.source for code in kinds.values()) for name, kinds in codes.items()},
+    )
+
+
+def _value(weights: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
+    return weights[key] if key in weights else own[key]
+
+
+def _trace_all(
+    methods: Mapping[str, MethodSpec | Chain], output_names: Sequence[str], progress: Progress
+) -> dict[str, TracedMethod]:
+    traced = {}
+    known: Known = {}
+    for name, spec in methods.items():
+        with progress.stage(f"trace {name}"), _quiet():
+            traced[name] = trace_method(name, spec, output_names, known)
+    return traced
+
+
+def _compile_all(methods: Mapping[str, TracedMethod], device: str, progress: Progress) -> dict[str, dict[str, Code]]:
+    """Method -> kind of link -> code. A graph that methods share is compiled once."""
+    codes: dict[str, dict[str, Code]] = {}
+    known: dict[int, Code] = {}
+    for name, method in methods.items():
+        codes[name] = {}
+        for kind, graph in method.graphs.items():
+            if id(graph) in known:
+                codes[name][kind] = known[id(graph)]
+                continue
+            with progress.stage(f"compile {graph.label}"), _quiet():
+                try:
+                    codes[name][kind] = known[id(graph)] = compile_graph(graph, device)
+                except (OstinatoError, OSError):
+                    raise
+                except Exception as error:
+                    raise ExportError(f"method {graph.label!r}: {_explain(error)}") from error
+    return codes
+
+
+def _explain(error: Exception) -> str:
+    """The first line of a compiler's complaint, and the operator that it is about where it names one."""
+    text = str(error)
+    operator = re.search(r"(?:target|op|operator)[:= ]+\s*((?:torch\.ops\.)?\w+[.:]{1,2}\w+(?:\.\w+)?)", text)
+    return f"the model cannot be lowered: {first_line(error)}" + (f" (operator {operator[1]})" if operator else "")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """exir and inductor warn of their own internals; nothing of it is for the person who exports."""
+    previous = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(previous)

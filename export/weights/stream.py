@@ -1,0 +1,130 @@
+"""The values of a network's parameters, made when they are asked for: read or drawn, quantised, and let go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.delegate.errors import CheckpointError, ExportError
+from ostinato.delegate.memory import size_text
+
+from .quantize import quantize_int4, quantize_int8
+
+_SCALE = "_scale"
+
+
+class WeightSource(Protocol):
+    """Parameters in floating point by name: `CheckpointWeights` or `DummyWeights`."""
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class QuantizedWeights(Mapping[str, Tensor]):
+    """Parameter name -> its value as the artifact stores it, on the CPU, made anew each time it is asked for.
+
+    A parameter that has a `_scale` beside it is quantised: both are made together, and one is kept until it is asked for.
+
+    Args:
+        network: parameters that have shapes and dtypes; their values do not matter.
+        source: the values in floating point.
+        device: where quantisation computes.
+        hqq: how int4 scales are chosen.
+
+    Asking for a value raises CheckpointError when it cannot be read, or cannot be quantised.
+    """
+
+    def __init__(self, network: nn.Module, source: WeightSource, device: torch.device, hqq: bool = False) -> None:
+        self._parameters = dict(network.named_parameters())
+        self._source = source
+        self._device = device
+        self._hqq = hqq
+        self._kept: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __contains__(self, name: object) -> bool:
+        """Mapping's own would make the value to find out."""
+        return name in self._parameters
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._parameters:
+            raise KeyError(name)
+        if name in self._kept:
+            return self._kept.pop(name)
+        base = name.removesuffix(_SCALE)
+        if base + _SCALE not in self._parameters:
+            return self._source.read(name).to("cpu", self._parameters[name].dtype).contiguous()
+        stored, scale = self._quantize(base)
+        pair = {base: stored, base + _SCALE: scale}
+        value = pair.pop(name)
+        self._kept = pair
+        return value
+
+    def _quantize(self, name: str) -> tuple[Tensor, Tensor]:
+        group_size = group_size_of(self._parameters[name], self._parameters[name + _SCALE])
+        weight = self._source.read(name)
+        if self._parameters[name].dtype == torch.int8:
+            stored, scale = quantize_int8(weight, group_size, self._device)
+        else:
+            stored, scale = quantize_int4(weight, group_size, self._hqq, self._device)
+        if not scale.isfinite().all():
+            raise CheckpointError(f"parameter {name!r} cannot be quantised: it holds values that are infinite or NaN")
+        return stored, scale
+
+
+def group_size_of(weight: Tensor, scale: Tensor) -> int:
+    return _float_shape(weight)[-1] // scale.shape[-1]
+
+
+def float_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> its shape before quantisation; scales, which come with a weight, are left out."""
+    parameters = dict(network.named_parameters())
+    return {
+        name: _float_shape(parameter)
+        for name, parameter in parameters.items()
+        if not (name.endswith(_SCALE) and name.removesuffix(_SCALE) in parameters)
+    }
+
+
+def _float_shape(parameter: Tensor) -> tuple[int, ...]:
+    """A packed byte is two elements."""
+    return (*parameter.shape[:-1], parameter.shape[-1] * (2 if parameter.dtype == torch.uint8 else 1))
+
+
+def allocate_untouched(network: nn.Module) -> None:
+    """Give parameters on the meta device memory that nobody touches: what is never written costs no RAM.
+
+    Tracing and compiling need shapes, and tensors that can be told apart; the values come when the artifact is written.
+
+    Raises:
+        ExportError: a parameter is larger than any memory that this machine gives out.
+    """
+    materialise(network, {name: _untouched(name, parameter) for name, parameter in network.named_parameters()})
+
+
+def _untouched(name: str, like: Tensor) -> Tensor:
+    try:
+        return torch.empty(like.shape, dtype=like.dtype)
+    except RuntimeError as error:
+        raise ExportError(
+            f"parameter {name!r} is {list(like.shape)}, {size_text(like.nbytes)}: more memory than this machine can reserve"
+        ) from error
+
+
+def materialise(network: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Put `values` in place of the network's parameters; a tied one is replaced everywhere it stands."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in network.modules():
+        for local, parameter in module.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((module, local))
+    for name, parameter in list(network.named_parameters()):
+        value = nn.Parameter(values[name], requires_grad=False)
+        for module, local in places[parameter]:
+            setattr(module, local, value)

@@ -1,0 +1,161 @@
+"""The methods of a loaded program as one language model: `prefill`, `decode_one_token`, and what samples on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ostinato.delegate import BackendOptions, InputError, Method, Program
+from ostinato.delegate.artifact import DECODE, DECODE_SAMPLE, META_EOS_IDS, META_MAX_SEQ_LEN, PREFILL, SAMPLE
+from ostinato.delegate.errors import ArtifactError
+
+DEFAULT_WARMUP_STEPS = BackendOptions.cuda_graph_warmup_steps
+# The one method of a program that has no `prefill` and `decode`.
+FORWARD = "forward"
+
+
+@dataclass(frozen=True)
+class Samplers:
+    """Methods that draw tokens on the device: `sample` the first one, from logits, `decode_sample` each one after it."""
+
+    sample: Method
+    decode_sample: Method
+
+
+class Model:
+    """One sequence at a time. The caller keeps the program, and closes it.
+
+    Args:
+        program: has the methods `prefill` and `decode`, perhaps with `sample` and `decode_sample`, or `forward` alone.
+        cuda_graph: take decode through warmup -> capture -> replay.
+        warmup_steps: decode steps before the capture.
+
+    Attributes:
+        program: as given.
+        samplers: None for a program that only gives logits.
+        max_seq_len: positions that a sequence can have.
+        eos_ids: ids that end an answer.
+
+    Raises:
+        ArtifactError: the program does not have these methods, or they take other inputs.
+        DeviceMemoryError: as `Program.load_method`.
+    """
+
+    def __init__(self, program: Program, cuda_graph: bool, warmup_steps: int = DEFAULT_WARMUP_STEPS) -> None:
+        self.program = program
+        self._graph_options = {"cuda_graph_warmup_steps": warmup_steps} if cuda_graph else {}
+        prefill, self._decode_name = _method_names(program)
+        self._decode_method: Method | None = None
+        # A lone `forward` is loaded twice when it is captured: its prefill has other shapes than its graph.
+        alone = prefill == self._decode_name and not cuda_graph
+        self._prefill_method = self._decode() if alone else self._load(prefill)
+        self.samplers: Samplers | None = None
+        if prefill == PREFILL and {SAMPLE, DECODE_SAMPLE} <= program.method_names:
+            self.samplers = Samplers(self._load(SAMPLE), self._load(DECODE_SAMPLE, **self._graph_options))
+        else:
+            self._decode()
+        for method in (self._prefill_method, self._decode_method):
+            if method is not None:
+                _check_inputs(method)
+        limit = program.metadata.get(META_MAX_SEQ_LEN)
+        self.max_seq_len = int(limit) if limit is not None else _lengths(self._prefill_method)[1]
+        eos = program.metadata.get(META_EOS_IDS, [])
+        self.eos_ids = frozenset(eos if isinstance(eos, list) else [eos])
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the methods keep state; a program without state gets the whole sequence anew for each token."""
+        return len(self._prefill_method.inputs) == 2
+
+    @property
+    def method_stats(self) -> dict[str, dict[str, Any]]:
+        """`MethodStats` of each loaded method by its name; the one that decodes comes last."""
+        methods = [self._prefill_method, self._decode_method]
+        if self.samplers:
+            methods += [self.samplers.sample, self.samplers.decode_sample]
+        return {method.name: asdict(method.stats) for method in methods if method}
+
+    def prefill(self, tokens: Sequence[int], position: int = 0) -> torch.Tensor:
+        """Logits [vocab] after `tokens`, the first of which stands at `position`; position 0 starts the state anew.
+
+        They go in as chunks of the most that the prefill method takes at once; a rest that is shorter than its least
+        (one token, in what `ostinato export` writes) goes through decode.
+
+        Raises:
+            InputError: no tokens, or a token or a position out of range.
+        """
+        if not tokens:
+            raise InputError("there is no token to prefill")
+        if not self.has_state:
+            return _logits(self._prefill_method, tokens, position)
+        low, high = _lengths(self._prefill_method)
+        logits = torch.empty(0)
+        done = 0
+        while done < len(tokens):
+            count = min(len(tokens) - done, high)
+            # A single token always goes through decode: that one may have its graph.
+            method, count = (self._prefill_method, count) if count >= max(low, 2) else (self._decode(), 1)
+            logits = _logits(method, tokens[done : done + count], position + done)
+            done += count
+        return logits
+
+    def decode_one_token(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits [vocab] after the whole sequence `tokens`, of which the state has seen all but the last.
+
+        Raises:
+            InputError: a token or a position out of range.
+        """
+        if not self.has_state:
+            return _logits(self._prefill_method, tokens, 0)
+        return _logits(self._decode(), tokens[-1:], len(tokens) - 1)
+
+    def _decode(self) -> Method:
+        """What takes one token and gives logits. A program that samples seldom needs it, so it is loaded on first use."""
+        if self._decode_method is None:
+            self._decode_method = self._load(self._decode_name, **self._graph_options)
+        return self._decode_method
+
+    def _load(self, name: str, **graph: int) -> Method:
+        options: dict[str, bool | int | str] = {"skip_copy_output_to_cpu_for_method": name}
+        if graph:
+            options |= {"enable_cuda_graph_for_method": name, **graph}
+        return self.program.load_method(name, options)
+
+
+def _method_names(program: Program) -> tuple[str, str]:
+    """What takes a prompt, and what takes one token."""
+    names = program.method_names
+    if {PREFILL, DECODE} <= names:
+        return PREFILL, DECODE
+    if FORWARD in names:
+        return FORWARD, FORWARD
+    raise ArtifactError(
+        f"a language model has the methods {PREFILL!r} and {DECODE!r}, or {FORWARD!r}; this program has: "
+        f"{', '.join(sorted(names))}"
+    )
+
+
+def _check_inputs(method: Method) -> None:
+    if len(method.inputs) not in (1, 2) or len(method.inputs[0].shape) != 2:
+        raise ArtifactError(
+            f"a language model's methods take (tokens [1, T], input_pos [T]) or (tokens [1, T]); {method.name!r} takes "
+            + ", ".join(f"{spec.name} {spec.shape_text}" for spec in method.inputs)
+        )
+
+
+def _lengths(method: Method) -> tuple[int, int]:
+    """Shortest and longest run of tokens that the method takes."""
+    dim = method.inputs[0].shape[1]
+    return dim.min, dim.max
+
+
+def _logits(method: Method, tokens: Sequence[int], position: int) -> torch.Tensor:
+    """Run the method over `tokens` from `position` on; the logits [vocab] of the last one, on the program's device."""
+    inputs = [torch.tensor([list(tokens)], dtype=torch.int64)]
+    if len(method.inputs) == 2:
+        inputs.append(torch.arange(position, position + len(tokens)))
+    logits = method.execute(inputs)[0]
+    return logits.reshape(-1, logits.shape[-1])[-1]

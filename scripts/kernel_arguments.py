@@ -1,0 +1,117 @@
+"""Arguments of kernels, drawn at a model's shapes: tensors, numbers, and the records of `ostinato.export.kernels.operands`.
+
+A record's tensors are named by its argument and its field: "weight.values", "cache.keys".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.delegate.errors import OptionError
+from ostinato.delegate.sampling import Sampling, SamplingInputs
+from ostinato.export.kernels.operands import HeadSquares, Norm, Weight
+from ostinato.export.models import read_config
+from ostinato.export.models.qwen3_5 import Qwen3_5Config
+
+# Partial sums of squares per head: `delta_step` chooses how many, `linear_add` takes any number, and they count in no bytes.
+PARTIAL_SUMS = 16
+
+# By name, in the order of the function's parameters.
+Arguments = dict[str, Any]
+
+
+def tensors_of(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """All tensors in the arguments, by name."""
+    found: dict[str, Tensor] = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            found[prefix + name] = value
+        else:
+            found |= tensors_of(_fields(value), f"{prefix}{name}.")
+    return found
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """An argument with each tensor in it replaced by `change` of it."""
+    if isinstance(value, Tensor):
+        return change(value)
+    parts = {name: with_tensors(part, change) for name, part in _fields(value).items()}
+    return type(value)(**parts) if parts else value
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """A record's fields; nothing for anything else."""
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return value._asdict()
+    return {}
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the arguments' sizes depend on; `group`: elements that share a scale, `slots`: positions of the KV caches."""
+
+    config: Qwen3_5Config
+    group: int
+    slots: int
+
+    @classmethod
+    def of_folder(cls, folder: Path, group: int, slots: int) -> Shapes:
+        """Raises CheckpointError as `read_config`, and OptionError for a family whose kernels are not known here."""
+        config = read_config(folder)[1]
+        if not isinstance(config, Qwen3_5Config):
+            raise OptionError(f"kernels are timed for Qwen3.5, {folder} has a config of {config.model_type}")
+        return cls(config, group, slots)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.config.dtype)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random arguments on one device, with torch's own seed. On "meta" they have shapes and no values."""
+
+    shapes: Shapes
+    device: str
+
+    def normal(self, *size: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
+        """In the model's dtype unless another is given."""
+        return (torch.randn(size, device=self.device) * scale).to(dtype or self.shapes.dtype)
+
+    def wide(self, *size: int, scale: float = 1.0) -> Tensor:
+        """In float32."""
+        return self.normal(*size, dtype=torch.float32, scale=scale)
+
+    def whole(self, value: int) -> Tensor:
+        return torch.full((1,), value, dtype=torch.int64, device=self.device)
+
+    def int4(self, *size: int) -> Weight:
+        """A four-bit weight [..., N, K] whose products with a normal input are about normal."""
+        values = torch.randint(256, (*size[:-1], size[-1] // 2), dtype=torch.uint8, device=self.device)
+        spread = 1 / (4.6 * size[-1] ** 0.5)
+        scale = self.normal(*size[:-1], size[-1] // self.shapes.group, dtype=torch.bfloat16, scale=spread)
+        return Weight(values, scale)
+
+    def norm(self, size: int) -> Norm:
+        return Norm(self.wide(size, scale=0.4), self.shapes.config.rms_norm_eps)
+
+    def squares(self, heads: int, size: int) -> HeadSquares:
+        """Partial sums over heads of `size` numbers that are about normal."""
+        sums = self.wide(heads, PARTIAL_SUMS).square() * (size / PARTIAL_SUMS)
+        return HeadSquares(sums, self.shapes.config.rms_norm_eps)
+
+    def distinct(self, count: int) -> Tensor:
+        """[1, count], all different in bfloat16 up to 512, so that the largest are the same ones in every precision."""
+        order = torch.randperm(count, device=self.device) - count // 2
+        return (order / 32)[None].to(self.shapes.dtype)
+
+    def sampling(self, how: Sampling) -> SamplingInputs:
+        return with_tensors(how.inputs(), lambda value: value.to(self.device))

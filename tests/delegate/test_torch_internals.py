@@ -1,0 +1,128 @@
+"""What the runtime needs of torch's private parts: one test per function of delegate/torch_internals.py.
+
+A release of torch that changes one of them fails the test of that name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.delegate import torch_internals
+from ostinato.delegate.artifact import MethodRecord
+from ostinato.delegate.files import artifact_paths, open_artifact
+from ostinato.delegate.torch_internals import bind_constants, free_pinned_memory, load_container, run_container
+
+from ..modules import Recurrent, recurrent_methods
+from .helpers import FIRST_STEPS, step_inputs
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device("cuda:0" if request.param == "cuda" else "cpu")
+
+
+@pytest.fixture(scope="module")
+def artifact(exported: Callable[..., Path], device: torch.device, request: pytest.FixtureRequest) -> Path:
+    if device.type == "cpu":
+        return Path(request.getfixturevalue("recurrent_artifact"))
+    from ostinato.export import export_program
+
+    methods = recurrent_methods(Recurrent())
+    return exported("internals-cuda", lambda path: export_program(methods, path, device="cuda"))
+
+
+@pytest.fixture(scope="module")
+def record(artifact: Path) -> MethodRecord:
+    return open_artifact(*artifact_paths(artifact))[0].methods["decode"].record
+
+
+@pytest.fixture
+def library(artifact: Path, record: MethodRecord, tmp_path: Path) -> str:
+    """The compiled code of the toy module's `decode`."""
+    (segment,) = record.segments
+    parsed, _ = open_artifact(*artifact_paths(artifact))
+    path = tmp_path / "code.so"
+    path.write_bytes(parsed.named_data[segment.code_key])
+    if segment.extern_key:
+        path.with_suffix(".json").write_bytes(parsed.named_data[segment.extern_key])
+    return str(path)
+
+
+@pytest.fixture
+def tensors(record: MethodRecord, device: torch.device) -> dict[str, Tensor]:
+    """The toy module's constants and state, by the names in its code."""
+    values = {key: tensor.detach().to(device) for key, tensor in Recurrent().state_dict().items()}
+    return {name: values[key] for name, key in {**record.constants, **record.buffers}.items()}
+
+
+def run(container: Any, record: MethodRecord, device: torch.device, index: int) -> Tensor:
+    given = dict(zip(("tokens", "input_pos"), step_inputs(index), strict=True))
+    (logits,) = run_container(container, [given[spec.name].to(device) for spec in record.inputs])
+    return logits
+
+
+def test_every_function_has_its_test() -> None:
+    functions = [
+        name
+        for name, value in vars(torch_internals).items()
+        if inspect.isfunction(value) and value.__module__ == torch_internals.__name__
+    ]
+    assert functions
+    assert {f"test_{name}" for name in functions} <= globals().keys()
+
+
+def test_load_container(library: str, record: MethodRecord, device: torch.device, tmp_path: Path) -> None:
+    container = load_container(library, device)
+    names = container.get_constant_names_to_original_fqns()
+    assert set(names) == {*record.constants, *record.buffers}
+    # Each call gives a container with constants of its own, over the one library.
+    assert load_container(library, device) is not container
+    junk = tmp_path / "junk.so"
+    junk.write_bytes(b"\x7fELF" + b"\0" * 1000)
+    with pytest.raises(RuntimeError):
+        load_container(str(junk), device)
+
+
+def test_bind_constants(library: str, record: MethodRecord, device: torch.device, tensors: dict[str, Tensor]) -> None:
+    """In place: the code reads what is in the tensors when it runs, and writes its state into them."""
+    container = load_container(library, device)
+    bind_constants(container, tensors)
+    head, steps = (
+        next(n for n, k in {**record.constants, **record.buffers}.items() if k == key) for key in ("head", "steps")
+    )
+    assert run(container, record, device, 0).count_nonzero() > 0
+    assert int(tensors[steps]) == FIRST_STEPS + 1
+    tensors[head].zero_()
+    assert run(container, record, device, 1).count_nonzero() == 0
+    assert int(tensors[steps]) == FIRST_STEPS + 2
+    # All of its names: a missing one is an error, and so is a wrong one, for then the right one is missing.
+    others = {name: tensor for name, tensor in tensors.items() if name != head}
+    for wrong in (others, {**others, "layers.head": tensors[head]}):
+        with pytest.raises(RuntimeError):
+            bind_constants(container, wrong)
+
+
+def test_run_container(library: str, record: MethodRecord, device: torch.device, tensors: dict[str, Tensor]) -> None:
+    container, module = load_container(library, device), Recurrent()
+    bind_constants(container, tensors)
+    found = [run(container, record, device, index) for index in range(4)]
+    for index, logits in enumerate(found):
+        torch.testing.assert_close(logits.cpu(), module(*step_inputs(index)), rtol=1e-5, atol=1e-5)
+    assert len({logits.data_ptr() for logits in found}) == 4
+
+
+@pytest.mark.gpu
+def test_free_pinned_memory() -> None:
+    free_pinned_memory()
+    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    torch.empty(8 << 20, dtype=torch.uint8, pin_memory=True)
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] > before
+    free_pinned_memory()
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] <= before

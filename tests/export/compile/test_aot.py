@@ -1,0 +1,30 @@
+"""One graph -> AOTInductor code: what is refused before anything is compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ostinato.delegate.errors import ExportError
+from ostinato.export.compile.aot import compile_graph
+from ostinato.export.compile.trace import trace_method
+
+
+class Counter(nn.Module):
+    workspace: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("workspace", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.workspace.add_(1)
+
+
+def test_tensor_whose_name_the_compiler_keeps_for_itself() -> None:
+    """In code for a GPU it would be a variable that nothing sets."""
+    (link,) = trace_method("forward", (Counter(), (torch.ones(3),), None)).links
+    with pytest.raises(ExportError, match="has tensors called workspace: the compiler keeps names"):
+        compile_graph(link.graph, "cuda")
+    assert compile_graph(link.graph, "cpu").names

@@ -1,0 +1,111 @@
+"""Chains that do not hold together: refused while they are traced, before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ostinato.delegate.errors import ExportError
+from ostinato.export.artifact.records import Constants
+from ostinato.export.compile.trace import Chain, Link, TracedMethod, trace_method
+
+LENGTH = torch.export.Dim("T", min=2, max=9)
+
+
+class Scale(nn.Module):
+    def __init__(self, width: int = 4, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Wider(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :1] + torch.zeros(8)
+
+
+class Turned(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1).t()
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x])
+
+
+class Attribute(nn.Module):
+    def __init__(self, *size: int) -> None:
+        super().__init__()
+        self.shift = torch.ones(*size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+def link(module: nn.Module, kind: str = "", outputs: tuple[str, ...] = ("x",), prefix: str = "") -> Link:
+    return Link(module, outputs, kind or type(module).__name__, prefix)
+
+
+def traced(
+    links: Sequence[Link], outputs: tuple[str, ...] = ("x",), dynamic: Mapping[str, Any] | None = None
+) -> TracedMethod:
+    return trace_method("step", Chain(links, {"x": torch.zeros(3, 4)}, outputs, dynamic or {}))
+
+
+@pytest.mark.parametrize(
+    ("links", "outputs", "message"),
+    (
+        ([], ("x",), "method 'step': inputs that no module takes: x"),
+        ([], (), "method 'step': inputs that no module takes: x"),
+        ([link(Scale())], ("y",), "method 'step': it returns y, which none of its modules gives"),
+        ([link(Scale(), outputs=("y",))], ("x",), "it returns x, which none of its modules gives"),
+        ([link(Scale(), outputs=("x", "y"))], ("x",), "Scale gives 1 values, its link has 2 names for them"),
+        ([link(Scale(), outputs=())], (), "Scale gives 1 values, its link has 0 names for them"),
+        ([link(nn.Linear(4, 4))], ("x",), "Linear takes input, which nothing before it gives"),
+        ([link(Scale(), prefix="a."), link(Scale(4, torch.float64), prefix="b.")], ("x",), "b. and a. are of one kind"),
+        ([link(Scale(4)), link(Wider()), link(Scale(8))], ("x",), "are of one kind, 'Scale', but not alike"),
+        ([link(Scale(1)), link(Wider()), link(Scale(1))], ("x",), "are of one kind, 'Scale', but not alike"),
+        ([link(Scale(), "layer"), link(Turned(), "layer")], ("x",), "are of one kind, 'layer', but not alike"),
+        ([link(Attribute(4)), link(Attribute(1))], ("x",), "are of one kind, 'Attribute', but not alike"),
+        (
+            [link(Turned()), link(Scale(3))],
+            ("x",),
+            "Scale takes 'x', which is not contiguous: hand on `.contiguous\\(\\)`",
+        ),
+    ),
+)
+def test_chains_that_are_refused(links: list[Link], outputs: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ExportError, match=message):
+        traced(links, outputs)
+
+
+def test_a_computed_size_that_is_handed_on() -> None:
+    with pytest.raises(ExportError, match="Scale takes 'x', whose size 0 is computed"):
+        traced([link(Doubled()), link(Scale())], dynamic={"x": {0: LENGTH}})
+
+
+def test_what_leaves_the_method_may_have_any_layout_and_size() -> None:
+    assert len(traced([link(Scale()), link(Turned())]).links) == 2
+    assert len(traced([link(Scale()), link(Doubled())], dynamic={"x": {0: LENGTH}}).links) == 2
+
+
+def test_links_of_a_kind_share_a_graph_and_nothing_else() -> None:
+    modules = [Attribute(4), Scale(), Attribute(4)]
+    method = traced([link(module, prefix=f"{index}.") for index, module in enumerate(modules)])
+    assert method.links[0].graph is method.links[2].graph
+    assert set(method.graphs) == {"Attribute", "Scale"}
+    constants = Constants()
+    constants.add(method)
+    assert constants.tensors.keys() == {
+        "0.shift",
+        "1.weight",
+        "2.shift",
+    }
+    assert constants.tensors["2.shift"].data_ptr() == modules[2].shift.data_ptr()  # type: ignore[union-attr,operator]

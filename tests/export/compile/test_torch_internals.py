@@ -1,0 +1,219 @@
+"""Each private part of torch, Inductor and executorch that the export relies on: one test each, which fails by its name."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ostinato.delegate.ptd import parse_constants
+from ostinato.delegate.torch_internals import load_container
+from ostinato.export.compile import torch_internals
+
+
+class Scale(nn.Module):
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total.add_(x.sum(0))
+        return torch.cat([x, x]) * 2
+
+
+def traced(dynamic: bool = False) -> torch.export.ExportedProgram:
+    shapes = ({0: torch.export.Dim("T", min=2, max=9)},) if dynamic else None
+    with torch.no_grad():
+        return torch.export.export(Scale(), (torch.ones(4, 3),), dynamic_shapes=shapes, strict=False)
+
+
+def output_size(program: torch.export.ExportedProgram) -> torch.SymInt:
+    output = next(node for node in program.graph.nodes if node.op == "output")
+    size = output.args[0][-1].meta["val"].shape[0]
+    assert isinstance(size, torch.SymInt)
+    return size
+
+
+class Solve(nn.Module):
+    """Has an operator without a C entry point, and a buffer of one element."""
+
+    lower: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("lower", torch.eye(3))
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return torch.linalg.solve_triangular(self.lower, x, upper=False) + self.count
+
+
+def compiled(folder: Path) -> torch_internals.Library:
+    example = (torch.ones(3, 4),)
+    with torch.no_grad():
+        module = torch.export.export(Solve(), example, strict=False).module(check_guards=False)
+        return torch_internals.compile_to_library(module, example, "cpu", folder)
+
+
+def test_compile_to_library(tmp_path: Path) -> None:
+    """The library, its source, and the operators that it calls by name."""
+    library = compiled(tmp_path)
+    assert library.path.read_bytes()[:4] == b"\x7fELF" and library.path.is_relative_to(tmp_path)
+    assert "AOTInductorModel::run_impl" in library.source
+    targets = {node["node"]["target"] for node in json.loads(library.extern)["nodes"]}
+    assert targets == {"aten::linalg_solve_triangular"}
+
+
+def test_constant_names(tmp_path: Path) -> None:
+    """A buffer of one element is there by its name; folded into the code it would never change."""
+    container = load_container(str(compiled(tmp_path).path), torch.device("cpu"))
+    assert set(torch_internals.constant_names(container).values()) == {"lower", "count"}
+
+
+def test_every_function_has_its_test() -> None:
+    functions = [
+        name
+        for name, value in vars(torch_internals).items()
+        if callable(value) and getattr(value, "__module__", "") == torch_internals.__name__ and name[0].islower()
+    ]
+    assert len(functions) > 10
+    assert [name for name in functions if f"test_{name}" not in globals()] == []
+
+
+def test_is_reserved_name() -> None:
+    """The rule stands in the source of Inductor's wrapper as it is repeated here."""
+    from torch._inductor.codegen import wrapper
+
+    assert 'r"^(workspace|semaphore)"' in inspect.getsource(wrapper)
+    names = ("workspace", "workspace_0", "semaphore", "my_workspace", "scratch")
+    assert [name for name in names if torch_internals.is_reserved_name(name)] == list(names[:3])
+
+
+def test_early_kernels_analysed_as_pure() -> None:
+    """What it patches is there, is used by torch's own analysis, and is put back."""
+    pytest.importorskip("triton")
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    before = triton_kernel_wrap.generate_ttir, triton_kernel_wrap.Op
+    with torch_internals.early_kernels_analysed_as_pure():
+        assert triton_kernel_wrap.generate_ttir is not before[0]
+        operation = triton_kernel_wrap.Op("name", None, [], triton_kernel_wrap.Intermediate(0), is_pure=False)
+        assert operation.is_pure is False
+    assert (triton_kernel_wrap.generate_ttir, triton_kernel_wrap.Op) == before
+    source = Path(triton_kernel_wrap.__file__).read_text()
+    assert "generate_ttir(" in source and "is_pure" in source
+
+
+def test_is_metadata_check() -> None:
+    class Cast(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to(torch.float64) + 1
+
+    program = torch.export.export(Cast(), (torch.ones(3),), strict=False)
+    assert any(torch_internals.is_metadata_check(node) for node in program.graph.nodes)
+    assert not all(torch_internals.is_metadata_check(node) for node in program.graph.nodes)
+
+
+def test_storage_key() -> None:
+    x, y = torch.ones(4), torch.ones(4)
+    assert torch_internals.storage_key(x) == torch_internals.storage_key(x[1:].view(3, 1))
+    assert torch_internals.storage_key(x) != torch_internals.storage_key(y)
+    tensors = {node.name: node.meta["val"] for node in traced().graph.nodes if "val" in node.meta}
+    keys = [torch_internals.storage_key(tensor) for tensor in tensors.values()]
+    assert len(set(keys)) < len(keys)
+
+
+def test_written_arguments() -> None:
+    program = traced()
+    written = [node for one in program.graph.nodes for node in torch_internals.written_arguments(one)]
+    assert "total" in {node.name.removeprefix("b_") for node in written}
+
+
+def test_size_expression() -> None:
+    assert "2*" in str(torch_internals.size_expression(output_size(traced(dynamic=True))))
+
+
+def test_size_example() -> None:
+    assert torch_internals.size_example(output_size(traced(dynamic=True))) == 8
+
+
+def test_size_bounds() -> None:
+    program = traced(dynamic=True)
+    ranges = {str(symbol): bounds for symbol, bounds in program.range_constraints.items()}
+    low, high = torch_internals.size_bounds(torch_internals.size_expression(output_size(program)), ranges)
+    assert (int(low), int(high)) == (4, 18)
+
+
+def test_edge_config() -> None:
+    from executorch.exir import to_edge
+
+    class Complex(nn.Module):
+        """An operator that exir's validity check does not know."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.rfft(x).abs()
+
+    program = torch.export.export(Complex(), (torch.ones(8),), strict=False)
+    assert to_edge(program, compile_config=torch_internals.edge_config()).methods == {"forward"}
+
+
+def test_delegated_module() -> None:
+    from executorch.exir import to_edge
+
+    class Shell(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    config = torch_internals.edge_config()
+    shell = to_edge(torch.export.export(Shell(), (torch.ones(3),), strict=False), compile_config=config)
+    module = torch_internals.delegated_module(
+        shell.exported_program(), "SomeBackend", b"processed", {"key": b"value"}, {"data": b"12345"}
+    )
+
+    class Call(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lowered = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lowered(x)
+
+    called = torch.export.export(Call(), (torch.ones(3),), strict=False)
+    program = bytes(to_edge(called, compile_config=config).to_executorch().buffer)
+    assert all(part in program for part in (b"SomeBackend", b"processed", b"12345", b"value"))
+
+
+def test_write_flat_tensor() -> None:
+    """Blobs are asked for in order, while the file is written."""
+    from ostinato.delegate.artifact import MANIFEST_KEY, Manifest
+
+    asked: list[str] = []
+    manifest = Manifest("id", "hash", {}).to_bytes()
+
+    def blob(key: str, data: bytes, like: Tensor | None) -> torch_internals.Blob:
+        def write(file: BinaryIO) -> None:
+            asked.append(key)
+            file.write(data)
+
+        return torch_internals.Blob(key, len(data), write, like)
+
+    values = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([7], dtype=torch.int64)}
+    blobs = [blob(key, value.numpy().tobytes(), torch.empty_like(value)) for key, value in values.items()]
+    blobs.append(blob(MANIFEST_KEY, manifest, None))
+    file = io.BytesIO()
+    torch_internals.write_flat_tensor(file, blobs, 128)
+    assert asked == ["a", "b", MANIFEST_KEY]
+    found = parse_constants(memoryview(bytearray(file.getvalue())), Path("model.ptd"))
+    assert found.manifest.export_id == "id"
+    for key, value in values.items():
+        assert torch.equal(found.entries[key].tensor(), value)

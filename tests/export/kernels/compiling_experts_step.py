@@ -1,0 +1,84 @@
+"""A step's mixture of experts compiled at the flagship's shapes for GPUs that are not there; a script, see `compiling`.
+
+Prints {"compiled": [`compiling.Compiled`], "written": kernel -> arguments that it writes, "traced": operators of an export}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from ostinato.export.compile.torch_internals import early_kernels_analysed_as_pure
+from ostinato.export.kernels.experts import step_triton
+from ostinato.export.kernels.operands import Norm, Weight
+
+from .compiling import BF16, F32, Launch, compile_all, recorded, without_a_driver, written
+
+EXPERTS, TOP_K, SIZE, INNER = 256, 8, 2048, 512
+# (compute capability, dtype of the model, group size)
+CASES = ((90, BF16, 128), (90, BF16, 32), (90, F32, 128), (89, BF16, 128))
+
+
+class Layer(torch.nn.Module):
+    """The three operators as a model calls them, with weights that have no values."""
+
+    norm: Tensor
+    gate: Tensor
+    shared_gate: Tensor
+    gate_up: Tensor
+    gate_up_scale: Tensor
+    down: Tensor
+    down_scale: Tensor
+    shared_gate_up: Tensor
+    shared_gate_up_scale: Tensor
+    shared_down: Tensor
+    shared_down_scale: Tensor
+
+    def __init__(self, dtype: torch.dtype, group: int) -> None:
+        super().__init__()
+
+        def int4(name: str, *size: int) -> None:
+            self.register_buffer(name, torch.empty(*size[:-1], size[-1] // 2, dtype=torch.uint8))
+            self.register_buffer(f"{name}_scale", torch.empty(*size[:-1], size[-1] // group, dtype=BF16))
+
+        self.register_buffer("norm", torch.empty(SIZE))
+        self.register_buffer("gate", torch.empty(EXPERTS, SIZE, dtype=dtype))
+        self.register_buffer("shared_gate", torch.empty(1, SIZE, dtype=dtype))
+        int4("gate_up", EXPERTS, 2 * INNER, SIZE)
+        int4("down", EXPERTS, SIZE, INNER)
+        int4("shared_gate_up", 2 * INNER, SIZE)
+        int4("shared_down", SIZE, INNER)
+
+    def forward(self, h: Tensor) -> Tensor:
+        norm = Norm(self.norm, 1e-6)
+        gate_up, down = Weight(self.gate_up, self.gate_up_scale), Weight(self.down, self.down_scale)
+        shared_gate_up = Weight(self.shared_gate_up, self.shared_gate_up_scale)
+        shared_down = Weight(self.shared_down, self.shared_down_scale)
+        logits = step_triton.route_logits(h, norm, self.gate, self.shared_gate)
+        hidden = step_triton.experts_gate_up(h, norm, logits, TOP_K, gate_up, shared_gate_up)
+        return step_triton.experts_down(hidden, logits, TOP_K, down, shared_down, h)
+
+
+def launches(capability: int, dtype: torch.dtype, group: int) -> list[Launch]:
+    with recorded() as found, mock.patch.object(step_triton, "starts_early", lambda: capability >= 90):
+        Layer(dtype, group)(torch.empty(1, SIZE, dtype=dtype))
+    return found
+
+
+def traced() -> list[str]:
+    with torch.device("meta"):
+        program = torch.export.export(Layer(BF16, 128), (torch.empty(1, SIZE, dtype=BF16),), strict=False)
+    nodes = program.run_decompositions({}).graph.nodes
+    return [str(node.target) for node in nodes if "ostinato" in str(node.target)]
+
+
+if __name__ == "__main__":
+    without_a_driver()
+    chosen = [(found, case[1], case[0]) for case in CASES for found in launches(*case)]
+    with early_kernels_analysed_as_pure():
+        outputs = {found.kernel.__name__: written(found) for found in launches(*CASES[0])}
+    json.dump({"compiled": compile_all(chosen), "written": outputs, "traced": traced()}, sys.stdout)

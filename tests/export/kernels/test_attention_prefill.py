@@ -1,0 +1,130 @@
+"""Triton's attention for any number of tokens against a definition in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ostinato.delegate.errors import ExportError
+from ostinato.export.kernels import launch
+from ostinato.export.kernels.attention import reference
+from ostinato.export.kernels.attention.limits import check_attention
+
+from ...comparison import relative_error
+from .attention_cases import DEVICE, TOLERANCE, Case, check, draw
+from .conftest import run_compiled
+
+LENGTHS = (1, 2, 3, 63, 64, 65, 130)
+FIRST = (0, 1, 5, 100)
+# (heads, key heads, D): groups of 1, 2 and 8.
+SHAPES = [(2, 2, 16), (4, 2, 64), (8, 1, 32)]
+if DEVICE == "cuda":
+    SHAPES += [(16, 2, 256), (6, 2, 128), (16, 1, 256)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_definition(shape: tuple[int, int, int], tokens: int, dtype: torch.dtype) -> None:
+    for first in FIRST:
+        check(draw(shape, tokens, first, slots=237, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens", (1, 3, 64))
+def test_full_cache(tokens: int, dtype: torch.dtype) -> None:
+    """The last slot in use, at a block's end and one to either side of it."""
+    for slots in (127, 128, 129):
+        check(draw((4, 2, 32), tokens, slots - tokens, slots, dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens", (1, 130))
+@pytest.mark.parametrize("shared", (launch.MEDIUM, launch.SMALL))
+def test_smaller_gpus(shared: int, tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "shared_memory", lambda: shared)
+    check(draw(SHAPES[-1], tokens, 37, slots=237, dtype=dtype))
+
+
+@pytest.mark.parametrize("tokens", (1, 70))
+def test_the_reference_agrees(tokens: int) -> None:
+    case = draw((4, 2, 16), tokens, 30, slots=30 + tokens, dtype=torch.float32)
+    out = reference.attend(case.query, case.cache, case.positions)
+    assert relative_error(out, case.expected) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("tokens", (1, 5))
+def test_large_scores(tokens: int) -> None:
+    """Scores in the thousands, of both signs: the running maximum is subtracted before anything overflows."""
+    case = draw((4, 2, 16), tokens, 90, slots=100, dtype=torch.float32)
+    check(Case(1000 * case.query, case.cache, case.positions))
+
+
+def test_query_that_is_not_contiguous() -> None:
+    case = draw((4, 2, 16), 6, 9, slots=40, dtype=torch.float32)
+    apart = case.query.transpose(0, 1).contiguous().transpose(0, 1)
+    check(Case(apart, case.cache, case.positions))
+    check(Case(apart[:1], case.cache, case.positions[:1]))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter is too slow")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "first", "slots"), [(1, 4000, 4096), (1, 200000, 262144), (512, 0, 4096), (700, 3000, 4096)]
+)
+def test_true_shape(tokens: int, first: int, slots: int, dtype: torch.dtype) -> None:
+    check(draw((16, 2, 256), tokens, first, slots, dtype))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((4, 2, 48), torch.bfloat16, "head sizes of 16, 32, 64, 128, 256, got 48"),
+        ((4, 2, 512), torch.bfloat16, "got 512"),
+        ((4, 3, 64), torch.bfloat16, "got 4 heads and 3 key heads"),
+        ((34, 2, 64), torch.bfloat16, "1 to 16 times"),
+        ((4, 2, 64), torch.float16, "bfloat16 or float32, got torch.float16"),
+    ],
+)
+def test_refusals(shape: tuple[int, int, int], dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ExportError, match=message):
+        check_attention(*shape, dtype)
+
+
+TRACE = """
+import torch
+from torch.export import Dim, export
+from ostinato.export.kernels.attention.prefill_triton import attend
+from ostinato.export.kernels.operands import KVCache
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(2, 256, 64))
+
+    def forward(self, query, positions):
+        return attend(query, KVCache(self.cache, self.cache), positions)
+
+def show(tokens, dims):
+    program = export(Layer(), (torch.zeros(tokens, 4, 64), torch.arange(tokens)), dynamic_shapes=dims, strict=False)
+    program = program.run_decompositions({})
+    (output,) = program.graph.output_node().args[0]
+    print([str(n.target) for n in program.graph.nodes if "ostinato" in str(n.target)], list(output.meta["val"].shape[1:]))
+    bounds = [(int(r.lower), int(r.upper)) for r in program.range_constraints.values()]
+    print(bounds, type(output.meta["val"].shape[0]).__name__)
+
+tokens = Dim("T", min=2, max=255)
+show(130, ({0: tokens}, {0: tokens}))
+show(1, None)
+"""
+
+
+def test_traced_for_any_number_of_tokens() -> None:
+    assert run_compiled("-c", TRACE).splitlines() == [
+        "['ostinato.attend_many.default'] [4, 64]",
+        "[(2, 255)] SymInt",
+        "['ostinato.attend_one.default'] [4, 64]",
+        "[] int",
+    ]

@@ -1,0 +1,217 @@
+"""The decode step of the gated delta rule with its norm, against the definition in float64."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from ostinato.delegate.errors import ExportError
+from ostinato.export.kernels import launch
+from ostinato.export.kernels.delta_rule import reference, step_triton
+from ostinato.export.kernels.operands import Decay
+
+from ...comparison import relative_error
+from .conftest import report_of, run_compiled
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+WRITTEN = {"delta_step_early": ["out", "squares", "state"]}
+# (key heads, heads, K, V)
+SHAPES = [(1, 2, 16, 64), (2, 4, 32, 32), (1, 3, 64, 16), (5, 5, 16, 16)]
+if DEVICE == "cuda":
+    SHAPES += [(16, 32, 128, 128), (3, 9, 128, 64), (16, 16, 64, 128)]
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of the function, in its order."""
+
+    mixed: Tensor
+    gates: Tensor
+    decay: Decay
+    state: Tensor
+    positions: Tensor
+    norm_weight: Tensor
+    key_heads: int
+
+    def run(self, step: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, squares summed over P, state after); the case can be used again."""
+        arguments = vars(self) | {"state": self.state.clone()}
+        out, squares = step(**arguments)
+        heads, _, value_dim = self.state.shape
+        assert out.dtype == self.mixed.dtype and out.shape == (1, heads * value_dim)
+        assert squares.dtype == torch.float32 and squares.shape[0] == heads and squares.dim() == 2
+        return out, squares.sum(1), arguments["state"]
+
+    @property
+    def exact(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `run` should give, in float64."""
+        heads, key_dim, value_dim = self.state.shape
+        keys, values = self.key_heads * key_dim, heads * value_dim
+        q, k, v, z = self.mixed[0].double().split((keys, keys, values, values))
+        b, a = self.gates[0].double().chunk(2)
+
+        def of_heads(x: Tensor) -> Tensor:
+            return reference.l2_normalize(x.view(-1, key_dim)).repeat_interleave(heads // self.key_heads, dim=0)
+
+        g = -self.decay.a_log.double().exp() * F.softplus(a + self.decay.dt_bias.double())
+        before = torch.zeros_like(self.state) if self.positions[0] == 0 else self.state
+        o, after = reference.recurrent_step(
+            of_heads(q) * key_dim**-0.5, of_heads(k), v.view(heads, -1), g, b.sigmoid(), before.double()
+        )
+        out = o * self.norm_weight.double() * F.silu(z.view(heads, -1))
+        return out.view(1, -1), o.square().sum(1), after
+
+
+def draw(shape: tuple[int, int, int, int], dtype: torch.dtype, position: int = 7) -> Case:
+    """Heads of slow and of fast decay, a state that is not zero."""
+    key_heads, heads, key_dim, value_dim = shape
+    generator = torch.Generator(DEVICE).manual_seed(heads + position)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device=DEVICE)
+
+    return Case(
+        normal(1, 2 * key_heads * key_dim + 2 * heads * value_dim).to(dtype),
+        normal(1, 2 * heads),
+        Decay(torch.linspace(-6, 2, heads, device=DEVICE), normal(heads)),
+        normal(heads, key_dim, value_dim),
+        torch.tensor([position], device=DEVICE),
+        normal(value_dim),
+        key_heads,
+    )
+
+
+def check(found: tuple[Tensor, Tensor, Tensor], case: Case, dtype: torch.dtype) -> None:
+    limits = {"out": TOLERANCE[dtype], "squares": TOLERANCE[torch.float32], "state": TOLERANCE[torch.float32]}
+    for (name, limit), ours, exact in zip(limits.items(), found, case.exact, strict=True):
+        error = relative_error(ours, exact)
+        assert error < limit, f"relative error of {name} is {error:.1e}"
+
+
+@pytest.mark.parametrize("position", (0, 1, 300))
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_definition(shape: tuple[int, int, int, int], dtype: torch.dtype, position: int) -> None:
+    case = draw(shape, dtype, position)
+    check(case.run(step_triton.delta_step), case, dtype)
+
+
+@pytest.mark.parametrize("values", (4, 8, 16))
+@pytest.mark.parametrize("warps", (1, 2, 4))
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_configurations(dtype: torch.dtype, values: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_triton, "CONFIG", step_triton.DeltaConfig(values, warps))
+    case = draw(SHAPES[-1], dtype)
+    check(case.run(step_triton.delta_step), case, dtype)
+
+
+@pytest.mark.parametrize("position", (0, 5))
+def test_the_reference_agrees(position: int) -> None:
+    case = draw((2, 4, 32, 16), torch.float32, position)
+    check(case.run(reference.delta_step), case, torch.float32)
+    rounded = draw((2, 4, 32, 16), torch.bfloat16, position)
+    out = rounded.run(reference.delta_step)[0]
+    # The rule's output is rounded before the norm too.
+    assert relative_error(out, rounded.exact[0]) < 2 * TOLERANCE[torch.bfloat16]
+
+
+def test_divided_by_the_root_mean_square_it_is_the_gated_norm() -> None:
+    case = draw((2, 4, 32, 32), torch.float32)
+    heads, _, value_dim = case.state.shape
+    out, squares, _ = case.run(step_triton.delta_step)
+    qkv, z = case.mixed.split((case.mixed.shape[1] - heads * value_dim, heads * value_dim), dim=1)
+    b, a = case.gates.chunk(2, dim=1)
+    rest = (case.decay, case.state.clone(), case.positions, case.key_heads, 1)
+    normed = F.rms_norm(reference.gated_delta_rule(qkv, a, b, *rest)[0], (value_dim,), case.norm_weight, EPS)
+    expected = normed * F.silu(z.view(heads, value_dim))
+    scaled = out.view(heads, value_dim) * (squares / value_dim + EPS).rsqrt()[:, None]
+    assert relative_error(scaled, expected.double()) < TOLERANCE[torch.float32]
+
+
+def test_position_zero_starts_anew() -> None:
+    case = draw(SHAPES[0], torch.float32, position=0)
+    poisoned = replace(case, state=torch.full_like(case.state, torch.nan))
+    check(poisoned.run(step_triton.delta_step), case, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_repeated_bit_for_bit(dtype: torch.dtype) -> None:
+    case = draw(SHAPES[-1], dtype)
+    first, second = (case.run(step_triton.delta_step) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_queries_and_keys_of_zeros() -> None:
+    case = draw(SHAPES[0], torch.bfloat16)
+    case.mixed[:, : 2 * case.key_heads * case.state.shape[1]] = 0
+    out, squares, state = case.run(step_triton.delta_step)
+    assert torch.equal(out, torch.zeros_like(out)) and torch.equal(squares, torch.zeros_like(squares))
+    assert relative_error(state, case.exact[2]) < TOLERANCE[torch.float32]
+
+
+def test_other_shapes_are_refused() -> None:
+    with pytest.raises(ExportError, match="a value head size of 24"):
+        draw((1, 2, 16, 24), torch.float32).run(step_triton.delta_step)
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """See `compiling_delta_rule_step`."""
+    return report_of("delta_rule_step")
+
+
+def test_every_kernel_is_compiled(report: dict[str, Any]) -> None:
+    assert {entry["kernel"] for entry in report["compiled"]} == set(WRITTEN)
+
+
+def test_shared_memory_fits(report: dict[str, Any]) -> None:
+    assert [entry for entry in report["compiled"] if entry["shared"] > launch.SMALL] == []
+
+
+def test_nothing_spills(report: dict[str, Any]) -> None:
+    assert [entry for entry in report["compiled"] if entry["spilled"]] == []
+
+
+def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
+    """As Inductor sees it where kernels do not start early: what it takes for written, it copies and keeps in order."""
+    assert report["written"] == WRITTEN
+
+
+TRACE = """
+import torch
+from ostinato.export.kernels.delta_rule.step_triton import delta_step
+from ostinato.export.kernels.operands import Decay
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("state", torch.zeros(4, 32, 32))
+
+    def forward(self, mixed, gates, head, norm, positions):
+        return delta_step(mixed, gates, Decay(head, head), self.state, positions, norm, 2)
+
+shapes = ((1, 384), (1, 8), (4,), (32,))
+program = torch.export.export(Layer(), (*map(torch.zeros, shapes), torch.arange(1)))
+print([str(node.target) for node in program.graph.nodes if "ostinato" in str(node.target)])
+program = program.run_decompositions({})
+print(sorted(program.graph_signature.buffers_to_mutate.values()))
+print([tuple(node.meta["val"].shape) for node in program.graph.output_node().args[0][1:]])
+"""
+
+
+def test_traced() -> None:
+    operators, buffers, shapes = map(ast.literal_eval, run_compiled("-c", TRACE).splitlines())
+    assert operators == ["ostinato.delta_step.default"]
+    assert buffers == ["state"]
+    assert shapes == [(1, 128), (4, 4)]

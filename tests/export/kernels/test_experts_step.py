@@ -1,0 +1,239 @@
+"""A step's mixture of experts: the Triton kernels against their references in float64, and what is compiled of them.
+
+Without a GPU the kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from ostinato.delegate.errors import ExportError
+from ostinato.export.formats import pack_int4
+from ostinato.export.kernels.experts import reference, step_triton
+from ostinato.export.kernels.operands import Norm, Weight
+
+from ...comparison import relative_error
+from .conftest import report_of, spilling
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+F32, BF16 = torch.float32, torch.bfloat16
+EPS = 1e-6
+# In the order of a step.
+WRITTEN = {"route_logits_early": ["logits"], "experts_gate_up_early": ["hidden"], "experts_down_early": ["out"]}
+# Relative to the reference in float64: the kernels compute in float32 and round to the dtype once.
+TOLERANCE = {F32: 3e-6, BF16: 4e-3}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`shared` is the shared expert's inner size, None without one."""
+
+    experts: int = 8
+    top_k: int = 2
+    hidden: int = 128
+    inner: int = 64
+    shared: int | None = 64
+    group: int = 64
+    dtype: torch.dtype = BF16
+
+
+# The interpreter takes half a second per program: few programs there, all sizes on a GPU.
+SHAPES: tuple[Shape, ...] = (
+    Shape(),
+    Shape(dtype=F32),
+    Shape(hidden=64, shared=128, group=32),
+    Shape(experts=40, top_k=3, hidden=320, shared=None),
+    Shape(experts=1, top_k=1, inner=192, shared=None, group=32, dtype=F32),
+)
+if DEVICE == "cuda":
+    FLAGSHIP = Shape(256, 8, 2048, 512, 512, 128)
+    SHAPES += (
+        Shape(hidden=192, inner=192, shared=None, group=32, dtype=F32),
+        Shape(experts=40, top_k=3, hidden=320, group=64),
+        Shape(experts=33, top_k=5, hidden=384, inner=128, shared=256, group=128),
+        Shape(experts=1, top_k=1, shared=None),
+        Shape(experts=5, top_k=5, hidden=1024, dtype=F32),
+        FLAGSHIP,
+        *(replace(FLAGSHIP, group=group) for group in (32, 64)),
+        replace(FLAGSHIP, dtype=F32),
+        Shape(512, 10, 2048, 512, 512, 128),
+        Shape(128, 8, 4096, 1536, None, 128),
+        Shape(60, 4, 5120, 768, 3072),
+    )
+IDS = [f"{s.experts}-{s.top_k}-{s.hidden}-{s.inner}-{s.shared}-{s.group}-{str(s.dtype)[6:]}" for s in SHAPES]
+
+
+class Layer:
+    """Random arguments of the three operators."""
+
+    def __init__(self, shape: Shape, seed: int = 0) -> None:
+        self.shape, self.generator = shape, torch.Generator().manual_seed(seed)
+        experts, size, inner = shape.experts, shape.hidden, shape.inner
+        self.h = self.normal(1, size).to(shape.dtype)
+        self.norm = Norm(self.normal(size) * 0.3, EPS)
+        self.gate = (self.normal(experts, size) * size**-0.5).to(shape.dtype)
+        self.gate_up = self.int4(experts, 2 * inner, size)
+        self.down = self.int4(experts, size, inner)
+        self.shared_gate: Tensor | None = None
+        self.shared_gate_up: Weight | None = None
+        self.shared_down: Weight | None = None
+        if shape.shared is not None:
+            self.shared_gate = (self.normal(1, size) * size**-0.5).to(shape.dtype)
+            self.shared_gate_up = self.int4(2 * shape.shared, size)
+            self.shared_down = self.int4(size, shape.shared)
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self.generator).to(DEVICE)
+
+    def int4(self, *size: int) -> Weight:
+        q = torch.randint(-8, 8, size, generator=self.generator)
+        scale = self.normal(*size[:-1], size[-1] // self.shape.group) * size[-1] ** -0.5 / 4
+        return Weight(pack_int4(q).to(DEVICE), scale.bfloat16())
+
+    def logits(self) -> Tensor:
+        return self.normal(1, self.shape.experts + (self.shared_gate is not None)).to(self.shape.dtype)
+
+    @property
+    def exact_norm(self) -> Norm:
+        return Norm(self.norm.weight.double(), EPS)
+
+    def inner(self, logits: Tensor) -> Tensor:
+        arguments = self.shape.top_k, self.gate_up, self.shared_gate_up
+        return step_triton.experts_gate_up(self.h, self.norm, logits, *arguments)
+
+    def exact_inner(self, logits: Tensor) -> Tensor:
+        arguments = self.shape.top_k, self.gate_up, self.shared_gate_up
+        return reference.experts_gate_up(self.h.double(), self.exact_norm, logits.double(), *arguments)
+
+    def hidden(self) -> Tensor:
+        return self.normal(1, self.shape.top_k * self.shape.inner + (self.shape.shared or 0)).to(self.shape.dtype)
+
+    def out(self, hidden: Tensor, logits: Tensor) -> Tensor:
+        return step_triton.experts_down(hidden, logits, self.shape.top_k, self.down, self.shared_down, self.h)
+
+    def exact_out(self, hidden: Tensor, logits: Tensor) -> Tensor:
+        arguments = self.shape.top_k, self.down, self.shared_down, self.h.double()
+        return reference.experts_down(hidden.double(), logits.double(), *arguments)
+
+
+@pytest.fixture(params=SHAPES, ids=IDS)
+def layer(request: pytest.FixtureRequest) -> Layer:
+    return Layer(request.param)
+
+
+def double(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.double()
+
+
+def test_logits(layer: Layer) -> None:
+    arguments = layer.h, layer.norm, layer.gate, layer.shared_gate
+    logits = step_triton.route_logits(*arguments)
+    exact = reference.route_logits(layer.h.double(), layer.exact_norm, layer.gate.double(), double(layer.shared_gate))
+    assert logits.dtype == layer.shape.dtype and logits.shape == exact.shape
+    assert relative_error(logits, exact) < TOLERANCE[layer.shape.dtype]
+    assert torch.equal(logits, step_triton.route_logits(*arguments))
+
+
+def test_gate_up(layer: Layer) -> None:
+    logits = layer.logits()
+    hidden, exact = layer.inner(logits), layer.exact_inner(logits)
+    assert hidden.dtype == layer.shape.dtype and hidden.shape == exact.shape
+    assert relative_error(hidden, exact) < TOLERANCE[layer.shape.dtype]
+    assert torch.equal(hidden, layer.inner(logits))
+
+
+def test_down(layer: Layer) -> None:
+    hidden, logits = layer.hidden(), layer.logits()
+    out, exact = layer.out(hidden, logits), layer.exact_out(hidden, logits)
+    assert out.dtype == layer.shape.dtype and out.shape == layer.h.shape
+    assert relative_error(out, exact) < TOLERANCE[layer.shape.dtype]
+    assert torch.equal(out, layer.out(hidden, logits))
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(3, F32), (70, BF16)], ids=str)
+def test_equal_logits(experts: int, dtype: torch.dtype) -> None:
+    """The lower index first; zeros of both signs are equal. Another expert would give a very different result."""
+    layer = Layer(Shape(experts, 3, 64, 64, None, 32, dtype))
+    values = torch.tensor([-9.0, -2.5, -1e-30, -0.0, 0.0, 1e-30, 7.0, 9.0])
+    hidden = layer.hidden()
+    for top in (3, 5, 8) if DEVICE == "cuda" else (5,):
+        picks = torch.randint(0, top, (1, experts), generator=layer.generator)
+        logits = values[picks].to(DEVICE, dtype)
+        assert relative_error(layer.inner(logits), layer.exact_inner(logits)) < TOLERANCE[dtype]
+        assert relative_error(layer.out(hidden, logits), layer.exact_out(hidden, logits)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    "config", [step_triton.Config(1 << 16, 16, 1), step_triton.Config(1 << 16, 4, 2)][: 1 + (DEVICE == "cuda")], ids=str
+)
+def test_rows_in_several_tiles(config: step_triton.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the shared expert's: several rows per tile, in several tiles, or one row in several tiles."""
+    monkeypatch.setattr(step_triton, "GATE_UP", config)
+    monkeypatch.setattr(step_triton, "DOWN", config)
+    layer = Layer(Shape(2, 1, 2624, 64, None, 64))
+    logits = layer.logits()
+    assert relative_error(layer.inner(logits), layer.exact_inner(logits)) < TOLERANCE[BF16]
+    for shared in (64, 1600):
+        layer = Layer(Shape(4, 3, 64, 576, shared, 32))
+        hidden, logits = layer.hidden(), layer.logits()
+        assert relative_error(layer.out(hidden, logits), layer.exact_out(hidden, logits)) < TOLERANCE[BF16]
+
+
+def test_nan_shows() -> None:
+    layer = Layer(Shape())
+    logits = layer.logits()
+    layer.h[0, 77] = torch.nan
+    assert step_triton.route_logits(layer.h, layer.norm, layer.gate, layer.shared_gate).isnan().all()
+    hidden = layer.inner(logits)
+    assert hidden.isnan().all()
+    assert layer.out(hidden, logits).isnan().all()
+
+
+def test_refusals() -> None:
+    layer = Layer(Shape())
+    layer.shared_gate_up = Layer(Shape(group=32)).shared_gate_up
+    with pytest.raises(ExportError, match="shared expert's int4 weights"):
+        layer.inner(layer.logits())
+    layer = Layer(Shape())
+    assert layer.gate_up.scale is not None
+    values, scale = (tensor[:, :64].contiguous() for tensor in (layer.gate_up.values, layer.gate_up.scale))
+    layer.gate_up = Weight(values, scale)
+    with pytest.raises(ExportError, match="intermediate size must be a multiple"):
+        layer.inner(layer.logits())
+
+
+def test_weights_in_a_floating_dtype_are_refused() -> None:
+    layer = Layer(Shape())
+    logits, hidden = layer.logits(), layer.hidden()
+    layer.shared_gate_up, layer.down = Weight(layer.h), Weight(layer.h[None])
+    with pytest.raises(ExportError, match="take int4 weights"):
+        layer.inner(logits)
+    with pytest.raises(ExportError, match="take int4 weights"):
+        layer.out(hidden, logits)
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """See `compiling_experts_step`."""
+    return report_of("experts_step")
+
+
+def test_nothing_spills(report: dict[str, Any]) -> None:
+    assert {entry["kernel"] for entry in report["compiled"]} == set(WRITTEN)
+    assert spilling(report, {}, {("route_logits_early", "fp32"): 24}) == []
+
+
+def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
+    """As Inductor sees it within `early_kernels_analysed_as_pure`: what it takes for written it copies and keeps in order."""
+    assert report["written"] == WRITTEN
+
+
+def test_traced(report: dict[str, Any]) -> None:
+    assert report["traced"] == [f"ostinato.{name.removesuffix('_early')}.default" for name in WRITTEN]

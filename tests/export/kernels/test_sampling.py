@@ -1,0 +1,348 @@
+"""Sampling: known answers, statistics, the reference against sorting in float64, the kernel against the reference."""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from ostinato.delegate.sampling import Sampling, SamplingInputs, gumbel_noise, philox
+from ostinato.export.kernels.sampling import reference, sample_triton
+
+from .conftest import report_of, run_compiled
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB = 248_320
+OPTIONS = [
+    Sampling(),
+    Sampling(0.0, 3, 0.5),
+    Sampling(1.0),
+    Sampling(0.6, 20, 0.95),
+    Sampling(1.0, 1),
+    Sampling(0.7, top_p=0.9),
+    Sampling(2.5, 7),
+    Sampling(1.0, 10_000_000, 0.3),
+    Sampling(1.0, top_p=1e-6),
+    Sampling(1e-4, 5, 0.99),
+]
+SIZES = [1, 97, 300]
+if DEVICE == "cuda":
+    OPTIONS += [Sampling(1.0, 100, 0.999), Sampling(1.0, 1000), Sampling(1.3, 50_000, 0.9999)]
+    SIZES += [2048, 2049, 151_936, VOCAB]
+
+
+def draw_logits(kind: str, vocab: int, seed: int = 0) -> Tensor:
+    x = torch.randn(1, vocab, generator=torch.Generator().manual_seed(seed))
+    if kind == "peaked":
+        x = x.mul(12).sub(30)
+    if kind == "flat":
+        x = x.mul(1e-3)
+    if kind == "tied":
+        x = x.mul(1.5).round()
+    return x.to(DEVICE)
+
+
+KINDS = ["random", "peaked", "flat", "tied"]
+
+
+class Arguments:
+    """What a sampling call reads besides the logits, on the device, and a workspace. `seed`: 64 bits, signed or not."""
+
+    def __init__(self, options: Sampling, seed: int = 0) -> None:
+        inputs = replace(options, seed=seed % 2**64).inputs()
+        self.how = SamplingInputs(*(value.to(DEVICE) for value in inputs))
+        self.workspace = torch.zeros(reference.workspace_size(), dtype=torch.int64, device=DEVICE)
+
+    def sample(self, function: Callable[..., Tensor], logits: Tensor, position: int) -> int:
+        token = function(logits, torch.tensor([position], device=DEVICE), self.how, self.workspace)
+        assert token.shape == (1, 1) and token.dtype == torch.int64
+        assert self.workspace[0] == 0
+        return int(token)
+
+
+def kept_tokens(logits: Tensor, options: Sampling) -> tuple[Tensor, Tensor]:
+    """(tokens that are kept, tokens that are not), most likely first, by sorting in float64."""
+    x, order = logits[0].double().cpu().sort(descending=True, stable=True)
+    inside = x >= x[min(options.top_k or len(x), len(x)) - 1]
+    probabilities = (x / options.temperature).masked_fill(~inside, -torch.inf).softmax(0)
+    needed = int((probabilities.cumsum(0) < options.top_p - 1e-9).sum()) + 1 if options.top_p < 1 else len(x)
+    inside &= x >= x[min(needed, int(inside.sum())) - 1]
+    return order[inside], order[~inside]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Those of Random123's file `kat_vectors`."""
+    words = [torch.tensor([word]) for word in (*counter, *key)]
+    found = philox((words[0], words[1], words[2], words[3]), (words[4], words[5]))
+    assert tuple(int(word) for word in found) == expected
+
+
+def test_noise_is_of_seed_position_and_token() -> None:
+    def noise(seed: int, position: int, count: int) -> Tensor:
+        return gumbel_noise(torch.tensor([seed]), torch.tensor([position]), count)
+
+    assert torch.equal(noise(5, 7, 10), noise(5, 7, 333)[:10])
+    drawn = torch.stack([noise(seed, place, 333) for seed in (0, 1, 2**32, -1) for place in (0, 1, 2**32)]).flatten()
+    assert drawn.isfinite().all() and len(drawn.unique()) > 0.999 * len(drawn)
+
+
+def test_noise_has_gumbels_moments() -> None:
+    noise = torch.cat([gumbel_noise(torch.tensor([3]), torch.tensor([place]), 50_000) for place in range(4)]).double()
+    deviation = torch.pi / 6**0.5
+    assert abs(noise.mean() - 0.5772156649) < 4 * deviation / len(noise) ** 0.5
+    assert abs(noise.std() / deviation - 1) < 0.01
+    # Euler's distribution function at a few places, to four standard deviations.
+    for x in (-1.5, 0.0, 1.0, 5.0, 8.0):
+        below = torch.tensor(-x).double().exp().neg().exp()
+        assert abs((noise < x).double().mean() - below) < 4 * (below * (1 - below) / len(noise)) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "options", [Sampling(1.0), Sampling(0.7, 6), Sampling(1.5, top_p=0.8), Sampling(0.8, 7, 0.9)], ids=str
+)
+def test_frequencies(options: Sampling) -> None:
+    """Chi-square of draws against the softmax of what is kept, at one seed, over places."""
+    logits = draw_logits("random", 11, seed=1)
+    kept, _ = kept_tokens(logits, options)
+    function = sample_triton.sample if DEVICE == "cuda" else reference.sample
+    arguments, draws = Arguments(options, seed=99), 3000
+    counts = torch.zeros(11, dtype=torch.float64)
+    for position in range(draws):
+        counts[arguments.sample(function, logits, position)] += 1
+    expected = (logits[0].double().cpu()[kept] / options.temperature).softmax(0) * draws
+    assert counts[kept].sum() == draws
+    statistic = ((counts[kept] - expected) ** 2 / expected).sum()
+    freedom = len(kept) - 1
+    # By Wilson and Hilferty, one in 3,000 is above.
+    assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.4 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options", [Sampling(1.0, 5), Sampling(1.0, top_p=0.7), Sampling(0.9, 12, 0.8), Sampling(2.0, 40, 0.99)], ids=str
+)
+def test_kept_set(kind: str, options: Sampling) -> None:
+    """Where the last token that is kept wins it is drawn, and where the first that is not would win it is not."""
+    vocab = 61
+    logits = draw_logits(kind, vocab, seed=4) * (0.1 if kind == "peaked" else 1)
+    kept, dropped = kept_tokens(logits, options)
+    arguments = Arguments(options, seed=11)
+    seed, places = arguments.how.seed.cpu(), torch.arange(4000).unsqueeze(1)
+    noise = torch.vmap(lambda place: gumbel_noise(seed, place, vocab))(places)
+    scores = logits[0].cpu() / options.temperature + noise
+    last = (scores[:, kept].argmax(1) == len(kept) - 1).nonzero().flatten()[:3]
+    first = (scores.argmax(1) == dropped[0]).nonzero().flatten()[:3]
+    assert len(last) and len(first)
+    for place in torch.cat([last, first]).tolist():
+        expected = int(kept[scores[place, kept].argmax()])
+        assert arguments.sample(reference.sample, logits, place) == expected
+        assert arguments.sample(sample_triton.sample, logits, place) == expected
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("vocab", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernel_draws_as_the_reference(kind: str, vocab: int, options: Sampling) -> None:
+    for seed in range(10 if DEVICE == "cuda" else 1):
+        logits = draw_logits(kind, vocab, seed)
+        arguments = Arguments(options, seed=seed * 0x123456789ABCDEF - 5)
+        place = 7 + (seed << 33)
+        expected = arguments.sample(reference.sample, logits, place)
+        for _ in range(2):
+            assert arguments.sample(sample_triton.sample, logits, place) == expected
+
+
+def test_ties_go_to_the_first() -> None:
+    logits = torch.tensor([[1.0, 3.0, 0.0, 3.0, 3.0]], device=DEVICE)
+    zeros = torch.tensor([[-1.0, -0.0, 0.0]], device=DEVICE)
+    for function in (reference.sample, sample_triton.sample):
+        assert Arguments(Sampling()).sample(function, logits, 0) == 1
+        assert Arguments(Sampling()).sample(function, zeros, 0) == 1
+        # All three that are as likely as the first are kept.
+        drawn = {Arguments(Sampling(1.0, 1, 0.2)).sample(function, logits, place) for place in range(25)}
+        assert drawn == {1, 3, 4}
+
+
+@pytest.mark.parametrize(
+    "options", [Sampling(), Sampling(1.0), Sampling(1.0, 2, 0.9), Sampling(0.5, top_p=0.5)], ids=str
+)
+def test_infinity_and_nan(options: Sampling) -> None:
+    nan, inf = torch.nan, torch.inf
+    cases = {(nan, 1.0, -inf, nan): {1}, (nan,) * 3: {0}, (-inf,) * 3: {0}, (0.0, inf, nan, -inf): {1}}
+    for numbers, allowed in cases.items():
+        logits = torch.tensor([numbers], device=DEVICE)
+        for function in (reference.sample, sample_triton.sample):
+            assert Arguments(options).sample(function, logits, 3) in allowed
+
+
+@pytest.mark.parametrize("function", ["reference", "kernel"])
+def test_steps_draw_what_single_calls_draw(function: str) -> None:
+    module: Any = reference if function == "reference" else sample_triton
+    arguments = Arguments(Sampling(0.9, 30, 0.95), seed=2**63 - 1)
+    position = torch.tensor([40], device=DEVICE)
+    token = torch.tensor([[3]], device=DEVICE)
+    for step in range(4):
+        logits = draw_logits("random", 120, seed=step)
+        drawn = module.sample_next(logits, position, token, arguments.how, arguments.workspace)
+        assert int(position) == 41 + step
+        assert torch.equal(drawn, token) and drawn.data_ptr() != token.data_ptr()
+        assert int(drawn) == arguments.sample(reference.sample, logits, 41 + step)
+
+
+class Exported(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("workspace", torch.zeros(reference.workspace_size(), dtype=torch.int64))
+
+    def forward(self, logits: Tensor, position: Tensor, token: Tensor, how: SamplingInputs) -> Tensor:
+        return reference.sample_next(logits, position, token, how, self.workspace)  # type: ignore[arg-type]
+
+
+def test_reference_is_exported() -> None:
+    def inputs(options: Sampling) -> tuple[Any, ...]:
+        how = SamplingInputs(*(value.cpu() for value in Arguments(options, seed=17).how))
+        return draw_logits("random", 50).cpu(), torch.tensor([8]), torch.tensor([[1]]), how
+
+    program = torch.export.export(Exported(), inputs(OPTIONS[0])).run_decompositions()
+    for options in OPTIONS:
+        found, expected = inputs(options), inputs(options)
+        assert torch.equal(program.module()(*found), Exported()(*expected))
+        assert int(found[1]) == int(expected[1]) == 9 and torch.equal(found[2], expected[2])
+
+
+def run_program(index: int, programs: int, arguments: tuple[Tensor, ...], vocab: int, block: int) -> None:
+    """One program of several, in a process of its own."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    set_index, set_count = builder.set_grid_idx, builder.set_grid_dim
+    builder.set_grid_idx = lambda *_: set_index(index, 0, 0)
+    builder.set_grid_dim = lambda *_: set_count(programs, 1, 1)
+    torch.set_num_threads(1)
+    sample_triton.sample_early[(1,)](*arguments, VOCAB=vocab, PROGRAMS=programs, BLOCK=block, NEXT=True, EARLY=False)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the GPU runs several programs in the tests above")
+@pytest.mark.parametrize(
+    "options",
+    [Sampling(), Sampling(1.0), Sampling(0.8, top_p=0.9), Sampling(0.6, 2), Sampling(1.1, 20, 0.9)],
+    ids=str,
+)
+def test_programs_that_meet(options: Sampling) -> None:
+    """Three programs at once, on shared memory."""
+    vocab, block, programs = 300, 128, 3
+    sampling = Arguments(options, seed=23)
+    position, token, out = torch.tensor([5]), torch.tensor([[0]]), torch.tensor([[-1]])
+    context = multiprocessing.get_context("fork")
+    for step in range(3):
+        logits = draw_logits("random", vocab, seed=step)
+        arguments = (logits, position, token, *sampling.how, sampling.workspace, out)
+        for tensor in arguments:
+            tensor.share_memory_()
+        running = [
+            context.Process(target=run_program, args=(index, programs, arguments, vocab, block), daemon=True)
+            for index in range(programs)
+        ]
+        for process in running:
+            process.start()
+        for process in running:
+            process.join(60)
+            process.kill()
+        assert [process.exitcode for process in running] == [0] * programs
+        expected = reference.sample(logits, torch.tensor([6 + step]), sampling.how, sampling.workspace)
+        assert int(out) == int(token) == int(expected)
+        assert int(position) == 6 + step and int(sampling.workspace[0]) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_replay_reads_new_values() -> None:
+    arguments = Arguments(Sampling())
+    logits = draw_logits("random", VOCAB)
+    position, token = torch.tensor([0], device=DEVICE), torch.tensor([[0]], device=DEVICE)
+    sample_triton.sample_next(logits, position, token, arguments.how, arguments.workspace)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sample_triton.sample_next(logits, position, token, arguments.how, arguments.workspace)
+    for step, options in enumerate(OPTIONS * 5):
+        fresh = Arguments(options, seed=step)
+        for kept, new in zip(arguments.how, fresh.how, strict=True):
+            kept.copy_(new)
+        logits.copy_(draw_logits(KINDS[step % 4], VOCAB, step))
+        position.fill_(step)
+        graph.replay()
+        assert int(position) == step + 1
+        assert int(token) == fresh.sample(reference.sample, logits, step + 1)
+
+
+@pytest.fixture(scope="module")
+def report() -> list[dict[str, Any]]:
+    """See `compiling_sampling`."""
+    return report_of("sampling")
+
+
+def test_nothing_spills(report: list[dict[str, Any]]) -> None:
+    """On a GPU with few multiprocessors, 16 logits per thread do, which is slow but right."""
+    assert [entry for entry in report if entry["spilled"] and entry["processors"] > 16] == []
+
+
+def test_exactly_what_changes_is_written(report: list[dict[str, Any]]) -> None:
+    """As Inductor sees it where kernels do not start early: what it takes for written, it copies and keeps in order."""
+    written = {entry["function"]: entry["written"] for entry in report if entry["capability"] < 90}
+    assert written == {"sample": ["out", "workspace"], "sample_next": ["out", "position_ptr", "token", "workspace"]}
+
+
+TRACE = """
+import torch
+from ostinato.delegate.sampling import Sampling, SamplingInputs
+from ostinato.export.kernels.sampling.reference import workspace_size
+from ostinato.export.kernels.sampling.sample_triton import sample, sample_next
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name, value in Sampling().inputs()._asdict().items():
+            self.register_buffer(name, value)
+        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("token", torch.zeros(1, 1, dtype=torch.int64))
+        self.register_buffer("workspace", torch.zeros(workspace_size(), dtype=torch.int64))
+
+    def forward(self, logits):
+        how = SamplingInputs(*(getattr(self, name) for name in SamplingInputs._fields))
+        first = sample(logits, self.position, how, self.workspace)
+        return first, sample_next(logits, self.position, self.token, how, self.workspace)
+
+program = torch.export.export(Layer(), (torch.zeros(1, 300),), strict=False)
+print([str(node.target) for node in program.graph.nodes if "ostinato" in str(node.target)])
+program = program.run_decompositions({})
+print(sorted(program.graph_signature.buffers_to_mutate.values()))
+print([tuple(node.meta["val"].shape) for node in program.graph.output_node().args[0][-2:]])
+"""
+
+
+def test_traced() -> None:
+    """The parameters go through as one list, and none of them is taken for written."""
+    operators, buffers, shapes = map(ast.literal_eval, run_compiled("-c", TRACE).splitlines())
+    assert operators == ["ostinato.sample.default", "ostinato.sample_next.default"]
+    assert buffers == ["position", "token", "workspace"]
+    assert shapes == [(1, 1), (1, 1)]

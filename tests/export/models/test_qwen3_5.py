@@ -1,0 +1,170 @@
+"""Our network against transformers' of the same weights, in random tiny shapes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3_5ForConditionalGeneration
+from transformers.models.qwen3_5 import Qwen3_5Config
+
+from ostinato.export.models import LanguageModel
+
+from ..references import (
+    BASE,
+    CASES,
+    LENGTHS,
+    Reference,
+    draw_weights,
+    load_ours,
+    make_reference,
+    relative_error,
+    text_config,
+)
+
+MAX_SEQ_LEN, STEPS, TOLERANCE = 256, 3, 1e-4
+# Where rounding cannot choose other experts: how far the worst position may be off. Measured are 0.036 and 0.077, and for
+# transformers' own bfloat16 0.05 and 0.12.
+EACH_CLOSE = {"every-expert": 5e-2, "dense": 0.15}
+Get = Callable[[str], Reference]
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Get:
+    made: dict[str, Reference] = {}
+
+    def get(case: str) -> Reference:
+        if case not in made:
+            folder = tmp_path_factory.mktemp(case)
+            made[case] = make_reference(folder, CASES[case], seed=list(CASES).index(case))
+        return made[case]
+
+    return get
+
+
+@torch.no_grad()
+def run(model: LanguageModel, tokens: Tensor, begin: int, end: int) -> Tensor:
+    """Logits [vocab] after tokens `begin` to `end`, as one call."""
+    return model(tokens[:, begin:end], torch.arange(begin, end))[0]
+
+
+def converse(model: LanguageModel, tokens: Tensor, length: int, steps: int = STEPS) -> list[Tensor]:
+    """Prefill of `length` tokens, then `steps` decode steps; the logits of each call."""
+    prefill = run(model, tokens, 0, length)
+    return [prefill, *(run(model, tokens, at, at + 1) for at in range(length, length + steps))]
+
+
+def check(found: list[Tensor], expected: Tensor, what: str) -> None:
+    errors = [relative_error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
+    assert max(errors) < TOLERANCE, f"{what}: relative errors of prefill and decode steps {errors}"
+
+
+def test_random_models_are_sensitive(reference: Get) -> None:
+    """A mistake in any one block would show: without any one parameter the logits are others."""
+    for case in ("three-to-one", "biases", "dense", "dense-biases"):
+        ref = reference(case)
+        tokens = ref.tokens(65)
+        expected = ref.logits(tokens)
+        for name, parameter in ref.model.named_parameters():
+            kept = parameter.clone()
+            parameter.zero_()
+            moved = relative_error(ref.logits(tokens), expected)
+            parameter.copy_(kept)
+            assert moved > 1e-2, f"{case}: without {name} the logits move by {moved:.1e} only"
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("case", CASES)
+def test_prefill_and_decode(reference: Get, case: str, length: int) -> None:
+    ref = reference(case)
+    tokens = ref.tokens(length + STEPS, seed=length)
+    expected = ref.logits(tokens)[length - 1 :]
+    check(converse(load_ours(ref.folder, MAX_SEQ_LEN), tokens, length), expected, f"{case}, {length} tokens")
+
+
+def test_text_model_of_a_multimodal_dense_checkpoint(tmp_path: Path) -> None:
+    """`model.language_model.` before the names, and tied embeddings that only the outer config states."""
+    text = text_config({**BASE, "intermediate_size": 40}).to_dict()
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+    vision |= {"out_hidden_size": BASE["hidden_size"], "num_position_embeddings": 16}
+    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    model = Qwen3_5ForConditionalGeneration(config).eval().requires_grad_(False)
+    draw_weights(model, seed=7)
+    model.save_pretrained(tmp_path)
+    tokens = torch.arange(70 + STEPS)[None] % BASE["vocab_size"]
+    expected = model(input_ids=tokens).logits[0, 69:]
+    check(converse(load_ours(tmp_path, MAX_SEQ_LEN), tokens, 70), expected, "the text model")
+
+
+@pytest.mark.parametrize("max_seq_len", (40, 64, 65, 128, 129, 192, 193, 512))
+def test_prompt_as_long_as_can_be(reference: Get, max_seq_len: int) -> None:
+    """The number of chunks reaches its bound, and the state after it is whole."""
+    ref = reference("all-linear")
+    length = max_seq_len - 1
+    tokens = ref.tokens(max_seq_len)
+    expected = ref.logits(tokens)[length - 1 :]
+    check(converse(load_ours(ref.folder, max_seq_len), tokens, length, steps=1), expected, f"max_seq_len {max_seq_len}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_prefill_in_two_parts(reference: Get, case: str) -> None:
+    ref = reference(case)
+    tokens = ref.tokens(120 + STEPS)
+    model = load_ours(ref.folder, MAX_SEQ_LEN)
+    first = run(model, tokens, 0, 70)
+    found = [run(model, tokens, 70, 120), *(run(model, tokens, at, at + 1) for at in range(120, 120 + STEPS))]
+    expected = ref.logits(tokens)
+    check([first], expected[69:70], f"{case}, the first part")
+    check(found, expected[119:], f"{case}, the second part")
+    whole = converse(load_ours(ref.folder, MAX_SEQ_LEN), tokens, 120)
+    check(found, torch.stack(whole), f"{case}, against one prefill")
+
+
+@pytest.mark.parametrize("split", (1, 2, 63, 64, 65))
+def test_prefill_continues_after_awkward_splits(reference: Get, split: int) -> None:
+    ref = reference("three-to-one")
+    tokens = ref.tokens(100)
+    model = load_ours(ref.folder, MAX_SEQ_LEN)
+    run(model, tokens, 0, split)
+    check([run(model, tokens, split, 100)], ref.logits(tokens)[99:], f"prefill of {split}, then of {100 - split}")
+
+
+def test_decode_from_the_first_token(reference: Get) -> None:
+    ref = reference("three-to-one")
+    tokens = ref.tokens(20)
+    model = load_ours(ref.folder, MAX_SEQ_LEN)
+    check(converse(model, tokens, 1, steps=19), ref.logits(tokens), "token by token")
+
+
+@pytest.mark.parametrize("length", (1, 2, 70))
+@pytest.mark.parametrize("case", ("three-to-one", "all-linear", "all-full", "short-convolution", "dense"))
+def test_second_conversation_equals_a_fresh_model(reference: Get, case: str, length: int) -> None:
+    ref = reference(case)
+    used = load_ours(ref.folder, MAX_SEQ_LEN)
+    converse(used, ref.tokens(203, seed=1), 200)
+    tokens = ref.tokens(length + STEPS, seed=2)
+    second = converse(used, tokens, length)
+    fresh = converse(load_ours(ref.folder, MAX_SEQ_LEN), tokens, length)
+    for after, before in zip(second, fresh, strict=True):
+        assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_is_close_to_float32(reference: Get, case: str, tmp_path: Path) -> None:
+    """Rounding can choose another expert at some position, so the median counts; where it cannot, each position does."""
+    ref = reference(case)
+    tokens = ref.tokens(LENGTHS[-1] + STEPS)
+    exact, rounded = load_ours(ref.folder, MAX_SEQ_LEN), load_ours(ref.folder, MAX_SEQ_LEN, torch.bfloat16)
+    assert {p.dtype for n, p in rounded.named_parameters() if n.endswith("proj.weight")} == {torch.bfloat16}
+    errors = []
+    for length in LENGTHS:
+        pairs = zip(converse(rounded, tokens, length), converse(exact, tokens, length), strict=True)
+        errors += [relative_error(ours, full) for ours, full in pairs]
+    assert max(errors) < float("inf")
+    assert statistics.median(errors) < 5e-2
+    if case in EACH_CLOSE:
+        assert max(errors) < EACH_CLOSE[case]

@@ -1,0 +1,62 @@
+"""Networks in small shapes of the published configs, for tests that need no checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ostinato.export.models import LanguageModel, ModelConfig, build_network, find_family, read_config
+from ostinato.export.models.qwen3_5 import Qwen3_5Config
+from ostinato.export.weights.dummy import DummyWeights
+from ostinato.export.weights.stream import QuantizedWeights, materialise
+
+CPU = torch.device("cpu")
+CONFIGS = Path(__file__).resolve().parents[1] / "assets" / "configs"
+
+# Shapes that a CPU computes in milliseconds; what they leave out is as published.
+SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "rotary_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+FAMILIES: dict[str, dict[str, int]] = {
+    "Qwen3.5-35B-A3B": {
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+    "Qwen3.5-0.8B": {"intermediate_size": 256},
+}
+
+
+def config_of(family: str, layers: int = 8, **changes: Any) -> ModelConfig:
+    """The published config in a small shape, by default with two layers of full attention."""
+    config = read_config(CONFIGS / family)[1]
+    return replace(config, layer_types=config.layer_types[:layers], **{**SMALL, **FAMILIES[family], **changes})
+
+
+def qwen3_5(config: ModelConfig) -> Qwen3_5Config:
+    """The config as what it is, for what only this family has."""
+    assert isinstance(config, Qwen3_5Config)
+    return config
+
+
+def dummy_weights(network: LanguageModel, seed: int = 0) -> DummyWeights:
+    """Of the network's family, drawn on the CPU."""
+    return find_family(network.config.model_type).dummy_weights(network, CPU, seed=seed)
+
+
+def dummy_network(config: ModelConfig, group_size: int | None, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    network = build_network(config, 128, dtype, group_size=group_size)
+    materialise(network, QuantizedWeights(network, dummy_weights(network), CPU))
+    return network

@@ -1,0 +1,299 @@
+"""Whole artifacts of random models: checkpoint in, logits of the loaded program out, held against transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.delegate import Method, Program, load_program
+from ostinato.delegate.flatbuffer import map_file
+from ostinato.delegate.ptd import Entry, parse_constants
+from ostinato.export import export_model
+from ostinato.export.model import DTYPES
+from ostinato.export.models import build_network, read_config
+from ostinato.export.models.traffic import decode_bytes, kv_bytes_per_token
+
+from ..wrappers import allocations
+from .references import CASES, FULL, LENGTHS, LINEAR, Reference, make_reference, relative_error, stack_rows
+
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A random model and how it is exported."""
+
+    name: str
+    changes: dict[str, Any]
+    seed: int
+    max_seq_len: int
+    dtype: str = "float32"
+
+
+# 251 is prime, so that no other size in the model is a multiple of the caches' length.
+A = Spec("random-a", {"num_hidden_layers": 4, "layer_types": None}, 101, 251)
+B = Spec(
+    "random-b",
+    {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "layer_types": [LINEAR, FULL],
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "linear_num_key_heads": 1,
+        "linear_key_head_dim": 16,
+        "linear_conv_kernel_dim": 3,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": True,
+        "eos_token_id": [7, 9],
+    },
+    102,
+    256,
+)
+SHORT = Spec("random-short", {"layer_types": [FULL, LINEAR], "linear_conv_kernel_dim": 2}, 103, 40)
+HALF = Spec(
+    "random-half",
+    {**CASES["every-expert"], "num_hidden_layers": 2, "layer_types": [LINEAR, FULL]},
+    104,
+    100,
+    "bfloat16",
+)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An exported model beside what it was exported from."""
+
+    spec: Spec
+    path: Path
+    reference: Reference
+
+    @property
+    def constants(self) -> dict[str, Entry]:
+        path = self.path / "model.ptd"
+        return parse_constants(map_file(path), path).entries
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """What the artifact must hold, by our names."""
+        return stack_rows(dict(self.reference.model.named_parameters()))
+
+    def source(self, method: str) -> str:
+        """The C++ wrapper that AOTInductor generated for a method."""
+        return self.path.with_suffix(f".{method}.cpp").read_text()
+
+
+Get = Callable[[Spec], Artifact]
+
+
+@pytest.fixture(scope="session")
+def artifact(exported: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Get:
+    made: dict[str, Artifact] = {}
+
+    def get(spec: Spec) -> Artifact:
+        if spec.name not in made:
+            reference = make_reference(tmp_path_factory.mktemp(spec.name), spec.changes, spec.seed)
+
+            def build(path: Path) -> None:
+                report = export_model(reference.folder, path, max_seq_len=spec.max_seq_len, dtype=spec.dtype)
+                for method, source in report.sources.items():
+                    path.with_suffix(f".{method}.cpp").write_text(source)
+
+            extra = repr(spec) + Path(__file__).with_name("references.py").read_text()
+            made[spec.name] = Artifact(spec, exported(spec.name, build, extra), reference)
+        return made[spec.name]
+
+    return get
+
+
+def run(method: Method, tokens: Tensor, begin: int, end: int) -> Tensor:
+    """Logits [vocab] after tokens `begin` to `end`, as one call."""
+    (logits,) = method.execute((tokens[:, begin:end].contiguous(), torch.arange(begin, end)))
+    return logits[0]
+
+
+def converse(program: Program, tokens: Tensor, length: int, options: dict[str, Any] | None = None) -> list[Tensor]:
+    """Logits of a prefill of `length` tokens and of decode steps over the other ones; one token needs no prefill."""
+    prefill, decode = program.load_method("prefill"), program.load_method("decode", options)
+    first = run(decode if length == 1 else prefill, tokens, 0, length)
+    found = [first, *(run(decode, tokens, at, at + 1) for at in range(length, tokens.shape[1]))]
+    prefill.close()
+    decode.close()
+    return found
+
+
+def errors(found: list[Tensor], expected: Tensor) -> list[float]:
+    return [relative_error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("spec", (A, B), ids=lambda spec: spec.name)
+def test_logits(artifact: Get, spec: Spec) -> None:
+    made = artifact(spec)
+    with load_program(made.path) as program:
+        # The long ones first: the short ones then start from used state.
+        for length in sorted(LENGTHS, reverse=True):
+            tokens = made.reference.tokens(length + STEPS, seed=length)
+            found = errors(converse(program, tokens, length), made.reference.logits(tokens)[length - 1 :])
+            assert max(found) < 1e-4, f"{length} tokens: relative errors of prefill and decode steps {found}"
+
+
+@pytest.mark.parametrize("spec", (A, B), ids=lambda spec: spec.name)
+def test_longest_prompt_and_its_last_token(artifact: Get, spec: Spec) -> None:
+    made = artifact(spec)
+    tokens = made.reference.tokens(spec.max_seq_len)
+    with load_program(made.path) as program:
+        found = errors(converse(program, tokens, spec.max_seq_len - 1), made.reference.logits(tokens)[-2:])
+    assert max(found) < 1e-4, f"relative errors of prefill and decode step {found}"
+
+
+@pytest.mark.parametrize("spec", (A, B), ids=lambda spec: spec.name)
+def test_prefill_in_two_parts(artifact: Get, spec: Spec) -> None:
+    made = artifact(spec)
+    tokens = made.reference.tokens(124)
+    expected = made.reference.logits(tokens)
+    with load_program(made.path) as program:
+        prefill, decode = program.load_method("prefill"), program.load_method("decode")
+        found = [run(prefill, tokens, 0, 70), run(prefill, tokens, 70, 120), run(decode, tokens, 120, 121)]
+    assert max(errors(found, expected[[69, 119, 120]])) < 1e-4
+
+
+def test_replay_on_the_host_gives_equal_answers(artifact: Get) -> None:
+    made = artifact(A)
+    tokens = made.reference.tokens(30)
+    options = {"enable_cuda_graph_for_method": "decode", "cuda_graph_warmup_steps": 2}
+    with load_program(made.path) as program:
+        plain, replayed = converse(program, tokens, 20), converse(program, tokens, 20, options)
+    for one, other in zip(plain, replayed, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_program_shorter_than_a_chunk(artifact: Get) -> None:
+    made = artifact(SHORT)
+    with load_program(made.path) as program:
+        for length in (1, 2, 3, 31, 36, 39):
+            tokens = made.reference.tokens(min(length + STEPS, 40), seed=length)
+            found = errors(converse(program, tokens, length), made.reference.logits(tokens)[length - 1 :])
+            assert max(found) < 1e-4, f"{length} tokens: relative errors of prefill and decode steps {found}"
+
+
+@pytest.mark.parametrize("spec", (A, B, SHORT, HALF), ids=lambda spec: spec.name)
+def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
+    made = artifact(spec)
+    config = made.reference.model.config
+    network = build_network(read_config(made.reference.folder)[1], spec.max_seq_len, DTYPES[spec.dtype])
+    with load_program(made.path) as program:
+        assert program.method_names == {"prefill", "decode", "sample", "decode_sample"}
+        metadata = program.metadata
+        buffers = json.loads(metadata.pop("get_mutable_buffer_metadata"))["mutable_buffers"]
+        # ExecuTorch cannot tell a list of one number from the number.
+        assert metadata == {
+            "get_max_seq_len": spec.max_seq_len,
+            "get_vocab_size": config.vocab_size,
+            "get_n_layers": config.num_hidden_layers,
+            "get_eos_ids": config.eos_token_id,
+            "get_model_type": "qwen3_5_moe_text",
+            "get_activation_dtype": spec.dtype,
+            "get_quantization": "none",
+            "get_decode_bytes": decode_bytes(network),
+            "get_kv_bytes_per_token": kv_bytes_per_token(network),
+            "use_kv_cache": True,
+            "use_sdpa_with_kv_cache": False,
+            "enable_dynamic_shape": True,
+        }
+        prefill, decode = program.load_method("prefill"), program.load_method("decode")
+        for name in ("sample", "decode_sample"):
+            program.load_method(name)
+        assert sorted(program.mutable_buffers) == buffers
+        longest = spec.max_seq_len - 1
+        assert [(spec.name, spec.shape_text) for spec in prefill.inputs] == [
+            ("tokens", f"[1, T=2..{longest}]"),
+            ("input_pos", f"[T=2..{longest}]"),
+        ]
+        assert [spec.shape_text for spec in decode.inputs] == ["[1, 1]", "[1]"]
+        for method in (prefill, decode):
+            assert [spec.value_range for spec in method.inputs] == [(0, config.vocab_size - 1), (0, longest)]
+            assert [(spec.name, spec.dtype, spec.shape_text) for spec in method.outputs] == [
+                ("logits", "float32", f"[1, {config.vocab_size}]")
+            ]
+
+
+@pytest.mark.parametrize("spec", (A, B), ids=lambda spec: spec.name)
+def test_every_parameter_is_stored_once(artifact: Get, spec: Spec) -> None:
+    made = artifact(spec)
+    stored = made.constants
+    wanted = made.parameters
+    assert ("lm_head.weight" in wanted) is not spec.changes.get("tie_word_embeddings", False)
+    assert wanted.keys() <= stored.keys()
+    for name, parameter in wanted.items():
+        assert torch.equal(stored[name].tensor(), parameter), name
+        holders = [key for key, entry in stored.items() if bytes(entry.data) == bytes(stored[name].data)]
+        assert holders == [name]
+    others = {key: entry.nbytes for key, entry in stored.items() if key not in wanted}
+    assert sum(others.values()) < 1024, f"constants that are not parameters: {others}"
+
+
+@pytest.mark.parametrize("spec", (A, B), ids=lambda spec: spec.name)
+def test_state_takes_no_room_and_constants_are_shared(artifact: Get, spec: Spec) -> None:
+    made = artifact(spec)
+    stored = made.constants
+    assert not [key for key in stored if key.endswith(("_cache", "_state"))]
+    wanted = made.parameters
+    needed = sum(entry.nbytes for entry in stored.values())
+    # 128 bytes of alignment, a hash of 64 characters and the names, twice.
+    assert (made.path / "model.ptd").stat().st_size < needed + len(stored) * 700
+    # The one buffer that does not begin with zeros.
+    stored.pop("sampling.top_p")
+    with load_program(made.path) as program:
+        program.load_method("prefill")
+        program.load_method("decode")
+        stats = program.stats
+        assert stats.constants == len(stored)
+        assert stats.shared >= len(wanted)
+        assert stats.bytes_saved >= sum(parameter.nbytes for parameter in wanted.values())
+        assert all(not tensor.any() for tensor in program.mutable_buffers.values())
+
+
+def test_caches_and_experts_are_never_copied(artifact: Get) -> None:
+    """A write that the compiler could not put back in place, or a transpose that became a copy, costs that in every call."""
+    made = artifact(A)
+    config = made.reference.model.config
+    cache = math.prod((config.num_key_value_heads, A.max_seq_len, config.head_dim))
+    experts = math.prod((config.num_experts, config.hidden_size, config.moe_intermediate_size))
+    with load_program(made.path) as program:
+        program.load_method("decode")
+        caches = [tensor for name, tensor in program.mutable_buffers.items() if name.endswith("_cache")]
+        assert [tensor.numel() for tensor in caches] == [cache, cache]
+    for method in ("decode", "prefill"):
+        shapes = allocations(made.source(method))
+        assert len(shapes) > 5
+        assert (1, config.vocab_size) in shapes
+        large = [shape for shape in shapes if math.prod(shape) >= min(cache, experts)]
+        assert not large, f"{method} allocates {large}"
+
+
+def test_bfloat16(artifact: Get) -> None:
+    made = artifact(HALF)
+    stored = made.constants
+    for name, parameter in made.parameters.items():
+        exact = name.endswith(("norm.weight", "A_log", "dt_bias"))
+        assert stored[name].dtype == (torch.float32 if exact else torch.bfloat16), name
+        assert torch.equal(stored[name].tensor(), parameter if exact else parameter.bfloat16()), name
+    with load_program(made.path) as program:
+        for length in (1, 2, 31, 64, 90):
+            tokens = made.reference.tokens(length + STEPS, seed=length)
+            found = errors(converse(program, tokens, length), made.reference.logits(tokens)[length - 1 :])
+            assert max(found) < 5e-2, f"{length} tokens: relative errors of prefill and decode steps {found}"
+        program.load_method("decode")
+        dtypes = {name.rpartition("_")[2]: tensor.dtype for name, tensor in program.mutable_buffers.items()}
+        assert dtypes["cache"] == torch.bfloat16

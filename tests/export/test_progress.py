@@ -1,0 +1,66 @@
+"""What an export shows while it runs."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from ostinato.export import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def last_lines(text: str) -> list[str]:
+    """What stays in each line once all that was written over it is gone."""
+    return [line.rpartition("\r")[2].rstrip() for line in text.removesuffix("\n").split("\n")]
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_a_stage_is_one_line(stream: type[io.StringIO]) -> None:
+    progress = Progress(stream())
+    assert isinstance(progress.stream, io.StringIO)
+    with progress.stage("trace decode"):
+        # Its name is there while it runs.
+        assert progress.stream.getvalue().split() == ["trace", "decode"]
+    with progress.stage("write artifact"):
+        pass
+    progress.note("weights are random")
+    first, second, note = last_lines(progress.stream.getvalue())
+    assert first.split()[:2] == ["trace", "decode"] and first.endswith(" s")
+    assert second.split()[:2] == ["write", "artifact"] and second.endswith(" s")
+    assert note == "  weights are random"
+    assert ("\r" in progress.stream.getvalue()) is (stream is Terminal)
+    assert list(progress.seconds) == ["trace decode", "write artifact"]
+    assert all(seconds >= 0 for seconds in progress.seconds.values())
+
+
+def test_a_failed_stage_says_so() -> None:
+    progress = Progress(io.StringIO())
+    with pytest.raises(ZeroDivisionError), progress.stage("compile"):
+        raise ZeroDivisionError
+    assert isinstance(progress.stream, io.StringIO)
+    assert "compile" in progress.stream.getvalue() and "failed after 0." in progress.stream.getvalue()
+    assert progress.seconds == {}
+
+
+def test_bytes_are_a_bar_on_a_terminal_alone() -> None:
+    for stream in (io.StringIO(), Terminal()):
+        progress = Progress(stream)
+        with progress.stage("write constants"), progress.bytes(4 * 10**9) as advance:
+            for _ in range(4):
+                advance(10**9)
+        (line,) = last_lines(stream.getvalue())
+        assert line.split()[:2] == ["write", "constants"] and line.endswith(" s")
+        assert ("4.00G" in stream.getvalue()) is stream.isatty()
+
+
+def test_without_a_stream_the_times_are_kept() -> None:
+    progress = Progress()
+    with progress.stage("write"), progress.bytes(10) as advance:
+        advance(10)
+    progress.note("nothing is written")
+    assert list(progress.seconds) == ["write"]

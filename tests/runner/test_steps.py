@@ -1,0 +1,170 @@
+"""From token to token: on the device and on the host the same ones, which a seed repeats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.delegate import ArtifactError, Program, StateKind, load_program
+from ostinato.delegate.sampling import draw
+from ostinato.runner import Engine, Sampling
+from ostinato.runner.model import Model
+from ostinato.runner.steps import DeviceSteps, HostSteps
+
+PROMPT = [5, 99, 7, 1200, 31]
+COUNT = 24
+HOT = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=11)
+
+
+def answer(engine: Engine, sampling: Sampling, count: int = COUNT) -> list[int]:
+    return list(engine.generate_tokens(PROMPT, max_new_tokens=count, sampling=sampling, ignore_eos=True))
+
+
+def walk(steps: HostSteps | DeviceSteps, sampling: Sampling, count: int = COUNT) -> list[int]:
+    return [steps.begin(PROMPT, sampling), *(steps.next(more=False) for _ in range(count - 1))]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), HOT, Sampling(1.0, seed=3), Sampling(3.0, top_k=5, seed=4), Sampling(2.0, top_p=0.5, seed=2**64 - 1)],
+    ids=str,
+)
+def test_the_host_draws_what_the_device_draws(capitals_artifact: Path, sampling: Sampling) -> None:
+    """The same tokens from a program that samples, and from one that gives logits."""
+    with Engine.load(capitals_artifact) as engine:
+        assert isinstance(engine.steps, DeviceSteps)
+        found = answer(engine, sampling)
+        assert found == walk(HostSteps(engine.model), sampling)
+        # Also where an answer is taken up again in its middle.
+        engine.model.prefill([*PROMPT, *found[:9]])
+        steps = HostSteps(engine.model)
+        steps.resume([*PROMPT, *found[:9]], found[9], sampling)
+        assert [steps.next(more=False) for _ in range(10)] == found[10:20]
+
+
+def test_host_and_device_keep_the_same_ties(capitals_artifact: Path) -> None:
+    """Top-k of 2 keeps the three tokens that are as likely as the second one."""
+    tied = [7, 300, 1201]
+    sampling = Sampling(temperature=2.0, top_k=2)
+    found = set()
+    with load_program(capitals_artifact) as program:
+        sample = program.load_method("sample")
+        logits = torch.randn(1, sample.inputs[0].shape[1].max, generator=torch.Generator().manual_seed(0)).clamp(max=2)
+        logits[0, tied] = 3.0
+        for seed in range(40):
+            how = Sampling(sampling.temperature, sampling.top_k, seed=seed).inputs()
+            position = torch.tensor([seed % 5])
+            token = int(sample.execute((logits, position, *how))[0])
+            assert token == int(draw(logits[0], position, how))
+            found.add(token)
+    assert found == set(tied)
+
+
+class FixedLogits:
+    """In place of a `Model`: the same logits for each token."""
+
+    def __init__(self, program: Program, logits: torch.Tensor) -> None:
+        self.program, self._logits = program, logits
+
+    def prefill(self, tokens: list[int]) -> torch.Tensor:
+        return self._logits
+
+    def decode_one_token(self, tokens: list[int]) -> torch.Tensor:
+        return self._logits
+
+
+def test_the_host_keeps_ties_and_moves_on(recurrent_artifact: Path) -> None:
+    with load_program(recurrent_artifact) as program:
+        model: Any = FixedLogits(program, torch.tensor([1.0, 3.0, 3.0, 3.0, 0.0], dtype=torch.bfloat16))
+        steps = HostSteps(model)
+        assert walk(steps, Sampling(), 5) == [1] * 5
+        tokens = walk(steps, Sampling(temperature=0.7, top_k=2, seed=1), 60)
+        assert set(tokens) == {1, 2, 3}
+        assert walk(steps, Sampling(temperature=0.7, top_k=2, seed=1), 60) == tokens
+        assert walk(steps, Sampling(temperature=0.7, top_k=2), 60) != walk(
+            steps, Sampling(temperature=0.7, top_k=2), 60
+        )
+
+
+def test_a_program_that_samples_without_its_state(capitals_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers_of = Program.buffers_of
+
+    def all_but_the_seed(program: Program, kind: StateKind) -> dict[str, torch.Tensor]:
+        return {key: tensor for key, tensor in buffers_of(program, kind).items() if not key.endswith(".seed")}
+
+    monkeypatch.setattr(Program, "buffers_of", all_but_the_seed)
+    with load_program(capitals_artifact) as program:
+        model = Model(program, cuda_graph=False)
+        assert model.samplers is not None
+        with pytest.raises(ArtifactError, match="lacks the state for it: seed"):
+            DeviceSteps(model, model.samplers)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_seed_repeats(capitals_artifact: Path, graph: bool) -> None:
+    with Engine.load(capitals_artifact) as plain, Engine.load(capitals_artifact, cuda_graph=graph) as engine:
+        expected = answer(plain, HOT)
+        assert answer(engine, HOT) == expected
+        # Once more, from the state that the first answer has left, and now replayed from its first step.
+        assert answer(engine, HOT) == expected
+        assert answer(engine, Sampling(1.5, 40, 0.95, seed=12)) != expected
+        # A shorter answer is the beginning of the longer one: noise depends on the place, not on the number of steps.
+        assert answer(engine, HOT, 7) == expected[:7]
+        assert engine.last.methods["decode_sample"]["fallbacks"] == 0
+
+
+def test_whole_numbers_are_taken_for_floats(capitals_artifact: Path) -> None:
+    with Engine.load(capitals_artifact) as engine:
+        assert answer(engine, Sampling(temperature=2, top_p=1, seed=1)) == answer(engine, Sampling(2.0, seed=1))
+
+
+def test_without_a_seed_answers_differ(capitals_artifact: Path) -> None:
+    with Engine.load(capitals_artifact) as engine:
+        assert answer(engine, Sampling(temperature=2.0)) != answer(engine, Sampling(temperature=2.0))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 2**63, 2**64 - 1])
+def test_all_seeds(capitals_artifact: Path, seed: int) -> None:
+    sampling = Sampling(temperature=1.5, seed=seed)
+    with Engine.load(capitals_artifact) as engine:
+        assert answer(engine, sampling, 8) == answer(engine, sampling, 8)
+
+
+def test_options_change_without_a_new_capture(capitals_artifact: Path) -> None:
+    """They are data of the captured step."""
+    with Engine.load(capitals_artifact, cuda_graph=True) as engine:
+        greedy = answer(engine, Sampling())
+        assert answer(engine, HOT) != greedy
+        assert answer(engine, Sampling(temperature=3.0, top_k=1, seed=5)) == greedy
+        assert answer(engine, Sampling()) == greedy
+        assert engine.last.methods["decode_sample"]["captures"] == 1
+
+
+def test_resuming_goes_on_where_an_answer_was(capitals_artifact: Path) -> None:
+    with Engine.load(capitals_artifact) as engine:
+        expected = answer(engine, HOT)
+        engine.model.prefill([*PROMPT, *expected[:9]])
+        engine.steps.resume([*PROMPT, *expected[:9]], expected[9], HOT)
+        assert [engine.steps.next(more=False) for _ in range(10)] == expected[10:20]
+
+
+def test_logits_are_there_for_who_asks(capitals_artifact: Path) -> None:
+    """`decode_sample` gives the logits that `decode` gives, and draws from them."""
+    tokens, positions = torch.tensor([PROMPT]), torch.arange(len(PROMPT))
+    greedy = Sampling(seed=0).inputs()
+    with load_program(capitals_artifact) as program:
+        prefill, decode = program.load_method("prefill"), program.load_method("decode")
+        (logits,) = prefill.execute((tokens, positions))
+        (first,) = program.load_method("sample").execute((logits, torch.tensor([len(PROMPT)]), *greedy))
+        assert int(first) == int(logits.argmax())
+        second, after = program.load_method("decode_sample").execute(())
+        assert int(second) == int(after.argmax())
+        state = {key.rpartition(".")[2]: tensor for key, tensor in program.buffers_of(StateKind.SAMPLING).items()}
+        assert int(state["token"]) == int(second)
+        assert int(state["position"]) == len(PROMPT) + 1
+        prefill.execute((tokens, positions))
+        (expected,) = decode.execute((first, torch.tensor([len(PROMPT)])))
+        assert torch.equal(after, expected)

@@ -1,0 +1,37 @@
+"""What pyproject.toml and README.md say of the packages is what is there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from ostinato.delegate import BackendOptions
+
+from .conftest import ROOT
+
+ROOMS = ("delegate", "export", "runner")
+
+
+def test_every_package_is_in_the_wheel() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert setuptools["package-dir"] == {f"ostinato.{room}": room for room in ROOMS}
+    folders = [path.parent.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("__init__.py")]
+    assert sorted(setuptools["packages"]) == sorted(".".join(("ostinato", *folder.parts)) for folder in folders)
+    # Each folder with code is a package.
+    assert {path.parent.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py")} == set(folders)
+
+
+def test_types_are_in_the_wheel() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "py.typed" in setuptools["package-data"]["*"]
+    assert all((ROOT / room / "py.typed").exists() for room in ROOMS)
+
+
+def test_every_backend_option_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for item in fields(BackendOptions):
+        assert re.search(rf"^\| `{item.name}` \|", readme, re.MULTILINE), item.name
