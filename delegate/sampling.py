@@ -41,6 +41,8 @@ class Sampling:
         top_p: keep the smallest set of the most likely among the tokens that top_k keeps whose share of their probability
             reaches top_p, and those as likely as its last one; 1 keeps all.
         seed: the same seed draws the same tokens from the same logits; None draws other ones each time.
+        min_p: of the tokens that top_k and top_p keep, keep those whose probability at this temperature is at least min_p
+            times that of the most likely one; 0 keeps all.
 
     Raises:
         OptionError: a value out of range.
@@ -50,6 +52,7 @@ class Sampling:
     top_k: int = _option(0, "K", "keep the K most likely tokens; 0 (default): all")
     top_p: float = _option(1.0, "P", "keep the most likely tokens that have this share together; 1 (default): all")
     seed: int | None = _option(None, "N", "draw the same tokens again")
+    min_p: float = _option(0.0, "P", "keep tokens at least P times as likely as the most likely one; 0 (default): all")
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -60,6 +63,8 @@ class Sampling:
             raise OptionError(f"top_p must be more than 0 and at most 1, got {self.top_p}")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise OptionError(f"seed must be 0 to 2**64 - 1, got {self.seed}")
+        if not 0 <= self.min_p <= 1:
+            raise OptionError(f"min_p must be 0 (off) to 1, got {self.min_p}")
 
     def inputs(self) -> SamplingInputs:
         """As a program takes it, on the host. Without a seed, with a fresh one."""
@@ -79,6 +84,7 @@ class SamplingInputs(NamedTuple):
     top_k: Tensor
     top_p: Tensor
     seed: Tensor
+    min_p: Tensor
 
 
 def draw(logits: Tensor, position: Tensor, how: SamplingInputs) -> Tensor:
@@ -120,7 +126,8 @@ def _lowest_kept(x: Tensor, how: SamplingInputs) -> Tensor:
     ahead = mass.cumsum(0) - mass
     # The token that crosses the sum stays, so at least one does.
     kept = first_k & ((ahead < how.top_p.double() * mass.sum()) | (how.top_p >= 1))
-    return ordered.masked_fill(~kept, torch.inf).amin(0, keepdim=True)
+    least = ordered[0] + how.temperature * how.min_p.log()
+    return ordered.masked_fill(~kept, torch.inf).amin(0, keepdim=True).maximum(least)
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, count: int) -> Tensor:

@@ -236,6 +236,7 @@ def test_prompts(fails: Fails, talking_artifact: Path) -> None:
         (["--temperature", "nan"], "temperature must be a number of 0 or more, got nan"),
         (["--top-k", "-1"], "top_k must be 0 (off) or more, got -1"),
         (["--top-p", "0"], "top_p must be more than 0 and at most 1, got 0.0"),
+        (["--min-p", "1.5"], "min_p must be 0 (off) to 1, got 1.5"),
         (["--top-p", "1.5"], "top_p must be more than 0 and at most 1, got 1.5"),
         (["--max-new-tokens", "0"], "max_new_tokens must be 1 or more, got 0"),
         (["--seed", str(1 << 80)], "seed must be 0 to 2**64 - 1"),

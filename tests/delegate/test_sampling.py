@@ -66,6 +66,31 @@ def test_top_p_counts_what_top_k_left() -> None:
 
 
 @pytest.mark.parametrize(
+    ("min_p", "kept"),
+    [(1.0, {3}), (0.53, {3}), (0.51, {3, 0}), (0.29, {3, 0, 2}), (0.17, {0, 1, 2, 3}), (0.0, {0, 1, 2, 3})],
+)
+def test_min_p_is_a_share_of_the_most_likely(min_p: float, kept: set[int]) -> None:
+    # 0.26 / 0.50 = 0.52, 0.15 / 0.50 = 0.30, 0.09 / 0.50 = 0.18.
+    logits = torch.tensor([0.26, 0.09, 0.15, 0.50]).log()
+    assert set(draws(Sampling(temperature=1.0, seed=3, min_p=min_p), 2000, logits)) == kept
+
+
+def test_min_p_counts_probabilities_at_the_temperature() -> None:
+    # At temperature 2 the ratios are the roots: 0.72, 0.55 and 0.42.
+    logits = torch.tensor([0.26, 0.09, 0.15, 0.50]).log()
+    assert set(draws(Sampling(temperature=2.0, seed=3, min_p=0.5), 2000, logits)) == {0, 2, 3}
+    # Each option only takes tokens away, whichever takes more.
+    assert set(draws(Sampling(temperature=2.0, top_k=2, seed=3, min_p=0.5), 2000, logits)) == {0, 3}
+    assert set(draws(Sampling(temperature=2.0, top_k=3, top_p=0.9, seed=3, min_p=0.7), 2000, logits)) == {0, 3}
+
+
+def test_min_p_keeps_ties() -> None:
+    logits = torch.tensor([1.0, 2.0, 2.0, 0.0])
+    assert set(draws(Sampling(temperature=1.0, seed=3, min_p=1.0), 200, logits)) == {1, 2}
+    assert draws(Sampling(temperature=0.0, seed=3, min_p=0.9), 3, logits) == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
     "sampling",
     [
         Sampling(temperature=1.0, seed=4),
@@ -162,6 +187,9 @@ def test_logits_are_left_alone() -> None:
         {"top_p": -0.5},
         {"top_p": 1.01},
         {"top_p": float("nan")},
+        {"min_p": -0.1},
+        {"min_p": 1.01},
+        {"min_p": float("nan")},
         {"seed": -1},
         {"seed": 1 << 64},
     ],

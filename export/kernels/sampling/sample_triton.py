@@ -2,10 +2,11 @@
 """Sampling in one kernel whose programs keep the logits in registers and exchange data only as often as the options need it.
 
 Greedy sampling, and drawing from all tokens: each program leaves its best token, and the last program to arrive takes the
-best of these; no program waits. Top-k and top-p search for the lowest logit that is kept, CANDIDATES candidates at a
-time: each program counts, and sums up, what it has above each candidate; all wait for all; and each adds up the numbers
-of all programs in the same order and so finds the same narrower range. Programs that wait for each other must all be on
-the GPU at once, so there are at most as many as multiprocessors.
+best of these; no program waits. Min-p needs the largest logit of all, so all programs wait for all once. Top-k and top-p
+search for the lowest logit that is kept, CANDIDATES candidates at a time: each program counts, and sums up, what it has above
+each candidate; all wait for all; and each adds up the numbers of all programs in the same order and so finds the same
+narrower range. Programs that wait for each other must all be on the GPU at once, so there are at most as many as
+multiprocessors.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ def sample_early(
     top_k_ptr,
     top_p_ptr,
     seed_ptr,
+    min_p_ptr,
     workspace,
     out,
     VOCAB: tl.constexpr,
@@ -135,6 +137,7 @@ def sample_early(
     temperature = tl.load(temperature_ptr)
     top_k = tl.load(top_k_ptr)
     top_p = tl.load(top_p_ptr)
+    min_p = tl.load(min_p_ptr)
     position = tl.load(position_ptr)
     seed = tl.load(seed_ptr)
     if NEXT:
@@ -155,9 +158,12 @@ def sample_early(
     if temperature > 0:
         scores = tl.div_rn(x, temperature) + noise
         few = (top_k > 0) & (top_k < VOCAB)
-        if few | (top_p < 1):
+        if few | (top_p < 1) | (min_p > 0):
             highest, low = _exchange_peaks(keys, top_k, workspace, program, PROGRAMS)
             turn += 1
+            # The logarithm of 0 keeps all.
+            least = _number(highest.to(tl.int32)) + temperature * tl.log(min_p)
+            least = _key(tl.maximum(least, -LARGEST))
             if few:
                 lowest, turn = _search(
                     keys, x, lowest, low, highest + 1, top_k, turn, workspace, program, PROGRAMS, False
@@ -171,6 +177,7 @@ def sample_early(
                 lowest, turn = _search(
                     keys, mass, lowest, low, highest + 1, top_p, turn, workspace, program, PROGRAMS, True
                 )
+            lowest = tl.maximum(lowest, least.to(tl.int64))
 
     # One number per token: ordered by score, and among equal scores the first token is the largest.
     ranks = (_key(scores).to(tl.int64) << 32) + (0x7FFFFFFF - tokens)

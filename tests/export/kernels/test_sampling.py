@@ -32,6 +32,10 @@ OPTIONS = [
     Sampling(1.0, 10_000_000, 0.3),
     Sampling(1.0, top_p=1e-6),
     Sampling(1e-4, 5, 0.99),
+    Sampling(0.0, min_p=0.5),
+    Sampling(0.8, min_p=0.05),
+    Sampling(1.3, min_p=1.0),
+    Sampling(1.0, 40, 0.95, min_p=0.1),
 ]
 SIZES = [1, 97, 300]
 if DEVICE == "cuda":
@@ -75,6 +79,7 @@ def kept_tokens(logits: Tensor, options: Sampling) -> tuple[Tensor, Tensor]:
     probabilities = (x / options.temperature).masked_fill(~inside, -torch.inf).softmax(0)
     needed = int((probabilities.cumsum(0) < options.top_p - 1e-9).sum()) + 1 if options.top_p < 1 else len(x)
     inside &= x >= x[min(needed, int(inside.sum())) - 1]
+    inside &= ((x - x[0]) / options.temperature).exp() >= options.min_p - 1e-9
     return order[inside], order[~inside]
 
 
@@ -118,7 +123,16 @@ def test_noise_has_gumbels_moments() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [Sampling(1.0), Sampling(0.7, 6), Sampling(1.5, top_p=0.8), Sampling(0.8, 7, 0.9)], ids=str
+    "options",
+    [
+        Sampling(1.0),
+        Sampling(0.7, 6),
+        Sampling(1.5, top_p=0.8),
+        Sampling(0.8, 7, 0.9),
+        Sampling(1.0, min_p=0.2),
+        Sampling(1.5, 8, 0.9, min_p=0.3),
+    ],
+    ids=str,
 )
 def test_frequencies(options: Sampling) -> None:
     """Chi-square of draws against the softmax of what is kept, at one seed, over places."""
@@ -139,7 +153,16 @@ def test_frequencies(options: Sampling) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "options", [Sampling(1.0, 5), Sampling(1.0, top_p=0.7), Sampling(0.9, 12, 0.8), Sampling(2.0, 40, 0.99)], ids=str
+    "options",
+    [
+        Sampling(1.0, 5),
+        Sampling(1.0, top_p=0.7),
+        Sampling(0.9, 12, 0.8),
+        Sampling(2.0, 40, 0.99),
+        Sampling(1.0, 40, min_p=0.15),
+        Sampling(1.5, 30, 0.95, min_p=0.3),
+    ],
+    ids=str,
 )
 def test_kept_set(kind: str, options: Sampling) -> None:
     """Where the last token that is kept wins it is drawn, and where the first that is not would win it is not."""
@@ -245,7 +268,15 @@ def run_program(index: int, programs: int, arguments: tuple[Tensor, ...], vocab:
 @pytest.mark.skipif(DEVICE == "cuda", reason="the GPU runs several programs in the tests above")
 @pytest.mark.parametrize(
     "options",
-    [Sampling(), Sampling(1.0), Sampling(0.8, top_p=0.9), Sampling(0.6, 2), Sampling(1.1, 20, 0.9)],
+    [
+        Sampling(),
+        Sampling(1.0),
+        Sampling(0.8, top_p=0.9),
+        Sampling(0.6, 2),
+        Sampling(1.1, 20, 0.9),
+        Sampling(0.9, min_p=0.1),
+        Sampling(1.1, 20, 0.9, min_p=0.2),
+    ],
     ids=str,
 )
 def test_programs_that_meet(options: Sampling) -> None:
