@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .artifact import TensorSpec, dtype_from_name
+from .artifact import TensorSpec, dtype_from_name, dtype_name
 from .errors import InputError
 
 
@@ -62,7 +62,7 @@ class InputCheck:
         if not fits or tensor.dtype != dtype:
             raise InputError(
                 f"{self._where(spec)}: expected {spec.shape_text} {spec.dtype}, got {list(tensor.shape)} "
-                f"{str(tensor.dtype).removeprefix('torch.')}"
+                f"{dtype_name(tensor.dtype)}"
             )
 
     def _check_values(self, spec: TensorSpec, bounds: tuple[int, int], tensor: torch.Tensor) -> None:

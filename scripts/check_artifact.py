@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ostinato.delegate import Method, OstinatoError, Program, load_program
 from ostinato.delegate.artifact import META_VOCAB_SIZE
+from ostinato.delegate.memory import size_text
 from ostinato.runner.device import device_memory, device_name
 from ostinato.runner.tables import table
 
@@ -88,11 +89,11 @@ def walk(method: Method, tokens: list[int], position: int) -> Tensor:
 def memory_in_use(program: Program) -> list[tuple[str, str]]:
     """Rows of the table: what, and how much."""
     stats, memory, anonymous = program.stats, device_memory(program.device), anonymous_memory()
-    rows = [(f"constants, {stats.shared} of them shared", f"{stats.constant_bytes / 1e9:.2f} GB")]
+    rows = [(f"constants, {stats.shared} of them shared", size_text(stats.constant_bytes, 2))]
     if anonymous is not None:
-        rows.append(("host memory beside the file", f"{anonymous / 1e9:.2f} GB"))
+        rows.append(("host memory beside the file", size_text(anonymous, 2)))
     if memory is not None:
-        rows.append(("device memory in use", f"{memory.used / 1e9:.2f} GB"))
+        rows.append(("device memory in use", size_text(memory.used, 2)))
     return rows
 
 

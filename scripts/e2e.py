@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ostinato.delegate.state_machine import PHASE_OF_COUNTER
 from ostinato.runner.tables import Side, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,8 +68,7 @@ def report(rows: list[dict[str, Any]]) -> int:
 def cells(row: dict[str, Any], base: float) -> list[str]:
     """One row of the table; `base`: tokens/s without a graph."""
     stats = row["run"]["methods"]["decode_sample"]
-    counts = {"run": "runs", "warmup": "warmups", "capture": "captures", "replay": "replays"}
-    phases = ", ".join(f"{stats[key]} {word}" for word, key in counts.items() if stats[key])
+    phases = ", ".join(f"{stats[counter]} {word}" for counter, word in PHASE_OF_COUNTER.items() if stats[counter])
     speed = row["run"]["decode_tokens_per_second"]
     return [row["mode"], f"{speed:.1f}", f"{speed / base:.2f}", phases, row["answer"]]
 

@@ -22,6 +22,8 @@ sys.modules.setdefault("fla", None)  # type: ignore[arg-type]
 ROOT = Path(__file__).resolve().parent.parent
 CAPITALS = ROOT / "tests" / "assets" / "capitals"
 
+Fails = Callable[..., str]
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
@@ -106,3 +108,21 @@ def chunked_artifact(exported: Callable[..., Path]) -> Path:
         export_program(recurrent_methods(Recurrent(), longest=8), path, metadata=metadata)
 
     return exported("chunked", build)
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
+    """`fails(word, ...)`: run the command in this process, expect exit status 2; returns the one error line."""
+    from ostinato.runner.cli import main
+
+    def run(*words: object) -> str:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        lines = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, err
+        assert "Traceback" not in err
+        return lines[0]
+
+    return run

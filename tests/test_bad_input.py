@@ -1,4 +1,4 @@
-"""Bad input: a clear error of our own, exit status 2, nothing lost, no traceback."""
+"""Bad input to a program: a clear error of our own, exit status 2, nothing lost, no traceback."""
 
 from __future__ import annotations
 
@@ -18,28 +18,10 @@ from ostinato.delegate.artifact import Manifest, MethodRecord
 from ostinato.runner import Engine
 from ostinato.runner.cli import main
 
+from .conftest import Fails
 from .delegate.helpers import GRAPH, bring_to, eager_answers, same_state, state, step_inputs
 from .modules import MAX_SEQ_LEN, VOCAB
 from .processes import CLI
-
-Fails = Callable[..., str]
-
-
-@pytest.fixture
-def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
-    """`fails(word, ...)`: run the command in this process, expect exit status 2; returns the one error line."""
-
-    def run(*words: object) -> str:
-        capsys.readouterr()
-        assert main([str(word) for word in words]) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        lines = [line for line in err.splitlines() if line.startswith("error: ")]
-        assert len(lines) == 1, err
-        assert "Traceback" not in err
-        return lines[0]
-
-    return run
 
 
 @pytest.fixture
@@ -49,11 +31,6 @@ def talking_artifact(recurrent_artifact: Path, capitals_checkpoint: Path, tmp_pa
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(capitals_checkpoint / name, folder / name)
     return folder
-
-
-@pytest.fixture
-def checkpoint(capitals_checkpoint: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(capitals_checkpoint, tmp_path / "checkpoint"))
 
 
 @pytest.fixture(scope="session")
@@ -348,215 +325,3 @@ def test_wrong_inputs_of_a_dynamic_method(program: Program) -> None:
 def test_unknown_backend_option(program: Program) -> None:
     with pytest.raises(OptionError, match=r"unknown backend option 'cuda_graph'.*; the options are: cuda_graph_early"):
         program.load_method("decode", {"cuda_graph": "decode"})
-
-
-# --- checkpoints and exports
-
-
-@pytest.fixture
-def export_fails(fails: Fails, tmp_path: Path) -> Fails:
-    """`export_fails(checkpoint, word, ...)`; nothing is left in the folder of --output."""
-    parent = tmp_path / "parent"
-
-    def run(model: Path, *words: object) -> str:
-        error = fails("export", "--model", model, "--output", parent / "artifact", *words)
-        assert not parent.exists() or list(parent.iterdir()) == []
-        return error
-
-    return run
-
-
-def test_no_checkpoint(export_fails: Fails, tmp_path: Path) -> None:
-    assert "no such folder" in export_fails(tmp_path / "nothing")
-    assert "it has no config.json" in export_fails(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", "null", '"qwen3_5_moe_text"', '{"model_type": "qwen3_5_moe_text"}']
-)
-def test_broken_config(export_fails: Fails, checkpoint: Path, text: str) -> None:
-    (checkpoint / "config.json").write_text(text)
-    assert "config.json" in export_fails(checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("hidden_size", "many"),
-        ("hidden_size", -1),
-        ("num_experts", []),
-        ("num_experts", 2.5),
-        ("layer_types", 4),
-        ("layer_types", "full"),
-        ("rope_parameters", "none"),
-        ("max_position_embeddings", "long"),
-        ("text_config", 3),
-    ],
-)
-def test_config_of_wrong_types(export_fails: Fails, checkpoint: Path, key: str, value: object) -> None:
-    change(checkpoint, **{key: value})
-    assert "config.json" in export_fails(checkpoint)
-
-
-def change(checkpoint: Path, **settings: object) -> None:
-    """Set settings of config.json."""
-    path = checkpoint / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.json",
-        "model.safetensors.index.json",
-        "generation_config.json",
-        "tokenizer_config.json",
-        "tokenizer.json",
-    ],
-)
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000], ids=["lists", "objects"])
-def test_json_nested_too_deeply(export_fails: Fails, checkpoint: Path, name: str, text: str) -> None:
-    (checkpoint / name).write_text(text)
-    error = export_fails(checkpoint)
-    assert error == f"error: {checkpoint / name} cannot be read: its JSON is nested too deeply"
-
-
-def test_unsupported_model_type(export_fails: Fails, checkpoint: Path) -> None:
-    for model_type in ("llama", None, 3):
-        (checkpoint / "config.json").write_text(json.dumps({"model_type": model_type}))
-        error = export_fails(checkpoint)
-        assert f"unsupported model type {model_type!r}" in error
-        assert "supported are: qwen3_5_moe_text, qwen3_5_moe" in error
-
-
-@pytest.mark.parametrize("words", [[], ["--quant", "int4", "--group-size", 32, "--hqq"]], ids=["plain", "int4"])
-def test_shard_missing(export_fails: Fails, checkpoint: Path, words: list[object]) -> None:
-    name = "model-00003-of-00004.safetensors"
-    (checkpoint / name).unlink()
-    assert f"lacks 1 of 4 shards: {name}" in export_fails(checkpoint, *words)
-
-
-def test_shard_cut_short(export_fails: Fails, checkpoint: Path) -> None:
-    path = checkpoint / "model-00002-of-00004.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-    assert f"{path.name} cannot be read" in export_fails(checkpoint)
-
-
-def test_tensors_that_do_not_fit(export_fails: Fails, checkpoint: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    path = checkpoint / "model-00001-of-00004.safetensors"
-    tensors = load_file(path)
-    name = "model.layers.0.input_layernorm.weight"
-    assert name in tensors
-    norm = tensors.pop(name)
-    save_file({**tensors, "model.surprise": norm.clone()}, path)
-    error = export_fails(checkpoint)
-    assert f"missing (1): {name}" in error
-    assert "unexpected (1): model.surprise" in error
-    save_file({**tensors, name: torch.zeros(3)}, path)
-    assert f"tensor {name!r} of the checkpoint has shape [3]" in export_fails(checkpoint)
-
-
-@pytest.mark.parametrize("added", [3, [3], {"id": 1}, [{"content": "a"}], [{"id": "1"}], [{"id": 2**70}]])
-def test_added_tokens_of_another_form(export_fails: Fails, checkpoint: Path, added: object) -> None:
-    path = checkpoint / "tokenizer.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "added_tokens": added}))
-    assert f"{path}: added_tokens must be a list of objects with an id each" in export_fails(checkpoint)
-
-
-@pytest.mark.parametrize("ends", ["2", [2, None], 2.5, {"id": 2}, True, -1, [2**31]])
-def test_ends_that_are_no_ids(export_fails: Fails, checkpoint: Path, ends: object) -> None:
-    path = checkpoint / "generation_config.json"
-    path.write_text(json.dumps({"eos_token_id": ends}))
-    assert f"{path}: eos_token_id must be an id or a list of ids, got {ends!r}" in export_fails(checkpoint)
-
-
-def test_options_of_export(export_fails: Fails, capitals_checkpoint: Path) -> None:
-    for length in (-1, 0, 3, 1 << 40):
-        assert f"got {length}" in export_fails(capitals_checkpoint, "--max-seq-len", length)
-    for chunk in (-1, 0, 2, 64, 1 << 40):
-        error = export_fails(capitals_checkpoint, "--max-seq-len", 64, "--prefill-chunk", chunk)
-        assert f"--prefill-chunk must be 3 to 63 (max_seq_len - 1), got {chunk}" in error
-
-
-@pytest.mark.parametrize("positions", (1, 3))
-def test_model_without_room_for_an_answer(export_fails: Fails, checkpoint: Path, positions: int) -> None:
-    change(checkpoint, max_position_embeddings=positions)
-    error = export_fails(checkpoint)
-    assert f"config.json: max_position_embeddings must be 4 or more, got {positions}" in error
-
-
-def test_parameter_that_no_memory_holds(export_fails: Fails, checkpoint: Path) -> None:
-    change(checkpoint, vocab_size=2**31 - 1, hidden_size=2**20)
-    error = export_fails(checkpoint, "--load-format", "dummy")
-    assert "parameter 'model.embed_tokens.weight' is [2147483647, 1048576], 9007199.3 GB: more memory than" in error
-
-
-def test_options_of_quantisation(export_fails: Fails, capitals_checkpoint: Path) -> None:
-    for size in (-32, 0, 16, 48, 256):
-        error = export_fails(capitals_checkpoint, "--quant", "int4", "--group-size", size)
-        assert f"unsupported group size {size}; supported are: 32, 64, 128" in error
-    for words in (["--group-size", 32], ["--hqq"]):
-        assert f"{words[0]} says how to quantise: give --quant int4 as well" in export_fails(
-            capitals_checkpoint, *words
-        )
-
-
-def test_shapes_that_int4_cannot_take(export_fails: Fails, checkpoint: Path) -> None:
-    # Without --group-size it is 128.
-    error = export_fails(checkpoint, "--quant", "int4")
-    assert "group size 128 does not divide moe_intermediate_size (64); --group-size 32, 64 would" in error
-    path = checkpoint / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "shared_expert_intermediate_size": 96}))
-    error = export_fails(checkpoint, "--quant", "int4", "--group-size", 32)
-    assert "int4 needs shared_expert_intermediate_size to be a multiple of 64, the config has 96" in error
-
-
-def test_config_alone(export_fails: Fails, capitals_checkpoint: Path, tmp_path: Path) -> None:
-    """There are no weights to read. Random ones are drawn when asked for, and the artifact holds the same as Python."""
-    from ostinato.export.models import build_network, read_config
-    from ostinato.export.weights.stream import QuantizedWeights, materialise
-
-    config = json.loads((capitals_checkpoint / "config.json").read_text())
-    folder, output = tmp_path / "config", tmp_path / "dummy"
-    folder.mkdir()
-    one_layer = {**config, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
-    (folder / "config.json").write_text(json.dumps(one_layer))
-    error = export_fails(folder)
-    assert f"{folder} holds no .safetensors file" in error and "--load-format dummy" in error
-
-    words = ["export", "--model", folder, "--output", output, "--load-format", "dummy", "--max-seq-len", 8]
-    assert main([str(word) for word in (*words, "--quant", "int4", "--group-size", 32)]) == 0
-    family, model_config = read_config(folder)
-    network = build_network(model_config, 8, torch.float32, group_size=32)
-    dummy = family.dummy_weights(network, torch.device("cpu"))
-    materialise(network, QuantizedWeights(network, dummy, torch.device("cpu")))
-    assert not (output / "tokenizer.json").exists()
-    with load_program(output) as program, torch.no_grad():
-        assert program.metadata["get_quantization"] == "int4 g32"
-        prefill, decode = program.load_method("prefill"), program.load_method("decode")
-        for method, tokens, positions in ((prefill, [[5, 6, 7]], [0, 1, 2]), (decode, [[8]], [3])):
-            inputs = torch.tensor(tokens), torch.tensor(positions)
-            torch.testing.assert_close(method.execute(inputs)[0], network(*inputs))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_no_gpu(export_fails: Fails, capitals_checkpoint: Path) -> None:
-    assert "device 'cuda' needs an NVIDIA GPU" in export_fails(capitals_checkpoint, "--device", "cuda")
-
-
-@pytest.mark.parametrize("wanted", [None, "no-such-compiler"])
-def test_no_compiler(
-    export_fails: Fails,
-    capitals_checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    wanted: str | None,
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    if wanted:
-        monkeypatch.setenv("CXX", wanted)
-    error = export_fails(capitals_checkpoint)
-    assert ("'no-such-compiler', does not exist" if wanted else "apt-get install g++") in error

@@ -215,26 +215,23 @@ class CheckpointWeights:
         shapes = [self._source.shape(part) for part in parts]
         last = name.rpartition(".")[2]
         if last in self._names.experts and parts != [name]:
-            self._check_experts(parts, (expected[1] // len(self._names.experts[last]), expected[2]))
+            of_one = (expected[1] // len(self._names.experts[last]), expected[2])
+            for part, shape in zip(parts, shapes, strict=True):
+                _check_shape(part, shape, of_one)
         elif len(parts) == 1:
-            if shapes[0] != expected:
-                raise CheckpointError(
-                    f"tensor {name!r} of the checkpoint has shape {list(shapes[0])}, its config.json asks for "
-                    f"{list(expected)}"
-                )
+            _check_shape(name, shapes[0], expected)
         elif {shape[1:] for shape in shapes} != {expected[1:]} or sum(shape[0] for shape in shapes) != expected[0]:
             listed = ", ".join(f"{part} {list(shape)}" for part, shape in zip(parts, shapes, strict=True))
             raise CheckpointError(
                 f"the checkpoint has {listed}; its config.json asks for {list(expected)} with their rows stacked"
             )
 
-    def _check_experts(self, parts: list[str], expected: tuple[int, ...]) -> None:
-        for part in parts:
-            shape = self._source.shape(part)
-            if shape != expected:
-                raise CheckpointError(
-                    f"tensor {part!r} of the checkpoint has shape {list(shape)}, its config.json asks for {list(expected)}"
-                )
+
+def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
+        raise CheckpointError(
+            f"tensor {name!r} of the checkpoint has shape {list(shape)}, its config.json asks for {list(expected)}"
+        )
 
 
 def _expert_indices(source: SafetensorsFolder) -> dict[str, set[str]]:

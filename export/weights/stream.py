@@ -68,8 +68,8 @@ class QuantizedWeights(Mapping[str, Tensor]):
         return value
 
     def _quantize(self, name: str) -> tuple[Tensor, Tensor]:
-        group_size = group_size_of(self._parameters[name], self._parameters[name + _SCALE])
         weight = self._source.read(name)
+        group_size = weight.shape[-1] // self._parameters[name + _SCALE].shape[-1]
         if self._parameters[name].dtype == torch.int8:
             stored, scale = quantize_int8(weight, group_size, self._device)
         else:
@@ -77,10 +77,6 @@ class QuantizedWeights(Mapping[str, Tensor]):
         if not scale.isfinite().all():
             raise CheckpointError(f"parameter {name!r} cannot be quantised: it holds values that are infinite or NaN")
         return stored, scale
-
-
-def group_size_of(weight: Tensor, scale: Tensor) -> int:
-    return _float_shape(weight)[-1] // scale.shape[-1]
 
 
 def float_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:

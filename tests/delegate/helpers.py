@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +18,8 @@ from ..modules import MAX_SEQ_LEN, VOCAB, Recurrent
 GRAPH = {"enable_cuda_graph_for_method": "decode"}
 STATIC = {"skip_copy_output_to_cpu_for_method": "decode"}
 FIRST_STEPS = 100
+# (type, ports) of an edge of a captured graph.
+FULL, PROGRAMMATIC = (0, 0, 0), (1, 1, 0)
 
 
 def step_inputs(index: int) -> tuple[Tensor, Tensor]:
@@ -55,3 +60,11 @@ def bring_to(method: Method, phase: str) -> int:
             return index
         method.execute(step_inputs(index))
     raise AssertionError(f"the method never came to {phase}: {method.stats}")
+
+
+def use_driver(monkeypatch: pytest.MonkeyPatch, driver: object) -> None:
+    """Have `from cuda.bindings import driver` give `driver`; None: the package is missing."""
+    bindings = ModuleType("cuda.bindings")
+    bindings.driver = driver  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings if driver else None)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -71,6 +72,26 @@ def run_compiled(*words: str) -> str:
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr
     return run.stdout
+
+
+def traced_layer(code: str) -> tuple[list[str], list[str], list[tuple[int, ...]]]:
+    """Our operators in the graph of `Layer()`, the buffers that it writes, and the shapes of what it returns.
+
+    Args:
+        code: defines the module `Layer` and `inputs`, what its forward takes.
+    """
+    operators, buffers, shapes = map(ast.literal_eval, run_compiled("-c", code + _TRACE).splitlines())
+    return operators, buffers, shapes
+
+
+_TRACE = """
+program = torch.export.export(Layer(), inputs, strict=False)
+print([str(node.target) for node in program.graph.nodes if "ostinato" in str(node.target)])
+program = program.run_decompositions({})
+written = program.graph_signature.buffers_to_mutate
+print(sorted(written.values()))
+print([tuple(node.meta["val"].shape) for node in program.graph.output_node().args[0][len(written):]])
+"""
 
 
 def spilling(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from ostinato.export.kernels.attention import reference, step_triton
 from ostinato.export.kernels.operands import KVCache, Norm, Place
 
 from ...comparison import relative_error
-from .conftest import report_of, run_compiled, spilling
+from .conftest import report_of, spilling, traced_layer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
@@ -255,7 +254,7 @@ def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
     assert report["written"] == WRITTEN
 
 
-TRACE = """
+LAYER = """
 import torch
 from ostinato.export.kernels.attention.step_triton import attend_step
 from ostinato.export.kernels.operands import KVCache, Norm, Place
@@ -271,16 +270,12 @@ class Layer(torch.nn.Module):
         return attend_step(qkv, norm, norm, Place(positions, cos, cos), cache, 4)
 
 shapes = ((1, 768), (64,), (1, 16))
-program = torch.export.export(Layer(), (*map(torch.zeros, shapes), torch.arange(1)))
-print([str(node.target) for node in program.graph.nodes if "ostinato" in str(node.target)])
-program = program.run_decompositions({})
-print(sorted(program.graph_signature.buffers_to_mutate.values()))
-print([tuple(node.meta["val"].shape) for node in program.graph.output_node().args[0][2:]])
+inputs = (*map(torch.zeros, shapes), torch.arange(1))
 """
 
 
 def test_traced() -> None:
-    operators, buffers, shapes = map(ast.literal_eval, run_compiled("-c", TRACE).splitlines())
+    operators, buffers, shapes = traced_layer(LAYER)
     assert operators == ["ostinato.attend_step.default"]
     assert buffers == ["keys", "values"]
     assert shapes == [(1, 256)]

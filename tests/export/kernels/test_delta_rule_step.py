@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,7 @@ from ostinato.export.kernels.delta_rule import reference, step_triton
 from ostinato.export.kernels.operands import Decay
 
 from ...comparison import relative_error
-from .conftest import report_of, run_compiled
+from .conftest import report_of, traced_layer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
@@ -188,7 +187,7 @@ def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
     assert report["written"] == WRITTEN
 
 
-TRACE = """
+LAYER = """
 import torch
 from ostinato.export.kernels.delta_rule.step_triton import delta_step
 from ostinato.export.kernels.operands import Decay
@@ -202,16 +201,12 @@ class Layer(torch.nn.Module):
         return delta_step(mixed, gates, Decay(head, head), self.state, positions, norm, 2)
 
 shapes = ((1, 384), (1, 8), (4,), (32,))
-program = torch.export.export(Layer(), (*map(torch.zeros, shapes), torch.arange(1)))
-print([str(node.target) for node in program.graph.nodes if "ostinato" in str(node.target)])
-program = program.run_decompositions({})
-print(sorted(program.graph_signature.buffers_to_mutate.values()))
-print([tuple(node.meta["val"].shape) for node in program.graph.output_node().args[0][1:]])
+inputs = (*map(torch.zeros, shapes), torch.arange(1))
 """
 
 
 def test_traced() -> None:
-    operators, buffers, shapes = map(ast.literal_eval, run_compiled("-c", TRACE).splitlines())
+    operators, buffers, shapes = traced_layer(LAYER)
     assert operators == ["ostinato.delta_step.default"]
     assert buffers == ["state"]
     assert shapes == [(1, 128), (4, 4)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,7 @@ pytest.importorskip("triton")
 from ostinato.delegate.sampling import Sampling, SamplingInputs, gumbel_noise, philox
 from ostinato.export.kernels.sampling import reference, sample_triton
 
-from .conftest import report_of, run_compiled
+from .conftest import report_of, traced_layer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 248_320
@@ -343,7 +342,7 @@ def test_exactly_what_changes_is_written(report: list[dict[str, Any]]) -> None:
     assert written == {"sample": ["out", "workspace"], "sample_next": ["out", "position_ptr", "token", "workspace"]}
 
 
-TRACE = """
+LAYER = """
 import torch
 from ostinato.delegate.sampling import Sampling, SamplingInputs
 from ostinato.export.kernels.sampling.reference import workspace_size
@@ -363,17 +362,13 @@ class Layer(torch.nn.Module):
         first = sample(logits, self.position, how, self.workspace)
         return first, sample_next(logits, self.position, self.token, how, self.workspace)
 
-program = torch.export.export(Layer(), (torch.zeros(1, 300),), strict=False)
-print([str(node.target) for node in program.graph.nodes if "ostinato" in str(node.target)])
-program = program.run_decompositions({})
-print(sorted(program.graph_signature.buffers_to_mutate.values()))
-print([tuple(node.meta["val"].shape) for node in program.graph.output_node().args[0][-2:]])
+inputs = (torch.zeros(1, 300),)
 """
 
 
 def test_traced() -> None:
     """The parameters go through as one list, and none of them is taken for written."""
-    operators, buffers, shapes = map(ast.literal_eval, run_compiled("-c", TRACE).splitlines())
+    operators, buffers, shapes = traced_layer(LAYER)
     assert operators == ["ostinato.sample.default", "ostinato.sample_next.default"]
     assert buffers == ["position", "token", "workspace"]
     assert shapes == [(1, 1), (1, 1)]
