@@ -84,7 +84,7 @@ def decode_cases(shapes: Shapes, depths: tuple[int, ...]) -> list[Case]:
     cases = [*_delta_net(shapes, linear), *_attention(shapes, full, depths)]
     cases += _moe(shapes) if config.is_moe else _dense(shapes)
     cases += [_norm_linear(shapes, "lm_head", config.vocab_size, 1, torch.float32), *_sampling(shapes)]
-    return [case for case in cases if case.calls or case.function == "sample"]
+    return [case for case in cases if case.calls or case.function == "sample_next"]
 
 
 def comparison_cases(shapes: Shapes) -> list[Case]:
@@ -280,13 +280,14 @@ def _sampling(shapes: Shapes) -> list[Case]:
             return {
                 "logits": draw.wide(1, vocabulary, scale=3.0),
                 "position": draw.whole(POSITION),
+                "token": draw.whole(0).unsqueeze(0),
                 "how": draw.sampling(how),
                 "workspace": torch.zeros(workspace_size(), dtype=torch.int64, device=draw.device),
             }
 
-        activations, moves = ("logits", "position"), {"workspace": 0.0}
+        activations, moves = ("logits", "position"), {"position": 2.0, "workspace": 0.0}
         shape = f"{vocabulary:,} logits"
-        return Case(f"sample/{name}", shape, "sample", arguments, 8, calls, activations, moves=moves)
+        return Case(f"sample/{name}", shape, "sample_next", arguments, 8, calls, activations, moves=moves)
 
     return [
         case("greedy", Sampling(seed=0), 1),

@@ -80,8 +80,8 @@ FLAGSHIP_BYTES = {
     "experts_down": 9 * 2048 * (256 + 8) + 9 * 512 * 2 + 257 * 2 + 4096 + 4096,
     "norm_linear/lm_head": 248320 * (1024 + 32) + 4096 + 8192 + 248320 * 4,
     # Beside the logits the position, the options and the token.
-    "sample/greedy": 248320 * 4 + 8 + SAMPLING_BYTES + 8,
-    "sample/top_p": 248320 * 4 + 8 + SAMPLING_BYTES + 8,
+    "sample/greedy": 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 8 + 8,
+    "sample/top_p": 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 8 + 8,
 }  # fmt: skip
 
 

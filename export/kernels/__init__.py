@@ -30,7 +30,6 @@ class Kernels:
     experts = staticmethod(experts_reference.experts)
     gated_delta_rule = staticmethod(delta_rule_reference.gated_delta_rule)
     attend = staticmethod(attention_reference.attend)
-    sample = staticmethod(sampling_reference.sample)
     sample_next = staticmethod(sampling_reference.sample_next)
 
     # One token, in the order in which a layer takes them.

@@ -25,7 +25,6 @@ class CudaKernels(Kernels):
     experts = staticmethod(experts_prefill.experts)
     gated_delta_rule = staticmethod(delta_rule_prefill.gated_delta_rule)
     attend = staticmethod(attention_prefill.attend)
-    sample = staticmethod(sample_triton.sample)
     sample_next = staticmethod(sample_triton.sample_next)
 
     norm_linear = staticmethod(linear_step.norm_linear)

@@ -42,17 +42,16 @@ class SamplingState(nn.Module):
     def how(self) -> SamplingInputs:
         return SamplingInputs(*(self.get_buffer(name) for name in SamplingInputs._fields))
 
-    def begin(self, logits: Tensor, input_pos: Tensor, *how: Tensor) -> Tensor:
-        """Keep the options, and draw the first token, which will stand at `input_pos` [1].
+    def begin(self, input_pos: Tensor, *how: Tensor) -> Tensor:
+        """Have `next` draw the token that will stand at `input_pos` [1]; keep the options, the fields of `SamplingInputs`.
 
-        logits [1, V] float32; `how` are the fields of `SamplingInputs` -> token [1, 1] int64.
+        Returns the position that it leaves, [1]: the one ahead.
         """
-        token = self.kernels.sample(logits, input_pos, SamplingInputs(*how), self.scratch)
-        self.token.copy_(token)
-        self.position.copy_(input_pos)
+        before = input_pos - 1
+        self.position.copy_(before)
         for kept, given in zip(self.how, how, strict=True):
             kept.copy_(given)
-        return token
+        return before
 
     def next(self, logits: Tensor) -> Tensor:
         """Draw the token after the last one, and make it the last. logits [1, V] -> [1, 1]."""

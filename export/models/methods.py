@@ -29,11 +29,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     one = network.links("step") if network.folds_steps else many
     again = Link(network.next_input, ("input_pos", "x", "cos", "sin"), "embedding")
     begin = Link(
-        network.sampling,
-        ("token",),
-        "sampling",
-        method="begin",
-        inputs=("logits", "input_pos", *SamplingInputs._fields),
+        network.sampling, ("before",), "options", method="begin", inputs=("input_pos", *SamplingInputs._fields)
     )
     following = Link(network.sampling, ("token",), "sampling", method="next")
     longest = network.build.max_chunk
@@ -43,7 +39,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     return {
         artifact.PREFILL: Chain(many, _tokens(min(130, longest)), ("logits",), dynamic),
         artifact.DECODE: Chain(one, _tokens(1), ("logits",), {}),
-        artifact.SAMPLE: Chain([begin], {**logits, **Sampling(seed=0).inputs()._asdict()}, ("token",), {}),
+        artifact.SAMPLE: Chain([begin, following], {**logits, **Sampling(seed=0).inputs()._asdict()}, ("token",), {}),
         artifact.DECODE_SAMPLE: Chain([again, *one[1:], following], {}, ("token", "logits"), {}),
     }
 

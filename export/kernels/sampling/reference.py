@@ -18,32 +18,20 @@ def workspace_size() -> int:
     return HEADER + 2 * PROGRAMS * CANDIDATES
 
 
-def sample(logits: Tensor, position: Tensor, how: SamplingInputs, workspace: Tensor) -> Tensor:
-    """The token that stands at `position`.
+def sample_next(logits: Tensor, position: Tensor, token: Tensor, how: SamplingInputs, workspace: Tensor) -> Tensor:
+    """Draw the token for the place after `position`, then step to it: `position` grows by one, `token` is the drawn one.
 
     Args:
         logits: [1, V] float32.
-        position: [1] int64, the place of the token to draw, from 0.
+        position: [1] int64, written: the place of the token that gave the logits, from 0; -1 to draw the first token.
+        token: [1, 1] int64, written.
         how: on the device of the logits.
         workspace: [workspace_size()] int64, not used here; the kernel leaves in it what its next launch needs.
-
-    Returns:
-        [1, 1] int64.
-    """
-    return draw(logits[0], position, how).unsqueeze(0)
-
-
-def sample_next(logits: Tensor, position: Tensor, token: Tensor, how: SamplingInputs, workspace: Tensor) -> Tensor:
-    """`sample` for the place after `position`, then the step to it: `position` grows by one, `token` is the drawn one.
-
-    Args:
-        position: [1] int64, written: the place of the token that gave the logits.
-        token: [1, 1] int64, written.
 
     Returns:
         [1, 1] int64, the drawn token.
     """
     position.add_(1)
-    drawn = sample(logits, position, how, workspace)
+    drawn = draw(logits[0], position, how).unsqueeze(0)
     token.copy_(drawn)
     return drawn

@@ -41,42 +41,17 @@ OUTSIDE = tl.constexpr(-0x80000000)
 NOTHING = tl.constexpr(-0x8000000000000000)
 
 
-def sample(logits: Tensor, position: Tensor, how: SamplingInputs, workspace: Tensor) -> Tensor:
-    """See `reference.sample`."""
-    return _sample(logits, position, list(how), workspace)
-
-
 def sample_next(logits: Tensor, position: Tensor, token: Tensor, how: SamplingInputs, workspace: Tensor) -> Tensor:
     """See `reference.sample_next`."""
     return _sample_next(logits, position, token, list(how), workspace)
 
 
 # `parameters` are the fields of `SamplingInputs`, in order. Only the kernel knows them one by one.
-@torch.library.triton_op("ostinato::sample", mutates_args={"workspace"})
-def _sample(logits: Tensor, position: Tensor, parameters: list[Tensor], workspace: Tensor) -> Tensor:
-    out = torch.empty((1, 1), dtype=torch.int64, device=logits.device)
-    _launch(logits, position, out, parameters, workspace, out, following=False)
-    return out
-
-
 @torch.library.triton_op("ostinato::sample_next", mutates_args={"position", "token", "workspace"})
 def _sample_next(
     logits: Tensor, position: Tensor, token: Tensor, parameters: list[Tensor], workspace: Tensor
 ) -> Tensor:
     out = torch.empty((1, 1), dtype=torch.int64, device=logits.device)
-    _launch(logits, position, token, parameters, workspace, out, following=True)
-    return out
-
-
-def _launch(
-    logits: Tensor,
-    position: Tensor,
-    token: Tensor,
-    parameters: list[Tensor],
-    workspace: Tensor,
-    out: Tensor,
-    following: bool,
-) -> None:
     vocab = logits.shape[1]
     block = block_size(vocab, processors())
     programs = triton.cdiv(vocab, block)
@@ -90,10 +65,10 @@ def _launch(
         VOCAB=vocab,
         PROGRAMS=programs,
         BLOCK=block,
-        NEXT=following,
         EARLY=starts_early(),
         num_warps=min(block // WARP, MAX_WARPS),
     )
+    return out
 
 
 def processors() -> int:
@@ -126,7 +101,6 @@ def sample_early(
     VOCAB: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
-    NEXT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program p: BLOCK logits from p * BLOCK on. Workspace: the number of arrivals, then two rows, as `_row` says."""
@@ -138,10 +112,8 @@ def sample_early(
     top_k = tl.load(top_k_ptr)
     top_p = tl.load(top_p_ptr)
     min_p = tl.load(min_p_ptr)
-    position = tl.load(position_ptr)
+    position = tl.load(position_ptr) + 1
     seed = tl.load(seed_ptr)
-    if NEXT:
-        position += 1
     noise = tl.zeros((BLOCK // 4, 4), tl.float32)
     # The noise needs no logits, so it is computed while the kernel ahead still runs.
     if temperature > 0:
@@ -187,9 +159,8 @@ def sample_early(
     if _arrive(workspace) == (turn + 1) * PROGRAMS - 1:
         drawn = 0x7FFFFFFF - (tl.max(_one_of_each(row, NOTHING, PROGRAMS), 0) & 0x7FFFFFFF)
         tl.store(out, drawn)
-        if NEXT:
-            tl.store(token, drawn)
-            tl.store(position_ptr, position)
+        tl.store(token, drawn)
+        tl.store(position_ptr, position)
         # All have arrived for the last time: the next launch starts from 0 again.
         tl.store(workspace, 0)
 

@@ -15,15 +15,14 @@ from ostinato.export.kernels.sampling.reference import workspace_size
 
 from .compiling import F32, Launch, compile_all, recorded, without_a_driver, written
 
-# (function, vocabulary, compute capability, multiprocessors)
-CASES = [("sample", 248_320, 90, 128), ("sample_next", 248_320, 90, 128), ("sample_next", 512, 90, 128)]
-CASES += [("sample", 248_320, 90, 16), ("sample", 151_936, 89, 128), ("sample_next", 151_936, 89, 128)]
+# (vocabulary, compute capability, multiprocessors)
+CASES = [(248_320, 90, 128), (512, 90, 128), (248_320, 90, 16), (151_936, 89, 128)]
 
 HOW = Sampling(seed=0).inputs()
 
 
-def launch_of(function: str, vocab: int, capability: int, processors: int) -> Launch:
-    """What `function` launches for a vocabulary."""
+def launch_of(vocab: int, capability: int, processors: int) -> Launch:
+    """What `sample_next` launches for a vocabulary."""
     with (
         recorded() as found,
         mock.patch.object(sample_triton, "processors", lambda: processors),
@@ -31,9 +30,9 @@ def launch_of(function: str, vocab: int, capability: int, processors: int) -> La
     ):
         number = torch.empty(1, dtype=torch.int64)
         how = SamplingInputs(*(torch.empty_like(value, device="meta") for value in HOW))
-        tokens = [torch.empty(1, 1, dtype=torch.int64)] if function == "sample_next" else []
+        token = torch.empty(1, 1, dtype=torch.int64)
         workspace = torch.empty(workspace_size(), dtype=torch.int64)
-        getattr(sample_triton, function)(torch.empty(1, vocab), number, *tokens, how, workspace)
+        sample_triton.sample_next(torch.empty(1, vocab), number, token, how, workspace)
     (launch,) = found
     return launch
 
@@ -41,16 +40,15 @@ def launch_of(function: str, vocab: int, capability: int, processors: int) -> La
 def report() -> list[dict[str, Any]]:
     """One dict per case."""
     found = [launch_of(*case) for case in CASES]
-    compiled = compile_all((launch, F32, case[2]) for launch, case in zip(found, CASES, strict=True))
+    compiled = compile_all((launch, F32, case[1]) for launch, case in zip(found, CASES, strict=True))
     return [
         {
-            "function": function,
             "capability": capability,
             "processors": processors,
             "spilled": entry["spilled"],
             "written": written(launch),
         }
-        for (function, _, capability, processors), launch, entry in zip(CASES, found, compiled, strict=True)
+        for (_, capability, processors), launch, entry in zip(CASES, found, compiled, strict=True)
     ]
 
 

@@ -65,8 +65,11 @@ class Arguments:
         self.workspace = torch.zeros(reference.workspace_size(), dtype=torch.int64, device=DEVICE)
 
     def sample(self, function: Callable[..., Tensor], logits: Tensor, position: int) -> int:
-        token = function(logits, torch.tensor([position], device=DEVICE), self.how, self.workspace)
+        """The token that `sample_next`, of the reference or the kernel, draws for a place."""
+        place, kept = torch.tensor([position - 1], device=DEVICE), torch.tensor([[-1]], device=DEVICE)
+        token = function(logits, place, kept, self.how, self.workspace)
         assert token.shape == (1, 1) and token.dtype == torch.int64
+        assert int(kept) == int(token) and int(place) == position
         assert self.workspace[0] == 0
         return int(token)
 
@@ -137,7 +140,7 @@ def test_frequencies(options: Sampling) -> None:
     """Chi-square of draws against the softmax of what is kept, at one seed, over places."""
     logits = draw_logits("random", 11, seed=1)
     kept, _ = kept_tokens(logits, options)
-    function = sample_triton.sample if DEVICE == "cuda" else reference.sample
+    function = sample_triton.sample_next if DEVICE == "cuda" else reference.sample_next
     arguments, draws = Arguments(options, seed=99), 3000
     counts = torch.zeros(11, dtype=torch.float64)
     for position in range(draws):
@@ -177,8 +180,8 @@ def test_kept_set(kind: str, options: Sampling) -> None:
     assert len(last) and len(first)
     for place in torch.cat([last, first]).tolist():
         expected = int(kept[scores[place, kept].argmax()])
-        assert arguments.sample(reference.sample, logits, place) == expected
-        assert arguments.sample(sample_triton.sample, logits, place) == expected
+        assert arguments.sample(reference.sample_next, logits, place) == expected
+        assert arguments.sample(sample_triton.sample_next, logits, place) == expected
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -189,15 +192,15 @@ def test_kernel_draws_as_the_reference(kind: str, vocab: int, options: Sampling)
         logits = draw_logits(kind, vocab, seed)
         arguments = Arguments(options, seed=seed * 0x123456789ABCDEF - 5)
         place = 7 + (seed << 33)
-        expected = arguments.sample(reference.sample, logits, place)
+        expected = arguments.sample(reference.sample_next, logits, place)
         for _ in range(2):
-            assert arguments.sample(sample_triton.sample, logits, place) == expected
+            assert arguments.sample(sample_triton.sample_next, logits, place) == expected
 
 
 def test_ties_go_to_the_first() -> None:
     logits = torch.tensor([[1.0, 3.0, 0.0, 3.0, 3.0]], device=DEVICE)
     zeros = torch.tensor([[-1.0, -0.0, 0.0]], device=DEVICE)
-    for function in (reference.sample, sample_triton.sample):
+    for function in (reference.sample_next, sample_triton.sample_next):
         assert Arguments(Sampling()).sample(function, logits, 0) == 1
         assert Arguments(Sampling()).sample(function, zeros, 0) == 1
         # All three that are as likely as the first are kept.
@@ -213,7 +216,7 @@ def test_infinity_and_nan(options: Sampling) -> None:
     cases = {(nan, 1.0, -inf, nan): {1}, (nan,) * 3: {0}, (-inf,) * 3: {0}, (0.0, inf, nan, -inf): {1}}
     for numbers, allowed in cases.items():
         logits = torch.tensor([numbers], device=DEVICE)
-        for function in (reference.sample, sample_triton.sample):
+        for function in (reference.sample_next, sample_triton.sample_next):
             assert Arguments(options).sample(function, logits, 3) in allowed
 
 
@@ -228,7 +231,7 @@ def test_steps_draw_what_single_calls_draw(function: str) -> None:
         drawn = module.sample_next(logits, position, token, arguments.how, arguments.workspace)
         assert int(position) == 41 + step
         assert torch.equal(drawn, token) and drawn.data_ptr() != token.data_ptr()
-        assert int(drawn) == arguments.sample(reference.sample, logits, 41 + step)
+        assert int(drawn) == arguments.sample(reference.sample_next, logits, 41 + step)
 
 
 class Exported(torch.nn.Module):
@@ -261,7 +264,7 @@ def run_program(index: int, programs: int, arguments: tuple[Tensor, ...], vocab:
     builder.set_grid_idx = lambda *_: set_index(index, 0, 0)
     builder.set_grid_dim = lambda *_: set_count(programs, 1, 1)
     torch.set_num_threads(1)
-    sample_triton.sample_early[(1,)](*arguments, VOCAB=vocab, PROGRAMS=programs, BLOCK=block, NEXT=True, EARLY=False)
+    sample_triton.sample_early[(1,)](*arguments, VOCAB=vocab, PROGRAMS=programs, BLOCK=block, EARLY=False)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the GPU runs several programs in the tests above")
@@ -299,8 +302,8 @@ def test_programs_that_meet(options: Sampling) -> None:
             process.join(60)
             process.kill()
         assert [process.exitcode for process in running] == [0] * programs
-        expected = reference.sample(logits, torch.tensor([6 + step]), sampling.how, sampling.workspace)
-        assert int(out) == int(token) == int(expected)
+        expected = Arguments(options, seed=23).sample(reference.sample_next, logits, 6 + step)
+        assert int(out) == int(token) == expected
         assert int(position) == 6 + step and int(sampling.workspace[0]) == 0
 
 
@@ -322,7 +325,7 @@ def test_replay_reads_new_values() -> None:
         position.fill_(step)
         graph.replay()
         assert int(position) == step + 1
-        assert int(token) == fresh.sample(reference.sample, logits, step + 1)
+        assert int(token) == fresh.sample(reference.sample_next, logits, step + 1)
 
 
 @pytest.fixture(scope="module")
@@ -338,15 +341,15 @@ def test_nothing_spills(report: list[dict[str, Any]]) -> None:
 
 def test_exactly_what_changes_is_written(report: list[dict[str, Any]]) -> None:
     """As Inductor sees it where kernels do not start early: what it takes for written, it copies and keeps in order."""
-    written = {entry["function"]: entry["written"] for entry in report if entry["capability"] < 90}
-    assert written == {"sample": ["out", "workspace"], "sample_next": ["out", "position_ptr", "token", "workspace"]}
+    (written,) = (entry["written"] for entry in report if entry["capability"] < 90)
+    assert written == ["out", "position_ptr", "token", "workspace"]
 
 
 LAYER = """
 import torch
 from ostinato.delegate.sampling import Sampling, SamplingInputs
 from ostinato.export.kernels.sampling.reference import workspace_size
-from ostinato.export.kernels.sampling.sample_triton import sample, sample_next
+from ostinato.export.kernels.sampling.sample_triton import sample_next
 
 class Layer(torch.nn.Module):
     def __init__(self):
@@ -359,8 +362,7 @@ class Layer(torch.nn.Module):
 
     def forward(self, logits):
         how = SamplingInputs(*(getattr(self, name) for name in SamplingInputs._fields))
-        first = sample(logits, self.position, how, self.workspace)
-        return first, sample_next(logits, self.position, self.token, how, self.workspace)
+        return sample_next(logits, self.position, self.token, how, self.workspace)
 
 inputs = (torch.zeros(1, 300),)
 """
@@ -369,6 +371,6 @@ inputs = (torch.zeros(1, 300),)
 def test_traced() -> None:
     """The parameters go through as one list, and none of them is taken for written."""
     operators, buffers, shapes = traced_layer(LAYER)
-    assert operators == ["ostinato.sample.default", "ostinato.sample_next.default"]
+    assert operators == ["ostinato.sample_next.default"]
     assert buffers == ["position", "token", "workspace"]
-    assert shapes == [(1, 1), (1, 1)]
+    assert shapes == [(1, 1)]
