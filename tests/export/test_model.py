@@ -276,7 +276,7 @@ def test_caches_and_experts_are_never_copied(artifact: Get) -> None:
         assert [tensor.numel() for tensor in caches] == [cache, cache]
     for method in ("decode", "prefill"):
         shapes = allocations(made.source(method))
-        assert len(shapes) > 5
+        assert len(shapes) > 3
         assert (1, config.vocab_size) in shapes
         large = [shape for shape in shapes if math.prod(shape) >= min(cache, experts)]
         assert not large, f"{method} allocates {large}"

@@ -20,6 +20,8 @@ from torch import Tensor
 from ostinato.export.kernels.operands import Decay
 
 CHUNK = 64
+# The largest matrix that is cheaper to invert whole than in blocks: smaller products take no less time.
+SMALL = 16
 
 
 def gated_delta_rule(
@@ -151,42 +153,43 @@ def chunked_gated_delta_rule(
     Returns:
         (output [H, T, V], state after the last token [H, K, V]).
     """
-    tokens = q.shape[1]
-    q, k, v = (_split_chunks(x) for x in (q, k, v))
-    g, beta = (_split_chunks(x.unsqueeze(-1)).squeeze(-1) for x in (g, beta))
+    heads, tokens, key_dim = q.shape
+    value_dim = v.shape[-1]
+    rows = _split_chunks(torch.cat((q, k, v, g.unsqueeze(-1), beta.unsqueeze(-1)), dim=-1))
+    q, k, v, g, beta = rows.split((key_dim, key_dim, value_dim, 1, 1), dim=-1)
     causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
 
-    decay = g.cumsum(-1)
+    decay = g.cumsum(1)
     # The mask goes in before the exponential: above the diagonal the difference is positive and could overflow.
-    pair = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
-    k_beta = k * beta.unsqueeze(-1)
-    system = (k_beta @ k.transpose(-1, -2)) * pair
-    inverse = invert_unit_lower(system)
-    values = inverse @ (v * beta.unsqueeze(-1))
-    keys = inverse @ (k_beta * decay.exp().unsqueeze(-1))
+    pair = (decay - decay.transpose(1, 2)).masked_fill(~causal, -torch.inf).exp()
+    k_beta = k * beta
+    inverse = invert_unit_lower(torch.bmm(k_beta, k.transpose(1, 2)) * pair)
+    solved = torch.bmm(inverse, torch.cat((k_beta * decay.exp(), v * beta), dim=-1))
+    keys, values = solved.split((key_dim, value_dim), dim=-1)
 
-    last = decay[..., -1:]
-    k_out = k * (last - decay).exp().unsqueeze(-1)
-    eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
-    transition = last.exp().unsqueeze(-1) * eye - k_out.transpose(-1, -2) @ keys
-    update = k_out.transpose(-1, -2) @ values
-    ends = _scan_chunks(transition, update, state, max_tokens)
-    starts = torch.cat((state.unsqueeze(1), ends), dim=1)[:, : ends.shape[1]]
+    last = decay[:, -1:]
+    written = torch.bmm((k * (last - decay).exp()).transpose(1, 2), solved)
+    eye = torch.eye(key_dim, dtype=k.dtype, device=k.device)
+    maps = torch.cat((last.exp() * eye - written[..., :key_dim], written[..., key_dim:]), dim=-1)
+    states = _scan_chunks(maps, state, _chunk_count(max_tokens))
+    starts, after = states[: maps.shape[0]], states[maps.shape[0] :]
 
-    new_values = values - keys @ starts
-    attention = (q @ k.transpose(-1, -2)) * pair
-    out = (q * decay.exp().unsqueeze(-1)) @ starts + attention @ new_values
+    attention = torch.bmm(q, k.transpose(1, 2)) * pair
+    out = torch.bmm(q * decay.exp(), starts) + torch.bmm(attention, values - torch.bmm(keys, starts))
+    out = out.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)
     # A selection and no slice: whether a slice is the whole would be a condition on T.
-    out = out.flatten(1, 2).index_select(1, torch.arange(tokens, device=out.device))
-    return out, ends[:, -1]
+    return out.index_select(0, torch.arange(tokens, device=out.device)).transpose(0, 1), after
 
 
 def _split_chunks(x: Tensor) -> Tensor:
-    """[H, T, D] -> [H, chunks, CHUNK, D], zeros behind: a token of zeros with g = 0 leaves the state alone."""
+    """[H, T, D] -> [chunks * H, CHUNK, D], zeros behind: a token of zeros with g = 0 leaves the state alone.
+
+    Chunks come first, so that no stride depends on T: the compiler's algebra on such strides took half of its time.
+    """
     heads, tokens, size = x.shape
     chunks = _chunk_count(tokens)
-    padded = F.pad(x, (0, 0, 0, chunks * CHUNK - tokens))
-    return padded.reshape(heads, chunks, CHUNK, size)
+    padded = F.pad(x.transpose(0, 1), (0, 0, 0, 0, 0, chunks * CHUNK - tokens))
+    return padded.reshape(chunks, CHUNK, heads, size).transpose(1, 2).reshape(chunks * heads, CHUNK, size)
 
 
 def _chunk_count(tokens: int) -> int:
@@ -206,44 +209,59 @@ def invert_unit_lower(matrix: Tensor) -> Tensor:
     the keys repeat (one repeated token is enough), and float32 loses every digit.
     """
     n = matrix.shape[-1]
-    lead = matrix.shape[:-2]
-    inverse = matrix.new_ones(*lead, n, 1, 1)
-    size = 1
+    matrices = matrix.reshape(-1, n, n)
+    size = min(n, SMALL)
+    inverse = _invert_small(_diagonal_blocks(matrices, size))
     while size < n:
-        blocks = n // (2 * size)
-        tiles = matrix.reshape(*lead, blocks, 2, size, blocks, 2, size)
-        lower = tiles.diagonal(dim1=-6, dim2=-3)[..., 1, :, 0, :, :].movedim(-1, -3)
-        pairs = inverse.reshape(*lead, blocks, 2, size, size)
-        top, bottom = pairs[..., 0, :, :], pairs[..., 1, :, :]
-        corner = -(bottom @ lower @ top)
-        upper_row = torch.cat((top, torch.zeros_like(top)), dim=-1)
-        lower_row = torch.cat((corner, bottom), dim=-1)
-        inverse = torch.cat((upper_row, lower_row), dim=-2)
+        top, bottom = inverse.unflatten(0, (-1, 2)).unbind(1)
+        lower = _diagonal_blocks(matrices, 2 * size)[:, size:, :size]
+        corner = torch.bmm(torch.bmm(bottom, lower), top)
+        inverse = torch.cat((F.pad(top, (0, size)), torch.cat((-corner, bottom), dim=2)), dim=1)
         size *= 2
-    return inverse.reshape(*lead, n, n)
+    return inverse.reshape(matrix.shape)
 
 
-def _scan_chunks(transition: Tensor, update: Tensor, state: Tensor, max_tokens: int) -> Tensor:
-    """States after each chunk, [H, chunks, K, V], of `S -> transition @ S + update` from `state`.
+def _diagonal_blocks(matrices: Tensor, size: int) -> Tensor:
+    """[N, n, n] -> [N * n / size, size, size]."""
+    count, n, _ = matrices.shape
+    if size == n:
+        return matrices
+    tiles = matrices.reshape(count, n // size, size, n // size, size)
+    return tiles.diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)
 
-    An inclusive scan in log2(max_chunks) strides: composing (A1, U1) then (A2, U2) is (A2 A1, A2 U1 + U2).
+
+def _invert_small(matrices: Tensor) -> Tensor:
+    """`invert_unit_lower` with all blocks of a size in one matrix: mostly products with zeros, but two for each size."""
+    n = matrices.shape[-1]
+    index = torch.arange(n, device=matrices.device)
+    # The highest bit in which row and column differ is the size of the block whose lower left part an element is in.
+    differ = (index.unsqueeze(1) ^ index).tril(-1)
+    inverse = torch.eye(n, dtype=matrices.dtype, device=matrices.device) - matrices.masked_fill(differ != 1, 0)
+    size = 2
+    while size < n:
+        corner = matrices.masked_fill(differ // size != 1, 0)
+        inverse = inverse - torch.bmm(torch.bmm(inverse, corner), inverse)
+        size *= 2
+    return inverse
+
+
+def _scan_chunks(maps: Tensor, state: Tensor, max_chunks: int) -> Tensor:
+    """States before each chunk and after the last, [(chunks + 1) * H, K, V].
+
+    An inclusive scan in log2(max_chunks + 1) strides: first (A1, U1) and then (A2, U2) is (A2 A1, A2 U1 + U2).
+
+    Args:
+        maps: [chunks * H, K, K + V]: A and U side by side, of what a chunk does to a state: `A @ state + U`.
+        state: [H, K, V], before the first.
+        max_chunks: upper bound of the chunks.
     """
-    chunks = transition.shape[1]
-    first = transition[:, :1] @ state.unsqueeze(1)
-    update = update + first * _is_first(update)
-    steps = math.ceil(math.log2(_chunk_count(max_tokens)))
-    eye = torch.eye(transition.shape[-1], dtype=transition.dtype, device=transition.device)
-    for step in range(steps):
-        stride = 2**step
-        front = eye.expand(transition.shape[0], stride, *eye.shape)
-        earlier_a = torch.cat((front, transition), dim=1)[:, :chunks]
-        earlier_u = F.pad(update, (0, 0, 0, 0, stride, 0))[:, :chunks]
-        update = transition @ earlier_u + update
-        transition = transition @ earlier_a
-    return update
-
-
-def _is_first(update: Tensor) -> Tensor:
-    """[1, chunks, 1, 1]: one for the first chunk, zero for the others."""
-    index = torch.arange(update.shape[1], device=update.device)
-    return (index == 0).to(update.dtype)[None, :, None, None]
+    heads, key_dim, value_dim = state.shape
+    # The state is what a chunk ahead of the first would leave, whatever was before.
+    maps = torch.cat((F.pad(state, (key_dim, 0)), maps), dim=0)
+    is_a = torch.arange(key_dim + value_dim, device=maps.device) < key_dim
+    same = torch.eye(key_dim, key_dim + value_dim, dtype=maps.dtype, device=maps.device)
+    for step in range(math.ceil(math.log2(max_chunks + 1))):
+        front = same.expand(2**step * heads, *same.shape)
+        earlier = torch.cat((front, maps), dim=0)[: maps.shape[0]]
+        maps = torch.bmm(maps[..., :key_dim], earlier) + maps.masked_fill(is_a, 0)
+    return maps[..., key_dim:]
