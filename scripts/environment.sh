@@ -53,13 +53,13 @@ make_environment() {
     "$python" -m venv "$venv" || fail "'$python -m venv $venv' failed"
     local extras="test"
     [ "$device" = cuda ] && extras="test,cuda,bench"
+    # Bytecode of what is imported is written when it is imported: of all files it takes half a minute.
+    local install=("$PYTHON_BIN" -m pip install --quiet --disable-pip-version-check --no-compile)
     # torch first: a later package that only asks for "torch" must not bring another build of it.
-    "$PYTHON_BIN" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' "$constraints")" \
-        -c "$constraints" || fail "pip could not install torch (see above)"
-    "$PYTHON_BIN" -m pip show --quiet triton 2>/dev/null ||
-        "$PYTHON_BIN" -m pip install --quiet --disable-pip-version-check "$TRITON" ||
-        fail "pip could not install triton (see above)"
-    "$PYTHON_BIN" -m pip install --quiet --disable-pip-version-check -c "$constraints" -e "$ROOT[$extras]" ||
+    "${install[@]}" "$(grep '^torch==' "$constraints")" -c "$constraints" || fail "pip could not install torch (see above)"
+    local packages=(-e "$ROOT[$extras]")
+    [ -d "$venv"/lib/python3.*/site-packages/triton ] || packages+=("$TRITON")
+    "${install[@]}" -c "$constraints" "${packages[@]}" ||
         fail "pip could not install ostinato and what it needs (see above)"
     echo "$stamp" >"$venv/.ostinato"
 }
