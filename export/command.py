@@ -7,7 +7,6 @@ Exit status: 0 done, 2 an error in what was asked or given, 130 interrupted.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from typing import TYPE_CHECKING
 
@@ -46,25 +45,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    # The checks that need no compiler stack come first: a mistyped path answers at once and not after seconds.
+    from .progress import stderr_progress
+
+    # Its time begins before the imports.
+    progress = stderr_progress()
+    # The checks that need no compiler come first: a mistyped path answers at once and not after seconds.
     from pathlib import Path
 
     from ostinato.delegate.memory import size_text
     from ostinato.export.compile.toolchain import find_compiler
     from ostinato.export.models import read_config
 
-    from .progress import stderr_progress
-
     read_config(Path(arguments.model))
     quant = _quantization(arguments)
     find_compiler()
-    progress = stderr_progress()
-    with progress.stage("import compiler stack"):
-        # Optional parts of exir and torchao complain while they load.
-        logging.disable(logging.WARNING)
-        from .model import export_model
+    from .model import export_model
 
-        logging.disable(logging.NOTSET)
     report = export_model(
         arguments.model,
         arguments.output,
@@ -78,7 +74,7 @@ def main(arguments: argparse.Namespace) -> int:
     )
     size = size_text(report.program_bytes + report.constant_bytes)
     print(
-        f"{report.output}: {size} in {sum(report.seconds.values()):.1f} s, compiled for {report.target}; "
+        f"{report.output}: {size} in {progress.elapsed:.1f} s, compiled for {report.target}; "
         f"peak memory {_peak_memory(arguments.device)}",
         file=sys.stderr,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 import uuid
 import warnings
@@ -11,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from ostinato.delegate.artifact import CONSTANTS_FILE, PROGRAM_FILE, StateKind
-from ostinato.delegate.errors import ExportError, OstinatoError, first_line
+from ostinato.delegate.errors import ExportError
 from ostinato.delegate.target import Target, host_target
-from ostinato.export.artifact.assemble import assemble
 from ostinato.export.artifact.records import Constants, make_method
 from ostinato.export.artifact.writer import atomic_folder, write_constants
-from ostinato.export.compile.aot import Code, compile_graph
+from ostinato.export.compile.aot import Code
+from ostinato.export.compile.libraries import Libraries
 from ostinato.export.compile.toolchain import find_compiler
 from ostinato.export.compile.trace import Chain, Known, MethodSpec, TracedMethod, trace_method
 
@@ -88,16 +88,18 @@ def export_program(
         raise ExportError(f"unknown device {device!r}; the devices are: cpu, cuda")
     find_compiler()
     target = host_target(device)
-    with atomic_folder(Path(output)) as folder:
+    with atomic_folder(Path(output)) as folder, Libraries(device, progress) as libraries:
         traced = _trace_all(methods, output_names, progress)
         constants = Constants(state_kinds or {})
         if root is not None:
             constants.name_after(root)
         for method in traced.values():
             constants.add(method)
-        codes = _compile_all(traced, device, progress)
+        codes = _compile_all(traced, libraries)
         export_id = uuid.uuid4().hex
         with progress.stage("assemble program"), _quiet():
+            from ostinato.export.artifact.assemble import assemble
+
             compiled = {
                 name: make_method(method, codes[name], constants, value_ranges or {}) for name, method in traced.items()
             }
@@ -135,31 +137,15 @@ def _trace_all(
     return traced
 
 
-def _compile_all(methods: Mapping[str, TracedMethod], device: str, progress: Progress) -> dict[str, dict[str, Code]]:
+def _compile_all(methods: Mapping[str, TracedMethod], libraries: Libraries) -> dict[str, dict[str, Code]]:
     """Method -> kind of link -> code. A graph that methods share is compiled once."""
-    codes: dict[str, dict[str, Code]] = {}
-    known: dict[int, Code] = {}
-    for name, method in methods.items():
-        codes[name] = {}
-        for kind, graph in method.graphs.items():
-            if id(graph) in known:
-                codes[name][kind] = known[id(graph)]
-                continue
-            with progress.stage(f"compile {graph.label}"), _quiet():
-                try:
-                    codes[name][kind] = known[id(graph)] = compile_graph(graph, device)
-                except (OstinatoError, OSError):
-                    raise
-                except Exception as error:
-                    raise ExportError(f"method {graph.label!r}: {_explain(error)}") from error
-    return codes
-
-
-def _explain(error: Exception) -> str:
-    """The first line of a compiler's complaint, and the operator that it is about where it names one."""
-    text = str(error)
-    operator = re.search(r"(?:target|op|operator)[:= ]+\s*((?:torch\.ops\.)?\w+[.:]{1,2}\w+(?:\.\w+)?)", text)
-    return f"the model cannot be lowered: {first_line(error)}" + (f" (operator {operator[1]})" if operator else "")
+    graphs = {id(graph): graph for method in methods.values() for graph in method.graphs.values()}
+    with _quiet():
+        libraries.generate(list(graphs.values()))
+        # exir takes seconds to import, and compilers are at work.
+        import_module("executorch.exir")
+        codes = dict(zip(graphs, libraries.codes(), strict=True))
+    return {name: {kind: codes[id(graph)] for kind, graph in method.graphs.items()} for name, method in methods.items()}
 
 
 @contextmanager

@@ -16,11 +16,17 @@ from tqdm import tqdm
 class Progress:
     """Writes a stage's name when it begins and its time when it ends, and keeps the seconds of each.
 
-    `stream`: None to write nothing.
+    `stream`: None to write nothing. One thread writes.
     """
 
     stream: TextIO | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    _begin: float = field(default_factory=time.perf_counter)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it was made. Some stages run beside others, so it is less than the sum of theirs."""
+        return time.perf_counter() - self._begin
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -30,10 +36,24 @@ class Progress:
         try:
             yield
         except BaseException:
-            self._end(name, f"failed after {time.perf_counter() - begin:.1f} s")
+            self._end(name, _failure(time.perf_counter() - begin))
             raise
         self.seconds[name] = time.perf_counter() - begin
-        self._end(name, f"{self.seconds[name]:6.1f} s")
+        self._end(name, _time(self.seconds[name]))
+
+    def show(self, name: str) -> None:
+        """On a terminal, the name of a stage that may run beside others, until the next line takes its place."""
+        if self._is_terminal:
+            self._write(f"\r  {name:<46.46}")
+
+    def done(self, name: str, seconds: float) -> None:
+        """The line of a stage that ran beside others, and took that long."""
+        self.seconds[name] = seconds
+        self._line(name, _time(seconds))
+
+    def failed(self, name: str, seconds: float) -> None:
+        """The line of such a stage that failed."""
+        self._line(name, _failure(seconds))
 
     @contextmanager
     def bytes(self, total: int) -> Iterator[Callable[[int], object]]:
@@ -55,13 +75,28 @@ class Progress:
         return self.stream is not None and self.stream.isatty()
 
     def _end(self, name: str, text: str) -> None:
-        # On a terminal the line is written anew: a bar may have stood there.
-        self._write(f"\r  {name:<38} {text}\n" if self._is_terminal else f"{text}\n")
+        if self._is_terminal:
+            # The line is written anew: a bar may have stood there.
+            self._line(name, text)
+        else:
+            self._write(f"{text}\n")
+
+    def _line(self, name: str, text: str) -> None:
+        start = "\r" if self._is_terminal else ""
+        self._write(f"{start}  {name:<38} {text}\n")
 
     def _write(self, text: str) -> None:
         if self.stream is not None:
             self.stream.write(text)
             self.stream.flush()
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:6.1f} s"
+
+
+def _failure(seconds: float) -> str:
+    return f"failed after {seconds:.1f} s"
 
 
 def stderr_progress() -> Progress:

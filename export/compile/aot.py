@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from ostinato.delegate.torch_internals import load_container
 
 from .toolchain import check_library
 from .torch_internals import (
-    Library,
-    compile_to_library,
+    Generated,
     constant_names,
     early_kernels_analysed_as_pure,
+    generate_library,
     is_metadata_check,
     is_reserved_name,
 )
@@ -46,21 +45,29 @@ class Code:
     source: str
 
 
-def compile_graph(graph: TracedGraph, device: str) -> Code:
-    """Compile the graph as torch.export made it; `graph.program` is changed.
+def generate_code(graph: TracedGraph, device: str, folder: Path) -> Generated:
+    """Have the graph's code generated in an empty folder, as torch.export made it; `graph.program` is changed.
 
     Raises:
-        ExportError: the compiler links libstdc++ statically, an operator's code would not be in the artifact, or, for a
-            GPU, a tensor has a name that Inductor reserves.
+        ExportError: an operator's code would not be in the artifact, or, for a GPU, a tensor has a name that Inductor
+            reserves.
     """
     if device != "cpu":
         _check_names(graph)
-    with tempfile.TemporaryDirectory(prefix="ostinato-") as folder:
-        library = _compile(graph, device, Path(folder))
-        check_library(library.path)
-        _check_extern(graph.label, library.extern)
-        names = _constant_names(library.path, device)
-        return Code(library.path.read_bytes(), library.extern, names, library.source)
+    generated = _generate(graph, device, folder)
+    _check_extern(graph.label, generated.extern)
+    return generated
+
+
+def read_code(generated: Generated, device: str) -> Code:
+    """The code, once its library is built.
+
+    Raises:
+        ExportError: the compiler links libstdc++ statically.
+    """
+    check_library(generated.path)
+    names = _constant_names(generated.path, device)
+    return Code(generated.path.read_bytes(), generated.extern, names, generated.source)
 
 
 def _check_names(graph: TracedGraph) -> None:
@@ -72,7 +79,7 @@ def _check_names(graph: TracedGraph) -> None:
         )
 
 
-def _compile(graph: TracedGraph, device: str, folder: Path) -> Library:
+def _generate(graph: TracedGraph, device: str, folder: Path) -> Generated:
     program = graph.program
     _remove_checks(program)
     _place_constants(graph, device)
@@ -85,7 +92,7 @@ def _compile(graph: TracedGraph, device: str, folder: Path) -> Library:
         node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user_inputs
     )
     with torch.no_grad(), early_kernels_analysed_as_pure():
-        return compile_to_library(module, arguments, device, folder)
+        return generate_library(module, arguments, device, folder)
 
 
 def _remove_checks(program: ExportedProgram) -> None:

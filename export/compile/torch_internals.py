@@ -9,8 +9,9 @@ that measures ExecuTorch's own model uses its private parts itself.
 from __future__ import annotations
 
 import io
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,33 +27,52 @@ _EARLY = "EARLY"
 
 
 @dataclass(frozen=True)
-class Library:
-    """What AOTInductor writes.
+class Generated:
+    """What AOTInductor generates, and what makes a shared library of it.
 
     Attributes:
-        path: the shared library.
+        path: the shared library, once it is built.
         extern: JSON list of the ATen operators that it calls by name at run time, often empty.
         source: the C++ wrapper of the kernels.
+        objects: commands of the compiler that make its own objects.
+        interface: command that makes the object `INTERFACE` in the folder where it runs; the same object fits all libraries
+            of which this command is the same. None: this library's own objects have what is in it.
+        link: command that makes the library of its own objects, to which `INTERFACE` must be added.
     """
 
     path: Path
     extern: bytes
     source: str
+    objects: tuple[tuple[str, ...], ...]
+    interface: tuple[str, ...] | None
+    link: tuple[str, ...]
 
 
-def compile_to_library(module: torch.nn.Module, arguments: tuple[Any, ...], device: str, folder: Path) -> Library:
-    """Compile a graph module with AOTInductor.
+INTERFACE = "interface.o"
+
+
+class _Linking(Exception):
+    """Raised where Inductor would link: all commands are known."""
+
+
+def generate_library(module: torch.nn.Module, arguments: tuple[Any, ...], device: str, folder: Path) -> Generated:
+    """Have AOTInductor generate the code of a graph module, and what compiles it.
 
     Args:
         module: the graph.
         arguments: the tracer's tensors, in the order of the graph's inputs.
         device: "cpu" or "cuda".
-        folder: an empty one; everything that the compiler writes lies in it.
+        folder: an empty one; everything that is generated lies in it.
 
-    Needs `torch._inductor.aot_compile`, its option names, and the names of the files that it writes beside the library. The
-    public `aoti_compile_and_package` makes a zip file with a loader of its own, over which constants cannot be bound by name.
-    Without it nothing can be exported.
+    Needs `torch._inductor.aot_compile`, its option names, the names of the files that it writes, and that
+    `codecache.AotCodeCompiler.compile` builds objects and then links them by `CppBuilder.build`. The public
+    `aoti_compile_and_package` makes a zip file with a loader of its own, over which constants cannot be bound by name, and
+    compiles before it returns. Without it nothing can be exported.
     """
+    from torch._inductor.codecache import AotCodeCompiler
+    from torch._inductor.cpp_builder import CppBuilder
+
+    path = folder / "code.so"
     options = {
         "aot_inductor.package_constants_in_so": False,
         # Without it small constants are baked into the code as literals.
@@ -63,13 +83,85 @@ def compile_to_library(module: torch.nn.Module, arguments: tuple[Any, ...], devi
         # As many threads as the machine that runs it allows, and not as the one that compiled it had.
         "cpp.dynamic_threads": True,
         "aot_inductor.embed_kernel_binary": device == "cuda",
-        "aot_inductor.output_path": str(folder / "code.so"),
+        "aot_inductor.output_path": str(path),
     }
-    path = Path(str(torch._inductor.aot_compile(module, arguments, options=options)))  # type: ignore[arg-type]
+    generate, build = AotCodeCompiler.compile, CppBuilder.build
+    objects: list[list[str]] = []
+    link: list[str] = []
+
+    def build_later(builder: Any) -> None:
+        target = builder.get_target_file_path()
+        if target == str(path):
+            link.extend(shlex.split(builder.get_command_line()))
+            raise _Linking
+        if target.endswith((".wrapper.o", ".kernel.o")):
+            objects.append(shlex.split(builder.get_command_line()))
+        else:
+            # An object of constants, which takes no time; or a test of the compiler.
+            build(builder)
+
+    def generate_only(*arguments: Any, **named: Any) -> str:
+        with mock.patch.object(CppBuilder, "build", build_later), suppress(_Linking):
+            generate(*arguments, **named)
+        return str(path)
+
+    with mock.patch.object(AotCodeCompiler, "compile", generate_only):
+        torch._inductor.aot_compile(module, arguments, options=options)  # type: ignore[arg-type]
+    (wrapper,) = folder.glob("*.wrapper.cpp")
     # hash.wrapper.json lists operators called by name; hash.wrapper_metadata.json is something else.
-    extern = b"".join(file.read_bytes() for file in path.parent.glob("*.wrapper.json"))
-    source = "".join(file.read_text() for file in path.parent.glob("*.wrapper.cpp"))
-    return Library(path, extern, source)
+    extern = b"".join(file.read_bytes() for file in folder.glob("*.wrapper.json"))
+    source = wrapper.read_text()
+    interface = _interface_apart(wrapper, objects)
+    return Generated(path, extern, source, tuple(map(tuple, objects)), interface, tuple(link))
+
+
+def _interface_apart(wrapper: Path, objects: list[list[str]]) -> tuple[str, ...] | None:
+    """Take the text that all wrappers have in common out of one; the command that compiles it by itself.
+
+    None where this torch's wrappers do not have it: then each library takes 1.8 s more (of 4.4 s for the wrapper of a small
+    graph, g++ 12).
+    """
+    template = Path(str(torch._inductor.__file__)).parent / "codegen" / "aoti_runtime" / "interface.cpp"
+    common, source = template.read_text().strip(), wrapper.read_text()
+    if common not in source:
+        return None
+    wrapper.write_text(source.replace(common, "#include <torch/csrc/inductor/aoti_runtime/model.h>"))
+    (command,) = (command for command in objects if str(wrapper) in command)
+    command = [str(template) if word == str(wrapper) else word for word in command]
+    command[command.index("-o") + 1] = INTERFACE
+    return tuple(command)
+
+
+@contextmanager
+def compilers_run_by(run: Callable[[Sequence[str], str], None], start: Callable[..., Any]) -> Iterator[None]:
+    """While it is open, Inductor's compilers are run by a function of ours, and make precompiled headers beside its Python.
+
+    Args:
+        run: runs a command in a folder, until it is done.
+        start: calls what it is given, with arguments, in a thread. What is generated needs the header to be compiled fast.
+
+    Needs `run_compile_cmd` of `torch._inductor.cpp_builder`, and `_worker_compile_cpp` of `codecache`. Without it Ctrl-C
+    leaves compilers behind, and the first export on a machine takes 10 s longer.
+    """
+    from torch._inductor import codecache, cpp_builder
+
+    build = codecache._worker_compile_cpp
+    with (
+        mock.patch.object(cpp_builder, "run_compile_cmd", lambda command, cwd: run(shlex.split(command), cwd)),
+        mock.patch.object(codecache, "_worker_compile_cpp", lambda *arguments: start(build, *arguments)),
+    ):
+        yield
+
+
+def choose_vector_instructions() -> None:
+    """Find out which vector instructions Inductor generates code for; it remembers them.
+
+    Needs `torch._inductor.cpu_vec_isa.pick_vec_isa`, which compiles a test for each set (8 s on a machine where it was never
+    called). Without it that time is not spent beside something else.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    pick_vec_isa()
 
 
 def is_reserved_name(name: str) -> bool:

@@ -47,6 +47,25 @@ def test_a_failed_stage_says_so() -> None:
     assert progress.seconds == {}
 
 
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_stages_beside_each_other_have_whole_lines(stream: type[io.StringIO]) -> None:
+    progress = Progress(stream())
+    assert isinstance(progress.stream, io.StringIO)
+    progress.show("compile head")
+    shown = "compile head" in progress.stream.getvalue()
+    progress.show("compile a layer that has a long name")
+    progress.done("compile head", 2.5)
+    progress.show("compile layer")
+    progress.failed("compile layer", 61.04)
+    assert shown is progress.stream.isatty()
+    assert [line.split() for line in last_lines(progress.stream.getvalue())] == [
+        ["compile", "head", "2.5", "s"],
+        ["compile", "layer", "failed", "after", "61.0", "s"],
+    ]
+    assert progress.seconds == {"compile head": 2.5}
+    assert 0 < progress.elapsed < 1
+
+
 def test_bytes_are_a_bar_on_a_terminal_alone() -> None:
     for stream in (io.StringIO(), Terminal()):
         progress = Progress(stream)

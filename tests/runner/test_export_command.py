@@ -124,7 +124,7 @@ def test_disk_full_while_constants_are_written(
     monkeypatch.setattr(program_module, "write_constants", full)
     monkeypatch.setattr(program_module, "_compile_all", lambda *_: {"forward": {}})
     monkeypatch.setattr(program_module, "make_method", lambda *_: None)
-    monkeypatch.setattr(program_module, "assemble", lambda *_: b"program")
+    monkeypatch.setattr("ostinato.export.artifact.assemble.assemble", lambda *_: b"program")
     with pytest.raises(ExportError, match="no room on the disk"):
         export_program(TINY, output)
     assert [path.name for path in output.parent.iterdir()] == ["artifact"]

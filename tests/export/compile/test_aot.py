@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.compile.aot import compile_graph
+from ostinato.export import Progress
+from ostinato.export.compile.aot import generate_code
+from ostinato.export.compile.libraries import Libraries
 from ostinato.export.compile.trace import trace_method
 
 
@@ -22,9 +26,12 @@ class Counter(nn.Module):
         return x + self.workspace.add_(1)
 
 
-def test_tensor_whose_name_the_compiler_keeps_for_itself() -> None:
+def test_tensor_whose_name_the_compiler_keeps_for_itself(tmp_path: Path) -> None:
     """In code for a GPU it would be a variable that nothing sets."""
     (link,) = trace_method("forward", (Counter(), (torch.ones(3),), None)).links
     with pytest.raises(ExportError, match="has tensors called workspace: the compiler keeps names"):
-        compile_graph(link.graph, "cuda")
-    assert compile_graph(link.graph, "cpu").names
+        generate_code(link.graph, "cuda", tmp_path)
+    with Libraries("cpu", Progress()) as libraries:
+        libraries.generate([link.graph])
+        (code,) = libraries.codes()
+    assert set(code.names.values()) == {"workspace"}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -58,26 +60,69 @@ class Solve(nn.Module):
         return torch.linalg.solve_triangular(self.lower, x, upper=False) + self.count
 
 
-def compiled(folder: Path) -> torch_internals.Library:
+def generated(folder: Path) -> torch_internals.Generated:
     example = (torch.ones(3, 4),)
     with torch.no_grad():
         module = torch.export.export(Solve(), example, strict=False).module(check_guards=False)
-        return torch_internals.compile_to_library(module, example, "cpu", folder)
+        return torch_internals.generate_library(module, example, "cpu", folder)
 
 
-def test_compile_to_library(tmp_path: Path) -> None:
-    """The library, its source, and the operators that it calls by name."""
-    library = compiled(tmp_path)
-    assert library.path.read_bytes()[:4] == b"\x7fELF" and library.path.is_relative_to(tmp_path)
-    assert "AOTInductorModel::run_impl" in library.source
-    targets = {node["node"]["target"] for node in json.loads(library.extern)["nodes"]}
+def test_generate_library(tmp_path: Path) -> None:
+    """Its source, the operators that it calls by name, and commands that build a library of which nothing is there before."""
+    found = generated(tmp_path)
+    assert found.path.parent == tmp_path and not found.path.exists()
+    assert list(tmp_path.rglob("*.kernel.o")) == list(tmp_path.rglob("*.wrapper.o")) == []
+    assert "AOTInductorModel::run_impl" in found.source
+    targets = {node["node"]["target"] for node in json.loads(found.extern)["nodes"]}
     assert targets == {"aten::linalg_solve_triangular"}
+    # This torch's wrappers have the text that is compiled once for all.
+    assert found.interface is not None
+    (wrapper,) = tmp_path.glob("*.wrapper.cpp")
+    assert "AOTInductorModelContainerCreateWithDevice(" not in wrapper.read_text()
+    assert len(found.objects) == 2
+    assert load_built(found).get_call_spec()
+
+
+def load_built(found: torch_internals.Generated) -> Any:
+    assert found.interface is not None
+    for command in (*found.objects, found.interface, (*found.link, torch_internals.INTERFACE)):
+        subprocess.run(command, cwd=found.path.parent, check=True, capture_output=True)
+    return load_container(str(found.path), torch.device("cpu"))
 
 
 def test_constant_names(tmp_path: Path) -> None:
     """A buffer of one element is there by its name; folded into the code it would never change."""
-    container = load_container(str(compiled(tmp_path).path), torch.device("cpu"))
+    container = load_built(generated(tmp_path))
     assert set(torch_internals.constant_names(container).values()) == {"lower", "count"}
+
+
+def test_compilers_run_by(tmp_path: Path) -> None:
+    """What it patches is what a build and a precompiled header go through, and is put back."""
+    from torch._inductor import codecache, cpp_builder
+
+    before = cpp_builder.run_compile_cmd, codecache._worker_compile_cpp
+    commands: list[Sequence[str]] = []
+    started: list[tuple[Any, ...]] = []
+
+    def run(command: Sequence[str], folder: str) -> None:
+        commands.append(command)
+
+    with torch_internals.compilers_run_by(run, lambda *work: started.append(work)):
+        options = cpp_builder.CppTorchOptions(compile_only=True)
+        cpp_builder.CppBuilder("x", str(tmp_path / "x.cpp"), options, str(tmp_path)).build()
+        codecache._worker_compile_cpp("lock", ())
+    assert (cpp_builder.run_compile_cmd, codecache._worker_compile_cpp) == before
+    (command,) = commands
+    assert str(tmp_path / "x.o") in command
+    assert started == [(before[1], "lock", ())]
+    assert "_worker_compile_cpp(" in inspect.getsource(codecache._precompile_header)
+
+
+def test_choose_vector_instructions() -> None:
+    from torch._inductor import cpu_vec_isa
+
+    torch_internals.choose_vector_instructions()
+    assert cpu_vec_isa.pick_vec_isa() is cpu_vec_isa.pick_vec_isa()
 
 
 def test_every_function_has_its_test() -> None:

@@ -15,8 +15,8 @@ from ostinato.delegate.errors import ExportError
 from ostinato.delegate.flatbuffer import map_file
 from ostinato.delegate.ptd import parse_constants
 from ostinato.export import Chain, Link, export_program
-from ostinato.export import program as program_module
 from ostinato.export.artifact.records import Constants
+from ostinato.export.compile import libraries
 from ostinato.export.compile.trace import trace_method
 
 ROWS, WIDTH, LONGEST = 11, 4, 9
@@ -84,13 +84,13 @@ def run_eagerly(table: Table, stack: Sequence[Layer], tokens: Tensor) -> Tensor:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Labels of the graphs that are compiled from here on."""
     labels: list[str] = []
-    compile_graph = program_module.compile_graph
+    generate_code = libraries.generate_code
 
-    def counted(graph, device):  # type: ignore[no-untyped-def]
+    def counted(graph, *arguments):  # type: ignore[no-untyped-def]
         labels.append(graph.label)
-        return compile_graph(graph, device)
+        return generate_code(graph, *arguments)
 
-    monkeypatch.setattr(program_module, "compile_graph", counted)
+    monkeypatch.setattr(libraries, "generate_code", counted)
     return labels
 
 

@@ -1,0 +1,164 @@
+"""Graphs -> their code: Inductor generates one after the other, and compilers work on what it has generated meanwhile."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ostinato.delegate.errors import ExportError, OstinatoError, first_line
+from ostinato.export.progress import Progress
+
+from .aot import Code, generate_code, read_code
+from .compilers import CompilerError, Compilers, timed
+from .torch_internals import INTERFACE, Generated, choose_vector_instructions, compilers_run_by
+from .trace import TracedGraph
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A graph whose code is generated, and the building of its library, which gives the seconds that it took."""
+
+    graph: TracedGraph
+    generated: Generated
+    seconds: float
+    built: Future[tuple[None, float]]
+
+
+class Libraries:
+    """Compiles graphs for a device: `generate`, then `codes`. Leaving it ends all compilers, and nothing of theirs stays.
+
+    Args:
+        device: "cpu" or "cuda".
+        progress: has a line for each graph, in the order of the graphs: the seconds in which its code was generated and
+            compiled. Several graphs are compiled at a time, so that these add up to more than they took.
+    """
+
+    def __init__(self, device: str, progress: Progress) -> None:
+        self._device = device
+        self._progress = progress
+        self._compilers = Compilers()
+        self._headers: list[Future[None]] = []
+        self._interfaces: dict[tuple[str, ...], Future[Path]] = {}
+        self._jobs: list[_Job] = []
+        self._codes: list[Code] = []
+        self._open = ExitStack()
+
+    def __enter__(self) -> Libraries:
+        with ExitStack() as opened:
+            self._folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="ostinato-")))
+            opened.enter_context(self._compilers)
+            opened.enter_context(compilers_run_by(self._compilers.run, self._make_header))
+            # Beside the traces, which come first.
+            self._ready = self._compilers.start(choose_vector_instructions)
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    def generate(self, graphs: Sequence[TracedGraph]) -> None:
+        """Generate the graphs' code; compilers are at work on it when this returns. `graph.program` is changed.
+
+        Raises:
+            ExportError: a graph cannot be lowered; of several the first one. Later ones may not have been tried.
+        """
+        self._ready.result()
+        for graph in graphs:
+            self._progress.show(_stage(graph))
+            self._jobs.append(self._begin(graph))
+            while self._unfinished and (self._unfinished[0].built.done() or _failed(self._jobs)):
+                self._finish(self._unfinished[0])
+
+    def codes(self) -> list[Code]:
+        """The graphs' code, in their order, when all compilers are done.
+
+        Raises:
+            ExportError: as `generate`.
+        """
+        for job in self._unfinished:
+            self._progress.show(_stage(job.graph))
+            self._finish(job)
+        return self._codes
+
+    @property
+    def _unfinished(self) -> list[_Job]:
+        return self._jobs[len(self._codes) :]
+
+    def _begin(self, graph: TracedGraph) -> _Job:
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        begin = time.perf_counter()
+        with self._failure(graph, begin):
+            generated = generate_code(graph, self._device, folder)
+        seconds = time.perf_counter() - begin
+        interface = None if generated.interface is None else self._interface(generated.interface)
+        built = self._compilers.start(timed, self._build, generated, [*self._headers], interface)
+        return _Job(graph, generated, seconds, built)
+
+    def _finish(self, job: _Job) -> None:
+        begin = time.perf_counter() - job.seconds
+        with self._failure(job.graph, begin):
+            _, seconds = job.built.result()
+            begin = time.perf_counter()
+            self._codes.append(read_code(job.generated, self._device))
+        shutil.rmtree(job.generated.path.parent)
+        self._progress.done(_stage(job.graph), job.seconds + seconds + time.perf_counter() - begin)
+
+    def _build(self, generated: Generated, headers: Sequence[Future[None]], interface: Future[Path] | None) -> None:
+        """In a thread. What it waits for was started before it."""
+        folder = generated.path.parent
+        for header in headers:
+            header.result()
+        for command in generated.objects:
+            self._compilers.run(command, folder)
+        link = generated.link if interface is None else (*generated.link, str(interface.result()))
+        self._compilers.run(link, folder)
+
+    def _make_header(self, make: Callable[..., None], *arguments: Any) -> None:
+        self._headers.append(self._compilers.start(make, *arguments))
+
+    def _interface(self, command: tuple[str, ...]) -> Future[Path]:
+        if command not in self._interfaces:
+            folder = Path(tempfile.mkdtemp(dir=self._folder))
+            self._interfaces[command] = self._compilers.start(self._make_interface, command, folder, [*self._headers])
+        return self._interfaces[command]
+
+    def _make_interface(self, command: tuple[str, ...], folder: Path, headers: Sequence[Future[None]]) -> Path:
+        for header in headers:
+            header.result()
+        self._compilers.run(command, folder)
+        return folder / INTERFACE
+
+    @contextmanager
+    def _failure(self, graph: TracedGraph, begin: float) -> Iterator[None]:
+        """Errors as the export's own."""
+        try:
+            yield
+        except BaseException as error:
+            self._progress.failed(_stage(graph), time.perf_counter() - begin)
+            if isinstance(error, (OstinatoError, OSError)) or not isinstance(error, Exception):
+                raise
+            raise ExportError(f"method {graph.label!r}: the model cannot be lowered: {_explain(error)}") from error
+
+
+def _stage(graph: TracedGraph) -> str:
+    return f"compile {graph.label}"
+
+
+def _failed(jobs: Sequence[_Job]) -> bool:
+    return any(job.built.done() and job.built.exception() is not None for job in jobs)
+
+
+def _explain(error: Exception) -> str:
+    """The first line of a compiler's complaint, and the operator that it is about where it names one."""
+    if isinstance(error, CompilerError):
+        return str(error)
+    operator = re.search(r"(?:target|op|operator)[:= ]+\s*((?:torch\.ops\.)?\w+[.:]{1,2}\w+(?:\.\w+)?)", str(error))
+    return first_line(error) + (f" (operator {operator[1]})" if operator else "")

@@ -1,0 +1,182 @@
+"""Several compilers at a time: what they give does not depend on who is first, and none outlives the export."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ostinato.delegate.errors import ExportError
+from ostinato.export import Progress
+from ostinato.export.compile.compilers import CompilerError, Compilers, CompilersStopped
+from ostinato.export.compile.libraries import Libraries
+from ostinato.export.compile.trace import TracedGraph, trace_method
+
+
+class Add(nn.Module):
+    weight: Tensor
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.register_buffer(name, torch.ones(3))
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.get_buffer(self.name)
+
+
+def graphs(*names: str) -> list[TracedGraph]:
+    """One for each name, with a buffer of that name."""
+    return [trace_method(name, (Add(name), (torch.ones(3),), None)).links[0].graph for name in names]
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where temporary folders are made from here on, except for Inductor's: it chooses the place when it is imported."""
+    importlib.import_module("torch._inductor.codecache")
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def compile_wrappers_by(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Have a script compile the wrappers: $0 is the compiler, $1 the wrapper."""
+    run = Compilers.run
+
+    def scripted(compilers: Compilers, command: Sequence[str], folder: Path) -> None:
+        is_wrapper = any(word.endswith(".wrapper.cpp") for word in command)
+        run(compilers, ["bash", "-c", f'{script}\nexec "$0" "$@"', *command] if is_wrapper else command, folder)
+
+    monkeypatch.setattr(Compilers, "run", scripted)
+
+
+def test_codes_are_in_the_order_of_the_graphs(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
+    """Also where the first one is compiled last."""
+    compile_wrappers_by(monkeypatch, 'grep -q first_weight "$1" && sleep 3')
+    progress = Progress()
+    with Libraries("cpu", progress) as libraries:
+        libraries.generate(graphs("first_weight", "second", "third"))
+        codes = libraries.codes()
+    assert [list(code.names.values()) for code in codes] == [["first_weight"], ["second"], ["third"]]
+    assert list(progress.seconds) == ["compile first_weight", "compile second", "compile third"]
+    assert progress.seconds["compile first_weight"] > 3
+    assert list(temporary.glob("ostinato-*")) == []
+
+
+FAILING = """
+grep -q weight_slow "$1" && sleep 2 && echo "x.cpp:1:1: warning: w" && echo "x.cpp:7:9: error: slow one" && exit 1
+grep -q weight_quick "$1" && echo "x.cpp:3:2: error: quick one" && exit 1
+grep -q weight_killed "$1" && kill -KILL $$
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "complaint"),
+    [
+        (
+            ("fine", "weight_quick"),
+            "method 'weight_quick': the model cannot be lowered: bash failed: x.cpp:3:2: error: ",
+        ),
+        (("weight_slow", "weight_quick", "fine"), "method 'weight_slow': .*bash failed: x.cpp:7:9: error: slow one$"),
+        (("fine", "weight_killed"), r"method 'weight_killed': .*was killed \(SIGKILL\): .* too little memory$"),
+    ],
+)
+def test_the_first_graph_that_fails_is_named(
+    monkeypatch: pytest.MonkeyPatch, temporary: Path, names: tuple[str, ...], complaint: str
+) -> None:
+    compile_wrappers_by(monkeypatch, FAILING)
+    with pytest.raises(ExportError, match=complaint) as raised, Libraries("cpu", Progress()) as libraries:
+        libraries.generate(graphs(*names))
+        libraries.codes()
+    assert "\n" not in str(raised.value)
+    assert list(temporary.glob("ostinato-*")) == []
+
+
+def children() -> set[int]:
+    """Processes of this one that run, and theirs."""
+    listing = subprocess.run(["ps", "-eo", "pid=,ppid=,stat=,comm="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in listing.splitlines()]
+    found = {os.getpid()}
+    while True:
+        more = {
+            int(pid) for pid, parent, state, name in rows if int(parent) in found and "Z" not in state and name != "ps"
+        }
+        if more <= found:
+            return found - {os.getpid()}
+        found |= more
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
+    """What Ctrl-C leaves while compilers run: nothing, although they are in process groups of their own."""
+    compile_wrappers_by(monkeypatch, "sleep 300")
+    before, threads = children(), threading.active_count()
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not any(temporary.glob("ostinato-*/*/*.wrapper.cpp")):
+            time.sleep(0.1)
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupter = threading.Thread(target=interrupt)
+    try:
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt), Libraries("cpu", Progress()) as libraries:
+            libraries.generate(graphs("one", "two"))
+            libraries.codes()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert children() <= before
+    assert list(temporary.glob("ostinato-*")) == []
+    interrupter.join()
+    assert threading.active_count() == threads
+
+
+def test_a_compiler_is_ended_with_its_parts(tmp_path: Path) -> None:
+    """A driver's child would go on without it."""
+    before, stopped = children(), []
+
+    def work(compilers: Compilers) -> None:
+        try:
+            compilers.run(["bash", "-c", "sleep 300; true"], tmp_path)
+        except CompilersStopped as error:
+            stopped.append(error)
+
+    with Compilers() as compilers:
+        compilers.start(work, compilers)
+        while not children() - before:
+            time.sleep(0.05)
+    assert len(stopped) == 1
+    assert children() <= before
+    with pytest.raises(CompilersStopped):
+        compilers.run(["true"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("script", "complaint"),
+    [
+        (
+            "echo a.cpp:1: warning: w; echo a.cpp:2: error: no such name; echo note; exit 1",
+            "a.cpp:2: error: no such name",
+        ),
+        ("echo ld: cannot find -lx; exit 1", "ld: cannot find -lx"),
+        ("exit 3", "exit status 3"),
+        ("kill -KILL $$", r"killed \(SIGKILL\)"),
+        ("echo 'g++: fatal error: Killed signal terminated program cc1plus'; exit 1", r"killed \(SIGKILL\)"),
+    ],
+)
+def test_complaint(script: str, complaint: str, tmp_path: Path) -> None:
+    with Compilers() as compilers, pytest.raises(CompilerError, match=complaint):
+        compilers.run(["bash", "-c", script], tmp_path)
