@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv and runs the tests; arguments go to pytest.
+# Sets up .venv and runs the tests, on several cores; arguments go to pytest, and come after those that stand here.
 #
 #   bash scripts/test.sh [--device cpu|cuda] [pytest arguments]
 set -euo pipefail
@@ -12,4 +12,10 @@ fi
 case "$device" in cpu | cuda) ;; *) fail "--device takes cpu or cuda, got '$device'" ;; esac
 make_environment "$device"
 cd "$ROOT"
-exec "$PYTHON_BIN" -m pytest "$@"
+processes=()
+if [ "$device" = cpu ]; then
+    # Each takes up to 2 GB. On a GPU there is one: tests that fill its memory would break others.
+    cores="$(nproc)"
+    processes=(-n "$((cores < 8 ? cores : 8))")
+fi
+exec "$PYTHON_BIN" -m pytest ${processes[@]+"${processes[@]}"} "$@"

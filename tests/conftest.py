@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+
+from .wrappers import keep_sources
 
 if not torch.cuda.is_available():
     # Read when triton is imported, which torch may do, and at each kernel's definition.
@@ -21,17 +28,34 @@ sys.modules.setdefault("fla", None)  # type: ignore[arg-type]
 
 ROOT = Path(__file__).resolve().parent.parent
 CAPITALS = ROOT / "tests" / "assets" / "capitals"
+# A prime, so that no other size in the model is a multiple of the caches' length.
+CAPITALS_LENGTH = 251
 
 Fails = Callable[..., str]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from .schedule import rank
+
+        items.sort(key=lambda item: rank(item.nodeid))
     if torch.cuda.is_available():
         return
     why = "no NVIDIA GPU" if torch.version.cuda else f"torch {torch.__version__} is a build without CUDA"
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n` alone; who chooses a `--dist` gets it."""
+    if config.getoption("dist") != "load":
+        return None
+    from .schedule import Schedule
+
+    config.option.loadscopereorder = False
+    return Schedule(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -54,13 +78,24 @@ def exported(pytestconfig: pytest.Config) -> Callable[[str, Callable[[Path], obj
         state = digest.copy()
         state.update(extra.encode())
         path = base / f"{name}-{state.hexdigest()[:16]}"
-        if not path.exists():
-            for old in base.glob(f"{name}-" + "[0-9a-f]" * 16):
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
-            build(path)
+        with _alone(base / f"{name}.lock"):
+            if not path.exists():
+                for old in (*base.glob(f"{name}-" + "[0-9a-f]" * 16), base / name):
+                    shutil.rmtree(old, ignore_errors=True)
+                # Under another name until it is whole: `build` may write beside what the export puts in place.
+                build(base / name)
+                (base / name).rename(path)
         return path
 
     return get
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time; the others wait. A process that is killed lets go."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -70,20 +105,24 @@ def capitals_checkpoint() -> Path:
 
 @pytest.fixture(scope="session")
 def capitals_artifact(exported: Callable[..., Path]) -> Path:
-    """The shipped checkpoint on the CPU: float32, max_seq_len 256. Do not write to it: copy it."""
-    from ostinato.export import export_model
+    """The shipped checkpoint on the CPU: float32, CAPITALS_LENGTH, with its sources. Do not write to it: copy it."""
 
-    return exported("capitals", lambda path: export_model(CAPITALS, path, max_seq_len=256))
+    def build(path: Path) -> None:
+        from ostinato.export import export_model
+
+        keep_sources(export_model(CAPITALS, path, max_seq_len=CAPITALS_LENGTH), path)
+
+    return exported("capitals", build, str(CAPITALS_LENGTH))
 
 
 @pytest.fixture(scope="session")
 def recurrent_artifact(exported: Callable[..., Path]) -> Path:
     """The toy module of tests/modules.py on the CPU, in two methods. Do not write to it: copy it."""
-    from ostinato.export import export_program
-
     from .modules import MAX_SEQ_LEN, VOCAB, Recurrent, recurrent_methods
 
     def build(path: Path) -> None:
+        from ostinato.export import export_program
+
         export_program(
             recurrent_methods(Recurrent()),
             path,
@@ -98,16 +137,50 @@ def recurrent_artifact(exported: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def chunked_artifact(exported: Callable[..., Path]) -> Path:
     """The toy module, with a prefill of 2 to 8 tokens: longer prompts go through in chunks. It says what a step reads."""
-    from ostinato.export import export_program
-
     from .modules import MAX_SEQ_LEN, VOCAB, Recurrent, recurrent_methods
 
     def build(path: Path) -> None:
+        from ostinato.export import export_program
+
         metadata = {"get_max_seq_len": MAX_SEQ_LEN, "get_vocab_size": VOCAB}
         metadata |= {"get_decode_bytes": 1000, "get_kv_bytes_per_token": 24}
         export_program(recurrent_methods(Recurrent(), longest=8), path, metadata=metadata)
 
     return exported("chunked", build)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports of modules without tensors, whose code nobody is going to load: in its place stand 100,000 bytes."""
+    from ostinato.export import program
+    from ostinato.export.compile.aot import Code
+    from ostinato.export.compile.trace import TracedMethod
+
+    def compile_all(methods: dict[str, TracedMethod], *_: object) -> dict[str, dict[str, Code]]:
+        code = Code(b"?" * 100_000, b"", {}, "")
+        return {name: dict.fromkeys(method.graphs, code) for name, method in methods.items()}
+
+    monkeypatch.setattr(program, "_compile_all", compile_all)
+
+
+@contextmanager
+def without_samplers() -> Iterator[None]:
+    """`export_model` makes `prefill` and `decode` alone: the code of what draws tokens takes a quarter of an export."""
+    from ostinato.export import model
+
+    read_config = model.read_config
+
+    def read(folder: Path) -> tuple[Any, Any]:
+        family, config = read_config(folder)
+
+        def methods(network: Any) -> dict[str, Any]:
+            made = family.methods(network)
+            return {name: made[name] for name in ("prefill", "decode")}
+
+        return replace(family, methods=methods), config
+
+    with mock.patch.object(model, "read_config", read):
+        yield
 
 
 @pytest.fixture

@@ -40,6 +40,20 @@ class Recurrent(nn.Module):
         return (mixed @ self.head)[None]
 
 
+class Stateless(nn.Module):
+    """The whole sequence each time: `forward(tokens [1, T]) -> logits [1, T, VOCAB]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.embed = nn.Parameter(torch.randn(VOCAB, WIDTH, generator=generator))
+        self.head = nn.Parameter(torch.randn(WIDTH, VOCAB, generator=generator))
+        self.eval().requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.embed[tokens].cumsum(1).sin() @ self.head
+
+
 def recurrent_methods(
     module: Recurrent, longest: int = MAX_SEQ_LEN - 1
 ) -> dict[str, tuple[nn.Module, tuple[Tensor, ...], object]]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 
+# Seconds after which something hangs. No machine is so busy that what is waited for takes a tenth of that.
+PATIENCE = 600
+
 CLI = [sys.executable, "-m", "ostinato.runner.cli"]
 
 # A script that puts the test run in the background has it ignore SIGINT, and all that it starts inherits that: Python then

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 
 def allocations(source: str) -> list[tuple[int, ...]]:
@@ -21,3 +23,13 @@ def allocations(source: str) -> list[tuple[int, ...]]:
             assert len(shape) == int(dims)
             shapes.append(shape)
     return shapes
+
+
+def keep_sources(report: Any, folder: Path) -> None:
+    """Write the wrapper of each method that an `ExportReport` has into the artifact's folder."""
+    for method, source in report.sources.items():
+        (folder / f"{method}.cpp").write_text(source)
+
+
+def kept_source(folder: Path, method: str) -> str:
+    return (folder / f"{method}.cpp").read_text()

@@ -9,13 +9,15 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ostinato.delegate import ArtifactError, Target, TargetError, load_program
+from ostinato.delegate import program as program_module
 from ostinato.delegate import target as target_module
-from ostinato.delegate.artifact import dtype_from_name
+from ostinato.delegate.artifact import MethodRecord, dtype_from_name
 from ostinato.delegate.flatbuffer import Table, map_file
 from ostinato.delegate.method_code import MethodCode
 from ostinato.delegate.pte import parse_program
@@ -92,6 +94,22 @@ def test_one_bit_of_the_program_flipped(folder: Path) -> None:
     assert load_all(folder)
 
 
+@pytest.fixture
+def code_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a whole program whose constants alone are damaged: most of a load's time goes into its libraries."""
+    loaded: dict[str, MethodCode] = {}
+
+    def load(record: MethodRecord, *rest: Any) -> MethodCode:
+        if record.method not in loaded:
+            loaded[record.method] = MethodCode(record, *rest)
+        assert loaded[record.method].record == record
+        return loaded[record.method]
+
+    monkeypatch.setattr(program_module, "MethodCode", load)
+    monkeypatch.setattr(MethodCode, "close", lambda self: None)
+
+
+@pytest.mark.usefixtures("code_is_loaded_once")
 def test_every_byte_of_the_constants_flipped(folder: Path) -> None:
     """Only what nothing reads (padding, and marks of the format that no reader needs) may go unnoticed."""
     path = folder / "model.ptd"
@@ -186,12 +204,9 @@ def test_a_damaged_constant_names_itself(folder: Path) -> None:
         program.load_method("decode")
 
 
-def test_constants_of_another_export(exported: Callable[..., Path], folder: Path) -> None:
-    from ostinato.export import export_program
-
-    from ..modules import recurrent_methods
-
-    other = exported("other", lambda path: export_program({"decode": recurrent_methods(Recurrent(1))["decode"]}, path))
+def test_constants_of_another_export(chunked_artifact: Path, folder: Path) -> None:
+    """Of the same module, so that nothing but what binds the two files tells them apart."""
+    other = chunked_artifact
     for pair in ((folder, other), (other, folder)):
         with pytest.raises(ArtifactError, match=r"model\.ptd belongs to another export than"):
             load_program((pair[0] / "model.pte", pair[1] / "model.ptd"))
@@ -263,18 +278,15 @@ def test_gpu_architecture(monkeypatch: pytest.MonkeyPatch, arch: str, message: s
         check_target(target)
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_an_artifact_compiled_elsewhere_is_refused_before_it_runs(
-    exported: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ostinato.export import export_program
-    from ostinato.export import program as program_module
+    from ostinato.export import program as export_module
 
-    def build(path: Path) -> None:
-        foreign = replace(HOST, isa=("avx9000",))
-        with monkeypatch.context() as patch:
-            patch.setattr(program_module, "host_target", lambda device: foreign)
-            export_program({"forward": (torch.nn.ReLU(), (torch.zeros(2),), None)}, path)
-
-    artifact = exported("elsewhere", build)
+    foreign = replace(HOST, isa=("avx9000",))
+    monkeypatch.setattr(export_module, "host_target", lambda device: foreign)
+    export_program({"forward": (torch.nn.ReLU(), (torch.zeros(2),), None)}, tmp_path / "artifact")
     with pytest.raises(TargetError, match=r"avx9000.*Export it again"):
-        load_program(artifact)
+        load_program(tmp_path / "artifact")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from ostinato.delegate.method_code import MethodCode
 from ostinato.delegate.ptd import ConstantsFile, parse_constants
 
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent
+from ..processes import PATIENCE
 from .helpers import step_inputs, steps_made
 from .test_files import written
 
@@ -131,10 +132,14 @@ def test_several_threads_are_used_only_where_they_pay(file: ConstantsFile, monke
     monkeypatch.setattr(loading_module, "available_cores", lambda: 4)
     for parallel_from, several in ((PARALLEL_FROM, False), (0, True)):
         threads: set[int] = set()
+        second = threading.Event()
 
-        def check(key: str, entry: object, threads: set[int] = threads) -> None:
+        def check(key: str, entry: object, threads=threads, several=several, second=second) -> None:  # type: ignore[no-untyped-def]
             threads.add(threading.get_ident())
-            time.sleep(0.002)
+            if len(threads) > 1:
+                second.set()
+            # No constant is done before two threads have begun one.
+            assert not several or second.wait(PATIENCE)
 
         ConstantLoader(CPU, check, parallel_from=parallel_from).load(file.entries)
         assert (len(threads) > 1, threading.get_ident() in threads) == (several, not several)
@@ -243,15 +248,26 @@ def test_an_interrupted_load_leaves_nothing(
 def test_after_a_failure_no_more_is_begun(file: ConstantsFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading_module, "available_cores", lambda: 2)
     checked: list[str] = []
+    largest = max(file.entries, key=lambda key: file.entries[key].nbytes)
+    dropped = threading.Event()
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            dropped.set()
+            super().shutdown(wait)
 
     def check(key: str, entry: object) -> None:
+        """The first one fails; those that are begun meanwhile end when the rest is dropped."""
         checked.append(key)
-        time.sleep(0.01)
+        assert key == largest or dropped.wait(PATIENCE)
         raise ArtifactError(key)
 
-    with pytest.raises(ArtifactError):
+    monkeypatch.setattr(loading_module, "ThreadPoolExecutor", Pool)
+    with pytest.raises(ArtifactError, match=largest):
         ConstantLoader(CPU, check, parallel_from=0).load(file.entries)
-    assert len(checked) < len(file.entries) // 2
+    # Its thread may have taken one more, and the other thread has one.
+    assert len(checked) <= 3 < len(file.entries) // 2
 
 
 # --- memory

@@ -30,6 +30,7 @@ from ostinato.delegate.sampling import SamplingInputs
 from ostinato.delegate.target import check_target
 
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent
+from ..processes import PATIENCE
 from .helpers import FIRST_STEPS, GRAPH, step_inputs, steps_made
 
 CONSTANT_BYTES = 2 * VOCAB * WIDTH * 4
@@ -348,7 +349,7 @@ print(sorted(name for name in set(sys.modules) - already if name.startswith(heav
 
 def test_nothing_heavy_is_imported_at_run_time(recurrent_artifact: Path) -> None:
     command = [sys.executable, "-c", RUNTIME, str(recurrent_artifact)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 

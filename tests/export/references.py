@@ -130,6 +130,13 @@ def make_reference(folder: Path, changes: Mapping[str, Any], seed: int, max_shar
     return Reference(folder, model)
 
 
+def shipped_reference(folder: Path) -> Reference:
+    """A checkpoint in a folder as it is."""
+    return Reference(
+        folder, Qwen3_5MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    )
+
+
 def text_config(settings: Mapping[str, Any]) -> TextConfig:
     rope = {
         "rope_type": "default",

@@ -1,10 +1,11 @@
-"""Whole artifacts of random models: checkpoint in, logits of the loaded program out, held against transformers."""
+"""Whole artifacts, of the shipped model and of random ones: checkpoint in, logits out, held against transformers."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,36 +17,53 @@ from torch import Tensor
 from ostinato.delegate import Method, Program, load_program
 from ostinato.delegate.flatbuffer import map_file
 from ostinato.delegate.ptd import Entry, parse_constants
+from ostinato.delegate.sampling import SamplingInputs
 from ostinato.export import export_model
 from ostinato.export.model import DTYPES
 from ostinato.export.models import build_network, read_config
 from ostinato.export.models.traffic import decode_bytes, kv_bytes_per_token
 
-from ..wrappers import allocations
-from .references import CASES, FULL, LENGTHS, LINEAR, Reference, make_reference, relative_error, stack_rows
+from ..conftest import CAPITALS, CAPITALS_LENGTH, without_samplers
+from ..wrappers import allocations, kept_source
+from .references import (
+    CASES,
+    FULL,
+    LENGTHS,
+    LINEAR,
+    Reference,
+    make_reference,
+    relative_error,
+    shipped_reference,
+    stack_rows,
+)
 
 STEPS = 4
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A random model and how it is exported."""
+    """A model and how it is exported; all but `SHIPPED` are random."""
 
     name: str
     changes: dict[str, Any]
     seed: int
     max_seq_len: int
     dtype: str = "float32"
+    samplers: bool = True
+
+    @property
+    def methods(self) -> set[str]:
+        return {"prefill", "decode"} | ({"sample", "decode_sample"} if self.samplers else set())
 
 
-# 251 is prime, so that no other size in the model is a multiple of the caches' length.
-A = Spec("random-a", {"num_hidden_layers": 4, "layer_types": None}, 101, 251)
-B = Spec(
-    "random-b",
+SHIPPED = Spec("shipped", {}, 0, CAPITALS_LENGTH)
+# The shipped model hardly changes when some of its decays do: that each layer has its own is for this one to show.
+RANDOM = Spec(
+    "random",
     {
         "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "layer_types": [LINEAR, FULL],
+        "num_hidden_layers": 4,
+        "layer_types": [LINEAR, FULL, LINEAR, FULL],
         "num_key_value_heads": 1,
         "head_dim": 24,
         "attention_bias": True,
@@ -61,7 +79,7 @@ B = Spec(
     102,
     256,
 )
-SHORT = Spec("random-short", {"layer_types": [FULL, LINEAR], "linear_conv_kernel_dim": 2}, 103, 40)
+SHORT = Spec("random-short", {"layer_types": [FULL, LINEAR], "linear_conv_kernel_dim": 2}, 103, 40, samplers=False)
 HALF = Spec(
     "random-half",
     {**CASES["every-expert"], "num_hidden_layers": 2, "layer_types": [LINEAR, FULL]},
@@ -89,26 +107,25 @@ class Artifact:
         """What the artifact must hold, by our names."""
         return stack_rows(dict(self.reference.model.named_parameters()))
 
-    def source(self, method: str) -> str:
-        """The C++ wrapper that AOTInductor generated for a method."""
-        return self.path.with_suffix(f".{method}.cpp").read_text()
-
 
 Get = Callable[[Spec], Artifact]
 
 
 @pytest.fixture(scope="session")
-def artifact(exported: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Get:
+def artifact(
+    exported: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Get:
     made: dict[str, Artifact] = {}
 
     def get(spec: Spec) -> Artifact:
+        if spec is SHIPPED and spec.name not in made:
+            made[spec.name] = Artifact(spec, request.getfixturevalue("capitals_artifact"), shipped_reference(CAPITALS))
         if spec.name not in made:
             reference = make_reference(tmp_path_factory.mktemp(spec.name), spec.changes, spec.seed)
 
             def build(path: Path) -> None:
-                report = export_model(reference.folder, path, max_seq_len=spec.max_seq_len, dtype=spec.dtype)
-                for method, source in report.sources.items():
-                    path.with_suffix(f".{method}.cpp").write_text(source)
+                with nullcontext() if spec.samplers else without_samplers():
+                    export_model(reference.folder, path, max_seq_len=spec.max_seq_len, dtype=spec.dtype)
 
             extra = repr(spec) + Path(__file__).with_name("references.py").read_text()
             made[spec.name] = Artifact(spec, exported(spec.name, build, extra), reference)
@@ -137,7 +154,7 @@ def errors(found: list[Tensor], expected: Tensor) -> list[float]:
     return [relative_error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
 
 
-@pytest.mark.parametrize("spec", (A, B), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", (SHIPPED, RANDOM), ids=lambda spec: spec.name)
 def test_logits(artifact: Get, spec: Spec) -> None:
     made = artifact(spec)
     with load_program(made.path) as program:
@@ -148,7 +165,7 @@ def test_logits(artifact: Get, spec: Spec) -> None:
             assert max(found) < 1e-4, f"{length} tokens: relative errors of prefill and decode steps {found}"
 
 
-@pytest.mark.parametrize("spec", (A, B), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", (SHIPPED, RANDOM), ids=lambda spec: spec.name)
 def test_longest_prompt_and_its_last_token(artifact: Get, spec: Spec) -> None:
     made = artifact(spec)
     tokens = made.reference.tokens(spec.max_seq_len)
@@ -157,7 +174,7 @@ def test_longest_prompt_and_its_last_token(artifact: Get, spec: Spec) -> None:
     assert max(found) < 1e-4, f"relative errors of prefill and decode step {found}"
 
 
-@pytest.mark.parametrize("spec", (A, B), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", (SHIPPED, RANDOM), ids=lambda spec: spec.name)
 def test_prefill_in_two_parts(artifact: Get, spec: Spec) -> None:
     made = artifact(spec)
     tokens = made.reference.tokens(124)
@@ -168,8 +185,9 @@ def test_prefill_in_two_parts(artifact: Get, spec: Spec) -> None:
     assert max(errors(found, expected[[69, 119, 120]])) < 1e-4
 
 
-def test_replay_on_the_host_gives_equal_answers(artifact: Get) -> None:
-    made = artifact(A)
+@pytest.mark.parametrize("spec", (SHIPPED,), ids=lambda spec: spec.name)
+def test_replay_on_the_host_gives_equal_answers(artifact: Get, spec: Spec) -> None:
+    made = artifact(spec)
     tokens = made.reference.tokens(30)
     options = {"enable_cuda_graph_for_method": "decode", "cuda_graph_warmup_steps": 2}
     with load_program(made.path) as program:
@@ -178,8 +196,9 @@ def test_replay_on_the_host_gives_equal_answers(artifact: Get) -> None:
         assert torch.equal(one, other)
 
 
-def test_program_shorter_than_a_chunk(artifact: Get) -> None:
-    made = artifact(SHORT)
+@pytest.mark.parametrize("spec", (SHORT,), ids=lambda spec: spec.name)
+def test_program_shorter_than_a_chunk(artifact: Get, spec: Spec) -> None:
+    made = artifact(spec)
     with load_program(made.path) as program:
         for length in (1, 2, 3, 31, 36, 39):
             tokens = made.reference.tokens(min(length + STEPS, 40), seed=length)
@@ -187,13 +206,13 @@ def test_program_shorter_than_a_chunk(artifact: Get) -> None:
             assert max(found) < 1e-4, f"{length} tokens: relative errors of prefill and decode steps {found}"
 
 
-@pytest.mark.parametrize("spec", (A, B, SHORT, HALF), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", (SHIPPED, RANDOM, SHORT, HALF), ids=lambda spec: spec.name)
 def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
     made = artifact(spec)
     config = made.reference.model.config
     network = build_network(read_config(made.reference.folder)[1], spec.max_seq_len, DTYPES[spec.dtype])
     with load_program(made.path) as program:
-        assert program.method_names == {"prefill", "decode", "sample", "decode_sample"}
+        assert program.method_names == spec.methods
         metadata = program.metadata
         buffers = json.loads(metadata.pop("get_mutable_buffer_metadata"))["mutable_buffers"]
         # ExecuTorch cannot tell a list of one number from the number.
@@ -212,9 +231,12 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
             "enable_dynamic_shape": True,
         }
         prefill, decode = program.load_method("prefill"), program.load_method("decode")
-        for name in ("sample", "decode_sample"):
+        for name in spec.methods - {"prefill", "decode"}:
             program.load_method(name)
-        assert sorted(program.mutable_buffers) == buffers
+        sampling = (
+            [] if spec.samplers else [f"sampling.{name}" for name in ("token", "position", *SamplingInputs._fields)]
+        )
+        assert sorted([*program.mutable_buffers, *sampling]) == buffers
         longest = spec.max_seq_len - 1
         assert [(spec.name, spec.shape_text) for spec in prefill.inputs] == [
             ("tokens", f"[1, T=2..{longest}]"),
@@ -228,7 +250,7 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
             ]
 
 
-@pytest.mark.parametrize("spec", (A, B), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", (SHIPPED, RANDOM), ids=lambda spec: spec.name)
 def test_every_parameter_is_stored_once(artifact: Get, spec: Spec) -> None:
     made = artifact(spec)
     stored = made.constants
@@ -243,7 +265,7 @@ def test_every_parameter_is_stored_once(artifact: Get, spec: Spec) -> None:
     assert sum(others.values()) < 1024, f"constants that are not parameters: {others}"
 
 
-@pytest.mark.parametrize("spec", (A, B), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", (SHIPPED, RANDOM), ids=lambda spec: spec.name)
 def test_state_takes_no_room_and_constants_are_shared(artifact: Get, spec: Spec) -> None:
     made = artifact(spec)
     stored = made.constants
@@ -264,26 +286,28 @@ def test_state_takes_no_room_and_constants_are_shared(artifact: Get, spec: Spec)
         assert all(not tensor.any() for tensor in program.mutable_buffers.values())
 
 
-def test_caches_and_experts_are_never_copied(artifact: Get) -> None:
+@pytest.mark.parametrize("spec", (SHIPPED,), ids=lambda spec: spec.name)
+def test_caches_and_experts_are_never_copied(artifact: Get, spec: Spec) -> None:
     """A write that the compiler could not put back in place, or a transpose that became a copy, costs that in every call."""
-    made = artifact(A)
+    made = artifact(spec)
     config = made.reference.model.config
-    cache = math.prod((config.num_key_value_heads, A.max_seq_len, config.head_dim))
+    cache = math.prod((config.num_key_value_heads, spec.max_seq_len, config.head_dim))
     experts = math.prod((config.num_experts, config.hidden_size, config.moe_intermediate_size))
     with load_program(made.path) as program:
         program.load_method("decode")
         caches = [tensor for name, tensor in program.mutable_buffers.items() if name.endswith("_cache")]
         assert [tensor.numel() for tensor in caches] == [cache, cache]
     for method in ("decode", "prefill"):
-        shapes = allocations(made.source(method))
+        shapes = allocations(kept_source(made.path, method))
         assert len(shapes) > 3
         assert (1, config.vocab_size) in shapes
         large = [shape for shape in shapes if math.prod(shape) >= min(cache, experts)]
         assert not large, f"{method} allocates {large}"
 
 
-def test_bfloat16(artifact: Get) -> None:
-    made = artifact(HALF)
+@pytest.mark.parametrize("spec", (HALF,), ids=lambda spec: spec.name)
+def test_bfloat16(artifact: Get, spec: Spec) -> None:
+    made = artifact(spec)
     stored = made.constants
     for name, parameter in made.parameters.items():
         exact = name.endswith(("norm.weight", "A_log", "dt_bias"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -213,18 +214,17 @@ def test_awkward_constants(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_awkward_outputs(tmp_path: Path, kind: str) -> None:
-    """Right, or refused in words that tell what to change."""
+    """Right, or refused in words that tell what to change.
+
+    One tensor as the example of both inputs says nothing of their values later.
+    """
     try:
-        check_against_eager(Outputs(kind), (FLOATS, FLOATS * 2), tmp_path / "artifact")
+        other = FLOATS if kind == "one output twice" else FLOATS * 2
+        check_against_eager(Outputs(kind), (FLOATS, other), tmp_path / "artifact")
     except ExportError as error:
         assert kind in ("an input passed through", "a constant", "an input without use")
         assert "'forward'" in str(error) and ("output" in str(error) or "'y'" in str(error)), str(error)
         assert "tagged" not in str(error), str(error)
-
-
-def test_one_example_for_two_inputs(tmp_path: Path) -> None:
-    """One tensor as the example of both inputs says nothing of their values later."""
-    check_against_eager(Outputs("one output twice"), (FLOATS, FLOATS), tmp_path / "artifact")
 
 
 class Counter(nn.Module):
@@ -298,12 +298,14 @@ def test_operators_called_by_name(tmp_path: Path) -> None:
     progress = Progress(io.StringIO())
     columns = torch.export.Dim("columns", min=2, max=9)
     module, example = Solve(), drawn(3, 4, seed=10)
+    begin = time.perf_counter()
     report = export_program(
         {"solve": (module, (example,), ({1: columns},)), "plain": (nn.Tanh(), (example,), None)},
         tmp_path / "artifact",
         metadata={"get_answer": 42, "get_names": ["a", "b"], "get_scale": 0.5, "is_good": True},
         progress=progress,
     )
+    took = time.perf_counter() - begin
     with load_program(tmp_path / "artifact") as program:
         assert program.metadata == {"get_answer": 42, "get_names": ["a", "b"], "get_scale": 0.5, "is_good": True}
         solve = program.load_method("solve")
@@ -312,13 +314,13 @@ def test_operators_called_by_name(tmp_path: Path) -> None:
             x = drawn(3, width, seed=width)
             torch.testing.assert_close(solve.execute((x,))[0], module(x))
         torch.testing.assert_close(program.load_method("plain").execute((example,))[0], example.tanh())
-    check_report(report, progress, tmp_path / "artifact")
+    check_report(report, progress, tmp_path / "artifact", took)
 
 
-def check_report(report: ExportReport, progress: Progress, folder: Path) -> None:
+def check_report(report: ExportReport, progress: Progress, folder: Path, took: float) -> None:
     stages = ("trace solve", "trace plain", "compile solve", "compile plain", "assemble program", "write artifact")
     assert set(report.seconds) == set(stages)
-    assert all(0 < report.seconds[stage] < 300 for stage in stages[:-1])
+    assert all(0 < report.seconds[stage] < took for stage in stages[:-1])
     assert isinstance(progress.stream, io.StringIO)
     lines = progress.stream.getvalue().splitlines()
     assert [line[2:].rsplit(maxsplit=2)[0] for line in lines if line.endswith(" s")] == list(stages)

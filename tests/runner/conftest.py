@@ -1,20 +1,56 @@
-"""What the tests of `ostinato bench` share."""
+"""What the tests of `ostinato bench` and of `Engine` share."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ostinato.runner import device
 from ostinato.runner.cli import main
 
+from ..modules import MAX_SEQ_LEN, VOCAB, Recurrent, Stateless
+
 # 5 and 2 tokens prefilled, 4 decoded, from nothing and from 6 tokens, timed twice.
 SMALL = ["-p", "5,2", "-n", "4", "-d", "0,6", "-r", "2"]
 
+EOS = 3
+
 Bench = Callable[..., str]
+ForwardArtifact = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def forward_artifact(exported: Callable[..., Path]) -> ForwardArtifact:
+    """A program with the one method `forward`: "static" takes one token per call, and does not say how many there are;
+    "dynamic" takes any number of them; "stateless" too, and has no state at all.
+    """
+
+    def get(kind: str) -> Path:
+        length = torch.export.Dim("T", min=1, max=MAX_SEQ_LEN)
+        one = (torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        many = (torch.zeros(1, 5, dtype=torch.int64), torch.arange(5))
+        spec: Any = {
+            "static": (Recurrent(), one, None),
+            "dynamic": (Recurrent(), many, ({1: length}, {0: length})),
+            "stateless": (Stateless(), many[:1], ({1: length},)),
+        }[kind]
+        metadata = {"get_max_seq_len": MAX_SEQ_LEN, "get_eos_ids": [EOS]}
+        if kind != "static":
+            metadata["get_vocab_size"] = VOCAB
+
+        def build(path: Path) -> None:
+            from ostinato.export import export_program
+
+            export_program({"forward": spec}, path, metadata=metadata)
+
+        return exported(f"forward-{kind}", build, str(metadata))
+
+    return get
 
 
 @pytest.fixture(autouse=True)

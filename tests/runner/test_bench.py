@@ -10,11 +10,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ostinato.delegate import load_program
 from ostinato.delegate.graph_recorders import HostGraphRecorder
@@ -23,7 +21,8 @@ from ostinato.runner.model import Model
 from ostinato.runner.report import Reads
 
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent, recurrent_methods
-from .conftest import SMALL, Bench, records
+from ..processes import PATIENCE
+from .conftest import SMALL, Bench, ForwardArtifact, records
 
 SMALL_DECODE = 5  # The row of tg4 with a graph.
 NAMES = ["pp5", "pp2", "tg4", "pp5 @ d6", "pp2 @ d6", "tg4 @ d6"]
@@ -341,28 +340,10 @@ def test_not_an_artifact(refused: Bench, tmp_path: Path) -> None:
     assert "it has no model.pte" in refused(tmp_path)
 
 
-class Stateless(nn.Module):
-    """`forward(tokens [1, T]) -> logits [1, T, VOCAB]`"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Parameter(torch.ones(VOCAB, VOCAB), requires_grad=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.embed[tokens]
-
-
-def test_programs_that_cannot_be_measured(refused: Bench, exported: Callable[..., Path]) -> None:
-    from ostinato.export import export_program
-
-    def get(name: str, metadata: dict[str, object]) -> Path:
-        spec: Any = (Stateless(), (torch.zeros(1, 5, dtype=torch.int64),), ({1: torch.export.Dim("T", max=32)},))
-        return exported(name, lambda path: export_program({"forward": spec}, path, metadata=metadata))
-
-    silent = get("bench-silent", {"get_max_seq_len": 32})
+def test_programs_that_cannot_be_measured(refused: Bench, forward_artifact: ForwardArtifact) -> None:
+    silent = forward_artifact("static")
     assert "bench needs to know get_vocab_size, which the program lacks" in refused(silent, *SMALL)
-    stateless = get("bench-stateless", {"get_max_seq_len": 32, "get_vocab_size": VOCAB})
-    assert "this program takes tokens alone" in refused(stateless, *SMALL)
+    assert "this program takes tokens alone" in refused(forward_artifact("stateless"), *SMALL)
 
 
 def test_help_imports_no_compiler_and_no_matplotlib() -> None:
@@ -371,7 +352,7 @@ def test_help_imports_no_compiler_and_no_matplotlib() -> None:
         "atexit.register(lambda: print([m for m in sys.modules if m.startswith(names)], file=sys.stderr)); "
         "main(['bench', '--help'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout.startswith("usage: ostinato bench")
     for option in ("-p N,N", "--cuda-graph", "--plot", "llama-bench"):
         assert option in done.stdout

@@ -22,8 +22,9 @@ from ostinato.delegate import load_program
 from ostinato.runner import Sampling, command_run
 from ostinato.runner.cli import main
 
+from ..conftest import CAPITALS_LENGTH
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH
-from ..processes import CLI, INTERRUPTIBLE_CLI
+from ..processes import CLI, INTERRUPTIBLE_CLI, PATIENCE
 
 # Linux; `fcntl` names it on that system only.
 F_SETPIPE_SZ = 1031
@@ -31,7 +32,7 @@ QUESTION = "What is the capital of France?"
 
 
 def ostinato(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*CLI, *map(str, words)], capture_output=True, text=True, timeout=120)
+    return subprocess.run([*CLI, *map(str, words)], capture_output=True, text=True, timeout=PATIENCE)
 
 
 # --- run
@@ -182,7 +183,7 @@ class Blocked:
         return data.lstrip(b".")
 
     def finish(self) -> str:
-        error = self.process.communicate(timeout=60)[1].decode()
+        error = self.process.communicate(timeout=PATIENCE)[1].decode()
         assert "Traceback" not in error
         assert "Exception" not in error
         return error
@@ -228,7 +229,7 @@ def test_reader_goes_away(blocked: Blocked) -> None:
 
 def test_reader_of_inspect_goes_away(recurrent_artifact: Path) -> None:
     command = f"{sys.executable} -m ostinato.runner.cli inspect {recurrent_artifact} | head -c 1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=PATIENCE)
     assert (len(done.stdout), done.stderr) == (1, "")
 
 
@@ -282,7 +283,7 @@ def test_inspect_json(capsys: pytest.CaptureFixture[str], recurrent_artifact: Pa
 
 def test_inspect_of_a_language_model(capsys: pytest.CaptureFixture[str], capitals_artifact: Path) -> None:
     data = json.loads(run_here(capsys, "inspect", capitals_artifact, "--json"))
-    assert data["metadata"]["get_max_seq_len"] == 256
+    assert data["metadata"]["get_max_seq_len"] == CAPITALS_LENGTH
     names = {item["name"] for item in data["constants"]}
     assert "lm_head.weight" in names
     assert "lm_head.weight" in run_here(capsys, "inspect", capitals_artifact, "--top", 1000)
@@ -310,5 +311,5 @@ def test_run_imports_no_compiler(recurrent_artifact: Path) -> None:
         "print([m for m in sys.modules if m.startswith(('executorch.exir', 'ostinato.export'))], file=sys.stderr)"
     )
     command = [sys.executable, "-c", code, "inspect", str(recurrent_artifact)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.stderr == "[]\n"

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ostinato.delegate import ArtifactError, InputError, OptionError
 from ostinato.runner import Engine, Sampling
+from ostinato.runner import engine as engine_module
 
-from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent
+from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent, Stateless
+from .conftest import EOS, ForwardArtifact
 
 PROMPTS = ([5, 1, 7], [1, 2], [9], [4] * 20)
-EOS = 3
 
 
 def eager_answer(step: Callable[[list[int], int], Tensor], prompt: list[int], count: int) -> list[int]:
@@ -39,20 +38,6 @@ def recurrent_answer(prompt: list[int], count: int) -> list[int]:
     return eager_answer(step, prompt, min(count, MAX_SEQ_LEN - len(prompt)))
 
 
-class Stateless(nn.Module):
-    """The whole sequence each time: `forward(tokens [1, T]) -> logits [1, T, VOCAB]`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.embed = nn.Parameter(torch.randn(VOCAB, WIDTH, generator=generator))
-        self.head = nn.Parameter(torch.randn(WIDTH, VOCAB, generator=generator))
-        self.eval().requires_grad_(False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.embed[tokens].cumsum(1).sin() @ self.head
-
-
 def stateless_answer(prompt: list[int], count: int) -> list[int]:
     module, tokens = Stateless(), list(prompt)
     while len(tokens) < min(MAX_SEQ_LEN, len(prompt) + count):
@@ -61,26 +46,6 @@ def stateless_answer(prompt: list[int], count: int) -> list[int]:
 
 
 ANSWERS = {"static": recurrent_answer, "dynamic": recurrent_answer, "stateless": stateless_answer}
-
-
-@pytest.fixture(scope="session")
-def forward_artifact(exported: Callable[..., Path]) -> Callable[[str], Path]:
-    """A program with the one method `forward`: one token per call, any number of them, or no state at all."""
-    from ostinato.export import export_program
-
-    def get(kind: str) -> Path:
-        length = torch.export.Dim("T", min=1, max=MAX_SEQ_LEN)
-        one = (torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-        many = (torch.zeros(1, 5, dtype=torch.int64), torch.arange(5))
-        spec: Any = {
-            "static": (Recurrent(), one, None),
-            "dynamic": (Recurrent(), many, ({1: length}, {0: length})),
-            "stateless": (Stateless(), many[:1], ({1: length},)),
-        }[kind]
-        metadata = {"get_max_seq_len": MAX_SEQ_LEN, "get_eos_ids": [EOS]}
-        return exported(f"forward-{kind}", lambda path: export_program({"forward": spec}, path, metadata=metadata), "1")
-
-    return get
 
 
 @pytest.fixture
@@ -101,7 +66,7 @@ def test_prefill_and_decode_as_eager(recurrent_artifact: Path, graph: bool) -> N
 
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("kind", sorted(ANSWERS))
-def test_a_lone_forward(forward_artifact: Callable[[str], Path], kind: str, graph: bool) -> None:
+def test_a_lone_forward(forward_artifact: ForwardArtifact, kind: str, graph: bool) -> None:
     with Engine.load(forward_artifact(kind), cuda_graph=graph) as loaded:
         for prompt in PROMPTS:
             answer = list(loaded.generate_tokens(prompt, max_new_tokens=9, ignore_eos=True))
@@ -184,10 +149,24 @@ def test_figures(recurrent_artifact: Path) -> None:
         assert result.as_dict()["decode_tokens_per_second"] == result.decode_tokens_per_second
 
 
-def test_the_callers_time_is_not_decode_time(engine: Engine) -> None:
+class Clock:
+    """In place of `time`: a second goes by between two looks at it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1
+        return self.now
+
+
+def test_the_callers_time_is_not_decode_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(engine_module, "time", clock)
     for _ in engine.generate_tokens([5, 1, 7], max_new_tokens=4, ignore_eos=True):
-        time.sleep(0.05)
-    assert engine.last.decode_seconds < 0.1
+        clock.now += 1000
+    # Three steps after the prefill.
+    assert (engine.last.prefill_seconds, engine.last.decode_seconds) == (1, 3)
 
 
 def test_stopping_early_keeps_the_figures(engine: Engine) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from ostinato.delegate import ExportError, load_program
 from ostinato.runner.cli import main
 
-from ..processes import INTERRUPTIBLE_CLI
+from ..processes import INTERRUPTIBLE_CLI, PATIENCE
 
 TINY = {"forward": (nn.ReLU(), (torch.zeros(2),), None)}
 
@@ -40,7 +40,7 @@ def start_export(model: Path, output: Path) -> subprocess.Popen[str]:
 def finish(export: subprocess.Popen[str]) -> str:
     """Wait for the end; returns what stderr held since."""
     try:
-        return export.communicate(timeout=60)[1]
+        return export.communicate(timeout=PATIENCE)[1]
     finally:
         if export.poll() is None:
             export.kill()
@@ -99,6 +99,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_disk_full(small_disk: Path) -> None:
     from ostinato.export import export_program
 
@@ -108,6 +109,7 @@ def test_disk_full(small_disk: Path) -> None:
     assert list(output.parent.iterdir()) == []
 
 
+@pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_disk_full_while_constants_are_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recurrent_artifact: Path, number: int
@@ -122,9 +124,6 @@ def test_disk_full_while_constants_are_written(
     output = tmp_path / "parent" / "artifact"
     shutil.copytree(recurrent_artifact, output)
     monkeypatch.setattr(program_module, "write_constants", full)
-    monkeypatch.setattr(program_module, "_compile_all", lambda *_: {"forward": {}})
-    monkeypatch.setattr(program_module, "make_method", lambda *_: None)
-    monkeypatch.setattr("ostinato.export.artifact.assemble.assemble", lambda *_: b"program")
     with pytest.raises(ExportError, match="no room on the disk"):
         export_program(TINY, output)
     assert [path.name for path in output.parent.iterdir()] == ["artifact"]

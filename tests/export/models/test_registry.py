@@ -12,6 +12,7 @@ import torch
 from ostinato.delegate.errors import CheckpointError
 from ostinato.export.models import FAMILIES, build_network, find_family
 
+from ...processes import PATIENCE
 from ..networks import FAMILIES as SHAPES
 from ..networks import config_of
 
@@ -61,5 +62,5 @@ def test_a_config_is_read_without_the_compiler_stack(capitals_checkpoint: Path) 
         f"read_config(Path({str(capitals_checkpoint)!r})); "
         "print({'executorch', 'torch._inductor', 'torchao', 'transformers', 'triton'} & sys.modules.keys() or 'none')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.stdout, done.stderr) == ("none\n", "")
