@@ -57,5 +57,5 @@ if [ "$executorch" = 1 ]; then
 fi
 echo "== each kernel alone =="
 "$PYTHON_BIN" "$ROOT/scripts/bench_kernels.py" --config "$model" --group-size "$group_size" \
-    --max-seq-len "$max_seq_len" --depth 0,4000 --all --json "$output/kernels.json" || status=1
+    --max-seq-len "$max_seq_len" --depth 0,4000 --json "$output/kernels.json" || status=1
 exit "$status"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time every kernel of a decode step alone, at a model's shapes, against the time that its bytes take.
 
-    python scripts/bench_kernels.py [--config DIR] [--kernels NAME,...] [--all] [--json FILE] [--markdown]
+    python scripts/bench_kernels.py [--config DIR] [--quant none] [--kernels NAME,...] [--json FILE] [--markdown]
 
 Each operation is launched some hundred times in one captured CUDA graph, over weights and states that together exceed the
 GPU's L2 cache, and over the same activations, which in a step lie in L2 as well; a time is the median over repetitions. Its
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from kernel_arguments import Arguments, Draw, Shapes
-from kernel_cases import Case, comparison_cases, decode_cases
+from kernel_cases import Case, decode_cases
 from kernel_timing import Timing, check, copies_of, time_case
 
 from ostinato.delegate.errors import OptionError, OstinatoError, first_line
@@ -76,7 +76,8 @@ class Total:
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
-        shapes = Shapes.of_folder(arguments.config, arguments.group_size, arguments.max_seq_len)
+        group_size = arguments.group_size if arguments.quant == "int4" else None
+        shapes = Shapes.of_folder(arguments.config, group_size, arguments.max_seq_len)
         cases = chosen_cases(shapes, arguments)
         if not torch.cuda.is_available():
             raise OptionError(f"timing kernels needs an NVIDIA GPU; torch {torch.__version__} sees none")
@@ -103,6 +104,7 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, default=DEFAULT_CONFIG, metavar="DIR", help="folder with a config.json")
+    add("--quant", choices=("int4", "none"), default="int4", help="format of the weights (default: %(default)s)")
     add(
         "--group-size",
         type=int,
@@ -113,7 +115,6 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     add("--max-seq-len", type=positive, default=5120, help="positions of the KV caches (default: %(default)s)")
     add("--depth", type=numbers, default=(0, 4000), metavar="N,N", help="positions before the step (default: 0,4000)")
     add("--kernels", metavar="NAME,NAME", help="only these: operations, or rows of the table by name")
-    add("--all", action="store_true", help="also the matrix-vector kernel with nothing folded into it, to compare")
     add("--reps", type=positive, default=20, help="how often each is timed (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write all figures to a file as well")
     add("--markdown", action="store_true", help="print the table as Markdown")
@@ -139,8 +140,6 @@ def chosen_cases(shapes: Shapes, arguments: argparse.Namespace) -> list[Case]:
     if arguments.json and not arguments.json.absolute().parent.is_dir():
         raise OptionError(f"--json: no such folder: {arguments.json.absolute().parent}")
     cases = decode_cases(shapes, arguments.depth)
-    if arguments.all:
-        cases += comparison_cases(shapes)
     if arguments.kernels is None:
         return cases
     wanted = set(arguments.kernels.split(","))
@@ -267,10 +266,11 @@ def timing_cells(floor: float, time: float | None) -> tuple[str, str]:
 
 
 def notes(shapes: Shapes, speed: float, rows: Sequence[Row]) -> list[str]:
+    weights = f"{shapes.config.dtype} weights" if shapes.group is None else f"int4 in groups of {shapes.group}"
     lines = [
         f"{device_name(torch.device('cuda'))}, torch {torch.__version__}, triton {importlib.metadata.version('triton')}, "
         f"{datetime.now().astimezone().date()}; copy {speed / 1e9:,.1f} GB/s, read and written",
-        f"int4 in groups of {shapes.group}, {shapes.config.dtype} activations, max_seq_len {shapes.slots}",
+        f"{weights}, {shapes.config.dtype} activations, max_seq_len {shapes.slots}",
     ]
     if any(row.in_l2 for row in rows):
         lines.append(f"{IN_L2} its buffers fit in L2 together: the floor is not what holds it")
@@ -287,6 +287,7 @@ def record(arguments: argparse.Namespace, speed: float, rows: Sequence[Row], tot
     """What --json writes. Times in microseconds, null where there is none."""
     return {
         "config": str(arguments.config),
+        "quant": arguments.quant,
         "group_size": arguments.group_size,
         "max_seq_len": arguments.max_seq_len,
         "device": device_name(torch.device("cuda")),

@@ -56,14 +56,20 @@ def _fields(value: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the arguments' sizes depend on; `group`: elements that share a scale, `slots`: positions of the KV caches."""
+    """What the arguments' sizes depend on.
+
+    Attributes:
+        config: the model's.
+        group: elements that share a scale, None for weights in the model's dtype.
+        slots: positions of the KV caches.
+    """
 
     config: Qwen3_5Config
-    group: int
+    group: int | None
     slots: int
 
     @classmethod
-    def of_folder(cls, folder: Path, group: int, slots: int) -> Shapes:
+    def of_folder(cls, folder: Path, group: int | None, slots: int) -> Shapes:
         """Raises CheckpointError as `read_config`, and OptionError for a family whose kernels are not known here."""
         config = read_config(folder)[1]
         if not isinstance(config, Qwen3_5Config):
@@ -93,8 +99,10 @@ class Draw:
     def whole(self, value: int) -> Tensor:
         return torch.full((1,), value, dtype=torch.int64, device=self.device)
 
-    def int4(self, *size: int) -> Weight:
-        """A four-bit weight [..., N, K] whose products with a normal input are about normal."""
+    def weight(self, *size: int) -> Weight:
+        """A weight [..., N, K] whose products with a normal input are about normal; int4 if there is a group size."""
+        if self.shapes.group is None:
+            return Weight(self.normal(*size, scale=size[-1] ** -0.5))
         values = torch.randint(256, (*size[:-1], size[-1] // 2), dtype=torch.uint8, device=self.device)
         spread = 1 / (4.6 * size[-1] ** 0.5)
         scale = self.normal(*size[:-1], size[-1] // self.shapes.group, dtype=torch.bfloat16, scale=spread)

@@ -87,17 +87,6 @@ def decode_cases(shapes: Shapes, depths: tuple[int, ...]) -> list[Case]:
     return [case for case in cases if case.calls or case.function == "sample_next"]
 
 
-def comparison_cases(shapes: Shapes) -> list[Case]:
-    """The matrix-vector product with nothing folded into it, at the shape of the delta-net's output projection."""
-    n, k = shapes.config.hidden_size, shapes.config.delta_net.values
-
-    def arguments(draw: Draw) -> Arguments:
-        return {"x": draw.normal(1, k), "weight": draw.int4(n, k)}
-
-    written = n * shapes.dtype.itemsize
-    return [Case("int4_matvec/out_proj", _product(n, k), "linear", arguments, written, 0, ("x",))]
-
-
 def _delta_net(shapes: Shapes, layers: int) -> list[Case]:
     config = shapes.config
     heads, value_dim = config.linear_num_value_heads, config.delta_net.values
@@ -110,7 +99,7 @@ def _delta_net(shapes: Shapes, layers: int) -> list[Case]:
         return {
             "x": draw.normal(1, size),
             "norm": draw.norm(size),
-            "weight": draw.int4(rows, size),
+            "weight": draw.weight(rows, size),
             "gates": draw.normal(2 * heads, size, scale=size**-0.5),
             "conv": Convolution(draw.normal(channels, 1, width, scale=0.6), draw.normal(width - 1, channels)),
             "positions": draw.whole(POSITION),
@@ -215,8 +204,8 @@ def _moe(shapes: Shapes) -> list[Case]:
             "norm": draw.norm(size),
             "logits": draw.distinct(experts + 1),
             "top_k": top_k,
-            "routed": draw.int4(experts, 2 * inner, size),
-            "shared": draw.int4(2 * shared, size),
+            "routed": draw.weight(experts, 2 * inner, size),
+            "shared": draw.weight(2 * shared, size),
         }
 
     def down(draw: Draw) -> Arguments:
@@ -224,8 +213,8 @@ def _moe(shapes: Shapes) -> list[Case]:
             "hidden": draw.normal(1, top_k * inner + shared),
             "logits": draw.distinct(experts + 1),
             "top_k": top_k,
-            "routed": draw.int4(experts, size, inner),
-            "shared": draw.int4(size, shared),
+            "routed": draw.weight(experts, size, inner),
+            "shared": draw.weight(size, shared),
             "residual": draw.normal(1, size),
         }
 
@@ -265,10 +254,17 @@ def _moe(shapes: Shapes) -> list[Case]:
 
 
 def _dense(shapes: Shapes) -> list[Case]:
-    """The SwiGLU between the two is the compiler's."""
     config = shapes.config
     size, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    return [_norm_linear(shapes, "gate_up", 2 * inner, layers), _linear_add(shapes, "down", size, inner, layers)]
+
+    def gate_up(draw: Draw) -> Arguments:
+        return {"x": draw.normal(1, size), "norm": draw.norm(size), "weight": draw.weight(2 * inner, size)}
+
+    shape, written = _product(2 * inner, size), inner * shapes.dtype.itemsize
+    return [
+        Case("norm_swiglu", shape, "norm_swiglu", gate_up, written, layers, ("x",)),
+        _linear_add(shapes, "down", size, inner, layers),
+    ]
 
 
 def _sampling(shapes: Shapes) -> list[Case]:
@@ -299,7 +295,7 @@ def _norm_linear(shapes: Shapes, name: str, n: int, calls: int, out_dtype: torch
     k, dtype = shapes.config.hidden_size, out_dtype or shapes.dtype
 
     def arguments(draw: Draw) -> Arguments:
-        return {"x": draw.normal(1, k), "norm": draw.norm(k), "weight": draw.int4(n, k), "out_dtype": dtype}
+        return {"x": draw.normal(1, k), "norm": draw.norm(k), "weight": draw.weight(n, k), "out_dtype": dtype}
 
     written = n * dtype.itemsize
     return Case(f"norm_linear/{name}", _product(n, k), "norm_linear", arguments, written, calls, ("x",))
@@ -311,7 +307,7 @@ def _linear_add(shapes: Shapes, name: str, n: int, k: int, calls: int, heads: in
     def arguments(draw: Draw) -> Arguments:
         return {
             "x": draw.normal(1, k),
-            "weight": draw.int4(n, k),
+            "weight": draw.weight(n, k),
             "residual": draw.normal(1, n),
             "squares": draw.squares(heads, k // heads) if heads else None,
         }

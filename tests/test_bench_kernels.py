@@ -28,7 +28,7 @@ import bench_kernels
 import kernel_timing
 from bench_kernels import Row
 from kernel_arguments import Draw, Shapes, tensors_of, with_tensors
-from kernel_cases import Case, comparison_cases, decode_cases
+from kernel_cases import Case, decode_cases
 from kernel_timing import Timing, check, copies_of, difference
 
 from ostinato.delegate.sampling import Sampling
@@ -41,21 +41,21 @@ DENSE = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-0.8B"
 # Every kind of layer at sizes for the interpreter.
 TINY: dict[str, Any] = {
     "model_type": "qwen3_5_moe_text",
-    "vocab_size": 97,
+    "vocab_size": 33,
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
     "partial_rotary_factor": 0.5,
-    "linear_num_key_heads": 2,
+    "linear_num_key_heads": 1,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 32,
+    "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
     "num_experts": 8,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 1,
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
     "dtype": "bfloat16",
@@ -90,8 +90,22 @@ def flagship(depths: tuple[int, ...] = (0, 4000)) -> tuple[Shapes, list[Case]]:
     return shapes, decode_cases(shapes, depths)
 
 
-def tiny_shapes(**changes: Any) -> Shapes:
-    return Shapes(Qwen3_5Config.from_dict({**TINY, **changes}), 32, 48)
+def tiny_shapes(group: int | None = 32, **changes: Any) -> Shapes:
+    return Shapes(Qwen3_5Config.from_dict({**TINY, **changes}), group, 48)
+
+
+def tiny_cases() -> dict[str, tuple[Shapes, Case]]:
+    """Every kernel by a name, over int4 weights and over bfloat16 ones, in a model with experts and in a dense one."""
+    found: dict[str, tuple[Shapes, Case]] = {}
+    for group, quant in ((32, "int4"), (None, "none")):
+        for changes in ({}, {"model_type": "qwen3_5_text", "intermediate_size": 64}):
+            shapes = tiny_shapes(group, **changes)
+            for case in decode_cases(shapes, (0, 40)):
+                if group is not None or any(
+                    name.startswith(("weight.", "routed.")) for name in tensors_of(case.arguments(Draw(shapes, "meta")))
+                ):
+                    found.setdefault(f"{case.name}-{quant}", (shapes, case))
+    return found
 
 
 def test_bytes_of_the_flagship() -> None:
@@ -115,12 +129,13 @@ def test_calls_of_the_flagship() -> None:
     assert [case.calls for case in cases] == [linear] * 3 + [full] * 4 + [every] * 3 + [1, 1, 0]
 
 
+@pytest.mark.parametrize("group", (128, None), ids=["int4", "bfloat16"])
 @pytest.mark.parametrize("folder", [FLAGSHIP, DENSE], ids=["moe", "dense"])
-def test_bytes_are_those_that_the_program_states(folder: Path) -> None:
+def test_bytes_are_those_that_the_program_states(folder: Path, group: int | None) -> None:
     """Apart from activations, which stay in the cache, and the embedding's row."""
     depth = 99
-    shapes = Shapes.of_folder(folder, 128, depth + 1)
-    network = build_network(shapes.config, depth + 1, torch.bfloat16, group_size=128)
+    shapes = Shapes.of_folder(folder, group, depth + 1)
+    network = build_network(shapes.config, depth + 1, torch.bfloat16, group_size=group)
     stated = decode_bytes(network) + (depth + 1) * kv_bytes_per_token(network)
     counted = sum(case.calls * case.bytes_moved(shapes) for case in decode_cases(shapes, (depth,)))
     assert stated < counted < 1.012 * stated
@@ -129,10 +144,7 @@ def test_bytes_are_those_that_the_program_states(folder: Path) -> None:
 def test_a_model_without_experts_has_two_products_instead() -> None:
     shapes = Shapes.of_folder(DENSE, 128, 64)
     names = [case.name for case in decode_cases(shapes, (0,))]
-    assert [name for name in names if name.endswith(("/gate_up", "/down"))] == [
-        "norm_linear/gate_up",
-        "linear_add/down",
-    ]
+    assert [name for name in names if name.endswith(("swiglu", "/down"))] == ["norm_swiglu", "linear_add/down"]
     assert not any("expert" in name or "route" in name for name in names)
 
 
@@ -166,26 +178,19 @@ def test_records_with_other_tensors() -> None:
 def test_cases_name_their_own_arguments(folder: Path) -> None:
     """A wrong name would be left out without a word."""
     shapes = Shapes.of_folder(folder, 128, 5120)
-    for case in [*decode_cases(shapes, (0,)), *comparison_cases(shapes)]:
+    for case in decode_cases(shapes, (0,)):
         arguments = case.arguments(Draw(shapes, "meta"))
         assert set(case.activations) <= set(arguments), case.name
         assert {*case.moves, *case.writes} - {"squares.sums"} <= set(tensors_of(arguments)), case.name
 
 
-@pytest.mark.parametrize("name", [case.name for case in decode_cases(tiny_shapes(), (0, 40))])
+@pytest.mark.parametrize("name", tiny_cases())
 def test_kernels_agree_with_their_references(name: str) -> None:
-    shapes = tiny_shapes()
-    case = next(case for case in decode_cases(shapes, (0, 40)) if case.name == name)
+    shapes, case = tiny_cases()[name]
     torch.manual_seed(1)
     outcome = check(case, shapes, DEVICE)
     assert outcome.failure is None
     assert outcome.error <= kernel_timing.TOLERANCE[torch.bfloat16]
-
-
-def test_the_plain_product_agrees_with_its_reference() -> None:
-    shapes = tiny_shapes()
-    (case,) = comparison_cases(shapes)
-    assert check(case, shapes, DEVICE).failure is None
 
 
 def fake_case(monkeypatch: pytest.MonkeyPatch, kernel: Any, writes: tuple[str, ...] = ()) -> Case:
@@ -342,10 +347,11 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.gpu
-def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("quant", ("int4", "none"))
+def test_a_run(quant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     words = ["--config", str(tmp_path), "--group-size", "32", "--max-seq-len", "64", "--depth", "0,40", "--reps", "2"]
-    assert bench_kernels.main([*words, "--all", "--json", str(tmp_path / "found.json")]) == 0
+    assert bench_kernels.main([*words, "--quant", quant, "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert all(kernel["us"] > 0 and kernel["failure"] is None for kernel in found["kernels"])
     assert [one["depth"] for one in found["totals"]] == [0, 40]

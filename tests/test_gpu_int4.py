@@ -46,8 +46,14 @@ def wide_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session", params=(128, None), ids=("int4", "bfloat16"))
+def group_size(request: pytest.FixtureRequest) -> int | None:
+    """Of the wide artifact."""
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def wide_artifact(exported: Callable[..., Path], wide_config: Path) -> Path:
+def wide_artifact(exported: Callable[..., Path], wide_config: Path, group_size: int | None) -> Path:
     from ostinato.export import Quantization, export_model
 
     def build(path: Path) -> None:
@@ -56,15 +62,17 @@ def wide_artifact(exported: Callable[..., Path], wide_config: Path) -> Path:
             path,
             device="cuda",
             max_seq_len=WIDE_MAX_SEQ_LEN,
-            quant=Quantization(group_size=128),
+            quant=None if group_size is None else Quantization(group_size),
             load_format="dummy",
         )
 
-    return exported("wide-cuda-int4", build)
+    return exported(f"wide-cuda-{group_size}", build)
 
 
-def reference(folder: Path, dtype: torch.dtype, group_size: int, dummy: bool, max_seq_len: int) -> torch.nn.Module:
-    """Our module with the plain PyTorch kernels and the same quantised weights, on the GPU."""
+def reference(
+    folder: Path, dtype: torch.dtype, group_size: int | None, dummy: bool, max_seq_len: int
+) -> torch.nn.Module:
+    """Our module with the plain PyTorch kernels and the same weights, quantised or not, on the GPU."""
     from ostinato.export.models import build_network, read_config
     from ostinato.export.weights.stream import QuantizedWeights, materialise
 
@@ -127,15 +135,41 @@ def test_capitals_in_int4_has_the_references_logits(capitals_int4: Path) -> None
             assert errors(found, run_reference(plain, tokens)).max() < 1e-4, length
 
 
-def test_the_flagships_width_is_as_right_as_plain_bfloat16(wide_artifact: Path, wide_config: Path) -> None:
-    """Against float32 over the same int4 weights, our error is that of plain PyTorch in bfloat16, or little more."""
+@pytest.mark.parametrize("group", (32, None), ids=("int4", "float32"))
+def test_a_dense_model_with_biases(tmp_path: Path, group: int | None) -> None:
+    """Beside transformers, and in int4 beside plain PyTorch over the same weights."""
+    from ostinato.export import Quantization, export_model
+
+    from .export.references import CASES, make_reference
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    made = make_reference(tmp_path / "checkpoint", {**CASES["dense-biases"], **sizes}, seed=3)
+    quant = None if group is None else Quantization(group)
+    export_model(made.folder, tmp_path / "artifact", device="cuda", max_seq_len=256, quant=quant)
     torch.backends.cuda.matmul.allow_tf32 = False
-    exact = reference(wide_config, torch.float32, 128, dummy=True, max_seq_len=WIDE_MAX_SEQ_LEN)
+    plain = None if group is None else reference(made.folder, torch.float32, group, dummy=False, max_seq_len=256)
+    with load_program(tmp_path / "artifact") as loaded:
+        prefill, decode = loaded.load_method("prefill"), loaded.load_method("decode", GRAPH)
+        for length in (1, 2, 31, 65, 200):
+            tokens = made.tokens(length + 4, seed=length)
+            found = walk(lambda t, p: step(prefill, t, p), lambda t, p: step(decode, t, p), tokens)
+            wanted = made.logits(tokens)[length - 1 :].cuda() if plain is None else run_reference(plain, tokens)
+            assert errors(found, wanted).max() < 1e-4, length
+        # Six of the attention layer and five of the delta-net, and the head; all but the first start early.
+        assert decode.stats.early_kernels is not None and decode.stats.early_kernels >= 11
+
+
+def test_the_flagships_width_is_as_right_as_plain_bfloat16(
+    wide_artifact: Path, wide_config: Path, group_size: int | None
+) -> None:
+    """Against float32 over the same weights, our error is that of plain PyTorch in bfloat16, or little more."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    exact = reference(wide_config, torch.float32, group_size, dummy=True, max_seq_len=WIDE_MAX_SEQ_LEN)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, 248000, (1, length + 4), generator=generator) for length in LENGTHS]
     expected = [run_reference(exact, tokens) for tokens in prompts]
     del exact
-    plain = reference(wide_config, torch.bfloat16, 128, dummy=True, max_seq_len=WIDE_MAX_SEQ_LEN)
+    plain = reference(wide_config, torch.bfloat16, group_size, dummy=True, max_seq_len=WIDE_MAX_SEQ_LEN)
     yardstick = [errors(run_reference(plain, tokens), want) for tokens, want in zip(prompts, expected, strict=True)]
     del plain
     with load_program(wide_artifact) as loaded:

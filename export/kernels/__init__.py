@@ -34,6 +34,7 @@ class Kernels:
 
     # One token, in the order in which a layer takes them.
     norm_linear = staticmethod(linear_reference.norm_linear)
+    norm_swiglu = staticmethod(linear_reference.norm_swiglu)
     norm_linear_conv = staticmethod(linear_reference.norm_linear_conv)
     delta_step = staticmethod(delta_rule_reference.delta_step)
     attend_step = staticmethod(attention_reference.attend_step)

@@ -28,6 +28,7 @@ class CudaKernels(Kernels):
     sample_next = staticmethod(sample_triton.sample_next)
 
     norm_linear = staticmethod(linear_step.norm_linear)
+    norm_swiglu = staticmethod(linear_step.norm_swiglu)
     norm_linear_conv = staticmethod(linear_step.norm_linear_conv)
     delta_step = staticmethod(delta_rule_step.delta_step)
     attend_step = staticmethod(attention_step.attend_step)

@@ -21,10 +21,17 @@ class Weight:
     Attributes:
         values: [..., N, K] in a floating dtype, or [..., N, K / 2] uint8: four-bit integers packed as `formats` says.
         scale: [..., N, K / G] bfloat16 for four-bit integers, None for a floating dtype.
+        bias: [N] in a floating dtype, added to the product; None for zeros.
     """
 
     values: Tensor
     scale: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Values, scale and bias: what an operator of torch takes in its place."""
+        return self.values, self.scale, self.bias
 
     @property
     def rows(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ostinato.export.formats import SCALE_DTYPE
@@ -16,7 +15,7 @@ class Linear(nn.Module):
     """`x @ weight.T + bias`.
 
     In int4 where the build asks for it: `weight` [N, K / 2] uint8 and `weight_scale` [N, K / G], laid out as `formats` says.
-    A layer with a bias stays in the model's dtype, and so does one that is told to with `quantize=False`.
+    A layer that is told to with `quantize=False` stays in the model's dtype, and so does a bias.
     """
 
     weight: Tensor
@@ -27,21 +26,17 @@ class Linear(nn.Module):
         self, in_features: int, out_features: int, build: Build, *, bias: bool = False, quantize: bool = True
     ) -> None:
         super().__init__()
-        self.weight, self.weight_scale = weight_parameters(
-            (out_features, in_features), build, quantize=quantize and not bias
-        )
+        self.weight, self.weight_scale = weight_parameters((out_features, in_features), build, quantize=quantize)
         self.bias = parameter(out_features, dtype=build.dtype) if bias else None
         self.linear = build.kernels.linear
 
     @property
     def operand(self) -> Weight:
         """As kernels take it."""
-        return Weight(self.weight, self.weight_scale)
+        return Weight(self.weight, self.weight_scale, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N] in x's dtype."""
-        if self.weight_scale is None:
-            return F.linear(x, self.weight, self.bias)
         return self.linear(x, self.operand)
 
 

@@ -38,9 +38,8 @@ class LanguageModel(nn.Module):
         config: the family's.
         build: what all layers were built for.
         layers: one module per layer, `forward(x [T, H], input_pos [T], cos, sin) -> [T, H]`, with a `kind` (layers of one
-            kind differ in their tensors only), and where `folds_steps` a `step` that takes and gives the same for T = 1.
+            kind differ in their tensors only), and a `step` that takes and gives the same for T = 1.
         rotary: gives cos and sin.
-        folds_steps: whether one token goes through `step` of layers and head.
     """
 
     def __init__(
@@ -49,12 +48,10 @@ class LanguageModel(nn.Module):
         build: Build,
         layers: Sequence[nn.Module],
         rotary: RotaryEmbedding,
-        folds_steps: bool,
     ) -> None:
         super().__init__()
         self.config = config
         self.build = build
-        self.folds_steps = folds_steps
         self.model = Decoder(config, build, layers)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, build)
         if config.tie_word_embeddings and build.group_size is None:

@@ -26,7 +26,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     Chains, so that each kind of layer is traced and compiled once: a model of 40 layers takes as long as one of 4.
     """
     many = network.links()
-    one = network.links("step") if network.folds_steps else many
+    one = network.links("step") if network.build.kernels.folds_steps else many
     again = Link(network.next_input, ("input_pos", "x", "cos", "sin"), "embedding")
     begin = Link(
         network.sampling, ("before",), "options", method="begin", inputs=("input_pos", *SamplingInputs._fields)

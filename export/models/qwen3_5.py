@@ -229,9 +229,7 @@ class DecoderLayer(nn.Module):
 def network(config: Qwen3_5Config, build: Build) -> LanguageModel:
     """The network of a config, made on the meta device: parameters have shapes and no values."""
     layers = [DecoderLayer(config, layer_type, build) for layer_type in config.layer_types]
-    # The kernels that fold a step take int4 weights without a bias.
-    folds = build.kernels.folds_steps and build.group_size is not None and not config.attention_bias
-    return LanguageModel(config, build, layers, RotaryEmbedding(config.rotary_dim, config.rope_theta), folds)
+    return LanguageModel(config, build, layers, RotaryEmbedding(config.rotary_dim, config.rope_theta))
 
 
 def check_limits(config: Qwen3_5Config, group_size: int | None, device: str, dtype: torch.dtype) -> None:
@@ -253,9 +251,9 @@ def _check_kernels(config: Qwen3_5Config, group_size: int | None, dtype: torch.d
 
 
 def _quantized_sizes(config: Qwen3_5Config) -> dict[str, int]:
-    """Lengths of the rows that are quantised, by what the config calls them. Layers with a bias are not."""
+    """Lengths of the rows that are quantised, by what the config calls them."""
     sizes = {"hidden_size": config.hidden_size}
-    if FULL in config.layer_types and not config.attention_bias:
+    if FULL in config.layer_types:
         sizes["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
     if LINEAR in config.layer_types:
         sizes["linear_num_value_heads * linear_value_head_dim"] = config.delta_net.values

@@ -1,4 +1,4 @@
-"""Causal attention over a KV cache on the GPU: `attend` for any number of tokens, and its kernel for two or more.
+"""Causal attention over a KV cache on the GPU, for any number of tokens.
 
 A program takes one block of queries. No slot past the last token's position is read: it may hold anything, NaN included.
 """
@@ -14,7 +14,6 @@ from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, launch
 from ostinato.export.kernels.operands import KVCache
 
 from .block_triton import TileConfig, attend_block, score_scale
-from .decode_triton import attend_one
 from .limits import check_attention
 
 # For bfloat16, by the shared memory of the GPU: at D = 256 these take 192, 104 and 68 KB. Before Hopper the sums of 128
@@ -42,12 +41,11 @@ def attend(query: Tensor, cache: KVCache, positions: Tensor) -> Tensor:
         ExportError: see `check_attention`.
     """
     check_attention(query.shape[1], cache.keys.shape[0], query.shape[2], query.dtype)
-    operation = attend_one if query.shape[0] == 1 else _attend_many
-    return operation(query.contiguous(), cache.keys, cache.values, positions)
+    return _attend(query.contiguous(), cache.keys, cache.values, positions)
 
 
-@torch.library.triton_op("ostinato::attend_many", mutates_args={})
-def _attend_many(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+@torch.library.triton_op("ostinato::attend", mutates_args={})
+def _attend(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     """query [T, heads, D], keys and values [kv_heads, S, D], positions [T] -> [T, heads, D]; all contiguous."""
     tokens, heads, head_dim = query.shape
     kv_heads, slots, _ = keys.shape

@@ -1,6 +1,4 @@
-"""The gated delta rule on the GPU: `gated_delta_rule` for any number of tokens, and its kernels for two or more.
-
-They take the tokens in chunks of 64.
+"""The gated delta rule on the GPU for any number of tokens, in chunks of 64.
 
 In a chunk, D is the running sum of the log decays, S the state before it, and [i, j] are its tokens::
 
@@ -32,7 +30,6 @@ from torch import Tensor
 from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, launcher
 from ostinato.export.kernels.operands import Decay
 
-from .decode_triton import decode
 from .limits import check_delta_rule
 from .math_triton import multiply_add, split
 from .prepare_triton import prepare_kernel
@@ -101,12 +98,11 @@ def gated_delta_rule(
     """
     heads, key_dim, value_dim = state.shape
     check_delta_rule(key_heads, heads, key_dim, value_dim)
-    operation = decode if mixed.shape[0] == 1 else _prefill
-    return operation(mixed, a, b, decay.a_log, decay.dt_bias, state, positions, key_heads)
+    return _gated_delta_rule(mixed, a, b, decay.a_log, decay.dt_bias, state, positions, key_heads)
 
 
-@torch.library.triton_op("ostinato::gated_delta_prefill", mutates_args={"state"})
-def _prefill(
+@torch.library.triton_op("ostinato::gated_delta_rule", mutates_args={"state"})
+def _gated_delta_rule(
     mixed: Tensor,
     a: Tensor,
     b: Tensor,

@@ -21,7 +21,7 @@ from ostinato.export.kernels.operands import Decay
 
 CHUNK = 64
 # The largest matrix that is cheaper to invert whole than in blocks: smaller products take no less time.
-SMALL = 16
+SMALL = 8
 
 
 def gated_delta_rule(

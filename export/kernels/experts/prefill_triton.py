@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The routed experts on the GPU: `experts` for any number of tokens, and the kernels for two or more.
+"""The routed experts on the GPU, for any number of tokens.
 
 They sort the tokens by expert, then multiply blocks of one expert's tokens with tensor cores. A *slot* is one choice of one
 token, `t * k + j`; there are S = T k of them. Nothing here counts with atomics: the order of slots, and so every sum, is the
@@ -20,7 +20,6 @@ from torch import Tensor
 from ostinato.export.kernels.launch import LARGE, SMALL, fitting, launcher
 from ostinato.export.kernels.operands import ExpertWeights
 
-from .decode_triton import decode
 from .limits import check_experts
 
 # Slots of one expert per program: an expert that has more is unpacked once for every BLOCK_SLOTS.
@@ -31,6 +30,9 @@ BLOCK_DOWN = 128
 # Slots that the sorting kernel looks at together.
 BLOCK_SORT = 4096
 STAGES = 3
+# Tokens and columns per program of the kernel that adds the experts' parts up.
+SUM_TOKENS = 2
+SUM_COLUMNS = 512
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -43,13 +45,12 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -
     gate_up, down = routed.gate_up, routed.down
     count, top_k = gate_up.values.shape[0], chosen.shape[1]
     check_experts(x.shape[1], gate_up.rows // 2, count, top_k, gate_up.group_size)
-    operation = decode if x.shape[0] == 1 else _prefill
     arguments = (x.contiguous(), weights.contiguous(), chosen.contiguous())
-    return operation(*arguments, gate_up.values, gate_up.scale, down.values, down.scale)
+    return _experts(*arguments, gate_up.values, gate_up.scale, down.values, down.scale)
 
 
-@torch.library.triton_op("ostinato::experts_prefill", mutates_args={})
-def _prefill(
+@torch.library.triton_op("ostinato::experts", mutates_args={})
+def _experts(
     x: Tensor,
     weights: Tensor,
     chosen: Tensor,
@@ -109,7 +110,10 @@ def _prefill(
         num_warps=4,
         num_stages=STAGES,
     )
-    return parts.sum(1)
+    out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
+    grid = ((tokens + SUM_TOKENS - 1) // SUM_TOKENS, triton.cdiv(size, SUM_COLUMNS))
+    launcher(_sum_kernel)[grid](parts, out, tokens, size, top_k, SUM_TOKENS, SUM_COLUMNS, num_warps=4)
+    return out
 
 
 def _step(group_size: int, dtype: torch.dtype) -> int:
@@ -322,3 +326,24 @@ def _down_kernel(
     here = filled[None, :] & (row < SIZE)[:, None]
     results = (sums * share[None, :]).to(parts.dtype.element_ty)
     tl.store(parts + slot[None, :] * SIZE + row[:, None], results, mask=here)
+
+
+@triton.jit
+def _sum_kernel(
+    parts,
+    out,
+    tokens,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """out [T, H]: each token's parts added up. Left to the compiler, its speed would be what it tries out at export."""
+    token = (tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    here = (token < tokens)[:, None] & (column < SIZE)[None, :]
+    first = parts + token[:, None] * (TOP_K * SIZE) + column[None, :]
+    total = tl.zeros([BLOCK_TOKENS, BLOCK_COLUMNS], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        total += tl.load(first + choice * SIZE, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + token[:, None] * SIZE + column[None, :], total.to(out.dtype.element_ty), mask=here)

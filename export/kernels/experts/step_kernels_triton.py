@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs
 """The kernels of `step_triton` over the experts, composed of the parts in `linear.step_tiles_triton`.
 
-A tile is TILE 32-bit words of a row, 16 bytes per lane; in `experts_down_early` a row continues from one expert to the next.
+A tile is UNITS units of a row, 16 bytes per lane; in `experts_down_early` a row continues from one expert to the next. GROUP
+is 0 for weights in a floating dtype; then scales are not read.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ import triton
 import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.linear.step_kernels_triton import lane_rows
+from ostinato.export.kernels.linear.step_kernels_triton import (
+    normed_totals,
+    paired_rows,
+    squares_and_normed,
+    swiglu,
+)
 from ostinato.export.kernels.linear.step_tiles_triton import (
-    LANE,
-    exchange,
     extended,
-    first_fours,
-    load_eights,
-    load_eights_at,
+    lane_rows,
+    load_input,
+    load_input_at,
     load_norm,
     load_tile,
     multiply_tile,
     sum_lane,
     sum_rows,
+    unit_pointer,
     zeros,
 )
 
@@ -48,7 +53,8 @@ def experts_gate_up_early(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
-    TILE: tl.constexpr,
+    UNITS: tl.constexpr,
+    LANE: tl.constexpr,
     INTEGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -61,27 +67,27 @@ def experts_gate_up_early(
     SHARED_BLOCKS: tl.constexpr = SHARED_INNER // ROWS
     # Not `extended`: Triton flattens a tuple that is added to an empty one.
     norms = ()
-    for start in tl.static_range(0, SIZE // 8, TILE):
-        norms = norms + (load_norm(norm_weight, start, SIZE, TILE),)  # type: ignore[assignment]  # noqa: RUF005
+    for start in tl.static_range(0, SIZE // 8 if GROUP > 0 else SIZE, UNITS):
+        norms = norms + (load_norm(norm_weight, start, SIZE, GROUP, UNITS),)  # type: ignore[assignment]  # noqa: RUF005
     program = tl.program_id(0)
     if program < SHARED_BLOCKS:
         first = program * ROWS
-        tiles = load_pairs(shared, shared_scale, first, SHARED_INNER, SIZE, GROUP, ROWS, TILE)
+        tiles = load_pairs(shared, shared_scale, first, SHARED_INNER, SIZE, GROUP, ROWS, UNITS)
         wait_for_previous(EARLY)
         start_next(EARLY)
-        x = load_inputs(h, SIZE, TILE)
-        store_swiglu(hidden + TOP_K * INNER + first, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, INTEGER)
+        x = load_inputs(h, SIZE, GROUP, UNITS)
+        store_swiglu(hidden + TOP_K * INNER + first, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, LANE, INTEGER)
     else:
         slot = TOP_K - 1 - (program - SHARED_BLOCKS) // BLOCKS
         first = (program - SHARED_BLOCKS) % BLOCKS * ROWS
         wait_for_previous(EARLY)
         start_next(EARLY)
         keys = load_keys(logits, EXPERTS, "")
-        x = load_inputs(h, SIZE, TILE)
+        x = load_inputs(h, SIZE, GROUP, UNITS)
         first_row = expert_of(largest_key(keys, slot)) * (2 * INNER) + first
         # In one block with the products: so the compiler knows that the weights take longest and waits for them last.
-        tiles = load_pairs(gate_up, gate_up_scale, first_row, INNER, SIZE, GROUP, ROWS, TILE)
-        store_swiglu(hidden + slot * INNER + first, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, INTEGER)
+        tiles = load_pairs(gate_up, gate_up_scale, first_row, INNER, SIZE, GROUP, ROWS, UNITS)
+        store_swiglu(hidden + slot * INNER + first, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, LANE, INTEGER)
 
 
 @triton.jit
@@ -102,25 +108,28 @@ def experts_down_early(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
-    TILE: tl.constexpr,
-    WORDS: tl.constexpr,
-    SHARED_WORDS: tl.constexpr,
+    UNITS: tl.constexpr,
+    LANE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHARED_WIDTH: tl.constexpr,
     INTEGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """out [SIZE] = residual + the weighted sum over the experts, ROWS elements per program; all experts' rows load together.
 
     Before its wait it reads the logits and the residual stream, which kernels of the step wrote: `experts_gate_up_early`, a
-    late kernel, must be directly ahead of it (R4 and R5 in `delegate/graph_nodes.py`). WORDS and SHARED_WORDS: words of a
+    late kernel, must be directly ahead of it (R4 and R5 in `delegate/graph_nodes.py`). WIDTH and SHARED_WIDTH: units of a
     tile that an expert's row takes.
     """
+    ROW: tl.constexpr = INNER // 8 if GROUP > 0 else INNER
+    SHARED_ROW: tl.constexpr = SHARED_INNER // 8 if GROUP > 0 else SHARED_INNER
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
     row, mine = lane_rows(first_row, SIZE, ROWS)
     shared_tiles = ()
     if SHARED_INNER > 0:
-        for start in tl.static_range(0, ROWS * SHARED_WORDS, TILE):
-            tile = load_shared(shared, shared_scale, first_row, start, SHARED_INNER, GROUP, ROWS, TILE, SHARED_WORDS)
+        for start in tl.static_range(0, ROWS * SHARED_WIDTH, UNITS):
+            tile = load_shared(shared, shared_scale, first_row, start, SHARED_INNER, GROUP, ROWS, UNITS, SHARED_WIDTH)
             shared_tiles = shared_tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
     keys = load_keys(logits, EXPERTS, ".cg")
     if SHARED_INNER > 0:
@@ -128,65 +137,65 @@ def experts_down_early(
     total = tl.load(residual + row, cache_modifier=".cg")
     keys = largest_keys(keys, TOP_K)
     tiles = ()
-    for start in tl.static_range(0, TOP_K * WORDS, TILE):
-        tile = load_chosen(down, down_scale, keys, first_row, start, SIZE, INNER, GROUP, ROWS, TILE, WORDS)
+    for start in tl.static_range(0, TOP_K * WIDTH, UNITS):
+        tile = load_chosen(down, down_scale, keys, first_row, start, SIZE, INNER, GROUP, ROWS, UNITS, WIDTH)
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
     shares = softmax_of(keys)
     if SHARED_INNER > 0:
         shared_share = tl.sigmoid(shared_logit)
     wait_for_previous(EARLY)
     inputs = ()
-    for start in tl.static_range(0, TOP_K * WORDS, TILE):
-        slot, word = slot_words(start, 1, TILE, WORDS)
-        inside = (slot < TOP_K) & (word < INNER // 8)
+    for start in tl.static_range(0, TOP_K * WIDTH, UNITS):
+        slot, unit = slot_units(start, 1, UNITS, WIDTH)
+        inside = (slot < TOP_K) & (unit < ROW)
         # Where the compiler sees a plain range, loads are of 16 bytes, otherwise of 8.
-        position = start + tl.arange(0, TILE) if INNER == 8 * WORDS else slot * (INNER // 8) + word
-        x = load_eights_at(hidden, first_fours(position), inside)
+        position = start + tl.arange(0, UNITS) if ROW == WIDTH else slot * ROW + unit
+        x = load_input_at(hidden, position, inside, GROUP)
         inputs = inputs + (x,)  # type: ignore[assignment]  # noqa: RUF005
     shared_inputs = ()
     if SHARED_INNER > 0:
-        for start in tl.static_range(0, ROWS * SHARED_WORDS, TILE):
-            _, word = slot_words(start, 1, TILE, SHARED_WORDS)
-            x = load_eights_at(hidden + TOP_K * INNER, first_fours(word), word < SHARED_INNER // 8)
+        for start in tl.static_range(0, ROWS * SHARED_WIDTH, UNITS):
+            _, unit = slot_units(start, 1, UNITS, SHARED_WIDTH)
+            x = load_input_at(hidden + TOP_K * INNER, unit, unit < SHARED_ROW, GROUP)
             shared_inputs = shared_inputs + (x,)  # type: ignore[assignment]  # noqa: RUF005
-    sums = zeros(ROWS, TILE // LANE)
+    sums = zeros(ROWS, 32 * WARPS)
     for i in tl.static_range(len(shared_tiles)):
-        alone = (tl.zeros([TILE // LANE], tl.float32),)
-        product = multiply_tile(alone, shared_tiles[i], shared_inputs[i], shared_share, GROUP, 1, INTEGER)
-        sums = add_to_rows(sums, product[0], i * TILE, ROWS, TILE, SHARED_WORDS)
+        alone = (tl.zeros([32 * WARPS], tl.float32),)
+        product = multiply_tile(alone, shared_tiles[i], shared_inputs[i], shared_share, GROUP, 1, LANE, INTEGER)
+        sums = add_to_rows(sums, product[0], i * UNITS, ROWS, UNITS, SHARED_WIDTH, LANE)
     for i in tl.static_range(len(tiles)):
-        slot, _ = slot_words(i * TILE, LANE, TILE, WORDS)
-        share = of_slot(shares, slot, i * TILE, TILE, WORDS)
-        sums = multiply_tile(sums, tiles[i], inputs[i], share, GROUP, ROWS, INTEGER)
-    totals, _ = sum_rows(sums, tl.zeros([TILE // LANE], tl.float32), ROWS, WARPS)
+        slot, _ = slot_units(i * UNITS, LANE, UNITS, WIDTH)
+        share = of_slot(shares, slot, i * UNITS, UNITS, WIDTH)
+        sums = multiply_tile(sums, tiles[i], inputs[i], share, GROUP, ROWS, LANE, INTEGER)
+    totals, _ = sum_rows(sums, tl.zeros([32 * WARPS], tl.float32), ROWS, WARPS)
     tl.store(out + row, (total.to(tl.float32) + totals).to(out.dtype.element_ty), mask=mine)
 
 
 @triton.jit
 def load_pairs(
-    words,
+    weight,
     scales,
     first,
     INNER: tl.constexpr,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    UNITS: tl.constexpr,
 ):
     """ROWS gate rows from `first` on and the up rows INNER rows after them, all of each: a tuple of `load_tile`'s results."""
     tiles = ()
-    for start in tl.static_range(0, SIZE // 8, TILE):
-        tile = load_tile(words, scales, first, start, 2 * INNER, SIZE, GROUP, 2 * ROWS, TILE, INNER)
+    for start in tl.static_range(0, SIZE // 8 if GROUP > 0 else SIZE, UNITS):
+        tile = load_tile(weight, scales, first, start, 2 * INNER, SIZE, GROUP, 2 * ROWS, UNITS, INNER)
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
     return tiles
 
 
 @triton.jit
-def load_inputs(h, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """`load_eights` for each tile of a row."""
+def load_inputs(h, SIZE: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr):
+    """`load_input` for each tile of a row."""
     x = ()
-    for start in tl.static_range(0, SIZE // 8, TILE):
-        x = x + (load_eights(h, start, SIZE, TILE),)  # type: ignore[assignment]  # noqa: RUF005
+    for start in tl.static_range(0, SIZE // 8 if GROUP > 0 else SIZE, UNITS):
+        x = x + (load_input(h, start, SIZE, GROUP, UNITS),)  # type: ignore[assignment]  # noqa: RUF005
     return x
 
 
@@ -201,40 +210,33 @@ def store_swiglu(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
+    LANE: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
     """Stores silu(gate) * up [ROWS], from the results of `load_inputs`, `load_norm` and `load_pairs`."""
     sums = zeros(2 * ROWS, 32 * WARPS)
     squares = tl.zeros([32 * WARPS], tl.float32)
     for i in tl.static_range(len(x)):
-        square = x[i][0] * x[i][0]
-        normed = (x[i][0] * norms[i][0],)
-        for j in tl.static_range(1, 8):
-            square += x[i][j] * x[i][j]
-            normed = extended(normed, x[i][j] * norms[i][j])
-        squares += sum_lane(square)
-        sums = multiply_tile(sums, tiles[i], normed, 1.0, GROUP, 2 * ROWS, INTEGER)
-    totals, square = sum_rows(sums, squares, 2 * ROWS, WARPS)
-    totals *= tl.rsqrt(square / SIZE + EPS)
-    # Lanes 0 to 15 have the gates, lanes 16 to 31 the ups.
-    lane = tl.arange(0, 32)
-    ups = tl.reshape(exchange(totals[None, :], lane[None, :], 16), [32])
-    row, mine = lane_rows(0, ROWS, 2 * ROWS)
-    tl.store(hidden + row, (totals * tl.sigmoid(totals) * ups).to(hidden.dtype.element_ty), mask=mine)
+        square, normed = squares_and_normed(x[i], norms[i])
+        squares += sum_lane(square, LANE, 32 * WARPS)
+        sums = multiply_tile(sums, tiles[i], normed, 1.0, GROUP, 2 * ROWS, LANE, INTEGER)
+    totals = swiglu(normed_totals(sums, squares, SIZE, EPS, 2 * ROWS, WARPS))
+    row, mine = paired_rows(0, ROWS, ROWS)
+    tl.store(hidden + row, totals.to(hidden.dtype.element_ty), mask=mine)
 
 
 @triton.jit
-def slot_words(START: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr):
-    """Every STEP-th word of the tile from START, in runs of WORDS words: which run, and which word of it."""
-    word = START + tl.arange(0, TILE // STEP) * STEP
-    return word // WORDS, word % WORDS
+def slot_units(START: tl.constexpr, STEP: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Every STEP-th unit of the tile from START, in runs of WIDTH units: which run, and which unit of it."""
+    unit = START + tl.arange(0, UNITS // STEP) * STEP
+    return unit // WIDTH, unit % WIDTH
 
 
 @triton.jit
-def of_slot(values, slot, START: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr):
+def of_slot(values, slot, START: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr):
     """The number of a tuple that each element of `slot`, in the tile from START, selects; past the tuple's end its last."""
-    FIRST: tl.constexpr = START // WORDS
-    LAST: tl.constexpr = min(len(values), (START + TILE + WORDS - 1) // WORDS)
+    FIRST: tl.constexpr = START // WIDTH
+    LAST: tl.constexpr = min(len(values), (START + UNITS + WIDTH - 1) // WIDTH)
     picked = tl.broadcast_to(values[LAST - 1], slot.shape)
     for i in tl.static_range(FIRST, LAST - 1):
         picked = tl.where(slot == i, values[i], picked)
@@ -243,7 +245,7 @@ def of_slot(values, slot, START: tl.constexpr, TILE: tl.constexpr, WORDS: tl.con
 
 @triton.jit
 def load_chosen(
-    words,
+    weight,
     scales,
     keys,
     first_row,
@@ -252,62 +254,74 @@ def load_chosen(
     INNER: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    WORDS: tl.constexpr,
+    UNITS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """`load_tile` of ROWS rows of the experts with `keys`, one expert after another."""
-    slot, word = slot_words(START, 1, TILE, WORDS)
-    expert = expert_of(of_slot(keys, slot, START, TILE, WORDS)).to(tl.int64) * SIZE + first_row
-    words = words.to(tl.pointer_type(tl.uint32)) + (expert * (INNER // 8) + word)
-    inside = (slot < len(keys)) & (word < INNER // 8)
-    word_tiles = ()
+    ROW: tl.constexpr = INNER // 8 if GROUP > 0 else INNER
+    slot, unit = slot_units(START, 1, UNITS, WIDTH)
+    expert = expert_of(of_slot(keys, slot, START, UNITS, WIDTH)).to(tl.int64) * SIZE + first_row
+    units = unit_pointer(weight, GROUP) + (expert * ROW + unit)
+    inside = (slot < len(keys)) & (unit < ROW)
+    tiles = ()
     for row in tl.static_range(ROWS):
-        word_tiles = extended(word_tiles, tl.load(words + row * (INNER // 8), mask=inside, other=0))
-    slot, word = slot_words(START, LANE, TILE, WORDS)
-    expert = expert_of(of_slot(keys, slot, START, TILE, WORDS)).to(tl.int64) * SIZE + first_row
-    scales += expert * (INNER // GROUP) + word // 8 * 64 // GROUP
-    inside = (slot < len(keys)) & (word < INNER // 8)
+        tiles = extended(tiles, tl.load(units + row * ROW, mask=inside, other=0))
     scale_tiles = ()
-    for half in tl.static_range(2 if GROUP == 32 else 1):
-        for row in tl.static_range(ROWS):
-            here = scales + (row * (INNER // GROUP) + half)
-            scale_tiles = extended(scale_tiles, tl.load(here, mask=inside, other=0.0))
-    return word_tiles, scale_tiles
+    if GROUP > 0:
+        slot, word = slot_units(START, 4, UNITS, WIDTH)
+        expert = expert_of(of_slot(keys, slot, START, UNITS, WIDTH)).to(tl.int64) * SIZE + first_row
+        scales += expert * (INNER // GROUP) + word // 8 * 64 // GROUP
+        inside = (slot < len(keys)) & (word < ROW)
+        for half in tl.static_range(2 if GROUP == 32 else 1):
+            for row in tl.static_range(ROWS):
+                here = scales + (row * (INNER // GROUP) + half)
+                scale_tiles = extended(scale_tiles, tl.load(here, mask=inside, other=0.0))
+    return tiles, scale_tiles
 
 
 @triton.jit
 def load_shared(
-    words,
+    weight,
     scales,
     first_row,
     START: tl.constexpr,
     INNER: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    WORDS: tl.constexpr,
+    UNITS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """ROWS rows of the shared expert, one after another as if they were one row: `load_tile` of that."""
-    row, word = slot_words(START, 1, TILE, WORDS)
-    inside = (row < ROWS) & (word < INNER // 8)
-    words = words.to(tl.pointer_type(tl.uint32)) + first_row.to(tl.int64) * (INNER // 8)
-    word_tile = tl.load(words + (row * (INNER // 8) + word), mask=inside, other=0)
-    row, word = slot_words(START, LANE, TILE, WORDS)
-    inside = (row < ROWS) & (word < INNER // 8)
-    scales += first_row.to(tl.int64) * (INNER // GROUP) + row * (INNER // GROUP) + word // 8 * 64 // GROUP
-    scale_tiles = (tl.load(scales, mask=inside, other=0.0),)
-    if GROUP == 32:
-        scale_tiles = extended(scale_tiles, tl.load(scales + 1, mask=inside, other=0.0))
-    return (word_tile,), scale_tiles
+    ROW: tl.constexpr = INNER // 8 if GROUP > 0 else INNER
+    row, unit = slot_units(START, 1, UNITS, WIDTH)
+    inside = (row < ROWS) & (unit < ROW)
+    units = unit_pointer(weight, GROUP) + first_row.to(tl.int64) * ROW
+    tile = tl.load(units + (row * ROW + unit), mask=inside, other=0)
+    scale_tiles = ()
+    if GROUP > 0:
+        row, word = slot_units(START, 4, UNITS, WIDTH)
+        inside = (row < ROWS) & (word < ROW)
+        scales += first_row.to(tl.int64) * (INNER // GROUP) + row * (INNER // GROUP) + word // 8 * 64 // GROUP
+        for half in tl.static_range(2 if GROUP == 32 else 1):
+            scale_tiles = extended(scale_tiles, tl.load(scales + half, mask=inside, other=0.0))
+    return (tile,), scale_tiles
 
 
 @triton.jit
-def add_to_rows(sums, product, START: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr):
+def add_to_rows(
+    sums,
+    product,
+    START: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LANE: tl.constexpr,
+):
     """The lanes' sums per row, with the products of a tile of `load_shared` added, each to the sum of its row."""
-    row, _ = slot_words(START, LANE, TILE, WORDS)
+    row, _ = slot_units(START, LANE, UNITS, WIDTH)
     added = ()
     for i in tl.static_range(ROWS):
-        if i * WORDS >= START + TILE or (i + 1) * WORDS <= START:
+        if i * WIDTH >= START + UNITS or (i + 1) * WIDTH <= START:
             added = extended(added, sums[i])
         else:
             added = extended(added, sums[i] + tl.where(row == i, product, 0.0))

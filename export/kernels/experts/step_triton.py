@@ -8,6 +8,7 @@ program of `experts_gate_up` finds its own in the logits while the input that it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -16,8 +17,8 @@ from torch import Tensor
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats import SPAN
 from ostinato.export.kernels.launch import launcher, starts_early
-from ostinato.export.kernels.linear.step_tiles_triton import LANE
-from ostinato.export.kernels.linear.step_triton import packed
+from ostinato.export.kernels.linear.limits import check_weight
+from ostinato.export.kernels.linear.step_triton import units_per_lane
 from ostinato.export.kernels.operands import Norm, Weight
 
 from .limits import check_experts
@@ -30,33 +31,56 @@ class Config:
     """What one program does.
 
     Attributes:
-        words: what it reads of its weights: 32-bit words, or elements of the router's weights, the padding of rows included.
+        units: of its weights, as `linear.step_tiles_triton` calls them, the padding of rows included.
         rows: the most rows among which it divides them.
         warps: the most warps that it has.
-        integer: whether inputs in bfloat16 are multiplied in fixed point, as `linear.step_fixed_point_triton` says. Float32
-            inputs never are.
+        integer: whether inputs in bfloat16 are multiplied by int4 weights in fixed point, as `linear.step_fixed_point_triton`
+            says. Float32 inputs never are.
     """
 
-    words: int
+    units: int
     rows: int
     warps: int
     integer: bool = True
 
-    def rows_of(self, columns: int) -> int:
-        """Rows per program, a power of two, where a row has `columns` words or elements with its padding."""
-        return max(1, min(self.rows, self.words // columns))
+    def rows_of(self, count: int, width: int) -> int:
+        """Rows per program, a power of two that divides their number, where a row has `width` units with its padding."""
+        return max(1, min(self.rows, self.units // width, count & -count))
 
-    def warps_of(self, columns: int) -> int:
-        """Warps per program, all along a row of `columns` words, of which a lane takes four at a time."""
-        return max(1, min(self.warps, columns // (32 * LANE.value)))
+    def constants(self, weight: Weight, dtype: torch.dtype, width: int) -> dict[str, Any]:
+        """What kernels are compiled for: warps along a row of `width` units, 16 bytes of it per lane.
+
+        dtype: of the inputs.
+        """
+        lane = units_per_lane(weight.values.dtype)
+        warps = max(1, min(self.warps, width // (32 * lane)))
+        return {
+            "GROUP": weight.group_size or 0,
+            "WARPS": warps,
+            "UNITS": 32 * warps * lane,
+            "LANE": lane,
+            "INTEGER": self.integer and dtype == torch.bfloat16,
+            "EARLY": starts_early(),
+            "num_warps": warps,
+        }
 
 
-# At the flagship's shapes: 129 programs of two rows; 576 of 8 gate and 8 up rows, six of which fit on a multiprocessor (168
-# registers per thread); 128 of 16 rows over nine experts. On an H200 each is one wave. In a chain of layers, these three and
-# the output projection ahead of them take 14.4 us per layer; 15.3 with 8 rows for the down projections and 16.0 with 4.
-ROUTER = Config(words=4096, rows=2, warps=1)
-GATE_UP = Config(words=2048, rows=8, warps=2)
-DOWN = Config(words=8192, rows=16, warps=4)
+# At the flagship's shapes in int4: 129 programs of two rows; 576 of 8 gate and 8 up rows, six of which fit on a
+# multiprocessor (168 registers per thread); 128 of 16 rows over nine experts. On an H200 each is one wave. In a chain of
+# layers, these three and the output projection ahead of them take 14.4 us per layer; 15.3 with 8 rows for the down
+# projections and 16.0 with 4.
+# In bfloat16 the down projections take 5.5 us with 8 rows and 6.3 with 4.
+ROUTER = Config(units=4096, rows=2, warps=1)
+GATE_UP = {
+    torch.uint8: Config(units=2048, rows=8, warps=2),
+    torch.bfloat16: Config(units=8192, rows=4, warps=8),
+    torch.float32: Config(units=8192, rows=4, warps=8),
+}
+DOWN = {
+    torch.uint8: Config(units=8192, rows=16, warps=4),
+    torch.bfloat16: Config(units=32768, rows=8, warps=4),
+    torch.float32: Config(units=16384, rows=4, warps=4),
+}
 
 
 def route_logits(x: Tensor, norm: Norm, gate: Tensor, shared_gate: Tensor | None) -> Tensor:
@@ -69,7 +93,7 @@ def _route_logits(x: Tensor, norm_weight: Tensor, eps: float, gate: Tensor, shar
     experts, size = gate.shape
     count = experts + (shared_gate is not None)
     block = triton.next_power_of_2(size)
-    rows = ROUTER.rows_of(block)
+    rows = max(1, min(ROUTER.rows, ROUTER.units // block))
     logits = torch.empty((1, count), dtype=x.dtype, device=x.device)
     launcher(route_logits_early)[((count + rows - 1) // rows,)](
         x,
@@ -95,13 +119,12 @@ def experts_gate_up(x: Tensor, norm: Norm, logits: Tensor, top_k: int, routed: W
     Its kernel is a late one, and that of `experts_down` must be directly behind it (R3 to R5 in `delegate/graph_nodes.py`).
 
     Raises:
-        ExportError: see `check_experts`; weights in a floating dtype; or a shared expert that does not match.
+        ExportError: see `check_experts` and `check_weight`; or a shared expert that does not match.
     """
-    values, scale = packed(routed)
-    size, group = x.shape[1], x.shape[1] // scale.shape[2]
-    check_experts(size, routed.rows // 2, values.shape[0], top_k, group)
-    shared_weight = (None, None) if shared is None else _checked_shared(shared, shared.rows // 2, size, group)
-    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, values, scale, *shared_weight)
+    inner = 0 if shared is None else shared.rows // 2
+    _check(routed, shared, x.dtype, (x.shape[1], routed.rows // 2, inner), top_k)
+    weights = routed.values, routed.scale, *((None, None) if shared is None else (shared.values, shared.scale))
+    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *weights)
 
 
 @torch.library.triton_op("ostinato::experts_gate_up", mutates_args={})
@@ -112,23 +135,22 @@ def _experts_gate_up(
     logits: Tensor,
     top_k: int,
     gate_up: Tensor,
-    gate_up_scale: Tensor,
+    gate_up_scale: Tensor | None,
     shared_gate_up: Tensor | None,
     shared_gate_up_scale: Tensor | None,
 ) -> Tensor:
-    experts, inner, size = gate_up.shape[0], gate_up.shape[1] // 2, x.shape[1]
+    weight = Weight(gate_up, gate_up_scale)
+    experts, inner, size = gate_up.shape[0], weight.rows // 2, weight.columns
     shared_inner = 0 if shared_gate_up is None else shared_gate_up.shape[0] // 2
-    columns = triton.next_power_of_2(size // 8)
-    rows, warps = GATE_UP.rows_of(columns), GATE_UP.warps_of(columns)
+    config = GATE_UP[gate_up.dtype]
+    width = triton.next_power_of_2(gate_up.shape[2] // (1 if gate_up_scale is None else 4))
+    rows = config.rows_of(inner | shared_inner, width)
     hidden = torch.empty((1, top_k * inner + shared_inner), dtype=x.dtype, device=x.device)
     launcher(experts_gate_up_early)[((top_k * inner + shared_inner) // rows,)](
         x,
         norm_weight,
         logits,
-        gate_up,
-        gate_up_scale,
-        gate_up if shared_gate_up is None else shared_gate_up,
-        gate_up_scale if shared_gate_up_scale is None else shared_gate_up_scale,
+        *_pointers(gate_up, gate_up_scale, shared_gate_up, shared_gate_up_scale),
         hidden,
         EPS=eps,
         SIZE=size,
@@ -136,13 +158,8 @@ def _experts_gate_up(
         SHARED_INNER=shared_inner,
         EXPERTS=experts,
         TOP_K=top_k,
-        GROUP=size // gate_up_scale.shape[2],
         ROWS=rows,
-        WARPS=warps,
-        TILE=32 * LANE.value * warps,
-        INTEGER=GATE_UP.integer and x.dtype == torch.bfloat16,
-        EARLY=starts_early(),
-        num_warps=warps,
+        **config.constants(weight, x.dtype, width),
     )
     return hidden
 
@@ -156,13 +173,12 @@ def experts_down(
     that of `experts_gate_up`, and both tensors must be older than that one (R4 and R5 in `delegate/graph_nodes.py`).
 
     Raises:
-        ExportError: see `check_experts`; weights in a floating dtype; or a shared expert that does not match.
+        ExportError: see `check_experts` and `check_weight`; or a shared expert that does not match.
     """
-    values, scale = packed(routed)
-    size, group = routed.rows, routed.columns // scale.shape[2]
-    check_experts(size, routed.columns, values.shape[0], top_k, group)
-    shared_weight = (None, None) if shared is None else _checked_shared(shared, size, shared.columns, group)
-    return _experts_down(hidden, logits, top_k, values, scale, *shared_weight, residual)
+    inner = 0 if shared is None else shared.columns
+    _check(routed, shared, residual.dtype, (routed.rows, routed.columns, inner), top_k)
+    weights = routed.values, routed.scale, *((None, None) if shared is None else (shared.values, shared.scale))
+    return _experts_down(hidden, logits, top_k, *weights, residual)
 
 
 @torch.library.triton_op("ostinato::experts_down", mutates_args={})
@@ -171,24 +187,25 @@ def _experts_down(
     logits: Tensor,
     top_k: int,
     down: Tensor,
-    down_scale: Tensor,
+    down_scale: Tensor | None,
     shared_down: Tensor | None,
     shared_down_scale: Tensor | None,
     residual: Tensor,
 ) -> Tensor:
-    experts, size, inner = down.shape[0], down.shape[1], down.shape[2] * 2
-    shared_inner = 0 if shared_down is None else shared_down.shape[1] * 2
-    words = triton.next_power_of_2(inner // 8)
-    columns = triton.next_power_of_2(top_k) * words
-    rows, warps = DOWN.rows_of(columns), DOWN.warps_of(columns)
+    weight = Weight(down, down_scale)
+    experts, size, inner = down.shape[0], weight.rows, weight.columns
+    per_unit = 1 if down_scale is None else 8
+    shared_inner = 0 if shared_down is None else Weight(shared_down, shared_down_scale).columns
+    config = DOWN[down.dtype]
+    # A lane's units lie in one row.
+    width, shared_width = (max(8, triton.next_power_of_2(count // per_unit)) for count in (inner, shared_inner))
+    total = triton.next_power_of_2(top_k) * width
+    rows = config.rows_of(size, total)
     out = torch.empty_like(residual)
     launcher(experts_down_early)[(size // rows,)](
         hidden,
         logits,
-        down,
-        down_scale,
-        down if shared_down is None else shared_down,
-        down_scale if shared_down_scale is None else shared_down_scale,
+        *_pointers(down, down_scale, shared_down, shared_down_scale),
         residual,
         out,
         SIZE=size,
@@ -196,25 +213,41 @@ def _experts_down(
         SHARED_INNER=shared_inner,
         EXPERTS=experts,
         TOP_K=top_k,
-        GROUP=inner // down_scale.shape[2],
         ROWS=rows,
-        WARPS=warps,
-        TILE=32 * LANE.value * warps,
-        WORDS=words,
-        SHARED_WORDS=max(8, triton.next_power_of_2(shared_inner // 8)),
-        INTEGER=DOWN.integer and residual.dtype == torch.bfloat16,
-        EARLY=starts_early(),
-        num_warps=warps,
+        WIDTH=width,
+        SHARED_WIDTH=shared_width,
+        **config.constants(weight, residual.dtype, total),
     )
     return out
 
 
-def _checked_shared(shared: Weight, rows: int, columns: int, group: int) -> tuple[Tensor, Tensor]:
-    """The shared expert's values and scale; ExportError where its groups or its sizes do not fit the kernels."""
-    values, scale = packed(shared)
-    if rows % SPAN or columns % max(SPAN, group) or scale.shape[1] * group != columns:
+def _pointers(
+    values: Tensor, scale: Tensor | None, shared: Tensor | None, shared_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The routed values again for what is missing, which is not read."""
+    given = values, scale, shared, shared_scale
+    return tuple(values if tensor is None else tensor for tensor in given)  # type: ignore[return-value]
+
+
+def _check(routed: Weight, shared: Weight | None, dtype: torch.dtype, sizes: tuple[int, int, int], top_k: int) -> None:
+    """`sizes`: H, the routed experts' inner size and the shared one's. Raises ExportError."""
+    size, inner, shared_inner = sizes
+    check_experts(size, inner, routed.values.shape[0], top_k, routed.group_size)
+    for weight in (routed, shared):
+        if weight is not None:
+            check_weight(weight, dtype)
+            if weight.bias is not None:
+                raise ExportError("the experts' kernels take weights without a bias")
+    if shared is None:
+        return
+    group = routed.group_size
+    if shared.group_size != group or (group is not None and shared_inner % max(SPAN, group)):
         raise ExportError(
-            f"the shared expert's int4 weights must have group size {group}, as the routed experts' have, and sizes that "
-            f"are multiples of {SPAN} and of it; got {rows} rows of {columns} with {scale.shape[1]} groups"
+            f"the shared expert's weights must be in the routed experts' format, which is "
+            f"{_format(routed)}, and its inner size a multiple of {SPAN} and of the group size in int4; got "
+            f"{_format(shared)} and {shared_inner}"
         )
-    return values, scale
+
+
+def _format(weight: Weight) -> str:
+    return str(weight.values.dtype) if weight.group_size is None else f"int4 in groups of {weight.group_size}"

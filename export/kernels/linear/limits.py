@@ -1,4 +1,4 @@
-"""Sizes that the Triton kernels of linear layers take."""
+"""Sizes and dtypes that the Triton kernels of linear layers take."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ import torch
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats import GROUP_SIZES, SPAN
+from ostinato.export.kernels.operands import Weight
+
+DTYPES = (torch.bfloat16, torch.float32)
 
 
-def check_int4(n: int, k: int, groups: int, dtype: torch.dtype) -> None:
-    """Raises ExportError unless the kernels take int4 weights [n, k] with `groups` scales per row and inputs of `dtype`."""
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise ExportError(f"the int4 kernels take inputs in bfloat16 or float32, got {dtype}")
+def check_weight(weight: Weight, dtype: torch.dtype) -> None:
+    """Raises ExportError unless the kernels take this weight, in a floating dtype or in int4, and inputs of `dtype`."""
+    if dtype not in DTYPES:
+        raise ExportError(f"the linear kernels take inputs in bfloat16 or float32, got {dtype}")
+    n, k = weight.rows, weight.columns
+    if weight.scale is None:
+        if weight.values.dtype not in DTYPES:
+            raise ExportError(
+                f"the linear kernels take weights in bfloat16, float32 or int4, got {weight.values.dtype}"
+            )
+        return
+    groups = weight.scale.shape[-1]
     if k % SPAN or groups < 1 or k % groups or k // groups not in GROUP_SIZES:
         raise ExportError(
             f"the int4 kernels take weights [N, K] with K a multiple of {SPAN} and of the group size, which is one of "

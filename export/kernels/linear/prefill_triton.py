@@ -1,4 +1,4 @@
-"""A linear layer on the GPU: `linear` for any number of tokens, and the kernel that dequantises int4 weights for many."""
+"""A linear layer on the GPU for any number of tokens: torch's product, and a kernel that dequantises int4 weights for it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,23 @@ from torch import Tensor
 from ostinato.export.kernels.launch import launcher
 from ostinato.export.kernels.operands import Weight
 
-from .decode_triton import int4_matvec
-from .limits import check_int4
+from . import reference
+from .limits import check_weight
 
 # Half spans of 32 elements per program: 4 KB of bytes in, 16 KB of bfloat16 out.
 DEQUANTIZE_BLOCK = 256
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
-    """See `reference.linear`; the weight is contiguous.
-
-    One token is multiplied by int4 weights as they are stored, in float32; more tokens by the weights rounded to x's dtype.
-    Weights in a floating dtype are torch's.
+    """See `reference.linear`; the weight is contiguous. Int4 weights are rounded to x's dtype.
 
     Raises:
-        ExportError: see `check_int4`.
+        ExportError: see `check_weight`.
     """
     if weight.scale is None:
-        return F.linear(x, weight.dequantized(x.dtype))
-    check_int4(weight.rows, weight.columns, weight.scale.shape[1], x.dtype)
-    if x.shape[0] == 1:
-        return int4_matvec(x.contiguous(), weight.values, weight.scale)
-    return F.linear(x, dequantize_int4(weight.values, weight.scale, x.dtype))
+        return reference.linear(x, weight)
+    check_weight(weight, x.dtype)
+    return F.linear(x, dequantize_int4(weight.values, weight.scale, x.dtype), weight.bias)
 
 
 @torch.library.triton_op("ostinato::dequantize_int4", mutates_args={})

@@ -14,14 +14,19 @@ from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Wei
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
-    """x [T, K] -> x @ w.T [T, N] in x's dtype."""
-    return F.linear(x, weight.dequantized(x.dtype))
+    """x [T, K] -> x @ w.T + bias [T, N] in x's dtype."""
+    return F.linear(x, weight.dequantized(x.dtype), weight.bias)
 
 
 def norm_linear(x: Tensor, norm: Norm, weight: Weight, out_dtype: torch.dtype) -> Tensor:
-    """x [1, K] -> normed x @ w.T [1, N] in `out_dtype`."""
-    normed = norm(x)
-    return F.linear(normed, weight.dequantized(normed.dtype)).to(out_dtype)
+    """x [1, K] -> normed x @ w.T + bias [1, N] in `out_dtype`."""
+    return _product(norm(x), weight).to(out_dtype)
+
+
+def norm_swiglu(x: Tensor, norm: Norm, weight: Weight) -> Tensor:
+    """x [1, K] -> silu(gate) * up [1, N / 2] in x's dtype: gate and up are the halves of normed x @ w.T + bias."""
+    gate, up = _product(norm(x), weight).chunk(2, dim=1)
+    return (F.silu(gate) * up).to(x.dtype)
 
 
 def norm_linear_conv(
@@ -41,7 +46,7 @@ def norm_linear_conv(
         [1, N] in x's dtype, of which the outputs from C on are plain products, and [1, M] float32.
     """
     normed = norm(x)
-    product = F.linear(normed, weight.dequantized(normed.dtype)).to(x.dtype)
+    product = _product(normed, weight).to(x.dtype)
     channels = conv.state.shape[1]
     before = torch.where(positions[0] == 0, torch.zeros_like(conv.state), conv.state)
     window = torch.cat((before, product[:, :channels]))
@@ -52,7 +57,7 @@ def norm_linear_conv(
 
 
 def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares | None = None) -> Tensor:
-    """residual [1, N] + x [1, K] @ w.T, [1, N] in the residual's dtype, with the heads of x normed on the way.
+    """residual [1, N] + x [1, K] @ w.T + bias, [1, N] in the residual's dtype, with the heads of x normed on the way.
 
     Args:
         x: [1, K].
@@ -65,4 +70,9 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
         heads = squares.sums.shape[0]
         mean = squares.sums.to(wide.dtype).sum(1, keepdim=True) / (x.shape[1] // heads)
         wide = (wide.view(heads, -1) * torch.rsqrt(mean + squares.eps)).view(1, -1)
-    return (residual + F.linear(wide, weight.dequantized(wide.dtype))).to(residual.dtype)
+    return (residual + _product(wide, weight)).to(residual.dtype)
+
+
+def _product(x: Tensor, weight: Weight) -> Tensor:
+    """In x's dtype, which is wide."""
+    return F.linear(x, weight.dequantized(x.dtype), None if weight.bias is None else weight.bias.to(x.dtype))

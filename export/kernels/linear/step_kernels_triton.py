@@ -1,5 +1,8 @@
 # mypy: allow-untyped-defs
-"""The kernels of `step_triton`; what they are composed of is in `step_tiles_triton`."""
+"""The kernels of `step_triton`; what they are composed of is in `step_tiles_triton`.
+
+GROUP is 0 for weights in a floating dtype; then `scale_ptr` is not read. `bias_ptr` is not read unless BIAS is true.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,16 @@ import triton.language as tl
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
 from .step_tiles_triton import (
-    LANE,
+    exchange,
     extended,
-    load_eights,
+    lane_rows,
+    load_input,
     load_norm,
     load_tile,
     multiply_tile,
-    sum_eights,
     sum_lane,
     sum_rows,
-    tile_words,
+    tile_units,
     zeros,
 )
 
@@ -29,29 +32,82 @@ def norm_linear_early(
     norm_ptr,
     weight_ptr,
     scale_ptr,
+    bias_ptr,
     out_ptr,
     EPS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
-    WORDS: tl.constexpr,
+    UNITS: tl.constexpr,
+    LANE: tl.constexpr,
     INTEGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """`norm_linear`; ROWS rows per program."""
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
-    tile = load_tile(weight_ptr, scale_ptr, first_row, 0, N, K, GROUP, ROWS, WORDS)
-    norm = load_norm(norm_ptr, 0, K, WORDS)
+    row, mine = lane_rows(first_row, N, ROWS)
+    tile = load_tile(weight_ptr, scale_ptr, first_row, 0, N, K, GROUP, ROWS, UNITS)
+    norm = load_norm(norm_ptr, 0, K, GROUP, UNITS)
+    bias = load_bias(bias_ptr, row, mine, BIAS)
     wait_for_previous(EARLY)
     sums, squares = norm_products(
-        tile, norm, x_ptr, norm_ptr, weight_ptr, scale_ptr, first_row, N, K, GROUP, ROWS, WORDS, INTEGER
+        tile, norm, x_ptr, norm_ptr, weight_ptr, scale_ptr, first_row, N, K, GROUP, ROWS, WARPS, UNITS, LANE, INTEGER
     )
-    totals, square = sum_rows(sums, squares, ROWS, WARPS)
-    totals *= tl.rsqrt(square / K + EPS)
-    row, mine = lane_rows(first_row, N, ROWS)
+    totals = normed_totals(sums, squares, K, EPS, ROWS, WARPS) + bias
+    tl.store(out_ptr + row, totals.to(out_ptr.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def norm_swiglu_early(
+    x_ptr,
+    norm_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    EPS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WARPS: tl.constexpr,
+    UNITS: tl.constexpr,
+    LANE: tl.constexpr,
+    INTEGER: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """`norm_swiglu`; N outputs, ROWS of them per program, each from its gate row and the up row N rows after it."""
+    start_next(EARLY)
+    first_row = tl.program_id(0) * ROWS
+    row, mine = paired_rows(first_row, N, ROWS)
+    tile = load_tile(weight_ptr, scale_ptr, first_row, 0, 2 * N, K, GROUP, 2 * ROWS, UNITS, N)
+    norm = load_norm(norm_ptr, 0, K, GROUP, UNITS)
+    bias = load_bias(bias_ptr, tl.where(tl.arange(0, 32) < 16, row, row - ROWS + N), row < 2 * N, BIAS)
+    wait_for_previous(EARLY)
+    sums, squares = norm_products(
+        tile,
+        norm,
+        x_ptr,
+        norm_ptr,
+        weight_ptr,
+        scale_ptr,
+        first_row,
+        2 * N,
+        K,
+        GROUP,
+        2 * ROWS,
+        WARPS,
+        UNITS,
+        LANE,
+        INTEGER,
+        N,
+    )
+    totals = swiglu(normed_totals(sums, squares, K, EPS, 2 * ROWS, WARPS) + bias)
     tl.store(out_ptr + row, totals.to(out_ptr.dtype.element_ty), mask=mine)
 
 
@@ -61,6 +117,7 @@ def norm_linear_conv_early(
     norm_ptr,
     weight_ptr,
     scale_ptr,
+    bias_ptr,
     gates_ptr,
     conv_ptr,
     state_ptr,
@@ -71,13 +128,17 @@ def norm_linear_conv_early(
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
     GATES: tl.constexpr,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     ROWS: tl.constexpr,
-    GATE_ROWS: tl.constexpr,
     WARPS: tl.constexpr,
-    WORDS: tl.constexpr,
+    UNITS: tl.constexpr,
+    LANE: tl.constexpr,
+    GATE_ROWS: tl.constexpr,
+    GATE_UNITS: tl.constexpr,
+    GATE_LANE: tl.constexpr,
     INTEGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -86,8 +147,21 @@ def norm_linear_conv_early(
     start_next(EARLY)
     program = tl.program_id(0)
     if program >= BLOCKS:
-        first_row = (program - BLOCKS) * GATE_ROWS
-        gate_rows(x_ptr, norm_ptr, gates_ptr, gated_ptr, first_row, EPS, K, GATES, GATE_ROWS, WARPS, 8 * WORDS, EARLY)
+        store_gates(
+            gated_ptr,
+            x_ptr,
+            norm_ptr,
+            gates_ptr,
+            (program - BLOCKS) * GATE_ROWS,
+            EPS,
+            GATES,
+            K,
+            GATE_ROWS,
+            WARPS,
+            GATE_UNITS,
+            GATE_LANE,
+            EARLY,
+        )
     else:
         first_row = program * ROWS
         row, mine = lane_rows(first_row, N, ROWS)
@@ -98,15 +172,29 @@ def norm_linear_conv_early(
             taps = extended(taps, tl.load(conv_ptr + row * TAPS + tap, mask=convolved, other=0.0))
         for tap in tl.static_range(TAPS - 1):
             inputs = extended(inputs, tl.load(state_ptr + tap * CHANNELS + row, mask=convolved, other=0.0))
-        tile = load_tile(weight_ptr, scale_ptr, first_row, 0, N, K, GROUP, ROWS, WORDS)
-        norm = load_norm(norm_ptr, 0, K, WORDS)
+        tile = load_tile(weight_ptr, scale_ptr, first_row, 0, N, K, GROUP, ROWS, UNITS)
+        norm = load_norm(norm_ptr, 0, K, GROUP, UNITS)
+        bias = load_bias(bias_ptr, row, mine, BIAS)
         wait_for_previous(EARLY)
         fresh = tl.load(positions_ptr) == 0
         sums, squares = norm_products(
-            tile, norm, x_ptr, norm_ptr, weight_ptr, scale_ptr, first_row, N, K, GROUP, ROWS, WORDS, INTEGER
+            tile,
+            norm,
+            x_ptr,
+            norm_ptr,
+            weight_ptr,
+            scale_ptr,
+            first_row,
+            N,
+            K,
+            GROUP,
+            ROWS,
+            WARPS,
+            UNITS,
+            LANE,
+            INTEGER,
         )
-        totals, square = sum_rows(sums, squares, ROWS, WARPS)
-        totals *= tl.rsqrt(square / K + EPS)
+        totals = normed_totals(sums, squares, K, EPS, ROWS, WARPS) + bias
         newest = totals.to(mixed_ptr.dtype.element_ty)
         mixed = newest.to(tl.float32) * taps[TAPS - 1].to(tl.float32)
         for tap in tl.static_range(TAPS - 1):
@@ -121,61 +209,30 @@ def norm_linear_conv_early(
 
 
 @triton.jit
-def gate_rows(
+def store_gates(
+    gated_ptr,
     x_ptr,
     norm_ptr,
     gates_ptr,
-    gated_ptr,
     first_row,
     EPS: tl.constexpr,
+    N: tl.constexpr,
     K: tl.constexpr,
-    GATES: tl.constexpr,
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
-    ELEMENTS: tl.constexpr,
+    UNITS: tl.constexpr,
+    LANE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """ROWS products of the normed x with rows in a floating dtype, ELEMENTS at a time; the first are loaded before x."""
-    rows = load_floats(gates_ptr, first_row, 0, K, GATES, ROWS, ELEMENTS)
-    element = tl.arange(0, ELEMENTS)
-    norm = tl.load(norm_ptr + element, mask=element < K, other=0.0)
+    """ROWS products of the normed x with gates, rows in a floating dtype; in the kernel its names would be of two types."""
+    row, mine = lane_rows(first_row, N, ROWS)
+    tile = load_tile(gates_ptr, gates_ptr, first_row, 0, N, K, 0, ROWS, UNITS)
+    norm = load_norm(norm_ptr, 0, K, 0, UNITS)
     wait_for_previous(EARLY)
-    sums = zeros(ROWS, 32 * WARPS)
-    squares = tl.zeros([32 * WARPS], tl.float32)
-    for start in tl.static_range(0, K, ELEMENTS):
-        if start > 0:
-            element = start + tl.arange(0, ELEMENTS)
-            rows = load_floats(gates_ptr, first_row, start, K, GATES, ROWS, ELEMENTS)
-            norm = tl.load(norm_ptr + element, mask=element < K, other=0.0)
-        x = tl.load(x_ptr + element, mask=element < K, other=0.0).to(tl.float32)
-        squares += sum_eights(x * x, WARPS)
-        x *= 1.0 + norm
-        added = ()
-        for row in tl.static_range(ROWS):
-            added = extended(added, sums[row] + sum_eights(x * rows[row].to(tl.float32), WARPS))
-        sums = added
-    totals, square = sum_rows(sums, squares, ROWS, WARPS)
-    row, mine = lane_rows(first_row, GATES, ROWS)
-    tl.store(gated_ptr + row, totals * tl.rsqrt(square / K + EPS), mask=mine)
-
-
-@triton.jit
-def load_floats(
-    matrix,
-    first_row,
-    START: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-):
-    """ELEMENTS from START of ROWS rows of a matrix [N, K]; rows past the last are the last one again."""
-    element = START + tl.arange(0, ELEMENTS)
-    tiles = ()
-    for row in tl.static_range(ROWS):
-        here = matrix + tl.minimum(first_row + row, N - 1) * K
-        tiles = extended(tiles, tl.load(here + element, mask=element < K, other=0.0))
-    return tiles
+    sums, squares = norm_products(
+        tile, norm, x_ptr, norm_ptr, gates_ptr, gates_ptr, first_row, N, K, 0, ROWS, WARPS, UNITS, LANE, False
+    )
+    tl.store(gated_ptr + row, normed_totals(sums, squares, K, EPS, ROWS, WARPS), mask=mine)
 
 
 @triton.jit
@@ -183,6 +240,7 @@ def linear_add_early(
     x_ptr,
     weight_ptr,
     scale_ptr,
+    bias_ptr,
     residual_ptr,
     squares_ptr,
     out_ptr,
@@ -190,45 +248,76 @@ def linear_add_early(
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
-    WORDS: tl.constexpr,
+    UNITS: tl.constexpr,
+    LANE: tl.constexpr,
     INTEGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """`linear_add`; ROWS rows per program. HEADS is 0 where there are no squares."""
+    ROW: tl.constexpr = K // 8 if GROUP > 0 else K
+    # Elements that a lane's units are within: one factor for all of them where these lie in one head.
+    SPAN: tl.constexpr = 64 if GROUP > 0 else LANE
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
     row, mine = lane_rows(first_row, N, ROWS)
-    tile = load_tile(weight_ptr, scale_ptr, first_row, 0, N, K, GROUP, ROWS, WORDS)
+    tile = load_tile(weight_ptr, scale_ptr, first_row, 0, N, K, GROUP, ROWS, UNITS)
+    bias = load_bias(bias_ptr, row, mine, BIAS)
     wait_for_previous(EARLY)
     residual = tl.load(residual_ptr + row, mask=mine, other=0.0).to(tl.float32)
-    sums = zeros(ROWS, WORDS // LANE)
-    for start in tl.static_range(0, K // 8, WORDS):
-        # If a span of 64 elements, and so all inputs of a lane, lies in one head, they have one factor, else one each.
-        lane_factor = 1.0
-        if HEADS > 0 and K // HEADS % 64 == 0:
-            lane_word, lane_inside = tile_words(start, LANE, K, WORDS)
-            lane_factor = head_factor(squares_ptr, lane_word * 8, lane_inside, EPS, K // HEADS, PARTS)
-        x = load_eights(x_ptr, start, K, WORDS)
+    sums = zeros(ROWS, 32 * WARPS)
+    for start in tl.static_range(0, ROW, UNITS):
+        x = load_input(x_ptr, start, K, GROUP, UNITS)
         following = tile
-        if start + WORDS < K // 8:
-            following = load_tile(weight_ptr, scale_ptr, first_row, start + WORDS, N, K, GROUP, ROWS, WORDS)
-        scaled = ()
-        for i in tl.static_range(8):
-            factor = 1.0
-            if HEADS > 0 and K // HEADS % 64 != 0:
-                word, inside = tile_words(start, 1, K, WORDS)
-                element = word // 8 * 64 + word % 8 * 4 + i % 2 * 32 + i // 2
-                factor *= head_factor(squares_ptr, element, inside, EPS, K // HEADS, PARTS)
-            scaled = extended(scaled, x[i] * factor)
-        sums = multiply_tile(sums, tile, scaled, lane_factor, GROUP, ROWS, INTEGER)
+        if start + UNITS < ROW:
+            following = load_tile(weight_ptr, scale_ptr, first_row, start + UNITS, N, K, GROUP, ROWS, UNITS)
+        lane_factor = 1.0
+        if HEADS > 0 and K // HEADS % SPAN == 0:
+            unit, inside = tile_units(start, LANE, K, GROUP, UNITS)
+            lane_factor = head_factor(squares_ptr, unit * 8 if GROUP > 0 else unit, inside, EPS, K // HEADS, PARTS)
+            if GROUP == 0:
+                # A lane may have several runs of neighbours.
+                x = (x[0] * of_neighbours(lane_factor, LANE),)
+                lane_factor = 1.0
+        elif HEADS > 0:
+            x = normed_heads(x, squares_ptr, start, EPS, K, GROUP, HEADS, PARTS, UNITS)
+        sums = multiply_tile(sums, tile, x, lane_factor, GROUP, ROWS, LANE, INTEGER)
         tile = following
-    totals, _ = sum_rows(sums, tl.zeros([WORDS // LANE], tl.float32), ROWS, WARPS)
-    totals = residual + totals
+    totals, _ = sum_rows(sums, tl.zeros([32 * WARPS], tl.float32), ROWS, WARPS)
+    totals += residual + bias
     tl.store(out_ptr + row, totals.to(out_ptr.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def of_neighbours(x, LANE: tl.constexpr):
+    """[UNITS / LANE] -> [UNITS]: the same for LANE neighbours."""
+    wide = tl.broadcast_to(tl.expand_dims(x, 1), [x.shape[0], LANE])
+    return tl.reshape(wide, [x.shape[0] * LANE])
+
+
+@triton.jit
+def normed_heads(
+    x,
+    squares_ptr,
+    START: tl.constexpr,
+    EPS: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """x of `load_input`, each element with the factor of its own head."""
+    unit, inside = tile_units(START, 1, K, GROUP, UNITS)
+    normed = ()
+    for i in tl.static_range(len(x)):
+        element = unit // 8 * 64 + unit % 8 * 4 + i % 2 * 32 + i // 2 if GROUP > 0 else unit
+        normed = extended(normed, x[i] * head_factor(squares_ptr, element, inside, EPS, K // HEADS, PARTS))
+    return normed
 
 
 @triton.jit
@@ -238,6 +327,12 @@ def head_factor(squares_ptr, element, inside, EPS: tl.constexpr, SIZE: tl.conste
     for part in tl.static_range(1, PARTS):
         square += tl.load(squares_ptr + element // SIZE * PARTS + part, mask=inside, other=0.0)
     return tl.rsqrt(square / SIZE + EPS)
+
+
+@triton.jit
+def load_bias(bias_ptr, row, mine, BIAS: tl.constexpr):
+    """The bias of the rows, float32; 0 without one."""
+    return tl.load(bias_ptr + row, mask=mine, other=0.0).to(tl.float32) if BIAS else 0.0
 
 
 @triton.jit
@@ -253,34 +348,59 @@ def norm_products(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    WORDS: tl.constexpr,
+    WARPS: tl.constexpr,
+    UNITS: tl.constexpr,
+    LANE: tl.constexpr,
     INTEGER: tl.constexpr,
+    APART: tl.constexpr = 0,
 ):
     """The lanes' sums for each row, and of the squares of x; the first tile's weights are already loaded."""
-    sums = zeros(ROWS, WORDS // LANE)
-    squares = tl.zeros([WORDS // LANE], tl.float32)
-    for start in tl.static_range(0, K // 8, WORDS):
-        x = load_eights(x_ptr, start, K, WORDS)
+    ROW: tl.constexpr = K // 8 if GROUP > 0 else K
+    sums = zeros(ROWS, 32 * WARPS)
+    squares = tl.zeros([32 * WARPS], tl.float32)
+    for start in tl.static_range(0, ROW, UNITS):
+        x = load_input(x_ptr, start, K, GROUP, UNITS)
         following = tile
         following_norm = norm
-        if start + WORDS < K // 8:
-            following = load_tile(weight_ptr, scale_ptr, first_row, start + WORDS, N, K, GROUP, ROWS, WORDS)
-            following_norm = load_norm(norm_ptr, start + WORDS, K, WORDS)
-        square = x[0] * x[0]
-        scaled = (x[0] * norm[0],)
-        for i in tl.static_range(1, 8):
-            square += x[i] * x[i]
-            scaled = extended(scaled, x[i] * norm[i])
-        squares += sum_lane(square)
-        sums = multiply_tile(sums, tile, scaled, 1.0, GROUP, ROWS, INTEGER)
+        if start + UNITS < ROW:
+            following = load_tile(weight_ptr, scale_ptr, first_row, start + UNITS, N, K, GROUP, ROWS, UNITS, APART)
+            following_norm = load_norm(norm_ptr, start + UNITS, K, GROUP, UNITS)
+        square, scaled = squares_and_normed(x, norm)
+        squares += sum_lane(square, LANE, 32 * WARPS)
+        sums = multiply_tile(sums, tile, scaled, 1.0, GROUP, ROWS, LANE, INTEGER)
         tile = following
         norm = following_norm
     return sums, squares
 
 
 @triton.jit
-def lane_rows(first_row, N: tl.constexpr, ROWS: tl.constexpr):
-    """The rows whose totals the lanes have after `sum_rows`, and whether a lane is the first with its row: both [32]."""
+def squares_and_normed(x, norm):
+    """From the tiles of `load_input` and `load_norm`: the sum of their squares, [UNITS], and x times the norm's factors."""
+    square = x[0] * x[0]
+    scaled = (x[0] * norm[0],)
+    for i in tl.static_range(1, len(x)):
+        square += x[i] * x[i]
+        scaled = extended(scaled, x[i] * norm[i])
+    return square, scaled
+
+
+@triton.jit
+def normed_totals(sums, squares, K: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """The rows' products with the normed x, as `lane_rows` says, from the lanes' sums."""
+    totals, square = sum_rows(sums, squares, ROWS, WARPS)
+    return totals * tl.rsqrt(square / K + EPS)
+
+
+@triton.jit
+def paired_rows(first_row, N: tl.constexpr, ROWS: tl.constexpr):
+    """`lane_rows` where lanes 0 to 15 have ROWS gates and lanes 16 to 31 the ups: of those, the former have results."""
+    row, mine = lane_rows(first_row, N, 2 * ROWS)
+    return row, mine & (tl.arange(0, 32) < 16)
+
+
+@triton.jit
+def swiglu(totals):
+    """silu(gate) * up, [32], for the lanes that have gates: see `paired_rows`."""
     lane = tl.arange(0, 32)
-    row = first_row + lane * ROWS // 32
-    return row, (lane % (32 // ROWS) == 0) & (row < N)
+    ups = tl.reshape(exchange(totals[None, :], lane[None, :], 16), [32])
+    return totals * tl.sigmoid(totals) * ups

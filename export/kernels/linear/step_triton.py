@@ -7,7 +7,8 @@ so it comes after the product, and the squares are summed beside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -17,9 +18,13 @@ from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels.launch import launcher, starts_early
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Weight
 
-from .limits import check_int4
-from .step_kernels_triton import linear_add_early, norm_linear_conv_early, norm_linear_early
-from .step_tiles_triton import LANE
+from .limits import check_weight
+from .step_kernels_triton import linear_add_early, norm_linear_conv_early, norm_linear_early, norm_swiglu_early
+
+
+def units_per_lane(dtype: torch.dtype) -> int:
+    """Units of a weight in `dtype`, as `step_tiles_triton` calls them, in 16 bytes; uint8 is for int4, of words."""
+    return 4 if dtype == torch.uint8 else 16 // dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -27,84 +32,107 @@ class StepConfig:
     """What one program does.
 
     Attributes:
-        rows: outputs that it computes, a power of two up to 32.
-        warps: its warps, all along K: 1, 2, 4 or 8. They take `words` of each row at a time.
-        integer: whether inputs in bfloat16 are multiplied in fixed point, as `step_fixed_point_triton` says. Float32 inputs
-            never are.
-        gate_rows: rows in a floating dtype per program, in the programs that compute those; a power of two up to 32.
+        rows: of the weight, a power of two up to 32.
+        warps: all along K: 1, 2, 4 or 8.
+        runs: of 16 bytes of each row that a lane takes at once, a power of two; 1 for int4.
+        integer: whether inputs in bfloat16 are multiplied by int4 weights in fixed point, as `step_fixed_point_triton` says.
+            Float32 inputs never are.
+        gate_rows: `rows` of the programs that multiply by `gates`; a power of two up to 32.
     """
 
     rows: int
     warps: int
+    runs: int = 1
     integer: bool = True
     gate_rows: int = 4
 
-    @property
-    def words(self) -> int:
-        """32-bit words of a row in a tile."""
-        return 32 * LANE.value * self.warps
+    def units(self, dtype: torch.dtype) -> int:
+        """Of a row in a tile, for a weight in `dtype`."""
+        return 32 * self.warps * self.runs * units_per_lane(dtype)
 
 
 def config_for(n: int, k: int, group: int, dtype: torch.dtype) -> StepConfig:
-    """For a weight [n, k] in groups of `group`, and inputs of `dtype`.
+    """For a weight [n, k] in groups of `group`, or where that is 0 in `dtype`, which is that of the inputs.
 
-    Enough warps for all of a row in one tile, so that a program loads all its weights before the wait. As many rows as
-    leave 768 warps, about six per multiprocessor of an H200, and no more than registers hold: 32 in one tile with one
-    scale per lane. On an H200, 12,288 x 2,048 takes 4.6 us with 32 rows, 5.3 with 16 and 6.3 with 8; 2,048 x 4,096 takes
-    3.5 with 16 and 3.4 with 8.
+    Enough warps for all of a row in one tile, so that a program loads all its weights before the wait, and as many rows as
+    registers hold: of int4, 32 in one tile with one scale per lane; of others, 64 registers. But of int4 no more than leave
+    768 warps, about six per multiprocessor of an H200, and of others 320 programs. A small weight in int4 has the most warps,
+    though some of their lanes have nothing.
+
+    On an H200, 12,288 x 2,048 in int4 takes 4.6 us with 32 rows, 5.3 with 16 and 6.3 with 8; 2,048 x 4,096 takes 2.6 with 8
+    rows and 8 warps, 3.4 with 4 warps; 1,024 x 2,048 takes 1.9, and 2.2 with 4 warps. In bfloat16 7,168 x 1,024 takes 3.9 us
+    with 16 rows and 4.2 with 8; 1,024 x 2,048 takes 2.3 with 2, 2.6 with 4 and 2.7 with 8.
     """
-    warps = max(1, min(8, triton.next_power_of_2(k // 8) // (32 * LANE.value)))
-    rows = 32 if group == 128 and dtype == torch.bfloat16 and k // 8 <= 32 * LANE.value * warps else 16
-    while rows > 1 and n * warps < 768 * rows:
-        rows //= 2
-    return StepConfig(rows, warps)
-
-
-def packed(weight: Weight) -> tuple[Tensor, Tensor]:
-    """Values and scale of a four-bit weight; ExportError for one in a floating dtype."""
-    if weight.scale is None:
-        raise ExportError(f"the kernels of a decode step take int4 weights, got one in {weight.values.dtype}")
-    return weight.values, weight.scale
-
-
-def _checked(weight: Weight, x: Tensor) -> tuple[Tensor, Tensor]:
-    values, scale = packed(weight)
-    check_int4(weight.rows, weight.columns, scale.shape[1], x.dtype)
-    return values, scale
+    if group == 0:
+        pieces = triton.cdiv(k, 32 * units_per_lane(dtype))
+        warps = min(8, triton.next_power_of_2(pieces))
+        runs = min(4, triton.next_power_of_2(triton.cdiv(pieces, warps)))
+        rows = 16 // runs
+        while rows > 1 and n < 320 * rows:
+            rows //= 2
+    elif n <= 4096:
+        rows, warps, runs = 8, 8, 1
+    else:
+        warps = max(1, min(8, triton.next_power_of_2(k // 8) // 128))
+        runs = 1
+        rows = 32 if group == 128 and dtype == torch.bfloat16 and k // 8 <= 128 * warps else 16
+        while rows > 1 and n * warps < 768 * rows:
+            rows //= 2
+    return StepConfig(rows, warps, runs)
 
 
 def norm_linear(x: Tensor, norm: Norm, weight: Weight, out_dtype: torch.dtype) -> Tensor:
     """See `reference.norm_linear`; all tensors contiguous and aligned to 16 bytes.
 
     Raises:
-        ExportError: see `check_int4`, or a weight in a floating dtype.
+        ExportError: see `check_weight`.
     """
-    return _norm_linear(x, norm.weight, norm.eps, *_checked(weight, x), out_dtype)
+    check_weight(weight, x.dtype)
+    return _norm_linear(x, norm.weight, norm.eps, *weight.tensors, out_dtype)
 
 
 @torch.library.triton_op("ostinato::norm_linear", mutates_args={})
 def _norm_linear(
-    x: Tensor, norm_weight: Tensor, eps: float, values: Tensor, scale: Tensor, out_dtype: torch.dtype
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    values: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
-    n, k, group = _sizes(values, scale)
-    config = config_for(n, k, group, x.dtype)
+    weight = Weight(values, scale, bias)
+    n, k = weight.rows, weight.columns
+    config = config_for(n, k, weight.group_size or 0, x.dtype)
     out = torch.empty((1, n), dtype=out_dtype, device=x.device)
     launcher(norm_linear_early)[((n + config.rows - 1) // config.rows,)](
-        x,
-        norm_weight,
-        values,
-        scale,
-        out,
-        EPS=eps,
-        N=n,
-        K=k,
-        GROUP=group,
-        ROWS=config.rows,
-        WARPS=config.warps,
-        WORDS=config.words,
-        INTEGER=config.integer and x.dtype == torch.bfloat16,
-        EARLY=starts_early(),
-        num_warps=config.warps,
+        x, norm_weight, *_pointers(weight), out, EPS=eps, N=n, **_constants(weight, config, x.dtype)
+    )
+    return out
+
+
+def norm_swiglu(x: Tensor, norm: Norm, weight: Weight) -> Tensor:
+    """See `reference.norm_swiglu`; all tensors contiguous and aligned to 16 bytes.
+
+    Raises:
+        ExportError: see `check_weight`.
+    """
+    check_weight(weight, x.dtype)
+    return _norm_swiglu(x, norm.weight, norm.eps, *weight.tensors)
+
+
+@torch.library.triton_op("ostinato::norm_swiglu", mutates_args={})
+def _norm_swiglu(
+    x: Tensor, norm_weight: Tensor, eps: float, values: Tensor, scale: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    weight = Weight(values, scale, bias)
+    n, k = weight.rows // 2, weight.columns
+    config = config_for(2 * n, k, weight.group_size or 0, x.dtype)
+    # Half of a program's rows are gates, and no program has rows past the last gate.
+    config = replace(config, rows=max(1, min(config.rows // 2, n & -n)))
+    out = torch.empty((1, n), dtype=x.dtype, device=x.device)
+    launcher(norm_swiglu_early)[(n // config.rows,)](
+        x, norm_weight, *_pointers(weight), out, EPS=eps, N=n, **_constants(weight, config, x.dtype)
     )
     return out
 
@@ -115,9 +143,10 @@ def norm_linear_conv(
     """See `reference.norm_linear_conv`; all tensors contiguous and aligned to 16 bytes.
 
     Raises:
-        ExportError: see `check_int4`, or a weight in a floating dtype.
+        ExportError: see `check_weight`.
     """
-    return _norm_linear_conv(x, norm.weight, norm.eps, *_checked(weight, x), gates, conv.weight, conv.state, positions)
+    check_weight(weight, x.dtype)
+    return _norm_linear_conv(x, norm.weight, norm.eps, *weight.tensors, gates, conv.weight, conv.state, positions)
 
 
 @torch.library.triton_op("ostinato::norm_linear_conv", mutates_args={"conv_state"})
@@ -126,15 +155,16 @@ def _norm_linear_conv(
     norm_weight: Tensor,
     eps: float,
     values: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
     gates: Tensor,
     conv_weight: Tensor,
     conv_state: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    n, k, group = _sizes(values, scale)
-    gate_count = gates.shape[0]
-    config = config_for(n, k, group, x.dtype)
+    weight = Weight(values, scale, bias)
+    n, k, gate_count = weight.rows, weight.columns, gates.shape[0]
+    config = config_for(n, k, weight.group_size or 0, x.dtype)
     mixed = torch.empty((1, n), dtype=x.dtype, device=x.device)
     gated = torch.empty((1, gate_count), dtype=torch.float32, device=x.device)
     blocks = (n + config.rows - 1) // config.rows
@@ -142,8 +172,7 @@ def _norm_linear_conv(
     launcher(norm_linear_conv_early)[(blocks + gate_blocks,)](
         x,
         norm_weight,
-        values,
-        scale,
+        *_pointers(weight),
         gates,
         conv_weight,
         conv_state,
@@ -152,18 +181,14 @@ def _norm_linear_conv(
         gated,
         EPS=eps,
         N=n,
-        K=k,
-        GROUP=group,
         GATES=gate_count,
         CHANNELS=conv_state.shape[1],
         TAPS=conv_weight.shape[2],
-        ROWS=config.rows,
         GATE_ROWS=config.gate_rows,
-        WARPS=config.warps,
-        WORDS=config.words,
-        INTEGER=config.integer and x.dtype == torch.bfloat16,
-        EARLY=starts_early(),
-        num_warps=config.warps,
+        # As many elements as the others' tiles have.
+        GATE_UNITS=config.units(values.dtype) * (1 if scale is None else 8),
+        GATE_LANE=units_per_lane(gates.dtype),
+        **_constants(weight, config, x.dtype),
     )
     return mixed, gated
 
@@ -172,47 +197,63 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
     """See `reference.linear_add`; all tensors contiguous and aligned to 16 bytes.
 
     Raises:
-        ExportError: see `check_int4`; a weight in a floating dtype; or K is not a multiple of the number of heads.
+        ExportError: see `check_weight`; or K is not a multiple of the number of heads.
     """
+    check_weight(weight, x.dtype)
     sums, eps = (None, 0.0) if squares is None else (squares.sums, squares.eps)
     if sums is not None and weight.columns % sums.shape[0]:
         raise ExportError(f"an input of {weight.columns} elements cannot be divided into {sums.shape[0]} heads")
-    return _linear_add(x, *_checked(weight, x), residual, sums, eps)
+    return _linear_add(x, *weight.tensors, residual, sums, eps)
 
 
 @torch.library.triton_op("ostinato::linear_add", mutates_args={})
 def _linear_add(
-    x: Tensor, values: Tensor, scale: Tensor, residual: Tensor, squares: Tensor | None, eps: float
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor,
+    squares: Tensor | None,
+    eps: float,
 ) -> Tensor:
-    n, k, group = _sizes(values, scale)
+    weight = Weight(values, scale, bias)
+    n, k = weight.rows, weight.columns
     heads, parts = (0, 0) if squares is None else (squares.shape[0], squares.shape[1])
-    config = config_for(n, k, group, x.dtype)
+    config = config_for(n, k, weight.group_size or 0, x.dtype)
     out = torch.empty_like(residual)
     launcher(linear_add_early)[((n + config.rows - 1) // config.rows,)](
         x,
-        values,
-        scale,
+        *_pointers(weight),
         residual,
         # Not read where there are no heads.
         residual if squares is None else squares,
         out,
         EPS=eps,
         N=n,
-        K=k,
-        GROUP=group,
         HEADS=heads,
         PARTS=parts,
-        ROWS=config.rows,
-        WARPS=config.warps,
-        WORDS=config.words,
-        INTEGER=config.integer and x.dtype == torch.bfloat16,
-        EARLY=starts_early(),
-        num_warps=config.warps,
+        **_constants(weight, config, x.dtype),
     )
     return out
 
 
-def _sizes(values: Tensor, scale: Tensor) -> tuple[int, int, int]:
-    """N, K and the group size."""
-    k = values.shape[1] * 2
-    return values.shape[0], k, k // scale.shape[1]
+def _pointers(weight: Weight) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, scale and bias; the values again for what the weight has not, which is not read."""
+    values, scale, bias = weight.tensors
+    return values, values if scale is None else scale, values if bias is None else bias
+
+
+def _constants(weight: Weight, config: StepConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What the kernels are compiled for; `dtype` is that of the inputs."""
+    return {
+        "K": weight.columns,
+        "GROUP": weight.group_size or 0,
+        "BIAS": weight.bias is not None,
+        "ROWS": config.rows,
+        "WARPS": config.warps,
+        "UNITS": config.units(weight.values.dtype),
+        "LANE": units_per_lane(weight.values.dtype),
+        "INTEGER": config.integer and dtype == torch.bfloat16,
+        "EARLY": starts_early(),
+        "num_warps": config.warps,
+    }

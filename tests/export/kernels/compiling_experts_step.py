@@ -19,8 +19,15 @@ from ostinato.export.kernels.operands import Norm, Weight
 from .compiling import BF16, F32, Launch, compile_all, recorded, without_a_driver, written
 
 EXPERTS, TOP_K, SIZE, INNER = 256, 8, 2048, 512
-# (compute capability, dtype of the model, group size)
-CASES = ((90, BF16, 128), (90, BF16, 32), (90, F32, 128), (89, BF16, 128))
+# (compute capability, dtype of the model, group size or None)
+CASES: tuple[tuple[int, torch.dtype, int | None], ...] = (
+    (90, BF16, 128),
+    (90, BF16, 32),
+    (90, F32, 128),
+    (89, BF16, 128),
+    (90, BF16, None),
+    (90, F32, None),
+)
 
 
 class Layer(torch.nn.Module):
@@ -30,28 +37,32 @@ class Layer(torch.nn.Module):
     gate: Tensor
     shared_gate: Tensor
     gate_up: Tensor
-    gate_up_scale: Tensor
+    gate_up_scale: Tensor | None
     down: Tensor
-    down_scale: Tensor
+    down_scale: Tensor | None
     shared_gate_up: Tensor
-    shared_gate_up_scale: Tensor
+    shared_gate_up_scale: Tensor | None
     shared_down: Tensor
-    shared_down_scale: Tensor
+    shared_down_scale: Tensor | None
 
-    def __init__(self, dtype: torch.dtype, group: int) -> None:
+    def __init__(self, dtype: torch.dtype, group: int | None) -> None:
         super().__init__()
 
-        def int4(name: str, *size: int) -> None:
+        def weight(name: str, *size: int) -> None:
+            if group is None:
+                self.register_buffer(name, torch.empty(*size, dtype=dtype))
+                self.register_buffer(f"{name}_scale", None)
+                return
             self.register_buffer(name, torch.empty(*size[:-1], size[-1] // 2, dtype=torch.uint8))
             self.register_buffer(f"{name}_scale", torch.empty(*size[:-1], size[-1] // group, dtype=BF16))
 
         self.register_buffer("norm", torch.empty(SIZE))
         self.register_buffer("gate", torch.empty(EXPERTS, SIZE, dtype=dtype))
         self.register_buffer("shared_gate", torch.empty(1, SIZE, dtype=dtype))
-        int4("gate_up", EXPERTS, 2 * INNER, SIZE)
-        int4("down", EXPERTS, SIZE, INNER)
-        int4("shared_gate_up", 2 * INNER, SIZE)
-        int4("shared_down", SIZE, INNER)
+        weight("gate_up", EXPERTS, 2 * INNER, SIZE)
+        weight("down", EXPERTS, SIZE, INNER)
+        weight("shared_gate_up", 2 * INNER, SIZE)
+        weight("shared_down", SIZE, INNER)
 
     def forward(self, h: Tensor) -> Tensor:
         norm = Norm(self.norm, 1e-6)
@@ -63,7 +74,7 @@ class Layer(torch.nn.Module):
         return step_triton.experts_down(hidden, logits, TOP_K, down, shared_down, h)
 
 
-def launches(capability: int, dtype: torch.dtype, group: int) -> list[Launch]:
+def launches(capability: int, dtype: torch.dtype, group: int | None) -> list[Launch]:
     with recorded() as found, mock.patch.object(step_triton, "starts_early", lambda: capability >= 90):
         Layer(dtype, group)(torch.empty(1, SIZE, dtype=dtype))
     return found

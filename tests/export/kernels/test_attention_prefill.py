@@ -123,8 +123,8 @@ show(1, None)
 
 def test_traced_for_any_number_of_tokens() -> None:
     assert run_compiled("-c", TRACE).splitlines() == [
-        "['ostinato.attend_many.default'] [4, 64]",
+        "['ostinato.attend.default'] [4, 64]",
         "[(2, 255)] SymInt",
-        "['ostinato.attend_one.default'] [4, 64]",
+        "['ostinato.attend.default'] [4, 64]",
         "[] int",
     ]

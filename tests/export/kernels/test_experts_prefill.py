@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats import pack_int4
 from ostinato.export.kernels import launch
-from ostinato.export.kernels.experts import decode_triton, prefill_triton, reference
+from ostinato.export.kernels.experts import prefill_triton, reference
 from ostinato.export.kernels.experts.limits import check_experts
 from ostinato.export.kernels.experts.prefill_triton import experts
 from ostinato.export.kernels.operands import ExpertWeights, Weight
@@ -135,8 +135,6 @@ def test_awkward_shapes(shape: Shape, tokens: int) -> None:
 @pytest.mark.parametrize("group_size", (None, 32))
 def test_several_steps(monkeypatch: pytest.MonkeyPatch, tokens: int, group_size: int | None) -> None:
     """Rows and slots that no block holds at once."""
-    monkeypatch.setattr(decode_triton, "WORDS", 16)
-    monkeypatch.setattr(decode_triton, "ELEMENTS", 32)
     monkeypatch.setattr(prefill_triton, "BLOCK_SORT", 32)
     check(draw(Shape(hidden=192, top_k=3, group_size=group_size), tokens))
 
@@ -211,13 +209,13 @@ def ops(program):
 
 tokens = torch.export.Dim("tokens", min=2, max=255)
 program = torch.export.export(Moe(), (torch.zeros(17, 128),), dynamic_shapes=({0: tokens},))
-assert ops(program) == ["ostinato.route.default", "ostinato.experts_prefill.default"], ops(program)
+assert ops(program) == ["ostinato.route.default", "ostinato.experts.default"], ops(program)
 (limits,) = program.range_constraints.values()
 assert (limits.lower, limits.upper) == (2, 255), limits
 (output,) = program.graph.output_node().args[0]
 assert output.meta["val"].shape[0].node.expr.is_symbol, output.meta["val"].shape
 program = torch.export.export(Moe(), (torch.zeros(1, 128),))
-assert ops(program) == ["ostinato.route.default", "ostinato.experts_decode.default"], ops(program)
+assert ops(program) == ["ostinato.route.default", "ostinato.experts.default"], ops(program)
 """
 
 

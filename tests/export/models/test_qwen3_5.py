@@ -47,15 +47,20 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Get:
 
 
 @torch.no_grad()
-def run(model: LanguageModel, tokens: Tensor, begin: int, end: int) -> Tensor:
-    """Logits [vocab] after tokens `begin` to `end`, as one call."""
-    return model(tokens[:, begin:end], torch.arange(begin, end))[0]
+def run(model: LanguageModel, tokens: Tensor, begin: int, end: int, method: str = "forward") -> Tensor:
+    """Logits [vocab] after tokens `begin` to `end`, as one call of the layers' `method`."""
+    values = {"tokens": tokens[:, begin:end], "input_pos": torch.arange(begin, end)}
+    for link in model.links(method):
+        link.run(values)
+    return values["logits"][0]
 
 
-def converse(model: LanguageModel, tokens: Tensor, length: int, steps: int = STEPS) -> list[Tensor]:
-    """Prefill of `length` tokens, then `steps` decode steps; the logits of each call."""
+def converse(
+    model: LanguageModel, tokens: Tensor, length: int, steps: int = STEPS, step: str = "forward"
+) -> list[Tensor]:
+    """Prefill of `length` tokens, then `steps` decode steps by the layers' method `step`; the logits of each call."""
     prefill = run(model, tokens, 0, length)
-    return [prefill, *(run(model, tokens, at, at + 1) for at in range(length, length + steps))]
+    return [prefill, *(run(model, tokens, at, at + 1, step) for at in range(length, length + steps))]
 
 
 def check(found: list[Tensor], expected: Tensor, what: str) -> None:
@@ -84,6 +89,8 @@ def test_prefill_and_decode(reference: Get, case: str, length: int) -> None:
     tokens = ref.tokens(length + STEPS, seed=length)
     expected = ref.logits(tokens)[length - 1 :]
     check(converse(load_ours(ref.folder, MAX_SEQ_LEN), tokens, length), expected, f"{case}, {length} tokens")
+    folded = converse(load_ours(ref.folder, MAX_SEQ_LEN), tokens, length, step="step")
+    check(folded, expected, f"{case}, {length} tokens, then steps as GPUs take them")
 
 
 def test_text_model_of_a_multimodal_dense_checkpoint(tmp_path: Path) -> None:

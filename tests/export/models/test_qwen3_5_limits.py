@@ -56,10 +56,8 @@ LINEAR_ONLY, FULL_ONLY = ["linear_attention"] * 4, ["full_attention"] * 4
     (
         {"layer_types": FULL_ONLY, "linear_value_head_dim": 8},
         {"layer_types": LINEAR_ONLY, "head_dim": 24},
-        # Linear layers with a bias stay as they are.
-        {"attention_bias": True, "head_dim": 24},
     ),
-    ids=("no delta-nets", "no attention", "biases"),
+    ids=("no delta-nets", "no attention"),
 )
 def test_sizes_that_nothing_quantised_has(capitals_checkpoint: Path, changes: dict[str, object]) -> None:
     config = config_of(capitals_checkpoint, **changes)

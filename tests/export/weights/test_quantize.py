@@ -15,8 +15,11 @@ from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats import GROUP_SIZES, Quantization, dequantize_int4, unpack_int4
+from ostinato.export.kernels import Kernels
 from ostinato.export.kernels.linear.reference import linear
 from ostinato.export.kernels.operands import Weight
+from ostinato.export.layers.build import Build
+from ostinato.export.layers.linear import Linear
 from ostinato.export.models import LanguageModel, build_network, read_config
 from ostinato.export.weights import quantize
 from ostinato.export.weights.quantize import quantize_int4, quantize_int8
@@ -169,6 +172,18 @@ def test_product_with_a_quantised_weight(tokens: int) -> None:
             assert relative_error(again, exact) < 0.15
         wide = x.double() @ dequantize_int4(packed, scale, torch.float64).t()
         torch.testing.assert_close(found, wide, rtol=0, atol=1e-5)
+        bias = drawn(1, n, seed=1)[0]
+        torch.testing.assert_close(linear(x, Weight(packed, scale, bias)).double(), wide + bias, rtol=0, atol=1e-5)
+
+
+def test_a_layer_with_a_bias_is_quantised_too() -> None:
+    layer = Linear(128, 6, Build(Kernels, torch.float32, 16, 15, group_size=64), bias=True)
+    shapes = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in layer.named_parameters()}
+    assert shapes == {
+        "weight": ((6, 64), torch.uint8),
+        "weight_scale": ((6, 2), torch.bfloat16),
+        "bias": ((6,), torch.float32),
+    }
 
 
 def test_product_in_bfloat16_rounds_the_weight_once() -> None:

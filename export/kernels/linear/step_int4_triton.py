@@ -1,0 +1,185 @@
+# mypy: allow-untyped-defs
+"""Four-bit weights in the tiles of `step_tiles_triton`: what a word's nibbles multiply, and the products in float32.
+
+Words. The layout is that of `formats`. Read as 32-bit words, word `j` of a span's eight holds the elements `4 j` to `4 j + 3`
+in its nibbles 0, 2, 4, 6, and the elements that are 32 after those in its nibbles 1, 3, 5, 7.
+
+From a nibble to a number. A nibble masked out of its word and read as the bits of a float32 is the number q 2^(p - 149),
+where p is the place of its lowest bit: subnormal numbers and those of the first exponent are evenly spaced, so this holds
+up to bit 23. The input is multiplied by 2^(SHIFT - p) beforehand and the sum by 2^(149 - SHIFT) afterwards, all exact. So
+a nibble costs an AND and a multiply-add. At the memory's full speed a multiprocessor receives 37 nibbles per clock and
+can issue on 128 lanes, too few to extract and convert each nibble. With SHIFT = 80 inputs may be as large as 2^47, and
+what is lost of them is below 2^-69.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .step_fixed_point_triton import fixed_point, multiply_words, offsets
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+SHIFT = tl.constexpr(80)
+# The lowest bit of each nibble in its word or, from nibble 3 on, in the word shifted right by 8. Nibble 2 in the shifted word
+# would cost a shift of its own.
+PLACES = tl.constexpr((0, 4, 8, 4, 8, 12, 16, 20))
+
+
+@triton.jit
+def first_fours(word):
+    """Which four neighbours of the input a word's low nibbles multiply; its high ones multiply those 8 fours later."""
+    return word // 8 * 16 + word % 8
+
+
+@triton.jit
+def load_eights(vector, low, inside):
+    """What the nibbles 0 to 7 of words multiply, as float32 tiles; zeros where not `inside`. `low`: of `first_fours`."""
+    if vector.dtype.element_ty == tl.bfloat16:
+        # Four at once in 64 bits.
+        fours = vector.to(tl.pointer_type(tl.int64))
+        low_bits = tl.load(fours + low, mask=inside, other=0)
+        high_bits = tl.load(fours + low + 8, mask=inside, other=0)
+        x0, x2 = two_floats(low_bits.to(tl.int32))
+        x4, x6 = two_floats((low_bits >> 32).to(tl.int32))
+        x1, x3 = two_floats(high_bits.to(tl.int32))
+        x5, x7 = two_floats((high_bits >> 32).to(tl.int32))
+    else:
+        x0, x2, x4, x6 = load_fours(vector, low, inside)
+        x1, x3, x5, x7 = load_fours(vector, low + 8, inside)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def load_fours(floats, four, inside):
+    """Elements 4 i to 4 i + 3 of a float32 vector for i in `four`, as four tiles like it."""
+    first = floats + four * 4
+    return (
+        tl.load(first, mask=inside, other=0.0),
+        tl.load(first + 1, mask=inside, other=0.0),
+        tl.load(first + 2, mask=inside, other=0.0),
+        tl.load(first + 3, mask=inside, other=0.0),
+    )
+
+
+@triton.jit
+def load_constant_eights(floats, low, inside):
+    """`load_eights` of a constant float32 vector; arbitrary where not `inside`."""
+    x0, x2, x4, x6 = load_constant_fours(floats, low, inside)
+    x1, x3, x5, x7 = load_constant_fours(floats, low + 8, inside)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def load_constant_fours(floats, four, inside):
+    """`load_fours` 16 bytes at a time, of data aligned to 16 bytes that no kernel writes; arbitrary where not `inside`.
+
+    The compiler joins only loads of one tile: four loads would each touch every line. If this were not pure, torch would
+    assume that the kernel writes every argument. As `ld.global.nc` it would be moved down to its use, past the wait.
+    """
+    if INTERPRETED:
+        w0, w1, w2, w3 = load_fours(floats, four, inside)
+    else:
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];",
+            "=f,=f,=f,=f,l",
+            [(floats + tl.where(inside, four, 0) * 4).to(tl.int64)],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def two_floats(bits):
+    """The two bfloat16 numbers in an int32 as float32, the lower half first: a bfloat16 is the upper half of its float32."""
+    return (bits << 16).to(tl.float32, bitcast=True), (bits & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def multiply_int4(sums, words, scales, x, factor, GROUP: tl.constexpr, ROWS: tl.constexpr, INTEGER: tl.constexpr):
+    """The rows' sums, [LANES] each, with words times x, eight tiles, times `factor`, [LANES] or 1.
+
+    With INTEGER in fixed point, for inputs that had 8 bits, else in float32.
+    """
+    if INTEGER:
+        bytes, lane_scale = fixed_point(x)
+        started = offsets(bytes)
+        factor *= lane_scale
+    else:
+        nibbles, low, high = coefficients(x, GROUP)
+        factor *= 2.0 ** (149 - SHIFT)
+    added = ()
+    for row in tl.static_range(ROWS):
+        scale = scales[row].to(tl.float32) * factor
+        high_scale = scales[(ROWS if GROUP == 32 else 0) + row].to(tl.float32) * factor
+        if INTEGER:
+            low_sum, high_sum = multiply_words(words[row], bytes, started)
+            if GROUP == 32:
+                product = low_sum.to(tl.float32) * scale + high_sum.to(tl.float32) * (high_scale * 2.0**-4)
+            else:
+                product = (low_sum * 16 + high_sum).to(tl.float32) * (scale * 2.0**-4)
+        else:
+            product = multiply_row(words[row], nibbles, low, high, scale, high_scale, GROUP)
+        # Triton does not take a starred expression.
+        added = added + (sums[row] + product,)  # type: ignore[assignment]  # noqa: RUF005
+    return added
+
+
+@triton.jit
+def coefficients(x, GROUP: tl.constexpr):
+    """What `multiply_row` multiplies by, eight tiles of x times powers of two, and the two tiles that it starts from.
+
+    In groups of 64 and more nibble 7 is not masked out: the shifted word as it is holds nibbles 2 to 7, 24 bits. So the
+    factor of nibble 7 is subtracted from those of the others. The start subtracts the 8 in each nibble's q + 8, word by
+    word, so that no large numbers cancel; in groups of 32 there is one start for the low nibbles and one for the high
+    ones.
+    """
+    last = x[7] * 2.0 ** (SHIFT - PLACES[7])
+    nibbles = ()
+    low = tl.zeros(last.shape, tl.float32)
+    high = tl.zeros(last.shape, tl.float32)
+    for i in tl.static_range(8):
+        scaled = x[i] * 2.0 ** (SHIFT - PLACES[i])
+        if i % 2 == 0:
+            low += scaled * (-8.0 * 2.0 ** (PLACES[i] - 149))
+        else:
+            high += scaled * (-8.0 * 2.0 ** (PLACES[i] - 149))
+        if GROUP > 32 and i == 2:
+            scaled -= last * 2.0**-8
+        elif GROUP > 32 and i > 2 and i < 7:
+            scaled -= last
+        nibbles = nibbles + (scaled,)  # type: ignore[assignment]  # noqa: RUF005
+    if GROUP > 32:
+        low += high
+    return nibbles, low, high
+
+
+@triton.jit
+def multiply_row(words, nibbles, low, high, scale, high_scale, GROUP: tl.constexpr):
+    """Sums over each lane's words of weight times input, [LANES], times 2^(SHIFT - 149)."""
+    # A nibble masked out of its word is a float32: see the top of the file.
+    shifted = words >> 8
+    if GROUP > 32:
+        low += shifted.to(tl.float32, bitcast=True) * nibbles[7]
+        for i in tl.static_range(3):
+            low += masked(words, i) * nibbles[i]
+        for i in tl.static_range(3, 7):
+            low += masked(shifted, i) * nibbles[i]
+        return sum_four(low) * scale
+    for i in tl.static_range(0, 8, 2):
+        low += masked(words if i < 3 else shifted, i) * nibbles[i]
+        high += masked(words if i + 1 < 3 else shifted, i + 1) * nibbles[i + 1]
+    return sum_four(low) * scale + sum_four(high) * high_scale
+
+
+@triton.jit
+def masked(words, NIBBLE: tl.constexpr):
+    return (words & (15 << PLACES[NIBBLE])).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sum_four(x):
+    """[WORDS] -> [LANES]: a lane's four words."""
+    return tl.sum(tl.reshape(x, [x.shape[0] // 4, 4]), axis=1)
