@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Hold what `ostinato bench` measured against what is wanted of it.
 
-    python scripts/check_speed.py BENCH.json [--decode 500] [--loss 5] [--kernels 330] [--prefill 9000]
+    python scripts/check_speed.py BENCH.json [--decode N] [--loss 5] [--kernels 254] [--prefill N]
 
 BENCH.json is what `ostinato bench ARTIFACT -p 512 -n 128 -d 0,4000 --save BENCH.json` wrote. Decode counts with
 --cuda_graph; at every other depth it may be LOSS percent slower than at depth 0, or faster. Prefill counts at depth 0, in
-its better mode. The defaults are the goals for Qwen3.5-35B-A3B in int4 on one NVIDIA H200.
+its better mode. The defaults are for Qwen3.5-35B-A3B in int4 on one NVIDIA H200: 95 % of the speeds that the README states.
 
 Exit status: 0 all held, 1 something did not, 2 an error.
 """
@@ -24,6 +24,11 @@ from ostinato.delegate.json_files import read_json
 from ostinato.runner.tables import Side, table
 
 Records = list[dict[str, Any]]
+
+# Tokens/s, as the README has them; a test compares. From one run or machine to another they differ by 1 or 2 %.
+STATED_DECODE = 1015
+STATED_PREFILL = 25800
+SHARE = 0.95
 
 
 class RecordsError(OstinatoError):
@@ -44,10 +49,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("bench", type=Path, metavar="BENCH.json")
-    add("--decode", type=float, default=500, metavar="N", help="tokens/s at depth 0, or more (default: %(default)s)")
+    decode_goal, prefill_goal = SHARE * STATED_DECODE, SHARE * STATED_PREFILL
+    add("--decode", type=float, default=decode_goal, metavar="N", help="tokens/s at depth 0, or more (%(default)g)")
     add("--loss", type=float, default=5, metavar="N", help="percent slower further on, or less (default: %(default)s)")
-    add("--kernels", type=int, default=330, metavar="N", help="kernels per token, or fewer (default: %(default)s)")
-    add("--prefill", type=float, default=9000, metavar="N", help="tokens/s, or more (default: %(default)s)")
+    add("--kernels", type=int, default=254, metavar="N", help="kernels per token, or fewer (default: %(default)s)")
+    add("--prefill", type=float, default=prefill_goal, metavar="N", help="tokens/s, or more (default: %(default)g)")
     arguments = parser.parse_args(words)
     try:
         records = read(arguments.bench)
