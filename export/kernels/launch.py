@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from ostinato.delegate.errors import ExportError
@@ -22,6 +23,11 @@ SMALL = 99 * 1024  # 8.6, 8.9, 12.0 and 12.1
 def launcher(kernel: Any) -> Any:
     """What a grid and arguments are given to: `launcher(kernel)[grid](...)`. torch does not wrap an interpreted kernel."""
     return kernel if isinstance(kernel, InterpretedFunction) else torch.library.wrap_triton(kernel)
+
+
+def pointers(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+    """All of them, the first again for what is missing, which the kernel then does not read."""
+    return first, *(first if tensor is None else tensor for tensor in others)
 
 
 def shared_memory() -> int:

@@ -23,7 +23,7 @@ class Head(nn.Module):
         """x [T, H] -> logits of the last of the T tokens, [1, V] float32."""
         if not self.kernels.folds_steps:
             return self.lm_head(self.norm(x[-1:])).float()
-        # A copy: the kernel reads an input whose alignment it does not know many times slower.
+        # A copy: the kernel takes an input aligned to 16 bytes, which a row among others need not be.
         return self.step(x.index_select(0, torch.full((1,), x.shape[0] - 1, device=x.device)))
 
     def step(self, x: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats import SPAN
-from ostinato.export.kernels.launch import launcher, starts_early
+from ostinato.export.kernels.launch import launcher, pointers, starts_early
 from ostinato.export.kernels.linear.limits import check_weight
-from ostinato.export.kernels.linear.step_triton import units_per_lane
+from ostinato.export.kernels.linear.step_triton import tile_constants, units_per_lane
 from ostinato.export.kernels.operands import Norm, Weight
 
 from .limits import check_experts
@@ -52,17 +52,8 @@ class Config:
 
         dtype: of the inputs.
         """
-        lane = units_per_lane(weight.values.dtype)
-        warps = max(1, min(self.warps, width // (32 * lane)))
-        return {
-            "GROUP": weight.group_size or 0,
-            "WARPS": warps,
-            "UNITS": 32 * warps * lane,
-            "LANE": lane,
-            "INTEGER": self.integer and dtype == torch.bfloat16,
-            "EARLY": starts_early(),
-            "num_warps": warps,
-        }
+        warps = max(1, min(self.warps, width // (32 * units_per_lane(weight.values.dtype))))
+        return {"EARLY": starts_early(), **tile_constants(weight, dtype, warps, 1, self.integer)}
 
 
 # At the flagship's shapes in int4: 129 programs of two rows; 576 of 8 gate and 8 up rows, six of which fit on a
@@ -123,8 +114,7 @@ def experts_gate_up(x: Tensor, norm: Norm, logits: Tensor, top_k: int, routed: W
     """
     inner = 0 if shared is None else shared.rows // 2
     _check(routed, shared, x.dtype, (x.shape[1], routed.rows // 2, inner), top_k)
-    weights = routed.values, routed.scale, *((None, None) if shared is None else (shared.values, shared.scale))
-    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *weights)
+    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *_tensors(routed, shared))
 
 
 @torch.library.triton_op("ostinato::experts_gate_up", mutates_args={})
@@ -150,7 +140,7 @@ def _experts_gate_up(
         x,
         norm_weight,
         logits,
-        *_pointers(gate_up, gate_up_scale, shared_gate_up, shared_gate_up_scale),
+        *pointers(gate_up, gate_up_scale, shared_gate_up, shared_gate_up_scale),
         hidden,
         EPS=eps,
         SIZE=size,
@@ -177,8 +167,7 @@ def experts_down(
     """
     inner = 0 if shared is None else shared.columns
     _check(routed, shared, residual.dtype, (routed.rows, routed.columns, inner), top_k)
-    weights = routed.values, routed.scale, *((None, None) if shared is None else (shared.values, shared.scale))
-    return _experts_down(hidden, logits, top_k, *weights, residual)
+    return _experts_down(hidden, logits, top_k, *_tensors(routed, shared), residual)
 
 
 @torch.library.triton_op("ostinato::experts_down", mutates_args={})
@@ -205,7 +194,7 @@ def _experts_down(
     launcher(experts_down_early)[(size // rows,)](
         hidden,
         logits,
-        *_pointers(down, down_scale, shared_down, shared_down_scale),
+        *pointers(down, down_scale, shared_down, shared_down_scale),
         residual,
         out,
         SIZE=size,
@@ -221,12 +210,13 @@ def _experts_down(
     return out
 
 
-def _pointers(
-    values: Tensor, scale: Tensor | None, shared: Tensor | None, shared_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The routed values again for what is missing, which is not read."""
-    given = values, scale, shared, shared_scale
-    return tuple(values if tensor is None else tensor for tensor in given)  # type: ignore[return-value]
+def _tensors(routed: Weight, shared: Weight | None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Values and scale of both."""
+    return (
+        (routed.values, routed.scale, None, None)
+        if shared is None
+        else (routed.values, routed.scale, shared.values, shared.scale)
+    )
 
 
 def _check(routed: Weight, shared: Weight | None, dtype: torch.dtype, sizes: tuple[int, int, int], top_k: int) -> None:

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.kernels.launch import launcher, starts_early
+from ostinato.export.kernels.launch import launcher, pointers, starts_early
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Weight
 
 from .limits import check_weight
@@ -45,10 +45,6 @@ class StepConfig:
     runs: int = 1
     integer: bool = True
     gate_rows: int = 4
-
-    def units(self, dtype: torch.dtype) -> int:
-        """Of a row in a tile, for a weight in `dtype`."""
-        return 32 * self.warps * self.runs * units_per_lane(dtype)
 
 
 def config_for(n: int, k: int, group: int, dtype: torch.dtype) -> StepConfig:
@@ -106,7 +102,7 @@ def _norm_linear(
     config = config_for(n, k, weight.group_size or 0, x.dtype)
     out = torch.empty((1, n), dtype=out_dtype, device=x.device)
     launcher(norm_linear_early)[((n + config.rows - 1) // config.rows,)](
-        x, norm_weight, *_pointers(weight), out, EPS=eps, N=n, **_constants(weight, config, x.dtype)
+        x, norm_weight, *pointers(*weight.tensors), out, EPS=eps, N=n, **_constants(weight, config, x.dtype)
     )
     return out
 
@@ -132,7 +128,7 @@ def _norm_swiglu(
     config = replace(config, rows=max(1, min(config.rows // 2, n & -n)))
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     launcher(norm_swiglu_early)[(n // config.rows,)](
-        x, norm_weight, *_pointers(weight), out, EPS=eps, N=n, **_constants(weight, config, x.dtype)
+        x, norm_weight, *pointers(*weight.tensors), out, EPS=eps, N=n, **_constants(weight, config, x.dtype)
     )
     return out
 
@@ -167,12 +163,13 @@ def _norm_linear_conv(
     config = config_for(n, k, weight.group_size or 0, x.dtype)
     mixed = torch.empty((1, n), dtype=x.dtype, device=x.device)
     gated = torch.empty((1, gate_count), dtype=torch.float32, device=x.device)
+    constants = _constants(weight, config, x.dtype)
     blocks = (n + config.rows - 1) // config.rows
     gate_blocks = (gate_count + config.gate_rows - 1) // config.gate_rows
     launcher(norm_linear_conv_early)[(blocks + gate_blocks,)](
         x,
         norm_weight,
-        *_pointers(weight),
+        *pointers(*weight.tensors),
         gates,
         conv_weight,
         conv_state,
@@ -186,9 +183,9 @@ def _norm_linear_conv(
         TAPS=conv_weight.shape[2],
         GATE_ROWS=config.gate_rows,
         # As many elements as the others' tiles have.
-        GATE_UNITS=config.units(values.dtype) * (1 if scale is None else 8),
+        GATE_UNITS=constants["UNITS"] * (1 if scale is None else 8),
         GATE_LANE=units_per_lane(gates.dtype),
-        **_constants(weight, config, x.dtype),
+        **constants,
     )
     return mixed, gated
 
@@ -223,7 +220,7 @@ def _linear_add(
     out = torch.empty_like(residual)
     launcher(linear_add_early)[((n + config.rows - 1) // config.rows,)](
         x,
-        *_pointers(weight),
+        *pointers(*weight.tensors),
         residual,
         # Not read where there are no heads.
         residual if squares is None else squares,
@@ -237,23 +234,28 @@ def _linear_add(
     return out
 
 
-def _pointers(weight: Weight) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, scale and bias; the values again for what the weight has not, which is not read."""
-    values, scale, bias = weight.tensors
-    return values, values if scale is None else scale, values if bias is None else bias
+def tile_constants(weight: Weight, dtype: torch.dtype, warps: int, runs: int, integer: bool) -> dict[str, Any]:
+    """What kernels are compiled for that take a weight in tiles; `StepConfig` says what the others are.
+
+    dtype: of the inputs.
+    """
+    lane = units_per_lane(weight.values.dtype)
+    return {
+        "GROUP": weight.group_size or 0,
+        "WARPS": warps,
+        "UNITS": 32 * warps * runs * lane,
+        "LANE": lane,
+        "INTEGER": integer and dtype == torch.bfloat16,
+        "num_warps": warps,
+    }
 
 
 def _constants(weight: Weight, config: StepConfig, dtype: torch.dtype) -> dict[str, Any]:
     """What the kernels are compiled for; `dtype` is that of the inputs."""
     return {
         "K": weight.columns,
-        "GROUP": weight.group_size or 0,
         "BIAS": weight.bias is not None,
         "ROWS": config.rows,
-        "WARPS": config.warps,
-        "UNITS": config.units(weight.values.dtype),
-        "LANE": units_per_lane(weight.values.dtype),
-        "INTEGER": config.integer and dtype == torch.bfloat16,
         "EARLY": starts_early(),
-        "num_warps": config.warps,
+        **tile_constants(weight, dtype, config.warps, config.runs, config.integer),
     }

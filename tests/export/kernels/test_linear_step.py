@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats import pack_int4
 from ostinato.export.kernels.linear import reference, step_triton
-from ostinato.export.kernels.linear.step_triton import StepConfig, config_for
+from ostinato.export.kernels.linear.step_triton import StepConfig, config_for, units_per_lane
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Weight
 
 from ...comparison import relative_error
@@ -283,7 +283,7 @@ def test_configurations(
 @pytest.mark.parametrize(("group", "dtype"), [(128, BF16), (32, BF16), (128, F32), (0, BF16), (0, F32)], ids=str)
 def test_chosen_configuration(n: int, k: int, group: int, dtype: torch.dtype) -> None:
     config = config_for(n, k, group, dtype)
-    units = config.units(torch.uint8 if group else dtype)
+    units = 32 * config.warps * config.runs * units_per_lane(torch.uint8 if group else dtype)
     if group and n <= 4096:
         assert (config.rows, config.warps, config.runs) == (8, 8, 1)
         return
