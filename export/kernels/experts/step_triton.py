@@ -140,7 +140,7 @@ def _experts_gate_up(
         x,
         norm_weight,
         logits,
-        *pointers(gate_up, gate_up_scale, shared_gate_up, shared_gate_up_scale),
+        *_pointers(gate_up, gate_up_scale, shared_gate_up, shared_gate_up_scale),
         hidden,
         EPS=eps,
         SIZE=size,
@@ -194,7 +194,7 @@ def _experts_down(
     launcher(experts_down_early)[(size // rows,)](
         hidden,
         logits,
-        *pointers(down, down_scale, shared_down, shared_down_scale),
+        *_pointers(down, down_scale, shared_down, shared_down_scale),
         residual,
         out,
         SIZE=size,
@@ -217,6 +217,14 @@ def _tensors(routed: Weight, shared: Weight | None) -> tuple[Tensor, Tensor | No
         if shared is None
         else (routed.values, routed.scale, shared.values, shared.scale)
     )
+
+
+def _pointers(
+    values: Tensor, scale: Tensor | None, shared: Tensor | None, shared_scale: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Without a shared expert the routed ones' twice, for both are compiled: their types must be equal."""
+    routed = pointers(values, scale)
+    return *routed, *(routed if shared is None else pointers(shared, shared_scale))
 
 
 def _check(routed: Weight, shared: Weight | None, dtype: torch.dtype, sizes: tuple[int, int, int], top_k: int) -> None:
