@@ -18,7 +18,7 @@ from ostinato.export.progress import Progress
 
 from .aot import Code, generate_code, read_code
 from .compilers import CompilerError, Compilers, timed
-from .torch_internals import INTERFACE, Generated, choose_vector_instructions, compilers_run_by
+from .torch_internals import Generated, Interface, choose_vector_instructions, compilers_run_by
 from .trace import TracedGraph
 
 
@@ -46,7 +46,7 @@ class Libraries:
         self._progress = progress
         self._compilers = Compilers()
         self._headers: list[Future[None]] = []
-        self._interfaces: dict[tuple[str, ...], Future[Path]] = {}
+        self._interfaces: dict[Interface, Future[Path]] = {}
         self._jobs: list[_Job] = []
         self._codes: list[Code] = []
         self._open = ExitStack()
@@ -124,17 +124,19 @@ class Libraries:
     def _make_header(self, make: Callable[..., None], *arguments: Any) -> None:
         self._headers.append(self._compilers.start(make, *arguments))
 
-    def _interface(self, command: tuple[str, ...]) -> Future[Path]:
-        if command not in self._interfaces:
+    def _interface(self, interface: Interface) -> Future[Path]:
+        if interface not in self._interfaces:
             folder = Path(tempfile.mkdtemp(dir=self._folder))
-            self._interfaces[command] = self._compilers.start(self._make_interface, command, folder, [*self._headers])
-        return self._interfaces[command]
+            made = self._compilers.start(self._make_interface, interface, folder, [*self._headers])
+            self._interfaces[interface] = made
+        return self._interfaces[interface]
 
-    def _make_interface(self, command: tuple[str, ...], folder: Path, headers: Sequence[Future[None]]) -> Path:
+    def _make_interface(self, interface: Interface, folder: Path, headers: Sequence[Future[None]]) -> Path:
+        (folder / interface.SOURCE).write_text(interface.source)
         for header in headers:
             header.result()
-        self._compilers.run(command, folder)
-        return folder / INTERFACE
+        self._compilers.run(interface.command, folder)
+        return folder / interface.OBJECT
 
     @contextmanager
     def _failure(self, graph: TracedGraph, begin: float) -> Iterator[None]:

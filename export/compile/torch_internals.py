@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 from unittest import mock
 
 import torch
@@ -27,6 +27,18 @@ _EARLY = "EARLY"
 
 
 @dataclass(frozen=True)
+class Interface:
+    """The part of a library that is the same in many: `command` compiles `source`, a file `SOURCE` in the folder where it
+    runs, to the object `OBJECT` there."""
+
+    source: str
+    command: tuple[str, ...]
+
+    SOURCE: ClassVar[str] = "interface.cpp"
+    OBJECT: ClassVar[str] = "interface.o"
+
+
+@dataclass(frozen=True)
 class Generated:
     """What AOTInductor generates, and what makes a shared library of it.
 
@@ -35,20 +47,16 @@ class Generated:
         extern: JSON list of the ATen operators that it calls by name at run time, often empty.
         source: the C++ wrapper of the kernels.
         objects: commands of the compiler that make its own objects.
-        interface: command that makes the object `INTERFACE` in the folder where it runs; the same object fits all libraries
-            of which this command is the same. None: this library's own objects have what is in it.
-        link: command that makes the library of its own objects, to which `INTERFACE` must be added.
+        interface: its object fits all libraries that have an equal one. None: this library's own objects have what is in it.
+        link: command that makes the library of its own objects, to which the interface's must be added.
     """
 
     path: Path
     extern: bytes
     source: str
     objects: tuple[tuple[str, ...], ...]
-    interface: tuple[str, ...] | None
+    interface: Interface | None
     link: tuple[str, ...]
-
-
-INTERFACE = "interface.o"
 
 
 class _Linking(Exception):
@@ -115,21 +123,23 @@ def generate_library(module: torch.nn.Module, arguments: tuple[Any, ...], device
     return Generated(path, extern, source, tuple(map(tuple, objects)), interface, tuple(link))
 
 
-def _interface_apart(wrapper: Path, objects: list[list[str]]) -> tuple[str, ...] | None:
-    """Take the text that all wrappers have in common out of one; the command that compiles it by itself.
+def _interface_apart(wrapper: Path, objects: list[list[str]]) -> Interface | None:
+    """Take what all wrappers have in common out of one: the interface's text, and the base class that each would instantiate.
 
-    None where this torch's wrappers do not have it: then each library takes 1.8 s more (of 4.4 s for the wrapper of a small
-    graph, g++ 12).
+    None where this torch's wrappers do not have that text: then each library takes 3 s more (of 4.4 s for the wrapper of a
+    small graph, g++ 12).
     """
     template = Path(str(torch._inductor.__file__)).parent / "codegen" / "aoti_runtime" / "interface.cpp"
     common, source = template.read_text().strip(), wrapper.read_text()
     if common not in source:
         return None
-    wrapper.write_text(source.replace(common, "#include <torch/csrc/inductor/aoti_runtime/model.h>"))
+    base = "template class torch::aot_inductor::AOTInductorModelBase<torch::aot_inductor::AOTInductorModel>;\n"
+    model = f"#include <torch/csrc/inductor/aoti_runtime/model.h>\nextern {base}"
+    wrapper.write_text(source.replace(common, model))
     (command,) = (command for command in objects if str(wrapper) in command)
-    command = [str(template) if word == str(wrapper) else word for word in command]
-    command[command.index("-o") + 1] = INTERFACE
-    return tuple(command)
+    command = [Interface.SOURCE if word == str(wrapper) else word for word in command]
+    command[command.index("-o") + 1] = Interface.OBJECT
+    return Interface(f"{common}\n{base}", tuple(command))
 
 
 @contextmanager

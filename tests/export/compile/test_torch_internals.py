@@ -85,7 +85,8 @@ def test_generate_library(tmp_path: Path) -> None:
 
 def load_built(found: torch_internals.Generated) -> Any:
     assert found.interface is not None
-    for command in (*found.objects, found.interface, (*found.link, torch_internals.INTERFACE)):
+    (found.path.parent / found.interface.SOURCE).write_text(found.interface.source)
+    for command in (*found.objects, found.interface.command, (*found.link, found.interface.OBJECT)):
         subprocess.run(command, cwd=found.path.parent, check=True, capture_output=True)
     return load_container(str(found.path), torch.device("cpu"))
 
