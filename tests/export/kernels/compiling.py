@@ -2,18 +2,20 @@
 
 Functions run on tensors without storage, and each launch is recorded, not made; then what was to be launched is compiled,
 from the source that Inductor generates for it. The scripts run in a process without Triton's interpreter
-(`python -m tests.export.kernels.compiling_model`) and print JSON.
+(`python -m tests.export.kernels.compiling_model`) and print JSON; `printed` runs them.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import re
+import runpy
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -180,6 +182,17 @@ class AbsentDriver:
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+
+def printed(flag: str, program: str) -> str:
+    """What Python prints with the arguments `-c CODE` or `-m MODULE`."""
+    output = io.StringIO()
+    with redirect_stdout(output):
+        if flag == "-c":
+            exec(compile(program, "-c", "exec"), {"__name__": "__main__"})
+        else:
+            runpy.run_module(program, run_name="__main__")
+    return output.getvalue()
 
 
 def without_a_driver() -> None:

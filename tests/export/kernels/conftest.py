@@ -5,17 +5,15 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-
-from ...conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -86,15 +84,18 @@ def repaired_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_compiled(*words: str) -> str:
-    """What Python prints with these arguments, in a process without Triton's interpreter.
+    """What Python prints with these arguments, `-c CODE` or `-m MODULE`, in a process without Triton's interpreter.
 
-    A trace needs that: the interpreter would run the kernels on its fake tensors.
+    A trace needs that: the interpreter would run the kernels on its fake tensors. All such processes come from one that has
+    imported what they need.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, *words]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    from .compiling import printed
+
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload([printed.__module__])
+    without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with mock.patch.dict(os.environ, without, clear=True), forking.Pool(1) as pool:
+        return pool.apply_async(printed, words).get(timeout=900)
 
 
 def traced_layer(code: str) -> tuple[list[str], list[str], list[tuple[int, ...]]]:
