@@ -166,8 +166,8 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def without_samplers() -> Iterator[None]:
-    """`export_model` makes `prefill` and `decode` alone: the code of what draws tokens takes a quarter of an export."""
+def methods_alone(*names: str) -> Iterator[None]:
+    """`export_model` makes only these methods: the code of what draws tokens takes a quarter of an export."""
     from ostinato.export import model
 
     read_config = model.read_config
@@ -177,7 +177,7 @@ def without_samplers() -> Iterator[None]:
 
         def methods(network: Any) -> dict[str, Any]:
             made = family.methods(network)
-            return {name: made[name] for name in ("prefill", "decode")}
+            return {name: made[name] for name in names}
 
         return replace(family, methods=methods), config
 

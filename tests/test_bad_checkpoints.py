@@ -12,7 +12,7 @@ import torch
 from ostinato.delegate import load_program
 from ostinato.runner.cli import main
 
-from .conftest import Fails, without_samplers
+from .conftest import Fails, methods_alone
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_config_alone(export_fails: Fails, capitals_checkpoint: Path, tmp_path: 
     assert f"{folder} holds no .safetensors file" in error and "--load-format dummy" in error
 
     words = ["export", "--model", folder, "--output", output, "--load-format", "dummy", "--max-seq-len", 8]
-    with without_samplers():
+    with methods_alone("decode"):
         assert main([str(word) for word in (*words, "--quant", "int4", "--group-size", 32)]) == 0
     family, model_config = read_config(folder)
     network = build_network(model_config, 8, torch.float32, group_size=32)
@@ -203,10 +203,10 @@ def test_config_alone(export_fails: Fails, capitals_checkpoint: Path, tmp_path: 
     assert not (output / "tokenizer.json").exists()
     with load_program(output) as program, torch.no_grad():
         assert program.metadata["get_quantization"] == "int4 g32"
-        prefill, decode = program.load_method("prefill"), program.load_method("decode")
-        for method, tokens, positions in ((prefill, [[5, 6, 7]], [0, 1, 2]), (decode, [[8]], [3])):
-            inputs = torch.tensor(tokens), torch.tensor(positions)
-            torch.testing.assert_close(method.execute(inputs)[0], network(*inputs))
+        decode = program.load_method("decode")
+        for position, token in enumerate((5, 6, 7, 8)):
+            inputs = torch.tensor([[token]]), torch.tensor([position])
+            torch.testing.assert_close(decode.execute(inputs)[0], network(*inputs))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -8,6 +8,7 @@ that measures ExecuTorch's own model uses its private parts itself.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,11 +29,17 @@ _EARLY = "EARLY"
 
 @dataclass(frozen=True)
 class Interface:
-    """The part of a library that is the same in many: `command` compiles `source`, a file `SOURCE` in the folder where it
-    runs, to the object `OBJECT` there."""
+    """The part of a library that is the same in many.
+
+    Attributes:
+        source: C++, for a file `SOURCE`.
+        command: compiles it to the object `OBJECT`, both in the folder where it runs.
+        kept: where the object may lie from an export before, under a name that covers all that it is made of. None: nowhere.
+    """
 
     source: str
     command: tuple[str, ...]
+    kept: Path | None
 
     SOURCE: ClassVar[str] = "interface.cpp"
     OBJECT: ClassVar[str] = "interface.o"
@@ -139,7 +146,13 @@ def _interface_apart(wrapper: Path, objects: list[list[str]]) -> Interface | Non
     (command,) = (command for command in objects if str(wrapper) in command)
     command = [Interface.SOURCE if word == str(wrapper) else word for word in command]
     command[command.index("-o") + 1] = Interface.OBJECT
-    return Interface(f"{common}\n{base}", tuple(command))
+    text, kept = f"{common}\n{base}", None
+    if "-include" in command:
+        # The name of the precompiled header covers the headers' text, the flags and the compiler.
+        header = Path(command[command.index("-include") + 1])
+        digest = hashlib.sha256("\0".join((text, *command)).encode()).hexdigest()
+        kept = header.with_name(f"{header.stem}-{digest[:16]}.o")
+    return Interface(text, tuple(command), kept)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from ostinato.export.model import DTYPES
 from ostinato.export.models import build_network, read_config
 from ostinato.export.models.traffic import decode_bytes, kv_bytes_per_token
 
-from ..conftest import CAPITALS, CAPITALS_LENGTH, without_samplers
+from ..conftest import CAPITALS, CAPITALS_LENGTH, methods_alone
 from ..wrappers import allocations, kept_source
 from .references import (
     CASES,
@@ -126,7 +126,7 @@ def artifact(
             reference = make_reference(tmp_path_factory.mktemp(spec.name), spec.changes, spec.seed)
 
             def build(path: Path) -> None:
-                with nullcontext() if spec.samplers else without_samplers():
+                with nullcontext() if spec.samplers else methods_alone("prefill", "decode"):
                     export_model(reference.folder, path, max_seq_len=spec.max_seq_len, dtype=spec.dtype)
 
             extra = repr(spec) + Path(__file__).with_name("references.py").read_text()

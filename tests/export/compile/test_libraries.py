@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export import Progress
+from ostinato.export.compile import torch_internals
 from ostinato.export.compile.compilers import CompilerError, Compilers, CompilersStopped
 from ostinato.export.compile.libraries import Libraries
+from ostinato.export.compile.torch_internals import Interface
 from ostinato.export.compile.trace import TracedGraph, trace_method
 
 
@@ -72,6 +75,37 @@ def test_codes_are_in_the_order_of_the_graphs(monkeypatch: pytest.MonkeyPatch, t
     assert list(progress.seconds) == ["compile first_weight", "compile second", "compile third"]
     assert progress.seconds["compile first_weight"] > 3
     assert list(temporary.glob("ostinato-*")) == []
+
+
+def test_the_interface_is_kept_for_the_next_export(
+    monkeypatch: pytest.MonkeyPatch, temporary: Path, tmp_path: Path
+) -> None:
+    """It is compiled once, by the first of two exports; where there is no place for it, by each."""
+    compiled: list[Path] = []
+    run, apart = Compilers.run, torch_internals._interface_apart
+
+    def counted(compilers: Compilers, command: Sequence[str], folder: Path) -> None:
+        if Interface.SOURCE in command:
+            compiled.append(folder)
+        run(compilers, command, folder)
+
+    def export(kept: Path) -> None:
+        def moved(wrapper: Path, objects: list[list[str]]) -> Interface:
+            interface = apart(wrapper, objects)
+            assert interface is not None and interface.kept is not None
+            return replace(interface, kept=kept)
+
+        monkeypatch.setattr(torch_internals, "_interface_apart", moved)
+        with Libraries("cpu", Progress()) as libraries:
+            libraries.generate(graphs("weight"))
+            (code,) = libraries.codes()
+        assert code.names == {"weight": "weight"}
+
+    monkeypatch.setattr(Compilers, "run", counted)
+    for kept in (tmp_path / "kept.o", tmp_path / "kept.o", tmp_path / "nowhere" / "kept.o"):
+        export(kept)
+    assert len(compiled) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.o", "temporary"]
 
 
 FAILING = """
