@@ -127,14 +127,13 @@ class Libraries:
 
     def _interface(self, interface: Interface) -> Future[Path]:
         if interface not in self._interfaces:
-            folder = Path(tempfile.mkdtemp(dir=self._folder))
-            made = self._compilers.start(self._make_interface, interface, folder, [*self._headers])
-            self._interfaces[interface] = made
+            self._interfaces[interface] = self._compilers.start(self._make_interface, interface, [*self._headers])
         return self._interfaces[interface]
 
-    def _make_interface(self, interface: Interface, folder: Path, headers: Sequence[Future[None]]) -> Path:
+    def _make_interface(self, interface: Interface, headers: Sequence[Future[None]]) -> Path:
         if interface.kept is not None and interface.kept.exists():
             return interface.kept
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
         (folder / interface.SOURCE).write_text(interface.source)
         for header in headers:
             header.result()

@@ -11,7 +11,6 @@ import importlib.util
 import io
 import os
 import re
-import runpy
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -184,14 +183,11 @@ class AbsentDriver:
         return torch.device("cpu")
 
 
-def printed(flag: str, program: str) -> str:
-    """What Python prints with the arguments `-c CODE` or `-m MODULE`."""
+def printed(code: str) -> str:
+    """What it prints, run as a script."""
     output = io.StringIO()
     with redirect_stdout(output):
-        if flag == "-c":
-            exec(compile(program, "-c", "exec"), {"__name__": "__main__"})
-        else:
-            runpy.run_module(program, run_name="__main__")
+        exec(code, {"__name__": "__main__"})
     return output.getvalue()
 
 

@@ -83,8 +83,8 @@ def repaired_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "cast_impl", cast_with_rounding)
 
 
-def run_compiled(*words: str) -> str:
-    """What Python prints with these arguments, `-c CODE` or `-m MODULE`, in a process without Triton's interpreter.
+def run_compiled(code: str) -> str:
+    """What a script prints in a process without Triton's interpreter.
 
     A trace needs that: the interpreter would run the kernels on its fake tensors. All such processes come from one that has
     imported what they need.
@@ -95,7 +95,7 @@ def run_compiled(*words: str) -> str:
     forking.set_forkserver_preload([printed.__module__])
     without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with mock.patch.dict(os.environ, without, clear=True), forking.Pool(1) as pool:
-        return pool.apply_async(printed, words).get(timeout=900)
+        return pool.apply_async(printed, (code,)).get(timeout=900)
 
 
 def traced_layer(code: str) -> tuple[list[str], list[str], list[tuple[int, ...]]]:
@@ -104,7 +104,7 @@ def traced_layer(code: str) -> tuple[list[str], list[str], list[tuple[int, ...]]
     Args:
         code: defines the module `Layer` and `inputs`, what its forward takes.
     """
-    operators, buffers, shapes = map(ast.literal_eval, run_compiled("-c", code + _TRACE).splitlines())
+    operators, buffers, shapes = map(ast.literal_eval, run_compiled(code + _TRACE).splitlines())
     return operators, buffers, shapes
 
 
@@ -138,4 +138,6 @@ def spilling(
 
 def report_of(script: str) -> Any:
     """What the script `compiling_{script}` prints."""
-    return json.loads(run_compiled("-m", f"{__package__}.compiling_{script}"))
+    return json.loads(
+        run_compiled(f"import runpy; runpy.run_module('{__package__}.compiling_{script}', run_name='__main__')")
+    )

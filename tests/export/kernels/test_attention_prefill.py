@@ -122,7 +122,7 @@ show(1, None)
 
 
 def test_traced_for_any_number_of_tokens() -> None:
-    assert run_compiled("-c", TRACE).splitlines() == [
+    assert run_compiled(TRACE).splitlines() == [
         "['ostinato.attend.default'] [4, 64]",
         "[(2, 255)] SymInt",
         "['ostinato.attend.default'] [4, 64]",

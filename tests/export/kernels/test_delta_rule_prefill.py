@@ -293,4 +293,4 @@ for tokens in (130, 1):
 
 
 def test_export_keeps_the_number_of_tokens_symbolic() -> None:
-    run_compiled("-c", EXPORT)
+    run_compiled(EXPORT)

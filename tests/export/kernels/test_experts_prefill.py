@@ -220,7 +220,7 @@ assert ops(program) == ["ostinato.route.default", "ostinato.experts.default"], o
 
 
 def test_export_keeps_the_number_of_tokens_open() -> None:
-    run_compiled("-c", TRACE)
+    run_compiled(TRACE)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="the interpreter would take an hour")

@@ -103,7 +103,7 @@ operators(1, None)
 
 
 def test_traced_for_any_number_of_tokens() -> None:
-    many, bounds, one = run_compiled("-c", TRACE).splitlines()
+    many, bounds, one = run_compiled(TRACE).splitlines()
     assert "ostinato.dequantize_int4" in many and many.endswith(", 24])") and "130" not in many
     assert "[2, 255]" in bounds.replace("lower=", "[").replace("upper=", "") or "VR[2, 255]" in bounds
     assert "ostinato.dequantize_int4" in one and one.endswith("torch.Size([1, 24])")
