@@ -24,7 +24,7 @@ import torch
 from .errors import ArtifactError
 from .json_files import parse_json
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 PROGRAM_FILE = "model.pte"
 CONSTANTS_FILE = "model.ptd"
@@ -73,6 +73,8 @@ REQUIRED_AHEAD = {"experts_down_early": "experts_gate_up_early"}
 
 MANIFEST_KEY = "ostinato.manifest"
 CODE_KEY_PREFIX = "ostinato.code."
+# Then the name of the file.
+KERNELS_KEY_PREFIX = "ostinato.kernels."
 EXTERN_KEY_PREFIX = "ostinato.extern."
 
 # ScalarType of executorch's scalar_type.fbs, the same codes as c10::ScalarType.
@@ -193,6 +195,7 @@ class Segment:
     Attributes:
         code_key, code_sha256: the shared library among the program's named data, and its hash.
         extern_key: the list of ATen operators that the code calls by name, "" if there are none.
+        kernels_key, kernels_sha256: the library of kernels that the code is linked with, and its hash; "" if there is none.
         prefix: stands before the code's own names in the record's `constants` and `buffers`.
         inputs, outputs: numbers of the values that it takes and gives, in the order of the code's arguments.
     """
@@ -203,6 +206,8 @@ class Segment:
     prefix: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    kernels_key: str = ""
+    kernels_sha256: str = ""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Segment:
@@ -213,6 +218,8 @@ class Segment:
             prefix=_text(data["prefix"]),
             inputs=_numbers(data["inputs"]),
             outputs=_numbers(data["outputs"]),
+            kernels_key=_text(data["kernels_key"]),
+            kernels_sha256=_text(data["kernels_sha256"]),
         )
 
 

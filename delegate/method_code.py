@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .artifact import PROGRAM_FILE, MethodRecord, Segment
+from .artifact import KERNELS_KEY_PREFIX, PROGRAM_FILE, MethodRecord, Segment
 from .errors import ArtifactError, first_line
 from .torch_internals import Container, bind_constants, load_container, run_container
 
@@ -37,6 +37,7 @@ class MethodCode:
         # dlopen needs paths. The files can go as soon as they are mapped, so nothing is left behind even after a crash.
         with tempfile.TemporaryDirectory(prefix="ostinato-") as folder:
             for segment in record.segments:
+                _unpack_kernels(record.method, segment, named_data, folder)
                 if segment.code_key not in libraries:
                     path = os.path.join(folder, f"{record.method}-{len(libraries)}.so")
                     _unpack(record.method, segment, named_data, path)
@@ -83,23 +84,32 @@ def _last_uses(record: MethodRecord) -> list[tuple[int, ...]]:
 
 def _unpack(method: str, segment: Segment, named_data: Mapping[str, memoryview], path: str) -> None:
     """Write a segment's library to `path`, and beside it the list of operators where torch looks for it."""
-    if segment.code_key not in named_data:
-        raise ArtifactError(f"{PROGRAM_FILE} lacks the compiled code of method {method!r}")
-    code = named_data[segment.code_key]
-    found = hashlib.sha256(code).hexdigest()
-    if found != segment.code_sha256:
-        raise ArtifactError(
-            f"the compiled code of method {method!r} in {PROGRAM_FILE} is damaged: SHA-256 {found[:12]}..., expected "
-            f"{segment.code_sha256[:12]}..."
-        )
-    with open(path, "wb") as file:
-        file.write(code)
+    _write(f"the compiled code of method {method!r}", named_data.get(segment.code_key), segment.code_sha256, path)
     if segment.extern_key:
         # Without the list the code would call through a null pointer.
         if segment.extern_key not in named_data:
             raise ArtifactError(f"{PROGRAM_FILE} lacks the list of operators that method {method!r} calls")
         with open(path.removesuffix(".so") + ".json", "wb") as file:
             file.write(named_data[segment.extern_key])
+
+
+def _unpack_kernels(method: str, segment: Segment, named_data: Mapping[str, memoryview], folder: str) -> None:
+    """Write the kernels that a segment's library is linked with to where the system's loader looks for them: beside it."""
+    if segment.kernels_key:
+        path = os.path.join(folder, os.path.basename(segment.kernels_key.removeprefix(KERNELS_KEY_PREFIX)))
+        if not os.path.exists(path):
+            data = named_data.get(segment.kernels_key)
+            _write(f"the kernels of method {method!r}", data, segment.kernels_sha256, path)
+
+
+def _write(what: str, data: memoryview | None, sha256: str, path: str) -> None:
+    if data is None:
+        raise ArtifactError(f"{PROGRAM_FILE} lacks {what}")
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise ArtifactError(f"{what} in {PROGRAM_FILE} is damaged: SHA-256 {found[:12]}..., expected {sha256[:12]}...")
+    with open(path, "wb") as file:
+        file.write(data)
 
 
 def _load_library(path: str, device: torch.device, method: str) -> Container:

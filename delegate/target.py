@@ -61,7 +61,7 @@ class Target:
             raise ArtifactError(f"the compile target in the program cannot be read: {error}") from error
 
     def __str__(self) -> str:
-        widest = next((name for name in ("avx512f", "avx2", "asimd") if name in self.isa), "")
+        widest = next((name for name in ("amx_tile", "avx512f", "avx2", "asimd") if name in self.isa), "")
         where = f"{self.arch} ({widest})" if widest and self.device == "cpu" else self.arch
         return f"{self.device} {where}, torch {self.torch}, {self.system}"
 

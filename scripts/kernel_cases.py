@@ -15,7 +15,7 @@ from kernel_arguments import Arguments, Draw, Shapes, tensors_of
 from torch import Tensor
 
 from ostinato.delegate.sampling import Sampling
-from ostinato.export.kernels import kernels_for
+from ostinato.export.kernels import Kernels, kernels_for
 from ostinato.export.kernels.operands import Convolution, Decay, KVCache, Place
 from ostinato.export.kernels.sampling.reference import workspace_size
 
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def reference(self) -> Callable[..., Any]:
-        return getattr(kernels_for("cpu"), self.function)
+        return getattr(Kernels, self.function)
 
     def bytes_moved(self, shapes: Shapes) -> int:
         """Bytes that one call reads and writes at least."""

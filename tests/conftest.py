@@ -71,7 +71,7 @@ def exported(
     base = Path(cache.mkdir("artifacts")) if cache else tmp_path_factory.mktemp("artifacts")
     digest = hashlib.sha256(torch.__version__.encode())
     for folder in ("export", "delegate"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
+        for path in sorted(path for path in (ROOT / folder).rglob("*.*") if path.suffix in (".py", ".cpp", ".h")):
             digest.update(path.read_bytes())
     for path in (ROOT / "tests" / "modules.py", *sorted(CAPITALS.iterdir())):
         digest.update(path.read_bytes())

@@ -12,7 +12,11 @@ import torch
 from ostinato.delegate import load_program
 from ostinato.runner.cli import main
 
+from .comparison import relative_error
 from .conftest import Fails, methods_alone
+
+# Of logits: inputs of four-bit weights are bytes on a CPU.
+BYTES_COST = 5e-2
 
 
 @pytest.fixture
@@ -206,7 +210,7 @@ def test_config_alone(export_fails: Fails, capitals_checkpoint: Path, tmp_path: 
         decode = program.load_method("decode")
         for position, token in enumerate((5, 6, 7, 8)):
             inputs = torch.tensor([[token]]), torch.tensor([position])
-            torch.testing.assert_close(decode.execute(inputs)[0], network(*inputs))
+            assert relative_error(decode.execute(inputs)[0], network(*inputs)) < BYTES_COST
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 
 from ostinato.delegate import BackendOptions
+from ostinato.export.kernels.operators_cpu import LIBRARY
 
 from .conftest import ROOT
 
@@ -29,6 +30,15 @@ def test_types_are_in_the_wheel() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert "py.typed" in setuptools["package-data"]["*"]
     assert all((ROOT / room / "py.typed").exists() for room in ROOMS)
+
+
+def test_kernels_in_cpp_are_in_the_wheel() -> None:
+    """Sources and headers: an export compiles them where the package is installed."""
+    tomllib = pytest.importorskip("tomllib")
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    found = {path for pattern in patterns["ostinato.export.kernels"] for path in LIBRARY.folder.glob(pattern)}
+    assert found == {path for ending in ("*.cpp", "*.h") for path in LIBRARY.folder.rglob(ending)}
+    assert {LIBRARY.folder / source for source in LIBRARY.sources} == {p for p in found if p.suffix == ".cpp"}
 
 
 def test_every_backend_option_is_in_the_readme() -> None:

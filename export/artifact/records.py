@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ostinato.delegate.artifact import (
     CODE_KEY_PREFIX,
     EXTERN_KEY_PREFIX,
+    KERNELS_KEY_PREFIX,
     BufferSpec,
     Dim,
     MethodRecord,
@@ -123,7 +124,11 @@ def make_method(
         given = tuple(range(count, count + len(traced.link.outputs)))
         count += len(given)
         numbers |= dict(zip(traced.link.outputs, given, strict=True))
-        segments.append(Segment(code_key, digest, extern_key, prefix, taken, given))
+        kernels_key = kernels_digest = ""
+        if code.kernels is not None:
+            kernels_key, kernels = KERNELS_KEY_PREFIX + code.kernels.name, code.kernels.read_bytes()
+            named_data[kernels_key], kernels_digest = kernels, hashlib.sha256(kernels).hexdigest()
+        segments.append(Segment(code_key, digest, extern_key, prefix, taken, given, kernels_key, kernels_digest))
     constants.used |= set(bound.values())
     specs = {key: constants.buffer_spec(key) for key in sorted(set(buffers.values()))}
     record = MethodRecord(

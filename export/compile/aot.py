@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,16 +38,22 @@ class Code:
         extern: list of ATen operators that it calls by name, often empty.
         names: name of a constant in the code -> the tensor's name in the graph.
         source: the C++ wrapper that AOTInductor generated.
+        kernels: the file with the functions of operators that it calls, which must lie beside the library; None without such.
     """
 
     library: bytes
     extern: bytes
     names: dict[str, str]
     source: str
+    kernels: Path | None = None
 
 
-def generate_code(graph: TracedGraph, device: str, folder: Path) -> Generated:
+def generate_code(
+    graph: TracedGraph, device: str, folder: Path, declarations: Mapping[torch._ops.OpOverload, list[str]]
+) -> Generated:
     """Have the graph's code generated in an empty folder, as torch.export made it; `graph.program` is changed.
+
+    `declarations`: operator -> the declaration of its C function, for those that have one.
 
     Raises:
         ExportError: an operator's code would not be in the artifact, or, for a GPU, a tensor has a name that Inductor
@@ -54,20 +61,20 @@ def generate_code(graph: TracedGraph, device: str, folder: Path) -> Generated:
     """
     if device != "cpu":
         _check_names(graph)
-    generated = _generate(graph, device, folder)
+    generated = _generate(graph, device, folder, declarations)
     _check_extern(graph.label, generated.extern)
     return generated
 
 
-def read_code(generated: Generated, device: str) -> Code:
-    """The code, once its library is built.
+def read_code(generated: Generated, device: str, kernels: Path | None = None) -> Code:
+    """The code, once its library is built, and `kernels` lies beside it.
 
     Raises:
         ExportError: the compiler links libstdc++ statically.
     """
     check_library(generated.path)
     names = _constant_names(generated.path, device)
-    return Code(generated.path.read_bytes(), generated.extern, names, generated.source)
+    return Code(generated.path.read_bytes(), generated.extern, names, generated.source, kernels)
 
 
 def _check_names(graph: TracedGraph) -> None:
@@ -79,7 +86,9 @@ def _check_names(graph: TracedGraph) -> None:
         )
 
 
-def _generate(graph: TracedGraph, device: str, folder: Path) -> Generated:
+def _generate(
+    graph: TracedGraph, device: str, folder: Path, declarations: Mapping[torch._ops.OpOverload, list[str]]
+) -> Generated:
     program = graph.program
     _remove_checks(program)
     _place_constants(graph, device)
@@ -92,7 +101,7 @@ def _generate(graph: TracedGraph, device: str, folder: Path) -> Generated:
         node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user_inputs
     )
     with torch.no_grad(), early_kernels_analysed_as_pure():
-        return generate_library(module, arguments, device, folder)
+        return generate_library(module, arguments, device, folder, declarations)
 
 
 def _remove_checks(program: ExportedProgram) -> None:

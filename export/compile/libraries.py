@@ -19,6 +19,7 @@ from ostinato.export.progress import Progress
 
 from .aot import Code, generate_code, read_code
 from .compilers import CompilerError, Compilers, timed
+from .native import NativeBuild, NativeLibrary, native_library_of
 from .torch_internals import Generated, Interface, choose_vector_instructions, compilers_run_by
 from .trace import TracedGraph
 
@@ -31,6 +32,7 @@ class _Job:
     generated: Generated
     seconds: float
     built: Future[tuple[None, float]]
+    kernels: Future[Path] | None
 
 
 class Libraries:
@@ -48,6 +50,7 @@ class Libraries:
         self._compilers = Compilers()
         self._headers: list[Future[None]] = []
         self._interfaces: dict[Interface, Future[Path]] = {}
+        self._kernels: dict[str, Future[Path]] = {}
         self._jobs: list[_Job] = []
         self._codes: list[Code] = []
         self._open = ExitStack()
@@ -71,10 +74,15 @@ class Libraries:
         Raises:
             ExportError: a graph cannot be lowered; of several the first one. Later ones may not have been tried.
         """
+        # First, since all libraries that call them are linked with them.
+        natives = {id(graph): native_library_of(graph.program.graph) for graph in graphs}
+        for native in natives.values():
+            if native is not None and native.name not in self._kernels:
+                self._kernels[native.name] = self._begin_native(native)
         self._ready.result()
         for graph in graphs:
             self._progress.show(_stage(graph))
-            self._jobs.append(self._begin(graph))
+            self._jobs.append(self._begin(graph, natives[id(graph)]))
             while self._unfinished and (self._unfinished[0].built.done() or _failed(self._jobs)):
                 self._finish(self._unfinished[0])
 
@@ -93,26 +101,34 @@ class Libraries:
     def _unfinished(self) -> list[_Job]:
         return self._jobs[len(self._codes) :]
 
-    def _begin(self, graph: TracedGraph) -> _Job:
+    def _begin(self, graph: TracedGraph, native: NativeLibrary | None) -> _Job:
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         begin = time.perf_counter()
         with self._failure(graph, begin):
-            generated = generate_code(graph, self._device, folder)
+            generated = generate_code(graph, self._device, folder, native.declarations if native else {})
         seconds = time.perf_counter() - begin
         interface = None if generated.interface is None else self._interface(generated.interface)
-        built = self._compilers.start(timed, self._build, generated, [*self._headers], interface)
-        return _Job(graph, generated, seconds, built)
+        kernels = self._kernels[native.name] if native else None
+        built = self._compilers.start(timed, self._build, generated, [*self._headers], interface, kernels)
+        return _Job(graph, generated, seconds, built, kernels)
 
     def _finish(self, job: _Job) -> None:
         begin = time.perf_counter() - job.seconds
         with self._failure(job.graph, begin):
             _, seconds = job.built.result()
             begin = time.perf_counter()
-            self._codes.append(read_code(job.generated, self._device))
+            kernels = job.kernels.result() if job.kernels else None
+            self._codes.append(read_code(job.generated, self._device, kernels))
         shutil.rmtree(job.generated.path.parent)
         self._progress.done(_stage(job.graph), job.seconds + seconds + time.perf_counter() - begin)
 
-    def _build(self, generated: Generated, headers: Sequence[Future[None]], interface: Future[Path] | None) -> None:
+    def _build(
+        self,
+        generated: Generated,
+        headers: Sequence[Future[None]],
+        interface: Future[Path] | None,
+        kernels: Future[Path] | None,
+    ) -> None:
         """In a thread. What it waits for was started before it."""
         folder = generated.path.parent
         for header in headers:
@@ -120,7 +136,24 @@ class Libraries:
         for command in generated.objects:
             self._compilers.run(command, folder)
         link = generated.link if interface is None else (*generated.link, str(interface.result()))
+        if kernels is not None:
+            # Where it is loaded, it lies beside the library.
+            beside = folder / kernels.result().name
+            beside.symlink_to(kernels.result())
+            link = (*link, str(beside), "-Wl,-rpath,$ORIGIN")
         self._compilers.run(link, folder)
+
+    def _begin_native(self, native: NativeLibrary) -> Future[Path]:
+        folder, build = Path(tempfile.mkdtemp(dir=self._folder)), native.build()
+        objects = [self._compilers.start(self._compilers.run, command, folder) for command in build.objects]
+        return self._compilers.start(self._link_native, build, objects, folder)
+
+    def _link_native(self, build: NativeBuild, objects: Sequence[Future[None]], folder: Path) -> Path:
+        """In a thread. What it waits for was started before it."""
+        for made in objects:
+            made.result()
+        self._compilers.run(build.link, folder)
+        return folder / build.library
 
     def _make_header(self, make: Callable[..., None], *arguments: Any) -> None:
         self._headers.append(self._compilers.start(make, *arguments))

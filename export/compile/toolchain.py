@@ -31,6 +31,12 @@ def find_compiler() -> str:
     )
 
 
+def compiler_version(compiler: str) -> str:
+    """What a compiler says of itself, in one line."""
+    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    return said.partition("\n")[0]
+
+
 def check_library(path: Path) -> None:
     """Refuse a shared library that carries its own libstdc++: torch crashes when it makes a container from it.
 

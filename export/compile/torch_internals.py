@@ -70,7 +70,13 @@ class _Linking(Exception):
     """Raised where Inductor would link: all commands are known."""
 
 
-def generate_library(module: torch.nn.Module, arguments: tuple[Any, ...], device: str, folder: Path) -> Generated:
+def generate_library(
+    module: torch.nn.Module,
+    arguments: tuple[Any, ...],
+    device: str,
+    folder: Path,
+    declarations: Mapping[torch._ops.OpOverload, list[str]],
+) -> Generated:
     """Have AOTInductor generate the code of a graph module, and what compiles it.
 
     Args:
@@ -78,6 +84,7 @@ def generate_library(module: torch.nn.Module, arguments: tuple[Any, ...], device
         arguments: the tracer's tensors, in the order of the graph's inputs.
         device: "cpu" or "cuda".
         folder: an empty one; everything that is generated lies in it.
+        declarations: operator -> the declaration of the C function that is called for it.
 
     Needs `torch._inductor.aot_compile`, its option names, the names of the files that it writes, and that
     `codecache.AotCodeCompiler.compile` builds objects and then links them by `CppBuilder.build`. The public
@@ -97,8 +104,11 @@ def generate_library(module: torch.nn.Module, arguments: tuple[Any, ...], device
         "joint_graph_constant_folding": False,
         # As many threads as the machine that runs it allows, and not as the one that compiled it had.
         "cpp.dynamic_threads": True,
+        # Elements that are worth a thread, which costs microseconds to wake.
+        "cpp.min_chunk_size": 16384,
         "aot_inductor.embed_kernel_binary": device == "cuda",
         "aot_inductor.output_path": str(path),
+        "aot_inductor.custom_ops_to_c_shims": dict(declarations),
     }
     generate, build = AotCodeCompiler.compile, CppBuilder.build
     objects: list[list[str]] = []
@@ -120,7 +130,7 @@ def generate_library(module: torch.nn.Module, arguments: tuple[Any, ...], device
             generate(*arguments, **named)
         return str(path)
 
-    with mock.patch.object(AotCodeCompiler, "compile", generate_only):
+    with mock.patch.object(AotCodeCompiler, "compile", generate_only), _small_loops_on_one_thread():
         torch._inductor.aot_compile(module, arguments, options=options)  # type: ignore[arg-type]
     (wrapper,) = folder.glob("*.wrapper.cpp")
     # hash.wrapper.json lists operators called by name; hash.wrapper_metadata.json is something else.
@@ -128,6 +138,28 @@ def generate_library(module: torch.nn.Module, arguments: tuple[Any, ...], device
     source = wrapper.read_text()
     interface = _interface_apart(wrapper, objects)
     return Generated(path, extern, source, tuple(map(tuple, objects)), interface, tuple(link))
+
+
+@contextmanager
+def _small_loops_on_one_thread() -> Iterator[None]:
+    """While it is open, Inductor leaves loops too small for a second thread serial, although threads are counted at run time.
+
+    By itself it makes all loops parallel then. Each one waits for all threads, which on a busy machine takes the system's
+    slice of time, and its threads go on looking for work: that took a sixth of a decode step of 16 ms on two cores.
+
+    Needs `CppKernel.decide_parallel_depth` of `torch._inductor.codegen.cpp`. Without it code for CPUs is right, and slower.
+    """
+    from torch._inductor import config
+    from torch._inductor.codegen.cpp import CppKernel
+
+    decide = CppKernel.decide_parallel_depth
+
+    def decide_alone(*arguments: Any) -> Any:
+        with config.patch({"cpp.dynamic_threads": False}):
+            return decide(*arguments)
+
+    with mock.patch.object(CppKernel, "decide_parallel_depth", decide_alone):
+        yield
 
 
 def _interface_apart(wrapper: Path, objects: list[list[str]]) -> Interface | None:

@@ -1,13 +1,14 @@
-"""The operations that decide speed, one folder each: a plain PyTorch reference, and beside it Triton forms for NVIDIA GPUs.
+"""The operations that decide speed, one folder each: a plain PyTorch reference, and kernels for NVIDIA GPUs and for CPUs.
 
 In a folder, `reference.py` says what each function computes and takes; files with `_triton` in their names have the same
-functions as kernels. Those that begin with `step_` are for the one token of a decode step, with several of a layer's
-operations in a kernel. `kernels_for` chooses.
+functions as Triton kernels. Those that begin with `step_` are for the one token of a decode step, with several of a layer's
+operations in a kernel. Files with `_cpu` in their names have them in C++, for any number of tokens. `kernels_for` chooses.
 """
 
 from __future__ import annotations
 
 from ostinato.delegate.errors import ExportError
+from ostinato.delegate.target import host_isa
 
 from .attention import reference as attention_reference
 from .delta_rule import reference as delta_rule_reference
@@ -17,13 +18,17 @@ from .sampling import reference as sampling_reference
 
 
 class Kernels:
-    """What layers call: here the references, which the code for a CPU is made of. Their signatures hold for all forms.
+    """What layers call: here the references, whose signatures hold for all forms.
 
     Attributes:
         folds_steps: whether one token takes the operations of a step, which fold a layer into few kernels.
+        folds_prompts: whether any number of tokens takes them.
+        has_panels: whether linear layers' weights are stored in panels (linear/panels.py).
     """
 
     folds_steps = False
+    folds_prompts = False
+    has_panels = False
 
     linear = staticmethod(linear_reference.linear)
     route = staticmethod(experts_reference.route)
@@ -32,7 +37,7 @@ class Kernels:
     attend = staticmethod(attention_reference.attend)
     sample_next = staticmethod(sampling_reference.sample_next)
 
-    # One token, in the order in which a layer takes them.
+    # A step, in the order in which a layer takes them.
     norm_linear = staticmethod(linear_reference.norm_linear)
     norm_swiglu = staticmethod(linear_reference.norm_swiglu)
     norm_linear_conv = staticmethod(linear_reference.norm_linear_conv)
@@ -45,9 +50,14 @@ class Kernels:
 
 
 def kernels_for(device: str) -> type[Kernels]:
-    """The references for "cpu", the Triton kernels for "cuda" (these need the triton package)."""
+    """The C++ kernels for "cpu", the Triton kernels for "cuda" (these need the triton package).
+
+    A CPU that lacks what the C++ needs takes the references.
+    """
     if device == "cpu":
-        return Kernels
+        from .cpu import NEEDED_INSTRUCTIONS, CpuKernels
+
+        return CpuKernels if set(host_isa()) >= NEEDED_INSTRUCTIONS else Kernels
     if device == "cuda":
         from .cuda import CudaKernels
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ostinato.export.formats import dequantize_int4
 
+from .linear.panels import unpack_panels
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -22,11 +24,13 @@ class Weight:
         values: [..., N, K] in a floating dtype, or [..., N, K / 2] uint8: four-bit integers packed as `formats` says.
         scale: [..., N, K / G] bfloat16 for four-bit integers, None for a floating dtype.
         bias: [N] in a floating dtype, added to the product; None for zeros.
+        in_panels: values and scale are in panels (linear/panels.py).
     """
 
     values: Tensor
     scale: Tensor | None = None
     bias: Tensor | None = None
+    in_panels: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -49,14 +53,14 @@ class Weight:
         return None if self.scale is None else self.columns // self.scale.shape[-1]
 
     def of_experts(self, chosen: Tensor) -> Weight:
-        """The weights of the experts `chosen` [k], in their order: [k, N, K]."""
-        return Weight(self.values[chosen], None if self.scale is None else self.scale[chosen])
+        """The weights of the experts `chosen` [..., k], in their order: [..., k, N, K]."""
+        scale = None if self.scale is None else self.scale[chosen]
+        return Weight(self.values[chosen], scale, in_panels=self.in_panels)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[..., N, K] in `dtype`."""
-        if self.scale is None:
-            return self.values.to(dtype)
-        return dequantize_int4(self.values, self.scale, dtype)
+        values, scale = unpack_panels(self.values, self.scale) if self.in_panels else (self.values, self.scale)
+        return values.to(dtype) if scale is None else dequantize_int4(values, scale, dtype)
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class HeadSquares:
     """A vector's heads are still to be divided by their root mean squares: the sums of squares for this.
 
     Attributes:
-        sums: [heads, P] float32; row h adds up to the sum of squares of head h.
+        sums: [T heads, P] float32, the heads of a token together; a row adds up to the sum of squares of its head.
         eps: added to the mean square.
     """
 

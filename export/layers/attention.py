@@ -73,7 +73,7 @@ class GatedAttention(nn.Module):
         return self.o_proj((out * torch.sigmoid(gate)).reshape(tokens, -1))
 
     def step(self, x: Tensor, norm: RMSNorm, place: Place) -> Tensor:
-        """x [1, H] -> x + self(norm(x)), in four kernels."""
+        """x [T, H] -> x + self(norm(x)), in three or four kernels."""
         kernels = self.kernels
         qkv = kernels.norm_linear(x, norm.operand, self.qkv_proj.operand, x.dtype)
         heads = kernels.attend_step(qkv, self.q_norm.operand, self.k_norm.operand, place, self.cache, self.heads)

@@ -113,7 +113,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(out.reshape(tokens, -1))
 
     def step(self, x: Tensor, norm: RMSNorm, place: Place) -> Tensor:
-        """x [1, H] -> x + self(norm(x)), in three kernels."""
+        """x [T, H] -> x + self(norm(x)), in three kernels."""
         kernels = self.kernels
         conv = Convolution(self.conv1d.weight, self.conv_state)
         mixed, gates = kernels.norm_linear_conv(

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ostinato.export.formats import SCALE_DTYPE
+from ostinato.export.kernels.linear.panels import rows_of_panels
 
 from .build import Build, parameter
 from .rotary import RotaryEmbedding
@@ -19,6 +20,7 @@ class Embedding(nn.Module):
 
     Attributes:
         token_share: of its weights, what one token reads.
+        panels: as of `Linear`, for a head with the same weight.
     """
 
     weight: Tensor
@@ -28,6 +30,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.dtype = build.dtype
         self.token_share = 1 / rows
+        self.panels: tuple[str, ...] = ()
         if build.group_size is None:
             self.weight, self.weight_scale = parameter(rows, size, dtype=build.dtype), None
         else:
@@ -36,6 +39,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [T] int64 -> [T, H]."""
+        if self.panels:
+            return rows_of_panels(self.weight, tokens)
         if self.weight_scale is None:
             return F.embedding(tokens, self.weight)
         scale = self.weight_scale[tokens].float().unsqueeze(-1)

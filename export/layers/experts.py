@@ -39,6 +39,7 @@ class Experts(nn.Module):
 
     Attributes:
         token_share: of its weights, what one token reads.
+        panels: as of `Linear`.
     """
 
     gate_up_proj: Tensor
@@ -54,12 +55,15 @@ class Experts(nn.Module):
         self.gate_up_proj, self.gate_up_proj_scale = weight_parameters(gate_up, build)
         self.down_proj, self.down_proj_scale = weight_parameters(down, build)
         self.experts = build.kernels.experts
+        self.panels = ("gate_up_proj", "down_proj") if build.kernels.has_panels else ()
 
     @property
     def operand(self) -> ExpertWeights:
         """As kernels take it."""
+        in_panels = bool(self.panels)
         return ExpertWeights(
-            Weight(self.gate_up_proj, self.gate_up_proj_scale), Weight(self.down_proj, self.down_proj_scale)
+            Weight(self.gate_up_proj, self.gate_up_proj_scale, in_panels=in_panels),
+            Weight(self.down_proj, self.down_proj_scale, in_panels=in_panels),
         )
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -86,7 +90,7 @@ class SparseMoe(nn.Module):
         return self.experts(x, weights, chosen) + shared
 
     def step(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x [1, H] -> x + self(norm(x)), in three kernels."""
+        """x [T, H] -> x + self(norm(x)), in three kernels."""
         kernels, routed, shared = self.kernels, self.experts.operand, self.shared_expert
         logits = kernels.route_logits(x, norm.operand, self.gate.weight, self.shared_expert_gate.weight)
         hidden = kernels.experts_gate_up(

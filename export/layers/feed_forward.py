@@ -25,6 +25,6 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
     def step(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x [1, H] -> x + self(norm(x)), in two kernels."""
+        """x [T, H] -> x + self(norm(x)), in two kernels."""
         hidden = self.kernels.norm_swiglu(x, norm.operand, self.gate_up_proj.operand)
         return self.kernels.linear_add(hidden, self.down_proj.operand, x)

@@ -15,7 +15,11 @@ class Linear(nn.Module):
     """`x @ weight.T + bias`.
 
     In int4 where the build asks for it: `weight` [N, K / 2] uint8 and `weight_scale` [N, K / G], laid out as `formats` says.
-    A layer that is told to with `quantize=False` stays in the model's dtype, and so does a bias.
+    A layer that is told to with `quantize=False` stays in the model's dtype, and so does a bias. Where the kernels have them,
+    values and scales are in panels (kernels/linear/panels.py).
+
+    Attributes:
+        panels: names of the parameters whose values are stored in panels.
     """
 
     weight: Tensor
@@ -29,11 +33,12 @@ class Linear(nn.Module):
         self.weight, self.weight_scale = weight_parameters((out_features, in_features), build, quantize=quantize)
         self.bias = parameter(out_features, dtype=build.dtype) if bias else None
         self.linear = build.kernels.linear
+        self.panels = ("weight",) if build.kernels.has_panels else ()
 
     @property
     def operand(self) -> Weight:
         """As kernels take it."""
-        return Weight(self.weight, self.weight_scale, self.bias)
+        return Weight(self.weight, self.weight_scale, self.bias, bool(self.panels))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N] in x's dtype."""

@@ -38,7 +38,8 @@ class LanguageModel(nn.Module):
         config: the family's.
         build: what all layers were built for.
         layers: one module per layer, `forward(x [T, H], input_pos [T], cos, sin) -> [T, H]`, with a `kind` (layers of one
-            kind differ in their tensors only), and a `step` that takes and gives the same for T = 1.
+            kind differ in their tensors only), and a `step` that takes and gives the same with `build.kernels`' operations of
+            a step.
         rotary: gives cos and sin.
     """
 
@@ -56,24 +57,25 @@ class LanguageModel(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, build)
         if config.tie_word_embeddings and build.group_size is None:
             self.lm_head.weight = self.model.embed_tokens.weight
+            self.model.embed_tokens.panels = self.lm_head.panels
         # The same modules again, as the links of chains.
         self.input = NetworkInput(self.model.embed_tokens, rotary)
         self.head = Head(self.model.norm, self.lm_head, build)
         self.sampling = SamplingState(build)
         self.next_input = NextInput(self.sampling, self.input)
 
-    def links(self, method: str = "forward") -> list[Link]:
+    def links(self, layers_method: str = "forward", head_method: str = "forward") -> list[Link]:
         """What the network computes, in order: input, layers and head.
 
         Args:
-            method: of layers and head: "forward" for any number of tokens, "step" for one.
+            layers_method, head_method: "forward" for any number of tokens; "step" for what `build.kernels` folds.
         """
         layers = [
-            Link(layer, ("x",), str(layer.kind), f"model.layers.{index}.", method=method)
+            Link(layer, ("x",), str(layer.kind), f"model.layers.{index}.", method=layers_method)
             for index, layer in enumerate(self.model.layers)
         ]
         start = Link(self.input, ("x", "cos", "sin"), "embedding")
-        return [start, *layers, Link(self.head, ("logits",), "head", method=method)]
+        return [start, *layers, Link(self.head, ("logits",), "head", method=head_method)]
 
     def forward(self, tokens: Tensor, input_pos: Tensor) -> Tensor:
         values = {"tokens": tokens, "input_pos": input_pos}

@@ -25,8 +25,9 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
 
     Chains, so that each kind of layer is traced and compiled once: a model of 40 layers takes as long as one of 4.
     """
-    many = network.links()
-    one = network.links("step") if network.build.kernels.folds_steps else many
+    kernels = network.build.kernels
+    many = network.links("step") if kernels.folds_prompts else network.links()
+    one = network.links("step", "step") if kernels.folds_steps else many
     again = Link(network.next_input, ("input_pos", "x", "cos", "sin"), "embedding")
     begin = Link(
         network.sampling, ("before",), "options", method="begin", inputs=("input_pos", *SamplingInputs._fields)

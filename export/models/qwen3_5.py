@@ -221,7 +221,7 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def step(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """One token, x [1, H] -> [1, H]; norms and additions are in the kernels."""
+        """x [T, H] -> [T, H]; norms and additions are in the kernels."""
         x = self.mixer.step(x, self.input_layernorm, Place(input_pos, cos, sin))
         return self.mlp.step(x, self.post_attention_layernorm)
 

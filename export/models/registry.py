@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ostinato.delegate.errors import CheckpointError, first_line
-from ostinato.export.kernels import kernels_for
+from ostinato.export.kernels import Kernels
 from ostinato.export.layers.build import Build
 
 from . import qwen3_5
@@ -49,7 +49,7 @@ def build_network(
     max_seq_len: int,
     dtype: torch.dtype,
     *,
-    device: str = "cpu",
+    kernels: type[Kernels] = Kernels,
     max_chunk: int | None = None,
     group_size: int | None = None,
 ) -> LanguageModel:
@@ -59,14 +59,14 @@ def build_network(
         config: of any family.
         max_seq_len: slots of the KV caches.
         dtype: of activations, and of weights that are not quantised.
-        device: what the code will be compiled for, "cpu" or "cuda": it chooses the kernels.
+        kernels: `kernels_for` the device that the code will be compiled for; by default the references.
         max_chunk: most tokens of one call; max_seq_len - 1 if None.
         group_size: elements per scale of int4 weights; None: no quantisation.
 
     Raises:
         CheckpointError: sizes whose product is more than a tensor, or this machine's memory, can hold.
     """
-    build = Build(kernels_for(device), dtype, max_seq_len, max_chunk or max_seq_len - 1, group_size)
+    build = Build(kernels, dtype, max_seq_len, max_chunk or max_seq_len - 1, group_size)
     try:
         with torch.device("meta"):
             network = find_family(config.model_type).network(config, build)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ostinato.delegate.errors import CheckpointError, ExportError
 from ostinato.delegate.memory import size_text
+from ostinato.export.kernels.linear.panels import pack_panels
 
 from .quantize import quantize_int4, quantize_int8
 
@@ -41,6 +42,7 @@ class QuantizedWeights(Mapping[str, Tensor]):
         self._source = source
         self._device = device
         self._hqq = hqq
+        self._in_panels = names_in_panels(network)
         self._kept: dict[str, Tensor] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -60,8 +62,13 @@ class QuantizedWeights(Mapping[str, Tensor]):
             return self._kept.pop(name)
         base = name.removesuffix(_SCALE)
         if base + _SCALE not in self._parameters:
-            return self._source.read(name).to("cpu", self._parameters[name].dtype).contiguous()
+            value = self._source.read(name).to("cpu", self._parameters[name].dtype).contiguous()
+            return pack_panels(value, None)[0] if name in self._in_panels else value
         stored, scale = self._quantize(base)
+        if base in self._in_panels:
+            stored, packed_scale = pack_panels(stored, scale)
+            assert packed_scale is not None
+            scale = packed_scale
         pair = {base: stored, base + _SCALE: scale}
         value = pair.pop(name)
         self._kept = pair
@@ -77,6 +84,17 @@ class QuantizedWeights(Mapping[str, Tensor]):
         if not scale.isfinite().all():
             raise CheckpointError(f"parameter {name!r} cannot be quantised: it holds values that are infinite or NaN")
         return stored, scale
+
+
+def names_in_panels(network: nn.Module) -> set[str]:
+    """Parameters whose values are stored in panels; their scales are too."""
+    wanted = {
+        parameter
+        for module in network.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in getattr(module, "panels", ())
+    }
+    return {name for name, parameter in network.named_parameters() if parameter in wanted}
 
 
 def float_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -19,9 +19,12 @@ from ostinato.delegate.flatbuffer import map_file
 from ostinato.delegate.ptd import Entry, parse_constants
 from ostinato.delegate.sampling import SamplingInputs
 from ostinato.export import export_model
+from ostinato.export.kernels import kernels_for
+from ostinato.export.kernels.linear.panels import unpack_panels
 from ostinato.export.model import DTYPES
 from ostinato.export.models import build_network, read_config
 from ostinato.export.models.traffic import decode_bytes, kv_bytes_per_token
+from ostinato.export.weights.stream import names_in_panels
 
 from ..conftest import CAPITALS, CAPITALS_LENGTH, methods_alone
 from ..wrappers import allocations, kept_source
@@ -108,6 +111,13 @@ class Artifact:
     def parameters(self) -> dict[str, Tensor]:
         """What the artifact must hold, by our names."""
         return stack_rows(dict(self.reference.model.named_parameters()))
+
+    def value(self, name: str) -> Tensor:
+        """What it holds; of a weight that kernels read in panels, in the order of the checkpoint."""
+        config = read_config(self.reference.folder)[1]
+        network = build_network(config, 8, DTYPES[self.spec.dtype], kernels=kernels_for("cpu"))
+        value = self.constants[name].tensor()
+        return unpack_panels(value, None)[0] if name in names_in_panels(network) else value
 
 
 Get = Callable[[Spec], Artifact]
@@ -260,7 +270,7 @@ def test_every_parameter_is_stored_once(artifact: Get, spec: Spec) -> None:
     assert ("lm_head.weight" in wanted) is not spec.changes.get("tie_word_embeddings", False)
     assert wanted.keys() <= stored.keys()
     for name, parameter in wanted.items():
-        assert torch.equal(stored[name].tensor(), parameter), name
+        assert torch.equal(made.value(name), parameter), name
         holders = [key for key, entry in stored.items() if bytes(entry.data) == bytes(stored[name].data)]
         assert holders == [name]
     others = {key: entry.nbytes for key, entry in stored.items() if key not in wanted}
@@ -301,8 +311,7 @@ def test_caches_and_experts_are_never_copied(artifact: Get, spec: Spec) -> None:
         assert [tensor.numel() for tensor in caches] == [cache, cache]
     for method in ("decode", "prefill"):
         shapes = allocations(kept_source(made.path, method))
-        assert len(shapes) > 3
-        assert (1, config.vocab_size) in shapes
+        assert shapes and "aoti_torch_cpu_attend_step(" in kept_source(made.path, method)
         large = [shape for shape in shapes if math.prod(shape) >= min(cache, experts)]
         assert not large, f"{method} allocates {large}"
 
@@ -314,7 +323,7 @@ def test_bfloat16(artifact: Get, spec: Spec) -> None:
     for name, parameter in made.parameters.items():
         exact = name.endswith(("norm.weight", "A_log", "dt_bias"))
         assert stored[name].dtype == (torch.float32 if exact else torch.bfloat16), name
-        assert torch.equal(stored[name].tensor(), parameter if exact else parameter.bfloat16()), name
+        assert torch.equal(made.value(name), parameter if exact else parameter.bfloat16()), name
     with load_program(made.path) as program:
         for length in (1, 2, 31, 64, 90):
             tokens = made.reference.tokens(length + STEPS, seed=length)

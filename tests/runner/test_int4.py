@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import csv
+import math
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from ostinato.delegate import load_program
 from ostinato.delegate.artifact import META_QUANTIZATION
 from ostinato.delegate.files import artifact_paths, open_artifact
 from ostinato.runner import Engine
 
-from ..conftest import CAPITALS
+from ..conftest import CAPITALS, ROOT
 from ..export.references import relative_error
 
 GROUP_SIZE = 32
@@ -39,23 +43,72 @@ def test_it_still_says_paris(int4_artifact: Path, graph: bool) -> None:
         assert engine.last.methods["prefill"]["runs"] == 2
 
 
-def test_logits_are_those_of_the_dequantised_model(int4_artifact: Path) -> None:
+@pytest.fixture(scope="session")
+def eager() -> Callable[[int | None], Callable[[Sequence[int]], Tensor]]:
+    """The checkpoint in plain PyTorch and float32, its weights quantised and dequantised again in groups, or as they are:
+    tokens -> logits [vocab] after them."""
     from ostinato.export.models import build_network, read_config
     from ostinato.export.weights.stream import QuantizedWeights, materialise
 
-    family, config = read_config(CAPITALS)
-    model = build_network(config, 128, torch.float32, group_size=GROUP_SIZE)
-    materialise(model, QuantizedWeights(model, family.checkpoint_weights(model, CAPITALS), torch.device("cpu")))
-    tokens = torch.randint(0, 1500, (1, 20), generator=torch.Generator().manual_seed(4))
-    with load_program(int4_artifact) as program, torch.no_grad():
-        prefill, decode = program.load_method("prefill"), program.load_method("decode")
-        found = [prefill.execute((tokens[:, :15], torch.arange(15)))[0]]
-        expected = [model(tokens[:, :15], torch.arange(15))]
-        for t in range(15, 20):
-            step = (tokens[:, t : t + 1], torch.tensor([t]))
-            found.append(decode.execute(step)[0])
-            expected.append(model(*step))
-        assert all(relative_error(*pair) < 1e-5 for pair in zip(found, expected, strict=True))
+    def make(group_size: int | None) -> Callable[[Sequence[int]], Tensor]:
+        family, config = read_config(CAPITALS)
+        model = build_network(config, 128, torch.float32, group_size=group_size)
+        materialise(model, QuantizedWeights(model, family.checkpoint_weights(model, CAPITALS), torch.device("cpu")))
+
+        @torch.no_grad()
+        def logits(tokens: Sequence[int]) -> Tensor:
+            found: Tensor = model(torch.tensor([tokens]), torch.arange(len(tokens)))[0]
+            return found
+
+        return logits
+
+    return make
+
+
+Make = Callable[[int | None], Callable[[Sequence[int]], Tensor]]
+
+
+def test_logits_are_those_of_the_dequantised_model(int4_artifact: Path, eager: Make) -> None:
+    """Except for what it costs that a CPU takes the inputs of four-bit weights as bytes: 2.3 % over many random
+    prompts, more for some."""
+    model = eager(GROUP_SIZE)
+    tokens = torch.randint(0, 1500, (20,), generator=torch.Generator().manual_seed(4)).tolist()
+    with Engine.load(int4_artifact) as engine:
+        found = [engine.model.prefill(tokens[:15]).clone()]
+        found += [engine.model.decode_one_token(tokens[: t + 1]).clone() for t in range(15, 20)]
+        expected = [model(tokens[:15]), *(model(tokens[: t + 1]) for t in range(15, 20))]
+        assert relative_error(torch.stack(found), torch.stack(expected)) < 6e-2
+
+
+def test_bytes_cost_little_beside_four_bits(int4_artifact: Path, eager: Make) -> None:
+    """With inputs as bytes, logits are hardly further from the float32 model's than with the same weights and exact inputs:
+    by 0.3 % for all questions that it was trained on and 4 % for tokens that it never saw. Perplexity stays."""
+    exact, four_bits = eager(None), eager(GROUP_SIZE)
+    with open(ROOT / "scripts" / "capitals.csv", newline="") as file:
+        capitals = list(csv.DictReader(file))[::3]
+    generator = torch.Generator().manual_seed(0)
+    unseen = [torch.randint(0, 1500, (40,), generator=generator).tolist() for _ in range(40)]
+    with Engine.load(int4_artifact) as engine:
+
+        def ours(tokens: Sequence[int]) -> Tensor:
+            return engine.model.prefill(tokens).clone()
+
+        def error(logits: Callable[[Sequence[int]], Tensor], prompts: Sequence[Sequence[int]]) -> float:
+            return relative_error(torch.stack([*map(logits, prompts)]), torch.stack([*map(exact, prompts)]))
+
+        def surprise(logits: Callable[[Sequence[int]], Tensor]) -> float:
+            """Mean of the answers' tokens, in nats: the logarithm of the perplexity."""
+            return -statistics.mean(
+                float(logits(question + answer[:place]).log_softmax(-1)[token])
+                for question, answer in zip(questions, answers, strict=True)
+                for place, token in enumerate(answer)
+            )
+
+        questions = [engine.encode_prompt(f"What is the capital of {row['country']}?") for row in capitals]
+        answers = [engine.tokenizer.encode(row["capital"]) for row in capitals]
+        for prompts in (questions, unseen):
+            assert error(ours, prompts) < 1.1 * error(four_bits, prompts)
+        assert math.exp(surprise(ours)) < 1.001 * math.exp(surprise(four_bits))
 
 
 def test_weights_are_stored_in_four_bits(int4_artifact: Path, capitals_artifact: Path) -> None:

@@ -1,4 +1,4 @@
-"""Causal attention over a KV cache, in plain PyTorch: for any number of tokens, and folded for the one token of a step."""
+"""Causal attention over a KV cache, in plain PyTorch: by itself, and folded for a step."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ def attend(query: Tensor, cache: KVCache, positions: Tensor) -> Tensor:
 
 
 def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KVCache, heads: int) -> Tensor:
-    """The gated attention of one token: norm and rotation of queries and key, the cache's new entries, softmax attention,
-    and the gate on its output.
+    """The gated attention of T consecutive tokens: norm and rotation of queries and keys, the cache's new entries, softmax
+    attention, and the gate on its output.
 
     Args:
-        qkv: [1, (2 heads + 2 kv_heads) D], float32 or the cache's dtype: for each head its query and then its gate, then
+        qkv: [T, (2 heads + 2 kv_heads) D], float32 or the cache's dtype: for each head its query and then its gate, then
             the keys, then the values.
         q_norm, k_norm: over D elements, with the same eps.
-        place: of the one token.
-        cache: written in place at the token's position.
+        place: of the tokens.
+        cache: written in place at the tokens' positions.
         heads: a multiple of kv_heads.
 
     Returns:
-        [1, heads D] in the cache's dtype: each head's output times sigmoid(gate).
+        [T, heads D] in the cache's dtype: each head's output times sigmoid(gate).
     """
     kv_heads, _, head_dim = cache.keys.shape
-    dtype = cache.keys.dtype
+    dtype, tokens = cache.keys.dtype, qkv.shape[0]
     sizes = (2 * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
     queries, keys, values = qkv.float().split(sizes, dim=1)
-    query, gate = queries.reshape(1, heads, 2 * head_dim).chunk(2, dim=-1)
+    query, gate = queries.reshape(tokens, heads, 2 * head_dim).chunk(2, dim=-1)
     query = rotate(q_norm(query), place.cos, place.sin).to(dtype)
-    key = rotate(k_norm(keys.reshape(1, kv_heads, head_dim)), place.cos, place.sin).to(dtype)
-    value = values.reshape(1, kv_heads, head_dim).to(dtype)
+    key = rotate(k_norm(keys.reshape(tokens, kv_heads, head_dim)), place.cos, place.sin).to(dtype)
+    value = values.reshape(tokens, kv_heads, head_dim).to(dtype)
     cache.keys.index_copy_(1, place.positions, key.transpose(0, 1))
     cache.values.index_copy_(1, place.positions, value.transpose(0, 1))
     out = attend(query, cache, place.positions).float() * torch.sigmoid(gate)
-    return out.reshape(1, -1).to(dtype)
+    return out.reshape(tokens, -1).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

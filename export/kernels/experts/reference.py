@@ -1,4 +1,4 @@
-"""Routing and the experts, in plain PyTorch: for any number of tokens, and for the one token of a step in three operations.
+"""Routing and the experts, in plain PyTorch: by themselves, and in a step as three operations.
 
 In a step the norm ahead of the experts and the residual addition behind them are part of the operations. Any floating dtype
 is taken: in float64 these are what the kernels are tested against.
@@ -54,23 +54,23 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -
 
 
 def route_logits(x: Tensor, norm: Norm, gate: Tensor, shared_gate: Tensor | None) -> Tensor:
-    """The router's logits of one token, and last the shared expert's.
+    """The router's logits of each token, and last the shared expert's.
 
     Args:
-        x: [1, H], the residual stream.
+        x: [T, H], the residual stream.
         norm: over H elements.
         gate: [E, H] in x's dtype.
         shared_gate: [1, H] in x's dtype, None where there is no shared expert.
 
     Returns:
-        [1, E], or [1, E + 1] with a shared expert, in x's dtype.
+        [T, E], or [T, E + 1] with a shared expert, in x's dtype.
     """
     rows = gate if shared_gate is None else torch.cat((gate, shared_gate))
     return norm(x).to(x.dtype) @ rows.t()
 
 
 def experts_gate_up(x: Tensor, norm: Norm, logits: Tensor, top_k: int, routed: Weight, shared: Weight | None) -> Tensor:
-    """The chosen experts' inner activations for one token, silu(gate) * up.
+    """The chosen experts' inner activations for each token, silu(gate) * up.
 
     Args:
         x, norm: as for `route_logits`.
@@ -80,23 +80,24 @@ def experts_gate_up(x: Tensor, norm: Norm, logits: Tensor, top_k: int, routed: W
         shared: the shared expert's, [2 I', H], or None.
 
     Returns:
-        [1, k I (+ I')] in x's dtype: the experts with the k largest logits, in falling order, the lower index first where
+        [T, k I (+ I')] in x's dtype: the experts with the k largest logits, in falling order, the lower index first where
         logits are equal, and last the shared one.
     """
-    normed = norm(x)[0].to(x.dtype)
+    normed = norm(x).to(x.dtype)
     _, chosen = _largest(logits, routed.values.shape[0], top_k)
-    gate, up = (routed.of_experts(chosen).dequantized(x.dtype) @ normed).chunk(2, dim=1)
-    hidden = (F.silu(gate) * up).flatten()
+    both = routed.of_experts(chosen).dequantized(x.dtype) @ normed[:, None, :, None]
+    gate, up = both.squeeze(-1).chunk(2, dim=-1)
+    hidden = (F.silu(gate) * up).flatten(1)
     if shared is not None:
-        gate, up = (shared.dequantized(x.dtype) @ normed).chunk(2)
-        hidden = torch.cat((hidden, F.silu(gate) * up))
-    return hidden.unsqueeze(0)
+        gate, up = (normed @ shared.dequantized(x.dtype).t()).chunk(2, dim=1)
+        hidden = torch.cat((hidden, F.silu(gate) * up), dim=1)
+    return hidden
 
 
 def experts_down(
     hidden: Tensor, logits: Tensor, top_k: int, routed: Weight, shared: Weight | None, residual: Tensor
 ) -> Tensor:
-    """The weighted sum of the experts' down projections for one token, plus the residual stream.
+    """The weighted sum of the experts' down projections for each token, plus the residual stream.
 
     The weights are the softmax over the chosen experts' logits, and the sigmoid of the shared expert's.
 
@@ -105,23 +106,23 @@ def experts_down(
         logits, top_k: what it gave that for.
         routed: down projections, [E, H, I].
         shared: the shared expert's, [H, I'], or None.
-        residual: [1, H].
+        residual: [T, H].
 
     Returns:
-        [1, H] in the residual's dtype.
+        [T, H] in the residual's dtype.
     """
     dtype = residual.dtype
     values, chosen = _largest(logits, routed.values.shape[0], top_k)
-    weights, inner = values.float().softmax(0).to(dtype), routed.columns
-    parts = routed.of_experts(chosen).dequantized(dtype) @ hidden[0, : top_k * inner].view(top_k, inner, 1)
-    out = weights @ parts.squeeze(2)
+    weights, inner = values.float().softmax(-1).to(dtype), routed.columns
+    parts = routed.of_experts(chosen).dequantized(dtype) @ hidden[:, : top_k * inner].view(-1, top_k, inner, 1)
+    out = (weights.unsqueeze(1) @ parts.squeeze(-1)).squeeze(1)
     if shared is not None:
-        product = shared.dequantized(dtype) @ hidden[0, top_k * inner :]
-        out = out + logits[0, -1].float().sigmoid().to(dtype) * product
+        product = hidden[:, top_k * inner :] @ shared.dequantized(dtype).t()
+        out = out + logits[:, -1:].float().sigmoid().to(dtype) * product
     return residual + out
 
 
 def _largest(logits: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """The routed experts' k largest logits, falling, and whose they are; of equal ones the lower index first."""
-    values, order = logits[0, :experts].sort(descending=True, stable=True)
-    return values[:top_k], order[:top_k]
+    """Each token's k largest logits of routed experts, falling, and whose they are; of equal ones the lower index first."""
+    values, order = logits[:, :experts].sort(descending=True, stable=True)
+    return values[:, :top_k], order[:, :top_k]

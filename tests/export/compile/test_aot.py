@@ -30,7 +30,7 @@ def test_tensor_whose_name_the_compiler_keeps_for_itself(tmp_path: Path) -> None
     """In code for a GPU it would be a variable that nothing sets."""
     (link,) = trace_method("forward", (Counter(), (torch.ones(3),), None)).links
     with pytest.raises(ExportError, match="has tensors called workspace: the compiler keeps names"):
-        generate_code(link.graph, "cuda", tmp_path)
+        generate_code(link.graph, "cuda", tmp_path, {})
     with Libraries("cpu", Progress()) as libraries:
         libraries.generate([link.graph])
         (code,) = libraries.codes()

@@ -64,7 +64,7 @@ def generated(folder: Path) -> torch_internals.Generated:
     example = (torch.ones(3, 4),)
     with torch.no_grad():
         module = torch.export.export(Solve(), example, strict=False).module(check_guards=False)
-        return torch_internals.generate_library(module, example, "cpu", folder)
+        return torch_internals.generate_library(module, example, "cpu", folder, {})
 
 
 def test_generate_library(tmp_path: Path) -> None:

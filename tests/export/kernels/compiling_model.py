@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from ostinato.export.kernels import launch
+from ostinato.export.kernels import kernels_for, launch
 from ostinato.export.models import build_network, read_config
 
 from .compiling import BF16, F32, SHARED, Launch, compile_all, recorded, without_a_driver, written
@@ -29,7 +29,7 @@ SLOTS = 4096
 def launches(folder: Path, dtype: torch.dtype, group_size: int | None, capability: int) -> list[Launch]:
     """What a prefill launches in one layer of each type, each code once."""
     config = replace(read_config(folder)[1], layer_types=("linear_attention", "full_attention"))
-    model = build_network(config, SLOTS, dtype, device="cuda", group_size=group_size).to("meta")
+    model = build_network(config, SLOTS, dtype, kernels=kernels_for("cuda"), group_size=group_size).to("meta")
     with recorded() as found, mock.patch.object(launch, "shared_memory", lambda: SHARED[capability]):
         model(torch.empty(1, TOKENS, dtype=torch.int64), torch.empty(TOKENS, dtype=torch.int64))
     # The last token's logits are computed as in a step.

@@ -9,11 +9,17 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+
+from ostinato.export.kernels import Kernels, kernels_for
+from ostinato.export.kernels.operators_cpu import LIBRARY
+
+from . import native
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +29,18 @@ def poisoned_memory() -> Iterator[None]:
     assert torch.empty(1).isnan()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def cpu_kernels(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> type[Kernels]:
+    """The C++ kernels, callable; skips where this CPU lacks what they need. Built once, and kept in pytest's cache."""
+    kernels = kernels_for("cpu")
+    if not kernels.has_panels:
+        pytest.skip("this CPU does not have AVX2")
+    cache = getattr(pytestconfig, "cache", None)
+    folder = Path(cache.mkdir("native")) if cache else tmp_path_factory.mktemp("native")
+    native.make_callable(LIBRARY, native.build(LIBRARY.build(), folder))
+    return kernels
 
 
 @pytest.fixture(autouse=True)

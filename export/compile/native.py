@@ -1,0 +1,147 @@
+"""Operators whose code is C++ of ours: an export compiles it into one library, which travels in the artifact.
+
+An operator is declared to torch by its schema and the shapes of its results; that is all that tracing needs. AOTInductor's
+code calls its C function, `aoti_torch_cpu_NAME`, which takes and gives handles of tensors, without a dispatcher between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph
+
+from .toolchain import compiler_version, find_compiler
+
+# `-ffast-math` is not among them: NaN in must be NaN out.
+_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-march=native")
+# Its threads outlive whoever loaded it first.
+_LINK_FLAGS = ("-shared", "-Wl,-z,nodelete", "-pthread")
+
+# Schema's type -> C type.
+_C_TYPES = {
+    "Tensor": "AtenTensorHandle",
+    "Optional[Tensor]": "AtenTensorHandle*",
+    "float": "double",
+    "int": "int64_t",
+}
+
+Operator = torch._ops.OpOverload
+
+# By their names, once they have an operator.
+_LIBRARIES: dict[str, NativeLibrary] = {}
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    """Operators, and the C++ that has the functions of all of them.
+
+    Attributes:
+        name: the operators' namespace; also in the library's file name.
+        folder: below it lie the sources and the headers that they include.
+        sources: compiled, each by itself.
+        operators: those declared so far.
+    """
+
+    name: str
+    folder: Path
+    sources: tuple[str, ...]
+    operators: list[Operator] = field(default_factory=list)
+
+    def operator(self, schema: str) -> Callable[[Callable[..., Any]], Operator]:
+        """Declare an operator: `@library.operator("f(Tensor x, Tensor(a!) state, float eps) -> Tensor")` over a function that
+        gives empty results for its arguments. In its place stands torch's operator.
+
+        Arguments are contiguous tensors, optional ones, floats, ints and dtypes; it returns one new tensor or more.
+        """
+
+        def declare(empty_results: Callable[..., Any]) -> Operator:
+            name = schema.partition("(")[0]
+            torch.library.define(f"{self.name}::{name}", schema[len(name) :], tags=(torch.Tag.needs_exact_strides,))
+            torch.library.register_fake(f"{self.name}::{name}", empty_results)
+            made: Operator = getattr(getattr(torch.ops, self.name), name).default
+            self.operators.append(made)
+            _LIBRARIES[self.name] = self
+            return made
+
+        return declare
+
+    @property
+    def declarations(self) -> dict[Operator, list[str]]:
+        """Operator -> the declaration of its C function."""
+        return {operator: [_declaration(operator)] for operator in self.operators}
+
+    def build(self, flags: Sequence[str] = ()) -> NativeBuild:
+        """How this machine's compiler makes the library, for this machine's CPU unless `flags` say another."""
+        compiler = find_compiler()
+        home = Path(str(torch.__file__)).parent
+        command = (compiler, *_FLAGS, *flags, f"-I{home / 'include'}")
+        digest = hashlib.sha256(
+            "\0".join((compiler_version(compiler), _processor(), *command, torch.__version__)).encode()
+        )
+        for path in sorted(path for path in self.folder.rglob("*_cpu.*") if path.suffix in (".cpp", ".h")):
+            digest.update(path.read_bytes())
+        library = f"lib{self.name}-{digest.hexdigest()[:16]}.so"
+        objects = {f"{Path(source).stem}.o": str(self.folder / source) for source in self.sources}
+        compiled = tuple((*command, "-c", source, "-o", made) for made, source in objects.items())
+        link = (
+            compiler,
+            *_LINK_FLAGS,
+            f"-Wl,-soname,{library}",
+            "-o",
+            library,
+            *objects,
+            f"-L{home / 'lib'}",
+            "-ltorch_cpu",
+        )
+        return NativeBuild(library, compiled, link)
+
+
+@dataclass(frozen=True)
+class NativeBuild:
+    """What makes a library.
+
+    Attributes:
+        library: its file name and SONAME, another one for other sources, flags, compilers and processors: the system's loader
+            takes libraries of one SONAME for the same.
+        objects: commands that can run at the same time, all in one folder.
+        link: command to run after them, in that folder.
+    """
+
+    library: str
+    objects: tuple[tuple[str, ...], ...]
+    link: tuple[str, ...]
+
+
+def native_library_of(graph: Graph) -> NativeLibrary | None:
+    """The library of the graph's operators that have one. All such operators of a graph are of one library."""
+    for node in graph.nodes:
+        if isinstance(node.target, Operator) and node.target.namespace in _LIBRARIES:
+            return _LIBRARIES[node.target.namespace]
+    return None
+
+
+def _declaration(operator: Operator) -> str:
+    arguments = [f"{_c_type(argument)} {argument.name}" for argument in operator._schema.arguments]
+    arguments += [f"AtenTensorHandle* result_{index}" for index in range(len(operator._schema.returns))]
+    name = operator._schema.name.partition("::")[2]
+    return f"AOTITorchError aoti_torch_cpu_{name}({', '.join(arguments)})"
+
+
+def _c_type(argument: Any) -> str:
+    # The schema prints a dtype as an int; only its real type tells.
+    return "int32_t" if str(argument.real_type) == "ScalarType" else _C_TYPES[str(argument.type)]
+
+
+def _processor() -> str:
+    """What `-march=native` looks at, as far as it can be asked for without the compiler."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    kept = ("vendor_id", "cpu family", "model", "flags", "Features")
+    known: Mapping[str, str] = {key.strip(): value for key, _, value in (line.partition(":") for line in lines)}
+    return platform.machine() + "".join(known.get(key, "") for key in kept)

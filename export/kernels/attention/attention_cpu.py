@@ -1,0 +1,32 @@
+"""Gated attention for CPUs, for any number of tokens: `reference.attend_step`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ostinato.export.kernels.operands import KVCache, Norm, Place
+from ostinato.export.kernels.operators_cpu import LIBRARY
+
+
+def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KVCache, heads: int) -> Tensor:
+    """As `reference.attend_step`."""
+    return _attend_step(qkv, q_norm.weight, k_norm.weight, q_norm.eps, *place, cache.keys, cache.values, heads)
+
+
+@LIBRARY.operator(
+    "attend_step(Tensor qkv, Tensor q_norm, Tensor k_norm, float eps, Tensor positions, Tensor cos, Tensor sin, "
+    "Tensor(a!) keys, Tensor(b!) values, int heads) -> Tensor"
+)
+def _attend_step(
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+) -> Tensor:
+    return keys.new_empty(qkv.shape[0], heads * keys.shape[2])

@@ -1,0 +1,32 @@
+"""The C++ forms of all operations, for CPUs."""
+
+from __future__ import annotations
+
+from . import Kernels
+from .attention import attention_cpu
+from .delta_rule import delta_rule_cpu
+from .experts import experts_cpu
+from .linear import linear_cpu
+from .sampling import sampling_cpu
+
+# What the C++ needs, by the names of /proc/cpuinfo. It uses AVX-512 with VNNI and BF16, and AMX, where the CPU has them.
+NEEDED_INSTRUCTIONS = frozenset({"avx2", "fma"})
+
+
+class CpuKernels(Kernels):
+    """The same functions as C++ operators. Those of a step take any number of tokens, so that nothing else is needed."""
+
+    folds_steps = True
+    folds_prompts = True
+    has_panels = True
+
+    norm_linear = staticmethod(linear_cpu.norm_linear)
+    norm_swiglu = staticmethod(linear_cpu.norm_swiglu)
+    norm_linear_conv = staticmethod(linear_cpu.norm_linear_conv)
+    delta_step = staticmethod(delta_rule_cpu.delta_step)
+    attend_step = staticmethod(attention_cpu.attend_step)
+    linear_add = staticmethod(linear_cpu.linear_add)
+    route_logits = staticmethod(experts_cpu.route_logits)
+    experts_gate_up = staticmethod(experts_cpu.experts_gate_up)
+    experts_down = staticmethod(experts_cpu.experts_down)
+    sample_next = staticmethod(sampling_cpu.sample_next)

@@ -1,0 +1,227 @@
+// The operators of experts/experts_cpu.py: the router's logits, and the chosen experts' layers, of which no others are read.
+#include <numeric>
+
+#include "../linear/product_cpu.h"
+#include "../linear/rows_cpu.h"
+
+namespace ostinato {
+namespace {
+
+// Which experts the tokens take: the `top_k` with the largest logits, of equal ones the first.
+struct Routing {
+  int64_t tokens, top_k, experts, width;
+  Array logits;
+  std::vector<int32_t> chosen;   // [tokens, top_k], falling logits
+  std::vector<float> shares;     // [tokens, top_k], softmax over the chosen
+  std::vector<int32_t> order;    // token * top_k + slot of each chosen one, by expert
+  std::vector<int64_t> begins;   // [experts + 1], an expert's first in `order`
+
+  Routing(const Tensor& logits_, int64_t top_k_, int64_t experts_)
+      : tokens(logits_.size(0)), top_k(top_k_), experts(experts_), width(logits_.size(1)), logits(logits_.array()) {
+    chosen.resize(tokens * top_k);
+    shares.resize(tokens * top_k);
+    if (tokens == 1)
+      choose(0);
+    else
+      parallel(tokens, [&](int64_t token) { choose(token); });
+    begins.assign(experts + 1, 0);
+    for (int32_t expert : chosen) ++begins[expert + 1];
+    std::partial_sum(begins.begin(), begins.end(), begins.begin());
+    std::vector<int64_t> next(begins.begin(), begins.end() - 1);
+    order.resize(chosen.size());
+    for (size_t i = 0; i < chosen.size(); ++i) order[next[chosen[i]]++] = int32_t(i);
+  }
+
+  float shared_share(int64_t token) const { return 1 / (1 + std::exp(-logits[token * width + experts])); }
+
+ private:
+  void choose(int64_t token) {
+    Array of = logits.from(token * width);
+    std::vector<int32_t> all(experts);
+    std::iota(all.begin(), all.end(), 0);
+    // NaN is the largest, as in torch, so that it shows in the result.
+    auto ahead = [&](int32_t a, int32_t b) {
+      float x = of[a], y = of[b];
+      if (x != x || y != y) return x != x && (y == y || a < b);
+      return x > y || (x == y && a < b);
+    };
+    std::partial_sort(all.begin(), all.begin() + top_k, all.end(), ahead);
+    float most = of[all[0]], total = 0;
+    for (int64_t slot = 0; slot < top_k; ++slot) {
+      chosen[token * top_k + slot] = all[slot];
+      total += shares[token * top_k + slot] = std::exp(of[all[slot]] - most);
+    }
+    for (int64_t slot = 0; slot < top_k; ++slot) shares[token * top_k + slot] /= total;
+  }
+};
+
+// Rows of inputs, at most MOST_ROWS, that meet one expert's weight.
+struct Piece {
+  Weight weight;
+  int64_t input, count;
+  int64_t first;  // in the routing's order, or -1 - token for the shared expert
+};
+
+// silu(gate) * up of one block of LANES outputs, or of all where the halves do not begin at a block.
+template <typename Emit>
+void swiglu(const Piece& piece, const Inputs& x, int64_t block, const Emit& emit) {
+  int64_t half = piece.weight.rows / 2;
+  if (half % LANES == 0) {
+    alignas(64) float gate[MOST_ROWS * LANES], up[MOST_ROWS * LANES];
+    multiply_block(piece.weight, x, block, piece.input, piece.input + piece.count, gate);
+    multiply_block(piece.weight, x, block + half / LANES, piece.input, piece.input + piece.count, up);
+    for (int64_t row = 0; row < piece.count; ++row)
+      emit(row, block * LANES, silu(load(gate + row * LANES)) * load(up + row * LANES), LANES);
+    return;
+  }
+  int64_t blocks = piece.weight.blocks(), wide = blocks * LANES;
+  Scratch<float> both(piece.count * wide), out(MOST_ROWS * LANES);
+  for (int64_t each = 0; each < blocks; ++each) {
+    multiply_block(piece.weight, x, each, piece.input, piece.input + piece.count, out);
+    for (int64_t row = 0; row < piece.count; ++row) store(both + row * wide + each * LANES, load(out + row * LANES));
+  }
+  for (int64_t row = 0; row < piece.count; ++row)
+    for (int64_t i = 0; i < half; i += LANES) {
+      int64_t count = std::min(LANES, half - i);
+      Array gate{both + row * wide + i, false}, up{both + row * wide + half + i, false};
+      emit(row, i, silu(gate.load(0, count)) * up.load(0, count), count);
+    }
+}
+
+}  // namespace
+
+extern "C" AOTITorchError aoti_torch_cpu_route_logits(AtenTensorHandle x_, AtenTensorHandle norm_, double eps,
+                                                      AtenTensorHandle gate_, AtenTensorHandle* shared_,
+                                                      AtenTensorHandle* result) {
+  return guarded("route_logits", [&] {
+    Tensor x(x_), norm(norm_), shared_gate(shared_);
+    Weight gate{Tensor(gate_), Tensor()};
+    int64_t rows = x.size(0), columns = gate.columns, width = gate.rows + (shared_gate ? 1 : 0);
+    Result made({rows, width}, x.dtype);
+    Array out = made.array();
+    Inputs inputs(gate, rows);
+    fill(inputs, columns, [&](int64_t row, float* to) {
+      to_floats(x.array().from(row * columns), columns, to);
+      apply_norm(to, columns, norm.as<float>(), eps);
+      if (!shared_gate) return;
+      Floats product = zeros();
+      for (int64_t i = 0; i < columns; i += LANES)
+        product = fma(Array{to, false}.load(i, columns - i), shared_gate.array().load(i, columns - i), product);
+      out.put(row * width + gate.rows, sum(product));
+    });
+    multiply(gate, inputs, [&](int64_t row, int64_t column, Floats y, int64_t count) {
+      out.store(row * width + column, y, count);
+    });
+    made.give(result);
+  });
+}
+
+extern "C" AOTITorchError aoti_torch_cpu_experts_gate_up(AtenTensorHandle x_, AtenTensorHandle norm_, double eps,
+                                                         AtenTensorHandle logits, int64_t top_k, AtenTensorHandle values,
+                                                         AtenTensorHandle* scale, AtenTensorHandle* shared_values,
+                                                         AtenTensorHandle* shared_scale, AtenTensorHandle* result) {
+  return guarded("experts_gate_up", [&] {
+    Tensor x(x_), norm(norm_), routed_values(values), one_values(shared_values);
+    Weight routed{routed_values, Tensor(scale)};
+    Routing routing(Tensor(logits), top_k, routed_values.size(0));
+    int64_t tokens = x.size(0), pairs = tokens * top_k, inner = routed.rows / 2, columns = routed.columns;
+    int64_t shared_inner = one_values ? one_values.size(0) / 2 : 0, width = top_k * inner + shared_inner;
+    Result made({tokens, width}, x.dtype);
+    Array out = made.array();
+
+    // One token's row serves all of its experts; of several tokens, the rows stand in the experts' order.
+    bool one = tokens == 1;
+    Inputs inputs(routed, one ? 1 : pairs + (one_values ? tokens : 0));
+    fill(inputs, columns, [&](int64_t row, float* to) {
+      int64_t token = one ? 0 : row < pairs ? routing.order[row] / top_k : row - pairs;
+      to_floats(x.array().from(token * columns), columns, to);
+      apply_norm(to, columns, norm.as<float>(), eps);
+    });
+    std::vector<Piece> pieces;
+    for (int64_t expert = 0; expert < routing.experts; ++expert)
+      for (int64_t begin = routing.begins[expert]; begin < routing.begins[expert + 1]; begin += MOST_ROWS) {
+        int64_t count = std::min(MOST_ROWS, routing.begins[expert + 1] - begin);
+        pieces.push_back({routed.expert(expert), one ? 0 : begin, count, begin});
+      }
+    if (one_values)
+      for (int64_t token = 0; token < tokens; token += MOST_ROWS)
+        pieces.push_back({Weight{one_values, Tensor(shared_scale)}, one ? 0 : pairs + token,
+                          std::min(MOST_ROWS, tokens - token), -1 - token});
+    // A task is one block of one piece.
+    std::vector<int64_t> begins{0};
+    for (const Piece& piece : pieces) {
+      int64_t half = piece.weight.rows / 2;
+      begins.push_back(begins.back() + (half % LANES ? 1 : half / LANES));
+    }
+    parallel(begins.back(), [&](int64_t task) {
+      int64_t index = std::upper_bound(begins.begin(), begins.end(), task) - begins.begin() - 1;
+      const Piece& piece = pieces[index];
+      swiglu(piece, inputs, task - begins[index], [&](int64_t row, int64_t column, Floats y, int64_t count) {
+        int64_t token = -1 - piece.first + row, slot = top_k;
+        if (piece.first >= 0) {
+          token = routing.order[piece.first + row] / top_k;
+          slot = routing.order[piece.first + row] % top_k;
+        }
+        out.store(token * width + slot * inner + column, y, count);
+      });
+    }, one ? 3 : 64);
+    made.give(result);
+  });
+}
+
+extern "C" AOTITorchError aoti_torch_cpu_experts_down(AtenTensorHandle hidden_, AtenTensorHandle logits, int64_t top_k,
+                                                      AtenTensorHandle values, AtenTensorHandle* scale,
+                                                      AtenTensorHandle* shared_values, AtenTensorHandle* shared_scale,
+                                                      AtenTensorHandle residual_, AtenTensorHandle* result) {
+  return guarded("experts_down", [&] {
+    Tensor hidden(hidden_), residual(residual_), routed_values(values), one_values(shared_values);
+    Weight routed{routed_values, Tensor(scale)};
+    Weight shared = one_values ? Weight{one_values, Tensor(shared_scale)} : routed;
+    Routing routing(Tensor(logits), top_k, routed_values.size(0));
+    int64_t tokens = hidden.size(0), width = hidden.size(1), inner = routed.columns, columns = routed.rows;
+    Result made({tokens, columns}, residual.dtype);
+    Array out = made.array();
+    Inputs inputs(routed, tokens * top_k), shared_inputs(shared, one_values ? tokens : 0);
+    fill(inputs, inner, [&](int64_t row, float* to) {
+      int64_t token = routing.order[row] / top_k, slot = routing.order[row] % top_k;
+      to_floats(hidden.array().from(token * width + slot * inner), inner, to);
+    });
+    fill(shared_inputs, shared.columns, [&](int64_t token, float* to) {
+      to_floats(hidden.array().from(token * width + top_k * inner), shared.columns, to);
+    });
+    std::vector<Piece> pieces;
+    for (int64_t expert = 0; expert < routing.experts; ++expert)
+      for (int64_t begin = routing.begins[expert]; begin < routing.begins[expert + 1]; begin += MOST_ROWS)
+        pieces.push_back({routed.expert(expert), begin, std::min(MOST_ROWS, routing.begins[expert + 1] - begin), begin});
+    // A task has all tokens' sums of one block of outputs, so that nothing is added up between threads.
+    parallel(routed.blocks(), [&](int64_t block) {
+      int64_t count = routed.rows_of(block);
+      Scratch<float> sums(tokens * LANES);
+      alignas(64) float product[MOST_ROWS * LANES];
+      std::memset(sums, 0, tokens * LANES * sizeof(float));
+      auto add = [&](int64_t token, int64_t row, float share) {
+        float* to = sums + token * LANES;
+        store(to, fma(load(product + row * LANES), broadcast(share), load(to)));
+      };
+      for (const Piece& piece : pieces) {
+        multiply_block(piece.weight, inputs, block, piece.input, piece.input + piece.count, product);
+        for (int64_t row = 0; row < piece.count; ++row) {
+          int32_t chosen = routing.order[piece.first + row];
+          add(chosen / top_k, row, routing.shares[chosen]);
+        }
+      }
+      for (int64_t begin = 0; begin < shared_inputs.rows(); begin += MOST_ROWS) {
+        int64_t end = std::min(tokens, begin + MOST_ROWS);
+        multiply_block(shared, shared_inputs, block, begin, end, product);
+        for (int64_t token = begin; token < end; ++token) add(token, token - begin, routing.shared_share(token));
+      }
+      for (int64_t token = 0; token < tokens; ++token) {
+        int64_t at = token * columns + block * LANES;
+        out.store(at, residual.array().load(at, count) + load(sums + token * LANES), count);
+      }
+    }, tokens == 1 ? 3 : 8);
+    made.give(result);
+  });
+}
+
+}  // namespace ostinato

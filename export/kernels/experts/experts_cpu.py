@@ -1,0 +1,71 @@
+"""Routing and the experts for CPUs, for any number of tokens: the functions of `reference.py`, with weights in panels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ostinato.export.kernels.operands import Norm, Weight
+from ostinato.export.kernels.operators_cpu import LIBRARY
+
+
+def route_logits(x: Tensor, norm: Norm, gate: Tensor, shared_gate: Tensor | None) -> Tensor:
+    """As `reference.route_logits`; `gate` is in panels too."""
+    return _route_logits(x, norm.weight, norm.eps, gate, shared_gate)
+
+
+@LIBRARY.operator("route_logits(Tensor x, Tensor norm, float eps, Tensor gate, Tensor? shared_gate) -> Tensor")
+def _route_logits(x: Tensor, norm: Tensor, eps: float, gate: Tensor, shared_gate: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], gate.shape[0] + (0 if shared_gate is None else 1))
+
+
+def experts_gate_up(x: Tensor, norm: Norm, logits: Tensor, top_k: int, routed: Weight, shared: Weight | None) -> Tensor:
+    """As `reference.experts_gate_up`."""
+    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *_tensors(routed), *_tensors(shared))
+
+
+@LIBRARY.operator(
+    "experts_gate_up(Tensor x, Tensor norm, float eps, Tensor logits, int top_k, Tensor values, Tensor? scale, "
+    "Tensor? shared_values, Tensor? shared_scale) -> Tensor"
+)
+def _experts_gate_up(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    logits: Tensor,
+    top_k: int,
+    values: Tensor,
+    scale: Tensor | None,
+    shared_values: Tensor | None,
+    shared_scale: Tensor | None,
+) -> Tensor:
+    shared = 0 if shared_values is None else shared_values.shape[0] // 2
+    return x.new_empty(x.shape[0], top_k * (values.shape[1] // 2) + shared)
+
+
+def experts_down(
+    hidden: Tensor, logits: Tensor, top_k: int, routed: Weight, shared: Weight | None, residual: Tensor
+) -> Tensor:
+    """As `reference.experts_down`."""
+    return _experts_down(hidden, logits, top_k, *_tensors(routed), *_tensors(shared), residual)
+
+
+@LIBRARY.operator(
+    "experts_down(Tensor hidden, Tensor logits, int top_k, Tensor values, Tensor? scale, Tensor? shared_values, "
+    "Tensor? shared_scale, Tensor residual) -> Tensor"
+)
+def _experts_down(
+    hidden: Tensor,
+    logits: Tensor,
+    top_k: int,
+    values: Tensor,
+    scale: Tensor | None,
+    shared_values: Tensor | None,
+    shared_scale: Tensor | None,
+    residual: Tensor,
+) -> Tensor:
+    return torch.empty_like(residual)
+
+
+def _tensors(weight: Weight | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if weight is None else (weight.values, weight.scale)

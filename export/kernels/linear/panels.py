@@ -1,0 +1,81 @@
+"""The order in which a CPU reads weights: panels of 16 rows, one for each lane of a vector.
+
+All rows of a panel are multiplied by the same piece of the input at the same time, so that nothing is summed across lanes,
+and one panel is one stretch of memory. In a panel of a weight [N, K] stand one after the other:
+
+    float32    for each k: the element k of the 16 rows
+    bfloat16   for each pair of neighbours: the pairs of the 16 rows
+    int4       for each eight neighbours: four bytes of each row, the first four in the low halves, the others in the high
+    scales     for each group: the scales of the 16 rows
+
+Rows that fill no panel stay behind the panels as they were, and so do all rows of an odd number of bfloat16 elements. Shapes,
+dtypes and sizes stay what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ostinato.export.formats import pack_int4, unpack_int4
+
+LANES = 16
+# Elements of a row that stand together.
+_TOGETHER = {torch.float32: 1, torch.bfloat16: 2}
+_EIGHT, _FOUR = 8, 4
+
+
+def pack_panels(values: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """values [..., N, K], or four-bit ones [..., N, K / 2] uint8 with a scale [..., N, K / G] -> the same in panels."""
+    if scale is None:
+        return _with_panels(values, values.shape[-1], _TOGETHER[values.dtype], _pack), None
+    panels = _with_panels(values, 1, 1, _pack_int4)
+    return panels, _with_panels(scale, scale.shape[-1], 1, _pack)
+
+
+def unpack_panels(values: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The inverse of `pack_panels`."""
+    if scale is None:
+        return _with_panels(values, values.shape[-1], _TOGETHER[values.dtype], _unpack), None
+    return _with_panels(values, 1, 1, _unpack_int4), _with_panels(scale, scale.shape[-1], 1, _unpack)
+
+
+def rows_of_panels(values: Tensor, rows: Tensor) -> Tensor:
+    """values [N, K] in panels, float32 or bfloat16; rows [T] int64 -> those rows, [T, K]."""
+    count, columns = values.shape
+    together = _TOGETHER[values.dtype]
+    whole = count // LANES * LANES if columns % together == 0 else 0
+    k = torch.arange(columns, device=values.device)
+    row = rows.unsqueeze(-1)
+    panel = row // LANES * (LANES * columns) + (k // together * LANES + row % LANES) * together + k % together
+    return values.flatten()[torch.where(row < whole, panel, row * columns + k)]
+
+
+def _with_panels(x: Tensor, columns: int, together: int, change: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """x [..., N, K] with the rows that fill panels changed, of which `change` gets [..., N', K]."""
+    whole = x.shape[-2] // LANES * LANES if columns % together == 0 else 0
+    if whole == 0:
+        return x
+    changed = change(x[..., :whole, :], together).reshape(*x.shape[:-2], whole, x.shape[-1])
+    return torch.cat((changed, x[..., whole:, :]), dim=-2)
+
+
+def _pack(x: Tensor, together: int) -> Tensor:
+    return x.unflatten(-2, (-1, LANES)).unflatten(-1, (-1, together)).transpose(-3, -2)
+
+
+def _unpack(x: Tensor, together: int) -> Tensor:
+    return x.unflatten(-2, (-1, LANES)).flatten(-2).unflatten(-1, (-1, LANES, together)).transpose(-3, -2)
+
+
+def _pack_int4(values: Tensor, _: int) -> Tensor:
+    q = (unpack_int4(values) + 8).to(torch.uint8).unflatten(-2, (-1, LANES)).unflatten(-1, (-1, 2, _FOUR))
+    return (q[..., 0, :] | (q[..., 1, :] << 4)).transpose(-3, -2)
+
+
+def _unpack_int4(values: Tensor, _: int) -> Tensor:
+    both = values.unflatten(-2, (-1, LANES)).flatten(-2).unflatten(-1, (-1, LANES, _FOUR)).transpose(-3, -2)
+    q = torch.stack((both & 15, both >> 4), dim=-2).flatten(-3)
+    return pack_int4(q.to(torch.int8) - 8).flatten(-3, -2)

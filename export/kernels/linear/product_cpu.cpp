@@ -1,0 +1,381 @@
+#include "product_cpu.h"
+
+#ifdef OSTINATO_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace ostinato {
+namespace {
+
+// Rows of inputs that are multiplied at a time: as many as the registers hold sums of.
+#ifdef OSTINATO_AVX512
+constexpr int TILE = 12, INT4_TILE = 12;
+#else
+// Five and not six, which would leave no register for what bfloat16 pairs are taken apart in: 95 GMAC/s against 67 on two cores.
+constexpr int TILE = 5, INT4_TILE = 8;
+#endif
+// Bytes between what is multiplied and what is fetched: the hardware's own fetching ends at each page of 4 KB.
+constexpr int64_t AHEAD = 1024;
+
+// What is smaller counts as nothing: 127 over it would overflow.
+constexpr float LEAST_PEAK = 1e-30f;
+
+int32_t word(const void* p) {
+  int32_t found;
+  std::memcpy(&found, p, 4);
+  return found;
+}
+
+void fetch(const void* p) { _mm_prefetch((const char*)p + AHEAD, _MM_HINT_T0); }
+
+#ifdef OSTINATO_AMX
+// Rows of a tile, pairs of bfloat16 in a row of it, and from how many rows on tiles are faster.
+constexpr int64_t TILE_ROWS = 16, TILE_COLUMNS = 32, TILES_FROM = 8, INT4_TILES_FROM = 24;
+
+// Linux gives a process the tiles' registers when it asks: ARCH_REQ_XCOMP_PERM for XTILEDATA.
+bool may_use_tiles() {
+  static const bool may = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return may;
+}
+
+// All eight tiles have 16 rows of 64 bytes while it lives.
+struct TileConfiguration {
+  TileConfiguration() {
+    alignas(64) uint8_t bytes[64] = {};
+    bytes[0] = 1;
+    for (int tile = 0; tile < 8; ++tile) {
+      bytes[16 + 2 * tile] = 64;
+      bytes[48 + tile] = TILE_ROWS;
+    }
+    // g++ 12 does not know that the instructions of tiles read memory.
+    asm volatile("" ::: "memory");
+    _tile_loadconfig(bytes);
+  }
+  ~TileConfiguration() { _tile_release(); }
+};
+
+// COUNT tiles of rows of x, `columns` bfloat16 each, times one panel of bfloat16: out [COUNT * TILE_ROWS, LANES].
+template <int COUNT>
+void multiply_tiles(const bfloat16* x, const bfloat16* panel, int64_t columns, float* out) {
+  int64_t stride = columns * sizeof(bfloat16);
+  const bfloat16 *second = x + TILE_ROWS * columns, *third = second + TILE_ROWS * columns, *fourth = third + TILE_ROWS * columns;
+  _tile_zero(0);
+  if constexpr (COUNT > 1) _tile_zero(1);
+  if constexpr (COUNT > 2) _tile_zero(2);
+  if constexpr (COUNT > 3) _tile_zero(3);
+  for (int64_t k = 0; k < columns; k += TILE_COLUMNS, panel += TILE_COLUMNS * LANES) {
+    _tile_loadd(4, panel, 64);
+    _tile_loadd(5, x + k, stride);
+    _tile_dpbf16ps(0, 5, 4);
+    if constexpr (COUNT > 1) {
+      _tile_loadd(6, second + k, stride);
+      _tile_dpbf16ps(1, 6, 4);
+    }
+    if constexpr (COUNT > 2) {
+      _tile_loadd(7, third + k, stride);
+      _tile_dpbf16ps(2, 7, 4);
+    }
+    if constexpr (COUNT > 3) {
+      _tile_loadd(5, fourth + k, stride);
+      _tile_dpbf16ps(3, 5, 4);
+    }
+  }
+  _tile_stored(0, out, 64);
+  if constexpr (COUNT > 1) _tile_stored(1, out + TILE_ROWS * LANES, 64);
+  if constexpr (COUNT > 2) _tile_stored(2, out + 2 * TILE_ROWS * LANES, 64);
+  if constexpr (COUNT > 3) _tile_stored(3, out + 3 * TILE_ROWS * LANES, 64);
+}
+
+// A panel of four-bit weights as one of bfloat16.
+void widen_panel(const uint8_t* w, const bfloat16* scale, int64_t columns, int64_t group, bfloat16* out) {
+  __m512 numbers = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+  alignas(64) uint16_t order[32];
+  for (int lane = 0; lane < 16; ++lane) {
+    order[2 * lane] = lane;
+    order[2 * lane + 1] = 16 + lane;
+  }
+  __m512i pairs = _mm512_load_si512(order);
+  for (int64_t begin = 0; begin < columns; begin += group, scale += LANES) {
+    __m512 factor = load(scale).v;
+    for (int64_t k = 0; k < group; k += 8, w += 64, out += 8 * LANES) {
+      __m512i both = _mm512_loadu_si512(w);
+      // A permutation looks at the low four bits of a lane.
+      auto number = [&](int shift) {
+        return _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srlv_epi32(both, _mm512_set1_epi32(shift)), numbers), factor);
+      };
+      auto put = [&](int64_t at, int even, int odd) {
+        __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(number(odd), number(even));
+        _mm512_storeu_si512(out + at * LANES, _mm512_permutexvar_epi16(pairs, halves));
+      };
+      put(0, 0, 8);
+      put(2, 16, 24);
+      put(4, 4, 12);
+      put(6, 20, 28);
+    }
+  }
+}
+#endif
+
+Format format_of(const Tensor& values, const Tensor& scale) {
+  if (scale) return Format::INT4;
+  return is_narrow(values.dtype) ? Format::BFLOAT16 : Format::FLOAT32;
+}
+
+}  // namespace
+
+Weight::Weight(const Tensor& values_, const Tensor& scale_)
+    : format(format_of(values_, scale_)),
+      values(values_.as<char>()),
+      scale(scale_.as<bfloat16>()),
+      rows(values_.size(-2)),
+      columns(values_.size(-1) * (scale_ ? 2 : 1)),
+      group(scale_ ? columns / scale_.size(-1) : 0),
+      panel_rows(format == Format::BFLOAT16 && columns % 2 ? 0 : rows / LANES * LANES) {}
+
+Weight Weight::expert(int64_t index) const {
+  Weight one = *this;
+  one.values += index * rows * row_bytes();
+  if (scale) one.scale += index * rows * (columns / group);
+  return one;
+}
+
+Inputs::Inputs(const Weight& weight, int64_t rows)
+    : format_(weight.format), rows_(rows), columns_(weight.columns), group_(weight.group) {
+#ifdef OSTINATO_AMX
+  // What the last tile has beyond the last row counts for nothing, but is read.
+  int64_t padding = TILE_ROWS * columns_;
+  if (format_ == Format::INT4 && rows >= INT4_TILES_FROM) halves_.reserve(rows * columns_ + padding);
+#else
+  int64_t padding = 0;
+#endif
+  if (format_ == Format::INT4) {
+    bytes_.reserve(rows * columns_);
+    scales_.reserve(rows * (columns_ / group_));
+    offsets_.reserve(rows * (columns_ / group_));
+#ifdef __AVX512BF16__
+  } else if (format_ == Format::BFLOAT16) {
+    halves_.reserve(rows * columns_ + padding);
+#endif
+  } else {
+    floats_.reserve(rows * columns_);
+  }
+  if (halves_) std::memset(halves_ + rows * columns_, 0, padding * sizeof(bfloat16));
+}
+
+void Inputs::put(int64_t row, const float* x) {
+  if (floats_) std::memcpy(floats_ + row * columns_, x, columns_ * sizeof(float));
+  if (halves_) {
+    Array to{halves_ + row * columns_, true};
+    for (int64_t i = 0; i < columns_; i += LANES) to.store(i, Array{(void*)x, false}.load(i, columns_ - i), columns_ - i);
+  }
+  if (!bytes_) return;
+  for (int64_t begin = 0; begin < columns_; begin += group_) {
+    // What is infinite or NaN is NaN less itself.
+    Floats most = zeros(), strange = zeros();
+    for (int64_t i = begin; i < begin + group_; i += LANES) {
+      Floats value = load(x + i);
+      most = maximum(magnitude(value), most);
+      strange = strange + (value - value);
+    }
+    float peak = largest(most) + sum(strange), inverse = peak > LEAST_PEAK ? 127 / peak : 0;
+    Floats total = zeros();
+    for (int64_t i = begin; i < begin + group_; i += LANES) {
+      Floats whole = rounded(load(x + i) * broadcast(inverse));
+      store_bytes(bytes_ + row * columns_ + i, whole);
+      total = total + whole;
+    }
+    int64_t at = row * (columns_ / group_) + begin / group_;
+    scales_[at] = peak / 127;
+    // Weights are stored with 8 added.
+    offsets_[at] = peak == peak ? int32_t(8 * sum(total)) : 0;
+  }
+}
+
+// `tile<M>` multiplies M rows of inputs with a block of LANES rows of the weight.
+struct BlockProduct {
+  const Weight& weight;
+  const Inputs& x;
+  int64_t block;
+
+  template <int M>
+  void float32(int64_t row, float* out) const {
+    const float* w = (const float*)weight.values + block * LANES * weight.columns;
+    const float* in = x.floats_ + row * weight.columns;
+    Floats acc[M];
+    for (int m = 0; m < M; ++m) acc[m] = zeros();
+    for (int64_t k = 0; k < weight.columns; ++k, w += LANES) {
+      fetch(w);
+      Floats column = load(w);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) acc[m] = fma(column, broadcast(in[m * weight.columns + k]), acc[m]);
+    }
+    for (int m = 0; m < M; ++m) store(out + m * LANES, acc[m]);
+  }
+
+  template <int M>
+  void bfloat16s(int64_t row, float* out) const {
+    const bfloat16* w = (const bfloat16*)weight.values + block * LANES * weight.columns;
+    Floats acc[M];
+    for (int m = 0; m < M; ++m) acc[m] = zeros();
+#ifdef __AVX512BF16__
+    const bfloat16* in = x.halves_ + row * weight.columns;
+    for (int64_t k = 0; k < weight.columns; k += 2, w += 2 * LANES) {
+      fetch(w);
+      __m512bh pairs = (__m512bh)_mm512_loadu_si512(w);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) {
+        __m512i pair = _mm512_set1_epi32(word(in + m * weight.columns + k));
+        acc[m].v = _mm512_dpbf16_ps(acc[m].v, pairs, (__m512bh)pair);
+      }
+    }
+#else
+    const float* in = x.floats_ + row * weight.columns;
+    for (int64_t k = 0; k < weight.columns; k += 2, w += 2 * LANES) {
+      fetch(w);
+      Floats even, odd;
+      load_pairs(w, even, odd);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) {
+        acc[m] = fma(even, broadcast(in[m * weight.columns + k]), acc[m]);
+        acc[m] = fma(odd, broadcast(in[m * weight.columns + k + 1]), acc[m]);
+      }
+    }
+#endif
+    for (int m = 0; m < M; ++m) store(out + m * LANES, acc[m]);
+  }
+
+  template <int M>
+  void int4(int64_t row, float* out) const {
+    int64_t columns = weight.columns, groups = columns / weight.group;
+    const uint8_t* w = (const uint8_t*)weight.values + block * LANES * (columns / 2);
+    const bfloat16* scale = weight.scale + block * LANES * groups;
+    const int8_t* in = x.bytes_ + row * columns;
+    const float* in_scale = x.scales_ + row * groups;
+    const int32_t* in_offset = x.offsets_ + row * groups;
+    std::memset(out, 0, M * LANES * sizeof(float));
+    for (int64_t group = 0; group < groups; ++group, scale += LANES) {
+      // Register by register, so that the sums of M rows and nothing else fill the registers.
+      for (int64_t lane = 0; lane < LANES; lane += REGISTER_LANES) {
+        const uint8_t* from = w + group * weight.group * (LANES / 2) + lane * 4;
+        const int8_t* bytes = in + group * weight.group;
+        Register total[M];
+        for (int m = 0; m < M; ++m) total[m] = all_words(-in_offset[m * groups + group]);
+        for (int64_t part = 0; part < weight.group; part += 32) {
+          Register sums[M];
+          for (int m = 0; m < M; ++m) sums[m] = all_words(0);
+#pragma GCC unroll 4
+          for (int64_t k = 0; k < 32; k += 8, from += 64, bytes += 8) {
+            fetch(from);
+            Register both = load_register(from), nibbles = low_nibbles(both);
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m) sums[m] = add_dot(sums[m], nibbles, all_words(word(bytes + m * columns)));
+            nibbles = high_nibbles(both);
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m) sums[m] = add_dot(sums[m], nibbles, all_words(word(bytes + m * columns + 4)));
+          }
+#pragma GCC unroll 16
+          for (int m = 0; m < M; ++m) total[m] = add_words(total[m], wide(sums[m]));
+        }
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m)
+          add_scaled(out + m * LANES + lane, total[m], scale + lane, in_scale[m * groups + group]);
+      }
+    }
+  }
+
+  template <int M>
+  void tile(int64_t row, float* out) const {
+    if (weight.format == Format::INT4) {
+      int4<M>(row, out);
+    } else if constexpr (M <= TILE) {
+      weight.format == Format::BFLOAT16 ? bfloat16s<M>(row, out) : float32<M>(row, out);
+    }
+  }
+
+  template <int M>
+  void up_to(int64_t rows, int64_t row, float* out) const {
+    if (rows == M)
+      tile<M>(row, out);
+    else if constexpr (M > 1)
+      up_to<M - 1>(rows, row, out);
+  }
+
+#ifdef OSTINATO_AMX
+  // Rows `begin` to `end` at once; false where tiles do not fit or are slower.
+  bool tiles(int64_t begin, int64_t end, float* out) const {
+    bool int4 = weight.format == Format::INT4;
+    if (!x.halves_ || end - begin < (int4 ? INT4_TILES_FROM : TILES_FROM) || weight.columns % TILE_COLUMNS) return false;
+    if (!may_use_tiles()) return false;
+    int64_t columns = weight.columns;
+    Scratch<bfloat16> wide(int4 ? columns * LANES : 0);
+    const bfloat16* panel = (const bfloat16*)weight.values + block * LANES * columns;
+    if (int4) {
+      const uint8_t* w = (const uint8_t*)weight.values + block * LANES * (columns / 2);
+      widen_panel(w, weight.scale + block * LANES * (columns / weight.group), columns, weight.group, wide);
+      panel = wide;
+    }
+    TileConfiguration configuration;
+    int64_t row = begin;
+    for (; row + 3 * TILE_ROWS < end; row += 4 * TILE_ROWS) at<4>(row, begin, end, panel, out);
+    if (row + 2 * TILE_ROWS < end)
+      at<3>(row, begin, end, panel, out);
+    else if (row + TILE_ROWS < end)
+      at<2>(row, begin, end, panel, out);
+    else if (row < end)
+      at<1>(row, begin, end, panel, out);
+    return true;
+  }
+
+  template <int COUNT>
+  void at(int64_t row, int64_t begin, int64_t end, const bfloat16* panel, float* out) const {
+    alignas(64) float found[COUNT * TILE_ROWS * LANES];
+    multiply_tiles<COUNT>(x.halves_ + row * weight.columns, panel, weight.columns, found);
+    int64_t rows = std::min(end - row, COUNT * TILE_ROWS);
+    std::memcpy(out + (row - begin) * LANES, found, rows * LANES * sizeof(float));
+  }
+#endif
+
+  // One of the rows that stand outside of panels.
+  float row_outside_panels(int64_t row, int64_t n) const {
+    const char* w = weight.values + n * weight.row_bytes();
+    int64_t columns = weight.columns;
+    if (weight.format != Format::INT4) {
+      Array values{(void*)w, weight.format == Format::BFLOAT16};
+      Array in = x.floats_ ? Array{x.floats_ + row * columns, false} : Array{x.halves_ + row * columns, true};
+      Floats acc = zeros();
+      for (int64_t k = 0; k < columns; k += LANES) acc = fma(values.load(k, columns - k), in.load(k, columns - k), acc);
+      return sum(acc);
+    }
+    int64_t groups = columns / weight.group;
+    const int8_t* in = x.bytes_ + row * columns;
+    float total = 0;
+    for (int64_t group = 0; group < groups; ++group) {
+      int32_t dot = -x.offsets_[row * groups + group];
+      for (int64_t k = group * weight.group; k < (group + 1) * weight.group; ++k) {
+        uint8_t both = uint8_t(w[k / 64 * 32 + k % 32]);
+        dot += (k % 64 < 32 ? both & 15 : both >> 4) * in[k];
+      }
+      total += float(dot) * from_bfloat16(weight.scale[n * groups + group]) * x.scales_[row * groups + group];
+    }
+    return total;
+  }
+};
+
+void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_t begin, int64_t end, float* out) {
+  BlockProduct product{weight, x, block};
+  if (block * LANES >= weight.panel_rows) {
+    for (int64_t row = begin; row < end; ++row)
+      for (int64_t lane = 0; lane < weight.rows_of(block); ++lane)
+        out[(row - begin) * LANES + lane] = product.row_outside_panels(row, block * LANES + lane);
+    return;
+  }
+#ifdef OSTINATO_AMX
+  if (product.tiles(begin, end, out)) return;
+#endif
+  int64_t most = weight.format == Format::INT4 ? INT4_TILE : TILE;
+  for (int64_t row = begin; row < end; row += most)
+    product.up_to<INT4_TILE>(std::min(most, end - row), row, out + (row - begin) * LANES);
+}
+
+}  // namespace ostinato

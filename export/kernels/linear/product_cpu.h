@@ -1,0 +1,136 @@
+// Products with weights whose rows stand in panels: linear/panels.py says how.
+#pragma once
+
+#include <algorithm>
+
+#include "../tensors_cpu.h"
+#include "../threads_cpu.h"
+#include "../vectors_cpu.h"
+
+namespace ostinato {
+
+enum class Format { FLOAT32, BFLOAT16, INT4 };
+
+// [rows, columns]; of it `panel_rows` stand in panels of LANES rows, the others one after the other.
+struct Weight {
+  Format format;
+  const char* values;
+  const bfloat16* scale;
+  int64_t rows, columns, group, panel_rows;
+
+  // The matrix that is the last two dimensions of `values`, or the first of them.
+  Weight(const Tensor& values, const Tensor& scale);
+  Weight expert(int64_t index) const;
+
+  int64_t row_bytes() const { return format == Format::INT4 ? columns / 2 : columns * (format == Format::BFLOAT16 ? 2 : 4); }
+  // Blocks of LANES rows; the last one may have fewer.
+  int64_t blocks() const { return (rows + LANES - 1) / LANES; }
+  int64_t rows_of(int64_t block) const { return std::min(LANES, rows - block * LANES); }
+};
+
+// Rows of inputs, in the forms in which they meet a weight: float32, bfloat16, or bytes with a scale per group.
+class Inputs {
+ public:
+  Inputs(const Weight& weight, int64_t rows);
+
+  int64_t rows() const { return rows_; }
+  // Write a row, of as many elements as the weight has columns.
+  void put(int64_t row, const float* x);
+
+ private:
+  friend void multiply_block(const Weight&, const Inputs&, int64_t, int64_t, int64_t, float*);
+  friend struct BlockProduct;
+
+  Format format_;
+  int64_t rows_, columns_, group_;
+  Scratch<float> floats_;
+  Scratch<bfloat16> halves_;
+  Scratch<int8_t> bytes_;
+  Scratch<float> scales_;
+  Scratch<int32_t> offsets_;
+};
+
+// Rows `begin` to `end` of x times the rows of one block of the weight: out [end - begin, LANES]. Lanes that the last block does
+// not have stay uninitialised.
+void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_t begin, int64_t end, float* out);
+
+// Fills inputs from load(row, float*), rows side by side.
+template <typename Load>
+void fill(Inputs& inputs, int64_t columns, const Load& load) {
+  // About a microsecond's work for a task, which is what handing it over costs.
+  int64_t together = std::max<int64_t>(1, 16384 / columns), rows = inputs.rows();
+  parallel((rows + together - 1) / together, [&](int64_t task) {
+    Scratch<float> x(columns);
+    for (int64_t row = task * together; row < std::min(rows, (task + 1) * together); ++row) {
+      load(row, x);
+      inputs.put(row, x);
+    }
+  });
+}
+
+// Rows that meet a block at a time: with AMX more, since four-bit weights are made bfloat16 for them each time.
+#ifdef OSTINATO_AMX
+constexpr int64_t MOST_ROWS = 256;
+#else
+constexpr int64_t MOST_ROWS = 64;
+#endif
+
+// Calls work(block, begin, end) for all blocks and, of each, for all rows in pieces of at most MOST_ROWS, on all threads.
+template <typename Work>
+void for_blocks(int64_t blocks, int64_t rows, const Work& work) {
+  int64_t pieces = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  if (pieces == 1) return parallel(blocks, [&](int64_t block) { work(block, 0, rows); }, rows == 1 ? 3 : 8);
+  // A few blocks stay in a core's cache while the pieces of the rows pass.
+  constexpr int64_t TOGETHER = 4;
+  parallel(
+      (blocks + TOGETHER - 1) / TOGETHER * pieces,
+      [&](int64_t task) {
+        int64_t begin = task % pieces * MOST_ROWS, end = std::min(rows, begin + MOST_ROWS);
+        int64_t first = task / pieces * TOGETHER;
+        for (int64_t block = first; block < std::min(blocks, first + TOGETHER); ++block) work(block, begin, end);
+      },
+      16);
+}
+
+// x @ weight.T, of which each piece of a row goes to emit(row, column, values, count), count being at most LANES.
+template <typename Emit>
+void multiply(const Weight& weight, const Inputs& x, const Emit& emit) {
+  for_blocks(weight.blocks(), x.rows(), [&](int64_t block, int64_t begin, int64_t end) {
+    alignas(64) float out[MOST_ROWS * LANES];
+    multiply_block(weight, x, block, begin, end, out);
+    for (int64_t row = begin; row < end; ++row)
+      emit(row, block * LANES, load(out + (row - begin) * LANES), weight.rows_of(block));
+  });
+}
+
+// The same of a weight whose two halves of rows are a gate and what it is for: emit(row, column, gate, up, count).
+template <typename Emit>
+void multiply_pairs(const Weight& weight, const Inputs& x, const Emit& emit) {
+  int64_t half = weight.rows / 2;
+  if (half % LANES == 0) {
+    int64_t blocks = half / LANES;
+    for_blocks(blocks, x.rows(), [&](int64_t block, int64_t begin, int64_t end) {
+      alignas(64) float gate[MOST_ROWS * LANES], up[MOST_ROWS * LANES];
+      multiply_block(weight, x, block, begin, end, gate);
+      multiply_block(weight, x, block + blocks, begin, end, up);
+      for (int64_t row = begin; row < end; ++row) {
+        int64_t at = (row - begin) * LANES;
+        emit(row, block * LANES, load(gate + at), load(up + at), LANES);
+      }
+    });
+    return;
+  }
+  Scratch<float> both(x.rows() * weight.rows);
+  multiply(weight, x, [&](int64_t row, int64_t column, Floats y, int64_t count) {
+    Array{both, false}.store(row * weight.rows + column, y, count);
+  });
+  parallel(x.rows(), [&](int64_t row) {
+    Array gate{both + row * weight.rows, false}, up{both + row * weight.rows + half, false};
+    for (int64_t i = 0; i < half; i += LANES) {
+      int64_t count = std::min(LANES, half - i);
+      emit(row, i, gate.load(i, count), up.load(i, count), count);
+    }
+  });
+}
+
+}  // namespace ostinato

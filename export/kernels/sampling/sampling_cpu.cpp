@@ -1,0 +1,246 @@
+// The operator of sampling/sampling_cpu.py: the next token, as delegate/sampling.py defines it.
+#include <cfloat>
+#include <limits>
+#include <vector>
+
+#include "../tensors_cpu.h"
+#include "../threads_cpu.h"
+
+namespace ostinato {
+namespace {
+
+constexpr int64_t PIECE = 16384;  // tokens of a task
+
+// NaN counts as the lowest number, infinite ones as the lowest and the highest.
+float finite(float x) {
+  if (x != x) return -FLT_MAX;
+  return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x;
+}
+
+struct Best {
+  float score;
+  int64_t token;
+};
+
+int64_t pieces_of(int64_t vocab) { return (vocab + PIECE - 1) / PIECE; }
+
+// The best of what of_piece(begin, end) gives for pieces of the vocabulary, the first one of equal ones.
+template <typename OfPiece>
+Best best_of(int64_t vocab, const OfPiece& of_piece) {
+  int64_t pieces = pieces_of(vocab);
+  Scratch<Best> found(pieces);
+  parallel(pieces, [&](int64_t piece) { found[piece] = of_piece(piece * PIECE, std::min(vocab, (piece + 1) * PIECE)); });
+  Best best = found[0];
+  for (int64_t piece = 1; piece < pieces; ++piece)
+    if (found[piece].score > best.score) best = found[piece];
+  return best;
+}
+
+// The largest logit.
+Best most_likely(const float* logits, int64_t vocab) {
+  return best_of(vocab, [=](int64_t begin, int64_t end) {
+    Best best{-std::numeric_limits<float>::infinity(), begin};
+    for (int64_t token = begin; token < end; ++token) {
+      float x = finite(logits[token]);
+      if (x > best.score) best = {x, token};
+    }
+    return best;
+  });
+}
+
+// Larger floats have larger keys.
+uint32_t key_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+float float_of(uint32_t key) {
+  uint32_t bits = key & 0x80000000u ? key & 0x7fffffffu : ~key;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Some of the logits, and what each of them weighs.
+struct Candidates {
+  std::vector<float> logits, weights;
+};
+
+// Those that are chosen(logit); the others are not looked at again.
+template <typename Chosen>
+Candidates narrowed(const float* logits, const float* weights, int64_t count, const Chosen& chosen) {
+  std::vector<Candidates> found(pieces_of(count));
+  parallel(found.size(), [&](int64_t piece) {
+    for (int64_t i = piece * PIECE; i < std::min(count, (piece + 1) * PIECE); ++i) {
+      if (!chosen(finite(logits[i]))) continue;
+      found[piece].logits.push_back(finite(logits[i]));
+      if (weights) found[piece].weights.push_back(weights[i]);
+    }
+  });
+  Candidates all;
+  for (const Candidates& piece : found) {
+    all.logits.insert(all.logits.end(), piece.logits.begin(), piece.logits.end());
+    all.weights.insert(all.weights.end(), piece.weights.begin(), piece.weights.end());
+  }
+  return all;
+}
+
+// The lowest logit that is kept: of those whose weights, from the largest logit on, have not yet reached `wanted` ahead of it.
+// Found by its key, eleven bits at a time, the highest first. Without weights each weighs one; what weighs nothing is not there.
+float lowest_within(const float* logits, const float* weights, int64_t count, double wanted) {
+  constexpr int SHIFTS[] = {21, 10, 0};
+  constexpr int64_t BINS = 1 << 11;
+  uint32_t prefix = 0;
+  double ahead = 0;
+  Candidates left;
+  for (int shift : SHIFTS) {
+    uint32_t mask = shift ? BINS - 1 : (BINS / 2) - 1;
+    int64_t pieces = pieces_of(count);
+    Scratch<double> totals(pieces * BINS);
+    parallel(pieces, [&](int64_t piece) {
+      double* bins = totals + piece * BINS;
+      std::memset(bins, 0, BINS * sizeof(double));
+      for (int64_t i = piece * PIECE; i < std::min(count, (piece + 1) * PIECE); ++i)
+        bins[key_of(finite(logits[i])) >> shift & mask] += weights ? weights[i] : 1;
+    });
+    // The lowest bin that begins before the sum is reached.
+    int64_t lowest = -1;
+    double ahead_of_lowest = ahead;
+    for (int64_t bin = mask; bin >= 0 && ahead < wanted; --bin) {
+      double total = 0;
+      for (int64_t piece = 0; piece < pieces; ++piece) total += totals[piece * BINS + bin];
+      if (total <= 0) continue;
+      lowest = bin;
+      ahead_of_lowest = ahead;
+      ahead += total;
+    }
+    if (lowest < 0) break;
+    ahead = ahead_of_lowest;
+    prefix |= uint32_t(lowest) << shift;
+    if (shift == 0) break;
+    left = narrowed(logits, weights, count, [=](float x) { return key_of(x) >> shift == prefix >> shift; });
+    logits = left.logits.data();
+    weights = weights ? left.weights.data() : nullptr;
+    count = left.logits.size();
+  }
+  return float_of(prefix);
+}
+
+// Probabilities relative to that of the largest logit, and their sum.
+double weigh(const float* logits, int64_t count, float largest, float temperature, float* weights) {
+  int64_t pieces = pieces_of(count);
+  Scratch<double> totals(pieces);
+  parallel(pieces, [&](int64_t piece) {
+    double total = 0;
+    for (int64_t begin = piece * PIECE; begin < std::min(count, (piece + 1) * PIECE); begin += LANES) {
+      float lanes[LANES] = {};
+      int64_t here = std::min(LANES, count - begin);
+      for (int64_t lane = 0; lane < here; ++lane) lanes[lane] = (finite(logits[begin + lane]) - largest) / temperature;
+      store(lanes, exponential(load(lanes)));
+      for (int64_t lane = 0; lane < here; ++lane) {
+        // `exponential` ends at e^-87.
+        weights[begin + lane] = lanes[lane] > 1e-37f ? lanes[lane] : 0;
+        total += weights[begin + lane];
+      }
+    }
+    totals[piece] = total;
+  });
+  double total = 0;
+  for (int64_t piece = 0; piece < pieces; ++piece) total += totals[piece];
+  return total;
+}
+
+// The logit from which on tokens are kept by top_k, top_p and min_p.
+float lowest_kept(const float* logits, int64_t vocab, float largest, float temperature, int64_t top_k, float top_p, float min_p) {
+  float lowest = -FLT_MAX;
+  Candidates left;
+  int64_t count = vocab;
+  const float* some = logits;
+  if (top_k > 0 && top_k < vocab) {
+    lowest = lowest_within(logits, nullptr, vocab, double(top_k));
+    left = narrowed(logits, nullptr, vocab, [=](float x) { return x >= lowest; });
+    some = left.logits.data();
+    count = left.logits.size();
+  }
+  if (top_p < 1) {
+    Scratch<float> weights(count);
+    double total = weigh(some, count, largest, temperature, weights);
+    lowest = lowest_within(some, weights, count, double(top_p) * total);
+  }
+  return min_p > 0 ? std::max(lowest, largest + temperature * std::log(min_p)) : lowest;
+}
+
+// Philox 4x32-10 of the counter (quad, 0, position) with a seed as key: four words.
+void philox(uint64_t quad, uint64_t position, uint64_t seed, uint32_t words[4]) {
+  uint32_t c0 = uint32_t(quad), c1 = 0, c2 = uint32_t(position), c3 = uint32_t(position >> 32);
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    uint64_t first = uint64_t(0xD2511F53u) * c0, second = uint64_t(0xCD9E8D57u) * c2;
+    uint32_t next0 = uint32_t(second >> 32) ^ c1 ^ k0, next2 = uint32_t(first >> 32) ^ c3 ^ k1;
+    c1 = uint32_t(second);
+    c3 = uint32_t(first);
+    c0 = next0;
+    c2 = next2;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  words[0] = c0;
+  words[1] = c1;
+  words[2] = c2;
+  words[3] = c3;
+}
+
+float gumbel_noise(double uniform) { return float(-std::log(-std::log1p(-uniform))); }
+
+// More than the noise of u can be: -log(-log(1 - u)) is at most -log(u).
+float noise_bound(double uniform) { return float(-std::ilogb(uniform)) * 0.6932f + 1e-3f; }
+
+// Of the logits from `lowest` on, the one with the largest sum of itself over the temperature and its noise.
+int64_t draw(const float* logits, int64_t vocab, float lowest, float temperature, int64_t position, int64_t seed) {
+  auto of_piece = [=](int64_t begin, int64_t end) {
+    Best best{-std::numeric_limits<float>::infinity(), begin};
+    uint32_t words[4];
+    for (int64_t token = begin; token < end; ++token) {
+      if (token % 4 == 0) philox(token / 4, position, seed, words);
+      float x = finite(logits[token]);
+      if (x < lowest) continue;
+      double uniform = (double(words[token % 4]) + 0.5) * 0x1p-32;
+      // Logarithms for the few that may be the largest.
+      if (x / temperature + noise_bound(uniform) <= best.score) continue;
+      float score = x / temperature + gumbel_noise(uniform);
+      if (score > best.score) best = {score, token};
+    }
+    return best;
+  };
+  return best_of(vocab, of_piece).token;
+}
+
+}  // namespace
+
+extern "C" AOTITorchError aoti_torch_cpu_sample_next(AtenTensorHandle logits_, AtenTensorHandle position_,
+                                                     AtenTensorHandle token_, AtenTensorHandle temperature_,
+                                                     AtenTensorHandle top_k_, AtenTensorHandle top_p_, AtenTensorHandle seed_,
+                                                     AtenTensorHandle min_p_, AtenTensorHandle* result) {
+  return guarded("sample_next", [&] {
+    Tensor logits_tensor(logits_);
+    const float* logits = logits_tensor.as<float>();
+    int64_t vocab = logits_tensor.size(-1);
+    int64_t *position = Tensor(position_).as<int64_t>(), *token = Tensor(token_).as<int64_t>();
+    int64_t top_k = *Tensor(top_k_).as<int64_t>(), seed = *Tensor(seed_).as<int64_t>();
+    float temperature = *Tensor(temperature_).as<float>(), top_p = *Tensor(top_p_).as<float>();
+    float min_p = *Tensor(min_p_).as<float>();
+    Result made({1, 1}, aoti_torch_dtype_int64());
+    Best likely = most_likely(logits, vocab);
+    int64_t drawn = likely.token;
+    if (temperature > 0) {
+      float lowest = lowest_kept(logits, vocab, likely.score, temperature, top_k, top_p, min_p);
+      drawn = draw(logits, vocab, lowest, temperature, *position + 1, seed);
+    }
+    *made.tensor().as<int64_t>() = *token = drawn;
+    ++*position;
+    made.give(result);
+  });
+}
+
+}  // namespace ostinato

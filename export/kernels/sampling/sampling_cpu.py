@@ -1,0 +1,31 @@
+"""Sampling for CPUs: `reference.sample_next`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ostinato.delegate.sampling import SamplingInputs
+from ostinato.export.kernels.operators_cpu import LIBRARY
+
+
+def sample_next(logits: Tensor, position: Tensor, token: Tensor, how: SamplingInputs, workspace: Tensor) -> Tensor:
+    """As `reference.sample_next`."""
+    return _sample_next(logits, position, token, *how)
+
+
+@LIBRARY.operator(
+    "sample_next(Tensor logits, Tensor(a!) position, Tensor(b!) token, Tensor temperature, Tensor top_k, Tensor top_p, "
+    "Tensor seed, Tensor min_p) -> Tensor"
+)
+def _sample_next(
+    logits: Tensor,
+    position: Tensor,
+    token: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seed: Tensor,
+    min_p: Tensor,
+) -> Tensor:
+    return torch.empty_like(token)

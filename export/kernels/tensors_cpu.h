@@ -1,0 +1,138 @@
+// What operators take and give: torch's tensors, through AOTInductor's C interface.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <initializer_list>
+#include <memory>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "vectors_cpu.h"
+
+namespace ostinato {
+
+// Elements in float32 or bfloat16.
+struct Array {
+  void* data;
+  bool narrow;
+
+  float operator[](int64_t i) const { return narrow ? from_bfloat16(((bfloat16*)data)[i]) : ((float*)data)[i]; }
+  void put(int64_t i, float x) const {
+    if (narrow)
+      ((bfloat16*)data)[i] = to_bfloat16(x);
+    else
+      ((float*)data)[i] = x;
+  }
+  Floats load(int64_t i) const { return narrow ? ostinato::load((bfloat16*)data + i) : ostinato::load((float*)data + i); }
+  void store(int64_t i, Floats x) const {
+    if (narrow)
+      ostinato::store((bfloat16*)data + i, x);
+    else
+      ostinato::store((float*)data + i, x);
+  }
+  // The first `count` lanes, zeros in the others.
+  Floats load(int64_t i, int64_t count) const {
+    if (count >= LANES) return load(i);
+    float lanes[LANES] = {};
+    for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = (*this)[i + lane];
+    return ostinato::load(lanes);
+  }
+  void store(int64_t i, Floats x, int64_t count) const {
+    if (count >= LANES) return store(i, x);
+    float lanes[LANES];
+    ostinato::store(lanes, x);
+    for (int64_t lane = 0; lane < count; ++lane) put(i + lane, lanes[lane]);
+  }
+  Array from(int64_t i) const { return {(char*)data + i * (narrow ? 2 : 4), narrow}; }
+};
+
+inline bool is_narrow(int32_t dtype) { return dtype == aoti_torch_dtype_bfloat16(); }
+
+// A contiguous tensor that somebody else owns.
+struct Tensor {
+  void* data = nullptr;
+  const int64_t* sizes = nullptr;
+  int32_t dtype = 0;
+  int64_t dims = 0;
+
+  Tensor() = default;
+  explicit Tensor(AtenTensorHandle handle) {
+    int64_t* found = nullptr;
+    aoti_torch_get_data_ptr(handle, &data);
+    aoti_torch_get_sizes(handle, &found);
+    aoti_torch_get_dtype(handle, &dtype);
+    aoti_torch_get_dim(handle, &dims);
+    sizes = found;
+  }
+  // An operator's optional argument; empty where it is not given.
+  explicit Tensor(const AtenTensorHandle* handle) : Tensor(handle ? Tensor(*handle) : Tensor()) {}
+
+  explicit operator bool() const { return data != nullptr; }
+  int64_t size(int64_t dim) const { return sizes[dim < 0 ? dim + dims : dim]; }
+  Array array() const { return {data, is_narrow(dtype)}; }
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+};
+
+// A new tensor, an operator's own until it is done.
+class Result {
+ public:
+  Result(std::initializer_list<int64_t> sizes, int32_t dtype) {
+    std::vector<int64_t> strides(sizes.size(), 1);
+    for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes.begin()[i];
+    if (aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides.data(), dtype, aoti_torch_device_type_cpu(), 0, &handle_))
+      throw std::bad_alloc();
+  }
+  Result(const Result&) = delete;
+  Result& operator=(const Result&) = delete;
+  ~Result() {
+    if (handle_) aoti_torch_delete_tensor_object(handle_);
+  }
+  Tensor tensor() const { return Tensor(handle_); }
+  Array array() const { return tensor().array(); }
+  void give(AtenTensorHandle* caller) { *caller = std::exchange(handle_, nullptr); }
+
+ private:
+  AtenTensorHandle handle_ = nullptr;
+};
+
+// Memory for the time of one operator, aligned for vectors.
+template <typename T>
+class Scratch {
+ public:
+  explicit Scratch(int64_t count = 0) { reserve(count); }
+  void reserve(int64_t count) {
+    data_.reset();
+    if (count == 0) return;
+    data_.reset(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)));
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  operator T*() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { std::free(p); }
+  };
+  std::unique_ptr<T, Free> data_;
+};
+
+// An operator's body, whose exceptions stay on this side of the C interface: torch says there only that a call failed.
+template <typename Body>
+AOTITorchError guarded(const char* name, const Body& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "ostinato: %s failed: %s\n", name, error.what());
+    return AOTI_TORCH_FAILURE;
+  }
+  return AOTI_TORCH_SUCCESS;
+}
+
+}  // namespace ostinato

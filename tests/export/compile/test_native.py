@@ -1,0 +1,93 @@
+"""Operators in C++: what is declared of them, and that every instruction set of the kernels compiles here."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from ostinato.export.compile.native import NativeLibrary, native_library_of
+from ostinato.export.compile.toolchain import find_compiler
+from ostinato.export.kernels import cpu as _declares_them  # noqa: F401
+from ostinato.export.kernels.operators_cpu import LIBRARY
+
+CXX = find_compiler()
+# Compiler's name of a processor -> an instruction that its code must have, and one that it must not.
+PROCESSORS = {
+    "haswell": ("vpmaddubsw", "zmm"),
+    "alderlake": ("vpdpbusd", "zmm"),
+    "cascadelake": (r"vpdpbusd.*zmm", "vdpbf16ps"),
+    "cooperlake": (r"vdpbf16ps.*zmm", "tdpbf16ps"),
+    "sapphirerapids": ("tdpbf16ps", "tdpbssd"),
+}
+PRODUCT = "linear/product_cpu.cpp"
+
+
+def test_declarations() -> None:
+    """As AOTInductor calls them."""
+    found = {operator._schema.name: text for operator, (text,) in LIBRARY.declarations.items()}
+    assert found["ostinato_cpu::norm_linear"] == (
+        "AOTITorchError aoti_torch_cpu_norm_linear(AtenTensorHandle x, AtenTensorHandle norm, double eps, "
+        "AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* bias, int32_t dtype, "
+        "AtenTensorHandle* result_0)"
+    )
+    assert found["ostinato_cpu::delta_step"].endswith(
+        "int64_t key_heads, AtenTensorHandle* result_0, AtenTensorHandle* result_1)"
+    )
+
+
+def test_functions_in_cpp_are_those_declared() -> None:
+    """Same names, and types in the same order."""
+    text = " ".join(path.read_text() for path in LIBRARY.folder.rglob("*_cpu.cpp"))
+    defined = dict(re.findall(r'extern "C" AOTITorchError (\w+)\(([^)]*)\)', text))
+    for (declaration,) in LIBRARY.declarations.values():
+        name, arguments = re.fullmatch(r"AOTITorchError (\w+)\((.*)\)", declaration).groups()  # type: ignore[union-attr]
+        assert types(defined.pop(name)) == types(arguments), name
+    assert not defined
+
+
+def types(arguments: str) -> list[str]:
+    return [re.sub(r"\s*\w+$", "", argument.strip()) for argument in arguments.split(",")]
+
+
+def test_library_of_a_graph() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+            return torch.ops.ostinato_cpu.norm_linear(x, norm, 1e-6, x, None, None, torch.float32)
+
+    plain = torch.export.export(torch.nn.Linear(4, 4), (torch.ones(2, 4),))
+    ours = torch.export.export(Model(), (torch.ones(4, 4), torch.ones(4)), strict=False)
+    assert native_library_of(plain.graph) is None
+    assert native_library_of(ours.graph) is LIBRARY
+
+
+def test_name_is_of_what_is_in_it(tmp_path: Path) -> None:
+    """Two libraries of one name would be one to the system's loader."""
+    (tmp_path / "a_cpu.cpp").write_text("int one() { return 1; }")
+    library = NativeLibrary("some", tmp_path, ("a_cpu.cpp",))
+    names = {library.build().library, library.build(("-march=haswell",)).library}
+    (tmp_path / "b_cpu.h").write_text("#pragma once")
+    names.add(library.build().library)
+    assert len(names) == 3 and library.build().library in names
+
+
+@pytest.mark.skipif("g++" not in CXX, reason="the names are those of g++")
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_instruction_sets(processor: str, tmp_path: Path) -> None:
+    """Also those that this machine cannot run; what its code has is refused by name where it is missing
+    (tests/delegate/test_loading.py)."""
+    objdump = shutil.which("objdump")
+    if objdump is None:
+        pytest.skip("no objdump")
+    commands = LIBRARY.build((f"-march={processor}",)).objects
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda command: subprocess.run(command, cwd=tmp_path, check=True), commands))
+    found = tmp_path / f"{Path(PRODUCT).stem}.o"
+    code = subprocess.run([objdump, "-d", str(found)], capture_output=True, text=True, check=True).stdout
+    there, absent = PROCESSORS[processor]
+    assert re.search(there, code) and not re.search(absent, code)

@@ -1,0 +1,160 @@
+"""Routing and the experts in C++ against the references in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.export.kernels import Kernels
+from ostinato.export.kernels.experts import reference
+from ostinato.export.kernels.operands import Weight
+
+from ...comparison import relative_error
+from .cpu_cases import BF16, F32, ROWS, TOLERANCE, Draw, Operand, doubled
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`shared` is the shared expert's inner size, None without one; `group` is None for weights in the inputs' dtype."""
+
+    experts: int = 8
+    top_k: int = 2
+    hidden: int = 128
+    inner: int = 64
+    shared: int | None = 64
+    group: int | None = 64
+
+
+SHAPES = (
+    Shape(),
+    Shape(top_k=1, hidden=64, shared=128, group=32),
+    Shape(experts=40, top_k=3, hidden=192, shared=None),
+    Shape(experts=1, top_k=1, inner=192, shared=None, group=32),
+    Shape(experts=4, top_k=4, hidden=256, inner=128, shared=256, group=128),
+    Shape(group=None),
+    Shape(experts=5, top_k=3, hidden=48, inner=24, shared=20, group=None),
+    Shape(experts=3, top_k=1, hidden=97, inner=5, shared=None, group=None),
+)
+
+
+class Layer:
+    def __init__(self, shape: Shape, dtype: torch.dtype, rows: int) -> None:
+        draw = Draw(rows + shape.experts)
+        self.shape, self.dtype = shape, dtype
+        self.x, self.norm = draw.normal(rows, shape.hidden, dtype=dtype), draw.norm(shape.hidden)
+        self.gate = draw.rows(shape.experts, shape.hidden, dtype=dtype)
+        self.shared_gate = None if shape.shared is None else draw.rows(1, shape.hidden, dtype=dtype)
+        self.gate_up = draw.operand(shape.experts, 2 * shape.inner, shape.hidden, group=shape.group, dtype=dtype)
+        self.down = draw.operand(shape.experts, shape.hidden, shape.inner, group=shape.group, dtype=dtype)
+        self.shared_up: Operand | None = None
+        self.shared_down: Operand | None = None
+        if shape.shared is not None:
+            self.shared_up = draw.operand(2 * shape.shared, shape.hidden, group=shape.group, dtype=dtype)
+            self.shared_down = draw.operand(shape.hidden, shape.shared, group=shape.group, dtype=dtype)
+        width = shape.top_k * shape.inner + (shape.shared or 0)
+        self.logits = draw.normal(rows, shape.experts + (shape.shared is not None), dtype=dtype)
+        self.hidden = draw.normal(rows, width, dtype=dtype)
+
+    @property
+    def tolerance(self) -> float:
+        return self.gate_up.tolerance(self.dtype)
+
+
+def packed(operand: Operand | None) -> Weight | None:
+    return None if operand is None else operand.packed
+
+
+def exact(operand: Operand | None) -> Weight | None:
+    return None if operand is None else operand.exact
+
+
+Types = pytest.mark.parametrize("dtype", (F32, BF16), ids=str)
+Rows = pytest.mark.parametrize("rows", (*ROWS, 150))
+Shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+@Types
+@Rows
+@pytest.mark.parametrize("shape", (SHAPES[0], SHAPES[2], SHAPES[6]), ids=str)
+def test_route_logits(cpu_kernels: type[Kernels], shape: Shape, rows: int, dtype: torch.dtype) -> None:
+    layer = Layer(shape, dtype, rows)
+    shared = layer.shared_gate
+    values = (None, None) if shared is None else (shared.packed.values, shared.exact.values)
+    out = cpu_kernels.route_logits(layer.x, layer.norm, layer.gate.packed.values, values[0])
+    expected = reference.route_logits(layer.x.double(), doubled(layer.norm), layer.gate.exact.values, values[1])
+    assert out.dtype == dtype and relative_error(out, expected) < TOLERANCE[dtype]
+
+
+@Types
+@Rows
+@Shapes
+def test_gate_up(cpu_kernels: type[Kernels], shape: Shape, rows: int, dtype: torch.dtype) -> None:
+    layer = Layer(shape, dtype, rows)
+    up = layer.shared_up
+    out = cpu_kernels.experts_gate_up(layer.x, layer.norm, layer.logits, shape.top_k, layer.gate_up.packed, packed(up))
+    expected = reference.experts_gate_up(
+        layer.x.double(), doubled(layer.norm), layer.logits, shape.top_k, layer.gate_up.exact, exact(up)
+    )
+    assert out.dtype == dtype and relative_error(out, expected) < 2 * layer.tolerance
+
+
+@Types
+@Rows
+@Shapes
+def test_down(cpu_kernels: type[Kernels], shape: Shape, rows: int, dtype: torch.dtype) -> None:
+    layer = Layer(shape, dtype, rows)
+    down = layer.shared_down
+    out = cpu_kernels.experts_down(layer.hidden, layer.logits, shape.top_k, layer.down.packed, packed(down), layer.x)
+    expected = reference.experts_down(
+        layer.hidden.double(),
+        layer.logits.double(),
+        shape.top_k,
+        layer.down.exact,
+        exact(down),
+        layer.x.double(),
+    )
+    assert out.dtype == dtype and relative_error(out, expected) < layer.tolerance
+
+
+@pytest.mark.parametrize("rows", (1, 7))
+def test_equal_logits_take_the_first_experts(cpu_kernels: type[Kernels], rows: int) -> None:
+    layer = Layer(Shape(), F32, rows)
+    layer.logits[:] = 0
+
+    def hidden(chosen: slice) -> Tensor:
+        logits = layer.logits.clone()
+        logits[:, chosen] = torch.arange(2, 0, -1).float()
+        return cpu_kernels.experts_gate_up(layer.x, layer.norm, logits, 2, layer.gate_up.packed, None)
+
+    out = cpu_kernels.experts_gate_up(layer.x, layer.norm, layer.logits, 2, layer.gate_up.packed, None)
+    assert torch.equal(out, hidden(slice(0, 2))) and not torch.equal(out, hidden(slice(3, 5)))
+
+
+@pytest.mark.parametrize("rows", (1, 7))
+def test_nan_shows(cpu_kernels: type[Kernels], rows: int) -> None:
+    """In inputs and in logits, in their own row."""
+    layer, bad = Layer(Shape(), F32, rows), rows // 2
+    others = [row for row in range(rows) if row != bad]
+    layer.x[bad, 5] = torch.nan
+    up = layer.shared_up
+    assert up is not None
+    out = cpu_kernels.experts_gate_up(layer.x, layer.norm, layer.logits, 2, layer.gate_up.packed, up.packed)
+    assert out[bad].isnan().all() and out[others].isfinite().all()
+    layer = Layer(Shape(), F32, rows)
+    layer.logits[bad, 3] = torch.nan
+    out = cpu_kernels.experts_down(layer.hidden, layer.logits, 2, layer.down.packed, None, layer.x)
+    assert out[bad].isnan().all() and out[others].isfinite().all()
+
+
+def test_only_chosen_experts_are_read(cpu_kernels: type[Kernels]) -> None:
+    """The others' weights may be NaN."""
+    layer = Layer(Shape(experts=8, group=None), F32, 5)
+    layer.logits[:, 4:] = -100
+    for weight in (layer.gate_up.packed, layer.down.packed):
+        weight.values[4:] = torch.nan
+    hidden = cpu_kernels.experts_gate_up(layer.x, layer.norm, layer.logits, 2, layer.gate_up.packed, None)
+    out = cpu_kernels.experts_down(hidden, layer.logits, 2, layer.down.packed, None, layer.x)
+    assert out.isfinite().all()
