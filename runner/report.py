@@ -254,7 +254,7 @@ def _notes(report: Report) -> list[str]:
     count = len(report.rows[0].samples_ns)
     notes = [f"tokens/s: median of {count} {'repetition' if count == 1 else 'repetitions'}, after a warm-up"]
     if any((report.share(row) or 0) > 1 for row in report.rows):
-        notes.append("of copy over 100%: what a step reads fits in a cache, what the copy reads does not")
+        notes.append("of copy over 100%: a step only reads, the copy writes too; or what a step reads fits in a cache")
     notes += [f"first answer, {MODE_NAMES[mode.cuda_graph] + ':':<13} {phase_text(mode)}" for mode in report.modes]
     notes += [f"{MODE_NAMES[mode.cuda_graph]}: {graph_text(mode.graph)}" for mode in report.modes if mode.graph]
     notes += [f"{MODE_NAMES[mode.cuda_graph]}: {host_text(mode)}" for mode in report.modes if mode.host_us is not None]

@@ -1,0 +1,165 @@
+"""A model on the CPU in several formats, measured beside llama.cpp: scripts/bench_cpu.sh says how to call it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ostinato.runner.tables import Side, table
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-0.8B"
+# Its tokens are among those of any model with a larger vocabulary: what a first token needs, where there is only a config.
+TOKENIZER = ROOT / "tests" / "assets" / "capitals"
+FORMATS = ("int4", "bfloat16", "float32")
+QUESTION = "What is the capital of France?"
+STARTS = 5
+# A run of one and the next differ by this much.
+SLOWER = 0.97
+
+
+@dataclass(frozen=True)
+class Row:
+    """One test in one format: ours, and llama.cpp's tokens/s if it was measured."""
+
+    format: str
+    test: dict[str, Any]
+    peer: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.peer is None else self.test["median_ts"] / self.peer
+
+    def cells(self) -> list[str]:
+        share, rate = self.test["copy_share"], self.test["bytes_per_second"]
+        return [
+            self.format,
+            name_of(self.test),
+            f"{self.test['median_ts']:,.1f}",
+            "" if self.peer is None else f"{self.peer:,.1f}",
+            "" if self.ratio is None else f"{self.ratio:.2f}",
+            "" if rate is None else f"{rate / 1e9:.1f}",
+            "" if share is None else f"{share:.0%}",
+        ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=CONFIG)
+    parser.add_argument("--formats", type=lambda text: text.split(","), default=["int4", "bfloat16"])
+    parser.add_argument("--group-size", default="32")
+    parser.add_argument("--output", type=Path, default=Path(tempfile.gettempdir()) / "cpu")
+    parser.add_argument("-p", "--n-prompt", default="64,512")
+    parser.add_argument("-n", "--n-gen", default="32")
+    parser.add_argument("-d", "--n-depth", default="0")
+    parser.add_argument("-r", "--repetitions", default="3")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--llama-bench", type=Path)
+    parser.add_argument("--gguf", action="append", default=[])
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.formats if name not in FORMATS]
+    if unknown:
+        parser.error(f"unknown formats {', '.join(unknown)}; the formats are: {', '.join(FORMATS)}")
+    models = dict(pair.partition("=")[::2] for pair in arguments.gguf)
+    if bool(models) != (arguments.llama_bench is not None):
+        parser.error("--llama-bench and --gguf go together")
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    if arguments.threads:
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    artifacts = {name: export(name, arguments) for name in arguments.formats}
+    rows = []
+    for name, artifact in artifacts.items():
+        tests = bench(artifact, arguments)
+        peers = llama(models[name], arguments) if name in models else {}
+        rows += [Row(name, test, peers.get(name_of(test))) for test in tests]
+    starts = {name: seconds_to_first_token(artifact) for name, artifact in artifacts.items()}
+    imports = min(timed([sys.executable, "-c", "import torch"]) for _ in range(STARTS))
+    report(rows, starts, imports)
+    return 1 if any(row.ratio is not None and row.ratio < SLOWER for row in rows) else 0
+
+
+def export(name: str, arguments: argparse.Namespace) -> Path:
+    artifact: Path = arguments.output / name
+    if artifact.exists():
+        return artifact
+    longest = max(map(int, arguments.n_prompt.split(","))) + max(map(int, arguments.n_gen.split(",")))
+    length = max(map(int, arguments.n_depth.split(","))) + longest
+    quant = ["--quant", "int4", "--group-size", arguments.group_size] if name == "int4" else ["--dtype", name]
+    with tempfile.TemporaryDirectory() as folder:
+        for path in (*arguments.model.glob("*.json"), *TOKENIZER.glob("tokenizer*"), *TOKENIZER.glob("*.jinja")):
+            shutil.copy(path, folder)
+        command = ["export", "--model", folder, "--load-format", "dummy", "--max-seq-len", str(length), *quant]
+        ostinato(*command, "--output", str(artifact))
+    return artifact
+
+
+def bench(artifact: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tests, with what they were measured on."""
+    lengths = ["-p", arguments.n_prompt, "-n", arguments.n_gen, "-d", arguments.n_depth, "-r", arguments.repetitions]
+    tests: list[dict[str, Any]] = json.loads(
+        ostinato("bench", str(artifact), *lengths, "--cuda-graph", "off", "--output", "json")
+    )
+    return tests
+
+
+def llama(model: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """llama.cpp's tokens/s by the same names."""
+    threads = ["-t", str(arguments.threads or len(os.sched_getaffinity(0)))]
+    lengths = ["-p", arguments.n_prompt, "-n", arguments.n_gen, "-d", arguments.n_depth, "-r", arguments.repetitions]
+    command = [str(arguments.llama_bench), "-m", model, *threads, *lengths, "-o", "json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    return {name_of(test): test["avg_ts"] for test in json.loads(done.stdout)}
+
+
+def name_of(test: dict[str, Any]) -> str:
+    """pp512, tg32, "tg32 @ d4000": ours and llama-bench's have the same fields."""
+    what = f"pp{test['n_prompt']}" if test["n_prompt"] else f"tg{test['n_gen']}"
+    return f"{what} @ d{test['n_depth']}" if test["n_depth"] else what
+
+
+def seconds_to_first_token(artifact: Path) -> float:
+    """Of a whole process with a short question, the files warm; the best of several."""
+    command = [sys.executable, "-m", "ostinato.runner.cli", "run", str(artifact), "--prompt", QUESTION]
+    return min(timed([*command, "--max-new-tokens", "1"]) for _ in range(STARTS))
+
+
+def timed(command: list[str]) -> float:
+    begin = time.perf_counter()
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed: {done.stderr}")
+    return time.perf_counter() - begin
+
+
+def ostinato(*words: str) -> str:
+    command = [sys.executable, "-m", "ostinato.runner.cli", *words]
+    print(f"$ ostinato {' '.join(words)}", file=sys.stderr, flush=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return done.stdout
+
+
+def report(rows: list[Row], starts: dict[str, float], imports: float) -> None:
+    columns: dict[str, Side] = {"format": "left", "test": "left"}
+    columns |= dict.fromkeys(("tokens/s", "llama.cpp", "ratio", "GB/s", "of copy"), "right")
+    subject = rows[0].test
+    print(
+        f"\n{subject['device']}, {subject['copy_bytes_per_second'] / 1e9:.1f} GB/s copied, torch {subject['torch']}\n"
+    )
+    print(table(columns, [row.cells() for row in rows]))
+    for name, seconds in starts.items():
+        print(f"start to first token, {name}: {seconds:.2f} s, of which `import torch` {imports:.2f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
