@@ -51,6 +51,12 @@ struct Array {
   Array from(int64_t i) const { return {(char*)data + i * (narrow ? 2 : 4), narrow}; }
 };
 
+inline float dot(const Array& x, const Array& y, int64_t count) {
+  Floats total = zeros();
+  for (int64_t i = 0; i < count; i += LANES) total = fma(x.load(i, count - i), y.load(i, count - i), total);
+  return sum(total);
+}
+
 inline bool is_narrow(int32_t dtype) { return dtype == aoti_torch_dtype_bfloat16(); }
 
 // A contiguous tensor that somebody else owns.

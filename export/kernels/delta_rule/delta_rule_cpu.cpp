@@ -20,14 +20,8 @@ struct Prepared {
 // x / |x| * factor.
 void normalize(const Array& x, int64_t size, float factor, float* to) {
   to_floats(x, size, to);
-  float squares = 0;
-  Floats acc = zeros();
-  for (int64_t i = 0; i < size; i += LANES) {
-    Floats value = Array{to, false}.load(i, size - i);
-    acc = fma(value, value, acc);
-  }
-  squares = sum(acc);
-  float scale = factor / std::sqrt(squares + 1e-6f);
+  Array values{to, false};
+  float scale = factor / std::sqrt(dot(values, values, size) + 1e-6f);
   for (int64_t i = 0; i < size; ++i) to[i] *= scale;
 }
 
@@ -61,10 +55,7 @@ extern "C" AOTITorchError aoti_torch_cpu_delta_step(AtenTensorHandle mixed_, Ate
         float *query = ready.queries + row * keys_at + head * key_dim, *key = ready.keys + row * keys_at + head * key_dim;
         normalize(mixed.array().from(row * width + head * key_dim), key_dim, query_scale, query);
         normalize(mixed.array().from(row * width + keys_at + head * key_dim), key_dim, 1, key);
-        Floats product = zeros();
-        for (int64_t i = 0; i < key_dim; i += LANES)
-          product = fma(Array{query, false}.load(i, key_dim - i), Array{key, false}.load(i, key_dim - i), product);
-        ready.both[row * key_heads + head] = sum(product);
+        ready.both[row * key_heads + head] = dot(Array{query, false}, Array{key, false}, key_dim);
       }
       const float* gate = gates.as<float>() + row * 2 * heads;
       for (int64_t head = 0; head < heads; ++head) {

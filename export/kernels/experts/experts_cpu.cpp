@@ -62,6 +62,17 @@ struct Piece {
   int64_t first;  // in the routing's order, or -1 - token for the shared expert
 };
 
+// The pieces of the chosen experts. Inputs stand in the routing's order, or one row serves all.
+std::vector<Piece> pieces_of(const Routing& routing, const Weight& routed, bool one_row) {
+  std::vector<Piece> pieces;
+  for (int64_t expert = 0; expert < routing.experts; ++expert)
+    for (int64_t begin = routing.begins[expert]; begin < routing.begins[expert + 1]; begin += MOST_ROWS) {
+      int64_t count = std::min(MOST_ROWS, routing.begins[expert + 1] - begin);
+      pieces.push_back({routed.expert(expert), one_row ? 0 : begin, count, begin});
+    }
+  return pieces;
+}
+
 // silu(gate) * up of one block of LANES outputs, or of all where the halves do not begin at a block.
 template <typename Emit>
 void swiglu(const Piece& piece, const Inputs& x, int64_t block, const Emit& emit) {
@@ -103,11 +114,7 @@ extern "C" AOTITorchError aoti_torch_cpu_route_logits(AtenTensorHandle x_, AtenT
     fill(inputs, columns, [&](int64_t row, float* to) {
       to_floats(x.array().from(row * columns), columns, to);
       apply_norm(to, columns, norm.as<float>(), eps);
-      if (!shared_gate) return;
-      Floats product = zeros();
-      for (int64_t i = 0; i < columns; i += LANES)
-        product = fma(Array{to, false}.load(i, columns - i), shared_gate.array().load(i, columns - i), product);
-      out.put(row * width + gate.rows, sum(product));
+      if (shared_gate) out.put(row * width + gate.rows, dot(Array{to, false}, shared_gate.array(), columns));
     });
     multiply(gate, inputs, [&](int64_t row, int64_t column, Floats y, int64_t count) {
       out.store(row * width + column, y, count);
@@ -137,12 +144,7 @@ extern "C" AOTITorchError aoti_torch_cpu_experts_gate_up(AtenTensorHandle x_, At
       to_floats(x.array().from(token * columns), columns, to);
       apply_norm(to, columns, norm.as<float>(), eps);
     });
-    std::vector<Piece> pieces;
-    for (int64_t expert = 0; expert < routing.experts; ++expert)
-      for (int64_t begin = routing.begins[expert]; begin < routing.begins[expert + 1]; begin += MOST_ROWS) {
-        int64_t count = std::min(MOST_ROWS, routing.begins[expert + 1] - begin);
-        pieces.push_back({routed.expert(expert), one ? 0 : begin, count, begin});
-      }
+    std::vector<Piece> pieces = pieces_of(routing, routed, one);
     if (one_values)
       for (int64_t token = 0; token < tokens; token += MOST_ROWS)
         pieces.push_back({Weight{one_values, Tensor(shared_scale)}, one ? 0 : pairs + token,
@@ -189,10 +191,7 @@ extern "C" AOTITorchError aoti_torch_cpu_experts_down(AtenTensorHandle hidden_, 
     fill(shared_inputs, shared.columns, [&](int64_t token, float* to) {
       to_floats(hidden.array().from(token * width + top_k * inner), shared.columns, to);
     });
-    std::vector<Piece> pieces;
-    for (int64_t expert = 0; expert < routing.experts; ++expert)
-      for (int64_t begin = routing.begins[expert]; begin < routing.begins[expert + 1]; begin += MOST_ROWS)
-        pieces.push_back({routed.expert(expert), begin, std::min(MOST_ROWS, routing.begins[expert + 1] - begin), begin});
+    std::vector<Piece> pieces = pieces_of(routing, routed, false);
     // A task has all tokens' sums of one block of outputs, so that nothing is added up between threads.
     parallel(routed.blocks(), [&](int64_t block) {
       int64_t count = routed.rows_of(block);

@@ -5,7 +5,7 @@
 namespace ostinato {
 namespace {
 
-// Rows of x, normed where there is a norm.
+// Rows of x, normed.
 Inputs normed(const Weight& weight, const Tensor& x, const Tensor& norm, double eps) {
   int64_t columns = weight.columns;
   Inputs inputs(weight, x.size(0));

@@ -343,9 +343,7 @@ struct BlockProduct {
     if (weight.format != Format::INT4) {
       Array values{(void*)w, weight.format == Format::BFLOAT16};
       Array in = x.floats_ ? Array{x.floats_ + row * columns, false} : Array{x.halves_ + row * columns, true};
-      Floats acc = zeros();
-      for (int64_t k = 0; k < columns; k += LANES) acc = fma(values.load(k, columns - k), in.load(k, columns - k), acc);
-      return sum(acc);
+      return dot(values, in, columns);
     }
     int64_t groups = columns / weight.group;
     const int8_t* in = x.bytes_ + row * columns;

@@ -17,28 +17,13 @@ from ostinato.delegate.sampling import Sampling, SamplingInputs, gumbel_noise, p
 from ostinato.export.kernels.sampling import reference, sample_triton
 
 from .conftest import report_of, traced_layer
+from .sampling_cases import OPTIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 248_320
-OPTIONS = [
-    Sampling(),
-    Sampling(0.0, 3, 0.5),
-    Sampling(1.0),
-    Sampling(0.6, 20, 0.95),
-    Sampling(1.0, 1),
-    Sampling(0.7, top_p=0.9),
-    Sampling(2.5, 7),
-    Sampling(1.0, 10_000_000, 0.3),
-    Sampling(1.0, top_p=1e-6),
-    Sampling(1e-4, 5, 0.99),
-    Sampling(0.0, min_p=0.5),
-    Sampling(0.8, min_p=0.05),
-    Sampling(1.3, min_p=1.0),
-    Sampling(1.0, 40, 0.95, min_p=0.1),
-]
 SIZES = [1, 97, 300]
 if DEVICE == "cuda":
-    OPTIONS += [Sampling(1.0, 100, 0.999), Sampling(1.0, 1000), Sampling(1.3, 50_000, 0.9999)]
+    OPTIONS = [*OPTIONS, Sampling(1.0, 100, 0.999), Sampling(1.0, 1000), Sampling(1.3, 50_000, 0.9999)]
     SIZES += [2048, 2049, 151_936, VOCAB]
 
 
