@@ -8,60 +8,17 @@
 
 #include "../linear/rows_cpu.h"
 #include "../threads_cpu.h"
+#include "block_cpu.h"
 
 namespace ostinato {
 namespace {
 
-constexpr int64_t BLOCK = 32;         // positions of the cache at a time
-constexpr int64_t MOST_QUERIES = 32;  // of a task, all heads together
 constexpr int64_t LEAST_STRETCH = 128;
 
 // The largest score so far, the sum of exponentials relative to it, and the values weighted by them.
 struct Partial {
   float most, total;
 };
-
-// Dot products of ROWS queries and COLUMNS keys, all of `size` elements.
-template <int ROWS, int COLUMNS>
-void dots(const float* queries, const float* keys, int64_t size, float* out) {
-  Floats acc[ROWS][COLUMNS];
-  for (int r = 0; r < ROWS; ++r)
-    for (int c = 0; c < COLUMNS; ++c) acc[r][c] = zeros();
-  for (int64_t i = 0; i < size; i += LANES) {
-    Floats key[COLUMNS];
-    for (int c = 0; c < COLUMNS; ++c) key[c] = load(keys + c * size + i);
-    for (int r = 0; r < ROWS; ++r) {
-      Floats query = load(queries + r * size + i);
-      for (int c = 0; c < COLUMNS; ++c) acc[r][c] = fma(query, key[c], acc[r][c]);
-    }
-  }
-  for (int r = 0; r < ROWS; ++r)
-    for (int c = 0; c < COLUMNS; ++c) out[r * BLOCK + c] = sum(acc[r][c]);
-}
-
-// Scores of queries [queries, size] and one block of keys [BLOCK, size]: out [queries, BLOCK].
-void score(const float* queries, int64_t count, const float* keys, int64_t size, float* out) {
-  for (int64_t c = 0; c < BLOCK; c += 2) {
-    int64_t r = 0;
-    for (; r + 2 <= count; r += 2) dots<2, 2>(queries + r * size, keys + c * size, size, out + r * BLOCK + c);
-    if (r < count) dots<1, 2>(queries + r * size, keys + c * size, size, out + r * BLOCK + c);
-  }
-}
-
-// out [ROWS, size] += weights [ROWS, BLOCK] of values [BLOCK, size].
-template <int ROWS>
-void add_weighted(const float* weights, const float* values, int64_t size, float* out) {
-  for (int64_t i = 0; i < size; i += LANES) {
-    Floats acc[ROWS];
-    for (int r = 0; r < ROWS; ++r) acc[r] = load(out + r * size + i);
-    for (int64_t c = 0; c < BLOCK; ++c) {
-      Floats value = load(values + c * size + i);
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) acc[r] = fma(value, broadcast(weights[r * BLOCK + c]), acc[r]);
-    }
-    for (int r = 0; r < ROWS; ++r) store(out + r * size + i, acc[r]);
-  }
-}
 
 // A head of `size` elements, normed, its first `rotated` elements turned by their angles.
 void place(const Array& x, int64_t size, const float* norm, double eps, const float* cos, const float* sin, int64_t rotated,
@@ -76,47 +33,45 @@ void place(const Array& x, int64_t size, const float* norm, double eps, const fl
 }
 
 struct Attention {
-  int64_t rows, heads, kv_heads, size, slots, padded, sharing, stretches, stretch;
+  int64_t rows, heads, kv_heads, size, slots, padded, sharing, most_queries, stretches, stretch;
   Array keys, values;
   const int64_t* positions;
   const float* queries;  // [rows, heads, padded], times the scale of scores
   float* parts;          // [rows, heads, stretches, padded]
   Partial* sums;         // [rows, heads, stretches]
 
-  // Heads that share keys, of which a task has all or MOST_QUERIES, and the tokens that it has.
-  int64_t heads_together() const { return std::min(sharing, MOST_QUERIES); }
-  int64_t tokens_together() const { return MOST_QUERIES / heads_together(); }
+  // Heads that share keys, of which a task has all or `most_queries`, and the tokens that it has.
+  int64_t heads_together() const { return std::min(sharing, most_queries); }
+  int64_t tokens_together() const { return most_queries / heads_together(); }
   int64_t head_pieces() const { return (sharing + heads_together() - 1) / heads_together(); }
   int64_t token_pieces() const { return (rows + tokens_together() - 1) / tokens_together(); }
   int64_t tasks() const { return kv_heads * head_pieces() * token_pieces() * stretches; }
 
-  // Task (kv_head, heads, tokens, stretch).
+  // Task (kv_head, heads, tokens, stretch), by a FloatBlock or a TileBlock.
+  template <typename Block>
   void run(int64_t task) const {
+    constexpr int64_t BLOCK = Block::BLOCK;
     int64_t part = task % stretches, piece = task / stretches % token_pieces(), group = task / stretches / token_pieces();
     int64_t kv_head = group / head_pieces(), first_head = group % head_pieces() * heads_together();
     int64_t mine = std::min(heads_together(), sharing - first_head), first = piece * tokens_together();
     int64_t tokens = std::min(tokens_together(), rows - first), count = tokens * mine;
     auto row_head = [&](int64_t i) { return (first + i / mine) * heads + kv_head * sharing + first_head + i % mine; };
-    Scratch<float> query(count * padded), out(count * padded), block(BLOCK * padded);
-    float scores[MOST_QUERIES * BLOCK];
-    Partial sum[MOST_QUERIES];
+    Block block(count, size, padded);
+    Scratch<float> out(block.room() * padded), scores(block.room() * BLOCK);
+    Partial sum[Block::MOST_QUERIES];
     for (int64_t i = 0; i < count; ++i) {
-      std::memcpy(query + i * padded, queries + row_head(i) * padded, padded * sizeof(float));
+      block.put(i, queries + row_head(i) * padded);
       sum[i] = {-std::numeric_limits<float>::infinity(), 0};
     }
-    std::memset(out, 0, count * padded * sizeof(float));
+    std::memset(out, 0, block.room() * padded * sizeof(float));
     int64_t last = positions[first + tokens - 1];
     int64_t begin = part * stretch, end = std::min(last + 1, stretches == 1 ? last + 1 : begin + stretch);
     for (int64_t at = begin; at < end; at += BLOCK) {
-      int64_t length = std::min(BLOCK, end - at);
-      widen(keys, kv_head, at, length, block);
-      score(query, count, block, padded, scores);
+      int64_t length = std::min(BLOCK, end - at), from = (kv_head * slots + at) * size;
+      block.score(keys.from(from), length, scores);
       for (int64_t i = 0; i < count; ++i)
-        weigh(scores + i * BLOCK, std::min(length, positions[first + i / mine] + 1 - at), sum[i], out + i * padded);
-      widen(values, kv_head, at, length, block);
-      int64_t i = 0;
-      for (; i + 4 <= count; i += 4) add_weighted<4>(scores + i * BLOCK, block, padded, out + i * padded);
-      for (; i < count; ++i) add_weighted<1>(scores + i * BLOCK, block, padded, out + i * padded);
+        weigh<BLOCK>(scores + i * BLOCK, std::min(length, positions[first + i / mine] + 1 - at), sum[i], out + i * padded);
+      block.add(values.from(from), length, scores, out);
     }
     for (int64_t i = 0; i < count; ++i) {
       int64_t to = row_head(i) * stretches + part;
@@ -125,24 +80,18 @@ struct Attention {
     }
   }
 
-  // A block of the cache as floats, zeros where it ends.
-  void widen(const Array& cache, int64_t kv_head, int64_t at, int64_t length, float* block) const {
-    for (int64_t c = 0; c < length; ++c) {
-      Array from = cache.from((kv_head * slots + at + c) * size);
-      float* to = block + c * padded;
-      for (int64_t i = 0; i < padded; i += LANES) store(to + i, from.load(i, size - i));
-    }
-    std::memset(block + length * padded, 0, (BLOCK - length) * padded * sizeof(float));
-  }
-
   // Scores -> weights of a block, of which `seen` count; what was summed before is made relative to the new largest score.
+  template <int64_t BLOCK>
   void weigh(float* scores, int64_t seen, Partial& sum, float* out) const {
     if (seen <= 0) {
       std::memset(scores, 0, BLOCK * sizeof(float));
       return;
     }
-    float most = sum.most;
-    for (int64_t c = 0; c < seen; ++c) most = scores[c] > most ? scores[c] : most;
+    for (int64_t c = seen; c < BLOCK; ++c) scores[c] = -std::numeric_limits<float>::infinity();
+    // NaN does not count here, and makes NaN below.
+    Floats largest_so_far = broadcast(sum.most);
+    for (int64_t c = 0; c < BLOCK; c += LANES) largest_so_far = maximum(load(scores + c), largest_so_far);
+    float most = largest(largest_so_far);
     if (most > sum.most) {
       float factor = sum.total == 0 ? 0 : std::exp(sum.most - most);
       sum.total *= factor;
@@ -220,8 +169,14 @@ extern "C" AOTITorchError aoti_torch_cpu_attend_step(AtenTensorHandle qkv_, Aten
     else
       parallel(rows, prepare);
 
-    Attention attention{rows, heads, kv_heads, size, slots, padded, sharing, 1, 0, keys.array(), values.array(), positions,
-                        queries, nullptr, nullptr};
+    bool tiles = false;
+    int64_t most_queries = FloatBlock::MOST_QUERIES;
+#ifdef OSTINATO_AMX
+    tiles = TileBlock::fits(keys.array(), size, rows * sharing);
+    if (tiles) most_queries = TileBlock::MOST_QUERIES;
+#endif
+    Attention attention{rows, heads, kv_heads, size, slots, padded, sharing, most_queries, 1, 0, keys.array(), values.array(),
+                        positions, queries, nullptr, nullptr};
     int64_t length = positions[rows - 1] + 1, tasks = attention.tasks();
     int64_t wanted = (4 * thread_count() + tasks - 1) / tasks;
     int64_t stretches = std::max<int64_t>(1, std::min(wanted, length / LEAST_STRETCH));
@@ -231,7 +186,12 @@ extern "C" AOTITorchError aoti_torch_cpu_attend_step(AtenTensorHandle qkv_, Aten
     attention.stretch = (length + stretches - 1) / stretches;
     attention.parts = parts;
     attention.sums = sums;
-    parallel(attention.tasks(), [&](int64_t task) { attention.run(task); });
+    parallel(attention.tasks(), [&](int64_t task) {
+#ifdef OSTINATO_AMX
+      if (tiles) return attention.run<TileBlock>(task);
+#endif
+      attention.run<FloatBlock>(task);
+    });
     auto finish = [&](int64_t row_head) {
       float inverse = 1 / attention.merge(row_head);
       int64_t row = row_head / heads, head = row_head % heads;

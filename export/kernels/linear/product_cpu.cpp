@@ -1,9 +1,6 @@
 #include "product_cpu.h"
 
-#ifdef OSTINATO_AMX
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "../tiles_cpu.h"
 
 namespace ostinato {
 namespace {
@@ -30,72 +27,12 @@ int32_t word(const void* p) {
 void fetch(const void* p) { _mm_prefetch((const char*)p + AHEAD, _MM_HINT_T0); }
 
 #ifdef OSTINATO_AMX
-// Rows of a tile, pairs of bfloat16 in a row of it, and from how many rows on tiles are faster.
-constexpr int64_t TILE_ROWS = 16, TILE_COLUMNS = 32, TILES_FROM = 8, INT4_TILES_FROM = 24;
-
-// Linux gives a process the tiles' registers when it asks: ARCH_REQ_XCOMP_PERM for XTILEDATA.
-bool may_use_tiles() {
-  static const bool may = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-  return may;
-}
-
-// All eight tiles have 16 rows of 64 bytes while it lives.
-struct TileConfiguration {
-  TileConfiguration() {
-    alignas(64) uint8_t bytes[64] = {};
-    bytes[0] = 1;
-    for (int tile = 0; tile < 8; ++tile) {
-      bytes[16 + 2 * tile] = 64;
-      bytes[48 + tile] = TILE_ROWS;
-    }
-    // g++ 12 does not know that the instructions of tiles read memory.
-    asm volatile("" ::: "memory");
-    _tile_loadconfig(bytes);
-  }
-  ~TileConfiguration() { _tile_release(); }
-};
-
-// COUNT tiles of rows of x, `columns` bfloat16 each, times one panel of bfloat16: out [COUNT * TILE_ROWS, LANES].
-template <int COUNT>
-void multiply_tiles(const bfloat16* x, const bfloat16* panel, int64_t columns, float* out) {
-  int64_t stride = columns * sizeof(bfloat16);
-  const bfloat16 *second = x + TILE_ROWS * columns, *third = second + TILE_ROWS * columns, *fourth = third + TILE_ROWS * columns;
-  _tile_zero(0);
-  if constexpr (COUNT > 1) _tile_zero(1);
-  if constexpr (COUNT > 2) _tile_zero(2);
-  if constexpr (COUNT > 3) _tile_zero(3);
-  for (int64_t k = 0; k < columns; k += TILE_COLUMNS, panel += TILE_COLUMNS * LANES) {
-    _tile_loadd(4, panel, 64);
-    _tile_loadd(5, x + k, stride);
-    _tile_dpbf16ps(0, 5, 4);
-    if constexpr (COUNT > 1) {
-      _tile_loadd(6, second + k, stride);
-      _tile_dpbf16ps(1, 6, 4);
-    }
-    if constexpr (COUNT > 2) {
-      _tile_loadd(7, third + k, stride);
-      _tile_dpbf16ps(2, 7, 4);
-    }
-    if constexpr (COUNT > 3) {
-      _tile_loadd(5, fourth + k, stride);
-      _tile_dpbf16ps(3, 5, 4);
-    }
-  }
-  _tile_stored(0, out, 64);
-  if constexpr (COUNT > 1) _tile_stored(1, out + TILE_ROWS * LANES, 64);
-  if constexpr (COUNT > 2) _tile_stored(2, out + 2 * TILE_ROWS * LANES, 64);
-  if constexpr (COUNT > 3) _tile_stored(3, out + 3 * TILE_ROWS * LANES, 64);
-}
+// From how many rows on tiles are faster.
+constexpr int64_t TILES_FROM = 8, INT4_TILES_FROM = 24;
 
 // A panel of four-bit weights as one of bfloat16.
 void widen_panel(const uint8_t* w, const bfloat16* scale, int64_t columns, int64_t group, bfloat16* out) {
   __m512 numbers = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
-  alignas(64) uint16_t order[32];
-  for (int lane = 0; lane < 16; ++lane) {
-    order[2 * lane] = lane;
-    order[2 * lane + 1] = 16 + lane;
-  }
-  __m512i pairs = _mm512_load_si512(order);
   for (int64_t begin = 0; begin < columns; begin += group, scale += LANES) {
     __m512 factor = load(scale).v;
     for (int64_t k = 0; k < group; k += 8, w += 64, out += 8 * LANES) {
@@ -106,7 +43,7 @@ void widen_panel(const uint8_t* w, const bfloat16* scale, int64_t columns, int64
       };
       auto put = [&](int64_t at, int even, int odd) {
         __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(number(odd), number(even));
-        _mm512_storeu_si512(out + at * LANES, _mm512_permutexvar_epi16(pairs, halves));
+        _mm512_storeu_si512(out + at * LANES, in_pairs(halves));
       };
       put(0, 0, 8);
       put(2, 16, 24);
@@ -316,23 +253,9 @@ struct BlockProduct {
       panel = wide;
     }
     TileConfiguration configuration;
-    int64_t row = begin;
-    for (; row + 3 * TILE_ROWS < end; row += 4 * TILE_ROWS) at<4>(row, begin, end, panel, out);
-    if (row + 2 * TILE_ROWS < end)
-      at<3>(row, begin, end, panel, out);
-    else if (row + TILE_ROWS < end)
-      at<2>(row, begin, end, panel, out);
-    else if (row < end)
-      at<1>(row, begin, end, panel, out);
+    int64_t tiles = (end - begin + TILE_ROWS - 1) / TILE_ROWS;
+    multiply_all_tiles(tiles, x.halves_ + begin * columns, columns, panel, columns, out, LANES, false);
     return true;
-  }
-
-  template <int COUNT>
-  void at(int64_t row, int64_t begin, int64_t end, const bfloat16* panel, float* out) const {
-    alignas(64) float found[COUNT * TILE_ROWS * LANES];
-    multiply_tiles<COUNT>(x.halves_ + row * weight.columns, panel, weight.columns, found);
-    int64_t rows = std::min(end - row, COUNT * TILE_ROWS);
-    std::memcpy(out + (row - begin) * LANES, found, rows * LANES * sizeof(float));
   }
 #endif
 

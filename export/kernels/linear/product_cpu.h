@@ -50,8 +50,8 @@ class Inputs {
   Scratch<int32_t> offsets_;
 };
 
-// Rows `begin` to `end` of x times the rows of one block of the weight: out [end - begin, LANES]. Lanes that the last block does
-// not have stay uninitialised.
+// Rows `begin` to `end` of x times the rows of one block of the weight: out [end - begin, LANES], with room for MOST_ROWS. What is
+// behind the last row is overwritten; lanes that the last block does not have stay uninitialised.
 void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_t begin, int64_t end, float* out);
 
 // Fills inputs from load(row, float*), rows side by side.

@@ -78,10 +78,18 @@ def test_scores_far_apart(cpu_kernels: type[Kernels]) -> None:
     case.check(cpu_kernels)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("heads", (6, 12))
+@pytest.mark.parametrize("rows", (100, 150))
+def test_more_queries_than_a_task_has(cpu_kernels: type[Kernels], heads: int, rows: int, dtype: torch.dtype) -> None:
+    Case((heads, 2, 64, 16), rows, 70, dtype).check(cpu_kernels)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("rows", (1, 20))
-def test_nan_shows(cpu_kernels: type[Kernels], rows: int) -> None:
+def test_nan_shows(cpu_kernels: type[Kernels], rows: int, dtype: torch.dtype) -> None:
     """A key in the cache, for all queries of its heads; a query's own, for itself."""
-    case = Case((4, 2, 32, 8), rows, 50, F32)
+    case = Case((4, 2, 32, 8), rows, 50, dtype)
     case.cache.keys[1, 20, 3] = math.nan
     case.qkv[rows - 1, 0] = math.nan
     out = cpu_kernels.attend_step(case.qkv, case.q_norm, case.k_norm, case.place, case.cache, 4).view(rows, 4, 32)

@@ -1,0 +1,161 @@
+// A task's queries and one block of the cache: scores, and values weighted by them. In float32, or in bfloat16 by tiles (AMX).
+#pragma once
+
+#include <algorithm>
+
+#include "../tensors_cpu.h"
+#include "../tiles_cpu.h"
+
+namespace ostinato {
+
+// Both have:
+//   BLOCK                            positions of the cache at a time
+//   MOST_QUERIES                     of a task
+//   put(i, query)                    query i, [padded] floats, times the scale of scores
+//   score(keys, length, scores)      scores [count, BLOCK] of a block [length, size] of keys; what is behind `length` is anything
+//   add(values, length, scores, out) out [count, padded] += the scores, made weights, of a block of values
+// The rows of scores and out have room for `room()` queries.
+class FloatBlock {
+ public:
+  static constexpr int64_t BLOCK = 32, MOST_QUERIES = 32;
+
+  FloatBlock(int64_t count, int64_t size, int64_t padded)
+      : count_(count), size_(size), padded_(padded), queries_(count * padded), block_(BLOCK * padded) {}
+
+  int64_t room() const { return count_; }
+
+  void put(int64_t i, const float* query) { std::memcpy(queries_ + i * padded_, query, padded_ * sizeof(float)); }
+
+  void score(const Array& keys, int64_t length, float* scores) {
+    widen(keys, length);
+    for (int64_t c = 0; c < BLOCK; c += 2) {
+      int64_t r = 0;
+      for (; r + 2 <= count_; r += 2) dots<2, 2>(r, c, scores);
+      if (r < count_) dots<1, 2>(r, c, scores);
+    }
+  }
+
+  void add(const Array& values, int64_t length, const float* scores, float* out) {
+    widen(values, length);
+    int64_t i = 0;
+    for (; i + 4 <= count_; i += 4) add_weighted<4>(scores + i * BLOCK, out + i * padded_);
+    for (; i < count_; ++i) add_weighted<1>(scores + i * BLOCK, out + i * padded_);
+  }
+
+ private:
+  // A block of the cache as floats, zeros where it ends.
+  void widen(const Array& cache, int64_t length) {
+    for (int64_t c = 0; c < length; ++c)
+      for (int64_t i = 0; i < padded_; i += LANES) store(block_ + c * padded_ + i, cache.load(c * size_ + i, size_ - i));
+    std::memset(block_ + length * padded_, 0, (BLOCK - length) * padded_ * sizeof(float));
+  }
+
+  // Scores of ROWS queries from `row` on and COLUMNS keys from `column` on.
+  template <int ROWS, int COLUMNS>
+  void dots(int64_t row, int64_t column, float* scores) const {
+    const float *queries = queries_ + row * padded_, *keys = block_ + column * padded_;
+    Floats acc[ROWS][COLUMNS];
+    for (int r = 0; r < ROWS; ++r)
+      for (int c = 0; c < COLUMNS; ++c) acc[r][c] = zeros();
+    for (int64_t i = 0; i < padded_; i += LANES) {
+      Floats key[COLUMNS];
+      for (int c = 0; c < COLUMNS; ++c) key[c] = load(keys + c * padded_ + i);
+      for (int r = 0; r < ROWS; ++r) {
+        Floats query = load(queries + r * padded_ + i);
+        for (int c = 0; c < COLUMNS; ++c) acc[r][c] = fma(query, key[c], acc[r][c]);
+      }
+    }
+    for (int r = 0; r < ROWS; ++r)
+      for (int c = 0; c < COLUMNS; ++c) scores[(row + r) * BLOCK + column + c] = sum(acc[r][c]);
+  }
+
+  // out [ROWS, padded] += weights [ROWS, BLOCK] of the block.
+  template <int ROWS>
+  void add_weighted(const float* weights, float* out) const {
+    for (int64_t i = 0; i < padded_; i += LANES) {
+      Floats acc[ROWS];
+      for (int r = 0; r < ROWS; ++r) acc[r] = load(out + r * padded_ + i);
+      for (int64_t c = 0; c < BLOCK; ++c) {
+        Floats value = load(block_ + c * padded_ + i);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) acc[r] = fma(value, broadcast(weights[r * BLOCK + c]), acc[r]);
+      }
+      for (int r = 0; r < ROWS; ++r) store(out + r * padded_ + i, acc[r]);
+    }
+  }
+
+  int64_t count_, size_, padded_;
+  Scratch<float> queries_, block_;
+};
+
+#ifdef OSTINATO_AMX
+// For caches in bfloat16 whose heads are whole tiles. Queries and weights are rounded to bfloat16 as well; sums are in float32.
+class TileBlock {
+ public:
+  static constexpr int64_t BLOCK = 64, MOST_QUERIES = 128;
+
+  // Whether it can be used, and is faster.
+  static bool fits(const Array& cache, int64_t size, int64_t queries) {
+    return cache.narrow && size % TILE_COLUMNS == 0 && queries >= TILE_ROWS && may_use_tiles();
+  }
+
+  TileBlock(int64_t count, int64_t size, int64_t)
+      : size_(size), tiles_((count + TILE_ROWS - 1) / TILE_ROWS), queries_(room() * size), weights_(room() * BLOCK),
+        panel_(BLOCK * std::max(size, LANES)) {
+    std::memset(queries_, 0, room() * size * sizeof(bfloat16));
+  }
+
+  int64_t room() const { return tiles_ * TILE_ROWS; }
+
+  void put(int64_t i, const float* query) {
+    for (int64_t at = 0; at < size_; at += LANES) store(queries_ + i * size_ + at, load(query + at));
+  }
+
+  void score(const Array& keys, int64_t length, float* scores) {
+    for (int64_t c = 0; c < BLOCK; c += LANES) {
+      turn(keys, c, length);
+      multiply_all_tiles(tiles_, queries_, size_, panel_, size_, scores + c, BLOCK, false);
+    }
+  }
+
+  void add(const Array& values, int64_t length, const float* scores, float* out) {
+    for (int64_t i = 0; i < room() * BLOCK; i += 2 * LANES)
+      _mm512_storeu_si512(weights_ + i, (__m512i)_mm512_cvtne2ps_pbh(load(scores + i + LANES).v, load(scores + i).v));
+    for (int64_t at = 0; at < size_; at += LANES) {
+      pair(values, at, length);
+      multiply_all_tiles(tiles_, weights_, BLOCK, panel_, BLOCK, out + at, size_, true);
+    }
+  }
+
+ private:
+  const bfloat16* row(const Array& cache, int64_t index) const { return (const bfloat16*)cache.data + index * size_; }
+
+  // The panel whose columns are LANES keys from `first` on, zeros behind `length`.
+  void turn(const Array& keys, int64_t first, int64_t length) {
+    for (int64_t at = 0; at < size_; at += TILE_COLUMNS) {
+      __m512i words[LANES];
+      for (int64_t lane = 0; lane < LANES; ++lane)
+        words[lane] = first + lane < length ? _mm512_loadu_si512(row(keys, first + lane) + at) : _mm512_setzero_si512();
+      transpose(words);
+      for (int64_t k = 0; k < LANES; ++k) _mm512_storeu_si512(panel_ + at * LANES + k * 2 * LANES, words[k]);
+    }
+  }
+
+  // The panel whose columns are elements `at` to `at + LANES` of the values, zeros behind `length`.
+  void pair(const Array& values, int64_t at, int64_t length) {
+    auto part = [&](int64_t index) {
+      return index < length ? _mm256_loadu_si256((const __m256i*)(row(values, index) + at)) : _mm256_setzero_si256();
+    };
+    for (int64_t index = 0; index < BLOCK; index += 2) {
+      __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(part(index)), part(index + 1), 1);
+      _mm512_storeu_si512(panel_ + index * LANES, in_pairs(both));
+    }
+  }
+
+  int64_t size_, tiles_;
+  TileConfiguration configuration_;
+  Scratch<bfloat16> queries_, weights_, panel_;
+};
+#endif
+
+}  // namespace ostinato

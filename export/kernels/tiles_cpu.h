@@ -1,0 +1,125 @@
+// Products of matrices in tiles (AMX): 16 rows of 32 bfloat16 times 32 rows of 16, which stand as a panel.
+#pragma once
+
+#include "vectors_cpu.h"
+
+#ifdef OSTINATO_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace ostinato {
+
+// Rows of a tile, and bfloat16 in a row of it.
+constexpr int64_t TILE_ROWS = 16, TILE_COLUMNS = 32;
+
+// Linux gives a process the tiles' registers when it asks: ARCH_REQ_XCOMP_PERM for XTILEDATA.
+inline bool may_use_tiles() {
+  static const bool may = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return may;
+}
+
+// All eight tiles have 16 rows of 64 bytes while it lives.
+struct TileConfiguration {
+  TileConfiguration() {
+    alignas(64) uint8_t bytes[64] = {};
+    bytes[0] = 1;
+    for (int tile = 0; tile < 8; ++tile) {
+      bytes[16 + 2 * tile] = 64;
+      bytes[48 + tile] = TILE_ROWS;
+    }
+    // g++ 12 does not know that the instructions of tiles read memory.
+    asm volatile("" ::: "memory");
+    _tile_loadconfig(bytes);
+  }
+  ~TileConfiguration() { _tile_release(); }
+};
+
+// COUNT tiles of rows of x, `columns` of each, times one panel: [columns / 2, LANES, 2], pairs of neighbours side by side.
+// out [COUNT * TILE_ROWS, LANES], added to what is there or in place of it. Strides are in elements.
+template <int COUNT>
+void multiply_tiles(const bfloat16* x, int64_t stride, const bfloat16* panel, int64_t columns, float* out, int64_t out_stride,
+                    bool add) {
+  int64_t bytes = stride * sizeof(bfloat16), out_bytes = out_stride * sizeof(float), next = TILE_ROWS * out_stride;
+  const bfloat16 *second = x + TILE_ROWS * stride, *third = second + TILE_ROWS * stride, *fourth = third + TILE_ROWS * stride;
+  asm volatile("" ::: "memory");
+  if (add) {
+    _tile_loadd(0, out, out_bytes);
+    if constexpr (COUNT > 1) _tile_loadd(1, out + next, out_bytes);
+    if constexpr (COUNT > 2) _tile_loadd(2, out + 2 * next, out_bytes);
+    if constexpr (COUNT > 3) _tile_loadd(3, out + 3 * next, out_bytes);
+  } else {
+    _tile_zero(0);
+    if constexpr (COUNT > 1) _tile_zero(1);
+    if constexpr (COUNT > 2) _tile_zero(2);
+    if constexpr (COUNT > 3) _tile_zero(3);
+  }
+  for (int64_t k = 0; k < columns; k += TILE_COLUMNS, panel += TILE_COLUMNS * LANES) {
+    _tile_loadd(4, panel, 64);
+    _tile_loadd(5, x + k, bytes);
+    _tile_dpbf16ps(0, 5, 4);
+    if constexpr (COUNT > 1) {
+      _tile_loadd(6, second + k, bytes);
+      _tile_dpbf16ps(1, 6, 4);
+    }
+    if constexpr (COUNT > 2) {
+      _tile_loadd(7, third + k, bytes);
+      _tile_dpbf16ps(2, 7, 4);
+    }
+    if constexpr (COUNT > 3) {
+      _tile_loadd(5, fourth + k, bytes);
+      _tile_dpbf16ps(3, 5, 4);
+    }
+  }
+  _tile_stored(0, out, out_bytes);
+  if constexpr (COUNT > 1) _tile_stored(1, out + next, out_bytes);
+  if constexpr (COUNT > 2) _tile_stored(2, out + 2 * next, out_bytes);
+  if constexpr (COUNT > 3) _tile_stored(3, out + 3 * next, out_bytes);
+}
+
+// As many tiles of rows as there are, four at a time.
+inline void multiply_all_tiles(int64_t tiles, const bfloat16* x, int64_t stride, const bfloat16* panel, int64_t columns,
+                               float* out, int64_t out_stride, bool add) {
+  for (; tiles > 0; tiles -= 4, x += 4 * TILE_ROWS * stride, out += 4 * TILE_ROWS * out_stride) {
+    if (tiles >= 4)
+      multiply_tiles<4>(x, stride, panel, columns, out, out_stride, add);
+    else if (tiles == 3)
+      multiply_tiles<3>(x, stride, panel, columns, out, out_stride, add);
+    else if (tiles == 2)
+      multiply_tiles<2>(x, stride, panel, columns, out, out_stride, add);
+    else
+      multiply_tiles<1>(x, stride, panel, columns, out, out_stride, add);
+  }
+}
+
+// The first 16 of 32 halves, each beside its like of the other 16.
+inline __m512i in_pairs(__m512i halves) {
+  alignas(64) static constexpr uint16_t ORDER[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return _mm512_permutexvar_epi16(_mm512_load_si512(ORDER), halves);
+}
+
+// Rows and columns of 16 registers of 16 words change places.
+inline void transpose(__m512i (&x)[16]) {
+  __m512i y[16];
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
+      x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
+    }
+  for (int i = 0; i < 16; i += 8)
+    for (int j = 0; j < 4; ++j) {
+      y[i + j] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0x88);
+      y[i + j + 4] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0xdd);
+    }
+  for (int j = 0; j < 8; ++j) {
+    x[j] = _mm512_shuffle_i32x4(y[j], y[j + 8], 0x88);
+    x[j + 8] = _mm512_shuffle_i32x4(y[j], y[j + 8], 0xdd);
+  }
+}
+
+}  // namespace ostinato
+#endif
