@@ -1,6 +1,10 @@
 // The operator of sampling/sampling_cpu.py: the next token, as delegate/sampling.py defines it.
+#include <algorithm>
+#include <bit>
 #include <cfloat>
+#include <functional>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "../tensors_cpu.h"
@@ -11,10 +15,10 @@ namespace {
 
 constexpr int64_t PIECE = 16384;  // tokens of a task
 
-// NaN counts as the lowest number, infinite ones as the lowest and the highest.
+// NaN counts as the lowest number, infinite ones as the lowest and the highest; there is one zero.
 float finite(float x) {
-  if (x != x) return -FLT_MAX;
-  return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x;
+  x = x >= -FLT_MAX ? x : -FLT_MAX;
+  return (x <= FLT_MAX ? x : FLT_MAX) + 0.0f;
 }
 
 struct Best {
@@ -67,16 +71,23 @@ struct Candidates {
   std::vector<float> logits, weights;
 };
 
-// Those that are chosen(logit); the others are not looked at again.
-template <typename Chosen>
-Candidates narrowed(const float* logits, const float* weights, int64_t count, const Chosen& chosen) {
+// Those from `lowest` to `highest`; the others are not looked at again.
+Candidates narrowed(const float* logits, const float* weights, int64_t count, float lowest, float highest) {
   std::vector<Candidates> found(pieces_of(count));
   parallel(found.size(), [&](int64_t piece) {
-    for (int64_t i = piece * PIECE; i < std::min(count, (piece + 1) * PIECE); ++i) {
-      if (!chosen(finite(logits[i]))) continue;
-      found[piece].logits.push_back(finite(logits[i]));
-      if (weights) found[piece].weights.push_back(weights[i]);
+    int64_t begin = piece * PIECE, here = std::min(count - begin, PIECE), kept = 0;
+    Scratch<int32_t> places(here);
+    // Without a branch: which ones are kept is anybody's guess.
+    for (int64_t i = 0; i < here; ++i) {
+      float x = finite(logits[begin + i]);
+      places[kept] = int32_t(i);
+      kept += (x >= lowest) & (x <= highest);
     }
+    found[piece].logits.resize(kept);
+    for (int64_t i = 0; i < kept; ++i) found[piece].logits[i] = finite(logits[begin + places[i]]);
+    if (!weights) return;
+    found[piece].weights.resize(kept);
+    for (int64_t i = 0; i < kept; ++i) found[piece].weights[i] = weights[begin + places[i]];
   });
   Candidates all;
   for (const Candidates& piece : found) {
@@ -101,8 +112,13 @@ float lowest_within(const float* logits, const float* weights, int64_t count, do
     parallel(pieces, [&](int64_t piece) {
       double* bins = totals + piece * BINS;
       std::memset(bins, 0, BINS * sizeof(double));
-      for (int64_t i = piece * PIECE; i < std::min(count, (piece + 1) * PIECE); ++i)
-        bins[key_of(finite(logits[i])) >> shift & mask] += weights ? weights[i] : 1;
+      int64_t end = std::min(count, (piece + 1) * PIECE);
+      uint32_t bin[LANES];
+      for (int64_t begin = piece * PIECE; begin < end; begin += LANES) {
+        int64_t here = std::min(LANES, end - begin);
+        for (int64_t i = 0; i < here; ++i) bin[i] = key_of(finite(logits[begin + i])) >> shift & mask;
+        for (int64_t i = 0; i < here; ++i) bins[bin[i]] += weights ? weights[begin + i] : 1;
+      }
     });
     // The lowest bin that begins before the sum is reached.
     int64_t lowest = -1;
@@ -119,7 +135,7 @@ float lowest_within(const float* logits, const float* weights, int64_t count, do
     ahead = ahead_of_lowest;
     prefix |= uint32_t(lowest) << shift;
     if (shift == 0) break;
-    left = narrowed(logits, weights, count, [=](float x) { return key_of(x) >> shift == prefix >> shift; });
+    left = narrowed(logits, weights, count, float_of(prefix), float_of(prefix | ((1u << shift) - 1)));
     logits = left.logits.data();
     weights = weights ? left.weights.data() : nullptr;
     count = left.logits.size();
@@ -127,12 +143,28 @@ float lowest_within(const float* logits, const float* weights, int64_t count, do
   return float_of(prefix);
 }
 
+// The k-th largest logit, or one that is lower: there are k groups of LANES neighbours whose largest are not below it.
+float not_above_kth(const float* logits, int64_t vocab, int64_t k) {
+  int64_t groups = (vocab + LANES - 1) / LANES;
+  if (k >= groups) return -FLT_MAX;
+  Scratch<float> largest_of(groups);
+  parallel(pieces_of(vocab), [&](int64_t piece) {
+    for (int64_t begin = piece * PIECE; begin < std::min(vocab, (piece + 1) * PIECE); begin += LANES) {
+      float most = -FLT_MAX;
+      for (int64_t i = begin; i < std::min(begin + LANES, vocab); ++i) most = std::max(most, finite(logits[i]));
+      largest_of[begin / LANES] = most;
+    }
+  });
+  std::nth_element(largest_of + 0, largest_of + (k - 1), largest_of + groups, std::greater<float>());
+  return largest_of[k - 1];
+}
+
 // Probabilities relative to that of the largest logit, and their sum.
 double weigh(const float* logits, int64_t count, float largest, float temperature, float* weights) {
   int64_t pieces = pieces_of(count);
   Scratch<double> totals(pieces);
   parallel(pieces, [&](int64_t piece) {
-    double total = 0;
+    double total[LANES] = {};
     for (int64_t begin = piece * PIECE; begin < std::min(count, (piece + 1) * PIECE); begin += LANES) {
       float lanes[LANES] = {};
       int64_t here = std::min(LANES, count - begin);
@@ -140,15 +172,14 @@ double weigh(const float* logits, int64_t count, float largest, float temperatur
       store(lanes, exponential(load(lanes)));
       for (int64_t lane = 0; lane < here; ++lane) {
         // `exponential` ends at e^-87.
-        weights[begin + lane] = lanes[lane] > 1e-37f ? lanes[lane] : 0;
-        total += weights[begin + lane];
+        float weight = lanes[lane] > 1e-37f ? lanes[lane] : 0;
+        weights[begin + lane] = weight;
+        total[lane] += weight;
       }
     }
-    totals[piece] = total;
+    totals[piece] = std::accumulate(total, total + LANES, 0.0);
   });
-  double total = 0;
-  for (int64_t piece = 0; piece < pieces; ++piece) total += totals[piece];
-  return total;
+  return std::accumulate(totals + 0, totals + pieces, 0.0);
 }
 
 // The logit from which on tokens are kept by top_k, top_p and min_p.
@@ -157,11 +188,15 @@ float lowest_kept(const float* logits, int64_t vocab, float largest, float tempe
   Candidates left;
   int64_t count = vocab;
   const float* some = logits;
-  if (top_k > 0 && top_k < vocab) {
-    lowest = lowest_within(logits, nullptr, vocab, double(top_k));
-    left = narrowed(logits, nullptr, vocab, [=](float x) { return x >= lowest; });
+  auto keep = [&](float from) {
+    lowest = from;
+    left = narrowed(some, nullptr, count, lowest, FLT_MAX);
     some = left.logits.data();
     count = left.logits.size();
+  };
+  if (top_k > 0 && top_k < vocab) {
+    keep(not_above_kth(logits, vocab, top_k));
+    keep(lowest_within(some, nullptr, count, double(top_k)));
   }
   if (top_p < 1) {
     Scratch<float> weights(count);
@@ -193,22 +228,23 @@ void philox(uint64_t quad, uint64_t position, uint64_t seed, uint32_t words[4]) 
 
 float gumbel_noise(double uniform) { return float(-std::log(-std::log1p(-uniform))); }
 
-// More than the noise of u can be: -log(-log(1 - u)) is at most -log(u).
-float noise_bound(double uniform) { return float(-std::ilogb(uniform)) * 0.6932f + 1e-3f; }
+// More than the noise can be, which is at most -log(u) = -log((word + 0.5) / 2^32).
+float noise_bound(uint32_t word) { return float(1 + std::countl_zero(word)) * 0.6932f + 1e-3f; }
 
 // Of the logits from `lowest` on, the one with the largest sum of itself over the temperature and its noise.
 int64_t draw(const float* logits, int64_t vocab, float lowest, float temperature, int64_t position, int64_t seed) {
   auto of_piece = [=](int64_t begin, int64_t end) {
     Best best{-std::numeric_limits<float>::infinity(), begin};
     uint32_t words[4];
+    int64_t quad = -1;  // whose words they are
     for (int64_t token = begin; token < end; ++token) {
-      if (token % 4 == 0) philox(token / 4, position, seed, words);
       float x = finite(logits[token]);
       if (x < lowest) continue;
-      double uniform = (double(words[token % 4]) + 0.5) * 0x1p-32;
+      if (token / 4 != quad) philox(quad = token / 4, position, seed, words);
+      uint32_t word = words[token % 4];
       // Logarithms for the few that may be the largest.
-      if (x / temperature + noise_bound(uniform) <= best.score) continue;
-      float score = x / temperature + gumbel_noise(uniform);
+      if (x / temperature + noise_bound(word) <= best.score) continue;
+      float score = x / temperature + gumbel_noise((double(word) + 0.5) * 0x1p-32);
       if (score > best.score) best = {score, token};
     }
     return best;
