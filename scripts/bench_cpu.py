@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -116,8 +117,7 @@ def llama(model: str, arguments: argparse.Namespace) -> dict[str, float]:
     threads = ["-t", str(arguments.threads or len(os.sched_getaffinity(0)))]
     lengths = ["-p", arguments.n_prompt, "-n", arguments.n_gen, "-d", arguments.n_depth, "-r", arguments.repetitions]
     command = [str(arguments.llama_bench), "-m", model, *threads, *lengths, "-o", "json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
-    return {name_of(test): test["avg_ts"] for test in json.loads(done.stdout)}
+    return {name_of(test): test["avg_ts"] for test in json.loads(output_of(command))}
 
 
 def name_of(test: dict[str, Any]) -> str:
@@ -134,10 +134,18 @@ def seconds_to_first_token(artifact: Path) -> float:
 
 def timed(command: list[str]) -> float:
     begin = time.perf_counter()
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    output_of(command)
+    return time.perf_counter() - begin
+
+
+def output_of(command: list[str]) -> str:
+    """What a quiet command writes to stdout; ends this script if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode < 0:
+        sys.exit(f"{' '.join(command)} was ended by {signal.Signals(-done.returncode).name}: {done.stderr}")
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed: {done.stderr}")
-    return time.perf_counter() - begin
+    return done.stdout
 
 
 def ostinato(*words: str) -> str:
