@@ -14,7 +14,7 @@
 # -p, -n, -d, -r       as of `ostinato bench`
 # --threads N          of both (default: as many as there are cores)
 # --llama-bench FILE   llama.cpp's llama-bench, built for this CPU
-# --gguf FORMAT=FILE   the same shape for it: Q4_0 beside int4, BF16 beside bfloat16
+# --gguf FORMAT=FILE   the same shape for it: Q4_0 beside int4, BF16 beside bfloat16, F32 beside float32
 #
 # Exit status 0: all was measured, and nothing is slower than llama.cpp.
 set -euo pipefail
