@@ -18,9 +18,11 @@ from .errors import (
     InputError,
     OptionError,
     OstinatoError,
+    StepError,
     TargetError,
 )
 from .options import BackendOptions
+from .plans import PlanStats
 from .program import Method, Program, ProgramStats, load_program
 from .state_machine import MethodStats, Phase
 from .target import Target
@@ -39,9 +41,11 @@ __all__ = [
     "OptionError",
     "OstinatoError",
     "Phase",
+    "PlanStats",
     "Program",
     "ProgramStats",
     "StateKind",
+    "StepError",
     "Target",
     "TargetError",
     "TensorSpec",

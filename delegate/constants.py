@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from . import memory
 from .artifact import BufferSpec, MethodRecord, StateKind, constant_digest, dtype_from_name, dtype_name
-from .errors import ArtifactError
+from .errors import ArtifactError, InputError
 from .loading import PARALLEL_FROM, ConstantLoader, free_tensors
+from .method_code import ALIGNMENT
 from .ptd import ConstantsFile, Entry
 
 
@@ -62,6 +63,8 @@ class ConstantPool:
         self._tensors: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._buffer_specs: dict[str, BufferSpec] = {}
+        # In place of the pool's own ones, while the program is bound to another state.
+        self._lent: dict[str, torch.Tensor] = {}
         self._users: dict[str, int] = {}
         self._watch = memory.MemoryWatch(device)
 
@@ -95,8 +98,9 @@ class ConstantPool:
         self._buffers |= {key: fresh[key] for key in specs}
         self._buffer_specs |= specs
         tensors = {name: constants[key] for name, key in record.constants.items()}
-        tensors |= {name: self._buffers[key] for name, key in record.buffers.items()}
-        return Binding(tensors, keys if share else (), () if share else tuple(constants.values()))
+        return Binding(
+            tensors | self.buffers_for(record), keys if share else (), () if share else tuple(constants.values())
+        )
 
     def release(self, binding: Binding) -> None:
         """Take back one use of each shared constant, which stays until `close`, and free the private ones."""
@@ -111,22 +115,45 @@ class ConstantPool:
             keys |= {key for key, spec in record.buffer_specs.items() if spec.initialised and key not in self._buffers}
         return sum(self._file.entries[key].nbytes for key in keys if key in self._file.entries)
 
+    def buffers_for(self, record: MethodRecord) -> dict[str, torch.Tensor]:
+        """The buffers in use, by the names that the method's code has for them."""
+        buffers = self.buffers
+        return {name: buffers[key] for name, key in record.buffers.items()}
+
+    def new_buffers(self) -> dict[str, torch.Tensor]:
+        """Others of the same layout as those made so far, with their first values."""
+        fresh = {key: torch.empty_like(tensor) for key, tensor in self._buffers.items()}
+        self._put_first_values(fresh)
+        return fresh
+
+    def lend(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Use `buffers` in place of the pool's own ones, all made so far; an empty mapping takes the own ones again.
+
+        Raises:
+            InputError: a buffer is missing, unknown, or of another layout.
+        """
+        if buffers:
+            for key in [*self._buffers, *buffers]:
+                if key not in buffers or key not in self._buffers:
+                    which = "lacks" if key in self._buffers else "has, and the program does not,"
+                    raise InputError(f"the state {which} the buffer {key!r}: make it with `new_state`")
+                if (why := _other_layout(self._buffers[key], buffers[key])) is not None:
+                    raise InputError(f"the state's buffer {key!r} has another layout: {why}")
+        self._lent = dict(buffers)
+
     def reset_buffers(self) -> None:
-        """Put the first values back, in place."""
-        for key, spec in self._buffer_specs.items():
-            if spec.initialised:
-                self._buffers[key].copy_(self._entry(key).tensor())
-            else:
-                self._buffers[key].zero_()
+        """Put the first values back, in place, into the buffers in use."""
+        self._put_first_values(self.buffers)
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Mutable buffers made so far, by fully qualified name."""
-        return dict(self._buffers)
+        """Mutable buffers in use, of those made so far, by fully qualified name."""
+        return {**self._buffers, **self._lent}
 
     def buffers_of(self, kind: StateKind) -> dict[str, torch.Tensor]:
         """Those of `buffers` that were declared to hold `kind`."""
-        return {key: self._buffers[key] for key, spec in self._buffer_specs.items() if spec.kind is kind}
+        buffers = self.buffers
+        return {key: buffers[key] for key, spec in self._buffer_specs.items() if spec.kind is kind}
 
     @property
     def stats(self) -> ConstantStats:
@@ -144,6 +171,7 @@ class ConstantPool:
         free_tensors([*self._tensors.values(), *self._buffers.values()])
         self._tensors.clear()
         self._buffers.clear()
+        self._lent.clear()
         self._buffer_specs.clear()
         self._users.clear()
 
@@ -166,6 +194,13 @@ class ConstantPool:
             free_tensors(made.values())
             raise
 
+    def _put_first_values(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        for key, spec in self._buffer_specs.items():
+            if spec.initialised:
+                buffers[key].copy_(self._entry(key).tensor())
+            else:
+                buffers[key].zero_()
+
     def _entry(self, key: str) -> Entry:
         entry = self._file.entries.get(key)
         if entry is None or entry.dtype is None:
@@ -183,3 +218,12 @@ class ConstantPool:
                 f"{self._file.path} is damaged: constant {key!r} has SHA-256 {found[:12]}..., the manifest says "
                 f"{(expected or 'nothing')[:12]}...: copy the artifact again or export it again"
             )
+
+
+def _other_layout(own: torch.Tensor, given: torch.Tensor) -> str | None:
+    """How `given` differs from `own`, None if it can take its place in compiled code."""
+    layouts = [(list(x.shape), list(x.stride()), str(x.dtype), str(x.device)) for x in (own, given)]
+    for what, wanted, got in zip(("shape", "strides", "dtype", "device"), *layouts, strict=True):
+        if wanted != got:
+            return f"{what} {got}, expected {wanted}"
+    return None if given.data_ptr() % ALIGNMENT == 0 else f"its address is not a multiple of {ALIGNMENT}"

@@ -33,6 +33,10 @@ class ClosedError(OstinatoError, RuntimeError):
     """A program or method was used after `close()`."""
 
 
+class StepError(OstinatoError, RuntimeError):
+    """Compiled code failed while it ran; the model's state may have moved in part."""
+
+
 class DeviceMemoryError(OstinatoError, MemoryError):
     """The GPU does not have enough free memory; the message says how much was needed and how much was free."""
 

@@ -137,6 +137,24 @@ def start_early(graph: int, required_ahead: Mapping[str, str] = REQUIRED_AHEAD) 
     return EarlyStarts(changed, _note(misplaced))
 
 
+def update_executable(executable: int, graph: int) -> bool:
+    """Have an executable graph do what `graph` does from its next launch on, if the two have one topology.
+
+    Args:
+        executable: the `cudaGraphExec_t` as a number, what `torch.cuda.CUDAGraph.raw_cuda_graph_exec` gives.
+        graph: as in `look_into`.
+
+    Returns:
+        Whether the driver did it. If not, the executable is as it was.
+    """
+    try:
+        driver = _driver()
+    except DriverError:
+        return False
+    error = driver.cuGraphExecUpdate(driver.CUgraphExec(executable), driver.CUgraph(graph))[0]
+    return bool(error == driver.CUresult.CUDA_SUCCESS)
+
+
 def _note(misplaced: list[str]) -> str | None:
     if not misplaced:
         return None

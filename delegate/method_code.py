@@ -13,6 +13,9 @@ from .artifact import KERNELS_KEY_PREFIX, PROGRAM_FILE, MethodRecord, Segment
 from .errors import ArtifactError, first_line
 from .torch_internals import Container, bind_constants, load_container, run_container
 
+# Bytes; compiled code loads up to 16 at a time.
+ALIGNMENT = 16
+
 
 class MethodCode:
     """The compiled code of one method, loaded into this process: one torch container per segment.
@@ -44,6 +47,7 @@ class MethodCode:
                     libraries[segment.code_key] = path
                 self._containers.append(_load_library(libraries[segment.code_key], device, record.method))
         self._last_uses = _last_uses(record)
+        self._addresses: tuple[int, ...] = ()
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Use `tensors` in place, without a copy: all of `record.constants` and `record.buffers`, by their names there.
@@ -56,17 +60,41 @@ class MethodCode:
                 name.removeprefix(segment.prefix): tensors[name] for name in names if name.startswith(segment.prefix)
             }
             bind_constants(container, mine)
+        self._addresses = tuple(tensor.data_ptr() for tensor in tensors.values())
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self.record.segments
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        return self.record.results
+
+    @property
+    def called(self) -> frozenset[int]:
+        """Segments that must not be captured."""
+        return frozenset()
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of all constants and buffers; the same object until the next `bind`."""
+        return self._addresses
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One step: the segments one after the other, each intermediate value freed after its last use."""
         values: dict[int, torch.Tensor] = dict(enumerate(inputs))
-        for segment, container, done in zip(self.record.segments, self._containers, self._last_uses, strict=True):
-            taken = [values[number] for number in segment.inputs]
-            values.update(zip(segment.outputs, run_container(container, taken), strict=True))
-            del taken
-            for number in done:
-                del values[number]
-        return [values[number] for number in self.record.results]
+        for index in range(len(self._containers)):
+            self.run_segment(index, values)
+        return [values[number] for number in self.results]
+
+    def run_segment(self, index: int, values: dict[int, torch.Tensor]) -> None:
+        """Run one segment on `values` by their numbers: adds what it gives, and drops what no later segment needs."""
+        segment = self.record.segments[index]
+        taken = [values[number] for number in segment.inputs]
+        values.update(zip(segment.outputs, run_container(self._containers[index], taken), strict=True))
+        del taken
+        for number in self._last_uses[index]:
+            values.pop(number, None)
 
     def close(self) -> None:
         self._containers = []

@@ -25,6 +25,8 @@ class BackendOptions:
         weight_sharing_across_methods: bind the pool's constants (the default); if False this method gets a private copy.
             Mutable buffers are always shared.
         cuda_graph_warmup_steps: calls that run without a graph before the capture, 1 or more.
+        cuda_graph_max_plans: shapes of inputs that keep a plan, with its graphs, 1 or more; the one that was not used for
+            longest goes first.
         cuda_graph_early_kernels: in a captured graph, let kernels that are made for it start before the one ahead of them has
             ended, on GPUs of compute capability 9.0 and newer. False to compare.
     """
@@ -34,6 +36,7 @@ class BackendOptions:
     use_shared_cuda_stream: bool = False
     weight_sharing_across_methods: bool = True
     cuda_graph_warmup_steps: int = 3
+    cuda_graph_max_plans: int = 16
     cuda_graph_early_kernels: bool = True
 
     @classmethod
@@ -62,6 +65,8 @@ class BackendOptions:
                 f"cuda_graph_warmup_steps must be 1 or more, got {parsed.cuda_graph_warmup_steps}: the first run loads "
                 "kernels, which a capture must not see"
             )
+        if parsed.cuda_graph_max_plans < 1:
+            raise OptionError(f"cuda_graph_max_plans must be 1 or more, got {parsed.cuda_graph_max_plans}")
         for key in ("enable_cuda_graph_for_method", "skip_copy_output_to_cpu_for_method"):
             unknown = [name for name in _names(getattr(parsed, key)) if name not in method_names]
             if unknown:

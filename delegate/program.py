@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -11,7 +13,7 @@ import torch
 
 from .artifact import StateKind, TensorSpec
 from .constants import Binding, ConstantPool, ConstantStats
-from .errors import ClosedError, OptionError
+from .errors import ClosedError, OptionError, OstinatoError, StepError, first_line
 from .files import Source, artifact_paths, open_artifact
 from .graph_recorders import CudaGraphRecorder, GraphRecorder, HostGraphRecorder, Run, run_on_stream, side_stream
 from .inputs import InputCheck
@@ -92,12 +94,12 @@ class Method(_Owner):
 
     @property
     def stats(self) -> MethodStats:
-        """A live view: phase, warmups, captures, replays, fallbacks, and what the captured graph consists of."""
+        """Phase, warmups, captures, replays, fallbacks, and the plans: a live view, but for which plans there are."""
         return self._state_machine.stats
 
     @property
     def static_inputs(self) -> tuple[torch.Tensor, ...]:
-        """The buffers that the captured graph reads, in the order of `execute`; empty in the other phases.
+        """The buffers that the plan of the last call reads, in the order of `execute`; empty where there is none.
 
         Filling them and passing them to `execute` saves its copies. They are on the device, so their values are not checked
         there, and they stay as they are from call to call.
@@ -121,6 +123,7 @@ class Method(_Owner):
             InputError: number, type, shape, dtype, device or value of an input; state is untouched.
             DeviceMemoryError: the GPU has no room for what the step allocates for itself. The step may have been made in
                 part: `Program.reset`, or a step at position 0, makes the state whole again.
+            StepError: compiled code failed; the same holds.
             ClosedError: the method or its program was closed.
         """
         with self._lock:
@@ -134,6 +137,12 @@ class Method(_Owner):
             # A replayed output is the graph's own buffer; on the CPU `.cpu()` would hand out that very buffer.
             owned = self._device.type == "cpu" and not self._state_machine.has_static_outputs
             return outputs if owned else tuple(t.to("cpu", copy=True) for t in outputs)
+
+    def _bind(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Use these mutable buffers, by their names in the code."""
+        assert self._code is not None
+        self._bound = {**self._bound, **buffers}
+        self._code.bind(self._bound)
 
     def close(self) -> None:
         """Free graph, buffers and code, in that order. Closing twice is fine."""
@@ -153,9 +162,14 @@ class Method(_Owner):
             specs = zip(self._entry.record.inputs, inputs, strict=True)
             shapes = ", ".join(f"{spec.name} {list(tensor.shape)}" for spec, tensor in specs)
             explained = self._watch.explain(error, f"running method {self.name!r} with {shapes}")
-            if explained is None:
+            if explained is not None:
+                raise explained from error
+            if isinstance(error, OstinatoError):
                 raise
-            raise explained from error
+            raise StepError(
+                f"method {self.name!r} failed with {shapes}: {first_line(error)}. The step may have been made in part: "
+                "`Program.reset`, or a step at position 0, makes the state whole again"
+            ) from error
 
 
 class Program(_Owner):
@@ -168,6 +182,7 @@ class Program(_Owner):
         self._methods: list[Method] = []
         self._lock = threading.RLock()
         self._closed = False
+        _open_programs.add(self)
 
     @property
     def method_names(self) -> set[str]:
@@ -244,6 +259,30 @@ class Program(_Owner):
         with self._lock:
             self._pool.reset_buffers()
 
+    def new_state(self) -> dict[str, torch.Tensor]:
+        """Mutable buffers of the same layout as those of the methods loaded so far, with their first values."""
+        with self._lock:
+            return self._pool.new_buffers()
+
+    def bind_state(self, buffers: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Have all methods work on `buffers` from now on, until they are bound to others; None: to the program's own again.
+
+        Captured graphs are updated by the next call of each. The values are the caller's: nothing is copied or reset.
+
+        Args:
+            buffers: as `new_state` makes them, each with the shape, strides, dtype and device of the one it stands for. They
+                are used in place; the program keeps them as long as it is bound to them.
+
+        Raises:
+            InputError: a buffer is missing, unknown or of another layout; everything stays bound as it was.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the program is closed")
+            self._pool.lend(buffers or {})
+            for method in self._methods:
+                method._bind(self._pool.buffers_for(method._entry.record))
+
     def close(self) -> None:
         """Free methods, then constants. Closing twice is fine."""
         with self._lock:
@@ -305,7 +344,19 @@ class Program(_Owner):
         elif options.uses_graph(entry.name):
             recorder = HostGraphRecorder()
         names = [spec.name for spec in entry.record.inputs]
-        return StateMachine(run, recorder, self._device, names, options.cuda_graph_warmup_steps)
+        return StateMachine(
+            code, recorder, self._device, names, options.cuda_graph_warmup_steps, options.cuda_graph_max_plans, run
+        )
+
+
+# Graphs must go before the memory that they point to, also where nobody closes a program before the interpreter ends.
+_open_programs: weakref.WeakSet[Program] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_programs() -> None:
+    for program in list(_open_programs):
+        program.close()
 
 
 def _pinned_to(stream: torch.cuda.Stream, run: Run) -> Run:

@@ -3,34 +3,36 @@
     phase     what a call does
     disabled  runs the compiled code
     warmup    runs the compiled code on the stream that will capture; after `warmup_steps` calls, capture
-    capture   copies the inputs into static buffers, records (which executes nothing), launches once
-    replay    checks the inputs against the static buffers, copies them in, launches
+    capture   copies the inputs into static buffers, records (which executes nothing) and launches, piece by piece
+    replay    copies the inputs into the static buffers, launches
 
-Each call moves the model's state exactly once, in every phase. When a capture fails, nothing has been executed: the
-method goes to `disabled`, keeps the reason, and answers the call by running its code.
+Each shape of the inputs goes through the phases by itself, and has a plan of its own (plans.py). Each call moves the model's
+state exactly once, in every phase. A segment that cannot be recorded is called in place of being replayed; when there is none
+that can, the shape goes to `disabled`, keeps the reason, and runs its code.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 
 from .errors import InputError, first_line
-from .graph_nodes import GraphNodes
-from .graph_recorders import Graph, GraphRecorder, Run
+from .graph_recorders import GraphRecorder, Run
+from .method_code import ALIGNMENT
+from .plans import MOST_CHANGES, Code, Plan, PlanStats
 
 logger = logging.getLogger(__name__)
 
-# Bytes; Inductor's kernels load up to 16 at a time.
-_INPUT_ALIGNMENT = 16
+Shape = tuple[tuple[int, ...], ...]
 
 
 class Phase(Enum):
-    """What the next call of a method will do."""
+    """What the next call of a method will do, with inputs of the last call's shape."""
 
     DISABLED = "disabled"
     WARMUP = "warmup"
@@ -44,14 +46,13 @@ PHASE_OF_COUNTER = {"runs": "run", "warmups": "warmup", "captures": "capture", "
 
 @dataclass
 class MethodStats:
-    """Numbers of calls by phase, and what the captured graph consists of.
+    """Numbers of calls by phase, and the plans.
 
     Attributes:
-        fallback_reason: why a capture was given up.
-        graph_nodes: nodes of the captured graph by type, such as "kernel" and "memcpy"; None without a graph.
-        graph_kernels: kernels that a replay runs; None without a graph, and where that cannot be counted.
-        early_kernels: how many of them start before the one ahead has ended; None like `graph_kernels`.
-        graph_note: why the graph could not be looked into, or why edges of it stayed as they were captured.
+        fallbacks: segments that could not be recorded, all plans together.
+        fallback_reason: why the last of them could not, or why a plan was given up.
+        plans: of the shapes that have one or had it given up, the one that was used last at the end.
+        dropped: plans that were freed because more shapes came than there is room for.
     """
 
     phase: str = Phase.DISABLED.value
@@ -61,127 +62,162 @@ class MethodStats:
     replays: int = 0
     fallbacks: int = 0
     fallback_reason: str | None = None
-    graph_nodes: dict[str, int] | None = None
-    graph_kernels: int | None = None
-    early_kernels: int | None = None
-    graph_note: str | None = None
+    plans: list[PlanStats] = field(default_factory=list)
+    dropped: int = 0
+
+    @property
+    def last_plan(self) -> PlanStats:
+        """The plan that was used last, or one of zeros."""
+        return self.plans[-1] if self.plans else PlanStats([])
+
+
+@dataclass
+class _ShapeState:
+    """How far one shape of inputs has come."""
+
+    phase: Phase
+    warmups: int = 0
+    plan: Plan | None = None
+    stats: PlanStats | None = None
 
 
 class StateMachine:
     """Runs one method through its phases.
 
     Args:
-        run: the compiled code's `run`.
-        recorder: makes the graph; None to stay in `disabled`.
+        code: the method's.
+        recorder: makes the graphs; None to stay in `disabled`.
         device: where static buffers are made.
         input_names: for messages.
         warmup_steps: calls before the capture, 1 or more.
+        most_plans: shapes that are kept, 1 or more; the one that was not used for longest goes first.
+        run: what runs the code in the phase `disabled`; the code itself if it is not given.
     """
 
     def __init__(
         self,
-        run: Run,
+        code: Code,
         recorder: GraphRecorder | None,
         device: torch.device,
         input_names: Sequence[str],
         warmup_steps: int,
+        most_plans: int = 1,
+        run: Run | None = None,
     ) -> None:
-        self._run = run
+        self._code = code
+        self._run = run or code.run
         self._recorder = recorder
         self._device = device
         self._input_names = input_names
         self._warmup_steps = warmup_steps
-        self._phase = Phase.DISABLED if recorder is None else Phase.WARMUP
-        self._static_inputs: list[torch.Tensor] = []
-        self._graph: Graph | None = None
+        self._most_plans = most_plans
+        self._shapes: OrderedDict[Shape, _ShapeState] = OrderedDict()
+        self._last = _ShapeState(Phase.DISABLED if recorder is None else Phase.WARMUP)
         self._stats = MethodStats()
 
     @property
     def stats(self) -> MethodStats:
-        self._stats.phase = self._phase.value
+        self._stats.phase = self._last.phase.value
+        self._stats.plans = [state.stats for state in self._shapes.values() if state.stats is not None]
         return self._stats
 
     @property
     def has_static_outputs(self) -> bool:
-        """Whether the last outputs are the graph's own buffers."""
-        return self._graph is not None
+        """Whether the last outputs are a plan's own buffers."""
+        return self._last.plan is not None
 
     @property
     def static_inputs(self) -> Sequence[torch.Tensor]:
-        """The graph's input buffers, which replays read; empty without a graph."""
-        return self._static_inputs
+        """The input buffers of the plan that was used last; empty without one."""
+        return self._last.plan.inputs if self._last.plan else []
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One step. Inputs are on the host or on the device; outputs are on the device.
 
         Raises:
-            InputError: in the replay phase, an input that does not fit its static buffer; no state has moved.
+            InputError: in the replay phase, an input that its static buffer cannot take; no state has moved.
         """
-        if self._phase is Phase.REPLAY:
-            return self._replay(inputs)
-        if self._phase is Phase.CAPTURE:
-            return self._capture(inputs)
-        if self._phase is Phase.WARMUP:
-            return self._warm_up(inputs)
-        outputs = self._run(self._on_device(inputs))
-        self._stats.runs += 1
-        return outputs
+        if self._recorder is None:
+            return self._run_disabled(inputs)
+        state = self._state_of(inputs)
+        if state.phase is Phase.REPLAY:
+            return self._replay(state, inputs)
+        if state.phase is Phase.CAPTURE:
+            return self._capture(state, [self._static(tensor) for tensor in inputs])
+        if state.phase is Phase.WARMUP:
+            return self._warm_up(self._recorder, state, inputs)
+        return self._run_disabled(inputs)
 
     def release(self) -> None:
-        """Free the graph, then the static buffers."""
-        if self._graph is not None:
-            self._graph.release()
-        self._graph = None
-        self._static_inputs = []
+        """Free the graphs, then the static buffers."""
+        for state in self._shapes.values():
+            self._free(state)
+        self._last.plan = None
 
-    def _warm_up(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        assert self._recorder is not None
-        outputs = self._recorder.warmup(self._run, self._on_device(inputs))
-        self._stats.warmups += 1
-        if self._stats.warmups >= self._warmup_steps:
-            self._phase = Phase.CAPTURE
-        return outputs
+    def _state_of(self, inputs: Sequence[torch.Tensor]) -> _ShapeState:
+        shape: Shape = tuple([tuple(tensor.shape) for tensor in inputs])
+        state = self._shapes.get(shape)
+        if state is None:
+            state = self._shapes[shape] = _ShapeState(Phase.WARMUP)
+            if len(self._shapes) > self._most_plans:
+                _, oldest = self._shapes.popitem(last=False)
+                self._stats.dropped += oldest.plan is not None
+                self._free(oldest)
+        elif state is not self._last:
+            self._shapes.move_to_end(shape)
+        self._last = state
+        return state
 
-    def _capture(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        assert self._recorder is not None
-        self._static_inputs = [torch.empty(t.shape, dtype=t.dtype, device=self._device).copy_(t) for t in inputs]
-        try:
-            self._graph = self._recorder.record(self._run, self._static_inputs)
-        except Exception as error:
-            return self._fall_back(error)
-        self._keep_counts(self._graph.nodes)
-        outputs = self._graph.launch()
-        self._stats.captures += 1
-        self._phase = Phase.REPLAY
-        return outputs
-
-    def _fall_back(self, error: Exception) -> list[torch.Tensor]:
-        reason = first_line(error)
-        logger.warning("graph capture failed, going on without a graph: %s", reason)
-        self._stats.fallbacks += 1
-        self._stats.fallback_reason = reason
-        self._phase = Phase.DISABLED
-        inputs, self._static_inputs = self._static_inputs, []
-        outputs = self._run(inputs)
+    def _run_disabled(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = self._run([_as_compiled_for(tensor.to(self._device)) for tensor in inputs])
         self._stats.runs += 1
         return outputs
 
-    def _keep_counts(self, nodes: GraphNodes) -> None:
-        self._stats.graph_nodes = nodes.by_type
-        self._stats.graph_kernels = nodes.kernels
-        self._stats.early_kernels = None if nodes.by_type is None else nodes.early
-        self._stats.graph_note = nodes.note
+    def _warm_up(
+        self, recorder: GraphRecorder, state: _ShapeState, inputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        outputs = recorder.warmup(self._code.run, [_as_compiled_for(tensor.to(self._device)) for tensor in inputs])
+        self._stats.warmups += 1
+        state.warmups += 1
+        if state.warmups >= self._warmup_steps:
+            state.phase = Phase.CAPTURE
+        return outputs
 
-    def _replay(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        assert self._graph is not None
+    def _capture(self, state: _ShapeState, static: list[torch.Tensor]) -> list[torch.Tensor]:
+        assert self._recorder is not None
+        stats = state.stats or PlanStats([list(tensor.shape) for tensor in static])
+        plan = Plan(self._code, self._recorder, static, stats)
+        try:
+            outputs = plan.capture()
+        except BaseException:
+            plan.release()
+            raise
+        state.stats = stats
+        if stats.called_because:
+            reason = list(stats.called_because.values())[-1]
+            logger.warning("a segment cannot be captured, it is called instead: %s", reason)
+            self._stats.fallbacks += len(stats.called_because)
+            self._stats.fallback_reason = reason
+        if not plan.has_graphs:
+            state.phase = Phase.DISABLED
+            stats.given_up = next(iter(stats.called_because.values()), "no segment may be captured")
+            plan.release()
+            self._stats.runs += 1
+            return outputs
+        state.plan, state.phase = plan, Phase.REPLAY
+        self._stats.captures += 1
+        return outputs
+
+    def _replay(self, state: _ShapeState, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        plan = state.plan
+        assert plan is not None
         copies = []
-        for name, tensor, static in zip(self._input_names, inputs, self._static_inputs, strict=True):
+        for name, tensor, static in zip(self._input_names, inputs, plan.inputs, strict=True):
             if tensor is static:
                 continue
-            if tensor.shape != static.shape or tensor.dtype != static.dtype:
+            if tensor.dtype != static.dtype:
                 raise InputError(
-                    f"input {name!r} does not fit the captured graph: expected {list(static.shape)} {static.dtype}, "
-                    f"got {list(tensor.shape)} {tensor.dtype}"
+                    f"input {name!r} does not fit the captured graph: expected {static.dtype}, got {tensor.dtype}"
                 )
             if not tensor.is_cpu and tensor.device != static.device:
                 raise InputError(
@@ -191,16 +227,40 @@ class StateMachine:
             copies.append((static, tensor))
         for static, tensor in copies:
             static.copy_(tensor, non_blocking=True)
-        outputs = self._graph.launch()
+        if not plan.is_current():
+            if not plan.may_change():
+                return self._give_up(state, plan)
+            try:
+                plan.update()
+            except Exception as error:
+                logger.warning("a plan cannot be updated, it is made anew: %s", first_line(error))
+                static_inputs = list(plan.inputs)
+                self._free(state)
+                return self._capture(state, static_inputs)
+        outputs = plan.run()
         self._stats.replays += 1
         return outputs
 
-    def _on_device(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [_as_compiled_for(tensor.to(self._device)) for tensor in inputs]
+    def _give_up(self, state: _ShapeState, plan: Plan) -> list[torch.Tensor]:
+        reason = f"constants or buffers were bound anew on more than {MOST_CHANGES} calls in a row"
+        logger.warning("graphs are given up for one shape of inputs: %s", reason)
+        plan.stats.given_up = self._stats.fallback_reason = reason
+        inputs = list(plan.inputs)
+        self._free(state)
+        state.phase = Phase.DISABLED
+        return self._run_disabled(inputs)
+
+    def _static(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device).copy_(tensor)
+
+    def _free(self, state: _ShapeState) -> None:
+        if state.plan is not None:
+            state.plan.release()
+        state.plan = None
 
 
 def _as_compiled_for(tensor: torch.Tensor) -> torch.Tensor:
     """Compiled code assumes that its inputs are contiguous and aligned, and does not check: a slice may be neither."""
-    if tensor.is_contiguous() and tensor.data_ptr() % _INPUT_ALIGNMENT == 0:
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -88,7 +88,7 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class GraphCounts:
-    """Kernels that the captured step runs, and how many of them start before the one ahead has ended, from `MethodStats`.
+    """Kernels that the captured step runs, and how many of them start before the one ahead has ended, from `PlanStats`.
     `note`: why there are no figures, or why some kernels do not start early."""
 
     kernels: int | None
@@ -119,9 +119,10 @@ class ModeResult:
     def graph(self) -> GraphCounts | None:
         """What a replayed step consists of; None without a CUDA graph."""
         replayed = max(self.methods.values(), key=lambda stats: stats["replays"], default=None)
-        if replayed is None or (replayed["graph_kernels"] is None and replayed["graph_note"] is None):
+        plan = replayed["plans"][-1] if replayed and replayed["plans"] else None
+        if plan is None or (plan["graph_kernels"] is None and plan["graph_note"] is None):
             return None
-        return GraphCounts(replayed["graph_kernels"], replayed["early_kernels"], replayed["graph_note"])
+        return GraphCounts(plan["graph_kernels"], plan["early_kernels"], plan["graph_note"])
 
 
 def make_plan(

@@ -91,7 +91,7 @@ class DeviceSteps:
     def __init__(self, model: Model, samplers: Samplers) -> None:
         self._model = model
         self._samplers = samplers
-        self._buffers = _sampling_buffers(model)
+        _sampling_buffers(model)
         cuda = model.program.device.type == "cuda"
         self._slots = [torch.zeros(1, 1, dtype=torch.int64, pin_memory=cuda) for _ in range(_SLOTS)]
         self._numbers = [slot.numpy() for slot in self._slots]
@@ -111,8 +111,10 @@ class DeviceSteps:
 
     def resume(self, seen: Sequence[int], token: int, sampling: Sampling) -> None:
         values = {"token": torch.tensor([[token]]), "position": torch.tensor([len(seen)])}
+        # Those that the program is bound to now.
+        buffers = _sampling_buffers(self._model)
         for name, value in (values | sampling.inputs()._asdict()).items():
-            self._buffers[name].copy_(value)
+            buffers[name].copy_(value)
         self._launched = self._taken = 0
 
     def next(self, more: bool) -> int:

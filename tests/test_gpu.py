@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -156,14 +156,13 @@ def test_a_real_capture_failure_falls_back(recurrent_cuda: Path) -> None:
     with load_program(recurrent_cuda) as broken, load_program(recurrent_cuda) as whole:
         decode, plain = broken.load_method("decode", GRAPH), whole.load_method("decode")
         assert decode._code is not None
-        run = decode._code.run
+        run = decode._code.run_segment
 
-        def synchronising(inputs: Sequence[Tensor]) -> list[Tensor]:
-            outputs = run(inputs)
+        def synchronising(index: int, values: dict[int, Tensor]) -> None:
+            run(index, values)
             torch.cuda.synchronize()
-            return outputs
 
-        decode._state_machine._run = synchronising
+        decode._code.run_segment = synchronising  # type: ignore[method-assign]
         assert torch.equal(walk(decode, 10), walk(plain, 10))
         assert (decode.stats.phase, decode.stats.fallbacks, decode.stats.captures) == ("disabled", 1, 0)
         assert "captur" in (decode.stats.fallback_reason or "")

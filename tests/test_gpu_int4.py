@@ -156,7 +156,7 @@ def test_a_dense_model_with_biases(tmp_path: Path, group: int | None) -> None:
             wanted = made.logits(tokens)[length - 1 :].cuda() if plain is None else run_reference(plain, tokens)
             assert errors(found, wanted).max() < 1e-4, length
         # Six of the attention layer and five of the delta-net, and the head; all but the first start early.
-        assert decode.stats.early_kernels is not None and decode.stats.early_kernels >= 11
+        assert decode.stats.last_plan.early_kernels is not None and decode.stats.last_plan.early_kernels >= 11
 
 
 def test_the_flagships_width_is_as_right_as_plain_bfloat16(
@@ -192,10 +192,13 @@ def test_replay_at_the_flagships_width_is_bit_equal(wide_artifact: Path) -> None
             logits[graph] = torch.stack([step(decode, torch.tensor([[3 * t]]), t) for t in range(100, 164)])
             assert decode.stats.replays == (60 if graph else 0)
             if graph:
-                assert decode.stats.graph_kernels is not None and decode.stats.early_kernels is not None
+                assert (
+                    decode.stats.last_plan.graph_kernels is not None
+                    and decode.stats.last_plan.early_kernels is not None
+                )
                 # Six a delta-net layer, seven an attention layer, the head; the embedding and the angles are the compiler's.
-                assert decode.stats.graph_kernels <= 3 * 6 + 7 + 1 + 3, decode.stats.graph_nodes
-                assert decode.stats.early_kernels >= 3 * 6 + 7
+                assert decode.stats.last_plan.graph_kernels <= 3 * 6 + 7 + 1 + 3, decode.stats.last_plan.graph_nodes
+                assert decode.stats.last_plan.early_kernels >= 3 * 6 + 7
     assert logits[True].isfinite().all()
     assert torch.equal(logits[False], logits[True])
 

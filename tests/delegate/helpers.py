@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
 
@@ -68,3 +69,31 @@ def use_driver(monkeypatch: pytest.MonkeyPatch, driver: object) -> None:
     bindings.driver = driver  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings if driver else None)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a segment takes and gives, by numbers."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+class FunctionCode:
+    """A function as a method's code of one segment; it takes `taken` inputs and gives `given` outputs."""
+
+    called: frozenset[int] = frozenset()
+    addresses: tuple[int, ...] = ()
+
+    def __init__(self, function: Callable[[Sequence[Tensor]], list[Tensor]], taken: int = 1, given: int = 1) -> None:
+        self._function = function
+        self.results = tuple(range(taken, taken + given))
+        self.segments = (Part(tuple(range(taken)), self.results),)
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return self._function(inputs)
+
+    def run_segment(self, index: int, values: dict[int, Tensor]) -> None:
+        assert index == 0
+        given = self._function([values[number] for number in self.segments[0].inputs])
+        values.update(zip(self.results, given, strict=True))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ostinato.delegate import ArtifactError, Dim, Method, Program, load_program, method_code
@@ -20,95 +18,17 @@ from ostinato.delegate.files import artifact_paths, open_artifact
 from ostinato.delegate.method_code import MethodCode
 from ostinato.delegate.torch_internals import Container
 
-WIDTH = 4
-# Longest first: a shorter call after it must not see what the longer one left.
-LENGTHS = (5, 2, 8, 3, 2)
-STATE = ("state", "steps")
-CONSTANTS = ("bias", "shift", "weight")
-
-
-class Layer(nn.Module):
-    """`forward(x [T, WIDTH], seen [1]) -> (x, seen)`: all that a link may hold, with a value of its own in each layer.
-
-    A parameter, a plain attribute that is a tensor, a constant that is not contiguous, state that starts as zeros and state
-    that does not, and a table made in `forward`, which is the same for all.
-    """
-
-    bias: Tensor
-    state: Tensor
-    steps: Tensor
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(index)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
-        self.register_buffer("bias", torch.randn(WIDTH, WIDTH, generator=generator).t())
-        self.shift = torch.full((WIDTH,), index + 0.5)
-        self.register_buffer("state", torch.zeros(WIDTH))
-        self.register_buffer("steps", torch.full((1,), 10 * index + 1))
-        self.eval().requires_grad_(False)
-
-    def forward(self, x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        self.state.mul_(0.5).add_(x.sum(0))
-        self.steps.add_(x.shape[0])
-        table = torch.tensor([0.25, 0.5, -0.25, -0.5])
-        y = x @ self.weight + self.bias[1] + self.shift * table + self.state
-        return y.sin(), seen + self.steps
-
-
-class Stack(nn.Module):
-    """The same layers as one module."""
-
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        for layer in self.layers:
-            x, seen = layer(x, seen)
-        return x, seen
-
-
-def layers() -> list[Layer]:
-    return [Layer(index) for index in range(3)]
-
-
-def step_inputs(index: int) -> tuple[Tensor, Tensor]:
-    length = LENGTHS[index % len(LENGTHS)]
-    x = torch.randn(length, WIDTH, generator=torch.Generator().manual_seed(100 + index))
-    return x, torch.tensor([index])
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device("cuda:0" if request.param == "cuda" else "cpu")
-
-
-@pytest.fixture(scope="module")
-def artifact(exported: Callable[..., Path], device: torch.device) -> Path:
-    """`step`, a chain of three links, and `whole`, the same layers as one module for two tokens."""
-    from ostinato.export import Chain, Link, export_program
-
-    def build(path: Path) -> None:
-        stack = layers()
-        links = [Link(layer, ("x", "seen"), "layer", prefix=f"layers.{index}.") for index, layer in enumerate(stack)]
-        inputs = {"x": torch.randn(5, WIDTH), "seen": torch.zeros(1, dtype=torch.int64)}
-        length = torch.export.Dim("T", min=2, max=8)
-        chain = Chain(links, inputs, ("seen", "x"), {"x": {0: length}})
-        whole = (Stack(stack), (torch.randn(2, WIDTH), torch.zeros(1, dtype=torch.int64)), None)
-        export_program({"step": chain, "whole": whole}, path, device=device.type, value_ranges={"seen": (0, 99)})
-
-    return exported(f"chain-{device.type}", build, inspect.getsource(Layer) + inspect.getsource(build))
+from .chain import CONSTANTS, STATE, WIDTH, Stack, layers, step_inputs
 
 
 @pytest.fixture
-def record(artifact: Path) -> MethodRecord:
-    return open_artifact(*artifact_paths(artifact))[0].methods["step"].record
+def record(chain_artifact: Path) -> MethodRecord:
+    return open_artifact(*artifact_paths(chain_artifact))[0].methods["step"].record
 
 
 @pytest.fixture
-def named_data(artifact: Path) -> dict[str, memoryview]:
-    return dict(open_artifact(*artifact_paths(artifact))[0].named_data)
+def named_data(chain_artifact: Path) -> dict[str, memoryview]:
+    return dict(open_artifact(*artifact_paths(chain_artifact))[0].named_data)
 
 
 def check_steps(method: Method, eager: Stack, indices: range) -> None:
@@ -126,9 +46,9 @@ def check_state(program: Program, eager: Stack) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_sharing_across_methods": False}], ids=["shared", "private"])
-def test_several_steps_equal_eager(artifact: Path, options: dict[str, Any]) -> None:
+def test_several_steps_equal_eager(chain_artifact: Path, options: dict[str, Any]) -> None:
     eager = Stack(layers())
-    with load_program(artifact) as program:
+    with load_program(chain_artifact) as program:
         step = program.load_method("step", options)
         check_steps(step, eager, range(7))
         check_state(program, eager)
@@ -136,10 +56,10 @@ def test_several_steps_equal_eager(artifact: Path, options: dict[str, Any]) -> N
         check_steps(step, Stack(layers()), range(4))
 
 
-def test_replayed_steps_equal_eager(artifact: Path) -> None:
+def test_replayed_steps_equal_eager(chain_artifact: Path) -> None:
     """Graphs are for calls of one shape."""
     eager = Stack(layers())
-    with load_program(artifact) as program:
+    with load_program(chain_artifact) as program:
         step = program.load_method("step", {"enable_cuda_graph_for_method": "step"})
         for index in range(8):
             inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(index)), torch.tensor([index])
@@ -149,9 +69,9 @@ def test_replayed_steps_equal_eager(artifact: Path) -> None:
         assert (step.stats.captures, step.stats.fallbacks, step.stats.phase) == (1, 0, "replay")
 
 
-def test_a_chain_and_a_module_share_their_state(artifact: Path) -> None:
+def test_a_chain_and_a_module_share_their_state(chain_artifact: Path) -> None:
     eager = Stack(layers())
-    with load_program(artifact) as program:
+    with load_program(chain_artifact) as program:
         step, whole = program.load_method("step"), program.load_method("whole")
         assert program.stats.shared == 9
         for index in range(4):
@@ -161,9 +81,9 @@ def test_a_chain_and_a_module_share_their_state(artifact: Path) -> None:
         check_state(program, eager)
 
 
-def test_names_of_constants_and_state(artifact: Path, record: MethodRecord) -> None:
+def test_names_of_constants_and_state(chain_artifact: Path, record: MethodRecord) -> None:
     """Each link's under its prefix, and what no link has to itself once."""
-    file = open_artifact(*artifact_paths(artifact))[1]
+    file = open_artifact(*artifact_paths(chain_artifact))[1]
     own = {f"layers.{index}.{name}" for index in range(3) for name in CONSTANTS}
     (table,) = set(record.constants.values()) - own
     assert own < set(record.constants.values())
@@ -273,8 +193,8 @@ def watch(method: Method) -> tuple[list[list[StorageWeakRef]], list[list[list[bo
     return given, alive
 
 
-def test_intermediate_values_are_freed_when_nobody_takes_them(artifact: Path) -> None:
-    with load_program(artifact) as program:
+def test_intermediate_values_are_freed_when_nobody_takes_them(chain_artifact: Path) -> None:
+    with load_program(chain_artifact) as program:
         step = program.load_method("step", {"skip_copy_output_to_cpu_for_method": "step"})
         given, alive = watch(step)
         results = step.execute(step_inputs(0))
@@ -287,8 +207,10 @@ def test_intermediate_values_are_freed_when_nobody_takes_them(artifact: Path) ->
         torch.testing.assert_close((results[1].cpu(), results[0].cpu()), Stack(layers())(*step_inputs(0)))
 
 
-def test_a_value_that_nobody_takes_is_freed_at_once(record: MethodRecord, artifact: Path, device: torch.device) -> None:
-    with load_program(artifact) as program:
+def test_a_value_that_nobody_takes_is_freed_at_once(
+    record: MethodRecord, chain_artifact: Path, device: torch.device
+) -> None:
+    with load_program(chain_artifact) as program:
         step = program.load_method("step")
         code = step._code
         assert code is not None
@@ -308,8 +230,8 @@ def test_a_value_that_nobody_takes_is_freed_at_once(record: MethodRecord, artifa
         assert kept.shape == x.shape
 
 
-def test_closing_lets_all_containers_go(artifact: Path) -> None:
-    with load_program(artifact) as program:
+def test_closing_lets_all_containers_go(chain_artifact: Path) -> None:
+    with load_program(chain_artifact) as program:
         step = program.load_method("step")
         code = step._code
         assert code is not None and len(code._containers) == 3

@@ -18,7 +18,7 @@ from ostinato.delegate.graph_nodes import DriverError, start_early
 from ostinato.delegate.graph_recorders import CudaGraphRecorder, side_stream
 from ostinato.delegate.state_machine import StateMachine
 
-from .helpers import FULL, GRAPH, PROGRAMMATIC, use_driver
+from .helpers import FULL, GRAPH, PROGRAMMATIC, FunctionCode, use_driver
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +48,8 @@ def captured(
     """After one call without a graph and the one that captures; the next replays."""
     device = torch.device("cuda", torch.cuda.current_device())
     names = [f"input_{number}" for number in range(len(inputs))]
-    machine = StateMachine(run, CudaGraphRecorder(side_stream(device), early_kernels), device, names, warmup_steps=1)
+    code = FunctionCode(run, len(inputs))
+    machine = StateMachine(code, CudaGraphRecorder(side_stream(device), early_kernels), device, names, warmup_steps=1)
     for _ in range(2):
         machine(inputs)
     assert machine.stats.phase == "replay", machine.stats.fallback_reason
@@ -59,8 +60,9 @@ def edges_of(machine: StateMachine) -> list[tuple[str, tuple[int, int, int]]]:
     """Along the chain, each node but the first: its kernel's name or its type, and (type, ports) of the edge into it."""
     from cuda.bindings import driver
 
-    graph: Any = machine._graph
-    edges = graph_nodes._edges(driver, driver.CUgraph(graph._graph.raw_cuda_graph()))
+    plan: Any = machine._last.plan
+    (piece,) = plan._pieces
+    edges = graph_nodes._edges(driver, driver.CUgraph(piece.graph._last.raw_cuda_graph()))
     following = {int(before): (after, data) for before, after, data in edges}
     assert len(following) == len(edges), "the graph is not a chain"
     (node,) = set(following) - {int(after) for _, after, _ in edges}
@@ -81,8 +83,8 @@ def edges_of(machine: StateMachine) -> list[tuple[str, tuple[int, int, int]]]:
 
 def replayed(machine: StateMachine, x: Tensor) -> Tensor:
     """What a replay gives, over an output that held something else."""
-    graph: Any = machine._graph
-    graph._outputs[0].fill_(-1)
+    plan: Any = machine._last.plan
+    plan._pieces[0].graph.outputs[0].fill_(-1)
     return machine([x])[0].clone()
 
 
@@ -96,8 +98,8 @@ def test_marked_kernels_start_early(kernels: ModuleType, weight: Tensor) -> None
     ]
     assert edges_of(machine) == expected
     stats = machine.stats
-    assert (stats.graph_kernels, stats.early_kernels) == (8, 2 if kernels.starts_early() else 0)
-    assert (stats.graph_nodes, stats.graph_note) == ({"kernel": 8}, None)
+    assert (stats.last_plan.graph_kernels, stats.last_plan.early_kernels) == (8, 2 if kernels.starts_early() else 0)
+    assert (stats.last_plan.graph_nodes, stats.last_plan.graph_note) == ({"kernel": 8}, None)
 
 
 def test_results_are_those_of_torch_and_the_same_each_time(kernels: ModuleType, weight: Tensor) -> None:
@@ -108,7 +110,11 @@ def test_results_are_those_of_torch_and_the_same_each_time(kernels: ModuleType, 
 
     machine, full = captured(run, [draw(kernels)]), captured(run, [draw(kernels)], early_kernels=False)
     assert {edge for _, edge in edges_of(full)} == {FULL}
-    assert (full.stats.graph_kernels, full.stats.early_kernels, full.stats.graph_note) == (40, 0, None)
+    assert (
+        full.stats.last_plan.graph_kernels,
+        full.stats.last_plan.early_kernels,
+        full.stats.last_plan.graph_note,
+    ) == (40, 0, None)
     for _ in range(5):
         x = draw(kernels)
         expected = x
@@ -140,12 +146,12 @@ def test_a_kernel_in_the_wrong_place_keeps_its_full_edge(
     assert edges_of(machine) == [("turn_early", FULL)] * 2
     note = "turn_early stands behind turn_early, not behind turn_late_early (and 1 more): it does not start early"
     early = kernels.starts_early()
-    assert (machine.stats.early_kernels, machine.stats.graph_note) == (0, note if early else None)
+    assert (machine.stats.last_plan.early_kernels, machine.stats.last_plan.graph_note) == (0, note if early else None)
     assert torch.equal(replayed(machine, x), expected)
     require("turn_early")
     machine = captured(run, [x])
     assert edges_of(machine) == [("turn_early", PROGRAMMATIC if early else FULL)] * 2
-    assert (machine.stats.early_kernels, machine.stats.graph_note) == (2 if early else 0, None)
+    assert (machine.stats.last_plan.early_kernels, machine.stats.last_plan.graph_note) == (2 if early else 0, None)
     assert torch.equal(replayed(machine, x), expected)
 
 
@@ -157,7 +163,10 @@ def test_a_copy_between_kernels_keeps_its_full_edges(kernels: ModuleType, weight
     x = draw(kernels)
     machine = captured(run, [x])
     assert edges_of(machine) == [("CU_GRAPH_NODE_TYPE_MEMCPY", FULL), ("turn_early", FULL)]
-    assert (machine.stats.graph_nodes, machine.stats.early_kernels) == ({"kernel": 2, "memcpy": 1}, 0)
+    assert (machine.stats.last_plan.graph_nodes, machine.stats.last_plan.early_kernels) == (
+        {"kernel": 2, "memcpy": 1},
+        0,
+    )
     assert torch.equal(replayed(machine, x), kernels.turned(kernels.turned(x, weight), weight))
 
 
@@ -182,8 +191,13 @@ def test_a_refused_change_leaves_a_whole_graph(
     assert calls.count(function) == 2
     assert edges_of(machine) == [("turn_early", FULL)] * 4
     stats = machine.stats
-    assert (stats.captures, stats.fallbacks, stats.graph_kernels, stats.early_kernels) == (1, 0, 5, 0)
-    assert stats.graph_note == f"DriverError: {function}: injected"
+    assert (stats.captures, stats.fallbacks, stats.last_plan.graph_kernels, stats.last_plan.early_kernels) == (
+        1,
+        0,
+        5,
+        0,
+    )
+    assert stats.last_plan.graph_note == f"DriverError: {function}: injected"
     expected = x
     for _ in range(5):
         expected = kernels.turned(expected, weight)
@@ -194,8 +208,12 @@ def test_a_graph_without_cuda_bindings(kernels: ModuleType, weight: Tensor, monk
     use_driver(monkeypatch, None)
     x = draw(kernels)
     machine = captured(lambda inputs: [kernels.run_chain([kernels.turn_early], inputs[0], weight)], [x])
-    assert (machine.stats.graph_kernels, machine.stats.early_kernels, machine.stats.captures) == (None, None, 1)
-    assert "cuda-bindings" in (machine.stats.graph_note or "")
+    assert (machine.stats.last_plan.graph_kernels, machine.stats.last_plan.early_kernels, machine.stats.captures) == (
+        None,
+        None,
+        1,
+    )
+    assert "cuda-bindings" in (machine.stats.last_plan.graph_note or "")
     assert torch.equal(replayed(machine, x), kernels.turned(x, weight))
 
 
@@ -240,6 +258,9 @@ def test_compiled_code_keeps_the_mark(kernels: ModuleType, weight: Tensor, tmp_p
         others = [edge for name, edge in edges_of(method._state_machine) if "turn_early" not in name]
         assert marked == [FULL, PROGRAMMATIC if kernels.starts_early() else FULL]
         assert set(others) == {FULL}
-        assert method.stats.early_kernels == (1 if kernels.starts_early() else 0)
-        assert (full.stats.early_kernels, full.stats.graph_kernels) == (0, method.stats.graph_kernels)
-        assert (method.stats.graph_kernels or 0) >= 4
+        assert method.stats.last_plan.early_kernels == (1 if kernels.starts_early() else 0)
+        assert (full.stats.last_plan.early_kernels, full.stats.last_plan.graph_kernels) == (
+            0,
+            method.stats.last_plan.graph_kernels,
+        )
+        assert (method.stats.last_plan.graph_kernels or 0) >= 4

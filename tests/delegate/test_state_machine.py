@@ -19,6 +19,7 @@ from ..modules import MAX_SEQ_LEN, VOCAB
 from .helpers import (
     GRAPH,
     STATIC,
+    FunctionCode,
     bring_to,
     counters,
     eager_answers,
@@ -323,7 +324,7 @@ def test_alone_replays_over_static_buffers() -> None:
         seen.append(inputs[0].data_ptr())
         return accumulate(total, inputs)
 
-    machine = StateMachine(run, HostGraphRecorder(), torch.device("cpu"), ["x"], warmup_steps=1)
+    machine = StateMachine(FunctionCode(run), HostGraphRecorder(), torch.device("cpu"), ["x"], warmup_steps=1)
     assert (machine.stats.phase, machine.has_static_outputs) == ("warmup", False)
     for index in range(4):
         (out,) = machine([torch.full((2,), float(index))])
@@ -331,8 +332,7 @@ def test_alone_replays_over_static_buffers() -> None:
     assert machine.has_static_outputs
     assert len(set(seen[1:])) == 1
     for bad, what in (
-        (torch.zeros(3), r"expected \[2\] torch.float32, got \[3\]"),
-        (torch.zeros(2, dtype=torch.float64), "got .* torch.float64"),
+        (torch.zeros(2, dtype=torch.float64), "got torch.float64"),
         (torch.zeros(2, device="meta"), "is on meta"),
     ):
         with pytest.raises(InputError, match=f"'x'.*{what}"):
@@ -346,9 +346,8 @@ def test_alone_replays_over_static_buffers() -> None:
 def test_alone_copies_nothing_into_itself() -> None:
     """A caller that fills the static buffers and passes them gets the same step."""
     total = torch.zeros(2)
-    machine = StateMachine(
-        lambda inputs: accumulate(total, inputs), HostGraphRecorder(), torch.device("cpu"), ["x"], warmup_steps=1
-    )
+    code = FunctionCode(lambda inputs: accumulate(total, inputs))
+    machine = StateMachine(code, HostGraphRecorder(), torch.device("cpu"), ["x"], warmup_steps=1)
     assert list(machine.static_inputs) == []
     for _ in range(2):
         machine([torch.ones(2)])
@@ -371,17 +370,19 @@ def test_alone_without_inputs() -> None:
         position.add_(1)
         return [position * 10]
 
-    machine = StateMachine(run, HostGraphRecorder(), torch.device("cpu"), [], warmup_steps=2)
+    machine = StateMachine(FunctionCode(run, 0), HostGraphRecorder(), torch.device("cpu"), [], warmup_steps=2)
     assert [machine([])[0].item() for _ in range(6)] == [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
     stats = machine.stats
     assert (stats.warmups, stats.captures, stats.replays) == (2, 1, 3)
     # There is no CUDA graph to look into.
-    assert (stats.graph_nodes, stats.graph_kernels, stats.early_kernels, stats.graph_note) == (None, None, None, None)
+    plan = stats.last_plan
+    assert (plan.graph_nodes, plan.graph_kernels, plan.early_kernels, plan.graph_note) == (None, None, None, None)
 
 
 def test_without_recorder_stays_disabled() -> None:
     total = torch.zeros(1)
-    machine = StateMachine(lambda inputs: accumulate(total, inputs), None, torch.device("cpu"), ["x"], warmup_steps=1)
+    code = FunctionCode(lambda inputs: accumulate(total, inputs))
+    machine = StateMachine(code, None, torch.device("cpu"), ["x"], warmup_steps=1)
     for _ in range(3):
         machine([torch.ones(1)])
     assert (machine.stats.phase, machine.stats.runs, total.item()) == ("disabled", 3, 3.0)

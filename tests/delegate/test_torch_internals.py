@@ -17,7 +17,12 @@ from torch import Tensor
 from ostinato.delegate import torch_internals
 from ostinato.delegate.artifact import MethodRecord
 from ostinato.delegate.files import artifact_paths, open_artifact
-from ostinato.delegate.torch_internals import bind_constants, free_pinned_memory, load_container, run_container
+from ostinato.delegate.torch_internals import (
+    bind_constants,
+    free_pinned_memory,
+    load_container,
+    run_container,
+)
 
 from ..modules import Recurrent, recurrent_methods
 from .helpers import FIRST_STEPS, step_inputs

@@ -47,7 +47,8 @@ def test_kernels_of_the_graph_are_said(
         counted = row["cuda_graph"] and row["n_gen"] > 0
         expected = (nodes.kernels, None if nodes.by_type is None else nodes.early) if counted else (None, None)
         assert (row["kernels_per_token"], row["early_kernels_per_token"]) == expected
-        assert row["methods"]["decode"]["graph_nodes"] == (nodes.by_type if row["cuda_graph"] else None)
+        plans = row["methods"]["decode"]["plans"]
+        assert [plan["graph_nodes"] for plan in plans] == ([nodes.by_type] if row["cuda_graph"] else [])
 
 
 def test_without_a_cuda_graph_no_kernels_are_said(bench: Bench, recurrent_artifact: Path) -> None:

@@ -87,10 +87,8 @@ def test_json(capitals_artifact: Path) -> None:
         "replays",
         "fallbacks",
         "fallback_reason",
-        "graph_nodes",
-        "graph_kernels",
-        "early_kernels",
-        "graph_note",
+        "plans",
+        "dropped",
     }
     assert result["constants"]["shared"] == result["constants"]["count"] > 0
 

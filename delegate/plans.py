@@ -1,0 +1,285 @@
+"""What is captured for one shape of a method's inputs: a plan, which is pieces of the method's code over static buffers.
+
+A piece is a run of segments that one graph holds (*captured*), or one segment whose code is called each time (*called*),
+because the program says so or because it could not be recorded. Values that a captured piece takes lie in static buffers:
+the plan's inputs, the outputs of graphs, and what called pieces gave when the plan was made. So a called piece works on this
+call's values, and a graph writes to where the next piece reads.
+
+A plan belongs to the addresses that the code was bound to when it was recorded. When these have changed, it is recorded again
+and its graphs are updated in place; recording executes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from .errors import first_line
+from .graph_recorders import Graph, GraphRecorder
+
+# A plan whose addresses changed on more calls than this, one after the other, costs more than it saves.
+MOST_CHANGES = 4
+
+
+class Code(Protocol):
+    """The compiled code of a method, segment by segment; values are numbered as in `artifact.MethodRecord`."""
+
+    @property
+    def segments(self) -> Sequence[Needs]:
+        """What each segment takes and gives."""
+
+    @property
+    def results(self) -> Sequence[int]:
+        """Numbers of what the method returns."""
+
+    @property
+    def called(self) -> frozenset[int]:
+        """Segments that must not be captured."""
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of all constants and buffers that the code is bound to; the same object as long as nothing is bound anew."""
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run all segments."""
+
+    def run_segment(self, index: int, values: dict[int, torch.Tensor]) -> None:
+        """Run one: takes its inputs out of `values`, adds its outputs, and drops what no later one needs."""
+
+
+class Needs(Protocol):
+    """Numbers of the values that a segment takes and gives."""
+
+    @property
+    def inputs(self) -> tuple[int, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[int, ...]: ...
+
+
+@dataclass
+class PlanStats:
+    """One plan, in numbers.
+
+    Attributes:
+        shapes: of the inputs, in the order of the code's arguments.
+        pieces, captured, called: how many there are, of each kind.
+        called_because: segment -> why it could not be recorded.
+        launches: calls of the method that this plan answered.
+        updates: how often graphs were updated in place because addresses had changed, counted by graph.
+        instantiations: graphs made executable, the first time and when an update was refused.
+        given_up: why this shape has no graph any more, None if it has one.
+        pool_bytes: device memory that torch took for the graphs' pools; 0 on the CPU.
+        record_us, update_us, instantiate_us: microseconds spent so far.
+        graph_nodes: nodes of the graphs by type, such as "kernel" and "memcpy"; None where they cannot be counted.
+        graph_kernels: kernels that one call runs in graphs; None like `graph_nodes`.
+        early_kernels: how many of them start before the one ahead has ended; None like `graph_nodes`.
+        graph_note: why a graph could not be looked into, or why edges of it stayed as they were captured.
+    """
+
+    shapes: list[list[int]]
+    pieces: int = 0
+    captured: int = 0
+    called: int = 0
+    called_because: dict[int, str] = field(default_factory=dict)
+    launches: int = 0
+    updates: int = 0
+    instantiations: int = 0
+    given_up: str | None = None
+    pool_bytes: int = 0
+    record_us: float = 0.0
+    update_us: float = 0.0
+    instantiate_us: float = 0.0
+    graph_nodes: dict[str, int] | None = None
+    graph_kernels: int | None = None
+    early_kernels: int | None = None
+    graph_note: str | None = None
+
+
+@dataclass
+class _Piece:
+    """Segments `first` to `last`; `graph` is None where they are called, which is one segment then."""
+
+    first: int
+    last: int
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    graph: Graph | None = None
+
+
+class Plan:
+    """The pieces for one shape of inputs. Made empty; `capture` makes the pieces, and a step of the model on the way.
+
+    Args:
+        code: the method's.
+        recorder: makes the graphs.
+        inputs: static buffers of the inputs, filled.
+        stats: where it counts.
+    """
+
+    def __init__(self, code: Code, recorder: GraphRecorder, inputs: Sequence[torch.Tensor], stats: PlanStats) -> None:
+        self._code = code
+        self._recorder = recorder
+        self.inputs = list(inputs)
+        self.stats = stats
+        self._addresses = code.addresses
+        self._changes = 0
+        self._pieces: list[_Piece] = []
+        # Static buffers by the numbers of their values.
+        self._static: dict[int, torch.Tensor] = dict(enumerate(inputs))
+        # Known when all pieces are made; until then what a called piece gives becomes the buffer.
+        self._read_by_graphs: frozenset[int] = frozenset()
+        self._at = 0
+
+    @property
+    def has_graphs(self) -> bool:
+        return any(piece.graph for piece in self._pieces)
+
+    def capture(self) -> list[torch.Tensor]:
+        """Record and run the pieces, one after the other; what the method returns.
+
+        A segment that cannot be recorded is called from now on, and all around it is captured. Each segment runs exactly
+        once, however many attempts that takes: recording executes nothing.
+        """
+        called = set(self._code.called)
+        self.stats.called_because = {}
+        at, count = 0, len(self._code.segments)
+        while at < count:
+            if at in called:
+                piece = self._piece(at, at + 1)
+                self._run_called(piece, self._static)
+            else:
+                end = next((index for index in range(at, count) if index in called), count)
+                recorded = self._record(at, end)
+                if isinstance(recorded, Exception):
+                    # Behind the last segment it was the capture as a whole that failed.
+                    failed = range(at, end) if self._at == end else range(self._at, self._at + 1)
+                    self.stats.called_because |= {index: first_line(recorded) for index in failed}
+                    called |= set(failed)
+                    continue
+                piece = recorded
+                assert piece.graph is not None
+                self._static.update(zip(piece.gives, piece.graph.launch(), strict=True))
+            self._pieces.append(piece)
+            at = piece.last
+        self._count()
+        outputs = [self._static[number] for number in self._code.results]
+        self._read_by_graphs = frozenset(number for piece in self._pieces if piece.graph for number in piece.takes)
+        of_graphs = {number for piece in self._pieces if piece.graph for number in piece.gives}
+        kept = of_graphs | self._read_by_graphs | set(range(len(self.inputs)))
+        self._static = {number: tensor for number, tensor in self._static.items() if number in kept}
+        return outputs
+
+    def run(self) -> list[torch.Tensor]:
+        """One step over the static inputs. What a graph gives is overwritten by the next step."""
+        values = dict(self._static)
+        for piece in self._pieces:
+            if piece.graph is None:
+                self._run_called(piece, values)
+            else:
+                piece.graph.launch()
+        self.stats.launches += 1
+        return [values[number] for number in self._code.results]
+
+    def is_current(self) -> bool:
+        """Whether the code is still bound to the addresses that the graphs have."""
+        now = self._code.addresses
+        if now is self._addresses or now == self._addresses:
+            self._addresses = now
+            self._changes = 0
+            return True
+        return False
+
+    def may_change(self) -> bool:
+        """Count one more call in a row that found other addresses; False when there have been too many."""
+        self._changes += 1
+        return self._changes <= MOST_CHANGES
+
+    def update(self) -> None:
+        """Record all graphs again for the addresses that the code is bound to now, and update them in place.
+
+        Raises:
+            Exception: what kept a piece from being recorded; nothing was executed, and the plan must be released.
+        """
+        for piece in self._pieces:
+            if piece.graph is None:
+                continue
+            begin = time.perf_counter()
+            if piece.graph.update(partial(self._run_captured, piece)):
+                self.stats.updates += 1
+                self.stats.update_us += 1e6 * (time.perf_counter() - begin)
+            else:
+                self._count_instantiation(piece.graph, begin)
+            self._static.update(zip(piece.gives, piece.graph.outputs, strict=True))
+        self._addresses = self._code.addresses
+
+    def release(self) -> None:
+        """Free the graphs, then the buffers."""
+        for piece in self._pieces:
+            if piece.graph is not None:
+                piece.graph.release()
+        self._pieces = []
+        self._static = {}
+        self.inputs = []
+
+    def _piece(self, first: int, last: int) -> _Piece:
+        segments = self._code.segments
+        made = {number for segment in segments[first:last] for number in segment.outputs}
+        taken = {number for segment in segments[first:last] for number in segment.inputs} - made
+        needed = {number for segment in segments[last:] for number in segment.inputs} | set(self._code.results)
+        return _Piece(first, last, tuple(sorted(taken)), tuple(sorted(made & needed)))
+
+    def _record(self, first: int, last: int) -> _Piece | Exception:
+        """The segments as a captured piece, not launched yet; or why not, `_at` being the segment that failed."""
+        piece = self._piece(first, last)
+        begin, held = time.perf_counter(), self._recorder.pool_bytes()
+        self._at = first
+        try:
+            piece.graph = self._recorder.record(partial(self._run_captured, piece))
+        except Exception as error:
+            return error
+        self._count_instantiation(piece.graph, begin)
+        self.stats.pool_bytes += self._recorder.pool_bytes() - held
+        return piece
+
+    def _count_instantiation(self, graph: Graph, begin: float) -> None:
+        """Of a graph that has been recorded since `begin`, and made executable."""
+        self.stats.instantiations += 1
+        self.stats.instantiate_us += graph.instantiate_us
+        self.stats.record_us += 1e6 * (time.perf_counter() - begin) - graph.instantiate_us
+
+    def _run_captured(self, piece: _Piece) -> list[torch.Tensor]:
+        values = {number: self._static[number] for number in piece.takes}
+        for self._at in range(piece.first, piece.last):
+            self._code.run_segment(self._at, values)
+        self._at = piece.last
+        return [values[number] for number in piece.gives]
+
+    def _run_called(self, piece: _Piece, values: dict[int, torch.Tensor]) -> None:
+        """Call the segment on `values`. What it gives and a graph takes goes to the buffer that the graph knows."""
+        mine = {number: values[number] for number in piece.takes}
+        self._code.run_segment(piece.first, mine)
+        for number in piece.gives:
+            if number in self._read_by_graphs:
+                self._static[number].copy_(mine[number])
+            else:
+                values[number] = mine[number]
+
+    def _count(self) -> None:
+        graphs = [piece.graph for piece in self._pieces if piece.graph is not None]
+        self.stats.pieces = len(self._pieces)
+        self.stats.captured = len(graphs)
+        self.stats.called = len(self._pieces) - len(graphs)
+        nodes = [graph.nodes for graph in graphs]
+        self.stats.graph_note = next((one.note for one in nodes if one.note), None)
+        if nodes and all(one.by_type is not None for one in nodes):
+            total = sum((Counter(one.by_type) for one in nodes), Counter())
+            self.stats.graph_nodes = dict(total.most_common())
+            self.stats.graph_kernels = total.get("kernel", 0)
+            self.stats.early_kernels = sum(one.early for one in nodes)

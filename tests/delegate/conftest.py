@@ -1,0 +1,34 @@
+"""Fixtures of the delegate's tests."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from .chain import WIDTH, Layer, Stack, layers
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device("cuda:0" if request.param == "cuda" else "cpu")
+
+
+@pytest.fixture(scope="module")
+def chain_artifact(exported: Callable[..., Path], device: torch.device) -> Path:
+    """`step`, a chain of three links, and `whole`, the same layers as one module for two tokens."""
+    from ostinato.export import Chain, Link, export_program
+
+    def build(path: Path) -> None:
+        stack = layers()
+        links = [Link(layer, ("x", "seen"), "layer", prefix=f"layers.{index}.") for index, layer in enumerate(stack)]
+        inputs = {"x": torch.randn(5, WIDTH), "seen": torch.zeros(1, dtype=torch.int64)}
+        length = torch.export.Dim("T", min=2, max=8)
+        chain = Chain(links, inputs, ("seen", "x"), {"x": {0: length}})
+        whole = (Stack(stack), (torch.randn(2, WIDTH), torch.zeros(1, dtype=torch.int64)), None)
+        export_program({"step": chain, "whole": whole}, path, device=device.type, value_ranges={"seen": (0, 99)})
+
+    return exported(f"chain-{device.type}", build, inspect.getsource(Layer) + inspect.getsource(build))
