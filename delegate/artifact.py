@@ -24,7 +24,7 @@ import torch
 from .errors import ArtifactError
 from .json_files import parse_json
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 PROGRAM_FILE = "model.pte"
 CONSTANTS_FILE = "model.ptd"
@@ -198,6 +198,7 @@ class Segment:
         kernels_key, kernels_sha256: the library of kernels that the code is linked with, and its hash; "" if there is none.
         prefix: stands before the code's own names in the record's `constants` and `buffers`.
         inputs, outputs: numbers of the values that it takes and gives, in the order of the code's arguments.
+        capture: whether it may be part of a CUDA graph; where not, it is called each time.
     """
 
     code_key: str
@@ -208,6 +209,7 @@ class Segment:
     outputs: tuple[int, ...]
     kernels_key: str = ""
     kernels_sha256: str = ""
+    capture: bool = True
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Segment:
@@ -220,6 +222,7 @@ class Segment:
             outputs=_numbers(data["outputs"]),
             kernels_key=_text(data["kernels_key"]),
             kernels_sha256=_text(data["kernels_sha256"]),
+            capture=_flag(data["capture"]),
         )
 
 
@@ -295,6 +298,12 @@ class MethodRecord:
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not a string")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} is not true or false")
     return value
 
 

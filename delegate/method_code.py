@@ -47,6 +47,7 @@ class MethodCode:
                     libraries[segment.code_key] = path
                 self._containers.append(_load_library(libraries[segment.code_key], device, record.method))
         self._last_uses = _last_uses(record)
+        self._called = frozenset(index for index, segment in enumerate(record.segments) if not segment.capture)
         self._addresses: tuple[int, ...] = ()
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -73,7 +74,7 @@ class MethodCode:
     @property
     def called(self) -> frozenset[int]:
         """Segments that must not be captured."""
-        return frozenset()
+        return self._called
 
     @property
     def addresses(self) -> tuple[int, ...]:

@@ -116,13 +116,17 @@ class ModeResult:
         return max((row.host_us for row in self.measurements if row.host_us is not None), default=None)
 
     @property
-    def graph(self) -> GraphCounts | None:
-        """What a replayed step consists of; None without a CUDA graph."""
+    def plan(self) -> dict[str, Any] | None:
+        """`PlanStats` of the step that was replayed most; None without a CUDA graph."""
         replayed = max(self.methods.values(), key=lambda stats: stats["replays"], default=None)
         plan = replayed["plans"][-1] if replayed and replayed["plans"] else None
-        if plan is None or (plan["graph_kernels"] is None and plan["graph_note"] is None):
-            return None
-        return GraphCounts(plan["graph_kernels"], plan["early_kernels"], plan["graph_note"])
+        return plan if plan and (plan["graph_kernels"] is not None or plan["graph_note"] is not None) else None
+
+    @property
+    def graph(self) -> GraphCounts | None:
+        """What a replayed step consists of; None without a CUDA graph."""
+        plan = self.plan
+        return GraphCounts(plan["graph_kernels"], plan["early_kernels"], plan["graph_note"]) if plan else None
 
 
 def make_plan(

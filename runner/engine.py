@@ -123,6 +123,19 @@ class Engine:
             self._tokenizer = Tokenizer(self._folder)
         return self._tokenizer
 
+    def describe(self) -> dict[str, Any]:
+        """What is loaded and what is captured, in JSON's types.
+
+        `target`, `device`, `max_seq_len`, `program` (`ProgramStats`), `methods` (`MethodStats` with its plans, by method).
+        """
+        return {
+            "target": asdict(self.program.target),
+            "device": str(self.program.device),
+            "max_seq_len": self.max_seq_len,
+            "program": asdict(self.program.stats),
+            "methods": self.model.method_stats,
+        }
+
     def encode_prompt(self, prompt: str | Sequence[Message], raw: bool = False) -> list[int]:
         """Token ids of a question or a whole chat with the chat template applied, or with `raw` of the text as it is.
 

@@ -128,7 +128,10 @@ def make_method(
         if code.kernels is not None:
             kernels_key, kernels = KERNELS_KEY_PREFIX + code.kernels.name, code.kernels.read_bytes()
             named_data[kernels_key], kernels_digest = kernels, hashlib.sha256(kernels).hexdigest()
-        segments.append(Segment(code_key, digest, extern_key, prefix, taken, given, kernels_key, kernels_digest))
+        capture = traced.link.capture
+        segments.append(
+            Segment(code_key, digest, extern_key, prefix, taken, given, kernels_key, kernels_digest, capture)
+        )
     constants.used |= set(bound.values())
     specs = {key: constants.buffer_spec(key) for key in sorted(set(buffers.values()))}
     record = MethodRecord(

@@ -34,6 +34,7 @@ class Link:
         prefix: goes before the names of the module's tensors in the artifact, such as `model.layers.3.`.
         method: which of the module's methods.
         inputs: names of the values that it takes; None: the names of the method's arguments.
+        capture: False where its code must not be part of a CUDA graph, such as code that waits for the host: it is called.
     """
 
     module: nn.Module
@@ -42,6 +43,7 @@ class Link:
     prefix: str = ""
     method: str = "forward"
     inputs: tuple[str, ...] | None = None
+    capture: bool = True
 
     @property
     def taken(self) -> tuple[str, ...]:

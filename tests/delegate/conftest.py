@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="module")
 def chain_artifact(exported: Callable[..., Path], device: torch.device) -> Path:
-    """`step`, a chain of three links, and `whole`, the same layers as one module for two tokens."""
+    """`step`, a chain of three links; `split`, the same, its middle one not captured; and `whole`, the same layers
+    as one module for two tokens."""
     from ostinato.export import Chain, Link, export_program
 
     def build(path: Path) -> None:
@@ -27,8 +30,10 @@ def chain_artifact(exported: Callable[..., Path], device: torch.device) -> Path:
         links = [Link(layer, ("x", "seen"), "layer", prefix=f"layers.{index}.") for index, layer in enumerate(stack)]
         inputs = {"x": torch.randn(5, WIDTH), "seen": torch.zeros(1, dtype=torch.int64)}
         length = torch.export.Dim("T", min=2, max=8)
-        chain = Chain(links, inputs, ("seen", "x"), {"x": {0: length}})
+        step = Chain(links, inputs, ("seen", "x"), {"x": {0: length}})
+        split = replace(step, links=[links[0], replace(links[1], capture=False), links[2]])
         whole = (Stack(stack), (torch.randn(2, WIDTH), torch.zeros(1, dtype=torch.int64)), None)
-        export_program({"step": chain, "whole": whole}, path, device=device.type, value_ranges={"seen": (0, 99)})
+        methods: dict[str, Any] = {"step": step, "split": split, "whole": whole}
+        export_program(methods, path, device=device.type, value_ranges={"seen": (0, 99)})
 
     return exported(f"chain-{device.type}", build, inspect.getsource(Layer) + inspect.getsource(build))

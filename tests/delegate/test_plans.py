@@ -176,6 +176,22 @@ def test_a_segment_that_cannot_be_recorded_is_called(chain_artifact: Path, segme
         pair.close()
 
 
+def test_a_link_that_is_not_captured(chain_artifact: Path) -> None:
+    """By the program's own word: nothing went wrong."""
+    options = {**GRAPH, "enable_cuda_graph_for_method": "split"}
+    with load_program(chain_artifact) as program, load_program(chain_artifact) as plain_program:
+        split, plain = program.load_method("split", options), plain_program.load_method("step")
+        for index in range(6):
+            for length in (2, 7):
+                inputs = inputs_of(length, index)
+                found, expected = split.execute(inputs), plain.execute(inputs)
+                assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        stats = split.stats
+        assert (stats.phase, stats.captures, stats.replays, stats.fallbacks) == ("replay", 2, 8, 0)
+        for plan in stats.plans:
+            assert (plan.pieces, plan.captured, plan.called, plan.called_because) == (3, 2, 1, {})
+
+
 def test_where_nothing_can_be_recorded_there_is_no_graph(chain_artifact: Path) -> None:
     with refusing(set(range(SEGMENTS))):
         pair = Pair(chain_artifact)

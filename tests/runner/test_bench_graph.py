@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,12 @@ def test_kernels_of_the_graph_are_said(
         return graph
 
     monkeypatch.setattr(HostGraphRecorder, "record", record_with_counts)
-    assert said in bench(recurrent_artifact, *SMALL).splitlines()
+    lines = bench(recurrent_artifact, *SMALL).splitlines()
+    assert said in lines
+    (plan,) = [line for line in lines if "recorded in" in line]
+    assert re.fullmatch(
+        r"--cuda_graph: 1 graph per token, recorded in [\d.]+ ms, made executable in 0.0 ms, over 0 B", plan
+    )
     assert f"- {said}" in bench(recurrent_artifact, *SMALL, "-o", "md").splitlines()
     for row in records(bench, recurrent_artifact, *SMALL):
         counted = row["cuda_graph"] and row["n_gen"] > 0

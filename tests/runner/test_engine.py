@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -62,6 +63,16 @@ def test_prefill_and_decode_as_eager(recurrent_artifact: Path, graph: bool) -> N
             assert answer == recurrent_answer(prompt, 50)
             assert loaded.last.finish_reason == "max_seq_len"
             assert len(prompt) + len(answer) == MAX_SEQ_LEN
+
+
+def test_describe(recurrent_artifact: Path) -> None:
+    with Engine.load(recurrent_artifact, cuda_graph=True) as loaded:
+        before = loaded.describe()
+        assert (before["device"], before["max_seq_len"], before["target"]["device"]) == ("cpu", MAX_SEQ_LEN, "cpu")
+        assert before["program"]["constants"] > 0 and before["methods"]["decode"]["plans"] == []
+        list(loaded.generate_tokens(PROMPTS[0], max_new_tokens=8, ignore_eos=True))
+        (plan,) = json.loads(json.dumps(loaded.describe()))["methods"]["decode"]["plans"]
+        assert (plan["pieces"], plan["captured"], plan["called"]) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("graph", [False, True])
