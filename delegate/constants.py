@@ -121,25 +121,35 @@ class ConstantPool:
         return {name: buffers[key] for name, key in record.buffers.items()}
 
     def new_buffers(self) -> dict[str, torch.Tensor]:
-        """Others of the same layout as those made so far, with their first values."""
-        fresh = {key: torch.empty_like(tensor) for key, tensor in self._buffers.items()}
+        """Others of the same layout as those made so far, with their first values.
+
+        Raises:
+            DeviceMemoryError: the device has no room.
+        """
+        try:
+            fresh = {key: torch.empty_like(tensor) for key, tensor in self._buffers.items()}
+        except RuntimeError as error:
+            explained = self._watch.explain(error, "making a state")
+            if explained is None:
+                raise
+            raise explained from error
         self._put_first_values(fresh)
         return fresh
 
-    def lend(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Use `buffers` in place of the pool's own ones, all made so far; an empty mapping takes the own ones again.
+    def lend(self, buffers: Mapping[str, torch.Tensor] | None) -> None:
+        """Use `buffers` in place of the pool's own ones, all made so far; None: the own ones again.
 
         Raises:
             InputError: a buffer is missing, unknown, or of another layout.
         """
-        if buffers:
+        if buffers is not None:
             for key in [*self._buffers, *buffers]:
                 if key not in buffers or key not in self._buffers:
                     which = "lacks" if key in self._buffers else "has, and the program does not,"
                     raise InputError(f"the state {which} the buffer {key!r}: make it with `new_state`")
                 if (why := _other_layout(self._buffers[key], buffers[key])) is not None:
                     raise InputError(f"the state's buffer {key!r} has another layout: {why}")
-        self._lent = dict(buffers)
+        self._lent = dict(buffers or {})
 
     def reset_buffers(self) -> None:
         """Put the first values back, in place, into the buffers in use."""

@@ -11,6 +11,7 @@ import torch
 
 from .artifact import KERNELS_KEY_PREFIX, PROGRAM_FILE, MethodRecord, Segment
 from .errors import ArtifactError, first_line
+from .loading import free_tensors
 from .torch_internals import Container, bind_constants, load_container, run_container
 
 # Bytes; compiled code loads up to 16 at a time.
@@ -49,18 +50,27 @@ class MethodCode:
         self._last_uses = _last_uses(record)
         self._called = frozenset(index for index, segment in enumerate(record.segments) if not segment.capture)
         self._addresses: tuple[int, ...] = ()
+        self._lent: list[torch.Tensor] = []
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Use `tensors` in place, without a copy: all of `record.constants` and `record.buffers`, by their names there.
 
-        The containers keep addresses, so the caller must keep the tensors alive until `close`.
+        The containers keep addresses, so the caller must keep the tensors alive until the next `bind`, or `close`.
         """
+        # A container never lets go of a tensor that it was given, so it gets others over the same memory, to be emptied.
+        lent = {name: torch.empty(0, dtype=t.dtype, device=t.device).set_(t) for name, t in tensors.items()}  # type: ignore[call-overload]
         names = {**self.record.constants, **self.record.buffers}
-        for segment, container in zip(self.record.segments, self._containers, strict=True):
-            mine = {
-                name.removeprefix(segment.prefix): tensors[name] for name in names if name.startswith(segment.prefix)
-            }
-            bind_constants(container, mine)
+        try:
+            for segment, container in zip(self.record.segments, self._containers, strict=True):
+                mine = {
+                    name.removeprefix(segment.prefix): lent[name] for name in names if name.startswith(segment.prefix)
+                }
+                bind_constants(container, mine)
+        except BaseException:
+            free_tensors(lent.values())
+            raise
+        free_tensors(self._lent)
+        self._lent = list(lent.values())
         self._addresses = tuple(tensor.data_ptr() for tensor in tensors.values())
 
     @property
@@ -99,6 +109,8 @@ class MethodCode:
 
     def close(self) -> None:
         self._containers = []
+        free_tensors(self._lent)
+        self._lent = []
 
 
 def _last_uses(record: MethodRecord) -> list[tuple[int, ...]]:

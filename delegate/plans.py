@@ -128,7 +128,7 @@ class Plan:
         self._recorder = recorder
         self.inputs = list(inputs)
         self.stats = stats
-        self._addresses = code.addresses
+        self._addresses: tuple[int, ...] | None = code.addresses
         self._changes = 0
         self._pieces: list[_Piece] = []
         # Static buffers by the numbers of their values.
@@ -160,7 +160,8 @@ class Plan:
                 if isinstance(recorded, Exception):
                     # Behind the last segment it was the capture as a whole that failed.
                     failed = range(at, end) if self._at == end else range(self._at, self._at + 1)
-                    self.stats.called_because |= {index: first_line(recorded) for index in failed}
+                    why = dict.fromkeys(failed, first_line(recorded))
+                    self.stats.called_because = {**self.stats.called_because, **why}
                     called |= set(failed)
                     continue
                 piece = recorded
@@ -169,6 +170,7 @@ class Plan:
             self._pieces.append(piece)
             at = piece.last
         self._count()
+        self.stats.launches += 1
         outputs = [self._static[number] for number in self._code.results]
         self._read_by_graphs = frozenset(number for piece in self._pieces if piece.graph for number in piece.takes)
         of_graphs = {number for piece in self._pieces if piece.graph for number in piece.gives}
@@ -207,6 +209,8 @@ class Plan:
         Raises:
             Exception: what kept a piece from being recorded; nothing was executed, and the plan must be released.
         """
+        # Until all are done, whatever ends this leaves some graphs with other addresses than others.
+        self._addresses = None
         for piece in self._pieces:
             if piece.graph is None:
                 continue
@@ -217,6 +221,7 @@ class Plan:
             else:
                 self._count_instantiation(piece.graph, begin)
             self._static.update(zip(piece.gives, piece.graph.outputs, strict=True))
+        self._count()
         self._addresses = self._code.addresses
 
     def release(self) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +25,8 @@ from .options import BackendOptions
 from .pte import DelegateMethod, ProgramFile
 from .state_machine import MethodStats, StateMachine
 from .target import Target, check_target
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -204,7 +208,8 @@ class Program(_Owner):
 
     @property
     def mutable_buffers(self) -> dict[str, torch.Tensor]:
-        """The state that the loaded methods share, by fully qualified name: the tensors themselves, emptied by `close`."""
+        """The state that the loaded methods share, by fully qualified name: the tensors themselves; `close` empties
+        the program's own."""
         return self._pool.buffers
 
     def buffers_of(self, kind: StateKind) -> dict[str, torch.Tensor]:
@@ -260,8 +265,14 @@ class Program(_Owner):
             self._pool.reset_buffers()
 
     def new_state(self) -> dict[str, torch.Tensor]:
-        """Mutable buffers of the same layout as those of the methods loaded so far, with their first values."""
+        """Mutable buffers of the same layout as those of the methods loaded so far, with their first values.
+
+        Raises:
+            DeviceMemoryError: the device has no room for them.
+        """
         with self._lock:
+            if self._closed:
+                raise ClosedError("the program is closed")
             return self._pool.new_buffers()
 
     def bind_state(self, buffers: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -279,7 +290,7 @@ class Program(_Owner):
         with self._lock:
             if self._closed:
                 raise ClosedError("the program is closed")
-            self._pool.lend(buffers or {})
+            self._pool.lend(buffers)
             for method in self._methods:
                 method._bind(self._pool.buffers_for(method._entry.record))
 
@@ -315,9 +326,12 @@ class Program(_Owner):
             raise
         method: Method
 
+        # Without the tensors, which may be another state's by then.
+        used = replace(binding, tensors={})
+
         def forget() -> None:
             self._methods.remove(method)
-            self._pool.release(binding)
+            self._pool.release(used)
 
         method = Method(
             entry,
@@ -353,10 +367,16 @@ class Program(_Owner):
 _open_programs: weakref.WeakSet[Program] = weakref.WeakSet()
 
 
+os.register_at_fork(after_in_child=_open_programs.clear)
+
+
 @atexit.register
 def _close_programs() -> None:
     for program in list(_open_programs):
-        program.close()
+        try:
+            program.close()
+        except Exception:
+            logger.exception("a program cannot be closed")
 
 
 def _pinned_to(stream: torch.cuda.Stream, run: Run) -> Run:

@@ -90,7 +90,8 @@ class StateMachine:
         device: where static buffers are made.
         input_names: for messages.
         warmup_steps: calls before the capture, 1 or more.
-        most_plans: shapes that are kept, 1 or more; the one that was not used for longest goes first.
+        most_plans: plans that are kept, 1 or more; the one that was not used for longest goes first. As many shapes without a
+            plan are known besides.
         run: what runs the code in the phase `disabled`; the code itself if it is not given.
     """
 
@@ -118,7 +119,8 @@ class StateMachine:
     @property
     def stats(self) -> MethodStats:
         self._stats.phase = self._last.phase.value
-        self._stats.plans = [state.stats for state in self._shapes.values() if state.stats is not None]
+        # A list first: another thread may be in a step.
+        self._stats.plans = [state.stats for state in list(self._shapes.values()) if state.stats is not None]
         return self._stats
 
     @property
@@ -159,14 +161,18 @@ class StateMachine:
         state = self._shapes.get(shape)
         if state is None:
             state = self._shapes[shape] = _ShapeState(Phase.WARMUP)
-            if len(self._shapes) > self._most_plans:
-                _, oldest = self._shapes.popitem(last=False)
-                self._stats.dropped += oldest.plan is not None
-                self._free(oldest)
+            self._forget_oldest(with_plan=False)
         elif state is not self._last:
             self._shapes.move_to_end(shape)
         self._last = state
         return state
+
+    def _forget_oldest(self, with_plan: bool) -> None:
+        """Of the shapes that have a plan, or of the others, forget the one not used for longest if there are too many."""
+        some = [shape for shape, state in self._shapes.items() if (state.plan is not None) is with_plan]
+        if len(some) > self._most_plans:
+            self._free(self._shapes.pop(some[0]))
+            self._stats.dropped += with_plan
 
     def _run_disabled(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         outputs = self._run([_as_compiled_for(tensor.to(self._device)) for tensor in inputs])
@@ -205,6 +211,7 @@ class StateMachine:
             self._stats.runs += 1
             return outputs
         state.plan, state.phase = plan, Phase.REPLAY
+        self._forget_oldest(with_plan=True)
         self._stats.captures += 1
         return outputs
 
@@ -236,6 +243,7 @@ class StateMachine:
                 logger.warning("a plan cannot be updated, it is made anew: %s", first_line(error))
                 static_inputs = list(plan.inputs)
                 self._free(state)
+                state.phase = Phase.CAPTURE
                 return self._capture(state, static_inputs)
         outputs = plan.run()
         self._stats.replays += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
@@ -24,8 +25,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ostinato.delegate import InputError, Program, StepError, load_program
+from ostinato.delegate import ClosedError, InputError, Program, StepError, load_program
 from ostinato.delegate.graph_recorders import HostGraphRecorder, Work, _HostGraph
 from ostinato.delegate.method_code import MethodCode
 from ostinato.delegate.plans import MOST_CHANGES
@@ -127,7 +129,7 @@ def test_each_shape_has_a_plan(pair: Pair) -> None:
     assert (stats.warmups, stats.captures, stats.replays, stats.fallbacks) == (3, 3, 6, 0)
     assert [plan.shapes for plan in stats.plans] == [[[length, WIDTH], [1]] for length in (2, 5, 8)]
     for plan in stats.plans:
-        assert (plan.pieces, plan.captured, plan.called, plan.launches) == (1, 1, 0, 2)
+        assert (plan.pieces, plan.captured, plan.called, plan.launches) == (1, 1, 0, 3)
         assert (plan.updates, plan.instantiations, plan.given_up) == (0, 1, None)
         assert plan.record_us > 0
 
@@ -140,9 +142,13 @@ def test_the_plan_used_last_stays(chain_artifact: Path) -> None:
     stats = pair.method.stats
     assert ([plan.shapes[0][0] for plan in stats.plans], stats.dropped) == ([3, 4], 1)
     pair.step(3)
-    pair.step(5)
-    assert [plan.shapes[0][0] for plan in pair.method.stats.plans] == [3]
-    assert pair.method.stats.dropped == 2
+    # Shapes that come once push no plan out.
+    for length in (5, 6, 7, 8):
+        pair.step(length)
+    assert ([plan.shapes[0][0] for plan in pair.method.stats.plans], pair.method.stats.dropped) == ([4, 3], 1)
+    for _ in range(2):
+        pair.step(5)
+    assert ([plan.shapes[0][0] for plan in pair.method.stats.plans], pair.method.stats.dropped) == ([3, 5], 2)
     # It begins anew.
     pair.step(4)
     assert pair.method.stats.phase == "capture"
@@ -270,6 +276,38 @@ def test_a_method_loaded_later_takes_the_bound_state(program: Program) -> None:
     assert torch.equal(program.mutable_buffers["layers.1.steps"], state["layers.1.steps"])
 
 
+@pytest.mark.parametrize("end", ["bound away", "method closed", "program closed"])
+def test_a_state_can_go(program: Program, end: str) -> None:
+    """Nothing keeps the memory of a state that is bound no more, whichever methods there are."""
+    step = program.load_method("step", GRAPH)
+    step.execute(inputs_of(2, 1))
+    state = program.new_state()
+    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in state.values()]
+    program.bind_state(state)
+    whole = program.load_method("whole")
+    for _ in range(3):
+        step.execute(inputs_of(2, 1))
+    del state
+    if end != "program closed":
+        program.bind_state()
+        step.execute(inputs_of(2, 1))
+    if end == "method closed":
+        whole.close()
+    if end == "program closed":
+        program.close()
+    gc.collect()
+    assert all(storage.expired() for storage in storages)
+
+
+def test_a_closed_program_has_no_state(program: Program) -> None:
+    program.load_method("step")
+    program.close()
+    with pytest.raises(ClosedError):
+        program.new_state()
+    with pytest.raises(ClosedError):
+        program.bind_state()
+
+
 def test_a_state_that_changes_with_every_call(pair: Pair) -> None:
     states = [(pair.program.new_state(), pair.plain_program.new_state()) for _ in range(2)]
     for index in range(MOST_CHANGES + 4):
@@ -292,6 +330,50 @@ def test_changes_that_are_not_in_a_row(pair: Pair) -> None:
         pair.step()
         pair.step()
     assert pair.method.stats.phase == "replay"
+
+
+def test_an_update_and_the_capture_after_it_that_fail(chain_artifact: Path) -> None:
+    """The next call makes the plan."""
+    segments: set[int] = set()
+    with refusing(segments):
+        pair = Pair(chain_artifact)
+        for _ in range(3):
+            pair.step()
+        segments.add(0)
+        pair.program.bind_state(pair.program.new_state())
+        pair.plain_program.bind_state(pair.plain_program.new_state())
+
+        def raising(self: MethodCode, index: int, values: dict[int, Tensor]) -> None:
+            raise RuntimeError("no more memory for threads")
+
+        with mock.patch.object(MethodCode, "run_segment", raising), pytest.raises(StepError, match="no more memory"):
+            pair.method.execute(inputs_of(3, 1))
+        pair.step()
+        assert pair.method.stats.phase == "replay"
+        pair.close()
+
+
+def test_an_update_that_is_interrupted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some graphs have the new addresses then: the plan belongs to neither."""
+    for _ in range(3):
+        pair.step()
+    machine: Any = pair.method._state_machine
+    (piece,) = machine._last.plan._pieces
+    update = piece.graph.update
+
+    def interrupted(work: Work) -> bool:
+        update(work)
+        raise KeyboardInterrupt
+
+    state = pair.program.new_state()
+    pair.program.bind_state(state)
+    with monkeypatch.context() as patch:
+        patch.setattr(piece.graph, "update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.method.execute(inputs_of(3, 1))
+    pair.program.bind_state()
+    for _ in range(3):
+        pair.step()
 
 
 def test_an_update_that_cannot_be_recorded(chain_artifact: Path) -> None:
@@ -438,7 +520,7 @@ class Plans(RuleBasedStateMachine):
             return
         stats = self.pair.method.stats
         assert stats.runs + stats.warmups + stats.captures + stats.replays == self.calls
-        assert len(stats.plans) <= int(self.options["cuda_graph_max_plans"])
+        assert sum(plan.given_up is None for plan in stats.plans) <= int(self.options["cuda_graph_max_plans"])
         for plan in stats.plans:
             assert plan.pieces == plan.captured + plan.called and plan.called >= len(plan.called_because)
 
