@@ -66,6 +66,11 @@ class Pair:
         state, plain = self.program.mutable_buffers, self.plain_program.mutable_buffers
         assert all(torch.equal(state[key], plain[key]) for key in plain)
 
+    def change_state(self) -> None:
+        """Bind both to states of their own."""
+        for program in (self.program, self.plain_program):
+            program.bind_state(program.new_state())
+
     def close(self) -> None:
         self.program.close()
         self.plain_program.close()
@@ -340,8 +345,7 @@ def test_an_update_and_the_capture_after_it_that_fail(chain_artifact: Path) -> N
         for _ in range(3):
             pair.step()
         segments.add(0)
-        pair.program.bind_state(pair.program.new_state())
-        pair.plain_program.bind_state(pair.plain_program.new_state())
+        pair.change_state()
 
         def raising(self: MethodCode, index: int, values: dict[int, Tensor]) -> None:
             raise RuntimeError("no more memory for threads")
@@ -384,8 +388,7 @@ def test_an_update_that_cannot_be_recorded(chain_artifact: Path) -> None:
         for _ in range(3):
             pair.step()
         segments.add(2)
-        pair.program.bind_state(pair.program.new_state())
-        pair.plain_program.bind_state(pair.plain_program.new_state())
+        pair.change_state()
         for _ in range(3):
             pair.step()
         (plan,) = pair.method.stats.plans
