@@ -82,13 +82,8 @@ class ConstantPool:
         keys = tuple(dict.fromkeys(record.constants.values()))
         missing = [key for key in keys if not share or key not in self._tensors]
         specs = {key: spec for key, spec in record.buffer_specs.items() if key not in self._buffers}
-        try:
+        with self._watch.explaining(f"loading method {record.method!r}"):
             fresh = self._make(record.method, missing, specs, private=not share)
-        except RuntimeError as error:
-            explained = self._watch.explain(error, f"loading method {record.method!r}")
-            if explained is None:
-                raise
-            raise explained from error
         constants = {key: fresh[key] for key in missing}
         if share:
             self._tensors |= constants
@@ -126,13 +121,8 @@ class ConstantPool:
         Raises:
             DeviceMemoryError: the device has no room.
         """
-        try:
+        with self._watch.explaining("making a state"):
             fresh = {key: torch.empty_like(tensor) for key, tensor in self._buffers.items()}
-        except RuntimeError as error:
-            explained = self._watch.explain(error, "making a state")
-            if explained is None:
-                raise
-            raise explained from error
         self._put_first_values(fresh)
         return fresh
 

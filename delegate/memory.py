@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -58,6 +60,17 @@ class MemoryWatch:
         free = free_device_memory(self._device)
         left = f"; {size_text(free)} are free now" if free is not None else ""
         return DeviceMemoryError(f"{_name(self._device)} ran out of memory while {doing}{needed}{left}. {_ADVICE}")
+
+    @contextmanager
+    def explaining(self, doing: str) -> Iterator[None]:
+        """Within, an error that `explain` knows is raised as what it gives; others stay as they are."""
+        try:
+            yield
+        except RuntimeError as error:
+            explained = self.explain(error, doing)
+            if explained is None:
+                raise
+            raise explained from error
 
 
 def allocation_failures(device: torch.device) -> int:

@@ -86,16 +86,6 @@ class PhaseTime:
     seconds: float
 
 
-@dataclass(frozen=True)
-class GraphCounts:
-    """Kernels that the captured step runs, and how many of them start before the one ahead has ended, from `PlanStats`.
-    `note`: why there are no figures, or why some kernels do not start early."""
-
-    kernels: int | None
-    early: int | None
-    note: str | None
-
-
 @dataclass
 class ModeResult:
     """All that was measured with one setting of `cuda_graph`. `methods`: counts of calls, at the end."""
@@ -121,12 +111,6 @@ class ModeResult:
         replayed = max(self.methods.values(), key=lambda stats: stats["replays"], default=None)
         plan = replayed["plans"][-1] if replayed and replayed["plans"] else None
         return plan if plan and (plan["graph_kernels"] is not None or plan["graph_note"] is not None) else None
-
-    @property
-    def graph(self) -> GraphCounts | None:
-        """What a replayed step consists of; None without a CUDA graph."""
-        plan = self.plan
-        return GraphCounts(plan["graph_kernels"], plan["early_kernels"], plan["graph_note"]) if plan else None
 
 
 def make_plan(

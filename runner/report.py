@@ -13,7 +13,7 @@ from ostinato.delegate import artifact
 from ostinato.delegate.memory import size_text
 from ostinato.delegate.program import Program
 
-from .bench import MODE_NAMES, GraphCounts, Measurement, ModeResult
+from .bench import MODE_NAMES, Measurement, ModeResult
 from .device import CopySpeed, DeviceMemory
 from .tables import Side, table
 
@@ -151,10 +151,10 @@ def records(report: Report) -> list[dict[str, Any]]:
 
 def _graph_counts(row: Measurement, mode: ModeResult) -> dict[str, int | None]:
     """Of a test that decodes with a CUDA graph; None in every other."""
-    graph = mode.graph if row.case.kind == "tg" else None
+    plan = mode.plan if row.case.kind == "tg" else None
     return {
-        "kernels_per_token": graph.kernels if graph else None,
-        "early_kernels_per_token": graph.early if graph else None,
+        "kernels_per_token": plan["graph_kernels"] if plan else None,
+        "early_kernels_per_token": plan["early_kernels"] if plan else None,
     }
 
 
@@ -256,7 +256,7 @@ def _notes(report: Report) -> list[str]:
     if any((report.share(row) or 0) > 1 for row in report.rows):
         notes.append("of copy over 100%: a step only reads, the copy writes too; or what a step reads fits in a cache")
     notes += [f"first answer, {MODE_NAMES[mode.cuda_graph] + ':':<13} {phase_text(mode)}" for mode in report.modes]
-    notes += [f"{MODE_NAMES[mode.cuda_graph]}: {graph_text(mode.graph)}" for mode in report.modes if mode.graph]
+    notes += [f"{MODE_NAMES[mode.cuda_graph]}: {graph_text(mode.plan)}" for mode in report.modes if mode.plan]
     notes += [f"{MODE_NAMES[mode.cuda_graph]}: {plan_text(mode.plan)}" for mode in report.modes if mode.plan]
     notes += [f"{MODE_NAMES[mode.cuda_graph]}: {host_text(mode)}" for mode in report.modes if mode.host_us is not None]
     notes += [
@@ -272,12 +272,13 @@ def phase_text(mode: ModeResult) -> str:
     return ", ".join(f"{phase.name} {phase.calls}: {duration(phase.seconds)}" for phase in mode.phases)
 
 
-def graph_text(graph: GraphCounts) -> str:
+def graph_text(plan: dict[str, Any]) -> str:
     """`243 kernels per token, 240 of them start before the one ahead has ended`, and what went wrong if something did."""
-    if graph.kernels is None:
-        return f"its kernels were not counted: {graph.note}"
-    text = f"{graph.kernels:,} kernels per token, {graph.early or 'none'} of them start before the one ahead has ended"
-    return f"{text}: {graph.note}" if graph.note else text
+    kernels, early, note = plan["graph_kernels"], plan["early_kernels"], plan["graph_note"]
+    if kernels is None:
+        return f"its kernels were not counted: {note}"
+    text = f"{kernels:,} kernels per token, {early or 'none'} of them start before the one ahead has ended"
+    return f"{text}: {note}" if note else text
 
 
 def plan_text(plan: dict[str, Any]) -> str:

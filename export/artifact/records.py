@@ -102,6 +102,8 @@ def make_method(
 ) -> CompiledMethod:
     """The record of a method whose links' code is `codes`, by kind."""
     digests = {kind: hashlib.sha256(code.library).hexdigest() for kind, code in codes.items()}
+    kernels = {code.kernels: code.kernels.read_bytes() for code in codes.values() if code.kernels is not None}
+    kernel_digests = {path: hashlib.sha256(data).hexdigest() for path, data in kernels.items()}
     named_data: dict[str, bytes] = {}
     segments = []
     bound: dict[str, str] = {}
@@ -126,8 +128,8 @@ def make_method(
         numbers |= dict(zip(traced.link.outputs, given, strict=True))
         kernels_key = kernels_digest = ""
         if code.kernels is not None:
-            kernels_key, kernels = KERNELS_KEY_PREFIX + code.kernels.name, code.kernels.read_bytes()
-            named_data[kernels_key], kernels_digest = kernels, hashlib.sha256(kernels).hexdigest()
+            kernels_key, kernels_digest = KERNELS_KEY_PREFIX + code.kernels.name, kernel_digests[code.kernels]
+            named_data[kernels_key] = kernels[code.kernels]
         capture = traced.link.capture
         segments.append(
             Segment(code_key, digest, extern_key, prefix, taken, given, kernels_key, kernels_digest, capture)

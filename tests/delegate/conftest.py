@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from .chain import WIDTH, Layer, Stack, layers
+from .pair import Pair
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -37,3 +38,10 @@ def chain_artifact(exported: Callable[..., Path], device: torch.device) -> Path:
         export_program(methods, path, device=device.type, value_ranges={"seen": (0, 99)})
 
     return exported(f"chain-{device.type}", build, inspect.getsource(Layer) + inspect.getsource(build))
+
+
+@pytest.fixture
+def pair(chain_artifact: Path) -> Iterator[Pair]:
+    made = Pair(chain_artifact)
+    yield made
+    made.close()

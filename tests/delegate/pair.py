@@ -1,0 +1,97 @@
+"""A chain's program twice, with and without graphs; and segments that cannot be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.delegate import load_program
+from ostinato.delegate.graph_recorders import HostGraphRecorder, Work, _HostGraph
+from ostinato.delegate.method_code import MethodCode
+
+from .chain import WIDTH
+
+SEGMENTS = 3
+NOT_RECORDED = "segment . cannot be recorded|captur"
+GRAPH: dict[str, bool | int | str] = {"enable_cuda_graph_for_method": "step", "cuda_graph_warmup_steps": 1}
+
+
+def inputs_of(length: int, seed: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(length, WIDTH, generator=torch.Generator().manual_seed(seed)), torch.tensor([seed % 100])
+
+
+class Pair:
+    """The same program twice, one of them without graphs: each step is made by both, and all must be equal."""
+
+    def __init__(self, chain_artifact: Path, **options: bool | int | str) -> None:
+        self.program, self.plain_program = load_program(chain_artifact), load_program(chain_artifact)
+        self.method = self.program.load_method("step", {**GRAPH, **options})
+        self.plain = self.plain_program.load_method("step")
+        self.steps = 0
+
+    def step(self, length: int = 3) -> None:
+        self.steps += 1
+        inputs = inputs_of(length, self.steps)
+        found, expected = self.method.execute(inputs), self.plain.execute(inputs)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        state, plain = self.program.mutable_buffers, self.plain_program.mutable_buffers
+        assert all(torch.equal(state[key], plain[key]) for key in plain)
+
+    def change_state(self) -> None:
+        """Bind both to states of their own."""
+        for program in (self.program, self.plain_program):
+            program.bind_state(program.new_state())
+
+    def close(self) -> None:
+        self.program.close()
+        self.plain_program.close()
+
+
+@contextmanager
+def refusing(segments: set[int]) -> Iterator[None]:
+    """Segments that cannot be recorded: on a GPU they synchronise while they are; on the host recording goes through the code
+    without executing it."""
+    if torch.cuda.is_available() and torch.cuda.get_allocator_backend() != "native":
+        pytest.skip("with this allocator torch captures nothing more in a process after a capture that failed")
+    recording = False
+    run, record, update = MethodCode.run_segment, HostGraphRecorder.record, _HostGraph.update
+
+    def run_segment(self: MethodCode, index: int, values: dict[int, Tensor]) -> None:
+        if not recording:
+            if index in segments and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize()
+            return run(self, index, values)
+        if index in segments:
+            raise RuntimeError(f"segment {index} cannot be recorded")
+        values.update((number, torch.empty(0)) for number in self.segments[index].outputs)
+        return None
+
+    def dry(work: Work) -> None:
+        nonlocal recording
+        recording = True
+        try:
+            work()
+        finally:
+            recording = False
+
+    def dry_record(self: HostGraphRecorder, work: Work) -> Any:
+        dry(work)
+        return record(self, work)
+
+    def dry_update(self: _HostGraph, work: Work) -> bool:
+        dry(work)
+        return update(self, work)
+
+    with (
+        mock.patch.object(MethodCode, "run_segment", run_segment),
+        mock.patch.object(HostGraphRecorder, "record", dry_record),
+        mock.patch.object(_HostGraph, "update", dry_update),
+    ):
+        yield
