@@ -111,13 +111,14 @@ class Method(_Owner):
         static = self._state_machine.static_inputs
         return tuple(static[self._input_order.index(place)] for place in range(len(static)))
 
-    def execute(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def execute(self, inputs: Sequence[torch.Tensor], graph: bool = True) -> tuple[torch.Tensor, ...]:
         """Run one step of the model; its state moves exactly once.
 
         Args:
             inputs: one tensor per input, with the shapes and dtypes of `inputs`, on the host or on the program's device.
                 Integer values with a declared range are checked when the tensor is on the host; on the device
                 that would cost a synchronisation, so there the caller must keep to the range.
+            graph: False runs the code as in the phase `disabled`, whatever the options say: for shapes that need no plan.
 
         Returns:
             The outputs. On the host and owned by the caller, unless `skip_copy_output_to_cpu_for_method` names this
@@ -134,7 +135,7 @@ class Method(_Owner):
             if self._code is None:
                 raise ClosedError(f"method {self.name!r} is closed")
             self._check(inputs)
-            results = self._run([inputs[i] for i in self._input_order])
+            results = self._run([inputs[i] for i in self._input_order], graph)
             outputs = tuple([results[i] for i in self._output_order])
             if self._skip_copy:
                 return outputs
@@ -159,9 +160,9 @@ class Method(_Owner):
             self._bound = {}
             self._on_close()
 
-    def _run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _run(self, inputs: Sequence[torch.Tensor], graph: bool) -> list[torch.Tensor]:
         try:
-            return self._state_machine(inputs)
+            return self._state_machine(inputs, graph)
         except RuntimeError as error:
             specs = zip(self._entry.record.inputs, inputs, strict=True)
             shapes = ", ".join(f"{spec.name} {list(tensor.shape)}" for spec, tensor in specs)

@@ -133,13 +133,20 @@ class StateMachine:
         """The input buffers of the plan that was used last; empty without one."""
         return self._last.plan.inputs if self._last.plan else []
 
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(self, inputs: Sequence[torch.Tensor], graph: bool = True) -> list[torch.Tensor]:
         """One step. Inputs are on the host or on the device; outputs are on the device.
+
+        Args:
+            inputs: in the order of the code's arguments.
+            graph: False runs the code as in `disabled`; this shape then gets no nearer to a plan, and keeps one it has.
 
         Raises:
             InputError: in the replay phase, an input that its static buffer cannot take; no state has moved.
         """
         if self._recorder is None:
+            return self._run_disabled(inputs)
+        if not graph:
+            self._last = _ShapeState(Phase.DISABLED)
             return self._run_disabled(inputs)
         state = self._state_of(inputs)
         if state.phase is Phase.REPLAY:

@@ -145,6 +145,7 @@ def _metadata(folder: Path, dtype: str, quant: Quantization | None, network: Lan
         artifact.META_USE_KV_CACHE: True,
         artifact.META_USE_SDPA: False,
         artifact.META_DYNAMIC_SHAPE: True,
+        artifact.META_PADDED_PREFILL: True,
         artifact.META_MODEL_TYPE: config.model_type,
         artifact.META_DTYPE: dtype,
         artifact.META_QUANTIZATION: "none" if quant is None else str(quant),

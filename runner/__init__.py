@@ -11,5 +11,6 @@ from ostinato.delegate.sampling import Sampling
 from .engine import Engine, Result
 from .load_bar import LoadBar
 from .tokenizer import Tokenizer
+from .warm_up import Captured, WarmUp
 
-__all__ = ["Engine", "LoadBar", "Result", "Sampling", "Tokenizer"]
+__all__ = ["Captured", "Engine", "LoadBar", "Result", "Sampling", "Tokenizer", "WarmUp"]

@@ -58,8 +58,8 @@ class Plan:
 class Measurement:
     """One case in one mode: nanoseconds of each repetition, synchronised around the whole of it.
 
-    `host_us`: microseconds per token that Python took in the repetitions, not counting waits for the GPU; None where the two
-    cannot be told apart.
+    `host_us`: microseconds that Python took in the repetitions, per token of an answer or for the whole of a prompt, not
+    counting waits for the GPU; None where the two cannot be told apart.
     """
 
     case: Case
@@ -102,14 +102,15 @@ class ModeResult:
 
     @property
     def host_us(self) -> float | None:
-        """The largest of the tests' own; None where none has one."""
-        return max((row.host_us for row in self.measurements if row.host_us is not None), default=None)
+        """The largest of the answers' own; None where none has one."""
+        times = (row.host_us for row in self.measurements if row.case.kind == "tg")
+        return max((time for time in times if time is not None), default=None)
 
     @property
     def plan(self) -> dict[str, Any] | None:
-        """`PlanStats` of the step that was replayed most; None without a CUDA graph."""
-        replayed = max(self.methods.values(), key=lambda stats: stats["replays"], default=None)
-        plan = replayed["plans"][-1] if replayed and replayed["plans"] else None
+        """`PlanStats` of the decode step; None without a CUDA graph."""
+        decode = list(self.methods.values())[-1] if self.methods else None
+        plan = decode["plans"][-1] if decode and decode["plans"] else None
         return plan if plan and (plan["graph_kernels"] is not None or plan["graph_note"] is not None) else None
 
 
@@ -201,6 +202,8 @@ class _Bench:
         self._model = model
         self._steps = steps_of(model)
         self._device = model.program.device
+        # That calls of `prefill` took until they came back; the GPU may still have been at work.
+        self._prefill_seconds = 0.0
         generator = torch.Generator().manual_seed(_SEED)
         self._tokens = torch.randint(vocabulary, (model.max_seq_len,), generator=generator).tolist()
 
@@ -240,17 +243,21 @@ class _Bench:
                 # On the host: the GPU may have no room for a long context twice.
                 state = {name: tensor.to("cpu", copy=True) for name, tensor in self._buffers().items()}
                 held = case.depth
-            # Decode is warm from the first answer on; memory for a prompt of this length may still have to be allocated.
-            self._once(case if case.kind == "pp" else Case("tg", 1, case.depth), state)
-            before = self._steps.host_seconds
+            # Decode is warm from the first answer on; a prompt may still need memory, or a graph for its length.
+            warm = Case("tg", 1, case.depth) if case.kind == "tg" else case
+            has_buckets = case.kind == "pp" and self._model.prefill_buckets
+            for _ in range(self._model.warmup_steps + 1 if has_buckets else 1):
+                self._once(warm, state)
+            before = self._host_seconds(case)
             samples = [self._once(case, state) for _ in range(plan.repetitions)]
-            yield case, samples, self._host_us(case, before, plan.repetitions)
+            after = self._host_seconds(case)
+            calls = plan.repetitions * (case.tokens if case.kind == "tg" else 1)
+            yield case, samples, None if before is None or after is None else (after - before) / calls * 1e6
 
-    def _host_us(self, case: Case, before: float | None, repetitions: int) -> float | None:
-        after = self._steps.host_seconds
-        if case.kind != "tg" or before is None or after is None:
-            return None
-        return (after - before) / (case.tokens * repetitions) * 1e6
+    def _host_seconds(self, case: Case) -> float | None:
+        if case.kind == "tg":
+            return self._steps.host_seconds
+        return None if self._device.type == "cpu" else self._prefill_seconds
 
     def _once(self, case: Case, state: dict[str, torch.Tensor]) -> int:
         """Nanoseconds of one repetition, from the state at the case's depth."""
@@ -259,9 +266,14 @@ class _Bench:
                 tensor.copy_(state[name])
         before, after = self._tokens[: case.depth], self._tokens[case.depth : case.depth + case.tokens]
         if case.kind == "pp":
-            return self._timed(lambda: self._model.prefill(after, case.depth))
+            return self._timed(lambda: self._prefill(after, case.depth))
         self._steps.resume(before, after[0], Sampling())
         return self._timed(lambda: self._decode(case.tokens))
+
+    def _prefill(self, tokens: Sequence[int], depth: int) -> None:
+        begin = time.perf_counter()
+        self._model.prefill(tokens, depth)
+        self._prefill_seconds += time.perf_counter() - begin
 
     def _decode(self, count: int) -> None:
         for left in reversed(range(count)):

@@ -34,7 +34,7 @@ from .bench import (
     measure,
     sizes_of,
 )
-from .command_run import NO_GRAPH_NOTE
+from .command_options import NO_GRAPH_NOTE, add_prefill_buckets, prefill_buckets, sizes
 from .device import copy_speed, device_memory, device_name
 from .model import DEFAULT_WARMUP_STEPS, Model
 from .plot import check_plot, draw
@@ -71,8 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=(True,),
         default=(False, True),
         metavar="on|off|both",
-        help="measure decode with CUDA graph (on, or the bare option), without (off), or both and their ratio (default)",
+        help="measure with CUDA graphs (on, or the bare option), without (off), or both and their ratio (default)",
     )
+    add_prefill_buckets(parser)
     parser.add_argument(
         "-o", "--output", choices=FORMATS, default="table", help="what to print; json has every sample (default: table)"
     )
@@ -87,8 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     modes = arguments.cuda_graph
-    prompts, answers = _sizes("-p", arguments.n_prompt), _sizes("-n", arguments.n_gen)
-    depths = _sizes("-d", arguments.n_depth)
+    prompts, answers = sizes("-p", arguments.n_prompt), sizes("-n", arguments.n_gen)
+    depths = sizes("-d", arguments.n_depth)
+    buckets = prefill_buckets(arguments)
     if arguments.plot:
         check_plot(arguments.plot)
     if arguments.save and not arguments.save.absolute().parent.is_dir():
@@ -101,7 +103,7 @@ def main(arguments: argparse.Namespace) -> int:
             _say(f"note: left out: {reason}")
         if True in modes and program.device.type == "cpu":
             _say(NO_GRAPH_NOTE)
-        report = _measure_all(program, arguments.artifact, modes, plan, vocabulary, begin)
+        report = _measure_all(program, arguments.artifact, modes, buckets, plan, vocabulary, begin)
     print(render(report, arguments.output))
     if arguments.save:
         arguments.save.write_text(render(report, "json") + "\n")
@@ -112,7 +114,13 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _measure_all(
-    program: Program, path: str, modes: Sequence[bool], plan: Plan, vocabulary: int, begin: float
+    program: Program,
+    path: str,
+    modes: Sequence[bool],
+    buckets: Sequence[int] | None,
+    plan: Plan,
+    vocabulary: int,
+    begin: float,
 ) -> Report:
     """Load a model for each mode over the one program, whose constants they share, and measure with it."""
     _say(f"loading {path}")
@@ -126,7 +134,7 @@ def _measure_all(
     subject = None
     warmup_steps = DEFAULT_WARMUP_STEPS
     for cuda_graph in modes:
-        model = Model(program, cuda_graph, warmup_steps)
+        model = Model(program, cuda_graph, warmup_steps, buckets if cuda_graph else None)
         subject = subject or _subject(model, path, time.perf_counter() - begin)
         results.append(measure(model, plan, vocabulary, cuda_graph=cuda_graph, warmup_steps=warmup_steps, say=say))
     assert subject is not None
@@ -162,16 +170,6 @@ def _modes(word: str) -> tuple[bool, ...]:
             f"takes on, off or both, got {word!r}: write ARTIFACT first, or --cuda_graph=on"
         )
     return _MODES[word]
-
-
-def _sizes(option: str, texts: Sequence[str] | None) -> list[int] | None:
-    """`["512,1024"]` -> `[512, 1024]`; None stays None, for the default."""
-    if texts is None:
-        return None
-    words = ",".join(texts).split(",")
-    if not all(word.strip().isdecimal() for word in words):
-        raise OptionError(f"{option} takes whole numbers, 0 or more, separated by commas; got {','.join(texts)!r}")
-    return [int(word) for word in words]
 
 
 def _say(text: str) -> None:

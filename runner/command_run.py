@@ -15,13 +15,9 @@ from typing import get_args, get_type_hints
 from ostinato.delegate.sampling import Sampling
 from ostinato.delegate.state_machine import PHASE_OF_COUNTER
 
+from .command_options import NO_GRAPH_NOTE, add_prefill_buckets, prefill_buckets
 from .engine import DEFAULT_MAX_NEW_TOKENS, Engine, Result
 from .load_bar import LoadBar
-
-NO_GRAPH_NOTE = (
-    "note: this artifact runs on the CPU, where there is no graph for --cuda_graph to capture: the same phases and checks, "
-    "no gain"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cuda_graph",
         "--cuda-graph",
         action="store_true",
-        help="take decode through warmup -> capture -> replay",
+        help="take decode, and prompts by bucket, through warmup -> capture -> replay",
     )
+    add_prefill_buckets(parser)
     parser.add_argument(
         "--max-new-tokens", type=int, default=DEFAULT_MAX_NEW_TOKENS, metavar="N", help="default: %(default)s"
     )
@@ -55,7 +52,11 @@ def main(arguments: argparse.Namespace) -> int:
     sampling = Sampling(**{item.name: getattr(arguments, item.name) for item in fields(Sampling)})
     with LoadBar() as bar:
         loaded = Engine.load(
-            arguments.artifact, cuda_graph=arguments.cuda_graph, on_load=bar.advance, on_total=bar.begin
+            arguments.artifact,
+            cuda_graph=arguments.cuda_graph,
+            prefill_buckets=prefill_buckets(arguments),
+            on_load=bar.advance,
+            on_total=bar.begin,
         )
     with loaded as engine:
         if arguments.cuda_graph and engine.program.device.type == "cpu":

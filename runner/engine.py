@@ -17,6 +17,7 @@ from ostinato.delegate.sampling import Sampling
 from .model import DEFAULT_WARMUP_STEPS, Model
 from .steps import steps_of
 from .tokenizer import Message, TextStream, Tokenizer
+from .warm_up import WarmUp, warm_up
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
@@ -70,8 +71,15 @@ class Engine:
     ...     print(engine.last.decode_tokens_per_second)
     """
 
-    def __init__(self, program: Program, folder: Path, cuda_graph: bool, warmup_steps: int) -> None:
-        self.model = Model(program, cuda_graph, warmup_steps)
+    def __init__(
+        self,
+        program: Program,
+        folder: Path,
+        cuda_graph: bool,
+        warmup_steps: int = DEFAULT_WARMUP_STEPS,
+        prefill_buckets: Sequence[int] | None = None,
+    ) -> None:
+        self.model = Model(program, cuda_graph, warmup_steps, prefill_buckets)
         self.steps = steps_of(self.model)
         self.last = Result()
         self._folder = folder
@@ -84,6 +92,7 @@ class Engine:
         *,
         cuda_graph: bool = False,
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
+        prefill_buckets: Sequence[int] | None = None,
         on_load: Callable[[int], None] | None = None,
         on_total: Callable[[int], None] | None = None,
     ) -> Engine:
@@ -91,20 +100,23 @@ class Engine:
 
         Args:
             path: the artifact folder.
-            cuda_graph: take decode through warmup -> capture -> replay.
-            warmup_steps: decode steps before the capture.
+            cuda_graph: take decode, and prompts by bucket, through warmup -> capture -> replay.
+            warmup_steps: calls before the capture, of decode and of each bucket.
+            prefill_buckets: lengths of prompts that have a graph, shorter ones are padded; None: 16 to 512 on a GPU, none on
+                a CPU; (): none.
             on_load: called with the size of each constant loaded, for progress displays.
             on_total: called before with the sum of those sizes; `LoadBar` takes both.
 
         Raises:
             ArtifactError, TargetError: as `load_program`.
+            OptionError: a bucket that this program or `cuda_graph` does not allow.
             DeviceMemoryError: as `Program.load_method`.
         """
         program = load_program(path, on_load=on_load)
         try:
             if on_total is not None:
                 on_total(program.bytes_to_load())
-            return cls(program, Path(path), cuda_graph, warmup_steps)
+            return cls(program, Path(path), cuda_graph, warmup_steps, prefill_buckets)
         except BaseException:
             program.close()
             raise
@@ -126,15 +138,31 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         """What is loaded and what is captured, in JSON's types.
 
-        `target`, `device`, `max_seq_len`, `program` (`ProgramStats`), `methods` (`MethodStats` with its plans, by method).
+        `target`, `device`, `max_seq_len`, `prefill_buckets`, `program` (`ProgramStats`), `methods` (`MethodStats` with its
+        plans, by method).
         """
         return {
             "target": asdict(self.program.target),
             "device": str(self.program.device),
             "max_seq_len": self.max_seq_len,
+            "prefill_buckets": list(self.model.prefill_buckets),
             "program": asdict(self.program.stats),
             "methods": self.model.method_stats,
         }
+
+    def warm_up(self, buckets: Sequence[int] | None = None) -> WarmUp:
+        """Capture now what would be captured when it comes up: prompts of these buckets, and decode. Without `cuda_graph`, or
+        on a second call, there is nothing left to capture.
+
+        The state is written and then put back to its first values, so a conversation starts anew after it.
+
+        Args:
+            buckets: of the model's `prefill_buckets`; all of them if None.
+
+        Raises:
+            InputError: an unknown bucket.
+        """
+        return warm_up(self.model, self.steps, buckets)
 
     def encode_prompt(self, prompt: str | Sequence[Message], raw: bool = False) -> list[int]:
         """Token ids of a question or a whole chat with the chat template applied, or with `raw` of the text as it is.

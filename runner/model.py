@@ -10,7 +10,9 @@ import torch
 
 from ostinato.delegate import BackendOptions, InputError, Method, Program
 from ostinato.delegate.artifact import DECODE, DECODE_SAMPLE, META_EOS_IDS, META_MAX_SEQ_LEN, PREFILL, SAMPLE
-from ostinato.delegate.errors import ArtifactError
+from ostinato.delegate.errors import ArtifactError, OptionError
+
+from .buckets import bucket_of, choose_buckets, padded_inputs
 
 DEFAULT_WARMUP_STEPS = BackendOptions.cuda_graph_warmup_steps
 # The one method of a program that has no `prefill` and `decode`.
@@ -30,38 +32,54 @@ class Model:
 
     Args:
         program: has the methods `prefill` and `decode`, perhaps with `sample` and `decode_sample`, or `forward` alone.
-        cuda_graph: take decode through warmup -> capture -> replay.
-        warmup_steps: decode steps before the capture.
+        cuda_graph: take decode, and prompts by bucket, through warmup -> capture -> replay.
+        warmup_steps: calls before the capture, of decode and of each bucket.
+        prefill_buckets: lengths of prompts that have a graph; None: 16 to 512 on a GPU, none on a CPU.
 
     Attributes:
-        program: as given.
+        program, cuda_graph, warmup_steps: as given.
+        prefill_buckets: as chosen, rising; empty without graphs.
         samplers: None for a program that only gives logits.
         max_seq_len: positions that a sequence can have.
         eos_ids: ids that end an answer.
 
     Raises:
         ArtifactError: the program does not have these methods, or they take other inputs.
+        OptionError: a bucket that this program or `cuda_graph` does not allow.
         DeviceMemoryError: as `Program.load_method`.
     """
 
-    def __init__(self, program: Program, cuda_graph: bool, warmup_steps: int = DEFAULT_WARMUP_STEPS) -> None:
+    def __init__(
+        self,
+        program: Program,
+        cuda_graph: bool,
+        warmup_steps: int = DEFAULT_WARMUP_STEPS,
+        prefill_buckets: Sequence[int] | None = None,
+    ) -> None:
         self.program = program
-        self._graph_options = {"cuda_graph_warmup_steps": warmup_steps} if cuda_graph else {}
+        self.warmup_steps = warmup_steps
+        self.cuda_graph = cuda_graph
+        if prefill_buckets and not cuda_graph:
+            raise OptionError("prefill buckets are lengths of prompts that have a CUDA graph: they need cuda_graph")
         prefill, self._decode_name = _method_names(program)
         self._decode_method: Method | None = None
-        # A lone `forward` is loaded twice when it is captured: its prefill has other shapes than its graph.
-        alone = prefill == self._decode_name and not cuda_graph
-        self._prefill_method = self._decode() if alone else self._load(prefill)
+        self._prefill_method = self._load(prefill, plans=len(prefill_buckets or ()))
+        if prefill == self._decode_name:
+            self._decode_method = self._prefill_method
         self.samplers: Samplers | None = None
         if prefill == PREFILL and {SAMPLE, DECODE_SAMPLE} <= program.method_names:
-            self.samplers = Samplers(self._load(SAMPLE), self._load(DECODE_SAMPLE, **self._graph_options))
+            self.samplers = Samplers(self._load(SAMPLE, graph=False), self._load(DECODE_SAMPLE))
         else:
             self._decode()
         for method in (self._prefill_method, self._decode_method):
             if method is not None:
                 _check_inputs(method)
         limit = program.metadata.get(META_MAX_SEQ_LEN)
-        self.max_seq_len = int(limit) if limit is not None else _lengths(self._prefill_method)[1]
+        longest = _lengths(self._prefill_method)[1]
+        self.max_seq_len = int(limit) if limit is not None else longest
+        self.prefill_buckets: tuple[int, ...] = ()
+        if cuda_graph:
+            self.prefill_buckets = choose_buckets(prefill_buckets, program, longest, self.max_seq_len)
         eos = program.metadata.get(META_EOS_IDS, [])
         self.eos_ids = frozenset(eos if isinstance(eos, list) else [eos])
 
@@ -81,8 +99,9 @@ class Model:
     def prefill(self, tokens: Sequence[int], position: int = 0) -> torch.Tensor:
         """Logits [vocab] after `tokens`, the first of which stands at `position`; position 0 starts the state anew.
 
-        They go in as chunks of the most that the prefill method takes at once; a rest that is shorter than its least
-        (one token, in what `ostinato export` writes) goes through decode.
+        They go in as chunks of the most that the prefill method takes at once, and the rest through a bucket if one has room
+        for it; a rest that is shorter than the method's least (one token, in what `ostinato export` writes) goes through
+        decode. The logits of a bucket are its graph's own: the next call overwrites them.
 
         Raises:
             InputError: no tokens, or a token or a position out of range.
@@ -90,15 +109,20 @@ class Model:
         if not tokens:
             raise InputError("there is no token to prefill")
         if not self.has_state:
-            return _logits(self._prefill_method, tokens, position)
+            return self._chunk(tokens, position, None)
         low, high = _lengths(self._prefill_method)
         logits = torch.empty(0)
         done = 0
         while done < len(tokens):
             count = min(len(tokens) - done, high)
-            # A single token always goes through decode: that one may have its graph.
-            method, count = (self._prefill_method, count) if count >= max(low, 2) else (self._decode(), 1)
-            logits = _logits(method, tokens[done : done + count], position + done)
+            if count < max(low, 2):
+                # A single token always goes through decode: that one may have its graph.
+                count = 1
+                logits = self._one(tokens[done], position + done)
+            else:
+                logits = self._chunk(
+                    tokens[done : done + count], position + done, bucket_of(self.prefill_buckets, count)
+                )
             done += count
         return logits
 
@@ -109,19 +133,28 @@ class Model:
             InputError: a token or a position out of range.
         """
         if not self.has_state:
-            return _logits(self._prefill_method, tokens, 0)
-        return _logits(self._decode(), tokens[-1:], len(tokens) - 1)
+            return self._chunk(tokens, 0, None)
+        return self._one(tokens[-1], len(tokens) - 1)
+
+    def _chunk(self, tokens: Sequence[int], position: int, bucket: int | None) -> torch.Tensor:
+        inputs = padded_inputs(tokens, position, bucket or len(tokens))
+        return _last_logits(self._prefill_method, inputs, graph=bucket is not None)
+
+    def _one(self, token: int, position: int) -> torch.Tensor:
+        return _last_logits(self._decode(), padded_inputs([token], position, 1))
 
     def _decode(self) -> Method:
         """What takes one token and gives logits. A program that samples seldom needs it, so it is loaded on first use."""
         if self._decode_method is None:
-            self._decode_method = self._load(self._decode_name, **self._graph_options)
+            self._decode_method = self._load(self._decode_name)
         return self._decode_method
 
-    def _load(self, name: str, **graph: int) -> Method:
+    def _load(self, name: str, graph: bool = True, plans: int = 0) -> Method:
         options: dict[str, bool | int | str] = {"skip_copy_output_to_cpu_for_method": name}
-        if graph:
-            options |= {"enable_cuda_graph_for_method": name, **graph}
+        if graph and self.cuda_graph:
+            options["enable_cuda_graph_for_method"] = name
+            options["cuda_graph_warmup_steps"] = self.warmup_steps
+            options["cuda_graph_max_plans"] = max(plans, BackendOptions.cuda_graph_max_plans)
         return self.program.load_method(name, options)
 
 
@@ -152,10 +185,7 @@ def _lengths(method: Method) -> tuple[int, int]:
     return dim.min, dim.max
 
 
-def _logits(method: Method, tokens: Sequence[int], position: int) -> torch.Tensor:
-    """Run the method over `tokens` from `position` on; the logits [vocab] of the last one, on the program's device."""
-    inputs = [torch.tensor([list(tokens)], dtype=torch.int64)]
-    if len(method.inputs) == 2:
-        inputs.append(torch.arange(position, position + len(tokens)))
-    logits = method.execute(inputs)[0]
+def _last_logits(method: Method, inputs: Sequence[torch.Tensor], graph: bool = True) -> torch.Tensor:
+    """Run the method; the logits [vocab] of the last row, on the program's device."""
+    logits = method.execute(inputs[: len(method.inputs)], graph)[0]
     return logits.reshape(-1, logits.shape[-1])[-1]

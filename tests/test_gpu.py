@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -279,6 +280,41 @@ def test_capitals_answers_and_replays(fixture: str, request: pytest.FixtureReque
             stats = engine.last.methods["decode_sample"]
             assert (stats["replays"] > 60) is graph and stats["fallbacks"] == 0
     assert tokens[False] == tokens[True]
+
+
+def test_prompts_in_buckets(capitals_cuda: Path) -> None:
+    """Every length up to past the largest bucket that fits, and prompts in random parts, over state and caches full of NaN."""
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(CAPITALS, dtype=torch.float32).eval()
+    tokens = torch.randint(0, 1500, (240,), generator=torch.Generator().manual_seed(2)).tolist()
+    with torch.no_grad():
+        want = reference(torch.tensor([tokens])).logits[0]
+    with Engine.load(capitals_cuda, cuda_graph=True, warmup_steps=1) as engine:
+        assert engine.model.prefill_buckets == (16, 32, 64, 128)
+        done = engine.warm_up()
+        assert [(one.tokens, one.given_up) for one in done.captured] == [
+            (128, None),
+            (64, None),
+            (32, None),
+            (16, None),
+            (1, None),
+        ]
+        for tensor in engine.program.mutable_buffers.values():
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+        for length in range(135, 0, -1):
+            logits = engine.model.prefill(tokens[:length]).cpu()
+            assert (logits - want[length - 1]).norm() / want[length - 1].norm() < 1e-4, length
+        draw = random.Random(1)
+        for _ in range(8):
+            at = 0
+            while at < len(tokens):
+                end = min(len(tokens), at + draw.randint(1, 140))
+                logits = engine.model.prefill(tokens[at:end], at).cpu()
+                assert (logits - want[end - 1]).norm() / want[end - 1].norm() < 1e-4, (at, end)
+                at = end
+        stats = engine.model.method_stats["prefill"]
+        assert stats["fallbacks"] == 0 and stats["replays"] > 120 and len(stats["plans"]) == 4
 
 
 def test_capitals_replay_is_bit_equal(capitals_cuda: Path) -> None:

@@ -82,16 +82,32 @@ class Norm:
 
 
 class Place(NamedTuple):
-    """Where the T tokens of a call stand.
+    """Where the T rows of a call stand.
 
     Attributes:
-        positions: [T] int64, consecutive.
+        positions: [T] int64: consecutive for the tokens; rows behind the last token are padding and repeat its position.
         cos, sin: [T, R] float32, of the angles by which the first R elements of queries and keys are rotated.
     """
 
     positions: Tensor
     cos: Tensor
     sin: Tensor
+
+
+def length_of(positions: Tensor) -> Tensor:
+    """How many of a call's rows are tokens, [1] int64. The others are padding: they leave no trace in any state, what they
+    give means nothing, and their position is that of the last token.
+
+    Args:
+        positions: [T] int64, as in `Place`.
+    """
+    return (positions[-1:] - positions[:1] + 1).clamp(1, positions.shape[0])
+
+
+def rows_to_keep(positions: Tensor) -> Tensor:
+    """For each of T rows the row whose key and value it may write, [T] int64: its own, or the last token's for padding."""
+    rows = torch.arange(positions.shape[0], device=positions.device)
+    return torch.minimum(rows, length_of(positions) - 1)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <initializer_list>
 #include <memory>
@@ -48,6 +49,7 @@ struct Array {
     ostinato::store(lanes, x);
     for (int64_t lane = 0; lane < count; ++lane) put(i + lane, lanes[lane]);
   }
+  void clear(int64_t i, int64_t count) const { std::memset(from(i).data, 0, count * (narrow ? 2 : 4)); }
   Array from(int64_t i) const { return {(char*)data + i * (narrow ? 2 : 4), narrow}; }
 };
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate.artifact import StateKind
-from ostinato.export.kernels.attention.reference import rotate
+from ostinato.export.kernels.attention.reference import rotate, write_cache
 from ostinato.export.kernels.operands import KVCache, Place
 
 from .build import Build
@@ -67,8 +67,7 @@ class GatedAttention(nn.Module):
         query, gate = query.reshape(tokens, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
         key = key.reshape(tokens, self.kv_heads, self.head_dim)
         value = value.reshape(tokens, self.kv_heads, self.head_dim)
-        self.k_cache.index_copy_(1, positions, rotate(self.k_norm(key), cos, sin).transpose(0, 1))
-        self.v_cache.index_copy_(1, positions, value.transpose(0, 1))
+        write_cache(rotate(self.k_norm(key), cos, sin), value, self.cache, positions)
         out = self.kernels.attend(rotate(self.q_norm(query), cos, sin), self.cache, positions)
         return self.o_proj((out * torch.sigmoid(gate)).reshape(tokens, -1))
 

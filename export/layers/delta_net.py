@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ostinato.delegate.artifact import StateKind
-from ostinato.export.kernels.operands import Convolution, Decay, HeadSquares, Place
+from ostinato.export.kernels.operands import Convolution, Decay, HeadSquares, Place, length_of
 
 from .build import Build, parameter
 from .linear import Linear
@@ -53,15 +53,16 @@ class CausalConv(nn.Module):
         super().__init__()
         self.weight = parameter(channels, 1, width, dtype=dtype)
 
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, channels] after state [width - 1, channels] -> (SiLU of the convolution [T, channels], new state)."""
+    def forward(self, x: Tensor, state: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, channels] after state [width - 1, channels] -> (SiLU of the convolution [T, channels], the state after the
+        first `length` [1] rows)."""
         tokens = x.shape[0]
         window = torch.cat((state, x), dim=0)
         taps = self.weight[:, 0, :].float().t()
         # One fused multiply-add per tap (there are about 4): faster than a convolution call, and no library kernel is needed.
         out = sum(taps[i] * window[i : i + tokens].float() for i in range(taps.shape[0]))
         assert isinstance(out, Tensor)
-        return F.silu(out).to(x.dtype), window[tokens:]
+        return F.silu(out).to(x.dtype), window.index_select(0, length + torch.arange(state.shape[0], device=x.device))
 
 
 class GatedDeltaNet(nn.Module):
@@ -104,7 +105,7 @@ class GatedDeltaNet(nn.Module):
         qkv, z = self.in_proj_qkvz(x).split(self.split, dim=1)
         b, a = self.in_proj_ba(x).chunk(2, dim=1)
         before = torch.where(positions[0] == 0, torch.zeros_like(self.conv_state), self.conv_state)
-        mixed, after = self.conv1d(qkv, before)
+        mixed, after = self.conv1d(qkv, before, length_of(positions))
         self.conv_state.copy_(after)
         out = self.kernels.gated_delta_rule(
             mixed, a, b, self.decay, self.recurrent_state, positions, self.key_heads, self.max_chunk

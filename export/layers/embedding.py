@@ -57,6 +57,6 @@ class NetworkInput(nn.Module):
         self.rotary = rotary
 
     def forward(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens [1, T] int64, input_pos [T] int64, consecutive -> (x [T, H], cos, sin [T, rotary_dim] float32)."""
+        """tokens [1, T] int64, input_pos [T] int64, as in `Place` -> (x [T, H], cos, sin [T, rotary_dim] float32)."""
         _, cos, sin = self.rotary(input_pos)
         return self.embed_tokens(tokens[0]), cos, sin

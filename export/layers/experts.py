@@ -83,9 +83,9 @@ class SparseMoe(nn.Module):
         self.top_k = sizes.top_k
         self.kernels = build.kernels
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, H] -> [T, H]."""
-        weights, chosen = self.kernels.route(self.gate(x), self.top_k)
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [T, H], positions [T] as in `Place` -> [T, H]."""
+        weights, chosen = self.kernels.route(self.gate(x), self.top_k, positions)
         shared = torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         return self.experts(x, weights, chosen) + shared
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ostinato.export.kernels.operands import length_of
+
 from .build import Build
 from .linear import Linear
 from .norms import RMSNorm
@@ -19,12 +21,11 @@ class Head(nn.Module):
         self.lm_head = lm_head
         self.kernels = build.kernels
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, H] -> logits of the last of the T tokens, [1, V] float32."""
-        if not self.kernels.folds_steps:
-            return self.lm_head(self.norm(x[-1:])).float()
-        # A copy: the kernel takes an input aligned to 16 bytes, which a row among others need not be.
-        return self.step(x.index_select(0, torch.full((1,), x.shape[0] - 1, device=x.device)))
+    def forward(self, x: Tensor, input_pos: Tensor) -> Tensor:
+        """x [T, H], input_pos [T] as in `Place` -> logits of the last token, [1, V] float32."""
+        # A copy: a step's kernel takes an input aligned to 16 bytes, which a row among others need not be.
+        last = x.index_select(0, length_of(input_pos) - 1)
+        return self.step(last) if self.kernels.folds_steps else self.lm_head(self.norm(last)).float()
 
     def step(self, x: Tensor) -> Tensor:
         """x [1, H] -> logits [1, V] float32, in one kernel."""

@@ -19,7 +19,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", 1.0 / (theta**exponent), persistent=False)
 
     def forward(self, positions: Tensor) -> Place:
-        """positions [T] int64, consecutive."""
+        """positions [T] int64, as in `Place`."""
         angles = positions.float()[:, None] * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         return Place(positions, angles.cos(), angles.sin())

@@ -31,8 +31,8 @@ class Decoder(nn.Module):
 class LanguageModel(nn.Module):
     """A network with its state. Parameters are called as in the checkpoint: under `model.` and `lm_head.`.
 
-    `forward(tokens [1, T] int64, input_pos [T] int64)` gives the logits of the last position, [1, vocab] float32, and moves
-    the state by T tokens. Positions are consecutive; a call whose first position is 0 starts a new sequence.
+    `forward(tokens [1, T] int64, input_pos [T] int64)` gives the logits of the last token, [1, vocab] float32, and moves
+    the state by the tokens. Positions are as in `Place`; a call whose first position is 0 starts a new sequence.
 
     Args:
         config: the family's.

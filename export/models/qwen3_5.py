@@ -218,7 +218,8 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, H] -> [T, H]. The others are a `Place`."""
         x = x + self.mixer(self.input_layernorm(x), Place(input_pos, cos, sin))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        normed = self.post_attention_layernorm(x)
+        return x + (self.mlp(normed, input_pos) if isinstance(self.mlp, SparseMoe) else self.mlp(normed))
 
     def step(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, H] -> [T, H]; norms and additions are in the kernels."""

@@ -137,11 +137,12 @@ extern "C" AOTITorchError aoti_torch_cpu_attend_step(AtenTensorHandle qkv_, Aten
     Tensor qkv(qkv_), cos(cos_), sin(sin_), keys(keys_), values(values_);
     const float *q_norm = Tensor(q_norm_).as<float>(), *k_norm = Tensor(k_norm_).as<float>();
     const int64_t* positions = Tensor(positions_).as<int64_t>();
-    int64_t rows = qkv.size(0), width = qkv.size(1), rotated = cos.size(1);
+    int64_t rows = length_of(Tensor(positions_)), width = qkv.size(1), rotated = cos.size(1);
     int64_t kv_heads = keys.size(0), slots = keys.size(1), size = keys.size(2);
     int64_t padded = (size + LANES - 1) / LANES * LANES, sharing = heads / kv_heads;
-    Result made({rows, heads * size}, keys.dtype);
+    Result made({qkv.size(0), heads * size}, keys.dtype);
     Array out = made.array(), in = qkv.array();
+    out.clear(rows * heads * size, (qkv.size(0) - rows) * heads * size);
     if (positions[0] < 0 || positions[rows - 1] >= slots) throw std::out_of_range("a position is not in the cache");
 
     Scratch<float> queries(rows * heads * padded);

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, launcher
+from ostinato.export.kernels.length_triton import length_of
 from ostinato.export.kernels.operands import KVCache
 
 from .block_triton import TileConfig, attend_block, score_scale
@@ -91,7 +92,10 @@ def prefill_kernel(
     head = tl.program_id(0)
     # A symbolic size may come with 64 bits; in the loops' bounds those cost 400 instructions.
     tokens = tl.cast(tokens, tl.int32)
+    length = length_of(positions, tokens)
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
+    if first >= length:
+        return
     start_position = tl.load(positions).to(tl.int32)
     row = first + tl.arange(0, QUERIES)
     cell = tl.arange(0, D)[None, :]
@@ -103,7 +107,7 @@ def prefill_kernel(
     total = tl.zeros([QUERIES, D], tl.float32)
     weight = tl.zeros([QUERIES], tl.float32)
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
-    end = start_position + tl.minimum(first + QUERIES, tokens)
+    end = start_position + tl.minimum(first + QUERIES, length)
     # Blocks that all queries see completely need no mask. Slot 0 is in the first block, in whichever loop that is, and every
     # query sees it.
     unmasked = (start_position + first + 1) // KEYS * KEYS

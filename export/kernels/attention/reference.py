@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.export.kernels.operands import KVCache, Norm, Place
+from ostinato.export.kernels.operands import KVCache, Norm, Place, rows_to_keep
 
 
 def attend(query: Tensor, cache: KVCache, positions: Tensor) -> Tensor:
-    """Softmax attention of T consecutive tokens over the cache; each sees the slots up to its own position.
+    """Softmax attention of T rows over the cache; each sees the slots up to its own position.
 
     Args:
         query: [T, heads, D]; heads is a multiple of the cache's kv_heads.
         cache: the T tokens' own keys and values are in it already.
-        positions: [T] int64, consecutive.
+        positions: [T] int64, as in `Place`.
 
     Returns:
         [T, heads, D] in query's dtype. The softmax is float32; in bfloat16 the scores are rounded before it.
@@ -33,7 +33,7 @@ def attend(query: Tensor, cache: KVCache, positions: Tensor) -> Tensor:
 
 
 def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KVCache, heads: int) -> Tensor:
-    """The gated attention of T consecutive tokens: norm and rotation of queries and keys, the cache's new entries, softmax
+    """The gated attention of T rows: norm and rotation of queries and keys, the cache's new entries, softmax
     attention, and the gate on its output.
 
     Args:
@@ -41,7 +41,7 @@ def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KV
             the keys, then the values.
         q_norm, k_norm: over D elements, with the same eps.
         place: of the tokens.
-        cache: written in place at the tokens' positions.
+        cache: written in place at the tokens' positions, and nowhere for rows that are padding.
         heads: a multiple of kv_heads.
 
     Returns:
@@ -55,10 +55,17 @@ def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KV
     query = rotate(q_norm(query), place.cos, place.sin).to(dtype)
     key = rotate(k_norm(keys.reshape(tokens, kv_heads, head_dim)), place.cos, place.sin).to(dtype)
     value = values.reshape(tokens, kv_heads, head_dim).to(dtype)
-    cache.keys.index_copy_(1, place.positions, key.transpose(0, 1))
-    cache.values.index_copy_(1, place.positions, value.transpose(0, 1))
+    write_cache(key, value, cache, place.positions)
     out = attend(query, cache, place.positions).float() * torch.sigmoid(gate)
     return out.reshape(tokens, -1).to(dtype)
+
+
+def write_cache(key: Tensor, value: Tensor, cache: KVCache, positions: Tensor) -> None:
+    """Put key and value [T, kv_heads, D] of the tokens at `positions` into the cache; where padding repeats a position, the
+    token's own are written again."""
+    rows = rows_to_keep(positions)
+    cache.keys.index_copy_(1, positions, key.index_select(0, rows).transpose(0, 1))
+    cache.values.index_copy_(1, positions, value.index_select(0, rows).transpose(0, 1))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -29,19 +29,21 @@ void normalize(const Array& x, int64_t size, float factor, float* to) {
 
 extern "C" AOTITorchError aoti_torch_cpu_delta_step(AtenTensorHandle mixed_, AtenTensorHandle gates_, AtenTensorHandle a_log_,
                                                     AtenTensorHandle dt_bias_, AtenTensorHandle state_,
-                                                    AtenTensorHandle positions, AtenTensorHandle norm_, int64_t key_heads,
+                                                    AtenTensorHandle positions_, AtenTensorHandle norm_, int64_t key_heads,
                                                     AtenTensorHandle* result, AtenTensorHandle* squares_) {
   return guarded("delta_step", [&] {
-    Tensor mixed(mixed_), gates(gates_), state(state_);
+    Tensor mixed(mixed_), gates(gates_), state(state_), positions(positions_);
     const float *a_log = Tensor(a_log_).as<float>(), *dt_bias = Tensor(dt_bias_).as<float>(), *norm = Tensor(norm_).as<float>();
-    int64_t rows = mixed.size(0), width = mixed.size(1);
+    int64_t all = mixed.size(0), rows = length_of(positions), width = mixed.size(1);
     int64_t heads = state.size(0), key_dim = state.size(1), value_dim = state.size(2);
     int64_t blocks = (value_dim + LANES - 1) / LANES, sharing = heads / key_heads;
     int64_t keys_at = key_heads * key_dim, values_at = 2 * keys_at, gate_at = values_at + heads * value_dim;
-    Result made({rows, heads * value_dim}, mixed.dtype), made_squares({rows * heads, blocks}, aoti_torch_dtype_float32());
+    Result made({all, heads * value_dim}, mixed.dtype), made_squares({all * heads, blocks}, aoti_torch_dtype_float32());
     Array out = made.array();
+    out.clear(rows * heads * value_dim, (all - rows) * heads * value_dim);
+    made_squares.array().clear(rows * heads * blocks, (all - rows) * heads * blocks);
     float* squares = made_squares.tensor().as<float>();
-    bool fresh = Tensor(positions).as<int64_t>()[0] == 0;
+    bool fresh = positions.as<int64_t>()[0] == 0;
 
     Prepared ready;
     ready.queries.reserve(rows * keys_at);

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, launcher
+from ostinato.export.kernels.length_triton import length_of
 from ostinato.export.kernels.operands import Decay
 
 from .limits import check_delta_rule
@@ -132,6 +133,7 @@ def _gated_delta_rule(
         b,
         a_log,
         dt_bias,
+        positions,
         w,
         pairs,
         u,
@@ -213,9 +215,10 @@ def scan_kernel(
     k_factors = q_factors + HEADS * padded
     decays = k_factors + HEADS * padded
     nothing = tl.zeros((BLOCK, CHUNK), tl.float32)
-    for chunk in range(tl.cdiv(tokens, CHUNK)):
+    length = length_of(positions, tokens)
+    for chunk in range(tl.cdiv(length, CHUNK)):
         rows = tl.cast(chunk, tl.int64) * CHUNK + token
-        inside = rows < tokens
+        inside = rows < length
         places = rows * HEADS + head
         # Loaded early: what the pipeline does not prefetch then arrives while the first products run.
         written = tl.load(u + places[None, :] * V + values[:, None])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ostinato.export.kernels.length_triton import length_of
+
 from .math_triton import (
     inverse_length,
     log_decay,
@@ -23,6 +25,7 @@ def prepare_kernel(
     b: tl.tensor,
     a_log: tl.tensor,
     dt_bias: tl.tensor,
+    positions: tl.tensor,
     w: tl.tensor,
     pairs: tl.tensor,
     u: tl.tensor,
@@ -44,6 +47,9 @@ def prepare_kernel(
 
     Tokens after the last one have q = k = v = 0: they decay nothing, write nothing, and give zeros in w, u and P.
     """
+    length = length_of(positions, tokens)
+    if tl.program_id(0) * (2 * HALF) >= length:
+        return
     head = tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
     padded = tl.cast(padded, tl.int64)
@@ -52,8 +58,8 @@ def prepare_kernel(
     # 64 bits: a row times a stride exceeds 2^31 at about 200,000 tokens.
     top = tl.program_id(0).to(tl.int64) * (2 * HALF) + half
     bottom = top + HALF
-    in_top = top < tokens
-    in_bottom = bottom < tokens
+    in_top = top < length
+    in_bottom = bottom < length
     top_cell = (top * HEADS + head)[:, None]
     bottom_cell = (bottom * HEADS + head)[:, None]
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Decay
+from ostinato.export.kernels.operands import Decay, length_of
 
 CHUNK = 64
 # The largest matrix that is cheaper to invert whole than in blocks: smaller products take no less time.
@@ -44,7 +44,7 @@ def gated_delta_rule(
         a, b: [T, H], the gates' projections; like `mixed`, possibly columns of a wider tensor.
         decay: of H heads.
         state: [H, K, V] float32, written in place: the state after the last token.
-        positions: [T] int64; where the first is 0 the old state counts as zeros.
+        positions: [T] int64, as in `Place`; where the first is 0 the old state counts as zeros.
         key_heads: how many key heads.
         max_tokens: upper bound of T, known when the graph is made.
 
@@ -64,6 +64,10 @@ def gated_delta_rule(
         out, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], before)
         out = out.unsqueeze(1)
     else:
+        # A token of zeros leaves the state alone.
+        padding = torch.arange(tokens, device=mixed.device) >= length_of(positions)
+        k, v = k.masked_fill(padding[:, None], 0), v.masked_fill(padding[:, None], 0)
+        g, beta = g.masked_fill(padding, 0), beta.masked_fill(padding, 0)
         out, after = chunked_gated_delta_rule(q, k, v, g, beta, before, max_tokens)
     state.copy_(after)
     return out.transpose(0, 1).to(mixed.dtype)
@@ -81,7 +85,7 @@ def delta_step(
         gates: [T, 2 H] float32: b, then a.
         decay: of H heads.
         state: [H, K, V] float32, written in place.
-        positions: [T] int64; where the first is 0 the old state counts as zeros.
+        positions: [T] int64, as in `Place`; where the first is 0 the old state counts as zeros.
         norm_weight: [V] float32, no offset.
         key_heads: how many key heads.
 

@@ -112,7 +112,7 @@ def _experts(
     )
     out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
     grid = ((tokens + SUM_TOKENS - 1) // SUM_TOKENS, triton.cdiv(size, SUM_COLUMNS))
-    launcher(_sum_kernel)[grid](parts, out, tokens, size, top_k, SUM_TOKENS, SUM_COLUMNS, num_warps=4)
+    launcher(_sum_kernel)[grid](parts, chosen, out, tokens, count, size, top_k, SUM_TOKENS, SUM_COLUMNS, num_warps=4)
     return out
 
 
@@ -127,7 +127,10 @@ def _step(group_size: int, dtype: torch.dtype) -> int:
 
 @triton.jit
 def _sort_kernel(chosen, order, counts, slots, BLOCK: tl.constexpr):
-    """Program e: writes to order [S] the slots that chose expert e, ascending, after those of lower experts; counts [E]."""
+    """Program e: writes to order [S] the slots that chose expert e, ascending, after those of lower experts; counts [E].
+
+    Slots of no expert, whose index is E, are in neither.
+    """
     expert = tl.program_id(0)
     lower = tl.zeros([BLOCK], tl.int32)
     equal = tl.zeros([BLOCK], tl.int32)
@@ -331,8 +334,10 @@ def _down_kernel(
 @triton.jit
 def _sum_kernel(
     parts,
+    chosen,
     out,
     tokens,
+    EXPERTS: tl.constexpr,
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -345,5 +350,7 @@ def _sum_kernel(
     first = parts + token[:, None] * (TOP_K * SIZE) + column[None, :]
     total = tl.zeros([BLOCK_TOKENS, BLOCK_COLUMNS], tl.float32)
     for choice in tl.static_range(TOP_K):
-        total += tl.load(first + choice * SIZE, mask=here, other=0.0).to(tl.float32)
+        # What nobody computed may be anything.
+        known = tl.load(chosen + token * TOP_K + choice, mask=token < tokens, other=EXPERTS) < EXPERTS
+        total += tl.load(first + choice * SIZE, mask=here & known[:, None], other=0.0).to(tl.float32)
     tl.store(out + token[:, None] * SIZE + column[None, :], total.to(out.dtype.element_ty), mask=here)

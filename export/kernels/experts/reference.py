@@ -10,21 +10,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
+from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight, length_of
 
 
-def route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, top_k: int, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax over all experts in float32, the k largest, scaled to sum to one.
 
     Args:
         logits: [T, E], any floating dtype.
         top_k: experts per token.
+        positions: [T] int64, as in `Place`.
 
     Returns:
-        (weights [T, k] float32, expert indices [T, k], an integer dtype).
+        (weights [T, k] float32, expert indices [T, k], an integer dtype). Rows that are padding reach no expert: their index
+        is E.
     """
+    tokens, count = logits.shape
     weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
-    return weights / weights.sum(-1, keepdim=True), chosen
+    padding = torch.arange(tokens, device=logits.device)[:, None] >= length_of(positions)
+    return weights / weights.sum(-1, keepdim=True), chosen.masked_fill(padding, count)
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -> Tensor:
@@ -33,7 +37,7 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -
     Args:
         x: [T, H].
         weights: [T, k] float32.
-        chosen: [T, k] integer, expert indices.
+        chosen: [T, k] integer, expert indices; E is nobody's and adds nothing.
         routed: of E experts.
 
     Returns:
@@ -46,8 +50,9 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -
         return (out.squeeze(-1) * weights[0, :, None].to(x.dtype)).sum(0, keepdim=True)
     # Every expert sees every token and weights of zero drop what was not chosen: E / k times the products that are
     # needed, but static shapes and plain batched matrix products.
-    share = torch.zeros(x.shape[0], routed.gate_up.values.shape[0], dtype=x.dtype, device=x.device)
-    share = share.scatter(1, chosen.long(), weights.to(x.dtype))
+    count = routed.gate_up.values.shape[0]
+    share = torch.zeros(x.shape[0], count + 1, dtype=x.dtype, device=x.device)
+    share = share.scatter(1, chosen.long(), weights.to(x.dtype))[:, :count]
     gate, up = (x @ routed.gate_up.dequantized(x.dtype).transpose(1, 2)).chunk(2, dim=-1)
     hidden = F.silu(gate) * up * share.t().unsqueeze(-1)
     return (hidden @ routed.down.dequantized(x.dtype).transpose(1, 2)).sum(0)

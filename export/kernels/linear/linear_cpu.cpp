@@ -91,15 +91,16 @@ extern "C" AOTITorchError aoti_torch_cpu_norm_swiglu(AtenTensorHandle x_, AtenTe
 extern "C" AOTITorchError aoti_torch_cpu_norm_linear_conv(AtenTensorHandle x_, AtenTensorHandle norm_, double eps,
                                                           AtenTensorHandle values, AtenTensorHandle* scale,
                                                           AtenTensorHandle gates_, AtenTensorHandle conv_,
-                                                          AtenTensorHandle state_, AtenTensorHandle positions,
+                                                          AtenTensorHandle state_, AtenTensorHandle positions_,
                                                           AtenTensorHandle* mixed, AtenTensorHandle* gated) {
   return guarded("norm_linear_conv", [&] {
-    Tensor x(x_), norm(norm_), taps(conv_), state(state_);
+    Tensor x(x_), norm(norm_), taps(conv_), state(state_), positions(positions_);
     Weight weight{Tensor(values), Tensor(scale)}, gates{Tensor(gates_), Tensor()};
     int64_t rows = x.size(0), columns = weight.rows, channels = state.size(1);
     Result made_mixed({rows, columns}, x.dtype), made_gated({rows, gates.rows}, aoti_torch_dtype_float32());
     Array out = made_mixed.array(), gate_out = made_gated.array();
-    bool fresh = Tensor(positions).as<int64_t>()[0] == 0;
+    bool fresh = positions.as<int64_t>()[0] == 0;
+    int64_t length = length_of(positions);
     Convolution conv{taps.array(), state.array(), channels, taps.size(-1), fresh};
     bool at_once = rows == 1;
     multiply(weight, normed(weight, x, norm, eps), [&](int64_t row, int64_t column, Floats y, int64_t count) {
@@ -111,7 +112,7 @@ extern "C" AOTITorchError aoti_torch_cpu_norm_linear_conv(AtenTensorHandle x_, A
       parallel((channels + TOGETHER - 1) / TOGETHER, [&](int64_t task) {
         int64_t end = std::min(channels, (task + 1) * TOGETHER);
         for (int64_t channel = task * TOGETHER; channel < end; channel += LANES)
-          conv.apply(out, rows, columns, channel, std::min(LANES, end - channel));
+          conv.apply(out, length, columns, channel, std::min(LANES, end - channel));
       });
     }
     multiply(gates, normed(gates, x, norm, eps), [&](int64_t row, int64_t column, Floats y, int64_t count) {

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Weight
+from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Weight, length_of
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
@@ -40,8 +40,8 @@ def norm_linear_conv(
         norm: over K elements.
         weight: [N, K].
         gates: [M, K] in x's dtype, more rows of the same product.
-        conv: in x's dtype, C <= N; its state is moved on by T in place.
-        positions: [T] int64; where the first is 0 the inputs so far count as zeros.
+        conv: in x's dtype, C <= N; its state is moved on by the tokens in place.
+        positions: [T] int64, as in `Place`; where the first is 0 the inputs so far count as zeros.
 
     Returns:
         [T, N] in x's dtype, of which the outputs from C on are plain products, and [T, M] float32.
@@ -53,7 +53,7 @@ def norm_linear_conv(
     window = torch.cat((before, product[:, :channels]))
     taps = conv.weight[:, 0].to(normed.dtype)
     mixed = F.silu((window.to(normed.dtype).unfold(0, taps.shape[1], 1) * taps).sum(-1))
-    conv.state.copy_(window[x.shape[0] :])
+    conv.state.copy_(window.index_select(0, length_of(positions) + torch.arange(len(conv.state), device=x.device)))
     gated = F.linear(normed, gates.to(normed.dtype))
     return torch.cat((mixed.to(x.dtype), product[:, channels:]), dim=1), gated.float()
 

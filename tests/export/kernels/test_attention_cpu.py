@@ -13,6 +13,7 @@ from ostinato.export.kernels.operands import KVCache, Place
 
 from ...comparison import relative_error
 from .cpu_cases import BF16, F32, ROWS, Draw, doubled
+from .padding import padded, padded_place
 
 TOLERANCE = {F32: 1e-5, BF16: 8e-3}
 CACHED = {F32: 1e-5, BF16: 4e-3}
@@ -105,3 +106,23 @@ def test_a_position_that_the_cache_does_not_have(cpu_kernels: type[Kernels], fir
     with pytest.raises(AssertionError, match="attend_step failed"):
         cpu_kernels.attend_step(case.qkv, case.q_norm, case.k_norm, place, case.cache, 4)
     assert torch.equal(case.cache.keys.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kernels", ("cpu", "reference"))
+@pytest.mark.parametrize(("length", "rows"), [(1, 4), (3, 4), (17, 32), (40, 64)])
+def test_padding(cpu_kernels: type[Kernels], kernels: str, length: int, rows: int, dtype: torch.dtype) -> None:
+    """Rows of NaN behind the last token, at its position: the tokens' own outputs and the cache are as without them."""
+    of = cpu_kernels if kernels == "cpu" else Kernels
+    case = Case((4, 2, 64, 16), length, 30, dtype)
+    if of is Kernels:
+        # Plain PyTorch multiplies the slots that nobody sees by zero.
+        case.cache = KVCache(case.cache.keys.nan_to_num(), case.cache.values.nan_to_num())
+    alone = KVCache(case.cache.keys.clone(), case.cache.values.clone())
+    expected = of.attend_step(case.qkv, case.q_norm, case.k_norm, case.place, alone, case.heads)
+    out = of.attend_step(
+        padded(case.qkv, rows), case.q_norm, case.k_norm, padded_place(case.place, rows), case.cache, case.heads
+    )
+    assert out.shape[0] == rows and relative_error(out[:length], expected) < TOLERANCE[dtype]
+    for found, wanted in ((case.cache.keys, alone.keys), (case.cache.values, alone.values)):
+        assert torch.equal(found.nan_to_num(nan=7), wanted.nan_to_num(nan=7))

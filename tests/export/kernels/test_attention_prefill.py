@@ -11,10 +11,12 @@ from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels import launch
 from ostinato.export.kernels.attention import reference
 from ostinato.export.kernels.attention.limits import check_attention
+from ostinato.export.kernels.attention.prefill_triton import attend
 
 from ...comparison import relative_error
 from .attention_cases import DEVICE, TOLERANCE, Case, check, draw
 from .conftest import run_compiled
+from .padding import padded, padded_positions
 
 LENGTHS = (1, 2, 3, 63, 64, 65, 130)
 FIRST = (0, 1, 5, 100)
@@ -128,3 +130,13 @@ def test_traced_for_any_number_of_tokens() -> None:
         "['ostinato.attend.default'] [4, 64]",
         "[] int",
     ]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("length", "rows"), [(1, 16), (17, 32), (63, 64), (64, 256), (130, 256)])
+def test_padding(length: int, rows: int, dtype: torch.dtype) -> None:
+    """Rows of NaN behind the last token, at its position, over a cache that holds NaN from there on."""
+    for first in FIRST:
+        case = draw((4, 2, 64), length, first, slots=first + length, dtype=dtype)
+        out = attend(padded(case.query, rows), case.cache, padded_positions(case.positions, rows))
+        assert torch.equal(out[:length], attend(case.query, case.cache, case.positions))

@@ -13,6 +13,7 @@ from ostinato.export.kernels.operands import Decay
 
 from ...comparison import relative_error
 from .cpu_cases import BF16, F32, ROWS, Draw
+from .padding import padded, padded_positions
 
 TOLERANCE = {F32: 1e-5, BF16: 4e-3}
 # (key heads, heads, K, V): value heads that share, sizes that fill no vector, odd ones.
@@ -101,3 +102,22 @@ def test_nan_shows_from_its_token_on(cpu_kernels: type[Kernels]) -> None:
     case.mixed[7, 64] = torch.nan  # a key of the first key head: what is written with it stays
     out, _, state = case.run(cpu_kernels)
     assert out.view(9, 4, 32)[7:, :2].isnan().all() and state[:2].isnan().all() and not state[2:].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kernels", ("cpu", "reference"))
+@pytest.mark.parametrize("position", (0, 300))
+@pytest.mark.parametrize(("length", "rows"), [(1, 4), (3, 4), (63, 64), (70, 200)])
+def test_padding(
+    cpu_kernels: type[Kernels], kernels: str, length: int, rows: int, position: int, dtype: torch.dtype
+) -> None:
+    of = cpu_kernels if kernels == "cpu" else Kernels
+    case = Case((2, 4, 32, 32), length, dtype, position)
+    expected = case.exact()
+    case.mixed, case.gates = padded(case.mixed, rows), padded(case.gates, rows)
+    case.positions = padded_positions(case.positions, rows)
+    out, squares, after = case.run(of)
+    assert out.shape[0] == rows and squares.shape[0] == rows
+    limits = 2 * TOLERANCE[dtype], 2 * TOLERANCE[dtype], TOLERANCE[F32]
+    for found, exact, limit in zip((out[:length], squares[:length], after), expected, limits, strict=True):
+        assert relative_error(found, exact) < limit

@@ -20,6 +20,7 @@ from ostinato.export.kernels.delta_rule.prefill_triton import gated_delta_rule
 from ostinato.export.kernels.operands import Decay
 
 from .conftest import run_compiled
+from .padding import padded, padded_positions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (1, 2, 32, 63, 64, 65, 127, 128, 256, 1000)
@@ -294,3 +295,14 @@ for tokens in (130, 1):
 
 def test_export_keeps_the_number_of_tokens_symbolic() -> None:
     run_compiled(EXPORT)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("length", "rows"), [(1, 16), (16, 32), (33, 64), (65, 128), (70, 256)])
+def test_padding(dtype: torch.dtype, length: int, rows: int) -> None:
+    """Rows of NaN behind the last token, at its position: output and state are as without them, bit by bit."""
+    case = draw(MAIN, length, dtype)
+    mixed, a, b = (padded(x, rows) for x in (case.mixed, case.a, case.b))
+    wide = replace(case, mixed=mixed, a=a, b=b, positions=padded_positions(case.positions, rows))
+    (alone, after), (out, after_padding) = run(case), run(wide)
+    assert torch.equal(out[:length], alone) and torch.equal(after_padding, after)

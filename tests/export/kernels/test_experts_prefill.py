@@ -24,6 +24,7 @@ from ostinato.export.kernels.operands import ExpertWeights, Weight
 
 from ...comparison import relative_error
 from .conftest import run_compiled
+from .padding import padded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, BF16 = torch.float32, torch.bfloat16
@@ -79,7 +80,7 @@ def draw(shape: Shape, tokens: int, seed: int = 0) -> Case:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     x = torch.randn(tokens, shape.hidden, generator=generator, device=DEVICE).to(shape.dtype)
     logits = torch.randn(tokens, shape.experts, generator=generator, device=DEVICE).to(shape.dtype)
-    weights, chosen = reference.route(logits, shape.top_k)
+    weights, chosen = reference.route(logits, shape.top_k, torch.arange(tokens, device=DEVICE))
     gate_up = draw_weight(shape, 2 * shape.inner, shape.hidden, generator)
     down = draw_weight(shape, shape.hidden, shape.inner, generator)
     return Case(x, weights, chosen.int(), ExpertWeights(gate_up, down))
@@ -200,7 +201,7 @@ class Moe(torch.nn.Module):
         self.register_buffer("down_scale", torch.zeros(8, 128, 2, dtype=torch.bfloat16))
 
     def forward(self, x):
-        weights, chosen = route(self.router(x), 2)
+        weights, chosen = route(self.router(x), 2, torch.arange(x.shape[0]))
         gate_up, down = Weight(self.gate_up, self.gate_up_scale), Weight(self.down, self.down_scale)
         return experts(x, weights, chosen, ExpertWeights(gate_up, down))
 
@@ -217,6 +218,19 @@ assert output.meta["val"].shape[0].node.expr.is_symbol, output.meta["val"].shape
 program = torch.export.export(Moe(), (torch.zeros(1, 128),))
 assert ops(program) == ["ostinato.route.default", "ostinato.experts.default"], ops(program)
 """
+
+
+@pytest.mark.parametrize("group_size", (None, 32))
+@pytest.mark.parametrize(("length", "rows"), [(1, 16), (17, 32), (40, 64)])
+def test_rows_of_no_expert(length: int, rows: int, group_size: int | None) -> None:
+    """Padding of NaN, whose experts' index is E: the tokens' outputs are as without it, bit by bit, its own are zeros."""
+    case = draw(Shape(group_size=group_size, dtype=BF16), length)
+    count = case.routed.gate_up.values.shape[0]
+    chosen = torch.nn.functional.pad(case.chosen, (0, 0, 0, rows - length), value=count)
+    out = experts(padded(case.x, rows), padded(case.weights, rows), chosen, case.routed)
+    assert torch.equal(out[:length], experts(*case.arguments())) and not out[length:].any()
+    wide = reference.experts(padded(case.x, rows), padded(case.weights, rows), chosen, case.routed)
+    assert relative_error(out[:length].double(), wide[:length].double()) < 2 * TOLERANCE[BF16]
 
 
 def test_export_keeps_the_number_of_tokens_open() -> None:

@@ -15,8 +15,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_route(logits: Tensor, top_k: int) -> None:
-    weights, chosen = route(logits, top_k)
-    expected, _ = reference.route(logits, top_k)
+    weights, chosen = route(logits, top_k, torch.arange(len(logits), device=logits.device))
+    expected, _ = reference.route(logits, top_k, torch.arange(len(logits), device=logits.device))
     assert (weights.dtype, chosen.dtype, chosen.shape) == (torch.float32, torch.int32, (logits.shape[0], top_k))
     torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
     # Not the reference's choice: where logits or probabilities are equal (zeros, for example), it takes any of the experts.
@@ -43,13 +43,23 @@ def test_route_with_large_logits(size: float) -> None:
 
 
 def test_route_with_equal_logits() -> None:
-    weights, chosen = route(torch.full((2, 10), -3.0, device=DEVICE), 4)
+    weights, chosen = route(torch.full((2, 10), -3.0, device=DEVICE), 4, torch.arange(2, device=DEVICE))
     assert chosen.tolist() == [[0, 1, 2, 3]] * 2
     torch.testing.assert_close(weights, torch.full_like(weights, 0.25))
 
 
 def test_route_of_nan_stays_in_range() -> None:
     """An index out of range would be an illegal address in the experts, and end the process."""
-    weights, chosen = route(torch.full((2, 10), float("nan"), device=DEVICE), 4)
+    weights, chosen = route(torch.full((2, 10), float("nan"), device=DEVICE), 4, torch.arange(2, device=DEVICE))
     assert weights.isnan().all()
     assert ((chosen >= 0) & (chosen < 10)).all()
+
+
+def test_padding_reaches_no_expert() -> None:
+    logits = torch.randn(9, 10, device=DEVICE)
+    logits[6:] = torch.nan
+    positions = torch.tensor([30, 31, 32, 33, 34, 35, 35, 35, 35], device=DEVICE)
+    weights, chosen = route(logits, 4, positions)
+    expected, found = reference.route(logits, 4, positions)
+    assert (chosen[6:] == 10).all() and torch.equal(chosen, found.int())
+    torch.testing.assert_close(weights[:6], expected[:6])

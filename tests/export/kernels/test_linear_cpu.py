@@ -13,6 +13,7 @@ from ostinato.export.kernels.operands import Convolution, HeadSquares
 
 from ...comparison import relative_error
 from .cpu_cases import BF16, EPS, F32, ROWS, TOLERANCE, Draw, doubled
+from .padding import padded, padded_positions
 
 # (N, K, group): panels with and without rows that fill none, K that no vector divides, odd K.
 SHAPES = [
@@ -122,6 +123,27 @@ def test_norm_linear_conv(
     assert relative_error(conv.state, exact.state) < 2 * weight.tolerance(dtype)
     if rows < taps - 1 and position:
         assert torch.equal(conv.state[: taps - 1 - rows], before[rows:])
+
+
+@Types
+@pytest.mark.parametrize(("length", "rows"), [(1, 4), (2, 16), (17, 32)])
+def test_padding_of_a_convolution(cpu_kernels: type[Kernels], length: int, rows: int, dtype: torch.dtype) -> None:
+    """The state is that after the last token, in the reference too."""
+    draw = Draw(length)
+    x, norm = draw.normal(length, 64, dtype=dtype), draw.norm(64)
+    weight, gates = draw.operand(64, 64, group=None, dtype=dtype), draw.rows(18, 64, dtype=dtype)
+    conv = Convolution(draw.normal(48, 1, 4, dtype=dtype), draw.normal(3, 48, dtype=dtype))
+    exact, exact_padded = (Convolution(conv.weight.double(), conv.state.double()) for _ in range(2))
+    positions = 20 + torch.arange(length)
+    of_reference = doubled(norm), weight.exact, gates.exact.values
+    expected = reference.norm_linear_conv(x.double(), *of_reference, exact, positions)
+    many = padded(x, rows), padded_positions(positions, rows)
+    found = cpu_kernels.norm_linear_conv(many[0], norm, weight.packed, gates.packed.values, conv, many[1])
+    found_by_reference = reference.norm_linear_conv(many[0].double(), *of_reference, exact_padded, many[1])
+    for mixed, gated, state in ((*found, conv.state), (*found_by_reference, exact_padded.state)):
+        assert relative_error(mixed[:length], expected[0]) < 2 * weight.tolerance(dtype)
+        assert relative_error(gated[:length], expected[1].double()) < TOLERANCE[dtype]
+        assert relative_error(state, exact.state) < 2 * weight.tolerance(dtype)
 
 
 @Types

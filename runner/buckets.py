@@ -1,0 +1,71 @@
+"""Prompts in buckets: lengths for which `prefill` has a CUDA graph. A shorter prompt is padded up to the next one.
+
+Rows of padding repeat the position of the last token: they change nothing, so that a prompt gives what it gives alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import torch
+
+from ostinato.delegate import InputError, Program
+from ostinato.delegate.artifact import META_PADDED_PREFILL
+from ostinato.delegate.errors import OptionError
+
+DEFAULT_BUCKETS = (16, 32, 64, 128, 256, 512)
+
+
+def choose_buckets(wanted: Sequence[int] | None, program: Program, longest: int, max_seq_len: int) -> tuple[int, ...]:
+    """The buckets of a model that is loaded with graphs, rising.
+
+    Args:
+        wanted: what the caller asks for; None: the default ones that fit, on a GPU. A CPU has no graph that would make up for
+            the rows of padding.
+        program: whose `prefill` it is.
+        longest: most tokens of one call of it.
+        max_seq_len: positions of a sequence.
+
+    Raises:
+        OptionError: a bucket that is no number of tokens, or too long; or the program's prefill takes no padding.
+    """
+    takes_padding = bool(program.metadata.get(META_PADDED_PREFILL))
+    if wanted is None:
+        fits = takes_padding and program.device.type == "cuda"
+        return tuple(bucket for bucket in DEFAULT_BUCKETS if fits and bucket <= longest)
+    for bucket in wanted:
+        if type(bucket) is not int or bucket < 2:
+            raise OptionError(f"a prefill bucket is a number of tokens from 2 on, got {bucket!r}")
+        if bucket > max_seq_len:
+            raise OptionError(f"prefill bucket {bucket} is longer than max_seq_len {max_seq_len}")
+        if bucket > longest:
+            raise OptionError(
+                f"prefill bucket {bucket} is longer than what one call of prefill takes, {longest}: name a shorter one, or "
+                "export with a larger --prefill-chunk"
+            )
+    if wanted and not takes_padding:
+        raise OptionError("this program's prefill takes no padding, so it cannot have buckets: export it again")
+    return tuple(sorted(set(wanted)))
+
+
+def bucket_of(buckets: Sequence[int], count: int) -> int | None:
+    """The smallest bucket for `count` tokens; None if they are too many for all."""
+    place = bisect_left(buckets, count)
+    return buckets[place] if place < len(buckets) else None
+
+
+def known_buckets(buckets: Sequence[int], wanted: Sequence[int] | None) -> tuple[int, ...]:
+    """`wanted`, or all of `buckets` if it is None. Raises InputError: one that is not among them."""
+    for bucket in wanted or ():
+        if bucket not in buckets:
+            known = ", ".join(map(str, buckets)) or "none"
+            raise InputError(f"unknown prefill bucket {bucket!r}; the model's are: {known}")
+    return tuple(buckets if wanted is None else wanted)
+
+
+def padded_inputs(tokens: Sequence[int], position: int, bucket: int) -> list[torch.Tensor]:
+    """Tokens [1, bucket] and positions [bucket], int64, of tokens that stand from `position` on."""
+    behind = bucket - len(tokens)
+    positions = torch.arange(position, position + bucket).clamp_(max=position + len(tokens) - 1)
+    return [torch.tensor([[*tokens, *[tokens[-1]] * behind]], dtype=torch.int64), positions]

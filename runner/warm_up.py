@@ -1,0 +1,90 @@
+"""Capture at once, before the first prompt, what would be captured when it comes up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ostinato.delegate.sampling import Sampling
+from ostinato.delegate.state_machine import Phase
+
+from .buckets import known_buckets
+from .model import Model
+from .steps import Steps
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A plan that a warm-up has made, or could not make.
+
+    Attributes:
+        method: whose plan it is.
+        tokens: rows of it: the bucket, or 1 for decode.
+        seconds: that warm-up and capture took.
+        pool_bytes: device memory that its graphs took.
+        given_up: why it has no graph, None if it has one.
+    """
+
+    method: str
+    tokens: int
+    seconds: float
+    pool_bytes: int
+    given_up: str | None
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What `Engine.warm_up` did: the plans, and their sums."""
+
+    captured: tuple[Captured, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(one.seconds for one in self.captured)
+
+    @property
+    def pool_bytes(self) -> int:
+        return sum(one.pool_bytes for one in self.captured)
+
+
+def warm_up(model: Model, steps: Steps, buckets: Sequence[int] | None = None) -> WarmUp:
+    """See `Engine.warm_up`."""
+    chosen = known_buckets(model.prefill_buckets, buckets)
+    if not model.cuda_graph:
+        return WarmUp(())
+
+    def step() -> None:
+        steps.resume([0], 0, Sampling())
+        steps.next(more=False)
+
+    captured = []
+    try:
+        # The longest first: what it leaves free in the graphs' pool is room for the others.
+        for bucket in sorted(chosen, reverse=True):
+            captured.append(_capture(model, partial(model.prefill, [0] * bucket), 0, bucket))
+        captured.append(_capture(model, step, -1, 1))
+    finally:
+        model.program.reset()
+    return WarmUp(tuple(one for one in captured if one is not None))
+
+
+def _capture(model: Model, call: Callable[[], object], which: int, tokens: int) -> Captured | None:
+    """Make `call` until the method has a plan for it; `which`: the method's place in `Model.method_stats`."""
+
+    def method() -> tuple[str, dict[str, Any]]:
+        return list(model.method_stats.items())[which]
+
+    begin = time.perf_counter()
+    before = method()[1]["captures"]
+    for _ in range(model.warmup_steps + 1):
+        call()
+        if method()[1]["phase"] in (Phase.REPLAY.value, Phase.DISABLED.value):
+            break
+    name, stats = method()
+    plan = stats["plans"][-1] if stats["plans"] else None
+    if plan is None or (plan["given_up"] is None and stats["captures"] == before):
+        return None
+    return Captured(name, tokens, time.perf_counter() - begin, plan["pool_bytes"], plan["given_up"])

@@ -1,0 +1,169 @@
+"""Prompts in buckets: padded up to a length that has a plan, and as if they were not."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.delegate import InputError, OptionError, StateKind
+from ostinato.runner import Engine
+from ostinato.runner.buckets import bucket_of, padded_inputs
+
+from ..comparison import relative_error
+from ..conftest import CAPITALS, CAPITALS_LENGTH, Fails
+
+BUCKETS = (4, 8, 32)
+# Past the largest bucket, and a few more.
+LONGEST = 40
+
+
+@pytest.fixture(scope="module")
+def tokens() -> list[int]:
+    return torch.randint(1500, (120,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@pytest.fixture(scope="module")
+def expected(tokens: list[int]) -> Tensor:
+    """transformers' logits after each of the tokens."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(CAPITALS, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+@pytest.fixture(scope="module")
+def engine(capitals_artifact: Path) -> Iterator[Engine]:
+    with Engine.load(capitals_artifact, cuda_graph=True, warmup_steps=1, prefill_buckets=BUCKETS) as loaded:
+        yield loaded
+
+
+def prefill(engine: Engine, tokens: list[int], begin: int, end: int) -> Tensor:
+    """A copy: a bucket's logits are its graph's own."""
+    return engine.model.prefill(tokens[begin:end], begin).clone()
+
+
+def test_inputs() -> None:
+    tokens, positions = padded_inputs([5, 6, 7], 10, 5)
+    assert tokens.tolist() == [[5, 6, 7, 7, 7]] and positions.tolist() == [10, 11, 12, 12, 12]
+    assert [bucket_of(BUCKETS, count) for count in (1, 4, 5, 8, 31, 32, 33)] == [4, 4, 8, 8, 32, 32, None]
+    assert bucket_of((), 3) is None
+
+
+def test_every_length(engine: Engine, tokens: list[int], expected: Tensor) -> None:
+    """Three times, so that each bucket is warmed up, captured and replayed; the state is used by then."""
+    for _ in range(3):
+        for length in range(1, LONGEST):
+            error = relative_error(prefill(engine, tokens, 0, length), expected[length - 1])
+            assert error < 1e-4, f"{length} tokens: {error}"
+    stats = engine.model.method_stats["prefill"]
+    assert stats["fallbacks"] == 0
+    assert {plan["shapes"][0][1] for plan in stats["plans"]} == set(BUCKETS)
+    assert stats["runs"] >= 3 * (LONGEST - 1 - BUCKETS[-1])
+
+
+def test_at_any_position(engine: Engine, tokens: list[int], expected: Tensor) -> None:
+    """Prompts in random parts, some of them decode steps: each part starts from what the ones before have left."""
+    draw = random.Random(1)
+    for _ in range(12):
+        at = 0
+        while at < len(tokens):
+            end = min(len(tokens), at + draw.randint(1, LONGEST))
+            error = relative_error(prefill(engine, tokens, at, end), expected[end - 1])
+            assert error < 1e-4, f"tokens {at} to {end}: {error}"
+            at = end
+
+
+def test_padding_is_written_nowhere(engine: Engine, tokens: list[int]) -> None:
+    keys_and_values = engine.program.buffers_of(StateKind.KV_CACHE)
+    for tensor in engine.program.mutable_buffers.values():
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+    logits = prefill(engine, tokens, 0, 5)
+    assert logits.isfinite().all()
+    for name, tensor in keys_and_values.items():
+        assert tensor[:, :5].isfinite().all() and tensor[:, 5:].isnan().all(), name
+    engine.program.reset()
+
+
+def test_to_the_last_position(engine: Engine, tokens: list[int]) -> None:
+    """A bucket may be longer than what is left of the sequence."""
+    many = (tokens * 3)[:CAPITALS_LENGTH]
+    with Engine.load(engine._folder) as plain:
+        for last in (2, 3, 9, 31):
+            plain.model.prefill(many[:-last])
+            engine.model.prefill(many[:-last])
+            first = len(many) - last
+            found, wanted = (one.model.prefill(many[first:], first) for one in (engine, plain))
+            assert relative_error(found, wanted) < 1e-4
+
+
+def test_warm_up(capitals_artifact: Path, tokens: list[int], expected: Tensor) -> None:
+    with Engine.load(capitals_artifact, cuda_graph=True, prefill_buckets=BUCKETS) as engine:
+        some = engine.warm_up([8])
+        assert [(one.method, one.tokens, one.given_up) for one in some.captured] == [
+            ("prefill", 8, None),
+            ("decode_sample", 1, None),
+        ]
+        assert not any(tensor.any() for tensor in engine.program.buffers_of(StateKind.KV_CACHE).values())
+        rest = engine.warm_up()
+        assert [one.tokens for one in rest.captured] == [32, 4]
+        assert engine.warm_up().captured == ()
+        assert some.seconds > 0 and rest.pool_bytes == 0
+        described = engine.describe()
+        assert described["prefill_buckets"] == list(BUCKETS)
+        assert len(described["methods"]["prefill"]["plans"]) == len(BUCKETS)
+        before = described["methods"]["prefill"]["replays"]
+        assert relative_error(prefill(engine, tokens, 0, 7), expected[6]) < 1e-4
+        assert engine.model.method_stats["prefill"]["replays"] == before + 1
+        with pytest.raises(InputError, match=re.escape("unknown prefill bucket 20; the model's are: 4, 8, 32")):
+            engine.warm_up([8, 20])
+
+
+def test_warm_up_without_graphs(capitals_artifact: Path) -> None:
+    with Engine.load(capitals_artifact) as engine:
+        assert engine.warm_up().captured == ()
+
+
+def test_answers_are_the_same(capitals_artifact: Path) -> None:
+    with Engine.load(capitals_artifact, cuda_graph=True, warmup_steps=1, prefill_buckets=(64,)) as engine:
+        for _ in range(3):
+            assert "".join(engine.generate("What is the capital of France?")) == "Paris"
+        assert engine.last.methods["prefill"]["replays"] == 1
+
+
+def test_a_cpu_has_none_by_default(capitals_artifact: Path) -> None:
+    with Engine.load(capitals_artifact, cuda_graph=True) as engine:
+        assert engine.model.prefill_buckets == ()
+
+
+@pytest.mark.parametrize(
+    ("buckets", "message"),
+    [
+        ((1,), "a prefill bucket is a number of tokens from 2 on, got 1"),
+        ((8, "x"), "a prefill bucket is a number of tokens from 2 on, got 'x'"),
+        ((1024,), f"prefill bucket 1024 is longer than max_seq_len {CAPITALS_LENGTH}"),
+        (
+            (CAPITALS_LENGTH,),
+            f"prefill bucket {CAPITALS_LENGTH} is longer than what one call of prefill takes, {CAPITALS_LENGTH - 1}",
+        ),
+    ],
+)
+def test_buckets_that_cannot_be(capitals_artifact: Path, buckets: tuple[int, ...], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Engine.load(capitals_artifact, cuda_graph=True, prefill_buckets=buckets)
+
+
+def test_refusals(capitals_artifact: Path, recurrent_artifact: Path, fails: Fails) -> None:
+    with pytest.raises(OptionError, match="they need cuda_graph"):
+        Engine.load(capitals_artifact, prefill_buckets=(8,))
+    with pytest.raises(OptionError, match="prefill takes no padding, so it cannot have buckets"):
+        Engine.load(recurrent_artifact, cuda_graph=True, prefill_buckets=(8,))
+    words = ("run", capitals_artifact, "--prompt", "x", "--cuda_graph", "--prefill-buckets")
+    assert "prefill bucket 1024 is longer than max_seq_len" in fails(*words, "16,1024")
+    assert "--prefill-buckets takes whole numbers, 0 or more, separated by commas; got '16,x'" in fails(*words, "16,x")
