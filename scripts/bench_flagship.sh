@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The flagship at full size: Qwen3.5-35B-A3B in int4 with random weights, on an NVIDIA GPU, without a network.
-# Exports it, loads and checks it, measures it and holds that against the goals, measures ExecuTorch's own implementation
-# beside it, and every kernel of a decode step alone.
+# Exports it, loads and checks it, measures it and holds that against the goals, measures prompts with and without CUDA
+# graphs, ExecuTorch's own implementation beside it, and every kernel of a decode step alone.
 #
 #   bash scripts/bench_flagship.sh [--output DIR] [--model DIR] [--group-size G] [--skip-goals] [--skip-executorch]
 #
@@ -50,6 +50,10 @@ if [ "$goals" = 1 ]; then
     echo "== goals =="
     "$PYTHON_BIN" "$ROOT/scripts/check_speed.py" "$output/bench.json" || status=1
 fi
+echo "== prompts with and without graphs =="
+skip_goals=()
+[ "$goals" = 1 ] || skip_goals=(--skip-goals)
+"$PYTHON_BIN" "$ROOT/scripts/bench_prompts.py" "$artifact" --json "$output/prompts.json" "${skip_goals[@]}" || status=1
 if [ "$executorch" = 1 ]; then
     echo "== ExecuTorch's implementation beside it =="
     # Decode only: tuning the kernels of its prefill takes longer than all of this.

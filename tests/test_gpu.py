@@ -283,7 +283,7 @@ def test_capitals_answers_and_replays(fixture: str, request: pytest.FixtureReque
 
 
 def test_prompts_in_buckets(capitals_cuda: Path) -> None:
-    """Every length up to past the largest bucket that fits, and prompts in random parts, over state and caches full of NaN."""
+    """Every length up to past the largest bucket that fits, and prompts in random parts, over a state full of NaN."""
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoModelForCausalLM.from_pretrained(CAPITALS, dtype=torch.float32).eval()
     tokens = torch.randint(0, 1500, (240,), generator=torch.Generator().manual_seed(2)).tolist()

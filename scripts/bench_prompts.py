@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Prompts of several lengths on a GPU: with a CUDA graph for their bucket, and without graphs.
+
+    python scripts/bench_prompts.py ARTIFACT [--lengths 16,17,...] [-r 20] [--json FILE] [--skip-goals]
+
+Wall: medians of `prefill` between two synchronisations. Host: until `prefill` comes back, while the GPU works. Kernels: the
+sum of what a profiler says that they take, of one prompt without a graph and of one with. Then what `Engine.warm_up` took.
+
+The goals: no length is slower with a graph; the host takes 100 us at most where there is one; a prompt of 16 takes at most
+3 % more than its kernels; all buckets together take 300 MB and 2 s at most. Exit status: 0 all held, 1 something did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+
+from ostinato.delegate.memory import size_text
+from ostinato.runner import Engine, WarmUp
+from ostinato.runner.buckets import bucket_of
+from ostinato.runner.tables import Side, table
+
+# At both ends of each bucket, and past the last.
+LENGTHS = (16, 17, 24, 32, 33, 64, 65, 100, 128, 129, 192, 256, 257, 384, 512, 700)
+# Medians of the same work differ by this much from one to the next.
+NOISE = 0.01
+MOST_HOST_US, MOST_OVER_KERNELS, MOST_BYTES, MOST_SECONDS = 100, 0.03, 300e6, 2
+
+
+@dataclass(frozen=True)
+class Times:
+    """One length in one mode. Milliseconds of wall and of the kernels' sum, microseconds of the host."""
+
+    wall_ms: float
+    kernels_ms: float
+    host_us: float
+
+
+@dataclass(frozen=True)
+class Row:
+    tokens: int
+    bucket: int | None
+    plain: Times
+    graph: Times
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        plain, graph = self.plain, self.graph
+        return (
+            str(self.tokens),
+            str(self.bucket or ""),
+            f"{plain.wall_ms:.2f}",
+            f"{graph.wall_ms:.2f}",
+            f"{plain.wall_ms / graph.wall_ms:.2f}",
+            f"{plain.kernels_ms:.2f}",
+            f"{graph.kernels_ms:.2f}",
+            f"{plain.host_us:,.0f}",
+            f"{graph.host_us:,.0f}",
+        )
+
+
+COLUMNS: dict[str, Side] = dict.fromkeys(
+    ("tokens", "bucket", "no graph ms", "graph ms", "ratio", "kernels", "kernels in graph", "host us", "with graph"),
+    "right",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--lengths", type=lambda text: [int(word) for word in text.split(",")], default=LENGTHS)
+    parser.add_argument("-r", "--repetitions", type=int, default=20)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--skip-goals", action="store_true")
+    arguments = parser.parse_args()
+    with Engine.load(arguments.artifact) as engine:
+        plain = {length: measure(engine, length, arguments.repetitions) for length in arguments.lengths}
+    with Engine.load(arguments.artifact, cuda_graph=True) as engine:
+        done = engine.warm_up()
+        buckets = engine.model.prefill_buckets
+        rows = [
+            Row(length, bucket_of(buckets, length), plain[length], measure(engine, length, arguments.repetitions))
+            for length in arguments.lengths
+        ]
+    print(table(COLUMNS, [row.cells for row in rows]))
+    print()
+    for one in done.captured:
+        print(f"{one.method} of {one.tokens}: {one.seconds:.2f} s, {size_text(one.pool_bytes)}{given_up(one.given_up)}")
+    print(f"together: {done.seconds:.2f} s, {size_text(done.pool_bytes)}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"prompts": [asdict(row) for row in rows], "warm_up": asdict(done)}))
+    missed = [] if arguments.skip_goals else misses(rows, done)
+    for miss in missed:
+        print(f"MISSED: {miss}")
+    return 1 if missed else 0
+
+
+def given_up(reason: str | None) -> str:
+    return f", without a graph: {reason}" if reason else ""
+
+
+def measure(engine: Engine, length: int, repetitions: int) -> Times:
+    tokens = torch.randint(1000, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    prompt: Callable[[], object] = lambda: engine.model.prefill(tokens)  # noqa: E731
+    for _ in range(3):
+        prompt()
+    walls, hosts = [], []
+    for _ in range(repetitions):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        prompt()
+        hosts.append(time.perf_counter() - begin)
+        torch.cuda.synchronize()
+        walls.append(time.perf_counter() - begin)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        prompt()
+        torch.cuda.synchronize()
+    kernels = sum(event.time_range.elapsed_us() for event in profile.events() if event.device_type == DeviceType.CUDA)
+    return Times(1e3 * statistics.median(walls), kernels / 1e3, 1e6 * statistics.median(hosts))
+
+
+def misses(rows: list[Row], done: WarmUp) -> list[str]:
+    found = []
+    for row in rows:
+        if row.graph.wall_ms > row.plain.wall_ms * (1 + NOISE):
+            found.append(f"{row.tokens} tokens are slower with a graph")
+        if row.bucket and row.graph.host_us > MOST_HOST_US:
+            found.append(f"the host takes more than {MOST_HOST_US} us for {row.tokens} tokens")
+        if row.tokens == 16 and row.graph.wall_ms > row.graph.kernels_ms * (1 + MOST_OVER_KERNELS):
+            found.append(f"a prompt of 16 takes more than {MOST_OVER_KERNELS:.0%} over its kernels")
+    prompts = [one for one in done.captured if one.tokens > 1]
+    if sum(one.pool_bytes for one in prompts) > MOST_BYTES:
+        found.append(f"the buckets take more than {size_text(MOST_BYTES)}")
+    if sum(one.seconds for one in prompts) > MOST_SECONDS:
+        found.append(f"the buckets take more than {MOST_SECONDS} s to capture")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
