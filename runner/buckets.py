@@ -5,9 +5,11 @@ Rows of padding repeat the position of the last token: they change nothing, so t
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ostinato.delegate import InputError, Program
@@ -66,6 +68,7 @@ def known_buckets(buckets: Sequence[int], wanted: Sequence[int] | None) -> tuple
 
 def padded_inputs(tokens: Sequence[int], position: int, bucket: int) -> list[torch.Tensor]:
     """Tokens [1, bucket] and positions [bucket], int64, of tokens that stand from `position` on."""
-    behind = bucket - len(tokens)
-    positions = torch.arange(position, position + bucket).clamp_(max=position + len(tokens) - 1)
-    return [torch.tensor([[*tokens, *[tokens[-1]] * behind]], dtype=torch.int64), positions]
+    # Of 512 tokens torch.tensor would take 40 us, half of what a launch may take.
+    ids = np.frombuffer(array("q", tokens) + array("q", tokens[-1:]) * (bucket - len(tokens)), dtype=np.int64)
+    positions = np.minimum(np.arange(position, position + bucket), position + len(tokens) - 1)
+    return [torch.from_numpy(ids)[None], torch.from_numpy(positions)]
