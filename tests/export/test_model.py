@@ -241,6 +241,7 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
             "use_kv_cache": True,
             "use_sdpa_with_kv_cache": False,
             "enable_dynamic_shape": True,
+            "enable_padded_prefill": True,
         }
         prefill, decode = program.load_method("prefill"), program.load_method("decode")
         for name in spec.methods - {"prefill", "decode"}:
