@@ -66,7 +66,8 @@ class ConstantPool:
         # In place of the pool's own ones, while the program is bound to another state.
         self._lent: dict[str, torch.Tensor] = {}
         self._users: dict[str, int] = {}
-        self._watch = memory.MemoryWatch(device)
+        # The program's: its methods use it too.
+        self.watch = memory.MemoryWatch(device)
 
     def bind(self, record: MethodRecord, share: bool = True) -> Binding:
         """The constants and mutable buffers of one method; those that are not there yet are loaded.
@@ -82,7 +83,7 @@ class ConstantPool:
         keys = tuple(dict.fromkeys(record.constants.values()))
         missing = [key for key in keys if not share or key not in self._tensors]
         specs = {key: spec for key, spec in record.buffer_specs.items() if key not in self._buffers}
-        with self._watch.explaining(f"loading method {record.method!r}"):
+        with self.watch.explaining(f"loading method {record.method!r}"):
             fresh = self._make(record.method, missing, specs, private=not share)
         constants = {key: fresh[key] for key in missing}
         if share:
@@ -121,7 +122,7 @@ class ConstantPool:
         Raises:
             DeviceMemoryError: the device has no room.
         """
-        with self._watch.explaining("making a state"):
+        with self.watch.explaining("making a state"):
             fresh = {key: torch.empty_like(tensor) for key, tensor in self._buffers.items()}
         self._put_first_values(fresh)
         return fresh

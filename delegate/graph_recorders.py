@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from .errors import first_line
 from .graph_nodes import GraphNodes, look_into, start_early, update_executable
+from .graph_pool import Capture, GraphPool, Work
+from .side_stream import Run, run_on_stream
 
 logger = logging.getLogger(__name__)
 
 # Compute capability of the first GPUs with programmatic dependent launch.
 _EARLY_CAPABILITY = (9, 0)
-
-Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-# Queues the work that is to be recorded, over static buffers.
-Work = Callable[[], list[torch.Tensor]]
 
 
 class Graph(Protocol):
@@ -61,34 +57,35 @@ class GraphRecorder(Protocol):
         """Record without executing; raises what made the capture fail."""
 
     def pool_bytes(self) -> int:
-        """Device memory that torch holds: compare two calls to know what a graph's pool took."""
+        """Device memory that the graphs' pool holds: compare two calls to know what it grew by."""
 
 
 class CudaGraphRecorder:
-    """`torch.cuda.CUDAGraph`. Recording takes place on `stream`; launches go to the caller's current stream.
+    """`torch.cuda.CUDAGraph`. Recording takes place on the pool's stream; launches go to the caller's current stream.
 
     Args:
-        stream: where warm-up and recording happen.
+        pool: the memory of all graphs of the program.
         early_kernels: let marked kernels start before the one ahead has ended (graph_nodes.py), on GPUs that support it.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, early_kernels: bool = True) -> None:
-        self._stream = stream
-        self._early_kernels = early_kernels and torch.cuda.get_device_capability(stream.device) >= _EARLY_CAPABILITY
+    def __init__(self, pool: GraphPool, early_kernels: bool = True) -> None:
+        self.pool = pool
+        self.device = pool.stream.device
+        self._early_kernels = early_kernels and torch.cuda.get_device_capability(self.device) >= _EARLY_CAPABILITY
 
     def warmup(self, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return run_on_stream(self._stream, run, inputs)
+        return run_on_stream(self.pool.stream, run, inputs)
 
     def record(self, work: Work) -> Graph:
         return _CudaGraph(self, work)
 
     def pool_bytes(self) -> int:
-        return torch.cuda.memory_reserved(self._stream.device)
+        return self.pool.nbytes
 
     def capture(self, work: Work) -> Capture:
         """Record, look into the graph, and let its marked kernels start early; it is not executable yet."""
-        capture = self._begin_to_end(work)
-        with torch.cuda.device(self._stream.device):
+        capture = self.pool.capture(work)
+        with torch.cuda.device(self.device):
             capture.nodes = look_into(capture.graph.raw_cuda_graph())
             if not self._early_kernels or capture.nodes.by_type is None:
                 return capture
@@ -105,15 +102,14 @@ class CudaGraphRecorder:
         costs a moment."""
         nodes = replace(capture.nodes, early=0, note=first_line(error))
         logger.warning("no kernel of the captured graph starts early: %s", nodes.note)
-        capture.outputs = []
-        capture.graph.reset()
-        again = self._begin_to_end(work)
+        capture.free()
+        again = self.pool.capture(work)
         again.nodes = nodes
         return again
 
     def instantiate(self, capture: Capture, work: Work) -> Capture:
         """Make it executable: `capture`, or one without kernels that start early."""
-        with torch.cuda.device(self._stream.device):
+        with torch.cuda.device(self.device):
             begin = time.perf_counter()
             try:
                 capture.graph.instantiate()
@@ -126,41 +122,6 @@ class CudaGraphRecorder:
             capture.instantiate_us = 1e6 * (time.perf_counter() - begin)
         return capture
 
-    def _begin_to_end(self, work: Work) -> Capture:
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with _side_lock:
-            # Nothing may still be running into the capture, and cached blocks cannot move to the graph's pool later.
-            torch.cuda.synchronize(self._stream.device)
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            with torch.cuda.stream(self._stream):
-                # thread_local: another thread's allocation must not break this capture.
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    outputs = work()
-                except BaseException:
-                    _abandon(graph)
-                    raise
-                graph.capture_end()
-        return Capture(graph, outputs)
-
-
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-    """End a capture that has failed already; the error that this gives adds nothing to the first one."""
-    try:
-        graph.capture_end()
-    except RuntimeError as error:
-        logger.debug("capture_end after a failed capture: %s", error)
-
-
-@dataclass
-class Capture:
-    """What `CudaGraphRecorder` has recorded."""
-
-    graph: torch.cuda.CUDAGraph
-    outputs: list[torch.Tensor]
-    nodes: GraphNodes = field(default_factory=GraphNodes)
-    instantiate_us: float = 0.0
-
 
 class _CudaGraph:
     """Made from one capture; after an update, what is launched is still the first one's, over the memory of the last."""
@@ -168,42 +129,46 @@ class _CudaGraph:
     def __init__(self, recorder: CudaGraphRecorder, work: Work) -> None:
         capture = recorder.instantiate(recorder.capture(work), work)
         self._recorder = recorder
-        self._executable: torch.cuda.CUDAGraph | None = capture.graph
-        self._last: torch.cuda.CUDAGraph | None = capture.graph
+        self._executable: Capture | None = capture
+        self._last: Capture | None = capture
         self.nodes, self.outputs, self.instantiate_us = capture.nodes, capture.outputs, capture.instantiate_us
 
     def launch(self) -> list[torch.Tensor]:
-        assert self._executable is not None
-        self._executable.replay()
+        assert self._executable is not None and self._last is not None
+        self._recorder.pool.before_launch()
+        self._executable.graph.replay()
+        self._last.launched()
         return self.outputs
 
     def update(self, work: Work) -> bool:
-        assert self._executable is not None
+        assert self._executable is not None and self._last is not None
         # Waits for launches under way, so that what they use may go.
         capture = self._recorder.capture(work)
-        updated = update_executable(self._executable.raw_cuda_graph_exec(), capture.graph.raw_cuda_graph())
+        executable = self._executable.graph.raw_cuda_graph_exec()
+        updated = update_executable(executable, capture.graph.raw_cuda_graph())
         if updated:
-            if self._last is not self._executable and self._last is not None:
-                self._last.reset()
+            if self._last is not self._executable:
+                self._last.free()
+            self._executable.outputs = []
         else:
             capture = self._recorder.instantiate(capture, work)
-            self._reset()
-            self._executable = capture.graph
+            self._free()
+            self._executable = capture
             self.instantiate_us = capture.instantiate_us
-        self._last = capture.graph
+        self._last = capture
         self.nodes, self.outputs = capture.nodes, capture.outputs
         return updated
 
     def release(self) -> None:
         if self._executable is not None:
-            torch.cuda.synchronize()
-        self._reset()
+            torch.cuda.synchronize(self._recorder.device)
+        self._free()
         self.outputs = []
 
-    def _reset(self) -> None:
-        for graph in {self._executable, self._last}:
-            if graph is not None:
-                graph.reset()
+    def _free(self) -> None:
+        for capture in {self._executable, self._last}:
+            if capture is not None:
+                capture.free()
         self._executable = self._last = None
 
 
@@ -248,29 +213,3 @@ class _HostGraph:
     def release(self) -> None:
         self._work = None
         self.outputs = []
-
-
-# Programs have locks of their own but share the side stream: one thread's work must not get into another's capture.
-_side_lock = threading.Lock()
-
-
-@functools.cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream for captures and shared runs. One stream per method would cost 32 MiB each on an H200: cuBLAS keeps a
-    workspace for every stream that it has seen."""
-    return torch.cuda.Stream(device)
-
-
-def run_on_stream(stream: torch.cuda.Stream, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Run on `stream`, after all work that the current stream holds and before all that it will get."""
-    current = torch.cuda.current_stream(stream.device)
-    with _side_lock:
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            outputs = run(inputs)
-        current.wait_stream(stream)
-    for tensor in inputs:
-        tensor.record_stream(stream)
-    for tensor in outputs:
-        tensor.record_stream(current)
-    return outputs

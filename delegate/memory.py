@@ -41,14 +41,15 @@ class MemoryWatch:
     """Recognises errors that mean that the device's memory ran out.
 
     torch's own error is easy to recognise. Compiled code turns every error into a RuntimeError that says only "API call
-    failed" (torch 2.11 and 2.13); for those, torch's count of failed allocations decides.
+    failed" (torch 2.11 and 2.13); for those, torch's count of failed allocations decides. So a program has one watch, which
+    is shown every error that may be of that kind, also one that goes no further: a failure counts for one error.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._failures = allocation_failures(device)
 
-    def explain(self, error: RuntimeError, doing: str) -> DeviceMemoryError | None:
+    def explain(self, error: Exception, doing: str) -> DeviceMemoryError | None:
         """What to raise in place of `error`, which came while `doing`; None if it has another cause."""
         before, self._failures = self._failures, allocation_failures(self._device)
         text = str(error)

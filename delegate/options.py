@@ -20,8 +20,9 @@ class BackendOptions:
         skip_copy_output_to_cpu_for_method: comma-separated names of the methods whose outputs stay on the device.
             Without it `execute` returns host copies that the caller owns. With it, in the replay phase, the
             outputs are the graph's own buffers, which the next call overwrites.
-        use_shared_cuda_stream: run this method on the stream that captures use, instead of on the caller's current one.
-            Either way its work is ordered with that of the current stream, where captured graphs are launched.
+        use_shared_cuda_stream: run this method on the stream that captures use, instead of on the caller's current one. Of a
+            method with graphs, this goes for what is called; captured graphs are launched on the caller's stream. Either way
+            its work is ordered with that of the caller's stream.
         weight_sharing_across_methods: bind the pool's constants (the default); if False this method gets a private copy.
             Mutable buffers are always shared.
         cuda_graph_warmup_steps: calls that run without a graph before the capture, 1 or more.

@@ -22,6 +22,8 @@ import torch
 
 from .errors import first_line
 from .graph_recorders import Graph, GraphRecorder
+from .memory import MemoryWatch
+from .side_stream import Call
 
 # A plan whose addresses changed on more calls than this, one after the other, costs more than it saves.
 MOST_CHANGES = 4
@@ -75,7 +77,8 @@ class PlanStats:
         updates: how often graphs were updated in place because addresses had changed, counted by graph.
         instantiations: graphs made executable, the first time and when an update was refused.
         given_up: why this shape has no graph any more, None if it has one.
-        pool_bytes: device memory that torch took for the graphs' pools; 0 on the CPU.
+        pool_bytes: device memory that the program's pool of graphs grew by when this plan was captured, and with its updates;
+            0 on the CPU.
         record_us, update_us, instantiate_us: microseconds spent so far.
         graph_nodes: nodes of the graphs by type, such as "kernel" and "memcpy"; None where they cannot be counted.
         graph_kernels: kernels that one call runs in graphs; None like `graph_nodes`.
@@ -102,9 +105,24 @@ class PlanStats:
     graph_note: str | None = None
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why segments were not recorded.
+
+    Attributes:
+        segments: the one that failed, or all of them if it was the capture as a whole.
+        reason: one line.
+        no_memory: whether the device's memory ran out: then no other capture is tried.
+    """
+
+    segments: range
+    reason: str
+    no_memory: bool
+
+
 @dataclass
 class _Piece:
-    """Segments `first` to `last`; `graph` is None where they are called, which is one segment then."""
+    """Segments `first` to `last`; `graph` is None where they are called: one, or all that are left if memory runs out."""
 
     first: int
     last: int
@@ -121,11 +139,23 @@ class Plan:
         recorder: makes the graphs.
         inputs: static buffers of the inputs, filled.
         stats: where it counts.
+        call: where called pieces run.
+        watch: recognises a capture that failed for lack of memory.
     """
 
-    def __init__(self, code: Code, recorder: GraphRecorder, inputs: Sequence[torch.Tensor], stats: PlanStats) -> None:
+    def __init__(
+        self,
+        code: Code,
+        recorder: GraphRecorder,
+        inputs: Sequence[torch.Tensor],
+        stats: PlanStats,
+        call: Call,
+        watch: MemoryWatch,
+    ) -> None:
         self._code = code
         self._recorder = recorder
+        self._call = call
+        self._watch = watch
         self.inputs = list(inputs)
         self.stats = stats
         self._addresses: tuple[int, ...] | None = code.addresses
@@ -145,24 +175,25 @@ class Plan:
         """Record and run the pieces, one after the other; what the method returns.
 
         A segment that cannot be recorded is called from now on, and all around it is captured. Each segment runs exactly
-        once, however many attempts that takes: recording executes nothing.
+        once, however many attempts that takes: recording executes nothing. Where memory runs out, all that is left is called
+        this once, `stats.given_up` says so, and the plan must be released.
         """
         called = set(self._code.called)
         self.stats.called_because = {}
         at, count = 0, len(self._code.segments)
         while at < count:
-            if at in called:
-                piece = self._piece(at, at + 1)
+            if at in called or self.stats.given_up:
+                piece = self._piece(at, count if self.stats.given_up else at + 1)
                 self._run_called(piece, self._static)
             else:
                 end = next((index for index in range(at, count) if index in called), count)
                 recorded = self._record(at, end)
-                if isinstance(recorded, Exception):
-                    # Behind the last segment it was the capture as a whole that failed.
-                    failed = range(at, end) if self._at == end else range(self._at, self._at + 1)
-                    why = dict.fromkeys(failed, first_line(recorded))
+                if isinstance(recorded, Refusal):
+                    why = dict.fromkeys(recorded.segments, recorded.reason)
                     self.stats.called_because = {**self.stats.called_because, **why}
-                    called |= set(failed)
+                    called |= set(recorded.segments)
+                    if recorded.no_memory:
+                        self.stats.given_up = recorded.reason
                     continue
                 piece = recorded
                 assert piece.graph is not None
@@ -203,26 +234,33 @@ class Plan:
         self._changes += 1
         return self._changes <= MOST_CHANGES
 
-    def update(self) -> None:
+    def update(self) -> Refusal | None:
         """Record all graphs again for the addresses that the code is bound to now, and update them in place.
 
-        Raises:
-            Exception: what kept a piece from being recorded; nothing was executed, and the plan must be released.
+        Returns:
+            What kept a piece from being recorded; nothing was executed, and the plan must be released. None if all went well.
         """
         # Until all are done, whatever ends this leaves some graphs with other addresses than others.
         self._addresses = None
         for piece in self._pieces:
             if piece.graph is None:
                 continue
-            begin = time.perf_counter()
-            if piece.graph.update(partial(self._run_captured, piece)):
+            held = self._recorder.pool_bytes()
+            begin, self._at = time.perf_counter(), piece.first
+            try:
+                updated = piece.graph.update(partial(self._run_captured, piece))
+            except Exception as error:
+                return self._refusal(piece, error)
+            if updated:
                 self.stats.updates += 1
                 self.stats.update_us += 1e6 * (time.perf_counter() - begin)
             else:
                 self._count_instantiation(piece.graph, begin)
+            self.stats.pool_bytes += self._recorder.pool_bytes() - held
             self._static.update(zip(piece.gives, piece.graph.outputs, strict=True))
         self._count()
         self._addresses = self._code.addresses
+        return None
 
     def release(self) -> None:
         """Free the graphs, then the buffers."""
@@ -240,18 +278,26 @@ class Plan:
         needed = {number for segment in segments[last:] for number in segment.inputs} | set(self._code.results)
         return _Piece(first, last, tuple(sorted(taken)), tuple(sorted(made & needed)))
 
-    def _record(self, first: int, last: int) -> _Piece | Exception:
-        """The segments as a captured piece, not launched yet; or why not, `_at` being the segment that failed."""
+    def _record(self, first: int, last: int) -> _Piece | Refusal:
+        """The segments as a captured piece, not launched yet; or why not."""
         piece = self._piece(first, last)
-        begin, held = time.perf_counter(), self._recorder.pool_bytes()
-        self._at = first
+        held = self._recorder.pool_bytes()
+        begin, self._at = time.perf_counter(), first
         try:
             piece.graph = self._recorder.record(partial(self._run_captured, piece))
         except Exception as error:
-            return error
+            return self._refusal(piece, error)
         self._count_instantiation(piece.graph, begin)
         self.stats.pool_bytes += self._recorder.pool_bytes() - held
         return piece
+
+    def _refusal(self, piece: _Piece, error: Exception) -> Refusal:
+        """What `error` means, which came while the piece was recorded, `_at` being where."""
+        explained = self._watch.explain(error, f"capturing a graph for inputs of the shapes {self.stats.shapes}")
+        # Behind the last segment it was the capture as a whole that failed.
+        whole = self._at == piece.last
+        segments = range(piece.first, piece.last) if whole else range(self._at, self._at + 1)
+        return Refusal(segments, first_line(error) if explained is None else str(explained), explained is not None)
 
     def _count_instantiation(self, graph: Graph, begin: float) -> None:
         """Of a graph that has been recorded since `begin`, and made executable."""
@@ -267,14 +313,19 @@ class Plan:
         return [values[number] for number in piece.gives]
 
     def _run_called(self, piece: _Piece, values: dict[int, torch.Tensor]) -> None:
-        """Call the segment on `values`. What it gives and a graph takes goes to the buffer that the graph knows."""
-        mine = {number: values[number] for number in piece.takes}
-        self._code.run_segment(piece.first, mine)
-        for number in piece.gives:
+        """Call the piece on `values`. What it gives and a graph takes goes to the buffer that the graph knows."""
+        given = self._call(partial(self._run_piece, piece), [values[number] for number in piece.takes])
+        for number, tensor in zip(piece.gives, given, strict=True):
             if number in self._read_by_graphs:
-                self._static[number].copy_(mine[number])
+                self._static[number].copy_(tensor)
             else:
-                values[number] = mine[number]
+                values[number] = tensor
+
+    def _run_piece(self, piece: _Piece, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        values = dict(zip(piece.takes, inputs, strict=True))
+        for index in range(piece.first, piece.last):
+            self._code.run_segment(index, values)
+        return [values[number] for number in piece.gives]
 
     def _count(self) -> None:
         graphs = [piece.graph for piece in self._pieces if piece.graph is not None]

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,12 +18,14 @@ from .artifact import StateKind, TensorSpec
 from .constants import Binding, ConstantPool, ConstantStats
 from .errors import ClosedError, OptionError, OstinatoError, StepError, first_line
 from .files import Source, artifact_paths, open_artifact
-from .graph_recorders import CudaGraphRecorder, GraphRecorder, HostGraphRecorder, Run, run_on_stream, side_stream
+from .graph_pool import GraphPool
+from .graph_recorders import CudaGraphRecorder, GraphRecorder, HostGraphRecorder
 from .inputs import InputCheck
 from .memory import MemoryWatch
 from .method_code import MethodCode
 from .options import BackendOptions
 from .pte import DelegateMethod, ProgramFile
+from .side_stream import Call, run_here, run_on_stream, side_stream
 from .state_machine import MethodStats, StateMachine
 from .target import Target, check_target
 
@@ -65,6 +68,7 @@ class Method(_Owner):
         binding: Binding,
         lock: threading.RLock,
         device: torch.device,
+        watch: MemoryWatch,
         skip_copy: bool,
         on_close: Callable[[], None],
     ) -> None:
@@ -80,7 +84,7 @@ class Method(_Owner):
         self._inputs = entry.inputs
         self._input_order, self._output_order = entry.input_order, entry.output_order
         self._check = InputCheck(entry.name, self._inputs, device)
-        self._watch = MemoryWatch(device)
+        self._watch = watch
 
     @property
     def name(self) -> str:
@@ -183,6 +187,7 @@ class Program(_Owner):
     def __init__(self, parsed: ProgramFile, pool: ConstantPool, device: torch.device) -> None:
         self._parsed = parsed
         self._pool = pool
+        self._graph_pool: GraphPool | None = None
         self._device = device
         self._methods: list[Method] = []
         self._lock = threading.RLock()
@@ -296,10 +301,12 @@ class Program(_Owner):
                 method._bind(self._pool.buffers_for(method._entry.record))
 
     def close(self) -> None:
-        """Free methods, then constants. Closing twice is fine."""
+        """Free methods, then the memory that their graphs shared, then constants. Closing twice is fine."""
         with self._lock:
             for method in list(self._methods):
                 method.close()
+            if self._graph_pool is not None:
+                self._graph_pool.close()
             self._pool.close()
             self._closed = True
 
@@ -341,26 +348,33 @@ class Program(_Owner):
             binding,
             self._lock,
             self._device,
+            self._pool.watch,
             options.skips_copy(entry.name),
             forget,
         )
         return method
 
     def _make_state_machine(self, entry: DelegateMethod, code: MethodCode, options: BackendOptions) -> StateMachine:
-        run: Run = code.run
+        call: Call = run_here
         recorder: GraphRecorder | None = None
         if self._device.type == "cuda":
             stream = side_stream(self._device)
             if options.use_shared_cuda_stream:
-                run = _pinned_to(stream, code.run)
+                call = partial(run_on_stream, stream)
             if options.uses_graph(entry.name):
-                # The recorder changes to its stream by itself.
-                recorder, run = CudaGraphRecorder(stream, options.cuda_graph_early_kernels), code.run
+                self._graph_pool = self._graph_pool or GraphPool(stream)
+                recorder = CudaGraphRecorder(self._graph_pool, options.cuda_graph_early_kernels)
         elif options.uses_graph(entry.name):
             recorder = HostGraphRecorder()
-        names = [spec.name for spec in entry.record.inputs]
         return StateMachine(
-            code, recorder, self._device, names, options.cuda_graph_warmup_steps, options.cuda_graph_max_plans, run
+            code,
+            recorder,
+            self._device,
+            [spec.name for spec in entry.record.inputs],
+            options.cuda_graph_warmup_steps,
+            options.cuda_graph_max_plans,
+            call,
+            self._pool.watch,
         )
 
 
@@ -378,13 +392,6 @@ def _close_programs() -> None:
             program.close()
         except Exception:
             logger.exception("a program cannot be closed")
-
-
-def _pinned_to(stream: torch.cuda.Stream, run: Run) -> Run:
-    def run_there(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return run_on_stream(stream, run, inputs)
-
-    return run_there
 
 
 def load_program(source: Source, verify: bool = True, on_load: Callable[[int], None] | None = None) -> Program:

@@ -8,7 +8,7 @@
 
 Each shape of the inputs goes through the phases by itself, and has a plan of its own (plans.py). Each call moves the model's
 state exactly once, in every phase. A segment that cannot be recorded is called in place of being replayed; when there is none
-that can, the shape goes to `disabled`, keeps the reason, and runs its code.
+that can, or the device has no memory for the graphs, the shape goes to `disabled`, keeps the reason, and runs its code.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from enum import Enum
 
 import torch
 
-from .errors import InputError, first_line
-from .graph_recorders import GraphRecorder, Run
+from .errors import InputError
+from .graph_recorders import GraphRecorder
+from .memory import MemoryWatch
 from .method_code import ALIGNMENT
 from .plans import MOST_CHANGES, Code, Plan, PlanStats
+from .side_stream import Call, run_here
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +94,8 @@ class StateMachine:
         warmup_steps: calls before the capture, 1 or more.
         most_plans: plans that are kept, 1 or more; the one that was not used for longest goes first. As many shapes without a
             plan are known besides.
-        run: what runs the code in the phase `disabled`; the code itself if it is not given.
+        call: where code runs that is in no graph: in the phase `disabled`, and in called pieces.
+        watch: recognises a capture that failed for lack of memory; the program's.
     """
 
     def __init__(
@@ -103,10 +106,12 @@ class StateMachine:
         input_names: Sequence[str],
         warmup_steps: int,
         most_plans: int = 1,
-        run: Run | None = None,
+        call: Call = run_here,
+        watch: MemoryWatch | None = None,
     ) -> None:
         self._code = code
-        self._run = run or code.run
+        self._call = call
+        self._watch = watch or MemoryWatch(device)
         self._recorder = recorder
         self._device = device
         self._input_names = input_names
@@ -182,7 +187,7 @@ class StateMachine:
             self._stats.dropped += with_plan
 
     def _run_disabled(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        outputs = self._run([_as_compiled_for(tensor.to(self._device)) for tensor in inputs])
+        outputs = self._call(self._code.run, [_as_compiled_for(tensor.to(self._device)) for tensor in inputs])
         self._stats.runs += 1
         return outputs
 
@@ -199,21 +204,27 @@ class StateMachine:
     def _capture(self, state: _ShapeState, static: list[torch.Tensor]) -> list[torch.Tensor]:
         assert self._recorder is not None
         stats = state.stats or PlanStats([list(tensor.shape) for tensor in static])
-        plan = Plan(self._code, self._recorder, static, stats)
+        plan = Plan(self._code, self._recorder, static, stats, self._call, self._watch)
         try:
             outputs = plan.capture()
         except BaseException:
             plan.release()
+            if stats.given_up is not None:
+                self._disable(state, stats, stats.given_up)
             raise
         state.stats = stats
         if stats.called_because:
             reason = list(stats.called_because.values())[-1]
-            logger.warning("a segment cannot be captured, it is called instead: %s", reason)
+            if stats.given_up is None:
+                logger.warning("a segment cannot be captured, it is called instead: %s", reason)
             self._stats.fallbacks += len(stats.called_because)
             self._stats.fallback_reason = reason
-        if not plan.has_graphs:
+        if stats.given_up is not None:
+            self._disable(state, stats, stats.given_up)
+        elif not plan.has_graphs:
             state.phase = Phase.DISABLED
             stats.given_up = next(iter(stats.called_because.values()), "no segment may be captured")
+        if state.phase is Phase.DISABLED:
             plan.release()
             self._stats.runs += 1
             return outputs
@@ -243,11 +254,13 @@ class StateMachine:
             static.copy_(tensor, non_blocking=True)
         if not plan.is_current():
             if not plan.may_change():
-                return self._give_up(state, plan)
-            try:
-                plan.update()
-            except Exception as error:
-                logger.warning("a plan cannot be updated, it is made anew: %s", first_line(error))
+                reason = f"constants or buffers were bound anew on more than {MOST_CHANGES} calls in a row"
+                return self._give_up(state, plan, reason)
+            refusal = plan.update()
+            if refusal is not None and refusal.no_memory:
+                return self._give_up(state, plan, refusal.reason)
+            if refusal is not None:
+                logger.warning("a plan cannot be updated, it is made anew: %s", refusal.reason)
                 static_inputs = list(plan.inputs)
                 self._free(state)
                 state.phase = Phase.CAPTURE
@@ -256,14 +269,17 @@ class StateMachine:
         self._stats.replays += 1
         return outputs
 
-    def _give_up(self, state: _ShapeState, plan: Plan) -> list[torch.Tensor]:
-        reason = f"constants or buffers were bound anew on more than {MOST_CHANGES} calls in a row"
-        logger.warning("graphs are given up for one shape of inputs: %s", reason)
-        plan.stats.given_up = self._stats.fallback_reason = reason
+    def _give_up(self, state: _ShapeState, plan: Plan, reason: str) -> list[torch.Tensor]:
         inputs = list(plan.inputs)
         self._free(state)
-        state.phase = Phase.DISABLED
+        self._disable(state, plan.stats, reason)
         return self._run_disabled(inputs)
+
+    def _disable(self, state: _ShapeState, stats: PlanStats, reason: str) -> None:
+        """From now on this shape has no graph."""
+        logger.warning("graphs are given up for one shape of inputs: %s", reason)
+        state.phase, state.stats = Phase.DISABLED, stats
+        stats.given_up = self._stats.fallback_reason = reason
 
     def _static(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device).copy_(tensor)

@@ -13,6 +13,8 @@ import torch
 
 # `AOTIModelContainerRunnerCpu` or `...Cuda`; torch gives no type for either.
 Container = Any
+# What `torch.cuda.graph_pool_handle` gives: two integers, whose type is private.
+PoolHandle = Any
 
 
 def load_container(path: str, device: torch.device) -> Container:
@@ -64,3 +66,25 @@ def free_pinned_memory() -> None:
     2.13, neither of which has a public function for it.
     """
     torch._C._host_emptyCache()
+
+
+def end_allocation_to_pool(device: torch.device, handle: PoolHandle) -> None:
+    """Have the device's allocator take no more memory for a capture out of the pool `handle`: what a capture's end does.
+
+    Needs `torch._C._cuda_endAllocateToPool`. When CUDA has given a capture up, torch's `capture_end` raises before it does
+    this. Without it the allocator takes a capture to be under way for ever: it puts off the reuse of memory that several
+    streams used, and `torch.cuda.empty_cache` fails. Seen in torch 2.11 and 2.13.
+
+    Raises:
+        RuntimeError: no capture into that pool is under way.
+    """
+    torch._C._cuda_endAllocateToPool(device.index, handle)
+
+
+def release_pool(device: torch.device, handle: PoolHandle) -> None:
+    """Take back one use of the device's pool `handle`, as `reset` does for a graph that was captured to its end.
+
+    Needs `torch._C._cuda_releasePool`. A capture that CUDA gave up is counted as a use, but its graph never releases it:
+    without this the pool's memory would stay with the process. Seen in torch 2.11 and 2.13.
+    """
+    torch._C._cuda_releasePool(device.index, handle)

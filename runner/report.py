@@ -283,7 +283,8 @@ def graph_text(plan: dict[str, Any]) -> str:
 
 
 def plan_text(plan: dict[str, Any]) -> str:
-    """`1 graph per token, recorded in 2.1 ms, made executable in 0.4 ms, over 2.1 MB`, and how many segments are called."""
+    """`1 graph per token, recorded in 2.1 ms, made executable in 0.4 ms, for which the pool grew by 2.1 MB`, and how many
+    segments are called."""
     graphs = f"{plan['captured']} {'graph' if plan['captured'] == 1 else 'graphs'}"
     called = (
         f" and {plan['called']} called {'segment' if plan['called'] == 1 else 'segments'}" if plan["called"] else ""
@@ -291,7 +292,7 @@ def plan_text(plan: dict[str, Any]) -> str:
     times = (
         f"recorded in {duration(plan['record_us'] / 1e6)}, made executable in {duration(plan['instantiate_us'] / 1e6)}"
     )
-    return f"{graphs}{called} per token, {times}, over {size_text(plan['pool_bytes'])}"
+    return f"{graphs}{called} per token, {times}, for which the pool grew by {size_text(plan['pool_bytes'])}"
 
 
 def host_text(mode: ModeResult) -> str:

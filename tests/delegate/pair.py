@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import load_program
-from ostinato.delegate.graph_recorders import HostGraphRecorder, Work, _HostGraph
+from ostinato.delegate.graph_pool import Work
+from ostinato.delegate.graph_recorders import HostGraphRecorder, _HostGraph
 from ostinato.delegate.method_code import MethodCode
 
 from .chain import WIDTH

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ostinato.delegate import ClosedError, InputError, Program, StepError, load_program
-from ostinato.delegate.graph_recorders import Work
+from ostinato.delegate.graph_pool import Work
 from ostinato.delegate.method_code import MethodCode
 from ostinato.delegate.plans import MOST_CHANGES
 

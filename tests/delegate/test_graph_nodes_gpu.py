@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ostinato.delegate import graph_nodes, graph_recorders, load_program
 from ostinato.delegate.graph_nodes import DriverError, start_early
-from ostinato.delegate.graph_recorders import CudaGraphRecorder, side_stream
+from ostinato.delegate.graph_pool import GraphPool
+from ostinato.delegate.graph_recorders import CudaGraphRecorder
+from ostinato.delegate.side_stream import side_stream
 from ostinato.delegate.state_machine import StateMachine
 
 from .helpers import FULL, GRAPH, PROGRAMMATIC, FunctionCode, use_driver
@@ -49,7 +51,8 @@ def captured(
     device = torch.device("cuda", torch.cuda.current_device())
     names = [f"input_{number}" for number in range(len(inputs))]
     code = FunctionCode(run, len(inputs))
-    machine = StateMachine(code, CudaGraphRecorder(side_stream(device), early_kernels), device, names, warmup_steps=1)
+    recorder = CudaGraphRecorder(GraphPool(side_stream(device)), early_kernels)
+    machine = StateMachine(code, recorder, device, names, warmup_steps=1)
     for _ in range(2):
         machine(inputs)
     assert machine.stats.phase == "replay", machine.stats.fallback_reason
@@ -62,7 +65,7 @@ def edges_of(machine: StateMachine) -> list[tuple[str, tuple[int, int, int]]]:
 
     plan: Any = machine._last.plan
     (piece,) = plan._pieces
-    edges = graph_nodes._edges(driver, driver.CUgraph(piece.graph._last.raw_cuda_graph()))
+    edges = graph_nodes._edges(driver, driver.CUgraph(piece.graph._last.graph.raw_cuda_graph()))
     following = {int(before): (after, data) for before, after, data in edges}
     assert len(following) == len(edges), "the graph is not a chain"
     (node,) = set(following) - {int(after) for _, after, _ in edges}

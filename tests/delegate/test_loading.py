@@ -351,7 +351,7 @@ def program(recurrent_artifact: Path) -> Program:
 def opaque(text: str = "run_func_(container_handle_) API call failed at runner.cpp, line 1") -> Callable[..., None]:
     """A failure as compiled code hands it on, whatever it was."""
 
-    def run(inputs: object) -> None:
+    def run(*_: object) -> None:
         raise RuntimeError(text)
 
     return run
@@ -362,19 +362,19 @@ def test_memory_that_ends_during_a_step(program: Program, monkeypatch: pytest.Mo
     monkeypatch.setattr(memory_module, "allocation_failures", lambda device: failures)
     with program:
         decode = program.load_method("decode")
-        run = decode._state_machine._run
+        call = decode._state_machine._call
         free_is(monkeypatch, 3 * 10**9)
 
-        def plain(inputs: object) -> None:
+        def plain(*_: object) -> None:
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
-        decode._state_machine._run = plain  # type: ignore[assignment]
+        decode._state_machine._call = plain  # type: ignore[assignment]
         where = r"cpu ran out of memory while running method 'decode' with tokens \[1, 1\], input_pos \[1\]"
         with pytest.raises(
             DeviceMemoryError, match=where + r"; the allocation that failed was of 2.00 GiB; 3.0 GB are"
         ):
             decode.execute(step_inputs(0))
-        decode._state_machine._run = opaque()  # type: ignore[assignment]
+        decode._state_machine._call = opaque()  # type: ignore[assignment]
         failures = 1
         with pytest.raises(DeviceMemoryError, match=where + r"; 3\.0 GB are free now. Free memory"):
             decode.execute(step_inputs(0))
@@ -382,10 +382,10 @@ def test_memory_that_ends_during_a_step(program: Program, monkeypatch: pytest.Mo
         with pytest.raises(RuntimeError, match="API call failed"):
             decode.execute(step_inputs(0))
         failures = 2
-        decode._state_machine._run = opaque("an illegal memory access was encountered")  # type: ignore[assignment]
+        decode._state_machine._call = opaque("an illegal memory access was encountered")  # type: ignore[assignment]
         with pytest.raises(RuntimeError, match="illegal memory access"):
             decode.execute(step_inputs(0))
-        decode._state_machine._run = run
+        decode._state_machine._call = call
         decode.execute(step_inputs(0))
         assert steps_made(program) == 1
 

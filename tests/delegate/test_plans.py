@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from ostinato.delegate import StepError, load_program
 from ostinato.delegate.method_code import MethodCode
+from ostinato.delegate.side_stream import Run
 
 from .chain import WIDTH
 from .pair import GRAPH, NOT_RECORDED, SEGMENTS, Pair, inputs_of, refusing
@@ -104,6 +106,22 @@ def test_a_link_that_is_not_captured(chain_artifact: Path) -> None:
         assert (stats.phase, stats.captures, stats.replays, stats.fallbacks) == ("replay", 2, 8, 0)
         for plan in stats.plans:
             assert (plan.pieces, plan.captured, plan.called, plan.called_because) == (3, 2, 1, {})
+
+
+def test_where_called_pieces_run(chain_artifact: Path) -> None:
+    with load_program(chain_artifact) as program:
+        split = program.load_method("split", {**GRAPH, "enable_cuda_graph_for_method": "split"})
+        taken: list[int] = []
+
+        def call(run: Run, inputs: Sequence[Tensor]) -> list[Tensor]:
+            taken.append(len(inputs))
+            return run(inputs)
+
+        split._state_machine._call = call
+        for index in range(4):
+            split.execute(inputs_of(3, index))
+        # The middle link, in the capture and in two replays.
+        assert taken == [2, 2, 2]
 
 
 def test_where_nothing_can_be_recorded_there_is_no_graph(chain_artifact: Path) -> None:

@@ -5,8 +5,9 @@ A release of torch that changes one of them fails the test of that name.
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from ostinato.delegate import torch_internals
 from ostinato.delegate.artifact import MethodRecord
 from ostinato.delegate.files import artifact_paths, open_artifact
 from ostinato.delegate.torch_internals import (
+    PoolHandle,
     bind_constants,
+    end_allocation_to_pool,
     free_pinned_memory,
     load_container,
+    release_pool,
     run_container,
 )
 
@@ -131,3 +135,55 @@ def test_free_pinned_memory() -> None:
     assert torch.cuda.host_memory_stats()["allocated_bytes.current"] > before
     free_pinned_memory()
     assert torch.cuda.host_memory_stats()["allocated_bytes.current"] <= before
+
+
+@pytest.fixture
+def handle() -> Iterator[PoolHandle]:
+    """A pool that the device's allocator takes memory out of, as while a capture is under way."""
+    if torch.cuda.get_allocator_backend() != "native":
+        pytest.skip("this allocator has no pools")
+    handle = torch.cuda.graph_pool_handle()
+    torch._C._cuda_beginAllocateCurrentThreadToPool(torch.cuda.current_device(), handle)
+    yield handle
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert not segments_of(handle)
+
+
+def segments_of(handle: PoolHandle) -> list[range]:
+    """Addresses of the memory that the pool holds."""
+    segments = [one for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(handle)]
+    return [range(one["address"], one["address"] + one["total_size"]) for one in segments]
+
+
+def some_memory() -> Tensor:
+    return torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.gpu
+def test_end_allocation_to_pool(handle: PoolHandle) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    inside = some_memory()
+    end_allocation_to_pool(device, handle)
+    outside = some_memory()
+    (segment,) = segments_of(handle)
+    assert inside.data_ptr() in segment and outside.data_ptr() not in segment
+    with pytest.raises(RuntimeError):
+        end_allocation_to_pool(device, handle)
+    # It fails while the allocator takes a capture to be under way.
+    torch.cuda.empty_cache()
+    release_pool(device, handle)
+
+
+@pytest.mark.gpu
+def test_release_pool(handle: PoolHandle) -> None:
+    """The memory goes when the last use is released, and no tensor lies there."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    inside = some_memory()
+    end_allocation_to_pool(device, handle)
+    del inside
+    torch.cuda.empty_cache()
+    assert segments_of(handle)
+    release_pool(device, handle)
+    torch.cuda.empty_cache()
+    assert not segments_of(handle)
