@@ -1,9 +1,10 @@
 """What is captured for one shape of a method's inputs: a plan, which is pieces of the method's code over static buffers.
 
 A piece is a run of segments that one graph holds (*captured*), or one segment whose code is called each time (*called*),
-because the program says so or because it could not be recorded. Values that a captured piece takes lie in static buffers:
-the plan's inputs, the outputs of graphs, and what called pieces gave when the plan was made. So a called piece works on this
-call's values, and a graph writes to where the next piece reads.
+because the program says so or because it could not be recorded; or it is a run of segments on the host, called as well.
+Values that a captured piece takes lie in static buffers: the plan's inputs, the outputs of graphs, and what called pieces
+gave when the plan was made. So a called piece works on this call's values, and a graph writes to where the next piece reads.
+How values pass between the device and the host is in transfers.py.
 
 A plan belongs to the addresses that the code was bound to when it was recorded. When these have changed, it is recorded again
 and its graphs are updated in place; recording executes nothing.
@@ -22,6 +23,7 @@ import torch
 
 from .errors import first_line
 from .graph_recorders import Graph, GraphRecorder
+from .transfers import Transfers
 
 # A plan whose addresses changed on more calls than this, one after the other, costs more than it saves.
 MOST_CHANGES = 4
@@ -43,11 +45,15 @@ class Code(Protocol):
         """Segments that must not be captured."""
 
     @property
+    def on_host(self) -> frozenset[int]:
+        """Those of `called` that run on the host, over values there."""
+
+    @property
     def addresses(self) -> tuple[int, ...]:
         """Of all constants and buffers that the code is bound to; the same object as long as nothing is bound anew."""
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run all segments."""
+        """Run all segments; outputs are on the device."""
 
     def run_segment(self, index: int, values: dict[int, torch.Tensor]) -> None:
         """Run one: takes its inputs out of `values`, adds its outputs, and drops what no later one needs."""
@@ -63,6 +69,12 @@ class Needs(Protocol):
     def outputs(self) -> tuple[int, ...]: ...
 
 
+def needed_on_device(code: Code) -> frozenset[int]:
+    """Numbers of the values that segments on the device take or the method returns."""
+    taken = [segment.inputs for index, segment in enumerate(code.segments) if index not in code.on_host]
+    return frozenset(code.results).union(*taken)
+
+
 @dataclass
 class PlanStats:
     """One plan, in numbers.
@@ -70,6 +82,7 @@ class PlanStats:
     Attributes:
         shapes: of the inputs, in the order of the code's arguments.
         pieces, captured, called: how many there are, of each kind.
+        on_host: how many of the called ones run on the host.
         called_because: segment -> why it could not be recorded.
         launches: calls of the method that this plan answered.
         updates: how often graphs were updated in place because addresses had changed, counted by graph.
@@ -87,6 +100,7 @@ class PlanStats:
     pieces: int = 0
     captured: int = 0
     called: int = 0
+    on_host: int = 0
     called_because: dict[int, str] = field(default_factory=dict)
     launches: int = 0
     updates: int = 0
@@ -104,13 +118,14 @@ class PlanStats:
 
 @dataclass
 class _Piece:
-    """Segments `first` to `last`; `graph` is None where they are called, which is one segment then."""
+    """Segments `first` to `last`; `graph` is None where they are called: one segment, or on the host one or more."""
 
     first: int
     last: int
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     graph: Graph | None = None
+    on_host: bool = False
 
 
 class Plan:
@@ -119,11 +134,19 @@ class Plan:
     Args:
         code: the method's.
         recorder: makes the graphs.
-        inputs: static buffers of the inputs, filled.
+        inputs: static buffers of the inputs, filled; on the device those that are needed there, the others on the host.
         stats: where it counts.
+        device: the program's.
     """
 
-    def __init__(self, code: Code, recorder: GraphRecorder, inputs: Sequence[torch.Tensor], stats: PlanStats) -> None:
+    def __init__(
+        self,
+        code: Code,
+        recorder: GraphRecorder,
+        inputs: Sequence[torch.Tensor],
+        stats: PlanStats,
+        device: torch.device,
+    ) -> None:
         self._code = code
         self._recorder = recorder
         self.inputs = list(inputs)
@@ -136,6 +159,9 @@ class Plan:
         # Known when all pieces are made; until then what a called piece gives becomes the buffer.
         self._read_by_graphs: frozenset[int] = frozenset()
         self._at = 0
+        self._needed_on_device = needed_on_device(code)
+        self._hosted_inputs = {n: tensor for n, tensor in self._static.items() if n not in self._needed_on_device}
+        self._transfers = Transfers(device)
 
     @property
     def has_graphs(self) -> bool:
@@ -150,8 +176,13 @@ class Plan:
         called = set(self._code.called)
         self.stats.called_because = {}
         at, count = 0, len(self._code.segments)
+        hosted = dict(self._hosted_inputs)
         while at < count:
-            if at in called:
+            if at in self._code.on_host:
+                end = next((index for index in range(at, count) if index not in self._code.on_host), count)
+                piece = self._piece(at, end)
+                self._run_on_host(piece, self._static, hosted)
+            elif at in called:
                 piece = self._piece(at, at + 1)
                 self._run_called(piece, self._static)
             else:
@@ -181,8 +212,11 @@ class Plan:
     def run(self) -> list[torch.Tensor]:
         """One step over the static inputs. What a graph gives is overwritten by the next step."""
         values = dict(self._static)
+        hosted = dict(self._hosted_inputs)
         for piece in self._pieces:
-            if piece.graph is None:
+            if piece.on_host:
+                self._run_on_host(piece, values, hosted)
+            elif piece.graph is None:
                 self._run_called(piece, values)
             else:
                 piece.graph.launch()
@@ -230,7 +264,8 @@ class Plan:
             if piece.graph is not None:
                 piece.graph.release()
         self._pieces = []
-        self._static = {}
+        self._transfers.release()
+        self._static, self._hosted_inputs = {}, {}
         self.inputs = []
 
     def _piece(self, first: int, last: int) -> _Piece:
@@ -238,7 +273,8 @@ class Plan:
         made = {number for segment in segments[first:last] for number in segment.outputs}
         taken = {number for segment in segments[first:last] for number in segment.inputs} - made
         needed = {number for segment in segments[last:] for number in segment.inputs} | set(self._code.results)
-        return _Piece(first, last, tuple(sorted(taken)), tuple(sorted(made & needed)))
+        takes, gives = tuple(sorted(taken)), tuple(sorted(made & needed))
+        return _Piece(first, last, takes, gives, on_host=first in self._code.on_host)
 
     def _record(self, first: int, last: int) -> _Piece | Exception:
         """The segments as a captured piece, not launched yet; or why not, `_at` being the segment that failed."""
@@ -276,11 +312,27 @@ class Plan:
             else:
                 values[number] = mine[number]
 
+    def _run_on_host(self, piece: _Piece, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
+        """Call the segments on what is in `hosted`, or else on copies of what the device has in `values`.
+
+        What they give stays in `hosted` for later pieces on the host, and goes to `values` if the device needs it.
+        """
+        away = {number: values[number] for number in piece.takes if number not in hosted}
+        hosted.update(self._transfers.to_host(away))
+        mine = {number: hosted[number] for number in piece.takes}
+        for index in range(piece.first, piece.last):
+            self._code.run_segment(index, mine)
+        given = {number: mine[number] for number in piece.gives}
+        hosted.update(given)
+        back = {number: tensor for number, tensor in given.items() if number in self._needed_on_device}
+        values.update(self._transfers.to_device(back))
+
     def _count(self) -> None:
         graphs = [piece.graph for piece in self._pieces if piece.graph is not None]
         self.stats.pieces = len(self._pieces)
         self.stats.captured = len(graphs)
         self.stats.called = len(self._pieces) - len(graphs)
+        self.stats.on_host = sum(piece.on_host for piece in self._pieces)
         nodes = [graph.nodes for graph in graphs]
         self.stats.graph_note = next((one.note for one in nodes if one.note), None)
         if nodes and all(one.by_type is not None for one in nodes):
