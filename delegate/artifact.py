@@ -24,7 +24,7 @@ import torch
 from .errors import ArtifactError
 from .json_files import parse_json
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 PROGRAM_FILE = "model.pte"
 CONSTANTS_FILE = "model.ptd"
@@ -72,6 +72,9 @@ EARLY_KERNEL = "_early"
 # Rule R5 there: a kernel with the name on the left in its own may start early only directly behind one with the name on the
 # right.
 REQUIRED_AHEAD = {"experts_down_early": "experts_gate_up_early"}
+
+# `Segment.device` of those that run on the host.
+HOST = "cpu"
 
 MANIFEST_KEY = "ostinato.manifest"
 CODE_KEY_PREFIX = "ostinato.code."
@@ -201,6 +204,8 @@ class Segment:
         prefix: stands before the code's own names in the record's `constants` and `buffers`.
         inputs, outputs: numbers of the values that it takes and gives, in the order of the code's arguments.
         capture: whether it may be part of a CUDA graph; where not, it is called each time.
+        device: "cpu" where it runs on the host, is called there, and has its constants and buffers there; "" where it runs
+            on the program's device. In a program for the CPU both are the same machine, and all else holds.
     """
 
     code_key: str
@@ -212,6 +217,11 @@ class Segment:
     kernels_key: str = ""
     kernels_sha256: str = ""
     capture: bool = True
+    device: str = ""
+
+    @property
+    def on_host(self) -> bool:
+        return self.device == HOST
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Segment:
@@ -225,6 +235,7 @@ class Segment:
             kernels_key=_text(data["kernels_key"]),
             kernels_sha256=_text(data["kernels_sha256"]),
             capture=_flag(data["capture"]),
+            device=_device(data["device"]),
         )
 
 
@@ -276,6 +287,12 @@ class MethodRecord:
             raise ArtifactError(f"the record of method {record.method!r} in {PROGRAM_FILE} is damaged: {why}")
         return record
 
+    @property
+    def host_names(self) -> frozenset[str]:
+        """Those of `constants` and `buffers` that segments on the host use."""
+        prefixes = tuple(segment.prefix for segment in self.segments if segment.on_host)
+        return frozenset(name for name in (*self.constants, *self.buffers) if name.startswith(prefixes))
+
     def _fault(self) -> str:
         """What is wrong with the chain, "" if nothing: each value must be given once, and before it is taken."""
         if not self.segments:
@@ -294,6 +311,9 @@ class MethodRecord:
             return "a constant does not belong to one segment"
         if not self.buffer_specs.keys() >= set(self.buffers.values()):
             return "it lacks a buffer's shape"
+        host_names = self.host_names
+        if len({(key, name in host_names) for name, key in self.buffers.items()}) > len(set(self.buffers.values())):
+            return "a mutable buffer is on two devices"
         return ""
 
 
@@ -307,6 +327,12 @@ def _flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{value!r} is not true or false")
     return value
+
+
+def _device(value: object) -> str:
+    if value not in ("", HOST):
+        raise ValueError(f"unknown device {value!r} of a segment")
+    return _text(value)
 
 
 def _state_kind(value: object) -> StateKind:

@@ -1,18 +1,26 @@
-"""One pool per loaded program owns every constant and every mutable buffer, on the program's device."""
+"""One pool per loaded program owns every constant and every mutable buffer, where the code that uses it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from . import memory
-from .artifact import BufferSpec, MethodRecord, StateKind, constant_digest, dtype_from_name, dtype_name
+from .artifact import HOST, BufferSpec, MethodRecord, StateKind, constant_digest, dtype_from_name, dtype_name
 from .errors import ArtifactError, InputError
 from .loading import PARALLEL_FROM, ConstantLoader, free_tensors
 from .method_code import ALIGNMENT
 from .ptd import ConstantsFile, Entry
+
+
+class Held(NamedTuple):
+    """A tensor of the pool: its key in the file, and the device that it is on."""
+
+    key: str
+    device: torch.device
 
 
 @dataclass
@@ -29,21 +37,22 @@ class ConstantStats:
 class Binding:
     """What one method is bound to.
 
-    `tensors`: constants and mutable buffers by the names that the compiled code uses. `shared`: keys of the pool's own
-    constants among them. `private`: tensors that this method alone has.
+    `tensors`: constants and mutable buffers by the names that the compiled code uses. `shared`: the pool's own constants
+    among them. `private`: tensors that this method alone has.
     """
 
     tensors: dict[str, torch.Tensor]
-    shared: tuple[str, ...]
+    shared: tuple[Held, ...]
     private: tuple[torch.Tensor, ...]
 
 
 class ConstantPool:
-    """Tensors by key; a constant is loaded and checked when the first method asks for it.
+    """Tensors by key; a constant is loaded and checked when the first method asks for it, once for each device that uses it.
 
     Args:
         file: the parsed `.ptd`.
-        device: where the tensors live. On the CPU they lie on the file's map; on a GPU each is copied once.
+        device: the program's, where the tensors live but for those of segments on the host. On the CPU they lie on the file's
+            map; on a GPU each is copied once.
         verify: compare each constant's SHA-256 with the manifest when it is loaded.
         on_load: called with the number of bytes after each constant, for progress displays; from the thread that binds.
         parallel_from: load with several threads from this many bytes on.
@@ -59,13 +68,15 @@ class ConstantPool:
     ) -> None:
         self._file = file
         self._device = device
-        self._loader = ConstantLoader(device, self._check_hash if verify else None, on_load, parallel_from)
-        self._tensors: dict[str, torch.Tensor] = {}
+        check = self._check_hash if verify else None
+        places = dict.fromkeys((device, torch.device(HOST)))
+        self._loaders = {place: ConstantLoader(place, check, on_load, parallel_from) for place in places}
+        self._tensors: dict[Held, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._buffer_specs: dict[str, BufferSpec] = {}
         # In place of the pool's own ones, while the program is bound to another state.
         self._lent: dict[str, torch.Tensor] = {}
-        self._users: dict[str, int] = {}
+        self._users: dict[Held, int] = {}
         # The program's: its methods use it too.
         self.watch = memory.MemoryWatch(device)
 
@@ -80,36 +91,42 @@ class ConstantPool:
             ArtifactError: the file lacks a constant, or one is damaged.
             DeviceMemoryError: the device has no room.
         """
-        keys = tuple(dict.fromkeys(record.constants.values()))
-        missing = [key for key in keys if not share or key not in self._tensors]
-        specs = {key: spec for key, spec in record.buffer_specs.items() if key not in self._buffers}
+        by_name = self._held(record, record.constants)
+        wanted = tuple(dict.fromkeys(by_name.values()))
+        missing = [held for held in wanted if not share or held not in self._tensors]
+        buffers = dict.fromkeys(self._held(record, record.buffers).values())
+        specs = {held: record.buffer_specs[held.key] for held in buffers if held.key not in self._buffers}
         with self.watch.explaining(f"loading method {record.method!r}"):
             fresh = self._make(record.method, missing, specs, private=not share)
-        constants = {key: fresh[key] for key in missing}
+        constants = {held: fresh[held] for held in missing}
         if share:
             self._tensors |= constants
-            for key in keys:
-                self._users[key] = self._users.get(key, 0) + 1
-            constants = {key: self._tensors[key] for key in keys}
-        self._buffers |= {key: fresh[key] for key in specs}
-        self._buffer_specs |= specs
-        tensors = {name: constants[key] for name, key in record.constants.items()}
+            for held in wanted:
+                self._users[held] = self._users.get(held, 0) + 1
+            constants = {held: self._tensors[held] for held in wanted}
+        self._buffers |= {held.key: fresh[held] for held in specs}
+        self._buffer_specs |= {held.key: spec for held, spec in specs.items()}
+        tensors = {name: constants[held] for name, held in by_name.items()}
         return Binding(
-            tensors | self.buffers_for(record), keys if share else (), () if share else tuple(constants.values())
+            tensors | self.buffers_for(record), wanted if share else (), () if share else tuple(constants.values())
         )
 
     def release(self, binding: Binding) -> None:
         """Take back one use of each shared constant, which stays until `close`, and free the private ones."""
-        for key in binding.shared:
-            self._users[key] -= 1
+        for held in binding.shared:
+            self._users[held] -= 1
         free_tensors(binding.private)
 
     def bytes_to_load(self, records: Iterable[MethodRecord]) -> int:
-        """Bytes that binding all of `records` would read from the file: each constant once, and none that is loaded."""
-        keys = {key for record in records for key in record.constants.values()} - self._tensors.keys()
+        """Bytes that binding all of `records` would read from the file: each constant once for each device that uses it, and
+        none that is loaded."""
+        wanted: set[Held] = set()
         for record in records:
-            keys |= {key for key, spec in record.buffer_specs.items() if spec.initialised and key not in self._buffers}
-        return sum(self._file.entries[key].nbytes for key in keys if key in self._file.entries)
+            wanted |= set(self._held(record, record.constants).values()) - self._tensors.keys()
+            for held in self._held(record, record.buffers).values():
+                if record.buffer_specs[held.key].initialised and held.key not in self._buffers:
+                    wanted.add(held)
+        return sum(self._file.entries[held.key].nbytes for held in wanted if held.key in self._file.entries)
 
     def buffers_for(self, record: MethodRecord) -> dict[str, torch.Tensor]:
         """The buffers in use, by the names that the method's code has for them."""
@@ -158,13 +175,13 @@ class ConstantPool:
 
     @property
     def stats(self) -> ConstantStats:
-        used = {key: users for key, users in self._users.items() if users > 0}
-        sizes = {key: self._tensors[key].nbytes for key in used}
+        used = {held: users for held, users in self._users.items() if users > 0}
+        sizes = {held: self._tensors[held].nbytes for held in used}
         return ConstantStats(
             count=len(used),
             nbytes=sum(sizes.values()),
             shared=sum(users > 1 for users in used.values()),
-            bytes_saved=sum((users - 1) * sizes[key] for key, users in used.items()),
+            bytes_saved=sum((users - 1) * sizes[held] for held, users in used.items()),
         )
 
     def close(self) -> None:
@@ -176,21 +193,32 @@ class ConstantPool:
         self._buffer_specs.clear()
         self._users.clear()
 
+    def _held(self, record: MethodRecord, names: Mapping[str, str]) -> dict[str, Held]:
+        """The record's constants, or its buffers, by their names in the code."""
+        host, host_names = torch.device(HOST), record.host_names
+        return {name: Held(key, host if name in host_names else self._device) for name, key in names.items()}
+
     def _make(
-        self, method: str, constants: Iterable[str], specs: dict[str, BufferSpec], private: bool
-    ) -> dict[str, torch.Tensor]:
-        """New tensors for these keys, all or none."""
-        entries = {key: self._entry(key) for key in constants}
-        constant_bytes = sum(entry.nbytes for entry in entries.values())
-        memory.check_room(self._device, method, constant_bytes, sum(spec.nbytes for spec in specs.values()))
-        own = set(entries) if private else set()
-        first_values = {key: self._entry(key) for key, spec in specs.items() if spec.initialised}
-        made: dict[str, torch.Tensor] = {}
+        self, method: str, constants: Iterable[Held], specs: Mapping[Held, BufferSpec], private: bool
+    ) -> dict[Held, torch.Tensor]:
+        """New tensors for these, all or none."""
+        entries = {held: self._entry(held.key) for held in constants}
+        constant_bytes = sum(entry.nbytes for held, entry in entries.items() if held.device == self._device)
+        buffer_bytes = sum(spec.nbytes for held, spec in specs.items() if held.device == self._device)
+        memory.check_room(self._device, method, constant_bytes, buffer_bytes)
+        first_values = {held: self._entry(held.key) for held, spec in specs.items() if spec.initialised}
+        own = first_values.keys() | (entries.keys() if private else ())
+        made: dict[Held, torch.Tensor] = {}
         try:
-            for key, spec in specs.items():
+            for held, spec in specs.items():
                 if not spec.initialised:
-                    made[key] = torch.zeros(spec.shape, dtype=dtype_from_name(spec.dtype), device=self._device)
-            return made | self._loader.load(entries | first_values, own | first_values.keys())
+                    made[held] = torch.zeros(spec.shape, dtype=dtype_from_name(spec.dtype), device=held.device)
+            for device, loader in self._loaders.items():
+                here = {held.key: entry for held, entry in (entries | first_values).items() if held.device == device}
+                if here:
+                    loaded = loader.load(here, {held.key for held in own if held.device == device})
+                    made |= {Held(key, device): tensor for key, tensor in loaded.items()}
+            return made
         except BaseException:
             free_tensors(made.values())
             raise

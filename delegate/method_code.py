@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .artifact import KERNELS_KEY_PREFIX, PROGRAM_FILE, MethodRecord, Segment
+from .artifact import HOST, KERNELS_KEY_PREFIX, PROGRAM_FILE, MethodRecord, Segment
 from .errors import ArtifactError, first_line
 from .loading import free_tensors
 from .torch_internals import Container, bind_constants, load_container, run_container
@@ -21,14 +21,14 @@ ALIGNMENT = 16
 class MethodCode:
     """The compiled code of one method, loaded into this process: one torch container per segment.
 
-    Segments that run the same code share one loaded library. Inputs and outputs of `run` are tensors on the program's device,
-    in the order of `record.inputs` and `record.outputs`; outputs are freshly allocated. Work is queued on the current CUDA
-    stream.
+    Segments that run the same code share one loaded library. Inputs and outputs of `run` are tensors in the order of
+    `record.inputs` and `record.outputs`: inputs on the host or on the program's device, outputs on the device and freshly
+    allocated. Work is queued on the current CUDA stream; a segment that runs on the host waits for it.
 
     Args:
         record: the method's record.
         named_data: the program's named data; it holds what the record's segments refer to.
-        device: where the code runs.
+        device: the program's, where the code runs except for segments on the host.
 
     Raises:
         ArtifactError: code is missing, damaged, or cannot be loaded.
@@ -36,24 +36,28 @@ class MethodCode:
 
     def __init__(self, record: MethodRecord, named_data: Mapping[str, memoryview], device: torch.device) -> None:
         self.record = record
+        self._device = device
+        self._devices = [torch.device(HOST) if segment.on_host else device for segment in record.segments]
         self._containers: list[Container] = []
         libraries: dict[str, str] = {}
         # dlopen needs paths. The files can go as soon as they are mapped, so nothing is left behind even after a crash.
         with tempfile.TemporaryDirectory(prefix="ostinato-") as folder:
-            for segment in record.segments:
+            for segment, where in zip(record.segments, self._devices, strict=True):
                 _unpack_kernels(record.method, segment, named_data, folder)
                 if segment.code_key not in libraries:
                     path = os.path.join(folder, f"{record.method}-{len(libraries)}.so")
                     _unpack(record.method, segment, named_data, path)
                     libraries[segment.code_key] = path
-                self._containers.append(_load_library(libraries[segment.code_key], device, record.method))
+                self._containers.append(_load_library(libraries[segment.code_key], where, record.method))
         self._last_uses = _last_uses(record)
-        self._called = frozenset(index for index, segment in enumerate(record.segments) if not segment.capture)
+        self._on_host = frozenset(index for index, segment in enumerate(record.segments) if segment.on_host)
+        self._called = self._on_host.union(i for i, segment in enumerate(record.segments) if not segment.capture)
         self._addresses: tuple[int, ...] = ()
         self._lent: list[torch.Tensor] = []
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Use `tensors` in place, without a copy: all of `record.constants` and `record.buffers`, by their names there.
+        """Use `tensors` in place, without a copy: all of `record.constants` and `record.buffers`, by their names there. Those
+        of `record.host_names` are on the host.
 
         The containers keep addresses, so the caller must keep the tensors alive until the next `bind`, or `close`.
         """
@@ -87,6 +91,11 @@ class MethodCode:
         return self._called
 
     @property
+    def on_host(self) -> frozenset[int]:
+        """Segments that run on the host."""
+        return self._on_host
+
+    @property
     def addresses(self) -> tuple[int, ...]:
         """Of all constants and buffers; the same object until the next `bind`."""
         return self._addresses
@@ -96,12 +105,18 @@ class MethodCode:
         values: dict[int, torch.Tensor] = dict(enumerate(inputs))
         for index in range(len(self._containers)):
             self.run_segment(index, values)
-        return [values[number] for number in self.results]
+        return [values[number].to(self._device) for number in self.results]
 
     def run_segment(self, index: int, values: dict[int, torch.Tensor]) -> None:
-        """Run one segment on `values` by their numbers: adds what it gives, and drops what no later segment needs."""
+        """Run one segment on `values` by their numbers: adds what it gives, and drops what no later segment needs.
+
+        A value may be on the host or on the device, and stays there: what the segment takes from the other side is copied,
+        on the current stream, and the copy is complete when the segment begins.
+        """
         segment = self.record.segments[index]
         taken = [values[number] for number in segment.inputs]
+        if self._on_host:
+            taken = [tensor.to(self._devices[index]) for tensor in taken]
         values.update(zip(segment.outputs, run_container(self._containers[index], taken), strict=True))
         del taken
         for number in self._last_uses[index]:

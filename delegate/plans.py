@@ -1,9 +1,10 @@
 """What is captured for one shape of a method's inputs: a plan, which is pieces of the method's code over static buffers.
 
 A piece is a run of segments that one graph holds (*captured*), or one segment whose code is called each time (*called*),
-because the program says so or because it could not be recorded. Values that a captured piece takes lie in static buffers:
-the plan's inputs, the outputs of graphs, and what called pieces gave when the plan was made. So a called piece works on this
-call's values, and a graph writes to where the next piece reads.
+because the program says so or because it could not be recorded; or it is a run of segments on the host, called as well.
+Values that a captured piece takes lie in static buffers: the plan's inputs, the outputs of graphs, and what called pieces
+gave when the plan was made. So a called piece works on this call's values, and a graph writes to where the next piece reads.
+How values pass between the device and the host is in transfers.py.
 
 A plan belongs to the addresses that the code was bound to when it was recorded. When these have changed, it is recorded again
 and its graphs are updated in place; recording executes nothing.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -24,6 +25,7 @@ from .errors import first_line
 from .graph_recorders import Graph, GraphRecorder
 from .memory import MemoryWatch
 from .side_stream import Call
+from .transfers import Transfers
 
 # A plan whose addresses changed on more calls than this, one after the other, costs more than it saves.
 MOST_CHANGES = 4
@@ -45,11 +47,15 @@ class Code(Protocol):
         """Segments that must not be captured."""
 
     @property
+    def on_host(self) -> frozenset[int]:
+        """Those of `called` that run on the host, over values there."""
+
+    @property
     def addresses(self) -> tuple[int, ...]:
         """Of all constants and buffers that the code is bound to; the same object as long as nothing is bound anew."""
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run all segments."""
+        """Run all segments; outputs are on the device."""
 
     def run_segment(self, index: int, values: dict[int, torch.Tensor]) -> None:
         """Run one: takes its inputs out of `values`, adds its outputs, and drops what no later one needs."""
@@ -65,6 +71,12 @@ class Needs(Protocol):
     def outputs(self) -> tuple[int, ...]: ...
 
 
+def needed_on_device(code: Code) -> frozenset[int]:
+    """Numbers of the values that segments on the device take or the method returns."""
+    taken = [segment.inputs for index, segment in enumerate(code.segments) if index not in code.on_host]
+    return frozenset(code.results).union(*taken)
+
+
 @dataclass
 class PlanStats:
     """One plan, in numbers.
@@ -72,6 +84,7 @@ class PlanStats:
     Attributes:
         shapes: of the inputs, in the order of the code's arguments.
         pieces, captured, called: how many there are, of each kind.
+        on_host: how many of the called ones run on the host.
         called_because: segment -> why it could not be recorded.
         launches: calls of the method that this plan answered.
         updates: how often graphs were updated in place because addresses had changed, counted by graph.
@@ -90,6 +103,7 @@ class PlanStats:
     pieces: int = 0
     captured: int = 0
     called: int = 0
+    on_host: int = 0
     called_because: dict[int, str] = field(default_factory=dict)
     launches: int = 0
     updates: int = 0
@@ -122,13 +136,15 @@ class Refusal:
 
 @dataclass
 class _Piece:
-    """Segments `first` to `last`; `graph` is None where they are called: one, or all that are left if memory runs out."""
+    """Segments `first` to `last`; `graph` is None where they are called: one, on the host all that follow each other, or all
+    that are left if memory runs out."""
 
     first: int
     last: int
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     graph: Graph | None = None
+    on_host: bool = False
 
 
 class Plan:
@@ -137,10 +153,11 @@ class Plan:
     Args:
         code: the method's.
         recorder: makes the graphs.
-        inputs: static buffers of the inputs, filled.
+        inputs: static buffers of the inputs, filled; on the device those that are needed there, the others on the host.
         stats: where it counts.
         call: where called pieces run.
         watch: recognises a capture that failed for lack of memory.
+        device: the program's.
     """
 
     def __init__(
@@ -151,6 +168,7 @@ class Plan:
         stats: PlanStats,
         call: Call,
         watch: MemoryWatch,
+        device: torch.device,
     ) -> None:
         self._code = code
         self._recorder = recorder
@@ -166,6 +184,9 @@ class Plan:
         # Known when all pieces are made; until then what a called piece gives becomes the buffer.
         self._read_by_graphs: frozenset[int] = frozenset()
         self._at = 0
+        self._needed_on_device = needed_on_device(code)
+        self._hosted_inputs = {n: tensor for n, tensor in self._static.items() if n not in self._needed_on_device}
+        self._transfers = Transfers(device)
 
     @property
     def has_graphs(self) -> bool:
@@ -178,16 +199,24 @@ class Plan:
         once, however many attempts that takes: recording executes nothing. Where memory runs out, all that is left is called
         this once, `stats.given_up` says so, and the plan must be released.
         """
-        called = set(self._code.called)
+        called, on_host = set(self._code.called), self._code.on_host
         self.stats.called_because = {}
         at, count = 0, len(self._code.segments)
+        off_host = set(range(count)) - on_host
+        hosted = dict(self._hosted_inputs)
+
+        def end(stops: Set[int]) -> int:
+            return next((index for index in range(at, count) if index in stops), count)
+
         while at < count:
-            if at in called or self.stats.given_up:
-                piece = self._piece(at, count if self.stats.given_up else at + 1)
+            if at in on_host:
+                piece = self._piece(at, end(off_host))
+                self._run_on_host(piece, self._static, hosted)
+            elif at in called or self.stats.given_up:
+                piece = self._piece(at, end(on_host) if self.stats.given_up else at + 1)
                 self._run_called(piece, self._static)
             else:
-                end = next((index for index in range(at, count) if index in called), count)
-                recorded = self._record(at, end)
+                recorded = self._record(at, end(called))
                 if isinstance(recorded, Refusal):
                     why = dict.fromkeys(recorded.segments, recorded.reason)
                     self.stats.called_because = {**self.stats.called_because, **why}
@@ -212,8 +241,11 @@ class Plan:
     def run(self) -> list[torch.Tensor]:
         """One step over the static inputs. What a graph gives is overwritten by the next step."""
         values = dict(self._static)
+        hosted = dict(self._hosted_inputs)
         for piece in self._pieces:
-            if piece.graph is None:
+            if piece.on_host:
+                self._run_on_host(piece, values, hosted)
+            elif piece.graph is None:
                 self._run_called(piece, values)
             else:
                 piece.graph.launch()
@@ -268,7 +300,8 @@ class Plan:
             if piece.graph is not None:
                 piece.graph.release()
         self._pieces = []
-        self._static = {}
+        self._transfers.release()
+        self._static, self._hosted_inputs = {}, {}
         self.inputs = []
 
     def _piece(self, first: int, last: int) -> _Piece:
@@ -276,7 +309,8 @@ class Plan:
         made = {number for segment in segments[first:last] for number in segment.outputs}
         taken = {number for segment in segments[first:last] for number in segment.inputs} - made
         needed = {number for segment in segments[last:] for number in segment.inputs} | set(self._code.results)
-        return _Piece(first, last, tuple(sorted(taken)), tuple(sorted(made & needed)))
+        takes, gives = tuple(sorted(taken)), tuple(sorted(made & needed))
+        return _Piece(first, last, takes, gives, on_host=first in self._code.on_host)
 
     def _record(self, first: int, last: int) -> _Piece | Refusal:
         """The segments as a captured piece, not launched yet; or why not."""
@@ -327,11 +361,27 @@ class Plan:
             self._code.run_segment(index, values)
         return [values[number] for number in piece.gives]
 
+    def _run_on_host(self, piece: _Piece, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
+        """Call the segments on what is in `hosted`, or else on copies of what the device has in `values`.
+
+        What they give stays in `hosted` for later pieces on the host, and goes to `values` if the device needs it.
+        """
+        away = {number: values[number] for number in piece.takes if number not in hosted}
+        hosted.update(self._transfers.to_host(away))
+        mine = {number: hosted[number] for number in piece.takes}
+        for index in range(piece.first, piece.last):
+            self._code.run_segment(index, mine)
+        given = {number: mine[number] for number in piece.gives}
+        hosted.update(given)
+        back = {number: tensor for number, tensor in given.items() if number in self._needed_on_device}
+        values.update(self._transfers.to_device(back))
+
     def _count(self) -> None:
         graphs = [piece.graph for piece in self._pieces if piece.graph is not None]
         self.stats.pieces = len(self._pieces)
         self.stats.captured = len(graphs)
         self.stats.called = len(self._pieces) - len(graphs)
+        self.stats.on_host = sum(piece.on_host for piece in self._pieces)
         nodes = [graph.nodes for graph in graphs]
         self.stats.graph_note = next((one.note for one in nodes if one.note), None)
         if nodes and all(one.by_type is not None for one in nodes):

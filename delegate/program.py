@@ -110,7 +110,7 @@ class Method(_Owner):
         """The buffers that the plan of the last call reads, in the order of `execute`; empty where there is none.
 
         Filling them and passing them to `execute` saves its copies. They are on the device, so their values are not checked
-        there, and they stay as they are from call to call.
+        there, except those that code on the host alone takes; and they stay as they are from call to call.
         """
         static = self._state_machine.static_inputs
         return tuple(static[self._input_order.index(place)] for place in range(len(static)))

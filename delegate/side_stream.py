@@ -33,11 +33,16 @@ def run_on_stream(stream: torch.cuda.Stream, run: Run, inputs: Sequence[torch.Te
     current = torch.cuda.current_stream(stream.device)
     with side_lock:
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            outputs = run(inputs)
-        current.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                outputs = run(inputs)
+        finally:
+            # What comes next may be a reset of the state that a step wrote before it failed.
+            current.wait_stream(stream)
     for tensor in inputs:
-        tensor.record_stream(stream)
+        # Those that code on the host takes are there.
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
     for tensor in outputs:
         tensor.record_stream(current)
     return outputs

@@ -25,7 +25,7 @@ from .errors import InputError
 from .graph_recorders import GraphRecorder
 from .memory import MemoryWatch
 from .method_code import ALIGNMENT
-from .plans import MOST_CHANGES, Code, Plan, PlanStats
+from .plans import MOST_CHANGES, Code, Plan, PlanStats, needed_on_device
 from .side_stream import Call, run_here
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class StateMachine:
     Args:
         code: the method's.
         recorder: makes the graphs; None to stay in `disabled`.
-        device: where static buffers are made.
+        device: the program's, where static buffers are made but for inputs that code on the host alone takes.
         input_names: for messages.
         warmup_steps: calls before the capture, 1 or more.
         most_plans: plans that are kept, 1 or more; the one that was not used for longest goes first. As many shapes without a
@@ -114,6 +114,8 @@ class StateMachine:
         self._watch = watch or MemoryWatch(device)
         self._recorder = recorder
         self._device = device
+        needed = needed_on_device(code)
+        self._input_devices = [device if n in needed else torch.device("cpu") for n in range(len(input_names))]
         self._input_names = input_names
         self._warmup_steps = warmup_steps
         self._most_plans = most_plans
@@ -157,7 +159,7 @@ class StateMachine:
         if state.phase is Phase.REPLAY:
             return self._replay(state, inputs)
         if state.phase is Phase.CAPTURE:
-            return self._capture(state, [self._static(tensor) for tensor in inputs])
+            return self._capture(state, list(map(_static, inputs, self._input_devices)))
         if state.phase is Phase.WARMUP:
             return self._warm_up(self._recorder, state, inputs)
         return self._run_disabled(inputs)
@@ -187,14 +189,14 @@ class StateMachine:
             self._stats.dropped += with_plan
 
     def _run_disabled(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        outputs = self._call(self._code.run, [_as_compiled_for(tensor.to(self._device)) for tensor in inputs])
+        outputs = self._call(self._code.run, list(map(_as_compiled_for, inputs, self._input_devices)))
         self._stats.runs += 1
         return outputs
 
     def _warm_up(
         self, recorder: GraphRecorder, state: _ShapeState, inputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        outputs = recorder.warmup(self._code.run, [_as_compiled_for(tensor.to(self._device)) for tensor in inputs])
+        outputs = recorder.warmup(self._code.run, list(map(_as_compiled_for, inputs, self._input_devices)))
         self._stats.warmups += 1
         state.warmups += 1
         if state.warmups >= self._warmup_steps:
@@ -204,7 +206,7 @@ class StateMachine:
     def _capture(self, state: _ShapeState, static: list[torch.Tensor]) -> list[torch.Tensor]:
         assert self._recorder is not None
         stats = state.stats or PlanStats([list(tensor.shape) for tensor in static])
-        plan = Plan(self._code, self._recorder, static, stats, self._call, self._watch)
+        plan = Plan(self._code, self._recorder, static, stats, self._call, self._watch, self._device)
         try:
             outputs = plan.capture()
         except BaseException:
@@ -244,14 +246,15 @@ class StateMachine:
                 raise InputError(
                     f"input {name!r} does not fit the captured graph: expected {static.dtype}, got {tensor.dtype}"
                 )
-            if not tensor.is_cpu and tensor.device != static.device:
+            if not tensor.is_cpu and tensor.device != self._device:
                 raise InputError(
-                    f"input {name!r} is on {tensor.device}, the captured graph reads {static.device}: "
-                    f"pass a tensor on {static.device} or on the host"
+                    f"input {name!r} is on {tensor.device}, the captured graph reads {self._device}: "
+                    f"pass a tensor on {self._device} or on the host"
                 )
             copies.append((static, tensor))
         for static, tensor in copies:
-            static.copy_(tensor, non_blocking=True)
+            # Code on the host reads its inputs at once.
+            static.copy_(tensor, non_blocking=not static.is_cpu)
         if not plan.is_current():
             if not plan.may_change():
                 reason = f"constants or buffers were bound anew on more than {MOST_CHANGES} calls in a row"
@@ -281,17 +284,20 @@ class StateMachine:
         state.phase, state.stats = Phase.DISABLED, stats
         stats.given_up = self._stats.fallback_reason = reason
 
-    def _static(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device).copy_(tensor)
-
     def _free(self, state: _ShapeState) -> None:
         if state.plan is not None:
             state.plan.release()
         state.plan = None
 
 
-def _as_compiled_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Compiled code assumes that its inputs are contiguous and aligned, and does not check: a slice may be neither."""
+def _static(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor)
+
+
+def _as_compiled_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On its device. Compiled code assumes that its inputs are contiguous and aligned, and does not check: a slice may be
+    neither."""
+    tensor = tensor.to(device)
     if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

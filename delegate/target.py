@@ -39,7 +39,8 @@ class Target:
     """Device and machine that compiled code needs.
 
     `arch`: for CUDA the GPU architecture (`sm_90`), for CPU the machine (`x86_64`). `isa`: instruction set extensions of
-    the CPU that built the code (Linux names). `torch`: the release whose C ABI the code uses (`2.13`).
+    the CPU that built the code (Linux names), which CUDA programs need as well: for what launches their kernels, and for
+    segments on the host. `torch`: the release whose C ABI the code uses (`2.13`).
     """
 
     device: str

@@ -65,7 +65,7 @@ def export_program(
         methods: name -> (module, example inputs, dynamic shapes as in `torch.export.export`, None if all are static), or
             a `Chain` of modules. Modules and inputs are on the CPU. Inputs and outputs are tensors.
         output: the folder to write; it appears whole, or not at all.
-        device: "cpu" or "cuda".
+        device: "cpu" or "cuda"; a `Link` may be on the CPU in either.
         metadata: constant methods of the program: name -> int, float, bool, str, or a list of one of them.
         value_ranges: input name -> (lowest, highest) value; checked at run time for inputs on the host.
         output_names: names for the outputs of methods that are not chains; `output_0`, ... by default.

@@ -50,6 +50,7 @@ def describe(path: str) -> dict[str, Any]:
             "constants": len(set(record.constants.values())),
             "mutable_buffers": len(set(record.buffers.values())),
             "segments": len(record.segments),
+            "on_host": sum(segment.on_host for segment in record.segments),
             "code_bytes": sum(
                 len(parsed.named_data.get(key, b"")) for key in {segment.code_key for segment in record.segments}
             ),
@@ -110,11 +111,12 @@ def _files(sizes: dict[str, int]) -> str:
 
 def _methods(methods: dict[str, Any]) -> str:
     columns: dict[str, Side] = {"method": "left"}
-    columns |= dict.fromkeys(("segments", "code", "constants", "mutable buffers"), "right")
+    columns |= dict.fromkeys(("segments", "on the host", "code", "constants", "mutable buffers"), "right")
     rows = [
         (
             name,
             str(method["segments"]),
+            str(method["on_host"]),
             size_text(method["code_bytes"]),
             str(method["constants"]),
             str(method["mutable_buffers"]),

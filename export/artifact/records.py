@@ -40,12 +40,14 @@ class Constants:
         kinds: key -> what a mutable buffer holds, where somebody says so.
         tensors: key -> the tensor, on the CPU; perhaps only its shape counts.
         mutable: keys of the buffers that any method writes.
+        devices: key -> devices of the links that hold the tensor.
         used: keys whose values the artifact must hold, filled as records are made.
     """
 
     kinds: Mapping[str, StateKind] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     mutable: set[str] = field(default_factory=set)
+    devices: dict[str, set[str | None]] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     _names: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _keys: dict[tuple[Any, ...], str] = field(default_factory=dict)
@@ -56,7 +58,11 @@ class Constants:
             self._names.setdefault(_identity(tensor), name)
 
     def add(self, method: TracedMethod) -> None:
-        """Give each of the method's tensors its key. One that is known, from wherever, keeps the key that it has."""
+        """Give each of the method's tensors its key. One that is known, from wherever, keeps the key that it has.
+
+        Raises:
+            ExportError: a mutable buffer that links on both devices hold.
+        """
         for traced in method.links:
             for name, tensor in traced.tensors.items():
                 identity = _identity(tensor)
@@ -66,8 +72,15 @@ class Constants:
                     key = key if key not in self.tensors else f"{method.name}.{key}"
                     self._keys[identity] = key
                     self.tensors[key] = tensor.detach()
+                self.devices.setdefault(key, set()).add(traced.link.device)
                 if name in traced.graph.written:
                     self.mutable.add(key)
+        for key in sorted(self.mutable):
+            if len(self.devices[key]) > 1:
+                raise ExportError(
+                    f"method {method.name!r}: the mutable buffer {key!r} is in links on the host and in others that are not: "
+                    "a buffer has one place. Put all of these links on one device, or hand its value on from one to the next"
+                )
 
     def key(self, tensor: Tensor) -> str:
         return self._keys[_identity(tensor)]
@@ -130,9 +143,19 @@ def make_method(
         if code.kernels is not None:
             kernels_key, kernels_digest = KERNELS_KEY_PREFIX + code.kernels.name, kernel_digests[code.kernels]
             named_data[kernels_key] = kernels[code.kernels]
-        capture = traced.link.capture
         segments.append(
-            Segment(code_key, digest, extern_key, prefix, taken, given, kernels_key, kernels_digest, capture)
+            Segment(
+                code_key=code_key,
+                code_sha256=digest,
+                extern_key=extern_key,
+                prefix=prefix,
+                inputs=taken,
+                outputs=given,
+                kernels_key=kernels_key,
+                kernels_sha256=kernels_digest,
+                capture=traced.link.capture,
+                device=traced.link.device or "",
+            )
         )
     constants.used |= set(bound.values())
     specs = {key: constants.buffer_spec(key) for key in sorted(set(buffers.values()))}

@@ -36,10 +36,10 @@ class _Job:
 
 
 class Libraries:
-    """Compiles graphs for a device: `generate`, then `codes`. Leaving it ends all compilers, and nothing of theirs stays.
+    """Compiles graphs: `generate`, then `codes`. Leaving it ends all compilers, and nothing of theirs stays.
 
     Args:
-        device: "cpu" or "cuda".
+        device: "cpu" or "cuda"; graphs that have a device of their own are compiled for that one.
         progress: has a line for each graph, in the order of the graphs: the seconds in which its code was generated and
             compiled. Several graphs are compiled at a time, so that these add up to more than they took.
     """
@@ -101,11 +101,14 @@ class Libraries:
     def _unfinished(self) -> list[_Job]:
         return self._jobs[len(self._codes) :]
 
+    def _device_of(self, graph: TracedGraph) -> str:
+        return graph.device or self._device
+
     def _begin(self, graph: TracedGraph, native: NativeLibrary | None) -> _Job:
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         begin = time.perf_counter()
         with self._failure(graph, begin):
-            generated = generate_code(graph, self._device, folder, native.declarations if native else {})
+            generated = generate_code(graph, self._device_of(graph), folder, native.declarations if native else {})
         seconds = time.perf_counter() - begin
         interface = None if generated.interface is None else self._interface(generated.interface)
         kernels = self._kernels[native.name] if native else None
@@ -118,7 +121,7 @@ class Libraries:
             _, seconds = job.built.result()
             begin = time.perf_counter()
             kernels = job.kernels.result() if job.kernels else None
-            self._codes.append(read_code(job.generated, self._device, kernels))
+            self._codes.append(read_code(job.generated, self._device_of(job.graph), kernels))
         shutil.rmtree(job.generated.path.parent)
         self._progress.done(_stage(job.graph), job.seconds + seconds + time.perf_counter() - begin)
 

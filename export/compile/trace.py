@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from ostinato.delegate.artifact import HOST
 from ostinato.delegate.errors import ExportError, first_line
 
 from .torch_internals import size_example, size_expression
 from .written_buffers import written_buffers
 
 MethodSpec = tuple[nn.Module, tuple[Tensor, ...], Any]
-# What a link's code depends on (its module and method, and the form of what it takes) -> its graph.
+# What a link's code depends on (its module and method, its device, and the form of what it takes) -> its graph.
 Known = dict[tuple[Any, ...], "TracedGraph"]
 
 
@@ -30,11 +31,15 @@ class Link:
     Attributes:
         module: one of its methods takes values of the chain and returns a tensor or a tuple of tensors.
         outputs: names for what it returns.
-        kind: links of one kind differ in their tensors and in nothing else; they are traced and compiled once.
+        kind: links of one kind are on one device, and differ in their tensors and in nothing else; they are traced and
+            compiled once.
         prefix: goes before the names of the module's tensors in the artifact, such as `model.layers.3.`.
         method: which of the module's methods.
         inputs: names of the values that it takes; None: the names of the method's arguments.
         capture: False where its code must not be part of a CUDA graph, such as code that waits for the host: it is called.
+        device: "cpu" where it runs on the host, whatever the program's device is: it is compiled for the CPU, has its
+            constants and mutable buffers there, and is called. That holds in a program for the CPU too, so that it can be
+            tried without a GPU. None: it runs on the program's device.
     """
 
     module: nn.Module
@@ -44,6 +49,7 @@ class Link:
     method: str = "forward"
     inputs: tuple[str, ...] | None = None
     capture: bool = True
+    device: str | None = None
 
     @property
     def taken(self) -> tuple[str, ...]:
@@ -94,6 +100,7 @@ class TracedGraph:
         label: what it is called in messages and while it is compiled.
         program: the graph; compiling changes it.
         tensors: parameters, buffers and constants by the graph's names for them, as the module held them.
+        device: that of its links: "cpu" for the host, None for the program's.
         written: names of the buffers that it writes.
         symbols: torch's symbol -> the name that its dimension has for people.
         ranges: torch's symbol -> the sizes that its dimension may have.
@@ -102,6 +109,7 @@ class TracedGraph:
     label: str
     program: ExportedProgram
     tensors: dict[str, Tensor]
+    device: str | None
     written: frozenset[str]
     symbols: dict[str, str]
     ranges: dict[str, Any]
@@ -163,7 +171,7 @@ def trace_method(
 
     Raises:
         ExportError: torch.export cannot trace it (its own account is the cause), an input that is not a tensor or not used,
-            an output that is an input or constant as it came in, or links of one kind that are not alike.
+            an output that is an input or constant as it came in, an unknown device, or links of one kind that are not alike.
     """
     if isinstance(spec, Chain):
         return _trace_chain(name, spec, {} if known is None else known)
@@ -194,12 +202,12 @@ def _trace_chain(name: str, chain: Chain, known: Known) -> TracedMethod:
         forms = [(value.shape, value.dtype, dims) for value, dims in zip(example, shapes, strict=True)]
         if link.kind not in first:
             shapes_known = tuple((shape, dtype, tuple(dims.items())) for shape, dtype, dims in forms)
-            identity = (id(link.module), link.method, shapes_known)
+            identity = (id(link.module), link.method, link.device, shapes_known)
             if identity not in known:
                 where = f"method {name!r}, {link.kind}"
                 # Without a dynamic dimension, nothing: torch.export takes shapes of `*args` in a form of their own.
                 dynamic = shapes if any(shapes) else None
-                known[identity] = _trace(f"{name} {link.kind}", where, link.called, example, dynamic)
+                known[identity] = _trace(f"{name} {link.kind}", where, link.called, example, dynamic, link.device)
             first[link.kind], ends[link.kind] = TracedLink(link, known[identity], link.taken), forms
         alike = first[link.kind]
         if not _are_alike(alike.graph, alike.link, link) or forms != ends[link.kind]:
@@ -229,6 +237,10 @@ class _Values:
 
     def take(self, link: Link) -> tuple[tuple[Tensor, ...], tuple[dict[int, Any], ...]]:
         """Examples of the values that a link takes, and their dynamic dimensions."""
+        if link.device not in (None, HOST):
+            self._fail(
+                f"{link.kind} has the unknown device {link.device!r}: a link is on {HOST!r} or the program's, None"
+            )
         names = link.taken
         unknown = [name for name in names if name not in self._examples]
         if unknown:
@@ -282,7 +294,14 @@ class _Values:
         raise ExportError(f"method {self._method!r}: {what}")
 
 
-def _trace(label: str, where: str, module: nn.Module, example: tuple[Tensor, ...], dynamic_shapes: Any) -> TracedGraph:
+def _trace(
+    label: str,
+    where: str,
+    module: nn.Module,
+    example: tuple[Tensor, ...],
+    dynamic_shapes: Any,
+    device: str | None = None,
+) -> TracedGraph:
     others = sorted({type(value).__name__ for value in example if not isinstance(value, Tensor)})
     if others:
         raise ExportError(f"{where}: inputs must be tensors, got {', '.join(others)}")
@@ -300,6 +319,7 @@ def _trace(label: str, where: str, module: nn.Module, example: tuple[Tensor, ...
         label,
         program,
         {name: value for name, value in stored.items() if isinstance(value, Tensor)},
+        device,
         frozenset(written_buffers(where, program)),
         _symbol_names(program, dynamic_shapes),
         {str(symbol): bounds for symbol, bounds in program.range_constraints.items()},
@@ -341,7 +361,8 @@ def _symbol_names(program: ExportedProgram, dynamic_shapes: Any) -> dict[str, st
 
 
 def _are_alike(graph: TracedGraph, first: Link, other: Link) -> bool:
-    """The same method of one class, and tensors of the same shapes, the same of which are one tensor by several names."""
+    """The same method of one class, one device, and tensors of the same shapes, the same of which are one tensor by several
+    names."""
 
     def layout(module: nn.Module) -> dict[str, tuple[Any, ...]]:
         names: dict[int, str] = {}
@@ -350,7 +371,7 @@ def _are_alike(graph: TracedGraph, first: Link, other: Link) -> bool:
             name: (tensor.shape, tensor.dtype, names.setdefault(id(tensor), name)) for name, tensor in tensors.items()
         }
 
-    if type(first.module) is not type(other.module) or first.method != other.method:
+    if (type(first.module), first.method, first.device) != (type(other.module), other.method, other.device):
         return False
     return layout(first.module) == layout(other.module)
 

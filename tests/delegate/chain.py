@@ -1,11 +1,15 @@
-"""Three layers of one kind, each with weights and state of its own, as one method: what tests of chains and plans run."""
+"""Layers of one kind, each with weights and state of its own, as one method: what tests of chains and plans run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from ostinato.export import Chain
 
 WIDTH = 4
 # Longest first: a shorter call after it must not see what the longer one left.
@@ -56,8 +60,57 @@ class Stack(nn.Module):
         return x, seen
 
 
-def layers() -> list[Layer]:
-    return [Layer(index) for index in range(3)]
+def layers(count: int = 3) -> list[Layer]:
+    return [Layer(index) for index in range(count)]
+
+
+# Layers that are on the host in the methods of `mixed_chains`.
+ON_HOST = frozenset({0, 3, 4, 6})
+
+
+def mixed_chains() -> dict[str, Chain]:
+    """Methods that run partly on the host, over the same seven layers, whose first two have one weight.
+
+    `step` begins and ends on the host, and has two layers there in a row; values go from the host to the device, back, and
+    past a graph from one layer on the host to a later one. `inner` begins and ends on the device; its layer on the host takes
+    an input that the first one takes as well, and gives a result. `ahead` is on the host at first and takes nothing from the
+    device there. `host` is on the host alone.
+    """
+    from ostinato.export import Chain, Link
+
+    stack = layers(7)
+    stack[1].weight = stack[0].weight
+
+    def link(index: int, takes: str, gives: str) -> Link:
+        kind, device = ("layer on the host", "cpu") if index in ON_HOST else ("layer", None)
+        return Link(
+            stack[index], tuple(gives.split()), kind, f"layers.{index}.", inputs=tuple(takes.split()), device=device
+        )
+
+    step = [
+        link(0, "x seen", "early seen"),
+        link(1, "early seen", "x seen"),
+        link(2, "x seen", "x seen"),
+        link(3, "x seen", "middle seen"),
+        link(4, "early seen", "x seen"),
+        link(5, "middle seen", "late seen"),
+        link(6, "x seen", "x seen"),
+    ]
+    inner = [
+        link(1, "x seen", "y seen"),
+        link(0, "x seen", "z seen"),
+        link(2, "y seen", "y seen"),
+    ]
+    ahead = [link(0, "x seen", "x seen"), link(1, "x seen", "x seen"), link(2, "x seen", "x seen")]
+    host = [link(0, "x seen", "x seen"), link(3, "x seen", "x seen")]
+    inputs = {"x": torch.randn(5, WIDTH), "seen": torch.zeros(1, dtype=torch.int64)}
+    lengths = {"x": {0: torch.export.Dim("T", min=2, max=8)}}
+    return {
+        "step": Chain(step, inputs, ("seen", "late", "x"), lengths),
+        "inner": Chain(inner, inputs, ("y", "z", "seen"), lengths),
+        "ahead": Chain(ahead, inputs, ("x", "seen"), lengths),
+        "host": Chain(host, inputs, ("x", "seen"), lengths),
+    }
 
 
 def step_inputs(index: int) -> tuple[Tensor, Tensor]:

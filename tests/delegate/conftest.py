@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from .chain import WIDTH, Layer, Stack, layers
+from .chain import WIDTH, Layer, Stack, layers, mixed_chains
 from .pair import Pair
 
 
@@ -38,6 +38,17 @@ def chain_artifact(exported: Callable[..., Path], device: torch.device) -> Path:
         export_program(methods, path, device=device.type, value_ranges={"seen": (0, 99)})
 
     return exported(f"chain-{device.type}", build, inspect.getsource(Layer) + inspect.getsource(build))
+
+
+@pytest.fixture(scope="module")
+def mixed_artifact(exported: Callable[..., Path], device: torch.device) -> Path:
+    """The methods of `mixed_chains`, which run partly on the host."""
+    from ostinato.export import export_program
+
+    def build(path: Path) -> None:
+        export_program(mixed_chains(), path, device=device.type)
+
+    return exported(f"mixed-{device.type}", build, inspect.getsource(Layer) + inspect.getsource(mixed_chains))
 
 
 @pytest.fixture

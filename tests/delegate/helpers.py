@@ -83,6 +83,7 @@ class FunctionCode:
     """A function as a method's code of one segment; it takes `taken` inputs and gives `given` outputs."""
 
     called: frozenset[int] = frozenset()
+    on_host: frozenset[int] = frozenset()
     addresses: tuple[int, ...] = ()
 
     def __init__(self, function: Callable[[Sequence[Tensor]], list[Tensor]], taken: int = 1, given: int = 1) -> None:

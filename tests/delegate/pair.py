@@ -1,4 +1,4 @@
-"""A chain's program twice, with and without graphs; and segments that cannot be recorded."""
+"""A chain's program twice, with and without graphs; and segments that cannot be recorded, or fail."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def inputs_of(length: int, seed: int) -> tuple[Tensor, Tensor]:
 class Pair:
     """The same program twice, one of them without graphs: each step is made by both, and all must be equal."""
 
-    def __init__(self, chain_artifact: Path, **options: bool | int | str) -> None:
-        self.program, self.plain_program = load_program(chain_artifact), load_program(chain_artifact)
-        self.method = self.program.load_method("step", {**GRAPH, **options})
-        self.plain = self.plain_program.load_method("step")
+    def __init__(self, artifact: Path, name: str = "step", /, **options: bool | int | str) -> None:
+        self.program, self.plain_program = load_program(artifact), load_program(artifact)
+        self.method = self.program.load_method(name, {**GRAPH, "enable_cuda_graph_for_method": name, **options})
+        self.plain = self.plain_program.load_method(name)
         self.steps = 0
 
     def step(self, length: int = 3) -> None:
@@ -45,6 +45,10 @@ class Pair:
         state, plain = self.program.mutable_buffers, self.plain_program.mutable_buffers
         assert all(torch.equal(state[key], plain[key]) for key in plain)
 
+    def reset(self) -> None:
+        self.program.reset()
+        self.plain_program.reset()
+
     def change_state(self) -> None:
         """Bind both to states of their own."""
         for program in (self.program, self.plain_program):
@@ -53,6 +57,20 @@ class Pair:
     def close(self) -> None:
         self.program.close()
         self.plain_program.close()
+
+
+@contextmanager
+def failing(segment: int) -> Iterator[None]:
+    """The segment raises when it runs."""
+    run = MethodCode.run_segment
+
+    def run_segment(self: MethodCode, index: int, values: dict[int, Tensor]) -> None:
+        if index == segment:
+            raise RuntimeError("no more threads")
+        run(self, index, values)
+
+    with mock.patch.object(MethodCode, "run_segment", run_segment):
+        yield
 
 
 @contextmanager

@@ -260,6 +260,16 @@ def test_compiled_elsewhere(target: Target, message: str) -> None:
         check_target(target)
 
 
+def test_a_program_for_a_gpu_needs_its_cpu_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments on the host are code for the CPU."""
+    monkeypatch.setattr(target_module.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(target_module.torch.cuda, "get_device_capability", lambda: (9, 0))
+    target = host_target("cuda")
+    assert target.isa == HOST.isa
+    with pytest.raises(TargetError, match="instruction set that this one lacks: avx9000"):
+        check_target(replace(target, isa=(*target.isa, "avx9000")))
+
+
 def test_an_older_cpu_can_be_compiled_for() -> None:
     check_target(replace(HOST, isa=HOST.isa[:3]))
 

@@ -173,7 +173,7 @@ RECORD = MethodRecord(
     segments=(
         Segment("ostinato.code.ab", "ab", "", "0/", (0,), (2, 3)),
         Segment("ostinato.code.cd", "cd", "ostinato.extern.cd", "1/", (3, 1), (4,)),
-        Segment("ostinato.code.cd", "cd", "ostinato.extern.cd", "10/", (4, 2), (5,)),
+        Segment("ostinato.code.cd", "cd", "ostinato.extern.cd", "10/", (4, 2), (5,), device="cpu"),
     ),
     results=(5,),
     constants={"1/weight": "layers.0.weight", "10/weight": "layers.1.weight"},
@@ -186,6 +186,8 @@ def test_record_round_trip() -> None:
     assert MethodRecord.from_bytes(RECORD.to_bytes()) == RECORD
     assert RECORD.buffer_specs["cache"].nbytes == 32 * 6 * 4
     assert RECORD.inputs[0].shape_text == "[1, T=2..31]"
+    assert [segment.on_host for segment in RECORD.segments] == [False, False, True]
+    assert RECORD.host_names == {"10/weight"}
 
 
 @pytest.mark.parametrize("key", sorted(asdict(RECORD)))
@@ -225,6 +227,7 @@ def changed(path: Sequence[str | int], value: object) -> bytes:
         (("segments", 0, "prefix"), "", "a constant does not belong to one segment"),
         (("constants",), {"weight": "layers.0.weight"}, "a constant does not belong to one segment"),
         (("buffers",), {"0/cache": "other"}, "it lacks a buffer's shape"),
+        (("buffers",), {"0/cache": "cache", "10/cache": "cache"}, "a mutable buffer is on two devices"),
     ),
     ids=str,
 )
@@ -238,10 +241,16 @@ TEXTS = (("method",), *(("segments", 1, key) for key in ("code_key", "code_sha25
 TABLES = (("constants",), ("buffers",), ("segments", 0))
 NO_NUMBERS: tuple[object, ...] = (None, 3, "x", {}, {"a": 3}, [None], ["0"], [0.0], [[0]], [True])
 NO_TEXTS: tuple[object, ...] = (None, 3, 0.5, True, {}, [], ["x"])
+NO_DEVICES: tuple[object, ...] = (*NO_TEXTS, "cuda", "host")
 NO_TABLES: tuple[object, ...] = (None, 3, 0.5, "x", True, {"a": 3}, ["x"], [{}])
 WRONG = [
     (path, value)
-    for paths, values in ((NUMBERS, NO_NUMBERS), (TEXTS, NO_TEXTS), (TABLES, NO_TABLES))
+    for paths, values in (
+        (NUMBERS, NO_NUMBERS),
+        (TEXTS, NO_TEXTS),
+        ((("segments", 1, "device"),), NO_DEVICES),
+        (TABLES, NO_TABLES),
+    )
     for path in paths
     for value in values
 ]

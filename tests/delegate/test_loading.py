@@ -6,7 +6,9 @@ import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ostinato.delegate import ArtifactError, DeviceMemoryError, OptionError, Program, load_program
 from ostinato.delegate import loading as loading_module
 from ostinato.delegate import memory as memory_module
-from ostinato.delegate.artifact import BufferSpec, MethodRecord
+from ostinato.delegate.artifact import BufferSpec, MethodRecord, Segment
 from ostinato.delegate.constants import ConstantPool
 from ostinato.delegate.flatbuffer import map_file
 from ostinato.delegate.loading import PARALLEL_FROM, ConstantLoader
@@ -126,6 +128,53 @@ def test_tensors_equal_the_file(file: ConstantsFile, parallel_from: int, share: 
     assert torch.equal(binding.tensors["cache"], torch.zeros(4, 2))
     assert pool.stats.count == (len(constants) - 1 if share else 0)
     assert pool.stats.shared == 0
+
+
+@pytest.fixture
+def meta(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """In place of a GPU: tensors there have no data, and nothing is uploaded."""
+    monkeypatch.setattr(loading_module, "_Uploader", lambda *_: mock.Mock())
+    return torch.device("meta")
+
+
+def test_constants_are_loaded_where_they_are_used(file: ConstantsFile, parallel_from: int, meta: torch.device) -> None:
+    """Those of segments on the host stay on the file's map; the device gets the others."""
+    host = Segment("", "", "", "1/", (), (), device="cpu")
+    record = replace(
+        record_of({}),
+        segments=(replace(host, prefix="0/", device=""), host),
+        constants={"0/a": "flags", "0/b": "scalar", "1/a": "flags", "1/c": "channels"},
+        buffers={"0/cache": "cache", "1/state": STATE},
+    )
+    sizes: list[int] = []
+    pool = ConstantPool(file, meta, on_load=sizes.append, parallel_from=parallel_from)
+    total = pool.bytes_to_load([record])
+    binding = pool.bind(record)
+    assert {name: tensor.device.type for name, tensor in binding.tensors.items()} == {
+        name: "cpu" if name.startswith("1/") else "meta" for name in (*record.constants, *record.buffers)
+    }
+    for name, key in {"1/a": "flags", "1/c": "channels"}.items():
+        assert binding.tensors[name].data_ptr() == file.entries[key].tensor().data_ptr()
+    assert binding.tensors["1/state"].tolist() == [7.0] * 3
+    assert sum(sizes) == total and pool.bytes_to_load([record]) == 0
+    # One of them twice.
+    assert (pool.stats.count, pool.stats.shared) == (4, 0)
+    assert {key: tensor.device.type for key, tensor in pool.new_buffers().items()} == {"cache": "meta", STATE: "cpu"}
+    pool.release(binding)
+    assert pool.stats.count == 0
+
+
+def test_only_the_devices_own_must_have_room(
+    file: ConstantsFile, meta: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Segment("", "", "", "", (), (), device="cpu")
+    pool = ConstantPool(file, meta)
+    free_is(monkeypatch, 0)
+    pool.bind(replace(record_of(many_constants()), segments=(host,)))
+    with pytest.raises(DeviceMemoryError, match="needs 54 B on meta"):
+        pool.bind(
+            replace(record_of({"flags": torch.zeros(0), "scalar": torch.zeros(0)}, "other"), segments=(), buffers={})
+        )
 
 
 def test_several_threads_are_used_only_where_they_pay(file: ConstantsFile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -18,17 +17,20 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
+    precondition,
     rule,
     run_state_machine_as_test,
 )
 from torch import Tensor
 
 from ostinato.delegate import StepError, load_program
-from ostinato.delegate.method_code import MethodCode
 from ostinato.delegate.side_stream import Run
 
-from .chain import WIDTH
-from .pair import GRAPH, NOT_RECORDED, SEGMENTS, Pair, inputs_of, refusing
+from .chain import ON_HOST, WIDTH
+from .pair import GRAPH, NOT_RECORDED, SEGMENTS, Pair, failing, inputs_of, refusing
+
+# Of the methods that `test_random_sequences` runs; the others have fewer.
+MOST_SEGMENTS = 7
 
 
 def test_each_shape_has_a_plan(pair: Pair) -> None:
@@ -140,22 +142,14 @@ def test_a_called_segment_that_raises(chain_artifact: Path) -> None:
         pair = Pair(chain_artifact)
         for _ in range(4):
             pair.step()
-        run = MethodCode.run_segment
-
-        def raising(self: MethodCode, index: int, values: dict[int, Tensor]) -> None:
-            if index == 1:
-                raise RuntimeError("no more threads")
-            run(self, index, values)
-
         with (
-            mock.patch.object(MethodCode, "run_segment", raising),
+            failing(1),
             pytest.raises(
                 StepError, match=r"'step' failed with x \[3, 4\], seen \[1\]: RuntimeError: no more.*`Program.reset`"
             ),
         ):
             pair.method.execute(inputs_of(3, 1))
-        pair.program.reset()
-        pair.plain_program.reset()
+        pair.reset()
         pair.step()
         assert pair.method.stats.phase == "replay"
         pair.close()
@@ -195,6 +189,7 @@ class Plans(RuleBasedStateMachine):
 
     states = Bundle("states")
     artifact: Path
+    on_host: frozenset[int]
 
     @initialize(most=st.integers(1, 4), warmups=st.integers(1, 3))
     def load(self, most: int, warmups: int) -> None:
@@ -225,15 +220,22 @@ class Plans(RuleBasedStateMachine):
         self.pair.program.bind_state()
         self.pair.plain_program.bind_state()
 
-    @rule(segments=st.sets(st.integers(0, SEGMENTS - 1)))
+    @rule(segments=st.sets(st.integers(0, MOST_SEGMENTS - 1)))
     def refuse(self, segments: set[int]) -> None:
         self.refused.clear()
         self.refused.update(segments)
 
+    @precondition(lambda self: self.on_host)
+    @rule(length=st.integers(2, 8), which=st.integers(0, MOST_SEGMENTS - 1))
+    def fail_on_the_host(self, length: int, which: int) -> None:
+        segment = sorted(self.on_host)[which % len(self.on_host)]
+        with failing(segment), pytest.raises(StepError, match=r"no more threads.*`Program.reset`"):
+            self.pair.method.execute(inputs_of(length, 1))
+        self.pair.reset()
+
     @rule()
     def reset(self) -> None:
-        self.pair.program.reset()
-        self.pair.plain_program.reset()
+        self.pair.reset()
 
     @rule()
     def load_again(self) -> None:
@@ -250,7 +252,8 @@ class Plans(RuleBasedStateMachine):
         assert stats.runs + stats.warmups + stats.captures + stats.replays == self.calls
         assert sum(plan.given_up is None for plan in stats.plans) <= int(self.options["cuda_graph_max_plans"])
         for plan in stats.plans:
-            assert plan.pieces == plan.captured + plan.called and plan.called >= len(plan.called_because)
+            assert plan.pieces == plan.captured + plan.called
+            assert plan.called >= plan.on_host + len(plan.called_because)
 
     def teardown(self) -> None:
         if hasattr(self, "pair"):
@@ -258,10 +261,13 @@ class Plans(RuleBasedStateMachine):
             self.patches.__exit__(None, None, None)
 
 
-def test_random_sequences(chain_artifact: Path, device: torch.device) -> None:
+@pytest.mark.parametrize("on_host", [frozenset(), ON_HOST], ids=["on the device", "partly on the host"])
+def test_random_sequences(
+    chain_artifact: Path, mixed_artifact: Path, device: torch.device, on_host: frozenset[int]
+) -> None:
     if device.type == "cuda":
         pytest.skip("thousands of captures; the host makes the same plans")
-    machine = type("PlansOf", (Plans,), {"artifact": chain_artifact})
+    machine = type("PlansOf", (Plans,), {"artifact": mixed_artifact if on_host else chain_artifact, "on_host": on_host})
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -15,7 +15,7 @@ from ostinato.delegate import load_program
 from ostinato.delegate.errors import ExportError
 from ostinato.delegate.flatbuffer import map_file
 from ostinato.delegate.ptd import Entry, parse_constants
-from ostinato.export import ExportReport, Progress, export_program
+from ostinato.export import Chain, ExportReport, Link, Progress, export_program
 
 FLOATS = torch.arange(6, dtype=torch.float32).reshape(2, 3) / 7
 
@@ -280,6 +280,16 @@ def test_state_is_never_folded_into_the_code(tmp_path: Path) -> None:
     expected = (torch.tensor([3.0, 5.0]).sin(), torch.tensor([2.0, 4.0]), torch.tensor([204]), torch.tensor(17.0))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_state_of_two_devices_is_refused(tmp_path: Path) -> None:
+    """One method writes it on the host, another reads it on the program's device."""
+    counter, example = Counter(), torch.ones(2)
+    given = ("steps", "halves")
+    add = Chain([Link(counter, given, "counter", device="cpu")], {"x": example}, given, {})
+    with pytest.raises(ExportError, match=r"^method 'peek': the mutable buffer 'count' is in links on the host.*$"):
+        export_program({"add": add, "peek": (Peek(counter), (example,), None)}, tmp_path / "artifact")
+    assert not list(tmp_path.iterdir())
 
 
 class Solve(nn.Module):

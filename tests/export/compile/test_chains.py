@@ -49,8 +49,38 @@ class Attribute(nn.Module):
         return x + self.shift
 
 
-def link(module: nn.Module, kind: str = "", outputs: tuple[str, ...] = ("x",), prefix: str = "") -> Link:
-    return Link(module, outputs, kind or type(module).__name__, prefix)
+class Summed(nn.Module):
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total.add_(x.sum(0))
+        return x + self.total
+
+
+class Shown(nn.Module):
+    """Reads a buffer that is another module's."""
+
+    def __init__(self, total: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("seen", total)
+        self.seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.seen
+
+
+def link(
+    module: nn.Module,
+    kind: str = "",
+    outputs: tuple[str, ...] = ("x",),
+    prefix: str = "",
+    device: str | None = None,
+) -> Link:
+    return Link(module, outputs, kind or type(module).__name__, prefix, device=device)
 
 
 def traced(
@@ -74,6 +104,16 @@ def traced(
         ([link(Scale(1)), link(Wider()), link(Scale(1))], ("x",), "are of one kind, 'Scale', but not alike"),
         ([link(Scale(), "layer"), link(Turned(), "layer")], ("x",), "are of one kind, 'layer', but not alike"),
         ([link(Attribute(4)), link(Attribute(1))], ("x",), "are of one kind, 'Attribute', but not alike"),
+        (
+            [link(Scale(), prefix="a."), link(Scale(), prefix="b.", device="cpu")],
+            ("x",),
+            "b. and a. are of one kind, 'Scale', but not alike",
+        ),
+        (
+            [link(Scale(), device="cuda")],
+            ("x",),
+            "method 'step': Scale has the unknown device 'cuda': a link is on 'cpu' or the program's, None",
+        ),
         (
             [link(Turned()), link(Scale(3))],
             ("x",),
@@ -109,3 +149,25 @@ def test_links_of_a_kind_share_a_graph_and_nothing_else() -> None:
         "2.shift",
     }
     assert constants.tensors["2.shift"].data_ptr() == modules[2].shift.data_ptr()  # type: ignore[union-attr,operator]
+
+
+def test_a_module_on_both_devices_has_a_graph_for_each() -> None:
+    """Its constants are stored once."""
+    scale = Scale()
+    method = traced([link(scale), link(scale, "on the host", device="cpu")])
+    assert [one.graph.device for one in method.links] == [None, "cpu"]
+    constants = Constants()
+    constants.add(method)
+    assert constants.tensors.keys() == {"weight"}
+
+
+@pytest.mark.parametrize("one_method", [True, False])
+@pytest.mark.parametrize("devices", [("cpu", None), (None, "cpu")], ids=str)
+def test_a_mutable_buffer_has_one_place(devices: tuple[str | None, str | None], one_method: bool) -> None:
+    """One side writes it and the other only reads it; in one method or in two."""
+    summed = Summed()
+    links = [link(summed, device=devices[0]), link(Shown(summed.total), device=devices[1])]
+    constants = Constants()
+    with pytest.raises(ExportError, match=r"'step': the mutable buffer '(total|seen)' is in links on the host and"):
+        for chain in [links] if one_method else [links[1:], links[:1]]:
+            constants.add(traced(chain))

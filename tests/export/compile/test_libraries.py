@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export import Progress
+from ostinato.export.compile import libraries as libraries_module
 from ostinato.export.compile import torch_internals
 from ostinato.export.compile.compilers import CompilerError, Compilers, CompilersStopped
 from ostinato.export.compile.libraries import Libraries
@@ -75,6 +76,21 @@ def test_codes_are_in_the_order_of_the_graphs(monkeypatch: pytest.MonkeyPatch, t
     assert list(progress.seconds) == ["compile first_weight", "compile second", "compile third"]
     assert progress.seconds["compile first_weight"] > 3
     assert list(temporary.glob("ostinato-*")) == []
+
+
+def test_a_graph_is_compiled_for_its_own_device(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
+    devices: list[str] = []
+
+    def refuse(graph: TracedGraph, device: str, *_: object) -> None:
+        devices.append(device)
+        raise ExportError("enough")
+
+    monkeypatch.setattr(libraries_module, "generate_code", refuse)
+    (graph,) = graphs("weight")
+    for one in (graph, replace(graph, device="cpu")):
+        with pytest.raises(ExportError), Libraries("cuda", Progress()) as compiling:
+            compiling.generate([one])
+    assert devices == ["cuda", "cpu"]
 
 
 def test_the_interface_is_kept_for_the_next_export(
