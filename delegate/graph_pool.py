@@ -20,7 +20,7 @@ import torch
 from .errors import first_line
 from .graph_nodes import GraphNodes
 from .side_stream import side_lock
-from .torch_internals import PoolHandle, end_allocation_to_pool, release_pool
+from .torch_internals import PoolHandle, current_stream_handle, end_allocation_to_pool, release_pool
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ class GraphPool:
         # What the anchor clears. An empty graph would be warned of.
         self._number: torch.Tensor | None = None
         self._last_stream: torch.cuda.Stream | None = None
+        self._last_handle = -1
 
     @property
     def nbytes(self) -> int:
@@ -122,11 +123,11 @@ class GraphPool:
 
     def before_launch(self) -> None:
         """Have the launch that follows wait for the one before it, where the caller has changed to another stream."""
-        if self._is_shared:
+        if self._is_shared and (handle := current_stream_handle(self.stream.device)) != self._last_handle:
             stream = torch.cuda.current_stream(self.stream.device)
-            if self._last_stream is not None and stream != self._last_stream:
+            if self._last_stream is not None:
                 stream.wait_stream(self._last_stream)
-            self._last_stream = stream
+            self._last_stream, self._last_handle = stream, handle
 
     def close(self) -> None:
         """Let the memory go; to be called when all graphs are freed."""

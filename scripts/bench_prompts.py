@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prompts of several lengths on a GPU: with a CUDA graph for their bucket, and without graphs.
 
-    python scripts/bench_prompts.py ARTIFACT [--lengths 16,17,...] [-r 20] [--json FILE] [--skip-goals]
+    python scripts/bench_prompts.py ARTIFACT [--lengths 16,17,...] [--buckets 16,...] [-r 20] [--json FILE] [--skip-goals]
 
 Wall: medians of `prefill` between two synchronisations. Host: until `prefill` comes back, while the GPU works. Kernels: the
 sum of what a profiler says that they take, of one prompt without a graph and of one with. Then what `Engine.warm_up` took.
@@ -29,7 +29,7 @@ from ostinato.runner.buckets import bucket_of
 from ostinato.runner.tables import Side, table
 
 # At both ends of each bucket, and past the last.
-LENGTHS = (16, 17, 24, 32, 33, 64, 65, 100, 128, 129, 192, 256, 257, 384, 512, 700)
+LENGTHS = (16, 17, 32, 33, 64, 65, 100, 128, 129, 192, 193, 256, 257, 300, 384, 385, 512, 700)
 # Medians of the same work differ by this much from one to the next.
 NOISE = 0.015
 MOST_HOST_US, MOST_OVER_KERNELS, MOST_BYTES, MOST_SECONDS = 100, 0.03, 300e6, 2
@@ -80,6 +80,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--lengths", type=lambda text: [int(word) for word in text.split(",")], default=LENGTHS)
+    parser.add_argument("--buckets", type=lambda text: [int(word) for word in text.split(",")], metavar="N,N")
     parser.add_argument("-r", "--repetitions", type=int, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--skip-goals", action="store_true")
@@ -87,7 +88,7 @@ def main() -> int:
     lengths, repetitions = arguments.lengths, arguments.repetitions
     with Engine.load(arguments.artifact) as engine:
         plain = [times(engine, length, repetitions) for length in lengths]
-    with Engine.load(arguments.artifact, cuda_graph=True) as engine:
+    with Engine.load(arguments.artifact, cuda_graph=True, prefill_buckets=arguments.buckets) as engine:
         done = engine.warm_up()
         buckets = [bucket_of(engine.model.prefill_buckets, length) for length in lengths]
         graph = [times(engine, length, repetitions) for length in lengths]

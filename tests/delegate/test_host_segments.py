@@ -94,7 +94,8 @@ def test_steps_equal_eager(mixed_artifact: Path, graphs: bool) -> None:
                 for link in eager[name].links:
                     link.run(values)
                 expected = tuple(values[output] for output in eager[name].outputs)
-                torch.testing.assert_close(method.execute(inputs), expected)
+                # The GPU adds up in another order.
+                torch.testing.assert_close(method.execute(inputs), expected, rtol=1e-4, atol=1e-4)
         for link in eager["step"].links:
             for name, tensor in link.module.named_buffers():
                 if name != "bias":

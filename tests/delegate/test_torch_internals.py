@@ -21,6 +21,7 @@ from ostinato.delegate.files import artifact_paths, open_artifact
 from ostinato.delegate.torch_internals import (
     PoolHandle,
     bind_constants,
+    current_stream_handle,
     end_allocation_to_pool,
     free_pinned_memory,
     load_container,
@@ -135,6 +136,15 @@ def test_free_pinned_memory() -> None:
     assert torch.cuda.host_memory_stats()["allocated_bytes.current"] > before
     free_pinned_memory()
     assert torch.cuda.host_memory_stats()["allocated_bytes.current"] <= before
+
+
+@pytest.mark.gpu
+def test_current_stream_handle() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        assert current_stream_handle(device) == stream.cuda_stream
+    assert current_stream_handle(device) == torch.cuda.current_stream(device).cuda_stream != stream.cuda_stream
 
 
 @pytest.fixture
