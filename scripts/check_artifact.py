@@ -7,7 +7,8 @@ Loads it (timed, to the first token), then checks that
   - no logit is NaN or infinite,
   - `--cuda_graph` gives the same bits as no graph, for STEPS steps after a prefill,
   - prefill of PROMPT tokens leaves the model where PROMPT single steps leave it: logits within TOLERANCE (norm of the
-    difference over the norm), there and for 16 steps after it.
+    difference over the norm), there and for 16 steps after it,
+  - prefill of PROMPT tokens with padding behind them leaves it there too, where the program says that it takes padding.
 
 Exit status: 0 all held, 1 something did not, 2 an error.
 """
@@ -24,8 +25,9 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import Method, OstinatoError, Program, load_program
-from ostinato.delegate.artifact import META_VOCAB_SIZE
+from ostinato.delegate.artifact import META_PADDED_PREFILL, META_VOCAB_SIZE
 from ostinato.delegate.memory import size_text
+from ostinato.runner.buckets import padded_inputs
 from ostinato.runner.device import device_memory, device_name
 from ostinato.runner.tables import table
 
@@ -65,6 +67,8 @@ def main() -> int:
             check_replay(program, prefill, plain, replayed, tokens, arguments.prompt, arguments.steps),
             check_prefill(prefill, plain, tokens, arguments.prompt, arguments.tolerance),
         ]
+        if program.metadata.get(META_PADDED_PREFILL):
+            findings.append(check_padding(prefill, plain, tokens, arguments.prompt, arguments.tolerance))
     rows = [(one.what, "yes" if one.held else "NO", one.detail) for one in findings]
     print(f"\n{table(dict.fromkeys(('check', 'held', 'detail'), 'left'), rows)}")
     return 0 if all(one.held for one in findings) else 1
@@ -75,10 +79,9 @@ def draw_tokens(program: Program, count: int) -> list[int]:
     return torch.randint(int(program.metadata[META_VOCAB_SIZE]), (count,), generator=generator).tolist()
 
 
-def run(method: Method, tokens: list[int], position: int) -> Tensor:
-    """Logits [vocab] after `tokens`, a copy on the device."""
-    inputs = (torch.tensor([tokens]), torch.arange(position, position + len(tokens)))
-    return method.execute(inputs)[0][0].clone()
+def run(method: Method, tokens: list[int], position: int, padding: int = 0) -> Tensor:
+    """Logits [vocab] after `tokens` with so many rows behind them, a copy on the device."""
+    return method.execute(padded_inputs(tokens, position, len(tokens) + padding))[0][0].clone()
 
 
 def walk(method: Method, tokens: list[int], position: int) -> Tensor:
@@ -141,12 +144,24 @@ def check_prefill(prefill: Method, decode: Method, tokens: list[int], prompt: in
     whole = torch.cat([run(prefill, tokens[:prompt], 0)[None], walk(decode, after, prompt)])
     single = walk(decode, tokens[:prompt], 0)[-1:]
     single = torch.cat([single, walk(decode, after, prompt)])
-    errors = (whole - single).norm(dim=1) / single.norm(dim=1)
-    return Finding(
-        f"prefill of {prompt} is {prompt} single steps",
-        bool((errors <= tolerance).all()),
-        f"relative error {errors[0]:.4f}, at most {errors.max():.4f} in the 16 steps after it (tolerance {tolerance})",
+    return compared(f"prefill of {prompt} is {prompt} single steps", whole, single, tolerance)
+
+
+def check_padding(prefill: Method, decode: Method, tokens: list[int], prompt: int, tolerance: float) -> Finding:
+    after = tokens[prompt : prompt + 16]
+    rows = min(prompt + prompt // 2, prefill.inputs[0].shape[1].max)
+    padded = torch.cat([run(prefill, tokens[:prompt], 0, rows - prompt)[None], walk(decode, after, prompt)])
+    alone = torch.cat([run(prefill, tokens[:prompt], 0)[None], walk(decode, after, prompt)])
+    return compared(f"prefill of {prompt} padded to {rows} is prefill of {prompt}", padded, alone, tolerance)
+
+
+def compared(what: str, found: Tensor, expected: Tensor, tolerance: float) -> Finding:
+    """Logits of a prompt, and of the steps after it, row by row."""
+    errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    detail = (
+        f"relative error {errors[0]:.4f}, at most {errors.max():.4f} in the 16 steps after it (tolerance {tolerance})"
     )
+    return Finding(what, bool((errors <= tolerance).all()), detail)
 
 
 if __name__ == "__main__":
