@@ -59,7 +59,7 @@ META_MUTABLE_BUFFERS = "get_mutable_buffer_metadata"
 META_MODEL_TYPE = "get_model_type"
 META_DTYPE = "get_activation_dtype"
 META_QUANTIZATION = "get_quantization"
-# Whether rows of `prefill` behind the last token, at its position, change nothing.
+# Whether `prefill` takes rows of padding after the last token, at its position, which change nothing.
 META_PADDED_PREFILL = "enable_padded_prefill"
 # Bytes that a decode step must read or write at least once: weights that one token uses, and state of fixed size.
 META_DECODE_BYTES = "get_decode_bytes"

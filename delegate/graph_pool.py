@@ -2,8 +2,8 @@
 
 torch's allocator gives the memory of a capture out of a pool: what is freed on the way, the graph's temporaries, can be given
 out again, and what outlives the capture, its outputs, cannot. All graphs of a program are captured into one pool, so they lie
-on each other's temporaries. That is safe because they never run at the same time: a program has a lock, and `before_launch`
-orders launches on different streams. A buffer between two graphs is an output that the plan refers to; what a called piece
+on each other's temporaries. That is safe because they never run at the same time: a program has a lock, and `begin_step`
+orders steps on different streams. A buffer between two graphs is an output that the plan refers to; what a called piece
 gives comes from outside the pool.
 """
 
@@ -121,9 +121,10 @@ class GraphPool:
             capture.keep()
         return capture
 
-    def before_launch(self) -> None:
-        """Have the launch that follows wait for the one before it, where the caller has changed to another stream."""
-        if self._is_shared and (handle := current_stream_handle(self.stream.device)) != self._last_handle:
+    def begin_step(self) -> None:
+        """Have what is queued from now on wait for the step before, where the caller has changed to another stream."""
+        handle = current_stream_handle(self.stream.device)
+        if handle != self._last_handle:
             stream = torch.cuda.current_stream(self.stream.device)
             if self._last_stream is not None:
                 stream.wait_stream(self._last_stream)

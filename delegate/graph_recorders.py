@@ -53,6 +53,9 @@ class GraphRecorder(Protocol):
     def warmup(self, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run once where the capture will be made."""
 
+    def begin_step(self) -> None:
+        """To be called before anything of a step is queued that uses static buffers."""
+
     def record(self, work: Work) -> Graph:
         """Record without executing; raises what made the capture fail."""
 
@@ -75,6 +78,9 @@ class CudaGraphRecorder:
 
     def warmup(self, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return run_on_stream(self.pool.stream, run, inputs)
+
+    def begin_step(self) -> None:
+        self.pool.begin_step()
 
     def record(self, work: Work) -> Graph:
         return _CudaGraph(self, work)
@@ -135,7 +141,6 @@ class _CudaGraph:
 
     def launch(self) -> list[torch.Tensor]:
         assert self._executable is not None and self._last is not None
-        self._recorder.pool.before_launch()
         self._executable.graph.replay()
         self._last.launched()
         return self.outputs
@@ -180,6 +185,9 @@ class HostGraphRecorder:
 
     def warmup(self, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return run(inputs)
+
+    def begin_step(self) -> None:
+        pass
 
     def record(self, work: Work) -> Graph:
         return _HostGraph(work)

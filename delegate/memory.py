@@ -42,12 +42,17 @@ class MemoryWatch:
 
     torch's own error is easy to recognise. Compiled code turns every error into a RuntimeError that says only "API call
     failed" (torch 2.11 and 2.13); for those, torch's count of failed allocations decides. So a program has one watch, which
-    is shown every error that may be of that kind, also one that goes no further: a failure counts for one error.
+    is shown every error that may be of that kind, also one that goes no further: a failure counts for one error. The count is
+    of the whole process: what tries something that may fail for other reasons too calls `begin` first.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._failures = allocation_failures(device)
+
+    def begin(self) -> None:
+        """From now on only allocations count that fail after this."""
+        self._failures = allocation_failures(self._device)
 
     def explain(self, error: Exception, doing: str) -> DeviceMemoryError | None:
         """What to raise in place of `error`, which came while `doing`; None if it has another cause."""

@@ -19,7 +19,7 @@ class BackendOptions:
             warmup -> capture -> replay.
         skip_copy_output_to_cpu_for_method: comma-separated names of the methods whose outputs stay on the device.
             Without it `execute` returns host copies that the caller owns. With it, in the replay phase, the
-            outputs are the graph's own buffers, which the next call overwrites.
+            outputs are the graph's own buffers, which the next call of any method of the program may overwrite.
         use_shared_cuda_stream: run this method on the stream that captures use, instead of on the caller's current one. Of a
             method with graphs, this goes for what is called; captured graphs are launched on the caller's stream. Either way
             its work is ordered with that of the caller's stream.

@@ -211,10 +211,8 @@ class Plan:
         while at < count:
             if at in on_host:
                 piece = self._piece(at, end(off_host))
-                self._run_on_host(piece, self._static, hosted)
             elif at in called or self.stats.given_up:
                 piece = self._piece(at, end(on_host) if self.stats.given_up else at + 1)
-                self._run_called(piece, self._static)
             else:
                 recorded = self._record(at, end(called))
                 if isinstance(recorded, Refusal):
@@ -225,9 +223,9 @@ class Plan:
                         self.stats.given_up = recorded.reason
                     continue
                 piece = recorded
-                assert piece.graph is not None
-                self._static.update(zip(piece.gives, piece.graph.launch(), strict=True))
+            # First: `release` must know a graph whose launch fails.
             self._pieces.append(piece)
+            self._run_piece(piece, self._static, hosted)
             at = piece.last
         self._count()
         self.stats.launches += 1
@@ -243,12 +241,7 @@ class Plan:
         values = dict(self._static)
         hosted = dict(self._hosted_inputs)
         for piece in self._pieces:
-            if piece.on_host:
-                self._run_on_host(piece, values, hosted)
-            elif piece.graph is None:
-                self._run_called(piece, values)
-            else:
-                piece.graph.launch()
+            self._run_piece(piece, values, hosted)
         self.stats.launches += 1
         return [values[number] for number in self._code.results]
 
@@ -278,6 +271,7 @@ class Plan:
             if piece.graph is None:
                 continue
             held = self._recorder.pool_bytes()
+            self._watch.begin()
             begin, self._at = time.perf_counter(), piece.first
             try:
                 updated = piece.graph.update(partial(self._run_captured, piece))
@@ -316,6 +310,7 @@ class Plan:
         """The segments as a captured piece, not launched yet; or why not."""
         piece = self._piece(first, last)
         held = self._recorder.pool_bytes()
+        self._watch.begin()
         begin, self._at = time.perf_counter(), first
         try:
             piece.graph = self._recorder.record(partial(self._run_captured, piece))
@@ -346,16 +341,25 @@ class Plan:
         self._at = piece.last
         return [values[number] for number in piece.gives]
 
+    def _run_piece(self, piece: _Piece, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
+        """Launch or call it on the device's `values` and on what is `hosted`; what it gives is there then."""
+        if piece.on_host:
+            self._run_on_host(piece, values, hosted)
+        elif piece.graph is None:
+            self._run_called(piece, values)
+        else:
+            values.update(zip(piece.gives, piece.graph.launch(), strict=True))
+
     def _run_called(self, piece: _Piece, values: dict[int, torch.Tensor]) -> None:
         """Call the piece on `values`. What it gives and a graph takes goes to the buffer that the graph knows."""
-        given = self._call(partial(self._run_piece, piece), [values[number] for number in piece.takes])
+        given = self._call(partial(self._run_segments, piece), [values[number] for number in piece.takes])
         for number, tensor in zip(piece.gives, given, strict=True):
             if number in self._read_by_graphs:
                 self._static[number].copy_(tensor)
             else:
                 values[number] = tensor
 
-    def _run_piece(self, piece: _Piece, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _run_segments(self, piece: _Piece, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         values = dict(zip(piece.takes, inputs, strict=True))
         for index in range(piece.first, piece.last):
             self._code.run_segment(index, values)

@@ -126,7 +126,8 @@ class Method(_Owner):
 
         Returns:
             The outputs. On the host and owned by the caller, unless `skip_copy_output_to_cpu_for_method` names this
-            method: then on the device, and in the replay phase overwritten by the next call.
+            method: then on the device, and in the replay phase overwritten by the next call of any method of the program,
+            because all graphs share their memory: copy what you keep.
 
         Raises:
             InputError: number, type, shape, dtype, device or value of an input; state is untouched.
@@ -197,6 +198,10 @@ class Program(_Owner):
     @property
     def method_names(self) -> set[str]:
         return set(self._parsed.methods)
+
+    def method_inputs(self, name: str) -> tuple[TensorSpec, ...]:
+        """A method's inputs, in the order of `execute`; it need not be loaded. Raises OptionError: no such method."""
+        return self._entry(name).inputs
 
     @property
     def metadata(self) -> dict[str, Any]:

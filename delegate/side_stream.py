@@ -12,8 +12,9 @@ Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 # Has the work of a `Run` queued, on this stream or another: `run_here`, or `run_on_stream` for one stream.
 Call = Callable[[Run, Sequence[torch.Tensor]], list[torch.Tensor]]
 
-# Programs have locks of their own but share the side stream: one thread's work must not get into another's capture.
-side_lock = threading.Lock()
+# Programs have locks of their own but share the side stream: one thread's work must not get into another's capture. Code on
+# the host that runs in between may itself use a program.
+side_lock = threading.RLock()
 
 
 @functools.cache

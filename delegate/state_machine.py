@@ -150,18 +150,21 @@ class StateMachine:
         Raises:
             InputError: in the replay phase, an input that its static buffer cannot take; no state has moved.
         """
-        if self._recorder is None:
+        recorder = self._recorder
+        if recorder is None:
             return self._run_disabled(inputs)
         if not graph:
             self._last = _ShapeState(Phase.DISABLED)
             return self._run_disabled(inputs)
         state = self._state_of(inputs)
         if state.phase is Phase.REPLAY:
+            recorder.begin_step()
             return self._replay(state, inputs)
         if state.phase is Phase.CAPTURE:
+            recorder.begin_step()
             return self._capture(state, list(map(_static, inputs, self._input_devices)))
         if state.phase is Phase.WARMUP:
-            return self._warm_up(self._recorder, state, inputs)
+            return self._warm_up(recorder, state, inputs)
         return self._run_disabled(inputs)
 
     def release(self) -> None:

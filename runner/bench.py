@@ -95,10 +95,10 @@ class ModeResult:
     phases: list[PhaseTime] = field(default_factory=list)
     methods: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    @property
-    def fallback_reason(self) -> str | None:
-        """Why a capture was given up; None when all went well."""
-        return next((stats["fallback_reason"] for stats in self.methods.values() if stats["fallbacks"]), None)
+    def fallback_reason(self, kind: str) -> str | None:
+        """Why something that tests of this kind run has no graph; None when all went well."""
+        of_kind = list(self.methods.values())[0 if kind == "pp" else -1 :][:1]
+        return next((stats["fallback_reason"] for stats in of_kind if stats["fallbacks"]), None)
 
     @property
     def host_us(self) -> float | None:
@@ -245,8 +245,9 @@ class _Bench:
                 held = case.depth
             # Decode is warm from the first answer on; a prompt may still need memory, or a graph for its length.
             warm = Case("tg", 1, case.depth) if case.kind == "tg" else case
-            has_buckets = case.kind == "pp" and self._model.prefill_buckets
-            for _ in range(self._model.warmup_steps + 1 if has_buckets else 1):
+            for _ in range(
+                self._model.warmup_steps + 1 if case.kind == "pp" and self._model.has_bucket(case.tokens) else 1
+            ):
                 self._once(warm, state)
             before = self._host_seconds(case)
             samples = [self._once(case, state) for _ in range(plan.repetitions)]

@@ -12,42 +12,52 @@ from collections.abc import Sequence
 import torch
 
 from ostinato.delegate import InputError, Program
-from ostinato.delegate.artifact import META_PADDED_PREFILL
+from ostinato.delegate.artifact import META_MAX_SEQ_LEN, META_PADDED_PREFILL
 from ostinato.delegate.errors import OptionError
 
 # Between 128 and 512 a row of padding costs more than the launches that a graph saves, so these are closer together.
 DEFAULT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
 
 
-def choose_buckets(wanted: Sequence[int] | None, program: Program, longest: int, max_seq_len: int) -> tuple[int, ...]:
-    """The buckets of a model that is loaded with graphs, rising.
+def choose_buckets(wanted: Sequence[int] | None, program: Program, prefill: str, cuda_graph: bool) -> tuple[int, ...]:
+    """The buckets of a model, rising; nothing needs to be loaded for it.
 
     Args:
-        wanted: what the caller asks for; None: the default ones that fit, on a GPU. A CPU has no graph that would make up for
-            the rows of padding.
-        program: whose `prefill` it is.
-        longest: most tokens of one call of it.
-        max_seq_len: positions of a sequence.
+        wanted: what the caller asks for; None: with graphs and on a GPU, the default ones that fit. A CPU has no graph that
+            would make up for the rows of padding.
+        program: the model's.
+        prefill: the method that takes prompts.
+        cuda_graph: whether the model is loaded with graphs.
 
     Raises:
-        OptionError: a bucket that is no number of tokens, or too long; or the program's prefill takes no padding.
+        OptionError: buckets without graphs, or for a program whose prefill takes no padding; a bucket that is no number of
+            tokens, or too long.
     """
     takes_padding = bool(program.metadata.get(META_PADDED_PREFILL))
+    tokens = program.method_inputs(prefill)[0]
+    longest = tokens.shape[-1].max
     if wanted is None:
-        fits = takes_padding and program.device.type == "cuda"
+        fits = cuda_graph and takes_padding and program.device.type == "cuda"
         return tuple(bucket for bucket in DEFAULT_BUCKETS if fits and bucket <= longest)
+    if wanted and not cuda_graph:
+        raise OptionError("prefill buckets are lengths of prompts that have a CUDA graph: they need cuda_graph")
+    if wanted and not takes_padding:
+        raise OptionError(
+            f"prefill buckets need a program whose {prefill!r} takes rows of padding, and says so by {META_PADDED_PREFILL!r} "
+            "in its metadata, as those of `ostinato export` do"
+        )
+    max_seq_len = int(program.metadata.get(META_MAX_SEQ_LEN, longest))
     for bucket in wanted:
         if type(bucket) is not int or bucket < 2:
             raise OptionError(f"a prefill bucket is a number of tokens from 2 on, got {bucket!r}")
         if bucket > max_seq_len:
             raise OptionError(f"prefill bucket {bucket} is longer than max_seq_len {max_seq_len}")
         if bucket > longest:
+            option = "--max-seq-len" if longest >= max_seq_len - 1 else "--prefill-chunk"
             raise OptionError(
                 f"prefill bucket {bucket} is longer than what one call of prefill takes, {longest}: name a shorter one, or "
-                "export with a larger --prefill-chunk"
+                f"export with a larger {option}"
             )
-    if wanted and not takes_padding:
-        raise OptionError("this program's prefill takes no padding, so it cannot have buckets: export it again")
     return tuple(sorted(set(wanted)))
 
 

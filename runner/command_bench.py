@@ -34,9 +34,10 @@ from .bench import (
     measure,
     sizes_of,
 )
+from .buckets import choose_buckets
 from .command_options import NO_GRAPH_NOTE, add_prefill_buckets, prefill_buckets, sizes
 from .device import copy_speed, device_memory, device_name
-from .model import DEFAULT_WARMUP_STEPS, Model
+from .model import DEFAULT_WARMUP_STEPS, Model, method_names
 from .plot import check_plot, draw
 from .report import FORMATS, Reads, Report, Subject, render
 
@@ -98,6 +99,7 @@ def main(arguments: argparse.Namespace) -> int:
     begin = time.perf_counter()
     with load_program(arguments.artifact) as program:
         max_seq_len, vocabulary = sizes_of(program)
+        choose_buckets(buckets, program, method_names(program)[0], True in modes)
         plan = make_plan(max_seq_len, prompts, answers, depths, arguments.repetitions)
         for reason in plan.skipped:
             _say(f"note: left out: {reason}")

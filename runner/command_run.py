@@ -15,7 +15,7 @@ from typing import get_args, get_type_hints
 from ostinato.delegate.sampling import Sampling
 from ostinato.delegate.state_machine import PHASE_OF_COUNTER
 
-from .command_options import NO_GRAPH_NOTE, add_prefill_buckets, prefill_buckets
+from .command_options import NO_GRAPH_NOTE
 from .engine import DEFAULT_MAX_NEW_TOKENS, Engine, Result
 from .load_bar import LoadBar
 
@@ -28,9 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cuda_graph",
         "--cuda-graph",
         action="store_true",
-        help="take decode, and prompts by bucket, through warmup -> capture -> replay",
+        help="take decode through warmup -> capture -> replay",
     )
-    add_prefill_buckets(parser)
     parser.add_argument(
         "--max-new-tokens", type=int, default=DEFAULT_MAX_NEW_TOKENS, metavar="N", help="default: %(default)s"
     )
@@ -54,7 +53,8 @@ def main(arguments: argparse.Namespace) -> int:
         loaded = Engine.load(
             arguments.artifact,
             cuda_graph=arguments.cuda_graph,
-            prefill_buckets=prefill_buckets(arguments),
+            # The one prompt of this process would be padded, and never captured.
+            prefill_buckets=(),
             on_load=bar.advance,
             on_total=bar.begin,
         )
@@ -86,7 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
         _say(figures(result))
     for name, stats in result.methods.items():
         if stats["fallbacks"]:
-            _say(f"warning: {name}: no graph, the capture failed: {stats['fallback_reason']}")
+            _say(f"warning: {name}: a capture failed, what it was for has no graph: {stats['fallback_reason']}")
     return 130 if interrupted else 0
 
 

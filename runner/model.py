@@ -10,7 +10,8 @@ import torch
 
 from ostinato.delegate import BackendOptions, InputError, Method, Program
 from ostinato.delegate.artifact import DECODE, DECODE_SAMPLE, META_EOS_IDS, META_MAX_SEQ_LEN, PREFILL, SAMPLE
-from ostinato.delegate.errors import ArtifactError, OptionError
+from ostinato.delegate.errors import ArtifactError
+from ostinato.delegate.state_machine import Phase
 
 from .buckets import bucket_of, choose_buckets, padded_inputs
 
@@ -38,7 +39,7 @@ class Model:
 
     Attributes:
         program, cuda_graph, warmup_steps: as given.
-        prefill_buckets: as chosen, rising; empty without graphs.
+        prefill_buckets: as chosen, rising, without those that could not be captured; empty without graphs.
         samplers: None for a program that only gives logits.
         max_seq_len: positions that a sequence can have.
         eos_ids: ids that end an answer.
@@ -59,11 +60,13 @@ class Model:
         self.program = program
         self.warmup_steps = warmup_steps
         self.cuda_graph = cuda_graph
-        if prefill_buckets and not cuda_graph:
-            raise OptionError("prefill buckets are lengths of prompts that have a CUDA graph: they need cuda_graph")
-        prefill, self._decode_name = _method_names(program)
+        prefill, self._decode_name = method_names(program)
+        self.prefill_buckets = choose_buckets(prefill_buckets, program, prefill, cuda_graph)
+        # Those of which it is known that they have a graph.
+        self._captured: set[int] = set()
         self._decode_method: Method | None = None
-        self._prefill_method = self._load(prefill, plans=len(prefill_buckets or ()))
+        # One more for a lone `forward`, which decodes too.
+        self._prefill_method = self._load(prefill, plans=len(self.prefill_buckets) + 1)
         if prefill == self._decode_name:
             self._decode_method = self._prefill_method
         self.samplers: Samplers | None = None
@@ -75,11 +78,7 @@ class Model:
             if method is not None:
                 _check_inputs(method)
         limit = program.metadata.get(META_MAX_SEQ_LEN)
-        longest = _lengths(self._prefill_method)[1]
-        self.max_seq_len = int(limit) if limit is not None else longest
-        self.prefill_buckets: tuple[int, ...] = ()
-        if cuda_graph:
-            self.prefill_buckets = choose_buckets(prefill_buckets, program, longest, self.max_seq_len)
+        self.max_seq_len = int(limit) if limit is not None else _lengths(self._prefill_method)[1]
         eos = program.metadata.get(META_EOS_IDS, [])
         self.eos_ids = frozenset(eos if isinstance(eos, list) else [eos])
 
@@ -101,7 +100,7 @@ class Model:
 
         They go in as chunks of the most that the prefill method takes at once, and the rest through a bucket if one has room
         for it; a rest that is shorter than the method's least (one token, in what `ostinato export` writes) goes through
-        decode. The logits of a bucket are its graph's own: the next call overwrites them.
+        decode. The logits of a bucket are its graph's own: the next call of any method may overwrite them.
 
         Raises:
             InputError: no tokens, or a token or a position out of range.
@@ -136,9 +135,23 @@ class Model:
             return self._chunk(tokens, 0, None)
         return self._one(tokens[-1], len(tokens) - 1)
 
+    def has_bucket(self, count: int) -> bool:
+        """Whether a prompt of so many tokens, or what is left of it after whole chunks, goes through a bucket."""
+        low, high = _lengths(self._prefill_method)
+        rest = count % high or high
+        return rest >= max(low, 2) and bucket_of(self.prefill_buckets, rest) is not None
+
     def _chunk(self, tokens: Sequence[int], position: int, bucket: int | None) -> torch.Tensor:
         inputs = padded_inputs(tokens, position, bucket or len(tokens))
-        return _last_logits(self._prefill_method, inputs, graph=bucket is not None)
+        logits = _last_logits(self._prefill_method, inputs, graph=bucket is not None)
+        if bucket is not None and bucket not in self._captured:
+            phase = self._prefill_method.stats.phase
+            if phase == Phase.REPLAY.value:
+                self._captured.add(bucket)
+            elif phase == Phase.DISABLED.value:
+                # It could not be captured, so its padding would be for nothing.
+                self.prefill_buckets = tuple(other for other in self.prefill_buckets if other != bucket)
+        return logits
 
     def _one(self, token: int, position: int) -> torch.Tensor:
         return _last_logits(self._decode(), padded_inputs([token], position, 1))
@@ -158,7 +171,7 @@ class Model:
         return self.program.load_method(name, options)
 
 
-def _method_names(program: Program) -> tuple[str, str]:
+def method_names(program: Program) -> tuple[str, str]:
     """What takes a prompt, and what takes one token."""
     names = program.method_names
     if {PREFILL, DECODE} <= names:

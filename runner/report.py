@@ -137,7 +137,7 @@ def records(report: Report) -> list[dict[str, Any]]:
             "device_memory_allocated": subject.memory.allocated if subject.memory else None,
             "torch": subject.torch,
             "date": subject.date,
-            "fallback_reason": modes[row.cuda_graph].fallback_reason,
+            "fallback_reason": modes[row.cuda_graph].fallback_reason(row.case.kind),
             **_graph_counts(row, modes[row.cuda_graph]),
             "host_us_per_token": row.host_us if row.case.kind == "tg" else None,
             "host_us_per_prompt": row.host_us if row.case.kind == "pp" else None,
@@ -261,9 +261,10 @@ def _notes(report: Report) -> list[str]:
     notes += [f"{MODE_NAMES[mode.cuda_graph]}: {plan_text(mode.plan)}" for mode in report.modes if mode.plan]
     notes += [f"{MODE_NAMES[mode.cuda_graph]}: {host_text(mode)}" for mode in report.modes if mode.host_us is not None]
     notes += [
-        f"{MODE_NAMES[mode.cuda_graph]} ran without a graph, the capture failed: {mode.fallback_reason}"
+        f"{MODE_NAMES[mode.cuda_graph]}: not all of {what} has a graph, a capture failed: {mode.fallback_reason(kind)}"
         for mode in report.modes
-        if mode.fallback_reason
+        for kind, what in (("pp", "prefill"), ("tg", "decode"))
+        if mode.fallback_reason(kind)
     ]
     return notes
 

@@ -24,7 +24,7 @@ class Captured:
         method: whose plan it is.
         tokens: rows of it: the bucket, or 1 for decode.
         seconds: that warm-up and capture took.
-        pool_bytes: device memory that its graphs took.
+        pool_bytes: device memory that its graphs took; 0 if they were given up.
         given_up: why it has no graph, None if it has one.
     """
 
@@ -60,31 +60,32 @@ def warm_up(model: Model, steps: Steps, buckets: Sequence[int] | None = None) ->
         steps.resume([0], 0, Sampling())
         steps.next(more=False)
 
+    names = list(model.method_stats)
     captured = []
     try:
         # The longest first: what it leaves free in the graphs' pool is room for the others.
         for bucket in sorted(chosen, reverse=True):
-            captured.append(_capture(model, partial(model.prefill, [0] * bucket), 0, bucket))
-        captured.append(_capture(model, step, -1, 1))
+            captured.append(_capture(model, names[0], partial(model.prefill, [0] * bucket), bucket))
+        captured.append(_capture(model, names[-1], step, 1))
     finally:
         model.program.reset()
     return WarmUp(tuple(one for one in captured if one is not None))
 
 
-def _capture(model: Model, call: Callable[[], object], which: int, tokens: int) -> Captured | None:
-    """Make `call` until the method has a plan for it; `which`: the method's place in `Model.method_stats`."""
-
-    def method() -> tuple[str, dict[str, Any]]:
-        return list(model.method_stats.items())[which]
-
-    begin = time.perf_counter()
-    before = method()[1]["captures"]
+def _capture(model: Model, method: str, call: Callable[[], object], tokens: int) -> Captured | None:
+    """Make `call` until the method has a plan for it, or has given it up; None if nothing is new."""
+    begin, before = time.perf_counter(), model.method_stats[method]
     for _ in range(model.warmup_steps + 1):
         call()
-        if method()[1]["phase"] in (Phase.REPLAY.value, Phase.DISABLED.value):
+        if model.method_stats[method]["phase"] in (Phase.REPLAY.value, Phase.DISABLED.value):
             break
-    name, stats = method()
-    plan = stats["plans"][-1] if stats["plans"] else None
-    if plan is None or (plan["given_up"] is None and stats["captures"] == before):
+    after = model.method_stats[method]
+    if (after["captures"], _given_up(after)) == (before["captures"], _given_up(before)):
         return None
-    return Captured(name, tokens, time.perf_counter() - begin, plan["pool_bytes"], plan["given_up"])
+    plan = after["plans"][-1]
+    nbytes = plan["pool_bytes"] if plan["given_up"] is None else 0
+    return Captured(method, tokens, time.perf_counter() - begin, nbytes, plan["given_up"])
+
+
+def _given_up(stats: dict[str, Any]) -> int:
+    return sum(plan["given_up"] is not None for plan in stats["plans"])

@@ -8,7 +8,7 @@ Loads it (timed, to the first token), then checks that
   - `--cuda_graph` gives the same bits as no graph, for STEPS steps after a prefill,
   - prefill of PROMPT tokens leaves the model where PROMPT single steps leave it: logits within TOLERANCE (norm of the
     difference over the norm), there and for 16 steps after it,
-  - prefill of PROMPT tokens with padding behind them leaves it there too, where the program says that it takes padding.
+  - prefill of PROMPT tokens with padding after them leaves it there too, where the program says that it takes padding.
 
 Exit status: 0 all held, 1 something did not, 2 an error.
 """
@@ -80,7 +80,7 @@ def draw_tokens(program: Program, count: int) -> list[int]:
 
 
 def run(method: Method, tokens: list[int], position: int, padding: int = 0) -> Tensor:
-    """Logits [vocab] after `tokens` with so many rows behind them, a copy on the device."""
+    """Logits [vocab] after `tokens` with so many rows of padding after them, a copy on the device."""
     return method.execute(padded_inputs(tokens, position, len(tokens) + padding))[0][0].clone()
 
 

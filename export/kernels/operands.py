@@ -85,7 +85,7 @@ class Place(NamedTuple):
     """Where the T rows of a call stand.
 
     Attributes:
-        positions: [T] int64: consecutive for the tokens; rows behind the last token are padding and repeat its position.
+        positions: [T] int64: consecutive for the tokens; rows after the last token are padding and repeat its position.
         cos, sin: [T, R] float32, of the angles by which the first R elements of queries and keys are rotated.
     """
 

@@ -17,7 +17,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     """The methods of a language model, from the same modules.
 
     - `prefill(tokens [1, T] int64, input_pos [T] int64) -> logits [1, vocab] float32` of the last token, 2 <= T.
-      Behind it there may be rows of any token that repeat its position: they change nothing (`Place`).
+      After it there may be rows of any token that repeat its position: they change nothing (`Place`).
     - `decode(tokens [1, 1] int64, input_pos [1] int64) -> logits [1, vocab] float32`.
     - `sample(logits [1, vocab] float32, input_pos [1] int64, *SamplingInputs) -> token [1, 1] int64`: draws the token that
       will stand at input_pos, and keeps it, its position and the options in the network's `SamplingState`.

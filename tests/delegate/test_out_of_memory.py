@@ -124,12 +124,17 @@ def test_an_opaque_failure_counts_for_one_error(
 ) -> None:
     """torch's count of failed allocations has risen: that was the capture, and not what fails later."""
     failures = 0
+
+    def no_memory_opaque(*_: object) -> NoReturn:
+        nonlocal failures
+        failures += 1
+        opaque()
+
     monkeypatch.setattr(memory_module, "allocation_failures", lambda device: failures)
     with load_program(chain_artifact) as program:
         step, whole = program.load_method("step", GRAPH), program.load_method("whole")
         step.execute(inputs_of(3, 0))
-        fail(0, opaque)
-        failures = 1
+        fail(0, no_memory_opaque)
         step.execute(inputs_of(3, 1))
         assert re.match(GIVEN_UP, step.stats.last_plan.given_up or "")
         monkeypatch.setattr(MethodCode, "run_segment", opaque)
@@ -138,10 +143,11 @@ def test_an_opaque_failure_counts_for_one_error(
                 method.execute(inputs_of(length, 2))
 
 
-def test_an_opaque_failure_that_is_another(pair: Pair, fail: Function) -> None:
-    """No allocation has failed: a segment that cannot be recorded, as any other."""
+def test_an_opaque_failure_that_is_another(pair: Pair, fail: Function, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No allocation has failed but one somewhere else, before: a segment that cannot be recorded, as any other."""
     pair.step()
     attempts = fail(0, opaque)
+    monkeypatch.setattr(memory_module, "allocation_failures", lambda device: 1)
     pair.step()
     assert len(attempts) == 3
     assert set(pair.method.stats.last_plan.called_because) == {0, 1, 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import InputError, OptionError, StateKind
+from ostinato.delegate.graph_recorders import Graph, HostGraphRecorder, Work
 from ostinato.runner import Engine
 from ostinato.runner.buckets import bucket_of, padded_inputs
+from ostinato.runner.cli import main
 
 from ..comparison import relative_error
 from ..conftest import CAPITALS, CAPITALS_LENGTH, Fails
@@ -125,6 +128,43 @@ def test_warm_up(capitals_artifact: Path, tokens: list[int], expected: Tensor) -
             engine.warm_up([8, 20])
 
 
+def test_a_bucket_that_cannot_be_captured(
+    capitals_artifact: Path, tokens: list[int], expected: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given up: prompts of its length go on as they are, without padding."""
+    record = HostGraphRecorder.record
+
+    def fail(self: HostGraphRecorder, work: Work) -> Graph:
+        if (
+            engine.model.method_stats["prefill"]["warmups"] == 3
+            and not engine.model.method_stats["prefill"]["captures"]
+        ):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return record(self, work)
+
+    monkeypatch.setattr(HostGraphRecorder, "record", fail)
+    with Engine.load(capitals_artifact, cuda_graph=True, prefill_buckets=(8, 16)) as engine:
+        first = engine.warm_up()
+        assert [(one.tokens, one.given_up is None) for one in first.captured] == [(16, False), (8, True), (1, True)]
+        assert "ran out of memory while capturing a graph" in (first.captured[0].given_up or "")
+        assert engine.model.prefill_buckets == (8,) and engine.warm_up().captured == ()
+        runs = engine.model.method_stats["prefill"]["runs"]
+        assert relative_error(prefill(engine, tokens, 0, 13), expected[12]) < 1e-4
+        assert engine.model.method_stats["prefill"]["runs"] == runs + 1
+
+
+def test_bench(capitals_artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt in a bucket and one past all: the first is captured before it is timed."""
+    words = ["-p", "6,30", "-n", "1", "-d", "0", "-r", "2", "--prefill-buckets", "8", "--output", "json"]
+    assert main(["bench", str(capitals_artifact), *words]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    stats = next(row for row in rows if row["cuda_graph"])["methods"]["prefill"]
+    assert [plan["shapes"][0] for plan in stats["plans"]] == [[1, 8]]
+    # 2 of the first answer and 4 of its own warm-up go ahead; of 30 tokens there is one besides what is timed.
+    assert (stats["warmups"], stats["captures"], stats["replays"], stats["runs"]) == (3, 1, 4, 3)
+    assert all(row["host_us_per_prompt"] is None and row["fallback_reason"] is None for row in rows)
+
+
 def test_warm_up_without_graphs(capitals_artifact: Path) -> None:
     with Engine.load(capitals_artifact) as engine:
         assert engine.warm_up().captured == ()
@@ -150,7 +190,8 @@ def test_a_cpu_has_none_by_default(capitals_artifact: Path) -> None:
         ((1024,), f"prefill bucket 1024 is longer than max_seq_len {CAPITALS_LENGTH}"),
         (
             (CAPITALS_LENGTH,),
-            f"prefill bucket {CAPITALS_LENGTH} is longer than what one call of prefill takes, {CAPITALS_LENGTH - 1}",
+            f"prefill bucket {CAPITALS_LENGTH} is longer than what one call of prefill takes, {CAPITALS_LENGTH - 1}: name a "
+            "shorter one, or export with a larger --max-seq-len",
         ),
     ],
 )
@@ -162,8 +203,9 @@ def test_buckets_that_cannot_be(capitals_artifact: Path, buckets: tuple[int, ...
 def test_refusals(capitals_artifact: Path, recurrent_artifact: Path, fails: Fails) -> None:
     with pytest.raises(OptionError, match="they need cuda_graph"):
         Engine.load(capitals_artifact, prefill_buckets=(8,))
-    with pytest.raises(OptionError, match="prefill takes no padding, so it cannot have buckets"):
+    with pytest.raises(OptionError, match="takes rows of padding, and says so by 'enable_padded_prefill'"):
         Engine.load(recurrent_artifact, cuda_graph=True, prefill_buckets=(8,))
-    words = ("run", capitals_artifact, "--prompt", "x", "--cuda_graph", "--prefill-buckets")
+    words = ("bench", capitals_artifact, "--prefill-buckets")
     assert "prefill bucket 1024 is longer than max_seq_len" in fails(*words, "16,1024")
     assert "--prefill-buckets takes whole numbers, 0 or more, separated by commas; got '16,x'" in fails(*words, "16,x")
+    assert "they need cuda_graph" in fails(*words, "16", "--cuda_graph=off")

@@ -163,7 +163,7 @@ def test_failed_capture_is_told(
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert out.startswith("Paris")
-    assert "warning: decode_sample: no graph, the capture failed: RuntimeError: injected" in err
+    assert "warning: decode_sample: a capture failed, what it was for has no graph: RuntimeError: injected" in err
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A call's rows with padding behind the last token: of NaN, at its position."""
+"""A call's rows with padding after the last token: of NaN, at its position."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_a_position_that_the_cache_does_not_have(cpu_kernels: type[Kernels], fir
 @pytest.mark.parametrize("kernels", ("cpu", "reference"))
 @pytest.mark.parametrize(("length", "rows"), [(1, 4), (3, 4), (17, 32), (40, 64)])
 def test_padding(cpu_kernels: type[Kernels], kernels: str, length: int, rows: int, dtype: torch.dtype) -> None:
-    """Rows of NaN behind the last token, at its position: the tokens' own outputs and the cache are as without them."""
+    """Rows of NaN after the last token, at its position: the tokens' own outputs and the cache are as without them."""
     of = cpu_kernels if kernels == "cpu" else Kernels
     case = Case((4, 2, 64, 16), length, 30, dtype)
     if of is Kernels:

@@ -135,7 +135,7 @@ def test_traced_for_any_number_of_tokens() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("length", "rows"), [(1, 16), (17, 32), (63, 64), (64, 256), (130, 256)])
 def test_padding(length: int, rows: int, dtype: torch.dtype) -> None:
-    """Rows of NaN behind the last token, at its position, over a cache that holds NaN from there on."""
+    """Rows of NaN after the last token, at its position, over a cache that holds NaN from there on."""
     for first in FIRST:
         case = draw((4, 2, 64), length, first, slots=first + length, dtype=dtype)
         out = attend(padded(case.query, rows), case.cache, padded_positions(case.positions, rows))

@@ -300,7 +300,7 @@ def test_export_keeps_the_number_of_tokens_symbolic() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("length", "rows"), [(1, 16), (16, 32), (33, 64), (65, 128), (70, 256)])
 def test_padding(dtype: torch.dtype, length: int, rows: int) -> None:
-    """Rows of NaN behind the last token, at its position: output and state are as without them.
+    """Rows of NaN after the last token, at its position: output and state are as without them.
 
     All but bit by bit: for a number of 1 Triton compiles other code.
     """
