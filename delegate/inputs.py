@@ -24,11 +24,8 @@ class InputCheck:
         self._specs = specs
         self._device = device
         self._dtypes = [dtype_from_name(spec.dtype) for spec in specs]
-        self._symbolic = any(dim.symbol for spec in specs for dim in spec.shape)
-        # None: a shape that may change from call to call.
-        self._shapes = [
-            tuple(dim.min for dim in spec.shape) if all(dim.is_static for dim in spec.shape) else None for spec in specs
-        ]
+        # The shapes of the last call that fitted; all calls have them where no size is dynamic.
+        self._fitting: list[torch.Size | None] = [None] * len(specs)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> None:
         """Raises InputError: number, type, shape, dtype, device or value of an input."""
@@ -38,15 +35,18 @@ class InputCheck:
             raise InputError(
                 f"method {self._method!r} takes a sequence of {len(self._specs)} inputs ({names}), got {got}"
             )
-        for spec, dtype, shape, tensor in zip(self._specs, self._dtypes, self._shapes, inputs, strict=True):
+        is_new = False
+        for spec, dtype, shape, tensor in zip(self._specs, self._dtypes, self._fitting, inputs, strict=True):
             if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or tensor.dtype != dtype:
                 self._check_form(spec, dtype, tensor)
+                is_new = True
             if not tensor.is_cpu and tensor.device != self._device:
                 raise InputError(f"{self._where(spec)}: it is on {tensor.device}; expected {self._device} or the host")
             if spec.value_range is not None and tensor.is_cpu:
                 self._check_values(spec, spec.value_range, tensor)
-        if self._symbolic:
+        if is_new:
             self._check_symbols(inputs)
+            self._fitting = [tensor.shape for tensor in inputs]
 
     def _where(self, spec: TensorSpec) -> str:
         return f"method {self._method!r}, input {spec.name!r}"

@@ -201,4 +201,7 @@ def _lengths(method: Method) -> tuple[int, int]:
 def _last_logits(method: Method, inputs: Sequence[torch.Tensor], graph: bool = True) -> torch.Tensor:
     """Run the method; the logits [vocab] of the last row, on the program's device."""
     logits = method.execute(inputs[: len(method.inputs)], graph)[0]
+    if logits.dim() == 2 and logits.shape[0] == 1:
+        # One view in place of two.
+        return logits[0]
     return logits.reshape(-1, logits.shape[-1])[-1]

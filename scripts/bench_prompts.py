@@ -6,8 +6,8 @@
 Wall: medians of `prefill` between two synchronisations. Host: until `prefill` comes back, while the GPU works. Kernels: the
 sum of what a profiler says that they take, of one prompt without a graph and of one with. Then what `Engine.warm_up` took.
 
-The goals: no length is slower with a graph; the host takes 100 us at most where there is one; a prompt of 16 takes at most
-3 % more than its kernels; all buckets together take 300 MB and 2 s at most. Exit status: 0 all held, 1 something did not.
+The goals: no length that has a bucket is slower with a graph; the host takes 100 us at most for it; a prompt of 16 takes
+at most 3 % more than its kernels; all buckets together take 300 MB and 2 s at most. Exit status: 0 all held, 1 not all.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def kernels(engine: Engine, length: int) -> float:
 def misses(rows: list[Row], done: WarmUp) -> list[str]:
     found = []
     for row in rows:
-        if row.graph.wall_ms > row.plain.wall_ms * (1 + NOISE):
+        if row.bucket and row.graph.wall_ms > row.plain.wall_ms * (1 + NOISE):
             found.append(f"{row.tokens} tokens are slower with a graph")
         if row.bucket and row.graph.host_us > MOST_HOST_US:
             found.append(f"the host takes more than {MOST_HOST_US} us for {row.tokens} tokens")
