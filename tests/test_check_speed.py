@@ -60,7 +60,9 @@ def test_the_defaults_are_what_the_readme_states(tmp_path: Path) -> None:
     """A hundredth more than 95 % of it holds, a hundredth less does not."""
     readme = (ROOT / "README.md").read_text()
     (decode,) = re.findall(r"^\| decode with a CUDA graph, at depth 0 / 4,000 \| ([\d,]+) /", readme, re.MULTILINE)
-    (prefill,) = re.findall(r"^\| prefill of 512 with a CUDA graph, at depth 0 / 4,000 \| ([\d,]+) /", readme, re.MULTILINE)
+    (prefill,) = re.findall(
+        r"^\| prefill of 512 with a CUDA graph, at depth 0 / 4,000 \| ([\d,]+) /", readme, re.MULTILINE
+    )
     for share, status in ((0.96, 0), (0.94, 1)):
         for one, other in ((share, 1.0), (1.0, share)):
             speeds = (float(decode.replace(",", "")) * one, float(prefill.replace(",", "")) * other)
