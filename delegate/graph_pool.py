@@ -93,7 +93,6 @@ class GraphPool:
         # What the anchor clears. An empty graph would be warned of.
         self._number: torch.Tensor | None = None
         self._last_stream: torch.cuda.Stream | None = None
-        self._last_handle = -1
 
     @property
     def nbytes(self) -> int:
@@ -123,12 +122,11 @@ class GraphPool:
 
     def begin_step(self) -> None:
         """Have what is queued from now on wait for the step before, where the caller has changed to another stream."""
-        handle = current_stream_handle(self.stream.device)
-        if handle != self._last_handle:
-            stream = torch.cuda.current_stream(self.stream.device)
-            if self._last_stream is not None:
-                stream.wait_stream(self._last_stream)
-            self._last_stream, self._last_handle = stream, handle
+        device, last = self.stream.device, self._last_stream
+        if last is None or last.cuda_stream != current_stream_handle(device):
+            self._last_stream = torch.cuda.current_stream(device)
+            if last is not None:
+                self._last_stream.wait_stream(last)
 
     def close(self) -> None:
         """Let the memory go; to be called when all graphs are freed."""

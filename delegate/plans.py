@@ -323,7 +323,7 @@ class Plan:
     def _refusal(self, piece: _Piece, error: Exception) -> Refusal:
         """What `error` means, which came while the piece was recorded, `_at` being where."""
         explained = self._watch.explain(error, f"capturing a graph for inputs of the shapes {self.stats.shapes}")
-        # Behind the last segment it was the capture as a whole that failed.
+        # After the last segment it was the capture as a whole that failed.
         whole = self._at == piece.last
         segments = range(piece.first, piece.last) if whole else range(self._at, self._at + 1)
         return Refusal(segments, first_line(error) if explained is None else str(explained), explained is not None)
@@ -335,11 +335,7 @@ class Plan:
         self.stats.record_us += 1e6 * (time.perf_counter() - begin) - graph.instantiate_us
 
     def _run_captured(self, piece: _Piece) -> list[torch.Tensor]:
-        values = {number: self._static[number] for number in piece.takes}
-        for self._at in range(piece.first, piece.last):
-            self._code.run_segment(self._at, values)
-        self._at = piece.last
-        return [values[number] for number in piece.gives]
+        return self._run_segments(piece, [self._static[number] for number in piece.takes])
 
     def _run_piece(self, piece: _Piece, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
         """Launch or call it on the device's `values` and on what is `hosted`; what it gives is there then."""
@@ -360,9 +356,11 @@ class Plan:
                 values[number] = tensor
 
     def _run_segments(self, piece: _Piece, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the piece's code on what it takes; what it gives. `_at` says how far it came."""
         values = dict(zip(piece.takes, inputs, strict=True))
-        for index in range(piece.first, piece.last):
-            self._code.run_segment(index, values)
+        for self._at in range(piece.first, piece.last):
+            self._code.run_segment(self._at, values)
+        self._at = piece.last
         return [values[number] for number in piece.gives]
 
     def _run_on_host(self, piece: _Piece, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
@@ -372,10 +370,7 @@ class Plan:
         """
         away = {number: values[number] for number in piece.takes if number not in hosted}
         hosted.update(self._transfers.to_host(away))
-        mine = {number: hosted[number] for number in piece.takes}
-        for index in range(piece.first, piece.last):
-            self._code.run_segment(index, mine)
-        given = {number: mine[number] for number in piece.gives}
+        given = dict(zip(piece.gives, self._run_segments(piece, [hosted[n] for n in piece.takes]), strict=True))
         hosted.update(given)
         back = {number: tensor for number, tensor in given.items() if number in self._needed_on_device}
         values.update(self._transfers.to_device(back))

@@ -97,8 +97,8 @@ class ModeResult:
 
     def fallback_reason(self, kind: str) -> str | None:
         """Why something that tests of this kind run has no graph; None when all went well."""
-        of_kind = list(self.methods.values())[0 if kind == "pp" else -1 :][:1]
-        return next((stats["fallback_reason"] for stats in of_kind if stats["fallbacks"]), None)
+        stats = self._stats(kind)
+        return stats["fallback_reason"] if stats and stats["fallbacks"] else None
 
     @property
     def host_us(self) -> float | None:
@@ -109,9 +109,14 @@ class ModeResult:
     @property
     def plan(self) -> dict[str, Any] | None:
         """`PlanStats` of the decode step; None without a CUDA graph."""
-        decode = list(self.methods.values())[-1] if self.methods else None
+        decode = self._stats("tg")
         plan = decode["plans"][-1] if decode and decode["plans"] else None
         return plan if plan and (plan["graph_kernels"] is not None or plan["graph_note"] is not None) else None
+
+    def _stats(self, kind: str) -> dict[str, Any] | None:
+        """`MethodStats` of the method that tests of this kind run: what takes prompts comes first, what decodes last."""
+        stats = list(self.methods.values())
+        return stats[0 if kind == "pp" else -1] if stats else None
 
 
 def make_plan(
@@ -167,16 +172,13 @@ def sizes_of(program: Program) -> tuple[int, int]:
     return int(program.metadata[META_MAX_SEQ_LEN]), int(program.metadata[META_VOCAB_SIZE])
 
 
-def measure(
-    model: Model, plan: Plan, vocabulary: int, *, cuda_graph: bool, warmup_steps: int, say: Callable[[str], None]
-) -> ModeResult:
+def measure(model: Model, plan: Plan, vocabulary: int, say: Callable[[str], None]) -> ModeResult:
     """Measure every case of `plan` with one loaded model, whose decode is not warm yet.
 
     Args:
         model: fresh; nothing was run with it.
         plan: what to measure.
         vocabulary: tokens are drawn below this.
-        cuda_graph, warmup_steps: what the model was loaded with.
         say: gets a line after each case.
 
     Raises:
@@ -185,12 +187,12 @@ def measure(
     if not model.has_state:
         raise ArtifactError("bench needs methods of (tokens, input_pos), with state; this program takes tokens alone")
     bench = _Bench(model, vocabulary)
-    result = ModeResult(cuda_graph)
-    result.phases = bench.first_answer(plan, warmup_steps)
+    result = ModeResult(model.cuda_graph)
+    result.phases = bench.first_answer(plan)
     for case, samples, host_us in bench.run(plan):
-        measurement = Measurement(case, cuda_graph, tuple(samples), host_us)
+        measurement = Measurement(case, model.cuda_graph, tuple(samples), host_us)
         result.measurements.append(measurement)
-        say(f"{MODE_NAMES[cuda_graph]:<14}{case.name:<14}{measurement.median:>10,.1f} tokens/s")
+        say(f"{MODE_NAMES[model.cuda_graph]:<14}{case.name:<14}{measurement.median:>10,.1f} tokens/s")
     result.methods = model.method_stats
     return result
 
@@ -207,14 +209,14 @@ class _Bench:
         generator = torch.Generator().manual_seed(_SEED)
         self._tokens = torch.randint(vocabulary, (model.max_seq_len,), generator=generator).tolist()
 
-    def first_answer(self, plan: Plan, warmup_steps: int) -> list[PhaseTime]:
+    def first_answer(self, plan: Plan) -> list[PhaseTime]:
         """Time by phase of one answer with a fresh decode and a warm prefill, of the plan's first sizes if there is room.
 
         It is also the warm-up of what follows: when it is over, decode has made its capture.
         """
         room = self._model.max_seq_len
         # Enough steps for warm-up, capture and one replay, whatever was asked for.
-        least = warmup_steps + 2
+        least = self._model.warmup_steps + 2
         answer = min(max(_first(plan, "tg"), least), max(room // 2, least), room)
         prompt = self._tokens[: min(_first(plan, "pp"), room - answer)]
         phases = {}
@@ -245,9 +247,8 @@ class _Bench:
                 held = case.depth
             # Decode is warm from the first answer on; a prompt may still need memory, or a graph for its length.
             warm = Case("tg", 1, case.depth) if case.kind == "tg" else case
-            for _ in range(
-                self._model.warmup_steps + 1 if case.kind == "pp" and self._model.has_bucket(case.tokens) else 1
-            ):
+            has_graph = case.kind == "pp" and self._model.has_bucket(case.tokens)
+            for _ in range(self._model.warmup_steps + 1 if has_graph else 1):
                 self._once(warm, state)
             before = self._host_seconds(case)
             samples = [self._once(case, state) for _ in range(plan.repetitions)]

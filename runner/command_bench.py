@@ -34,10 +34,10 @@ from .bench import (
     measure,
     sizes_of,
 )
-from .buckets import choose_buckets
-from .command_options import NO_GRAPH_NOTE, add_prefill_buckets, prefill_buckets, sizes
+from .buckets import DEFAULT_BUCKETS, choose_buckets
+from .command_run import NO_GRAPH_NOTE
 from .device import copy_speed, device_memory, device_name
-from .model import DEFAULT_WARMUP_STEPS, Model, method_names
+from .model import Model, method_names
 from .plot import check_plot, draw
 from .report import FORMATS, Reads, Report, Subject, render
 
@@ -74,7 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="on|off|both",
         help="measure with CUDA graphs (on, or the bare option), without (off), or both and their ratio (default)",
     )
-    add_prefill_buckets(parser)
+    parser.add_argument(
+        "--prefill-buckets",
+        action="append",
+        metavar="N,N",
+        help="lengths of prompts that have a graph with --cuda_graph, shorter ones are padded; 0: none "
+        f"(default: {','.join(map(str, DEFAULT_BUCKETS))} on a GPU, none on a CPU)",
+    )
     parser.add_argument(
         "-o", "--output", choices=FORMATS, default="table", help="what to print; json has every sample (default: table)"
     )
@@ -89,9 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     modes = arguments.cuda_graph
-    prompts, answers = sizes("-p", arguments.n_prompt), sizes("-n", arguments.n_gen)
-    depths = sizes("-d", arguments.n_depth)
-    buckets = prefill_buckets(arguments)
+    prompts, answers = _sizes("-p", arguments.n_prompt), _sizes("-n", arguments.n_gen)
+    depths = _sizes("-d", arguments.n_depth)
+    buckets = _sizes("--prefill-buckets", arguments.prefill_buckets)
+    if buckets is not None:
+        buckets = [bucket for bucket in buckets if bucket]
     if arguments.plot:
         check_plot(arguments.plot)
     if arguments.save and not arguments.save.absolute().parent.is_dir():
@@ -134,11 +142,10 @@ def _measure_all(
 
     results = []
     subject = None
-    warmup_steps = DEFAULT_WARMUP_STEPS
     for cuda_graph in modes:
-        model = Model(program, cuda_graph, warmup_steps, buckets if cuda_graph else None)
+        model = Model(program, cuda_graph, prefill_buckets=buckets if cuda_graph else None)
         subject = subject or _subject(model, path, time.perf_counter() - begin)
-        results.append(measure(model, plan, vocabulary, cuda_graph=cuda_graph, warmup_steps=warmup_steps, say=say))
+        results.append(measure(model, plan, vocabulary, say))
     assert subject is not None
     return Report(subject, tuple(results))
 
@@ -172,6 +179,16 @@ def _modes(word: str) -> tuple[bool, ...]:
             f"takes on, off or both, got {word!r}: write ARTIFACT first, or --cuda_graph=on"
         )
     return _MODES[word]
+
+
+def _sizes(option: str, texts: Sequence[str] | None) -> list[int] | None:
+    """`["512,1024"]` -> `[512, 1024]`; None stays None, for the default."""
+    if texts is None:
+        return None
+    words = ",".join(texts).split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise OptionError(f"{option} takes whole numbers, 0 or more, separated by commas; got {','.join(texts)!r}")
+    return [int(word) for word in words]
 
 
 def _say(text: str) -> None:

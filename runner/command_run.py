@@ -15,9 +15,13 @@ from typing import get_args, get_type_hints
 from ostinato.delegate.sampling import Sampling
 from ostinato.delegate.state_machine import PHASE_OF_COUNTER
 
-from .command_options import NO_GRAPH_NOTE
 from .engine import DEFAULT_MAX_NEW_TOKENS, Engine, Result
 from .load_bar import LoadBar
+
+NO_GRAPH_NOTE = (
+    "note: this artifact runs on the CPU, where there is no graph for --cuda_graph to capture: the same phases and checks, "
+    "no gain"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -109,19 +109,13 @@ class Model:
             raise InputError("there is no token to prefill")
         if not self.has_state:
             return self._chunk(tokens, position, None)
-        low, high = _lengths(self._prefill_method)
         logits = torch.empty(0)
         done = 0
-        while done < len(tokens):
-            count = min(len(tokens) - done, high)
-            if count < max(low, 2):
-                # A single token always goes through decode: that one may have its graph.
-                count = 1
+        for count, bucket in self._parts(len(tokens)):
+            if count == 1:
                 logits = self._one(tokens[done], position + done)
             else:
-                logits = self._chunk(
-                    tokens[done : done + count], position + done, bucket_of(self.prefill_buckets, count)
-                )
+                logits = self._chunk(tokens[done : done + count], position + done, bucket)
             done += count
         return logits
 
@@ -136,10 +130,18 @@ class Model:
         return self._one(tokens[-1], len(tokens) - 1)
 
     def has_bucket(self, count: int) -> bool:
-        """Whether a prompt of so many tokens, or what is left of it after whole chunks, goes through a bucket."""
+        """Whether a prompt of so many tokens, or a part of it, goes through a bucket."""
+        return any(bucket is not None for _, bucket in self._parts(count))
+
+    def _parts(self, count: int) -> Iterator[tuple[int, int | None]]:
+        """The calls for a prompt of so many tokens: tokens of each, and its bucket if it has one."""
         low, high = _lengths(self._prefill_method)
-        rest = count % high or high
-        return rest >= max(low, 2) and bucket_of(self.prefill_buckets, rest) is not None
+        while count:
+            part = min(count, high)
+            # A single token always goes through decode: that one may have its graph.
+            part = part if part >= max(low, 2) else 1
+            yield part, bucket_of(self.prefill_buckets, part) if part > 1 else None
+            count -= part
 
     def _chunk(self, tokens: Sequence[int], position: int, bucket: int | None) -> torch.Tensor:
         inputs = padded_inputs(tokens, position, bucket or len(tokens))

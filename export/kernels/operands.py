@@ -110,6 +110,17 @@ def rows_to_keep(positions: Tensor) -> Tensor:
     return torch.minimum(rows, length_of(positions) - 1)
 
 
+def is_padding(positions: Tensor) -> Tensor:
+    """Which of T rows are padding, [T] bool."""
+    return torch.arange(positions.shape[0], device=positions.device) >= length_of(positions)
+
+
+def rows_before_the_end(window: Tensor, state: Tensor, positions: Tensor) -> Tensor:
+    """What a convolution keeps of `window`, which is `state` and then the T rows of a call: as many rows as `state` has, up
+    to the last token's."""
+    return window.index_select(0, length_of(positions) + torch.arange(state.shape[0], device=window.device))
+
+
 @dataclass(frozen=True)
 class KVCache:
     """Keys and values of the positions so far, [kv_heads, S, D] each, S being the number of slots."""

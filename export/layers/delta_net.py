@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ostinato.delegate.artifact import StateKind
-from ostinato.export.kernels.operands import Convolution, Decay, HeadSquares, Place, length_of
+from ostinato.export.kernels.operands import Convolution, Decay, HeadSquares, Place, rows_before_the_end
 
 from .build import Build, parameter
 from .linear import Linear
@@ -53,16 +53,16 @@ class CausalConv(nn.Module):
         super().__init__()
         self.weight = parameter(channels, 1, width, dtype=dtype)
 
-    def forward(self, x: Tensor, state: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, channels] after state [width - 1, channels] -> (SiLU of the convolution [T, channels], the state after the
-        first `length` [1] rows)."""
+    def forward(self, x: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, channels] at `positions` [T], after state [width - 1, channels] -> (SiLU of the convolution [T, channels],
+        the state after the last token)."""
         tokens = x.shape[0]
         window = torch.cat((state, x), dim=0)
         taps = self.weight[:, 0, :].float().t()
         # One fused multiply-add per tap (there are about 4): faster than a convolution call, and no library kernel is needed.
         out = sum(taps[i] * window[i : i + tokens].float() for i in range(taps.shape[0]))
         assert isinstance(out, Tensor)
-        return F.silu(out).to(x.dtype), window.index_select(0, length + torch.arange(state.shape[0], device=x.device))
+        return F.silu(out).to(x.dtype), rows_before_the_end(window, state, positions)
 
 
 class GatedDeltaNet(nn.Module):
@@ -105,7 +105,7 @@ class GatedDeltaNet(nn.Module):
         qkv, z = self.in_proj_qkvz(x).split(self.split, dim=1)
         b, a = self.in_proj_ba(x).chunk(2, dim=1)
         before = torch.where(positions[0] == 0, torch.zeros_like(self.conv_state), self.conv_state)
-        mixed, after = self.conv1d(qkv, before, length_of(positions))
+        mixed, after = self.conv1d(qkv, before, positions)
         self.conv_state.copy_(after)
         out = self.kernels.gated_delta_rule(
             mixed, a, b, self.decay, self.recurrent_state, positions, self.key_heads, self.max_chunk

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Decay, length_of
+from ostinato.export.kernels.operands import Decay, is_padding
 
 CHUNK = 64
 # The largest matrix that is cheaper to invert whole than in blocks: smaller products take no less time.
@@ -65,7 +65,7 @@ def gated_delta_rule(
         out = out.unsqueeze(1)
     else:
         # A token of zeros leaves the state alone.
-        padding = torch.arange(tokens, device=mixed.device) >= length_of(positions)
+        padding = is_padding(positions)
         k, v = k.masked_fill(padding[:, None], 0), v.masked_fill(padding[:, None], 0)
         g, beta = g.masked_fill(padding, 0), beta.masked_fill(padding, 0)
         out, after = chunked_gated_delta_rule(q, k, v, g, beta, before, max_tokens)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight, length_of
+from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight, is_padding
 
 
 def route(logits: Tensor, top_k: int, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,10 +25,9 @@ def route(logits: Tensor, top_k: int, positions: Tensor) -> tuple[Tensor, Tensor
         (weights [T, k] float32, expert indices [T, k], an integer dtype). Rows that are padding reach no expert: their index
         is E.
     """
-    tokens, count = logits.shape
     weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
-    padding = torch.arange(tokens, device=logits.device)[:, None] >= length_of(positions)
-    return weights / weights.sum(-1, keepdim=True), chosen.masked_fill(padding, count)
+    chosen = chosen.masked_fill(is_padding(positions)[:, None], logits.shape[1])
+    return weights / weights.sum(-1, keepdim=True), chosen
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -> Tensor:

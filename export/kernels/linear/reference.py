@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Weight, length_of
+from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Weight, rows_before_the_end
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
@@ -53,7 +53,7 @@ def norm_linear_conv(
     window = torch.cat((before, product[:, :channels]))
     taps = conv.weight[:, 0].to(normed.dtype)
     mixed = F.silu((window.to(normed.dtype).unfold(0, taps.shape[1], 1) * taps).sum(-1))
-    conv.state.copy_(window.index_select(0, length_of(positions) + torch.arange(len(conv.state), device=x.device)))
+    conv.state.copy_(rows_before_the_end(window, conv.state, positions))
     gated = F.linear(normed, gates.to(normed.dtype))
     return torch.cat((mixed.to(x.dtype), product[:, channels:]), dim=1), gated.float()
 
