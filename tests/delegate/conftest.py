@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ostinato.delegate.loading import ConstantLoader
+from ostinato.delegate.ptd import ConstantsFile
 
 from .chain import WIDTH, Layer, Stack, layers, mixed_chains
+from .loading_cases import many_constants, written
 from .pair import Pair
 
 
@@ -56,3 +62,24 @@ def pair(chain_artifact: Path) -> Iterator[Pair]:
     made = Pair(chain_artifact)
     yield made
     made.close()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> ConstantsFile:
+    """`many_constants`, written."""
+    return written(tmp_path / "model.ptd", many_constants())
+
+
+@pytest.fixture
+def allocated(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
+    """The storages of all that loaders make from now on."""
+    storages: list[StorageWeakRef] = []
+    allocate = ConstantLoader._allocate
+
+    def remember(self: ConstantLoader, *arguments: object) -> Tensor:
+        tensor = allocate(self, *arguments)  # type: ignore[arg-type]
+        storages.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+    monkeypatch.setattr(ConstantLoader, "_allocate", remember)
+    return storages

@@ -27,20 +27,14 @@ from ostinato.delegate.artifact import (
 )
 from ostinato.delegate.flatbuffer import Table, damaged, map_file
 from ostinato.delegate.json_files import read_json
-from ostinato.delegate.ptd import ConstantsFile, parse_constants
+from ostinato.delegate.ptd import parse_constants
 from ostinato.delegate.pte import parse_program
 from ostinato.delegate.target import host_isa, host_target
 
 from ..modules import MAX_SEQ_LEN, Recurrent
+from .loading_cases import written
 
 DTYPES = tuple(SCALAR_TYPES.values())
-
-
-def written(path: Path, constants: dict[str, torch.Tensor]) -> ConstantsFile:
-    from ostinato.export.artifact.writer import write_constants
-
-    write_constants(path, constants, "some-export", b"program", constants.__getitem__)
-    return parse_constants(map_file(path), path)
 
 
 def values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,61 +10,20 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ostinato.delegate import ArtifactError, DeviceMemoryError, OptionError, Program, load_program
+from ostinato.delegate import ArtifactError, DeviceMemoryError, OptionError, load_program
 from ostinato.delegate import loading as loading_module
-from ostinato.delegate import memory as memory_module
-from ostinato.delegate.artifact import BufferSpec, MethodRecord, Segment
+from ostinato.delegate.artifact import Segment
 from ostinato.delegate.constants import ConstantPool
-from ostinato.delegate.flatbuffer import map_file
 from ostinato.delegate.loading import PARALLEL_FROM, ConstantLoader
-from ostinato.delegate.method_code import MethodCode
-from ostinato.delegate.ptd import ConstantsFile, parse_constants
+from ostinato.delegate.ptd import ConstantsFile
 
-from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent
+from ..modules import VOCAB, WIDTH
 from ..processes import PATIENCE
-from .helpers import step_inputs, steps_made
-from .test_files import written
+from .loading_cases import STATE, all_gone, free_is, many_constants, record_of, with_one_bit_flipped
 
 CPU = torch.device("cpu")
-STATE = "layers.0.state"
-OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
-
-
-def many_constants() -> dict[str, Tensor]:
-    """Sixty tensors: dtypes, odd sizes, an empty one, a scalar, one that is not contiguous, and a buffer's first value."""
-    generator = torch.Generator().manual_seed(5)
-    dtypes = (torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.int64)
-    tensors = {
-        f"layers.{index}.weight": torch.randint(0, 100, (index + 1, 37), generator=generator).to(
-            dtypes[index % len(dtypes)]
-        )
-        for index in range(56)
-    }
-    return tensors | {
-        "empty": torch.empty(0, 3),
-        "scalar": torch.tensor(2.5),
-        "flags": torch.arange(50) % 3 == 0,
-        "channels": torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last),
-        STATE: torch.full((3,), 7.0),
-    }
-
-
-def record_of(constants: dict[str, Tensor], method: str = "decode") -> MethodRecord:
-    """A method that uses every constant, one of them under two names, and two mutable buffers."""
-    names = {key.replace(".", "_"): key for key in constants if key != STATE}
-    return MethodRecord(
-        method=method,
-        inputs=(),
-        outputs=(),
-        segments=(),
-        results=(),
-        constants=names | {"alias": "scalar"},
-        buffers={"state": STATE, "cache": "cache"},
-        buffer_specs={STATE: BufferSpec((3,), "float32", True), "cache": BufferSpec((4, 2), "float32", False)},
-    )
 
 
 @pytest.fixture(params=["one thread", "four threads"])
@@ -74,40 +31,6 @@ def parallel_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """A threshold that takes the load one way or the other, whatever the machine has."""
     monkeypatch.setattr(loading_module, "available_cores", lambda: 4)
     return PARALLEL_FROM if request.param == "one thread" else 0
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> ConstantsFile:
-    return written(tmp_path / "model.ptd", many_constants())
-
-
-def with_one_bit_flipped(file: ConstantsFile, key: str, tmp_path: Path) -> ConstantsFile:
-    content = bytearray(file.path.read_bytes())
-    place = bytes(content).index(bytes(file.entries[key].data))
-    content[place + file.entries[key].nbytes // 2] ^= 1
-    path = tmp_path / "damaged.ptd"
-    path.write_bytes(content)
-    return parse_constants(map_file(path), path)
-
-
-@pytest.fixture
-def allocated(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
-    """The storages of all that loaders make from now on."""
-    storages: list[StorageWeakRef] = []
-    allocate = ConstantLoader._allocate
-
-    def remember(self: ConstantLoader, *arguments: object) -> Tensor:
-        tensor = allocate(self, *arguments)  # type: ignore[arg-type]
-        storages.append(StorageWeakRef(tensor.untyped_storage()))
-        return tensor
-
-    monkeypatch.setattr(ConstantLoader, "_allocate", remember)
-    return storages
-
-
-def all_gone(storages: list[StorageWeakRef]) -> bool:
-    gc.collect()
-    return bool(storages) and all(storage.expired() for storage in storages)
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -317,138 +240,3 @@ def test_after_a_failure_no_more_is_begun(file: ConstantsFile, monkeypatch: pyte
         ConstantLoader(CPU, check, parallel_from=0).load(file.entries)
     # Its thread may have taken one more, and the other thread has one.
     assert len(checked) <= 3 < len(file.entries) // 2
-
-
-# --- memory
-
-
-def free_is(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    monkeypatch.setattr(memory_module, "free_device_memory", lambda device: nbytes)
-
-
-@pytest.fixture
-def record_bytes(file: ConstantsFile) -> int:
-    """What a method of `file` allocates: constants, both buffers."""
-    return sum(entry.nbytes for entry in file.entries.values()) + 4 * 2 * 4
-
-
-def test_too_little_memory_is_said_before_anything_is_loaded(
-    file: ConstantsFile, record_bytes: int, monkeypatch: pytest.MonkeyPatch, allocated: list[StorageWeakRef]
-) -> None:
-    sizes: list[int] = []
-    pool = ConstantPool(file, CPU, on_load=sizes.append)
-    record = record_of(many_constants())
-    free_is(monkeypatch, record_bytes - 1)
-    with pytest.raises(DeviceMemoryError) as caught:
-        pool.bind(record)
-    text = str(caught.value)
-    assert f"method 'decode' needs {record_bytes / 1e3:.1f} kB on cpu" in text
-    assert f"{(record_bytes - 44) / 1e3:.1f} kB of constants and 44 B of mutable buffers" in text
-    assert f"{(record_bytes - 1) / 1e3:.1f} kB are free" in text
-    for advice in ("--max-seq-len", "--quant int4", "CUDA_VISIBLE_DEVICES"):
-        assert advice in text
-    assert (sizes, allocated, pool.stats.count, pool.buffers) == ([], [], 0, {})
-    free_is(monkeypatch, record_bytes)
-    pool.bind(record)
-    # What is there already needs no room; private copies need all of it again.
-    free_is(monkeypatch, 0)
-    pool.bind(record)
-    with pytest.raises(DeviceMemoryError, match="0 B of mutable buffers; 0 B are free"):
-        pool.bind(record, share=False)
-
-
-def test_a_program_that_does_not_fit(recurrent_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = 2 * VOCAB * WIDTH * 4 + MAX_SEQ_LEN * WIDTH * 4 + WIDTH * 4 + 8
-    with load_program(recurrent_artifact) as program:
-        free_is(monkeypatch, 500)
-        with pytest.raises(DeviceMemoryError, match=rf"'prefill' needs {needed / 1e3:.1f} kB on cpu.*500 B are free"):
-            program.load_method("prefill")
-        assert (program.stats.constants, program.mutable_buffers) == (0, {})
-        free_is(monkeypatch, needed)
-        prompt = torch.tensor([[1, 2, 3]]), torch.arange(3)
-        torch.testing.assert_close(program.load_method("prefill").execute(prompt)[0], Recurrent()(*prompt))
-
-
-def test_memory_that_ends_during_a_load(
-    file: ConstantsFile, monkeypatch: pytest.MonkeyPatch, allocated: list[StorageWeakRef]
-) -> None:
-    pool = ConstantPool(file, CPU)
-    allocate = ConstantLoader._allocate
-
-    def fail_later(self: ConstantLoader, *arguments: object) -> Tensor:
-        if len(allocated) == 30:
-            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
-        return allocate(self, *arguments)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ConstantLoader, "_allocate", fail_later)
-        free_is(patch, 10**9)
-        with pytest.raises(
-            DeviceMemoryError, match=r"cpu ran out of memory while loading method 'decode'; .*2\.00 GiB"
-        ):
-            pool.bind(record_of(many_constants()), share=False)
-    assert (pool.stats.count, pool.buffers) == (0, {})
-    assert all_gone(allocated)
-    pool.bind(record_of(many_constants()))
-
-
-@pytest.fixture
-def program(recurrent_artifact: Path) -> Program:
-    return load_program(recurrent_artifact)
-
-
-def opaque(text: str = "run_func_(container_handle_) API call failed at runner.cpp, line 1") -> Callable[..., None]:
-    """A failure as compiled code hands it on, whatever it was."""
-
-    def run(*_: object) -> None:
-        raise RuntimeError(text)
-
-    return run
-
-
-def test_memory_that_ends_during_a_step(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = 0
-    monkeypatch.setattr(memory_module, "allocation_failures", lambda device: failures)
-    with program:
-        decode = program.load_method("decode")
-        call = decode._state_machine._call
-        free_is(monkeypatch, 3 * 10**9)
-
-        def plain(*_: object) -> None:
-            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
-
-        decode._state_machine._call = plain  # type: ignore[assignment]
-        where = r"cpu ran out of memory while running method 'decode' with tokens \[1, 1\], input_pos \[1\]"
-        with pytest.raises(
-            DeviceMemoryError, match=where + r"; the allocation that failed was of 2.00 GiB; 3.0 GB are"
-        ):
-            decode.execute(step_inputs(0))
-        decode._state_machine._call = opaque()  # type: ignore[assignment]
-        failures = 1
-        with pytest.raises(DeviceMemoryError, match=where + r"; 3\.0 GB are free now. Free memory"):
-            decode.execute(step_inputs(0))
-        # The same failure again, and no allocation has failed since: something else is wrong.
-        with pytest.raises(RuntimeError, match="API call failed"):
-            decode.execute(step_inputs(0))
-        failures = 2
-        decode._state_machine._call = opaque("an illegal memory access was encountered")  # type: ignore[assignment]
-        with pytest.raises(RuntimeError, match="illegal memory access"):
-            decode.execute(step_inputs(0))
-        decode._state_machine._call = call
-        decode.execute(step_inputs(0))
-        assert steps_made(program) == 1
-
-
-def test_code_that_refuses_its_constants_leaves_them_unused(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    with program:
-        with monkeypatch.context() as patch:
-
-            def refuse(self: MethodCode, tensors: object) -> None:
-                raise RuntimeError("Cannot find constants head in constants_map!")
-
-            patch.setattr(MethodCode, "bind", refuse)
-            with pytest.raises(RuntimeError, match="Cannot find constants"):
-                program.load_method("decode")
-        assert program.stats.constants == 0
-        program.load_method("decode").execute(step_inputs(0))
-        assert (program.stats.constants, program.stats.shared) == (2, 0)

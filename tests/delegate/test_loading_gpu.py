@@ -17,8 +17,7 @@ from ostinato.delegate.constants import ConstantPool
 from ostinato.delegate.ptd import ConstantsFile
 from ostinato.delegate.torch_internals import free_pinned_memory
 
-from .test_files import written
-from .test_loading import STATE, many_constants, record_of, with_one_bit_flipped
+from .loading_cases import STATE, many_constants, record_of, with_one_bit_flipped, written
 
 pytestmark = pytest.mark.gpu
 

@@ -15,8 +15,8 @@ from ostinato.delegate import memory as memory_module
 from ostinato.delegate.graph_recorders import CudaGraphRecorder, HostGraphRecorder, _CudaGraph, _HostGraph
 from ostinato.delegate.method_code import MethodCode
 
+from .loading_cases import OUT_OF_MEMORY
 from .pair import GRAPH, Pair, inputs_of
-from .test_loading import OUT_OF_MEMORY
 
 Function = Callable[..., Any]
 GIVEN_UP = r"c.* ran out of memory while capturing a graph for inputs of the shapes \[\[3, 4\], \[1\]\]"

@@ -1,0 +1,79 @@
+"""Constants of every kind, a method that uses them, and what becomes of their memory."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ostinato.delegate import memory
+from ostinato.delegate.artifact import BufferSpec, MethodRecord
+from ostinato.delegate.flatbuffer import map_file
+from ostinato.delegate.ptd import ConstantsFile, parse_constants
+
+STATE = "layers.0.state"
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
+
+
+def many_constants() -> dict[str, Tensor]:
+    """Sixty tensors: dtypes, odd sizes, an empty one, a scalar, one that is not contiguous, and a buffer's first value."""
+    generator = torch.Generator().manual_seed(5)
+    dtypes = (torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.int64)
+    tensors = {
+        f"layers.{index}.weight": torch.randint(0, 100, (index + 1, 37), generator=generator).to(
+            dtypes[index % len(dtypes)]
+        )
+        for index in range(56)
+    }
+    return tensors | {
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(2.5),
+        "flags": torch.arange(50) % 3 == 0,
+        "channels": torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last),
+        STATE: torch.full((3,), 7.0),
+    }
+
+
+def written(path: Path, constants: dict[str, torch.Tensor]) -> ConstantsFile:
+    """A `.ptd` of these."""
+    from ostinato.export.artifact.writer import write_constants
+
+    write_constants(path, constants, "some-export", b"program", constants.__getitem__)
+    return parse_constants(map_file(path), path)
+
+
+def record_of(constants: dict[str, Tensor], method: str = "decode") -> MethodRecord:
+    """A method that uses every constant, one of them under two names, and two mutable buffers."""
+    names = {key.replace(".", "_"): key for key in constants if key != STATE}
+    return MethodRecord(
+        method=method,
+        inputs=(),
+        outputs=(),
+        segments=(),
+        results=(),
+        constants=names | {"alias": "scalar"},
+        buffers={"state": STATE, "cache": "cache"},
+        buffer_specs={STATE: BufferSpec((3,), "float32", True), "cache": BufferSpec((4, 2), "float32", False)},
+    )
+
+
+def with_one_bit_flipped(file: ConstantsFile, key: str, tmp_path: Path) -> ConstantsFile:
+    content = bytearray(file.path.read_bytes())
+    place = bytes(content).index(bytes(file.entries[key].data))
+    content[place + file.entries[key].nbytes // 2] ^= 1
+    path = tmp_path / "damaged.ptd"
+    path.write_bytes(content)
+    return parse_constants(map_file(path), path)
+
+
+def all_gone(storages: list[StorageWeakRef]) -> bool:
+    gc.collect()
+    return bool(storages) and all(storage.expired() for storage in storages)
+
+
+def free_is(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    monkeypatch.setattr(memory, "free_device_memory", lambda device: nbytes)
