@@ -6,7 +6,7 @@ In a chunk, D is the running sum of the log decays, S the state before it, and [
     u = X (beta v)      w = -X (beta exp(D) k)              P[i, j] = (q_i . k_j) exp(D_i - D_j), j <= i
     v' = u + w S        o = exp(D) q S + P v'               S <- exp(D_last) S + (exp(D_last - D) k)^T v'
 
-`prepare_early` computes u, w and P of every chunk; `scan_early` goes through the chunks with a block of S in registers.
+`prepare_kernel` computes u, w and P of every chunk; `scan_kernel` goes through the chunks with a block of S in registers.
 The lengths of q and k are factors of rows, like beta and exp(D), so q and k enter products as they are stored.
 
 Precision: sums are float32 everywhere. In a float32 model each product is three TF32 products. In a bfloat16 model q, k
@@ -27,14 +27,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, launcher, starts_early
+from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, launcher
 from ostinato.export.kernels.length_triton import length_of
 from ostinato.export.kernels.operands import Decay
 
 from .limits import check_delta_rule
 from .math_triton import multiply_add, split
-from .prepare_triton import prepare_early
+from .prepare_triton import prepare_kernel
 
 CHUNK = 64
 PREPARE_WARPS, SCAN_WARPS = 4, 8
@@ -60,7 +59,7 @@ class Config:
 
     Attributes:
         parts: numbers that a stored float32 operand consists of.
-        columns: width of the blocks in which `prepare_early` reads q, k and v.
+        columns: width of the blocks in which `prepare_kernel` reads q, k and v.
         scan: by the shared memory that it is made for; at K = V = 128 bfloat16 takes 193, 104 and 92 KB, float32 152, 132 and
             32.
     """
@@ -128,7 +127,7 @@ def _gated_delta_rule(
     factors = torch.empty((3, heads, rows), dtype=torch.float32, device=device)
     out = torch.empty((tokens, heads, value_dim), dtype=dtype, device=device)
     block = min(scan.block, value_dim)
-    launcher(prepare_early)[(chunks, heads)](
+    launcher(prepare_kernel)[(chunks, heads)](
         mixed,
         a,
         b,
@@ -151,10 +150,9 @@ def _gated_delta_rule(
         HALF=CHUNK // 2,
         COLUMNS=min(config.columns, key_dim, value_dim),
         PARTS=config.parts,
-        EARLY=starts_early(),
         num_warps=PREPARE_WARPS,
     )
-    launcher(scan_early)[(value_dim // block, heads)](
+    launcher(scan_kernel)[(value_dim // block, heads)](
         mixed,
         w,
         pairs,
@@ -173,7 +171,6 @@ def _gated_delta_rule(
         CHUNK=CHUNK,
         BLOCK=block,
         PARTS=config.parts,
-        EARLY=starts_early(),
         num_warps=SCAN_WARPS,
         num_stages=scan.stages,
     )
@@ -181,7 +178,7 @@ def _gated_delta_rule(
 
 
 @triton.jit
-def scan_early(
+def scan_kernel(
     mixed: tl.tensor,
     w: tl.tensor,
     pairs: tl.tensor,
@@ -200,14 +197,11 @@ def scan_early(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
     """Program (block of values, head).
 
-    All tiles are transposed, [values, ...], so that no product has more rows than the block has values. Before its wait it
-    reads the state, which no other kernel of a prompt writes, and the positions.
+    All tiles are transposed, [values, ...], so that no product has more rows than the block has values.
     """
-    start_next(EARLY)
     head = tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
     padded = tl.cast(padded, tl.int64)
@@ -222,7 +216,6 @@ def scan_early(
     decays = k_factors + HEADS * padded
     nothing = tl.zeros((BLOCK, CHUNK), tl.float32)
     length = length_of(positions, tokens)
-    wait_for_previous(EARLY)
     for chunk in range(tl.cdiv(length, CHUNK)):
         rows = tl.cast(chunk, tl.int64) * CHUNK + token
         inside = rows < length

@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.length_triton import length_of
 
 from .math_triton import (
@@ -20,7 +19,7 @@ from .math_triton import (
 
 
 @triton.jit
-def prepare_early(
+def prepare_kernel(
     mixed: tl.tensor,
     a: tl.tensor,
     b: tl.tensor,
@@ -43,14 +42,11 @@ def prepare_early(
     HALF: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
     """Program (chunk, head). The chunk's triangular system is solved in two halves, top and bottom.
 
     Tokens after the last one have q = k = v = 0: they decay nothing, write nothing, and give zeros in w, u and P.
     """
-    start_next(EARLY)
-    wait_for_previous(EARLY)
     length = length_of(positions, tokens)
     if tl.program_id(0) * (2 * HALF) >= length:
         return

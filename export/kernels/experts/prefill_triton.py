@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import LARGE, SMALL, fitting, launcher, starts_early
+from ostinato.export.kernels.launch import LARGE, SMALL, fitting, launcher
 from ostinato.export.kernels.operands import ExpertWeights
 
 from .limits import check_experts
@@ -65,17 +64,16 @@ def _experts(
     count, top_k, inner = gate_up.shape[0], chosen.shape[1], gate_up.shape[1] // 2
     slots = tokens * top_k
     blocks = (slots + BLOCK_SLOTS - 1) // BLOCK_SLOTS + count
-    early = starts_early()
     order = torch.empty(slots, dtype=torch.int32, device=x.device)
     counts = torch.empty(count, dtype=torch.int32, device=x.device)
     plan = torch.empty(blocks, 3, dtype=torch.int32, device=x.device)
-    launcher(sort_slots_early)[(count,)](chosen, order, counts, slots, BLOCK_SORT, early, num_warps=8)
+    launcher(_sort_kernel)[(count,)](chosen, order, counts, slots, BLOCK_SORT, num_warps=8)
     padded = max(32, triton.next_power_of_2(count))
-    launcher(plan_blocks_early)[(blocks,)](counts, plan, count, padded, BLOCK_SLOTS, early, num_warps=1)
+    launcher(_plan_kernel)[(blocks,)](counts, plan, count, padded, BLOCK_SLOTS, num_warps=1)
 
     hidden = torch.empty(slots, inner, dtype=x.dtype, device=x.device)
     group_size = 0 if gate_up_scale is None else size // gate_up_scale.shape[2]
-    launcher(gate_up_blocks_early)[(blocks, triton.cdiv(inner, BLOCK_GATE_UP))](
+    launcher(_gate_up_kernel)[(blocks, triton.cdiv(inner, BLOCK_GATE_UP))](
         x,
         order,
         plan,
@@ -89,14 +87,13 @@ def _experts(
         BLOCK_SLOTS,
         BLOCK_GATE_UP,
         _step(group_size, x.dtype),
-        early,
         num_warps=4,
         num_stages=STAGES,
     )
     parts = torch.empty(tokens, top_k, size, dtype=x.dtype, device=x.device)
     group_size = 0 if down_scale is None else inner // down_scale.shape[2]
     block = BLOCK_DOWN if size % BLOCK_DOWN == 0 else BLOCK_DOWN // 2
-    launcher(down_blocks_early)[(blocks, triton.cdiv(size, block))](
+    launcher(_down_kernel)[(blocks, triton.cdiv(size, block))](
         hidden,
         weights,
         order,
@@ -110,15 +107,12 @@ def _experts(
         BLOCK_SLOTS,
         block,
         _step(group_size, x.dtype),
-        early,
         num_warps=4,
         num_stages=STAGES,
     )
     out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
     grid = ((tokens + SUM_TOKENS - 1) // SUM_TOKENS, triton.cdiv(size, SUM_COLUMNS))
-    launcher(sum_parts_early)[grid](
-        parts, chosen, out, tokens, count, size, top_k, SUM_TOKENS, SUM_COLUMNS, early, num_warps=4
-    )
+    launcher(_sum_kernel)[grid](parts, chosen, out, tokens, count, size, top_k, SUM_TOKENS, SUM_COLUMNS, num_warps=4)
     return out
 
 
@@ -132,13 +126,11 @@ def _step(group_size: int, dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def sort_slots_early(chosen, order, counts, slots, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _sort_kernel(chosen, order, counts, slots, BLOCK: tl.constexpr):
     """Program e: writes to order [S] the slots that chose expert e, ascending, after those of lower experts; counts [E].
 
     Slots of no expert, whose index is E, are in neither.
     """
-    start_next(EARLY)
-    wait_for_previous(EARLY)
     expert = tl.program_id(0)
     lower = tl.zeros([BLOCK], tl.int32)
     equal = tl.zeros([BLOCK], tl.int32)
@@ -158,12 +150,8 @@ def sort_slots_early(chosen, order, counts, slots, BLOCK: tl.constexpr, EARLY: t
 
 
 @triton.jit
-def plan_blocks_early(
-    counts, plan, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_SLOTS: tl.constexpr, EARLY: tl.constexpr
-):
+def _plan_kernel(counts, plan, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_SLOTS: tl.constexpr):
     """Program b: plan[b] = the b-th block's expert, or -1, its first place in `order` and where that expert's places end."""
-    start_next(EARLY)
-    wait_for_previous(EARLY)
     block = tl.program_id(0)
     expert = tl.arange(0, PADDED)
     count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
@@ -234,7 +222,7 @@ def _scale_pair(scale, first, GROUP: tl.constexpr):
 
 
 @triton.jit
-def gate_up_blocks_early(
+def _gate_up_kernel(
     x,
     order,
     plan,
@@ -248,11 +236,8 @@ def gate_up_blocks_early(
     BLOCK_SLOTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """hidden [S, I] = silu(gate) * up, in the order of `order`. Program (block of the plan, BLOCK_ROWS columns of hidden)."""
-    start_next(EARLY)
-    wait_for_previous(EARLY)
     block = tl.program_id(0)
     expert = tl.load(plan + block * 3).to(tl.int64)
     if expert < 0:
@@ -296,7 +281,7 @@ def gate_up_blocks_early(
 
 
 @triton.jit
-def down_blocks_early(
+def _down_kernel(
     hidden,
     weights,
     order,
@@ -310,11 +295,8 @@ def down_blocks_early(
     BLOCK_SLOTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """parts [S, H]: each slot's expert's output times the slot's weight. Program (block of the plan, BLOCK_ROWS columns)."""
-    start_next(EARLY)
-    wait_for_previous(EARLY)
     block = tl.program_id(0)
     expert = tl.load(plan + block * 3).to(tl.int64)
     if expert < 0:
@@ -350,7 +332,7 @@ def down_blocks_early(
 
 
 @triton.jit
-def sum_parts_early(
+def _sum_kernel(
     parts,
     chosen,
     out,
@@ -360,11 +342,8 @@ def sum_parts_early(
     TOP_K: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """out [T, H]: each token's parts added up. Left to the compiler, its speed would be what it tries out at export."""
-    start_next(EARLY)
-    wait_for_previous(EARLY)
     token = (tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     here = (token < tokens)[:, None] & (column < SIZE)[None, :]

@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import launcher, starts_early
+from ostinato.export.kernels.launch import launcher
 from ostinato.export.kernels.length_triton import length_of
 
 
@@ -25,24 +24,14 @@ def _route(logits: Tensor, top_k: int, positions: Tensor) -> tuple[Tensor, Tenso
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     padded = max(32, triton.next_power_of_2(count))
-    launcher(route_early)[(tokens,)](
-        logits,
-        positions,
-        weights,
-        chosen,
-        tokens,
-        count,
-        padded,
-        top_k,
-        triton.next_power_of_2(top_k),
-        starts_early(),
-        num_warps=1,
+    launcher(_route_kernel)[(tokens,)](
+        logits, positions, weights, chosen, tokens, count, padded, top_k, triton.next_power_of_2(top_k), num_warps=1
     )
     return weights, chosen
 
 
 @triton.jit
-def route_early(
+def _route_kernel(
     logits,
     positions,
     weights,
@@ -52,11 +41,8 @@ def route_early(
     PADDED: tl.constexpr,
     TOP_K: tl.constexpr,
     PADDED_K: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """One program per token. Keys are integers in the order of the floats: a warp finds the largest in one instruction."""
-    start_next(EARLY)
-    wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, PADDED)
     values = tl.load(logits + token * EXPERTS + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,7 @@ from unittest import mock
 
 import torch
 
-from ostinato.export.compile.torch_internals import early_kernels_analysed_as_pure
 from ostinato.export.kernels import kernels_for, launch
-from ostinato.export.kernels.delta_rule import prefill_triton as delta_rule
-from ostinato.export.kernels.experts import prefill_triton as experts
-from ostinato.export.kernels.experts import route_triton as route
 from ostinato.export.models import build_network, read_config
 
 from .compiling import BF16, F32, SHARED, Launch, compile_all, recorded, without_a_driver, written
@@ -35,24 +30,16 @@ def launches(folder: Path, dtype: torch.dtype, group_size: int | None, capabilit
     """What a prefill launches in one layer of each type, each code once."""
     config = replace(read_config(folder)[1], layer_types=("linear_attention", "full_attention"))
     model = build_network(config, SLOTS, dtype, kernels=kernels_for("cuda"), group_size=group_size).to("meta")
-    with recorded() as found, ExitStack() as patches:
-        patches.enter_context(mock.patch.object(launch, "shared_memory", lambda: SHARED[capability]))
-        for module in (delta_rule, experts, route):
-            patches.enter_context(mock.patch.object(module, "starts_early", lambda: capability >= 90))
+    with recorded() as found, mock.patch.object(launch, "shared_memory", lambda: SHARED[capability]):
         model(torch.empty(1, TOKENS, dtype=torch.int64), torch.empty(TOKENS, dtype=torch.int64))
     # The last token's logits are computed as in a step.
-    prefill = [one for one in found if is_of_prefill(one.kernel.__module__)]
+    prefill = [one for one in found if not one.kernel.__name__.endswith("_early")]
     return list({one.key: one for one in prefill}.values())
 
 
-def is_of_prefill(module: str) -> bool:
-    """Whether the kernels of a module take any number of tokens; those of a step have tests of their own."""
-    return not module.rpartition(".")[2].startswith(("step", "sample"))
-
-
 # Those whose configuration depends on the GPU's shared memory.
-ADAPTED = ("prefill_kernel", "scan_early", "gate_up_blocks_early", "down_blocks_early")
-FLOATING = ("gate_up_blocks_early", "down_blocks_early")
+ADAPTED = ("prefill_kernel", "scan_kernel", "_gate_up_kernel", "_down_kernel")
+FLOATING = ("_gate_up_kernel", "_down_kernel")
 # (config, dtype, group size, compute capability, kernels or all): the model that is to be fast, and what differs from it.
 CASES: tuple[tuple[Path, torch.dtype, int | None, int, tuple[str, ...]], ...] = (
     (FLAGSHIP, BF16, 128, 90, ()),
@@ -62,7 +49,7 @@ CASES: tuple[tuple[Path, torch.dtype, int | None, int, tuple[str, ...]], ...] = 
     (FLAGSHIP, BF16, None, 90, FLOATING),
     (CAPITALS, F32, None, 90, ()),
     (CAPITALS, F32, None, 89, ()),
-    (CAPITALS, F32, 32, 89, ("gate_up_blocks_early",)),
+    (CAPITALS, F32, 32, 89, ("_gate_up_kernel",)),
 )
 
 
@@ -75,9 +62,7 @@ def report() -> dict[str, Any]:
         if not names or found.kernel.__name__ in names
     ]
     first = {found.kernel.__name__: found for found, _, _ in reversed(chosen)}
-    with early_kernels_analysed_as_pure():
-        outputs = {name: written(found) for name, found in first.items()}
-    return {"compiled": compile_all(chosen), "written": outputs}
+    return {"compiled": compile_all(chosen), "written": {name: written(found) for name, found in first.items()}}
 
 
 if __name__ == "__main__":
