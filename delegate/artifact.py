@@ -59,6 +59,8 @@ META_MUTABLE_BUFFERS = "get_mutable_buffer_metadata"
 META_MODEL_TYPE = "get_model_type"
 META_DTYPE = "get_activation_dtype"
 META_QUANTIZATION = "get_quantization"
+# int: layers whose routed experts stay on the host, counted from the first.
+META_CPU_MOE = "get_n_cpu_moe"
 # Whether `prefill` takes rows of padding after the last token, at its position, which change nothing.
 META_PADDED_PREFILL = "enable_padded_prefill"
 # Bytes that a decode step must read or write at least once: weights that one token uses, and state of fixed size.

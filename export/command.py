@@ -36,6 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--group-size", type=int, metavar="G", help="elements that share a scale: 32, 64 or 128 (default: 128)"
     )
     parser.add_argument("--hqq", action="store_true", help="choose int4 scales by half-quadratic quantisation (slower)")
+    experts = parser.add_mutually_exclusive_group()
+    experts.add_argument(
+        "--cpu-moe",
+        dest="n_cpu_moe",
+        action="store_const",
+        const=None,
+        default=0,
+        help="keep all routed experts in the host's memory and compute them on the CPU",
+    )
+    experts.add_argument(
+        "--n-cpu-moe", type=int, default=0, metavar="N", help="the same for those of the first N layers"
+    )
     parser.add_argument(
         "--load-format",
         choices=("auto", "dummy"),
@@ -69,6 +81,7 @@ def main(arguments: argparse.Namespace) -> int:
         max_seq_len=arguments.max_seq_len,
         prefill_chunk=arguments.prefill_chunk,
         quant=quant,
+        cpu_moe=arguments.n_cpu_moe,
         load_format=arguments.load_format,
         progress=progress,
     )

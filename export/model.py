@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ostinato.delegate import artifact
-from ostinato.delegate.artifact import StateKind
+from ostinato.delegate.artifact import HOST, StateKind
 from ostinato.delegate.errors import CheckpointError, ExportError
 from ostinato.delegate.json_files import read_json
 from ostinato.delegate.target import host_target
@@ -42,6 +42,7 @@ def export_model(
     max_seq_len: int | None = None,
     prefill_chunk: int | None = None,
     quant: Quantization | None = None,
+    cpu_moe: int | None = 0,
     load_format: str = "auto",
     progress: Progress | None = None,
 ) -> ExportReport:
@@ -57,13 +58,15 @@ def export_model(
         max_seq_len: tokens that prompt and answer may have together; by default the model's limit, at most 4096.
         prefill_chunk: most tokens that one call of `prefill` takes; by default 2048, or what max_seq_len leaves.
         quant: int4 weights; None keeps them in `dtype`.
+        cpu_moe: how many layers, from the first, keep their routed experts in the host's memory and compute them on the CPU;
+            None: all. Everything else runs on `device`.
         load_format: "auto" reads the folder's safetensors; "dummy" draws random weights for its config.json.
         progress: shows and keeps the time of each stage.
 
     Raises:
         CheckpointError: the folder is not a checkpoint of a supported model, or its tensors do not fit its config.
-        ExportError: no compiler, no room on the disk, a length, dtype or group size out of range, shapes that the kernels
-            cannot take.
+        ExportError: no compiler, no room on the disk, a length, dtype, group size or number of layers out of range, shapes
+            that the kernels cannot take.
     """
     progress = progress or Progress()
     folder = Path(model)
@@ -75,11 +78,19 @@ def export_model(
         raise ExportError(f"unknown dtype {dtype!r}; the dtypes are: {', '.join(DTYPES)}")
     if load_format not in LOAD_FORMATS:
         raise ExportError(f"unknown load format {load_format!r}; the load formats are: {', '.join(LOAD_FORMATS)}")
+    on_host = _cpu_moe(config, cpu_moe)
     host_target(device)
     group_size = None if quant is None else quant.group_size
     family.check_limits(config, group_size, device, DTYPES[dtype])
     network = build_network(
-        config, length, DTYPES[dtype], kernels=kernels_for(device), max_chunk=chunk, group_size=group_size
+        config,
+        length,
+        DTYPES[dtype],
+        kernels=kernels_for(device),
+        max_chunk=chunk,
+        group_size=group_size,
+        cpu_moe=on_host,
+        host_kernels=kernels_for(HOST),
     )
     # A GPU draws and quantises weights many times faster, whatever the code is for.
     computes = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -134,6 +145,19 @@ def _prefill_chunk(length: int, wanted: int | None) -> int:
     return wanted
 
 
+def _cpu_moe(config: ModelConfig, wanted: int | None) -> int:
+    most = config.num_expert_layers
+    if wanted == 0:
+        return 0
+    if not most:
+        raise ExportError(f"--cpu-moe and --n-cpu-moe are for models with experts; {config.model_type!r} has none")
+    if wanted is None:
+        return most
+    if not 0 < wanted <= most:
+        raise ExportError(f"--n-cpu-moe must be 0 to {most}, the model's layers with experts; got {wanted}")
+    return wanted
+
+
 def _metadata(folder: Path, dtype: str, quant: Quantization | None, network: LanguageModel) -> dict[str, Any]:
     config = network.config
     # What kernels leave in a workspace between steps means nothing.
@@ -145,7 +169,9 @@ def _metadata(folder: Path, dtype: str, quant: Quantization | None, network: Lan
         artifact.META_USE_KV_CACHE: True,
         artifact.META_USE_SDPA: False,
         artifact.META_DYNAMIC_SHAPE: True,
-        artifact.META_PADDED_PREFILL: True,
+        # The host would compute experts for rows of padding.
+        artifact.META_PADDED_PREFILL: not network.build.cpu_moe,
+        artifact.META_CPU_MOE: network.build.cpu_moe,
         artifact.META_MODEL_TYPE: config.model_type,
         artifact.META_DTYPE: dtype,
         artifact.META_QUANTIZATION: "none" if quant is None else str(quant),

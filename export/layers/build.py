@@ -20,6 +20,8 @@ class Build:
         max_seq_len: slots of the KV caches.
         max_chunk: most tokens of one call.
         group_size: elements per scale, for int4 linear layers and experts and an int8 embedding; None: no quantisation.
+        cpu_moe: layers, counted from the first, whose routed experts stay on the host.
+        host_kernels: the functions for these.
     """
 
     kernels: type[Kernels]
@@ -27,6 +29,8 @@ class Build:
     max_seq_len: int
     max_chunk: int
     group_size: int | None = None
+    cpu_moe: int = 0
+    host_kernels: type[Kernels] = Kernels
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:

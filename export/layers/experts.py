@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ostinato.export.kernels import Kernels
 from ostinato.export.kernels.operands import ExpertWeights, Weight
 
 from .build import Build
@@ -47,15 +48,15 @@ class Experts(nn.Module):
     down_proj: Tensor
     down_proj_scale: Tensor | None
 
-    def __init__(self, sizes: MoeSizes, build: Build) -> None:
+    def __init__(self, sizes: MoeSizes, build: Build, kernels: type[Kernels]) -> None:
         super().__init__()
         self.token_share = sizes.top_k / sizes.experts
         gate_up = (sizes.experts, 2 * sizes.inner, sizes.hidden)
         down = (sizes.experts, sizes.hidden, sizes.inner)
         self.gate_up_proj, self.gate_up_proj_scale = weight_parameters(gate_up, build)
         self.down_proj, self.down_proj_scale = weight_parameters(down, build)
-        self.experts = build.kernels.experts
-        self.panels = ("gate_up_proj", "down_proj") if build.kernels.has_panels else ()
+        self.experts = kernels.experts
+        self.panels = ("gate_up_proj", "down_proj") if kernels.has_panels else ()
 
     @property
     def operand(self) -> ExpertWeights:
@@ -72,12 +73,17 @@ class Experts(nn.Module):
 
 
 class SparseMoe(nn.Module):
-    """Routed experts plus the gated shared expert. The router and the shared expert's gate stay in the model's dtype."""
+    """Routed experts plus the gated shared expert. The router and the shared expert's gate stay in the model's dtype.
 
-    def __init__(self, sizes: MoeSizes, build: Build) -> None:
+    Args:
+        on_host: the routed experts are made for `build.host_kernels`. Then the parts are called by `HostExperts`.
+    """
+
+    def __init__(self, sizes: MoeSizes, build: Build, on_host: bool = False) -> None:
         super().__init__()
         self.gate = Linear(sizes.hidden, sizes.experts, build, quantize=False)
-        self.experts = Experts(sizes, build)
+        self.routed_kernels = build.host_kernels if on_host else build.kernels
+        self.experts = Experts(sizes, build, self.routed_kernels)
         self.shared_expert = SwiGLU(sizes.hidden, sizes.shared_inner, build)
         self.shared_expert_gate = Linear(sizes.hidden, 1, build, quantize=False)
         self.top_k = sizes.top_k

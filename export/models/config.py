@@ -34,6 +34,11 @@ class ModelConfig:
     def num_hidden_layers(self) -> int:
         return len(self.layer_types)
 
+    @property
+    def num_expert_layers(self) -> int:
+        """Layers that have experts."""
+        return 0
+
 
 class Settings:
     """JSON objects read by name, the first that states a setting; null states nothing.

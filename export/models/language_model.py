@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -18,10 +20,17 @@ from ostinato.export.layers.sampling import NextInput, SamplingState
 from .config import ModelConfig
 
 
+class Layer(nn.Module, ABC):
+    """A layer of any family."""
+
+    @abstractmethod
+    def links(self, prefix: str, step: bool) -> list[Link]: ...
+
+
 class Decoder(nn.Module):
     """The checkpoint's `model.`."""
 
-    def __init__(self, config: ModelConfig, build: Build, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, config: ModelConfig, build: Build, layers: Sequence[Layer]) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList(layers)
@@ -37,9 +46,8 @@ class LanguageModel(nn.Module):
     Args:
         config: the family's.
         build: what all layers were built for.
-        layers: one module per layer, `forward(x [T, H], input_pos [T], cos, sin) -> [T, H]`, with a `kind` (layers of one
-            kind differ in their tensors only), and a `step` that takes and gives the same with `build.kernels`' operations of
-            a step.
+        layers: one module per layer, whose `links(prefix, step)` lead from the values x [T, H], input_pos [T], cos and sin to
+            the next x; with `step` by what `build.kernels` folds for a step.
         rotary: gives cos and sin.
     """
 
@@ -47,7 +55,7 @@ class LanguageModel(nn.Module):
         self,
         config: ModelConfig,
         build: Build,
-        layers: Sequence[nn.Module],
+        layers: Sequence[Layer],
         rotary: RotaryEmbedding,
     ) -> None:
         super().__init__()
@@ -71,8 +79,9 @@ class LanguageModel(nn.Module):
             layers_method, head_method: "forward" for any number of tokens; "step" for what `build.kernels` folds.
         """
         layers = [
-            Link(layer, ("x",), str(layer.kind), f"model.layers.{index}.", method=layers_method)
+            link
             for index, layer in enumerate(self.model.layers)
+            for link in cast(Layer, layer).links(f"model.layers.{index}.", step=layers_method == "step")
         ]
         start = Link(self.input, ("x", "cos", "sin"), "embedding")
         return [start, *layers, Link(self.head, ("logits",), "head", method=head_method)]

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ostinato.delegate.errors import CheckpointError
+from ostinato.export.compile.trace import Link
 from ostinato.export.formats import check_groups
 from ostinato.export.kernels.attention.limits import check_attention
 from ostinato.export.kernels.delta_rule.limits import check_delta_rule
@@ -25,6 +26,7 @@ from ostinato.export.layers.build import Build
 from ostinato.export.layers.delta_net import DeltaNetSizes, GatedDeltaNet
 from ostinato.export.layers.experts import MoeSizes, SparseMoe
 from ostinato.export.layers.feed_forward import SwiGLU
+from ostinato.export.layers.host_experts import HostExperts
 from ostinato.export.layers.norms import RMSNorm
 from ostinato.export.layers.rotary import RotaryEmbedding
 from ostinato.export.weights.checkpoint import CheckpointNames
@@ -33,7 +35,7 @@ from ostinato.export.weights.dummy import DummySpreads
 from . import config as read
 from .config import MAX_COUNT, ModelConfig, Settings
 from .family import Family
-from .language_model import LanguageModel
+from .language_model import LanguageModel, Layer
 
 MOE_MODEL_TYPES = ("qwen3_5_moe_text", "qwen3_5_moe")
 DENSE_MODEL_TYPES = ("qwen3_5_text", "qwen3_5")
@@ -82,6 +84,10 @@ class Qwen3_5Config(ModelConfig):
     @property
     def is_moe(self) -> bool:
         return self.num_experts > 0
+
+    @property
+    def num_expert_layers(self) -> int:
+        return self.num_hidden_layers if self.is_moe else 0
 
     @property
     def attention(self) -> AttentionSizes:
@@ -191,10 +197,10 @@ def _check(config: Qwen3_5Config) -> None:
         )
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """x + mixer(norm(x)), then x + feed_forward(norm(x))."""
 
-    def __init__(self, config: Qwen3_5Config, layer_type: str, build: Build) -> None:
+    def __init__(self, config: Qwen3_5Config, layer_type: str, build: Build, on_host: bool) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.layer_type = layer_type
@@ -202,14 +208,23 @@ class DecoderLayer(nn.Module):
             self.linear_attn = GatedDeltaNet(config.delta_net, eps, build)
         else:
             self.self_attn = GatedAttention(config.attention, eps, build, bias=config.attention_bias)
-        self.mlp = SparseMoe(config.moe, build) if config.is_moe else SwiGLU(size, config.intermediate_size, build)
+        if config.is_moe:
+            self.mlp: SparseMoe | SwiGLU = SparseMoe(config.moe, build, on_host)
+        else:
+            self.mlp = SwiGLU(size, config.intermediate_size, build)
         self.input_layernorm = RMSNorm(size, eps)
         self.post_attention_layernorm = RMSNorm(size, eps)
+        # The same modules again.
+        self.parts: HostExperts | None = None
+        if on_host and isinstance(self.mlp, SparseMoe):
+            self.parts = HostExperts(self.mlp, self.post_attention_layernorm)
 
-    @property
-    def kind(self) -> str:
-        """Layers of one kind differ in their tensors only."""
-        return f"{self.layer_type} layer"
+    def links(self, prefix: str, step: bool) -> list[Link]:
+        """From the value `x` to the next one of that name."""
+        if self.parts is None:
+            return [Link(self, ("x",), f"{self.layer_type} layer", prefix, "step" if step else "forward")]
+        mixer = Link(self, ("h", "logits"), f"{self.layer_type} mixer", prefix, "mix_step" if step else "mix")
+        return [mixer, *self.parts.links(prefix, step)]
 
     @property
     def mixer(self) -> GatedDeltaNet | GatedAttention:
@@ -217,19 +232,39 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, H] -> [T, H]. The others are a `Place`."""
-        x = x + self.mixer(self.input_layernorm(x), Place(input_pos, cos, sin))
+        x = self._mixed(x, input_pos, cos, sin)
         normed = self.post_attention_layernorm(x)
         return x + (self.mlp(normed, input_pos) if isinstance(self.mlp, SparseMoe) else self.mlp(normed))
 
     def step(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, H] -> [T, H]; norms and additions are in the kernels."""
-        x = self.mixer.step(x, self.input_layernorm, Place(input_pos, cos, sin))
-        return self.mlp.step(x, self.post_attention_layernorm)
+        return self.mlp.step(self._mixed_step(x, input_pos, cos, sin), self.post_attention_layernorm)
+
+    def mix(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward` up to the router: h [T, H] and its logits [T, E + 1]."""
+        assert self.parts is not None
+        h = self._mixed(x, input_pos, cos, sin)
+        return h, self.parts.logits(h)
+
+    def mix_step(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """As `step` up to the router; see `mix`."""
+        assert self.parts is not None
+        h = self._mixed_step(x, input_pos, cos, sin)
+        return h, self.parts.logits_step(h)
+
+    def _mixed(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x + self.mixer(self.input_layernorm(x), Place(input_pos, cos, sin))
+
+    def _mixed_step(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.mixer.step(x, self.input_layernorm, Place(input_pos, cos, sin))
 
 
 def network(config: Qwen3_5Config, build: Build) -> LanguageModel:
     """The network of a config, made on the meta device: parameters have shapes and no values."""
-    layers = [DecoderLayer(config, layer_type, build) for layer_type in config.layer_types]
+    layers = [
+        DecoderLayer(config, layer_type, build, on_host=index < build.cpu_moe)
+        for index, layer_type in enumerate(config.layer_types)
+    ]
     return LanguageModel(config, build, layers, RotaryEmbedding(config.rotary_dim, config.rope_theta))
 
 

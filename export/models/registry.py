@@ -52,6 +52,8 @@ def build_network(
     kernels: type[Kernels] = Kernels,
     max_chunk: int | None = None,
     group_size: int | None = None,
+    cpu_moe: int = 0,
+    host_kernels: type[Kernels] = Kernels,
 ) -> LanguageModel:
     """The network of a config, its parameters with shapes and without storage; its state buffers are zeros on the CPU.
 
@@ -62,11 +64,13 @@ def build_network(
         kernels: `kernels_for` the device that the code will be compiled for; by default the references.
         max_chunk: most tokens of one call; max_seq_len - 1 if None.
         group_size: elements per scale of int4 weights; None: no quantisation.
+        cpu_moe: layers, counted from the first, whose routed experts stay on the host.
+        host_kernels: `kernels_for("cpu")`, or the references, for these.
 
     Raises:
         CheckpointError: sizes whose product is more than a tensor, or this machine's memory, can hold.
     """
-    build = Build(kernels, dtype, max_seq_len, max_chunk or max_seq_len - 1, group_size)
+    build = Build(kernels, dtype, max_seq_len, max_chunk or max_seq_len - 1, group_size, cpu_moe, host_kernels)
     try:
         with torch.device("meta"):
             network = find_family(config.model_type).network(config, build)

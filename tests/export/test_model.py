@@ -242,6 +242,7 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
             "use_sdpa_with_kv_cache": False,
             "enable_dynamic_shape": True,
             "enable_padded_prefill": True,
+            "get_n_cpu_moe": 0,
         }
         prefill, decode = program.load_method("prefill"), program.load_method("decode")
         for name in spec.methods - {"prefill", "decode"}:
