@@ -24,7 +24,7 @@ import torch
 from .errors import ArtifactError
 from .json_files import parse_json
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 PROGRAM_FILE = "model.pte"
 CONSTANTS_FILE = "model.ptd"
@@ -43,6 +43,7 @@ SPEC_EXPORT_ID = "export_id"
 
 # Methods of a language model; see export/models/methods.py. Those that sample leave the next token in a mutable buffer.
 PREFILL = "prefill"
+PREFILL_STREAMED = "prefill_streamed"
 DECODE = "decode"
 SAMPLE = "sample"
 DECODE_SAMPLE = "decode_sample"
@@ -61,6 +62,8 @@ META_DTYPE = "get_activation_dtype"
 META_QUANTIZATION = "get_quantization"
 # int: layers whose routed experts stay on the host, counted from the first.
 META_CPU_MOE = "get_n_cpu_moe"
+# int: from so many tokens on a prompt goes to the method that computes these on the device.
+META_STREAM_FROM = "get_stream_from"
 # Whether `prefill` takes rows of padding after the last token, at its position, which change nothing.
 META_PADDED_PREFILL = "enable_padded_prefill"
 # Bytes that a decode step must read or write at least once: weights that one token uses, and state of fixed size.
@@ -208,6 +211,7 @@ class Segment:
         capture: whether it may be part of a CUDA graph; where not, it is called each time.
         device: "cpu" where it runs on the host, is called there, and has its constants and buffers there; "" where it runs
             on the program's device. In a program for the CPU both are the same machine, and all else holds.
+        streamed: whether its constants stay on the host, although it runs on the device, and are copied there each time.
     """
 
     code_key: str
@@ -220,6 +224,7 @@ class Segment:
     kernels_sha256: str = ""
     capture: bool = True
     device: str = ""
+    streamed: bool = False
 
     @property
     def on_host(self) -> bool:
@@ -238,6 +243,7 @@ class Segment:
             kernels_sha256=_text(data["kernels_sha256"]),
             capture=_flag(data["capture"]),
             device=_device(data["device"]),
+            streamed=_flag(data["streamed"]),
         )
 
 
@@ -291,8 +297,8 @@ class MethodRecord:
 
     @property
     def host_names(self) -> frozenset[str]:
-        """Those of `constants` and `buffers` that segments on the host use."""
-        prefixes = tuple(segment.prefix for segment in self.segments if segment.on_host)
+        """Those of `constants` and `buffers` that are on the host."""
+        prefixes = tuple(segment.prefix for segment in self.segments if segment.on_host or segment.streamed)
         return frozenset(name for name in (*self.constants, *self.buffers) if name.startswith(prefixes))
 
     def _fault(self) -> str:

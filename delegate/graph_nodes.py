@@ -54,7 +54,7 @@ _TYPE_PREFIX = "CU_GRAPH_NODE_TYPE_"
 
 
 class DriverError(OstinatoError):
-    """The CUDA driver refused a call on a captured graph. The runtime then captures again and leaves the graph alone."""
+    """The CUDA driver refused a call. Of a captured graph the runtime then makes another one and leaves it alone."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ def look_into(graph: int) -> GraphNodes:
         graph: the `cudaGraph_t` as a number, what `torch.cuda.CUDAGraph.raw_cuda_graph` gives.
     """
     try:
-        driver = _driver()
-        count = _call(driver, "cuGraphGetNodes", driver.CUgraph(graph), 0)[-1]
-        nodes = _call(driver, "cuGraphGetNodes", driver.CUgraph(graph), count)[0] if count else []
+        driver = cuda_driver()
+        count = call_driver(driver, "cuGraphGetNodes", driver.CUgraph(graph), 0)[-1]
+        nodes = call_driver(driver, "cuGraphGetNodes", driver.CUgraph(graph), count)[0] if count else []
         return GraphNodes(dict(Counter(_node_type(driver, node) for node in nodes).most_common()))
     except Exception as error:  # Whatever is wrong with the package, the step itself is right.
         return GraphNodes(note=first_line(error))
@@ -111,7 +111,7 @@ def start_early(graph: int, required_ahead: Mapping[str, str] = REQUIRED_AHEAD) 
     Raises:
         DriverError: the driver refused a call. An edge may be missing: the graph must not be used.
     """
-    driver = _driver()
+    driver = cuda_driver()
     programmatic = driver.CUgraphEdgeData()
     programmatic.type = int(driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
     programmatic.from_port = _WHEN_ALL_PROGRAMS_SAY_SO
@@ -131,8 +131,8 @@ def start_early(graph: int, required_ahead: Mapping[str, str] = REQUIRED_AHEAD) 
             continue
         if ways_in[int(after)] > 1 or EARLY_KERNEL not in ahead:
             continue
-        _call(driver, "cuGraphRemoveDependencies", handle, [before], [after], [data], 1)
-        _call(driver, "cuGraphAddDependencies", handle, [before], [after], [programmatic], 1)
+        call_driver(driver, "cuGraphRemoveDependencies", handle, [before], [after], [data], 1)
+        call_driver(driver, "cuGraphAddDependencies", handle, [before], [after], [programmatic], 1)
         changed += 1
     return EarlyStarts(changed, _note(misplaced))
 
@@ -148,7 +148,7 @@ def update_executable(executable: int, graph: int) -> bool:
         Whether the driver did it. If not, the executable is as it was.
     """
     try:
-        driver = _driver()
+        driver = cuda_driver()
     except DriverError:
         return False
     error = driver.cuGraphExecUpdate(driver.CUgraphExec(executable), driver.CUgraph(graph))[0]
@@ -162,34 +162,34 @@ def _note(misplaced: list[str]) -> str | None:
     return f"{misplaced[0]}{others}: it does not start early"
 
 
-def _driver() -> Any:
-    """The CUDA driver's functions, from a package that CUDA builds of torch depend on."""
+def cuda_driver() -> Any:
+    """The CUDA driver's functions, from a package that CUDA builds of torch depend on. Raises DriverError: it is missing."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise DriverError(f"the graph cannot be looked into without the package cuda-bindings ({error})") from error
+        raise DriverError(f"the package cuda-bindings is missing ({error})") from error
     return driver
 
 
 def _edges(driver: Any, handle: Any) -> list[tuple[Any, Any, Any]]:
     """(node ahead, node after, data) of every edge."""
-    count = _call(driver, "cuGraphGetEdges", handle, 0)[-1]
+    count = call_driver(driver, "cuGraphGetEdges", handle, 0)[-1]
     if not count:
         return []
-    before, after, data, _ = _call(driver, "cuGraphGetEdges", handle, count)
+    before, after, data, _ = call_driver(driver, "cuGraphGetEdges", handle, count)
     return list(zip(before, after, data, strict=True))
 
 
 def _node_type(driver: Any, node: Any) -> str:
     """`CU_GRAPH_NODE_TYPE_MEMCPY` -> "memcpy"."""
-    return str(_call(driver, "cuGraphNodeGetType", node)[0].name).removeprefix(_TYPE_PREFIX).lower()
+    return str(call_driver(driver, "cuGraphNodeGetType", node)[0].name).removeprefix(_TYPE_PREFIX).lower()
 
 
 def _kernel_name(driver: Any, node: Any) -> str:
     """The name of a kernel's function; "" for a node that is not a kernel, and for a kernel that does not tell its name."""
     if _node_type(driver, node) != "kernel":
         return ""
-    (params,) = _call(driver, "cuGraphKernelNodeGetParams", node)
+    (params,) = call_driver(driver, "cuGraphKernelNodeGetParams", node)
     # A kernel is known by a function of a module, or by one of a library, which belongs to no context yet.
     error, name = driver.cuFuncGetName(params.func) if int(params.func) else driver.cuKernelGetName(params.kern)
     # The kernels of some libraries do not tell their names; those are not ours.
@@ -200,8 +200,8 @@ def _kernel_name(driver: Any, node: Any) -> str:
 _WITH_EDGE_DATA = ("cuGraphGetEdges", "cuGraphRemoveDependencies", "cuGraphAddDependencies")
 
 
-def _call(driver: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
-    """Call the driver's `name`; what it returns besides the error code."""
+def call_driver(driver: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
+    """Call the driver's `name`; what it returns besides the error code. Raises DriverError: it refused."""
     newer = getattr(driver, f"{name}_v2", None) if name in _WITH_EDGE_DATA else None
     error, *results = (newer or getattr(driver, name))(*arguments)
     if error != driver.CUresult.CUDA_SUCCESS:

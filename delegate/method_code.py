@@ -12,6 +12,7 @@ import torch
 from .artifact import HOST, KERNELS_KEY_PREFIX, PROGRAM_FILE, MethodRecord, Segment
 from .errors import ArtifactError, first_line
 from .loading import free_tensors
+from .streaming import ConstantStream
 from .torch_internals import Container, bind_constants, load_container, run_container
 
 # Bytes; compiled code loads up to 16 at a time.
@@ -51,7 +52,12 @@ class MethodCode:
                 self._containers.append(_load_library(libraries[segment.code_key], where, record.method))
         self._last_uses = _last_uses(record)
         self._on_host = frozenset(index for index, segment in enumerate(record.segments) if segment.on_host)
-        self._called = self._on_host.union(i for i, segment in enumerate(record.segments) if not segment.capture)
+        streamed = [index for index, segment in enumerate(record.segments) if segment.streamed]
+        # Place among the streamed segments, by the segment's index.
+        self._streamed = {index: place for place, index in enumerate(streamed)}
+        self._stream: ConstantStream | None = None
+        not_captured = (i for i, segment in enumerate(record.segments) if segment.streamed or not segment.capture)
+        self._called = self._on_host.union(not_captured)
         self._addresses: tuple[int, ...] = ()
         self._lent: list[torch.Tensor] = []
 
@@ -63,19 +69,27 @@ class MethodCode:
         """
         # A container never lets go of a tensor that it was given, so it gets others over the same memory, to be emptied.
         lent = {name: torch.empty(0, dtype=t.dtype, device=t.device).set_(t) for name, t in tensors.items()}  # type: ignore[call-overload]
-        names = {**self.record.constants, **self.record.buffers}
         try:
-            for segment, container in zip(self.record.segments, self._containers, strict=True):
-                mine = {
-                    name.removeprefix(segment.prefix): lent[name] for name in names if name.startswith(segment.prefix)
-                }
-                bind_constants(container, mine)
+            for index, (segment, container) in enumerate(zip(self.record.segments, self._containers, strict=True)):
+                if index not in self._streamed:
+                    bind_constants(container, _of_segment(segment, lent))
+            if self._streamed and self._stream is None:
+                self._stream = self._open_stream(tensors)
         except BaseException:
             free_tensors(lent.values())
             raise
         free_tensors(self._lent)
         self._lent = list(lent.values())
         self._addresses = tuple(tensor.data_ptr() for tensor in tensors.values())
+
+    def _open_stream(self, tensors: Mapping[str, torch.Tensor]) -> ConstantStream:
+        """For the streamed segments, which find their constants at the same places in each call."""
+        segments = [self.record.segments[index] for index in self._streamed]
+        sources = [_of_segment(segment, tensors) for segment in segments]
+        stream = ConstantStream(self._device, sources, [segment.code_key for segment in segments])
+        for index, place in self._streamed.items():
+            bind_constants(self._containers[index], dict(stream.target(place)))
+        return stream
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -113,19 +127,34 @@ class MethodCode:
         A value may be on the host or on the device, and stays there: what the segment takes from the other side is copied,
         on the current stream, and the copy is complete when the segment begins.
         """
-        segment = self.record.segments[index]
+        segment, place = self.record.segments[index], self._streamed.get(index)
         taken = [values[number] for number in segment.inputs]
         if self._on_host:
             taken = [tensor.to(self._devices[index]) for tensor in taken]
-        values.update(zip(segment.outputs, run_container(self._containers[index], taken), strict=True))
+        if self._stream is not None and place is not None:
+            self._stream.begin(place)
+            given = run_container(self._containers[index], taken)
+            self._stream.end(place)
+        else:
+            given = run_container(self._containers[index], taken)
+        values.update(zip(segment.outputs, given, strict=True))
         del taken
         for number in self._last_uses[index]:
             values.pop(number, None)
 
     def close(self) -> None:
         self._containers = []
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
         free_tensors(self._lent)
         self._lent = []
+
+
+def _of_segment(segment: Segment, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of a method's tensors that the segment uses, by the names in its code."""
+    prefix = segment.prefix
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _last_uses(record: MethodRecord) -> list[tuple[int, ...]]:

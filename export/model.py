@@ -16,6 +16,7 @@ from ostinato.delegate.target import host_target
 
 from .formats import Quantization
 from .kernels import kernels_for
+from .layers.host_experts import STREAM_FROM
 from .layers.state import state_kinds
 from .models import LanguageModel, ModelConfig, build_network, read_config
 from .models.config import MAX_SIZE, short
@@ -172,6 +173,7 @@ def _metadata(folder: Path, dtype: str, quant: Quantization | None, network: Lan
         # The host would compute experts for rows of padding.
         artifact.META_PADDED_PREFILL: not network.build.cpu_moe,
         artifact.META_CPU_MOE: network.build.cpu_moe,
+        artifact.META_STREAM_FROM: STREAM_FROM,
         artifact.META_MODEL_TYPE: config.model_type,
         artifact.META_DTYPE: dtype,
         artifact.META_QUANTIZATION: "none" if quant is None else str(quant),

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from ostinato.delegate import BackendOptions, InputError, Method, Program
-from ostinato.delegate.artifact import DECODE, DECODE_SAMPLE, META_EOS_IDS, META_MAX_SEQ_LEN, PREFILL, SAMPLE
+from ostinato.delegate.artifact import (
+    DECODE,
+    DECODE_SAMPLE,
+    META_EOS_IDS,
+    META_MAX_SEQ_LEN,
+    META_STREAM_FROM,
+    PREFILL,
+    PREFILL_STREAMED,
+    SAMPLE,
+)
 from ostinato.delegate.errors import ArtifactError
 from ostinato.delegate.state_machine import Phase
 
@@ -67,6 +76,9 @@ class Model:
         self._decode_method: Method | None = None
         # One more for a lone `forward`, which decodes too.
         self._prefill_method = self._load(prefill, plans=len(self.prefill_buckets) + 1)
+        # For prompts of so many tokens or more, where a program has it.
+        self._streamed_method = self._load(PREFILL_STREAMED, graph=False) if PREFILL_STREAMED in program.method_names else None
+        self._stream_from = int(program.metadata.get(META_STREAM_FROM, 0))
         if prefill == self._decode_name:
             self._decode_method = self._prefill_method
         self.samplers: Samplers | None = None
@@ -90,7 +102,7 @@ class Model:
     @property
     def method_stats(self) -> dict[str, dict[str, Any]]:
         """`MethodStats` of each loaded method by its name; the one that decodes comes last."""
-        methods = [self._prefill_method, self._decode_method]
+        methods = [self._prefill_method, self._streamed_method, self._decode_method]
         if self.samplers:
             methods += [self.samplers.sample, self.samplers.decode_sample]
         return {method.name: asdict(method.stats) for method in methods if method}
@@ -145,6 +157,8 @@ class Model:
 
     def _chunk(self, tokens: Sequence[int], position: int, bucket: int | None) -> torch.Tensor:
         inputs = padded_inputs(tokens, position, bucket or len(tokens))
+        if self._streamed_method is not None and len(tokens) >= self._stream_from:
+            return _last_logits(self._streamed_method, inputs)
         logits = _last_logits(self._prefill_method, inputs, graph=bucket is not None)
         if bucket is not None and bucket not in self._captured:
             phase = self._prefill_method.stats.phase

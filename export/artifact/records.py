@@ -155,6 +155,7 @@ def make_method(
                 kernels_sha256=kernels_digest,
                 capture=traced.link.capture,
                 device=traced.link.device or "",
+                streamed=traced.link.streamed,
             )
         )
     constants.used |= set(bound.values())

@@ -40,6 +40,8 @@ class Link:
         device: "cpu" where it runs on the host, whatever the program's device is: it is compiled for the CPU, has its
             constants and mutable buffers there, and is called. That holds in a program for the CPU too, so that it can be
             tried without a GPU. None: it runs on the program's device.
+        streamed: its constants stay on the host, although it runs on the program's device: they are copied there each time,
+            while what is before it computes. It is called, and has no mutable buffers.
     """
 
     module: nn.Module
@@ -50,6 +52,7 @@ class Link:
     inputs: tuple[str, ...] | None = None
     capture: bool = True
     device: str | None = None
+    streamed: bool = False
 
     @property
     def taken(self) -> tuple[str, ...]:

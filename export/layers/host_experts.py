@@ -1,9 +1,14 @@
-"""A layer whose routed experts stay on the host, whatever the program's device is: what runs where.
+"""A layer whose routed experts stay in the host's memory, whatever the program's device is.
 
-    device    h, logits = mixer and router                     `HostExperts.logits` is the router
-    host      y = h + routed experts(norm(h), logits)          only h and logits go there, and only y comes back
-    device    s = shared expert(norm(h))                       needs nothing of the host, so it runs meanwhile
+What runs where, for a few tokens::
+
+    device    h, logits = mixer and router                `HostExperts.logits` is the router
+    host      y = h + routed experts(norm(h), logits)     only h and logits go there, and only y comes back
+    device    s = shared expert(norm(h))                  needs nothing of the host, so it runs meanwhile
     device    x = y + s
+
+For many, whose experts the CPU would compute for longer than it takes to send their weights to the device, y is computed
+there: from STREAM_FROM tokens on.
 """
 
 from __future__ import annotations
@@ -16,6 +21,9 @@ from ostinato.export.compile.trace import Link
 
 from .experts import SparseMoe
 from .norms import RMSNorm
+
+# Tokens.
+STREAM_FROM = 64
 
 
 class HostExperts(nn.Module):
@@ -33,12 +41,16 @@ class HostExperts(nn.Module):
         self.moe = moe
         self.norm = norm
 
-    def links(self, prefix: str, step: bool) -> list[Link]:
-        """From the values `h` and `logits` to `x`."""
+    def links(self, prefix: str, step: bool, streamed: bool) -> list[Link]:
+        """From the values `h` and `logits` to `x`; with `streamed` everything runs on the device."""
         form = "_step" if step else ""
+        if streamed:
+            routed = Link(self, ("y",), "streamed experts", prefix, "streamed", streamed=True)
+        else:
+            routed = Link(self, ("y",), "routed experts", prefix, "routed", device=HOST)
         return [
             Link(self, ("s",), "shared expert", prefix, f"shared{form}"),
-            Link(self, ("y",), "routed experts", prefix, "routed", device=HOST),
+            routed,
             Link(self, ("x",), "sum of experts", prefix, f"sum{form}"),
         ]
 
@@ -58,6 +70,14 @@ class HostExperts(nn.Module):
         kernels, routed = moe.routed_kernels, moe.experts.operand
         hidden = kernels.experts_gate_up(h, norm, logits, moe.top_k, routed.gate_up, None)
         return kernels.experts_down(hidden, logits, moe.top_k, routed.down, None, h)
+
+    def streamed(self, h: Tensor, logits: Tensor, input_pos: Tensor) -> Tensor:
+        """As `routed`, by the device's kernels."""
+        moe = self.moe
+        if moe.kernels.folds_prompts:
+            return self.routed(h, logits)
+        weights, chosen = moe.kernels.route(logits[:, :-1], moe.top_k, input_pos)
+        return h + moe.kernels.experts(self.norm(h), weights, chosen, moe.experts.operand)
 
     def shared(self, h: Tensor, logits: Tensor) -> Tensor:
         """s [T, H]: the shared expert's part."""

@@ -24,7 +24,7 @@ class Layer(nn.Module, ABC):
     """A layer of any family."""
 
     @abstractmethod
-    def links(self, prefix: str, step: bool) -> list[Link]: ...
+    def links(self, prefix: str, step: bool, streamed: bool) -> list[Link]: ...
 
 
 class Decoder(nn.Module):
@@ -46,8 +46,8 @@ class LanguageModel(nn.Module):
     Args:
         config: the family's.
         build: what all layers were built for.
-        layers: one module per layer, whose `links(prefix, step)` lead from the values x [T, H], input_pos [T], cos and sin to
-            the next x; with `step` by what `build.kernels` folds for a step.
+        layers: one module per layer, whose `links(prefix, step, streamed)` lead from the values x [T, H], input_pos [T], cos and
+            sin to the next x; with `step` by what `build.kernels` folds for a step, `streamed` as of `links` below.
         rotary: gives cos and sin.
     """
 
@@ -72,16 +72,19 @@ class LanguageModel(nn.Module):
         self.sampling = SamplingState(build)
         self.next_input = NextInput(self.sampling, self.input)
 
-    def links(self, layers_method: str = "forward", head_method: str = "forward") -> list[Link]:
+    def links(
+        self, layers_method: str = "forward", head_method: str = "forward", streamed: bool = False
+    ) -> list[Link]:
         """What the network computes, in order: input, layers and head.
 
         Args:
             layers_method, head_method: "forward" for any number of tokens; "step" for what `build.kernels` folds.
+            streamed: experts that stay on the host are computed on the device nevertheless.
         """
         layers = [
             link
             for index, layer in enumerate(self.model.layers)
-            for link in cast(Layer, layer).links(f"model.layers.{index}.", step=layers_method == "step")
+            for link in cast(Layer, layer).links(f"model.layers.{index}.", layers_method == "step", streamed)
         ]
         start = Link(self.input, ("x", "cos", "sin"), "embedding")
         return [start, *layers, Link(self.head, ("logits",), "head", method=head_method)]

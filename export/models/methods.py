@@ -19,6 +19,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     - `prefill(tokens [1, T] int64, input_pos [T] int64) -> logits [1, vocab] float32` of the last token, 2 <= T.
       After it there may be rows of any token that repeat its position: they change nothing (`Place`).
     - `decode(tokens [1, 1] int64, input_pos [1] int64) -> logits [1, vocab] float32`.
+    - `prefill_streamed`, with experts on the host: as `prefill`, computing these on the device, for many tokens.
     - `sample(logits [1, vocab] float32, input_pos [1] int64, *SamplingInputs) -> token [1, 1] int64`: draws the token that
       will stand at input_pos, and keeps it, its position and the options in the network's `SamplingState`.
     - `decode_sample() -> token [1, 1] int64, logits [1, vocab] float32`: `decode` of the kept token at its position, then
@@ -29,6 +30,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     kernels = network.build.kernels
     many = network.links("step") if kernels.folds_prompts else network.links()
     one = network.links("step", "step") if kernels.folds_steps else many
+    streamed = network.links("step" if kernels.folds_prompts else "forward", streamed=True)
     again = Link(network.next_input, ("input_pos", "x", "cos", "sin"), "embedding")
     begin = Link(
         network.sampling, ("before",), "options", method="begin", inputs=("input_pos", *SamplingInputs._fields)
@@ -38,8 +40,9 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     length = Dim("T", min=2, max=longest)
     dynamic = {"tokens": {1: length}, "input_pos": {0: length}}
     logits = {"logits": torch.zeros(1, network.config.vocab_size), "input_pos": _positions(1)}
+    prompts = {artifact.PREFILL: many} | ({artifact.PREFILL_STREAMED: streamed} if network.build.cpu_moe else {})
     return {
-        artifact.PREFILL: Chain(many, _tokens(min(130, longest)), ("logits",), dynamic),
+        **{name: Chain(links, _tokens(min(130, longest)), ("logits",), dynamic) for name, links in prompts.items()},
         artifact.DECODE: Chain(one, _tokens(1), ("logits",), {}),
         artifact.SAMPLE: Chain([begin, following], {**logits, **Sampling(seed=0).inputs()._asdict()}, ("token",), {}),
         artifact.DECODE_SAMPLE: Chain([again, *one[1:], following], {}, ("token", "logits"), {}),

@@ -219,12 +219,12 @@ class DecoderLayer(Layer):
         if on_host and isinstance(self.mlp, SparseMoe):
             self.parts = HostExperts(self.mlp, self.post_attention_layernorm)
 
-    def links(self, prefix: str, step: bool) -> list[Link]:
+    def links(self, prefix: str, step: bool, streamed: bool) -> list[Link]:
         """From the value `x` to the next one of that name."""
         if self.parts is None:
             return [Link(self, ("x",), f"{self.layer_type} layer", prefix, "step" if step else "forward")]
         mixer = Link(self, ("h", "logits"), f"{self.layer_type} mixer", prefix, "mix_step" if step else "mix")
-        return [mixer, *self.parts.links(prefix, step)]
+        return [mixer, *self.parts.links(prefix, step, streamed)]
 
     @property
     def mixer(self) -> GatedDeltaNet | GatedAttention:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.launch import LARGE, SMALL, fitting, launcher
+from ostinato.export.kernels.linear.prefill_triton import without_panels
 from ostinato.export.kernels.operands import ExpertWeights
 
 from .limits import check_experts
@@ -42,7 +43,7 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -
     Raises:
         ExportError: see `check_experts`.
     """
-    gate_up, down = routed.gate_up, routed.down
+    gate_up, down = without_panels(routed.gate_up), without_panels(routed.down)
     count, top_k = gate_up.values.shape[0], chosen.shape[1]
     check_experts(x.shape[1], gate_up.rows // 2, count, top_k, gate_up.group_size)
     arguments = (x.contiguous(), weights.contiguous(), chosen.contiguous())

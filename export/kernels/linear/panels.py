@@ -39,7 +39,12 @@ def unpack_panels(values: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor 
     """The inverse of `pack_panels`."""
     if scale is None:
         return _with_panels(values, values.shape[-1], _TOGETHER[values.dtype], _unpack), None
-    return _with_panels(values, 1, 1, _unpack_int4), _with_panels(scale, scale.shape[-1], 1, _unpack)
+    return _with_panels(values, 1, 1, _unpack_int4), unpack_scale(scale)
+
+
+def unpack_scale(scale: Tensor) -> Tensor:
+    """What `unpack_panels` makes of a scale [..., N, K / G]."""
+    return _with_panels(scale, scale.shape[-1], 1, _unpack)
 
 
 def rows_of_panels(values: Tensor, rows: Tensor) -> Tensor:

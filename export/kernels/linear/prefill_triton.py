@@ -1,4 +1,7 @@
-"""A linear layer on the GPU for any number of tokens: torch's product, and a kernel that dequantises int4 weights for it."""
+"""A linear layer on the GPU for any number of tokens: torch's product, and a kernel that dequantises int4 weights for it.
+
+Besides, what brings int4 weights that are stored for a CPU into the order that kernels here read.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,12 @@ from ostinato.export.kernels.operands import Weight
 
 from . import reference
 from .limits import check_weight
+from .panels import LANES, unpack_panels, unpack_scale
 
 # Half spans of 32 elements per program: 4 KB of bytes in, 16 KB of bfloat16 out.
 DEQUANTIZE_BLOCK = 256
+# Bytes per program of the kernel that takes weights out of panels.
+UNPACK_BLOCK = 2048
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
@@ -46,6 +52,47 @@ def dequantize_int4(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
         num_warps=4,
     )
     return out
+
+
+def without_panels(weight: Weight) -> Weight:
+    """The same weight [..., N, K] as rows; N is a multiple of 16 where it is int4 in panels."""
+    if not weight.in_panels:
+        return weight
+    if weight.scale is None:
+        return Weight(unpack_panels(weight.values, None)[0])
+    return Weight(unpack_int4_panels(weight.values), unpack_scale(weight.scale))
+
+
+@torch.library.triton_op("ostinato::unpack_int4_panels", mutates_args={})
+def unpack_int4_panels(values: Tensor) -> Tensor:
+    """The bytes [..., N, K / 2] of `panels.unpack_panels`, N being a multiple of 16."""
+    rows, width = values.numel() // values.shape[-1], values.shape[-1]
+    out = torch.empty_like(values)
+    grid = ((rows * width + UNPACK_BLOCK - 1) // UNPACK_BLOCK,)
+    launcher(unpack_panels_kernel)[grid](values, out, rows * width, width, LANES, UNPACK_BLOCK, num_warps=4)
+    return out
+
+
+@triton.jit
+def unpack_panels_kernel(
+    panels: tl.tensor,
+    out: tl.tensor,
+    size: tl.tensor,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """BLOCK bytes of rows per program: a byte is element i of a span of 64, and the one 32 behind it."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    row, column = place // WIDTH, place % WIDTH
+    element = (column // 32 * 64 + column % 32).to(tl.int32)
+    # A panel has four bytes of each row for eight neighbours: the first four in the low halves, the others in the high ones.
+    of_row = panels + row // LANES * (LANES * WIDTH) + row % LANES * 4 + element % 4
+    high = element % 8 // 4 * 4
+    first = tl.load(of_row + element // 8 * (LANES * 4), mask=inside, other=0) >> high
+    second = tl.load(of_row + (element // 8 + 4) * (LANES * 4), mask=inside, other=0) >> high
+    tl.store(out + place, ((first & 15) | (second << 4)).to(tl.uint8), mask=inside)
 
 
 @triton.jit
