@@ -8,6 +8,8 @@ from xdist.scheduler import LoadFileScheduling
 # the second process would wait for the first one's export.
 LONGEST: tuple[str, ...] = (
     "tests/export/test_model.py",
+    "tests/export/test_cpu_moe.py",
+    "tests/runner/test_cpu_moe.py",
     "tests/runner/test_int4.py",
     "tests/export/kernels/test_experts_step.py",
     "tests/export/kernels/test_linear_step.py",

@@ -14,6 +14,7 @@ from ostinato.runner.cli import main
 
 from .comparison import relative_error
 from .conftest import Fails, methods_alone
+from .export.networks import CONFIGS
 
 # Of logits: inputs of four-bit weights are bytes on a CPU.
 BYTES_COST = 5e-2
@@ -172,6 +173,18 @@ def test_options_of_quantisation(export_fails: Fails, capitals_checkpoint: Path)
         assert f"{words[0]} says how to quantise: give --quant int4 as well" in export_fails(
             capitals_checkpoint, *words
         )
+
+
+@pytest.mark.parametrize("count", (-1, 41))
+def test_experts_on_the_host_of_layers_that_are_not_there(export_fails: Fails, count: int) -> None:
+    error = export_fails(CONFIGS / "Qwen3.5-35B-A3B", "--load-format", "dummy", "--n-cpu-moe", count)
+    assert f"--n-cpu-moe must be 0 to 40, the model's layers with experts; got {count}" in error
+
+
+@pytest.mark.parametrize("words", (["--cpu-moe"], ["--n-cpu-moe", 1], ["--n-cpu-moe", -1]), ids=str)
+def test_experts_on_the_host_of_a_model_without(export_fails: Fails, words: list[object]) -> None:
+    error = export_fails(CONFIGS / "Qwen3.5-0.8B", "--load-format", "dummy", *words)
+    assert "--cpu-moe and --n-cpu-moe are for models with experts; 'qwen3_5" in error and "has none" in error
 
 
 def test_shapes_that_int4_cannot_take(export_fails: Fails, checkpoint: Path) -> None:

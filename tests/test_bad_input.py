@@ -235,6 +235,8 @@ def test_options_of_run(fails: Fails, talking_artifact: Path, words: list[str], 
         ["export", "--model", "x", "--output", "y", "--quant", "int8"],
         ["export", "--model", "x", "--output", "y", "--group-size", "few"],
         ["export", "--model", "x", "--output", "y", "--load-format", "gguf"],
+        ["export", "--model", "x", "--output", "y", "--n-cpu-moe", "few"],
+        ["export", "--model", "x", "--output", "y", "--cpu-moe", "--n-cpu-moe", "2"],
     ],
 )
 def test_usage(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:

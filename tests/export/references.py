@@ -88,6 +88,13 @@ CASES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1e-3,
     },
+    # Its first layers may keep their experts on the host: 2 of them are one of each type. GPUs take its sizes too.
+    "five-layers": {
+        "num_hidden_layers": 5,
+        "layer_types": [LINEAR, FULL, LINEAR, LINEAR, FULL],
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
 }
 
 # Our projections that stack the rows of several of transformers'.
@@ -184,9 +191,11 @@ def stack_rows(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stacked
 
 
-def load_ours(folder: Path, max_seq_len: int = 256, dtype: torch.dtype = torch.float32) -> LanguageModel:
+def load_ours(
+    folder: Path, max_seq_len: int = 256, dtype: torch.dtype = torch.float32, cpu_moe: int = 0
+) -> LanguageModel:
     """Our module with the checkpoint's weights and fresh state."""
     family, config = read_config(folder)
-    model = build_network(config, max_seq_len, dtype)
+    model = build_network(config, max_seq_len, dtype, cpu_moe=cpu_moe)
     materialise(model, QuantizedWeights(model, family.checkpoint_weights(model, folder), torch.device("cpu")))
     return model

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.delegate import Method, Program, load_program
+from ostinato.delegate import load_program
 from ostinato.delegate.flatbuffer import map_file
 from ostinato.delegate.ptd import Entry, parse_constants
 from ostinato.delegate.sampling import SamplingInputs
@@ -28,6 +28,7 @@ from ostinato.export.weights.stream import names_in_panels
 
 from ..conftest import CAPITALS, CAPITALS_LENGTH, methods_alone
 from ..wrappers import allocations, kept_source
+from .conversations import converse, errors, run
 from .references import (
     CASES,
     FULL,
@@ -35,7 +36,6 @@ from .references import (
     LINEAR,
     Reference,
     make_reference,
-    relative_error,
     shipped_reference,
     stack_rows,
 )
@@ -144,26 +144,6 @@ def artifact(
         return made[spec.name]
 
     return get
-
-
-def run(method: Method, tokens: Tensor, begin: int, end: int) -> Tensor:
-    """Logits [vocab] after tokens `begin` to `end`, as one call."""
-    (logits,) = method.execute((tokens[:, begin:end].contiguous(), torch.arange(begin, end)))
-    return logits[0]
-
-
-def converse(program: Program, tokens: Tensor, length: int, options: dict[str, Any] | None = None) -> list[Tensor]:
-    """Logits of a prefill of `length` tokens and of decode steps over the other ones; one token needs no prefill."""
-    prefill, decode = program.load_method("prefill"), program.load_method("decode", options)
-    first = run(decode if length == 1 else prefill, tokens, 0, length)
-    found = [first, *(run(decode, tokens, at, at + 1) for at in range(length, tokens.shape[1]))]
-    prefill.close()
-    decode.close()
-    return found
-
-
-def errors(found: list[Tensor], expected: Tensor) -> list[float]:
-    return [relative_error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
 
 
 @pytest.mark.parametrize("spec", (SHIPPED, RANDOM), ids=lambda spec: spec.name)

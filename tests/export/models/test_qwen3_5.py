@@ -93,6 +93,20 @@ def test_prefill_and_decode(reference: Get, case: str, length: int) -> None:
     check(folded, expected, f"{case}, {length} tokens, then steps as GPUs take them")
 
 
+@pytest.mark.parametrize("step", ("forward", "step"))
+@pytest.mark.parametrize("on_host", range(6))
+def test_routed_experts_of_the_first_layers_on_the_host(reference: Get, on_host: int, step: str) -> None:
+    ref = reference("five-layers")
+    for length in (1, 2, 64, 65, 130):
+        tokens = ref.tokens(length + STEPS, seed=length)
+        model = load_ours(ref.folder, MAX_SEQ_LEN, cpu_moe=on_host)
+        places = [link.device for link in model.links(step)]
+        assert (places.count("cpu"), places.count(None)) == (on_host, 7 + 2 * on_host)
+        found = converse(model, tokens, length, step=step)
+        plain = converse(load_ours(ref.folder, MAX_SEQ_LEN), tokens, length, step=step)
+        check(found, torch.stack(plain), f"{on_host} of 5 layers on the host, {length} tokens")
+
+
 def test_text_model_of_a_multimodal_dense_checkpoint(tmp_path: Path) -> None:
     """`model.language_model.` before the names, and tied embeddings that only the outer config states."""
     text = text_config({**BASE, "intermediate_size": 40}).to_dict()

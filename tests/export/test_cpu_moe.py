@@ -1,0 +1,131 @@
+"""Programs that keep routed experts on the host, held against one that keeps them on the device; here both are the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.delegate import load_program
+from ostinato.export import export_model
+
+from ..conftest import methods_alone
+from .conversations import converse, errors, run
+from .references import CASES, Reference, make_reference
+
+CHANGES = CASES["five-layers"]
+LAYERS, MAX_SEQ_LEN, TOLERANCE = 5, 256, 1e-4
+# The long ones first: the short ones then start from used state.
+LENGTHS, STEPS = (200, 65, 64, 31, 2, 1), 6
+GRAPH: dict[str, bool | int | str] = {"enable_cuda_graph_for_method": "decode", "cuda_graph_warmup_steps": 2}
+
+Get = Callable[[int], Path]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_reference(tmp_path_factory.mktemp("five-layers"), CHANGES, seed=105)
+
+
+@pytest.fixture(scope="module")
+def artifact(exported: Callable[..., Path], reference: Reference) -> Get:
+    """`artifact(n)` has the routed experts of the first n layers on the host."""
+
+    def get(on_host: int) -> Path:
+        def build(path: Path) -> None:
+            with methods_alone("prefill", "decode"):
+                export_model(reference.folder, path, max_seq_len=MAX_SEQ_LEN, cpu_moe=on_host)
+
+        extra = repr(CHANGES) + Path(__file__).with_name("references.py").read_text()
+        return exported(f"cpu-moe-{on_host}", build, extra)
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def tokens(reference: Reference) -> dict[int, Tensor]:
+    """Of a prompt of each length and the steps after it."""
+    return {length: reference.tokens(length + STEPS, seed=length) for length in LENGTHS}
+
+
+@pytest.fixture(scope="module")
+def expected(artifact: Get, tokens: dict[int, Tensor]) -> dict[int, Tensor]:
+    """The logits of the program that keeps all on the device."""
+    with load_program(artifact(0)) as program:
+        return {length: torch.stack(converse(program, tokens[length], length)) for length in LENGTHS}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_program_without_is_right(
+    reference: Reference, tokens: dict[int, Tensor], expected: dict[int, Tensor], length: int
+) -> None:
+    theirs = reference.logits(tokens[length])[length - 1 :]
+    assert max(errors(list(expected[length]), theirs)) < TOLERANCE
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("on_host", (2, LAYERS))
+def test_logits(
+    artifact: Get, tokens: dict[int, Tensor], expected: dict[int, Tensor], on_host: int, graph: bool
+) -> None:
+    with load_program(artifact(on_host)) as program:
+        for length in LENGTHS:
+            found = errors(converse(program, tokens[length], length, GRAPH if graph else None), expected[length])
+            assert max(found) < TOLERANCE, f"{length} tokens: relative errors of prefill and decode steps {found}"
+
+
+@pytest.mark.parametrize("on_host", (2, LAYERS))
+def test_one_piece_per_layer_runs_on_the_host(artifact: Get, reference: Reference, on_host: int) -> None:
+    tokens = reference.tokens(8)
+    with load_program(artifact(on_host)) as program:
+        decode = program.load_method("decode", GRAPH)
+        for at in range(8):
+            run(decode, tokens, at, at + 1)
+        stats, plan = decode.stats, decode.stats.plans[-1]
+        assert (stats.phase, stats.warmups, stats.captures, stats.replays) == ("replay", 2, 1, 5)
+        assert (stats.fallbacks, plan.called_because, plan.given_up) == (0, {}, None)
+        assert plan.on_host == plan.called == on_host
+        # The device has what is ahead of the first one, between two of them, and behind the last one.
+        assert (plan.captured, plan.pieces) == (on_host + 1, 2 * on_host + 1)
+
+
+@pytest.mark.parametrize("on_host", (2, LAYERS))
+def test_graphs_of_prompts(artifact: Get, tokens: dict[int, Tensor], expected: dict[int, Tensor], on_host: int) -> None:
+    """One plan per length; each prompt starts from the state that the one before left."""
+    lengths = [length for length in LENGTHS if length > 1]
+    with load_program(artifact(on_host)) as program:
+        prefill = program.load_method("prefill", {**GRAPH, "enable_cuda_graph_for_method": "prefill"})
+        for _ in range(4):
+            found = [run(prefill, tokens[length], 0, length) for length in lengths]
+            assert max(errors(found, torch.stack([expected[length][0] for length in lengths]))) < TOLERANCE
+        assert [plan.on_host for plan in prefill.stats.plans] == [on_host] * len(lengths)
+        assert (prefill.stats.replays, prefill.stats.fallbacks) == (len(lengths), 0)
+
+
+@pytest.mark.parametrize("on_host", (0, 2, LAYERS))
+def test_routed_experts_stay_on_the_files_map(artifact: Get, on_host: int) -> None:
+    """They and the norm ahead of them are all that the host has, and it has no copies."""
+    wanted = {
+        f"model.layers.{index}.{name}"
+        for index in range(on_host)
+        for name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "post_attention_layernorm.weight")
+    }
+    with load_program(artifact(on_host)) as program:
+        methods = [program.load_method(name) for name in ("prefill", "decode")]
+        stored = program._pool._file.entries
+        for method in methods:
+            record = method._entry.record
+            assert {record.constants[name] for name in record.host_names} == wanted
+            for name in record.host_names:
+                key = record.constants[name]
+                assert method._bound[name].data_ptr() == stored[key].tensor().data_ptr(), key
+
+
+@pytest.mark.parametrize("on_host", (0, 2, LAYERS))
+def test_metadata(artifact: Get, on_host: int) -> None:
+    with load_program(artifact(on_host)) as program:
+        assert program.metadata["get_n_cpu_moe"] == on_host
+        assert program.metadata["enable_padded_prefill"] is (on_host == 0)
