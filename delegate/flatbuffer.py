@@ -94,14 +94,15 @@ def damaged(path: Path) -> Iterator[None]:
 
 
 def map_file(path: Path) -> memoryview:
-    """The whole file as a private, copy-on-write memory map: pages are read when touched, never written back.
+    """The whole file as a shared memory map that cannot be written: pages are read when touched. Of a private map CUDA would
+    copy each page before it reads it.
 
     Raises:
         ArtifactError: the file is missing, unreadable or empty.
     """
     try:
         with open(path, "rb") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except FileNotFoundError:
         raise ArtifactError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,11 +35,14 @@ class Entry:
         return len(self.data)
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, on the file's map: nothing is copied."""
+        """The tensor, on the file's map: nothing is copied, and nothing may be written."""
         assert self.dtype is not None
         if self.nbytes == 0:
             return torch.empty(self.shape, dtype=self.dtype)
-        storage = torch.frombuffer(self.data, dtype=self.dtype).untyped_storage()
+        with warnings.catch_warnings():
+            # torch's, that it does not know tensors that cannot be written.
+            warnings.simplefilter("ignore")
+            storage = torch.frombuffer(self.data, dtype=self.dtype).untyped_storage()
         # Not a view of the flat tensor: a view keeps its base alive, and so the map.
         return torch.empty(0, dtype=self.dtype).set_(storage, 0, self.shape, self.strides)
 

@@ -39,15 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     experts = parser.add_mutually_exclusive_group()
     experts.add_argument(
         "--cpu-moe",
-        dest="n_cpu_moe",
-        action="store_const",
-        const=None,
-        default=0,
+        action="store_true",
         help="keep all routed experts in the host's memory and compute them on the CPU",
     )
-    experts.add_argument(
-        "--n-cpu-moe", type=int, default=0, metavar="N", help="the same for those of the first N layers"
-    )
+    experts.add_argument("--n-cpu-moe", type=int, metavar="N", help="the same for those of the first N layers")
     parser.add_argument(
         "--load-format",
         choices=("auto", "dummy"),
@@ -81,7 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
         max_seq_len=arguments.max_seq_len,
         prefill_chunk=arguments.prefill_chunk,
         quant=quant,
-        cpu_moe=arguments.n_cpu_moe,
+        cpu_moe=None if arguments.cpu_moe else arguments.n_cpu_moe or 0,
         load_format=arguments.load_format,
         progress=progress,
     )

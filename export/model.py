@@ -101,7 +101,7 @@ def export_model(
         family.methods(network),
         output,
         device=device,
-        metadata=_metadata(folder, dtype, quant, network),
+        metadata=_metadata(folder, device, dtype, quant, network),
         value_ranges={"tokens": (0, config.vocab_size - 1), "input_pos": (0, length - 1)},
         extra_files=[folder / name for name in artifact.TOKENIZER_FILES if (folder / name).exists()],
         root=network,
@@ -159,7 +159,9 @@ def _cpu_moe(config: ModelConfig, wanted: int | None) -> int:
     return wanted
 
 
-def _metadata(folder: Path, dtype: str, quant: Quantization | None, network: LanguageModel) -> dict[str, Any]:
+def _metadata(
+    folder: Path, device: str, dtype: str, quant: Quantization | None, network: LanguageModel
+) -> dict[str, Any]:
     config = network.config
     # What kernels leave in a workspace between steps means nothing.
     state = [name for name, kind in state_kinds(network).items() if kind is not StateKind.WORKSPACE]
@@ -177,7 +179,7 @@ def _metadata(folder: Path, dtype: str, quant: Quantization | None, network: Lan
         artifact.META_MODEL_TYPE: config.model_type,
         artifact.META_DTYPE: dtype,
         artifact.META_QUANTIZATION: "none" if quant is None else str(quant),
-        artifact.META_DECODE_BYTES: decode_bytes(network),
+        artifact.META_DECODE_BYTES: decode_bytes(network, device),
         artifact.META_KV_BYTES: kv_bytes_per_token(network),
         artifact.META_MUTABLE_BUFFERS: json.dumps({"version": 1, "mutable_buffers": sorted(state)}),
     }

@@ -48,7 +48,7 @@ def choose_buckets(wanted: Sequence[int] | None, program: Program, prefill: str,
     if wanted and not takes_padding:
         raise OptionError(
             f"prefill buckets need a program whose {prefill!r} takes rows of padding, and says so by {META_PADDED_PREFILL!r} "
-            "in its metadata, as those of `ostinato export` do"
+            "in its metadata, as those of `ostinato export` do without --cpu-moe and --n-cpu-moe"
         )
     max_seq_len = int(program.metadata.get(META_MAX_SEQ_LEN, longest))
     for bucket in wanted:

@@ -77,7 +77,8 @@ class Model:
         # One more for a lone `forward`, which decodes too.
         self._prefill_method = self._load(prefill, plans=len(self.prefill_buckets) + 1)
         # For prompts of so many tokens or more, where a program has it.
-        self._streamed_method = self._load(PREFILL_STREAMED, graph=False) if PREFILL_STREAMED in program.method_names else None
+        streams = PREFILL_STREAMED in program.method_names
+        self._streamed_method = self._load(PREFILL_STREAMED, graph=False) if streams else None
         self._stream_from = int(program.metadata.get(META_STREAM_FROM, 0))
         if prefill == self._decode_name:
             self._decode_method = self._prefill_method

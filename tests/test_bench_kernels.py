@@ -136,7 +136,7 @@ def test_bytes_are_those_that_the_program_states(folder: Path, group: int | None
     depth = 99
     shapes = Shapes.of_folder(folder, group, depth + 1)
     network = build_network(shapes.config, depth + 1, torch.bfloat16, group_size=group)
-    stated = decode_bytes(network) + (depth + 1) * kv_bytes_per_token(network)
+    stated = decode_bytes(network, "cuda") + (depth + 1) * kv_bytes_per_token(network)
     counted = sum(case.calls * case.bytes_moved(shapes) for case in decode_cases(shapes, (depth,)))
     assert stated < counted < 1.012 * stated
 

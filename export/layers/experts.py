@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ostinato.export.kernels import Kernels
 from ostinato.export.kernels.operands import ExpertWeights, Weight
 
 from .build import Build
@@ -40,6 +39,7 @@ class Experts(nn.Module):
 
     Attributes:
         token_share: of its weights, what one token reads.
+        on_host: whether they stay in the host's memory.
         panels: as of `Linear`.
     """
 
@@ -48,8 +48,10 @@ class Experts(nn.Module):
     down_proj: Tensor
     down_proj_scale: Tensor | None
 
-    def __init__(self, sizes: MoeSizes, build: Build, kernels: type[Kernels]) -> None:
+    def __init__(self, sizes: MoeSizes, build: Build, on_host: bool) -> None:
         super().__init__()
+        kernels = build.host_kernels if on_host else build.kernels
+        self.on_host = on_host
         self.token_share = sizes.top_k / sizes.experts
         gate_up = (sizes.experts, 2 * sizes.inner, sizes.hidden)
         down = (sizes.experts, sizes.hidden, sizes.inner)
@@ -83,7 +85,7 @@ class SparseMoe(nn.Module):
         super().__init__()
         self.gate = Linear(sizes.hidden, sizes.experts, build, quantize=False)
         self.routed_kernels = build.host_kernels if on_host else build.kernels
-        self.experts = Experts(sizes, build, self.routed_kernels)
+        self.experts = Experts(sizes, build, on_host)
         self.shared_expert = SwiGLU(sizes.hidden, sizes.shared_inner, build)
         self.shared_expert_gate = Linear(sizes.hidden, 1, build, quantize=False)
         self.top_k = sizes.top_k

@@ -46,8 +46,8 @@ class LanguageModel(nn.Module):
     Args:
         config: the family's.
         build: what all layers were built for.
-        layers: one module per layer, whose `links(prefix, step, streamed)` lead from the values x [T, H], input_pos [T], cos and
-            sin to the next x; with `step` by what `build.kernels` folds for a step, `streamed` as of `links` below.
+        layers: one module per layer, whose `links(prefix, step, streamed)` lead from the values x [T, H], input_pos [T], cos
+            and sin to the next x; with `step` by what `build.kernels` folds for a step, `streamed` as of `links` below.
         rotary: gives cos and sin.
     """
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from torch import nn
 
-from ostinato.delegate.artifact import StateKind
+from ostinato.delegate.artifact import HOST, StateKind
 from ostinato.export.layers.state import state_of_kind
 
 
-def decode_bytes(network: nn.Module) -> int:
-    """Weights that one token uses, read once, and state of fixed size, read and written once.
+def decode_bytes(network: nn.Module, device: str) -> int:
+    """Weights that one token uses, read once, and state of fixed size, read and written once: in the memory of `device`.
 
-    A layer has a `token_share` if a token reads only that part of its weights. A tied embedding is also the head's weight,
-    and is read whole.
+    A layer has a `token_share` if a token reads only that part of its weights, and is `on_host` if they are there. A tied
+    embedding is also the head's weight, and is read whole.
     """
     shares: dict[nn.Parameter, float] = {}
     for module in network.modules():
         for parameter in module.parameters(recurse=False):
             share = getattr(module, "token_share", 1.0)
+            if device != HOST and getattr(module, "on_host", False):
+                share = 0.0
             shares[parameter] = max(share, shares.get(parameter, 0.0))
     weights = sum(share * parameter.nbytes for parameter, share in shares.items())
     state = sum(buffer.nbytes for buffer in state_of_kind(network, StateKind.CONVOLUTION, StateKind.RECURRENT))

@@ -96,14 +96,21 @@ def test_a_ptd_without_manifest(tmp_path: Path) -> None:
         parse_constants(memoryview(data), tmp_path / "foreign.ptd")
 
 
-def test_mapped_constants_are_not_copied_and_never_written_back(recurrent_artifact: Path, tmp_path: Path) -> None:
-    path = tmp_path / "model.ptd"
-    path.write_bytes((recurrent_artifact / "model.ptd").read_bytes())
-    content = path.read_bytes()
-    file = parse_constants(map_file(path), path)
-    assert file.entries["embed"].tensor().data_ptr() == file.entries["embed"].tensor().data_ptr()
-    file.entries["embed"].tensor().zero_()
-    assert path.read_bytes() == content
+def test_mapped_constants_are_not_copied_and_cannot_be_written(recurrent_artifact: Path) -> None:
+    path = recurrent_artifact / "model.ptd"
+    data = map_file(path)
+    assert data.readonly
+    entry = parse_constants(data, path).entries["embed"]
+    address = entry.tensor().data_ptr()
+    # A line is: first-end permissions offset device inode path.
+    maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    (found,) = [
+        permissions
+        for addresses, permissions, *_, name in (line for line in maps if len(line) == 6)
+        if name == str(path) and int(addresses.split("-")[0], 16) <= address < int(addresses.split("-")[1], 16)
+    ]
+    assert found == "r--s"
+    assert bytes(entry.data) == entry.tensor().view(torch.uint8).flatten().numpy().tobytes()
 
 
 def test_program_of_an_export(recurrent_artifact: Path) -> None:

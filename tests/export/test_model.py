@@ -216,7 +216,7 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
             "get_model_type": "qwen3_5_moe_text",
             "get_activation_dtype": spec.dtype,
             "get_quantization": "none",
-            "get_decode_bytes": decode_bytes(network),
+            "get_decode_bytes": decode_bytes(network, "cpu"),
             "get_kv_bytes_per_token": kv_bytes_per_token(network),
             "use_kv_cache": True,
             "use_sdpa_with_kv_cache": False,

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from ostinato.export.kernels import kernels_for, launch
+from ostinato.export.kernels.linear.prefill_triton import unpack_int4_panels
 from ostinato.export.models import build_network, read_config
 
 from .compiling import BF16, F32, SHARED, Launch, compile_all, recorded, without_a_driver, written
@@ -32,6 +33,8 @@ def launches(folder: Path, dtype: torch.dtype, group_size: int | None, capabilit
     model = build_network(config, SLOTS, dtype, kernels=kernels_for("cuda"), group_size=group_size).to("meta")
     with recorded() as found, mock.patch.object(launch, "shared_memory", lambda: SHARED[capability]):
         model(torch.empty(1, TOKENS, dtype=torch.int64), torch.empty(TOKENS, dtype=torch.int64))
+        # What is ahead of the experts where they stay on the host.
+        unpack_int4_panels(torch.empty(2, 2 * config.moe_intermediate_size, config.hidden_size // 2, dtype=torch.uint8))
     # The last token's logits are computed as in a step.
     prefill = [one for one in found if not one.kernel.__name__.endswith("_early")]
     return list({one.key: one for one in prefill}.values())

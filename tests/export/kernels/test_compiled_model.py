@@ -33,6 +33,7 @@ SPILLED_NEWER = {
 }
 WRITTEN = {
     "dequantize_kernel": ["out_ptr"],
+    "unpack_panels_kernel": ["out"],
     "prepare_kernel": ["factors", "pairs", "u", "w"],
     "scan_kernel": ["out", "state"],
     "prefill_kernel": ["out"],

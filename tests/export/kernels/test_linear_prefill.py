@@ -12,6 +12,7 @@ from ostinato.delegate.errors import ExportError
 from ostinato.export import formats
 from ostinato.export.kernels.linear import prefill_triton, reference
 from ostinato.export.kernels.linear.limits import check_weight
+from ostinato.export.kernels.linear.panels import pack_panels
 from ostinato.export.kernels.linear.prefill_triton import linear
 from ostinato.export.kernels.operands import Weight
 
@@ -48,6 +49,22 @@ def test_dequantised_bit_for_bit(n: int, k: int, group: int, dtype: torch.dtype)
     assert weight.scale is not None
     found = prefill_triton.dequantize_int4(weight.values, weight.scale, dtype)
     assert torch.equal(found, formats.dequantize_int4(weight.values, weight.scale, dtype))
+
+
+@pytest.mark.parametrize(("shape", "group"), [((16, 64), 32), ((3, 32, 128), 64), ((2, 48, 192), 64)], ids=str)
+def test_out_of_panels(shape: tuple[int, ...], group: int) -> None:
+    q = torch.randint(-8, 8, shape, dtype=torch.int8)
+    values, scale = formats.pack_int4(q).to(DEVICE), torch.randn(*shape[:-1], shape[-1] // group).bfloat16().to(DEVICE)
+    found = prefill_triton.without_panels(Weight(*pack_panels(values, scale), in_panels=True))
+    assert found.scale is not None and not found.in_panels
+    assert torch.equal(found.values, values) and torch.equal(found.scale, scale)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_floating_weights_out_of_panels(dtype: torch.dtype) -> None:
+    values = inputs(48, 24, dtype)
+    found = prefill_triton.without_panels(Weight(pack_panels(values, None)[0], in_panels=True))
+    assert torch.equal(found.values, values) and not found.in_panels
 
 
 @pytest.mark.parametrize("tokens", (1, 3))

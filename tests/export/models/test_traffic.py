@@ -58,7 +58,7 @@ def test_flagship_in_int4() -> None:
     element = 0.5 + 2 / 128
     head = c["vocab_size"] * c["hidden_size"] * element
     row = c["hidden_size"] * (1 + 2 / 128)
-    found = decode_bytes(network)
+    found = decode_bytes(network, "cpu")
     assert found == mixer_bytes(c, element) + moe_bytes(c, element) + head + row
     assert round(found / 1e9, 3) == 1.687
     assert kv_bytes_per_token(network) == 20_480 == 10 * 2 * c["num_key_value_heads"] * c["head_dim"] * BFLOAT16
@@ -68,7 +68,7 @@ def test_flagship_in_bfloat16() -> None:
     """Without state, and with the embedding's other rows, these are the published model's 3.46 billion active parameters."""
     network, c = built("Qwen3.5-35B-A3B", None), settings("Qwen3.5-35B-A3B")
     table = c["vocab_size"] * c["hidden_size"] * BFLOAT16
-    found = decode_bytes(network)
+    found = decode_bytes(network, "cpu")
     assert found == mixer_bytes(c, BFLOAT16) + moe_bytes(c, BFLOAT16) + table + c["hidden_size"] * BFLOAT16
     state = sum(buffer.nbytes for name, buffer in network.named_buffers() if name.endswith("_state"))
     assert round((found - 2 * state + table) / BFLOAT16 / 1e9, 2) == 3.46
@@ -82,5 +82,5 @@ def test_dense_model_whose_head_is_its_embedding(group_size: int | None) -> None
     row = 0 if group_size is None else c["hidden_size"] * (1 + 2 / 64)
     feed_forward = len(c["layer_types"]) * 3 * c["intermediate_size"] * c["hidden_size"] * element
     table = c["vocab_size"] * c["hidden_size"] * element
-    assert decode_bytes(network) == mixer_bytes(c, element) + feed_forward + table + row
+    assert decode_bytes(network, "cpu") == mixer_bytes(c, element) + feed_forward + table + row
     assert kv_bytes_per_token(network) == 6 * 2 * 2 * 256 * BFLOAT16
