@@ -14,6 +14,7 @@ from .errors import ArtifactError, first_line
 from .loading import free_tensors
 from .streaming import ConstantStream
 from .torch_internals import Container, bind_constants, load_container, run_container
+from .transfers import Sent, departures, needed_on_device, send_once, to_device_once
 
 # Bytes; compiled code loads up to 16 at a time.
 ALIGNMENT = 16
@@ -58,6 +59,8 @@ class MethodCode:
         self._stream: ConstantStream | None = None
         not_captured = (i for i, segment in enumerate(record.segments) if segment.streamed or not segment.capture)
         self._called = self._on_host.union(not_captured)
+        self._needed_on_device = needed_on_device(record.segments, self._on_host, record.results)
+        self._departures = departures(record.segments, self._on_host)
         self._addresses: tuple[int, ...] = ()
         self._lent: list[torch.Tensor] = []
 
@@ -117,9 +120,33 @@ class MethodCode:
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One step: the segments one after the other, each intermediate value freed after its last use."""
         values: dict[int, torch.Tensor] = dict(enumerate(inputs))
+        # Of the host: what is there, and what is on its way.
+        hosted: dict[int, torch.Tensor] = {}
+        sent: dict[int, Sent] = {}
         for index in range(len(self._containers)):
-            self.run_segment(index, values)
-        return [values[number].to(self._device) for number in self.results]
+            if index in self._on_host:
+                hosted |= {n: sent.pop(n).arrived(n) for n in self.segments[index].inputs if n in sent}
+                self._run_on_host(index, values, hosted)
+            else:
+                self.run_segment(index, values)
+            leaving = self._departures.get(index)
+            if leaving is not None:
+                sent |= dict.fromkeys(leaving, send_once({n: values[n] for n in leaving}, self._device))
+            for number in self._last_uses[index]:
+                values.pop(number, None)
+                hosted.pop(number, None)
+        return [values[number] for number in self.results]
+
+    def _run_on_host(self, index: int, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
+        """Run a segment on what is on the host. What it gives stays there, and goes to `values` if the device needs it."""
+        segment = self.segments[index]
+        there = {number: hosted[number] if number in hosted else values[number] for number in segment.inputs}
+        self.run_segment(index, there)
+        for number in segment.outputs:
+            if number in there:
+                hosted[number] = there[number]
+            if number in self._needed_on_device:
+                values[number] = to_device_once(there[number], self._device)
 
     def run_segment(self, index: int, values: dict[int, torch.Tensor]) -> None:
         """Run one segment on `values` by their numbers: adds what it gives, and drops what no later segment needs.

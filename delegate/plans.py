@@ -25,7 +25,7 @@ from .errors import first_line
 from .graph_recorders import Graph, GraphRecorder
 from .memory import MemoryWatch
 from .side_stream import Call
-from .transfers import Transfers
+from .transfers import Needs, Transfers, departures, needed_on_device
 
 # A plan whose addresses changed on more calls than this, one after the other, costs more than it saves.
 MOST_CHANGES = 4
@@ -59,22 +59,6 @@ class Code(Protocol):
 
     def run_segment(self, index: int, values: dict[int, torch.Tensor]) -> None:
         """Run one: takes its inputs out of `values`, adds its outputs, and drops what no later one needs."""
-
-
-class Needs(Protocol):
-    """Numbers of the values that a segment takes and gives."""
-
-    @property
-    def inputs(self) -> tuple[int, ...]: ...
-
-    @property
-    def outputs(self) -> tuple[int, ...]: ...
-
-
-def needed_on_device(code: Code) -> frozenset[int]:
-    """Numbers of the values that segments on the device take or the method returns."""
-    taken = [segment.inputs for index, segment in enumerate(code.segments) if index not in code.on_host]
-    return frozenset(code.results).union(*taken)
 
 
 @dataclass
@@ -184,7 +168,8 @@ class Plan:
         # Known when all pieces are made; until then what a called piece gives becomes the buffer.
         self._read_by_graphs: frozenset[int] = frozenset()
         self._at = 0
-        self._needed_on_device = needed_on_device(code)
+        self._needed_on_device = needed_on_device(code.segments, code.on_host, code.results)
+        self._departures = departures(code.segments, code.on_host)
         self._hosted_inputs = {n: tensor for n, tensor in self._static.items() if n not in self._needed_on_device}
         self._transfers = Transfers(device)
 
@@ -203,18 +188,20 @@ class Plan:
         self.stats.called_because = {}
         at, count = 0, len(self._code.segments)
         off_host = set(range(count)) - on_host
+        # A piece ends where values leave for the host, so that they need not wait for the rest.
+        leaving = {index + 1 for index in self._departures}
         hosted = dict(self._hosted_inputs)
 
         def end(stops: Set[int]) -> int:
-            return next((index for index in range(at, count) if index in stops), count)
+            return next((index for index in range(at + 1, count) if index in stops), count)
 
         while at < count:
             if at in on_host:
                 piece = self._piece(at, end(off_host))
             elif at in called or self.stats.given_up:
-                piece = self._piece(at, end(on_host) if self.stats.given_up else at + 1)
+                piece = self._piece(at, end(on_host | leaving) if self.stats.given_up else at + 1)
             else:
-                recorded = self._record(at, end(called))
+                recorded = self._record(at, end(called | leaving))
                 if isinstance(recorded, Refusal):
                     why = dict.fromkeys(recorded.segments, recorded.reason)
                     self.stats.called_because = {**self.stats.called_because, **why}
@@ -345,6 +332,9 @@ class Plan:
             self._run_called(piece, values)
         else:
             values.update(zip(piece.gives, piece.graph.launch(), strict=True))
+        leaving = self._departures.get(piece.last - 1)
+        if leaving is not None:
+            self._transfers.send({number: values[number] for number in leaving})
 
     def _run_called(self, piece: _Piece, values: dict[int, torch.Tensor]) -> None:
         """Call the piece on `values`. What it gives and a graph takes goes to the buffer that the graph knows."""
@@ -364,12 +354,13 @@ class Plan:
         return [values[number] for number in piece.gives]
 
     def _run_on_host(self, piece: _Piece, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
-        """Call the segments on what is in `hosted`, or else on copies of what the device has in `values`.
+        """Call the segments on what is in `hosted`, or else on copies of what the device has given.
 
         What they give stays in `hosted` for later pieces on the host, and goes to `values` if the device needs it.
         """
-        away = {number: values[number] for number in piece.takes if number not in hosted}
-        hosted.update(self._transfers.to_host(away))
+        away = [number for number in piece.takes if number not in hosted]
+        self._transfers.send({number: values[number] for number in away if number < len(self.inputs)})
+        hosted.update(self._transfers.arrived(away))
         given = dict(zip(piece.gives, self._run_segments(piece, [hosted[n] for n in piece.takes]), strict=True))
         hosted.update(given)
         back = {number: tensor for number, tensor in given.items() if number in self._needed_on_device}

@@ -25,8 +25,9 @@ from .errors import InputError
 from .graph_recorders import GraphRecorder
 from .memory import MemoryWatch
 from .method_code import ALIGNMENT
-from .plans import MOST_CHANGES, Code, Plan, PlanStats, needed_on_device
+from .plans import MOST_CHANGES, Code, Plan, PlanStats
 from .side_stream import Call, run_here
+from .transfers import needed_on_device
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class StateMachine:
         self._watch = watch or MemoryWatch(device)
         self._recorder = recorder
         self._device = device
-        needed = needed_on_device(code)
+        needed = needed_on_device(code.segments, code.on_host, code.results)
         self._input_devices = [device if n in needed else torch.device("cpu") for n in range(len(input_names))]
         self._input_names = input_names
         self._warmup_steps = warmup_steps

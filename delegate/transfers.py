@@ -1,7 +1,12 @@
-"""Values that pass between the device and code on the host while a plan runs, through static buffers.
+"""Values that pass between the device and code on the host.
 
-    to_host    device -> pinned memory            queued behind the work that gives the value; the host waits for these copies
+    send       device -> pinned memory            queued behind the work that gives the value
+    arrived                                       the host waits for these copies, and for nothing queued after them
     to_device  host -> pinned memory -> device    the first by the CPU, the second queued before the work that takes the value
+
+So a value is sent as soon as it is there (`departures`), and what the device has to do besides goes on while the host waits
+and computes. `Transfers` are a plan's, through static buffers. `send_once` and `to_device_once` are for a single run, whose
+sizes need not come again.
 
 Graphs read the buffers on the device themselves, so nothing is copied there a second time. The copies stand outside of the
 graphs. Inside, those to the host would need pinned memory that is allocated while a graph is recorded, for only then are its
@@ -10,9 +15,20 @@ outputs' sizes known; and each would save the microseconds of one call, where th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 import torch
+
+
+class Needs(Protocol):
+    """Numbers of the values that a segment takes and gives."""
+
+    @property
+    def inputs(self) -> tuple[int, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[int, ...]: ...
 
 
 class Transfers:
@@ -31,18 +47,22 @@ class Transfers:
         self._on_device: dict[int, torch.Tensor] = {}
         self._arrived, self._sent = _Mark(device), _Mark(device)
 
-    def to_host(self, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Copies on the host of values on the device, complete; the next step overwrites them.
+    def send(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Queue copies to the host of values on the device; the next step overwrites them.
 
         Nobody reads those of the last step any more: code on the host has ended when its call returns.
         """
-        if not values:
+        if values:
+            for number, value in values.items():
+                self._buffer(self._to_host, number, value, on_host=True).copy_(value, non_blocking=True)
+            self._arrived.record()
+
+    def arrived(self, numbers: Collection[int]) -> dict[int, torch.Tensor]:
+        """The copies of these values on the host, complete, which were sent in this step."""
+        if not numbers:
             return {}
-        for number, value in values.items():
-            self._buffer(self._to_host, number, value, on_host=True).copy_(value, non_blocking=True)
-        self._arrived.record()
         self._arrived.wait()
-        return {number: self._to_host[number] for number in values}
+        return {number: self._to_host[number] for number in numbers}
 
     def to_device(self, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Buffers on the device that hold the values for all work that is queued from now on; the next step overwrites them.
@@ -76,6 +96,60 @@ class Transfers:
             buffer = torch.empty(value.shape, dtype=value.dtype, device=where, pin_memory=pinned)
             buffers[number] = buffer
         return buffer
+
+
+class Sent:
+    """Copies on the host of values on the device, by their numbers."""
+
+    def __init__(self, copies: dict[int, torch.Tensor], mark: _Mark) -> None:
+        self._copies = copies
+        self._mark = mark
+
+    def arrived(self, number: int) -> torch.Tensor:
+        """One of them, complete."""
+        self._mark.wait()
+        return self._copies[number]
+
+
+def send_once(values: Mapping[int, torch.Tensor], device: torch.device) -> Sent:
+    """Queue copies to the host, in memory of their own."""
+    copies = {number: _empty_on_host(value, device) for number, value in values.items()}
+    for number, copy in copies.items():
+        copy.copy_(values[number], non_blocking=True)
+    mark = _Mark(device)
+    mark.record()
+    return Sent(copies, mark)
+
+
+def to_device_once(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device, for all work that is queued from now on."""
+    # torch gives the pinned memory to nobody else before the copy has ended.
+    return _empty_on_host(value, device).copy_(value).to(device, non_blocking=True)
+
+
+def needed_on_device(segments: Sequence[Needs], on_host: Collection[int], results: Collection[int]) -> frozenset[int]:
+    """Numbers of the values that segments on the device take or the method returns."""
+    taken = [segment.inputs for index, segment in enumerate(segments) if index not in on_host]
+    return frozenset(results).union(*taken)
+
+
+def departures(segments: Sequence[Needs], on_host: Collection[int]) -> dict[int, tuple[int, ...]]:
+    """Segment on the device -> numbers of the values that leave for the host when it has run: each value once, together with
+    the others that its first taker there needs. The method's inputs are not among them."""
+    makers = {number: index for index, segment in enumerate(segments) for number in segment.outputs}
+    leaving: dict[int, tuple[int, ...]] = {}
+    sent: set[int] = set()
+    for index in sorted(on_host):
+        needs = {number for number in segments[index].inputs if makers.get(number, index) not in on_host} - sent
+        if needs:
+            last = max(makers[number] for number in needs)
+            leaving[last] = (*leaving.get(last, ()), *sorted(needs))
+            sent |= needs
+    return leaving
+
+
+def _empty_on_host(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=device.type == "cuda")
 
 
 class _Mark:

@@ -72,9 +72,7 @@ class LanguageModel(nn.Module):
         self.sampling = SamplingState(build)
         self.next_input = NextInput(self.sampling, self.input)
 
-    def links(
-        self, layers_method: str = "forward", head_method: str = "forward", streamed: bool = False
-    ) -> list[Link]:
+    def links(self, layers_method: str = "forward", head_method: str = "forward", streamed: bool = False) -> list[Link]:
         """What the network computes, in order: input, layers and head.
 
         Args:

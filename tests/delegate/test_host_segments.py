@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -137,10 +137,10 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[int, int]]]:
     """Each time that values pass: the way, and the addresses at which they arrive."""
     seen: list[tuple[str, dict[int, int]]] = []
 
-    def watched(way: str) -> Callable[[Transfers, Mapping[int, Tensor]], dict[int, Tensor]]:
+    def watched(way: str) -> Callable[[Transfers, Collection[int]], dict[int, Tensor]]:
         run = getattr(Transfers, way)
 
-        def transfer(self: Transfers, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        def transfer(self: Transfers, values: Collection[int]) -> dict[int, Tensor]:
             there: dict[int, Tensor] = run(self, values)
             if values:
                 seen.append((way, {number: tensor.data_ptr() for number, tensor in there.items()}))
@@ -148,7 +148,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[int, int]]]:
 
         return transfer
 
-    for way in ("to_host", "to_device"):
+    for way in ("arrived", "to_device"):
         monkeypatch.setattr(Transfers, way, watched(way))
     return seen
 
@@ -165,10 +165,10 @@ def test_a_value_passes_once_and_only_where_it_must(mixed: Pair, passed: list[tu
         assert [(way, set(there)) for way, there in passed] == [
             # `early`, and not the inputs, which nobody else takes.
             ("to_device", {2, 3}),
-            ("to_host", {6, 7}),
+            ("arrived", {6, 7}),
             # `middle` and `seen`; `early` was on the host, and `x` stays there.
             ("to_device", {8, 11}),
-            ("to_host", {13}),
+            ("arrived", {13}),
             # Results.
             ("to_device", {14, 15}),
         ]
