@@ -62,8 +62,6 @@ META_DTYPE = "get_activation_dtype"
 META_QUANTIZATION = "get_quantization"
 # int: layers whose routed experts stay on the host, counted from the first.
 META_CPU_MOE = "get_n_cpu_moe"
-# int: from so many tokens on a prompt goes to the method that computes these on the device.
-META_STREAM_FROM = "get_stream_from"
 # Whether `prefill` takes rows of padding after the last token, at its position, which change nothing.
 META_PADDED_PREFILL = "enable_padded_prefill"
 # Bytes that a decode step must read or write at least once: weights that one token uses, and state of fixed size.
@@ -211,7 +209,9 @@ class Segment:
         capture: whether it may be part of a CUDA graph; where not, it is called each time.
         device: "cpu" where it runs on the host, is called there, and has its constants and buffers there; "" where it runs
             on the program's device. In a program for the CPU both are the same machine, and all else holds.
-        streamed: whether its constants stay on the host, although it runs on the device, and are copied there each time.
+        streamed_by: number of the method's input that says how many entries of the first dimension of its constants a call
+            needs: they stay on the host, although the code runs on the device, and so many are copied there each time. None
+            where they do not.
     """
 
     code_key: str
@@ -224,11 +224,15 @@ class Segment:
     kernels_sha256: str = ""
     capture: bool = True
     device: str = ""
-    streamed: bool = False
+    streamed_by: int | None = None
 
     @property
     def on_host(self) -> bool:
         return self.device == HOST
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.streamed_by is not None
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Segment:
@@ -243,7 +247,7 @@ class Segment:
             kernels_sha256=_text(data["kernels_sha256"]),
             capture=_flag(data["capture"]),
             device=_device(data["device"]),
-            streamed=_flag(data["streamed"]),
+            streamed_by=None if data["streamed_by"] is None else _numbers([data["streamed_by"]])[0],
         )
 
 
@@ -298,7 +302,7 @@ class MethodRecord:
     @property
     def host_names(self) -> frozenset[str]:
         """Those of `constants` and `buffers` that are on the host."""
-        prefixes = tuple(segment.prefix for segment in self.segments if segment.on_host or segment.streamed)
+        prefixes = tuple(segment.prefix for segment in self.segments if segment.on_host or segment.is_streamed)
         return frozenset(name for name in (*self.constants, *self.buffers) if name.startswith(prefixes))
 
     def _fault(self) -> str:

@@ -53,11 +53,12 @@ class MethodCode:
                 self._containers.append(_load_library(libraries[segment.code_key], where, record.method))
         self._last_uses = _last_uses(record)
         self._on_host = frozenset(index for index, segment in enumerate(record.segments) if segment.on_host)
-        streamed = [index for index, segment in enumerate(record.segments) if segment.streamed]
+        streamed = [index for index, segment in enumerate(record.segments) if segment.is_streamed]
         # Place among the streamed segments, by the segment's index.
         self._streamed = {index: place for place, index in enumerate(streamed)}
         self._stream: ConstantStream | None = None
-        not_captured = (i for i, segment in enumerate(record.segments) if segment.streamed or not segment.capture)
+        self._streamed_by = next((s.streamed_by for s in record.segments if s.streamed_by is not None), None)
+        not_captured = (i for i, segment in enumerate(record.segments) if segment.is_streamed or not segment.capture)
         self._called = self._on_host.union(not_captured)
         self._needed_on_device = needed_on_device(record.segments, self._on_host, record.results)
         self._departures = departures(record.segments, self._on_host)
@@ -120,6 +121,9 @@ class MethodCode:
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One step: the segments one after the other, each intermediate value freed after its last use."""
         values: dict[int, torch.Tensor] = dict(enumerate(inputs))
+        if self._stream is not None and self._streamed_by is not None:
+            # It may wait for the device, before anything of this call is queued.
+            self._stream.entries = int(inputs[self._streamed_by])
         # Of the host: what is there, and what is on its way.
         hosted: dict[int, torch.Tensor] = {}
         sent: dict[int, Sent] = {}

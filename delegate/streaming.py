@@ -35,9 +35,13 @@ class ConstantStream:
         sources: of each streamed segment, in the order of their calls: its constants on the host, by their names in the code.
             Segments that run the same code have the same `kinds`.
         kinds: of each, what tells its code apart.
+
+    Attributes:
+        entries: how many entries of their first dimension are sent; None: all.
     """
 
     def __init__(self, device: torch.device, sources: Sequence[Tensors], kinds: Sequence[str]) -> None:
+        self.entries: int | None = None
         self._device = device
         self._sources = sources
         self._targets: list[Tensors] = []
@@ -101,7 +105,7 @@ class ConstantStream:
 
     def _copy(self, index: int) -> None:
         for name, target in self._targets[index].items():
-            target.copy_(self._sources[index][name], non_blocking=True)
+            target[: self.entries].copy_(self._sources[index][name][: self.entries], non_blocking=True)
 
 
 class _RegisteredPages:

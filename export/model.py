@@ -16,7 +16,7 @@ from ostinato.delegate.target import host_target
 
 from .formats import Quantization
 from .kernels import kernels_for
-from .layers.host_experts import STREAM_FROM
+from .layers.host_experts import STREAMED
 from .layers.state import state_kinds
 from .models import LanguageModel, ModelConfig, build_network, read_config
 from .models.config import MAX_SIZE, short
@@ -102,7 +102,11 @@ def export_model(
         output,
         device=device,
         metadata=_metadata(folder, device, dtype, quant, network),
-        value_ranges={"tokens": (0, config.vocab_size - 1), "input_pos": (0, length - 1)},
+        value_ranges={
+            "tokens": (0, config.vocab_size - 1),
+            "input_pos": (0, length - 1),
+            STREAMED: (0, config.experts_per_layer),
+        },
         extra_files=[folder / name for name in artifact.TOKENIZER_FILES if (folder / name).exists()],
         root=network,
         state_kinds=state_kinds(network),
@@ -172,10 +176,8 @@ def _metadata(
         artifact.META_USE_KV_CACHE: True,
         artifact.META_USE_SDPA: False,
         artifact.META_DYNAMIC_SHAPE: True,
-        # The host would compute experts for rows of padding.
-        artifact.META_PADDED_PREFILL: not network.build.cpu_moe,
+        artifact.META_PADDED_PREFILL: True,
         artifact.META_CPU_MOE: network.build.cpu_moe,
-        artifact.META_STREAM_FROM: STREAM_FROM,
         artifact.META_MODEL_TYPE: config.model_type,
         artifact.META_DTYPE: dtype,
         artifact.META_QUANTIZATION: "none" if quant is None else str(quant),

@@ -13,8 +13,10 @@ from functools import cache
 import torch
 
 from ostinato.delegate import InputError, Program
-from ostinato.delegate.artifact import META_MAX_SEQ_LEN, META_PADDED_PREFILL
+from ostinato.delegate.artifact import META_MAX_SEQ_LEN, META_PADDED_PREFILL, PREFILL_STREAMED
 from ostinato.delegate.errors import OptionError
+
+from .streamed import STREAM_FROM
 
 # Between 128 and 512 a row of padding costs more than the launches that a graph saves, so these are closer together.
 DEFAULT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
@@ -41,6 +43,8 @@ def choose_buckets(wanted: Sequence[int] | None, program: Program, prefill: str,
     tokens = program.method_inputs(prefill)[0]
     longest = tokens.shape[-1].max
     if wanted is None:
+        # Longer prompts go to a method that has no graphs.
+        longest = min(longest, STREAM_FROM - 1) if PREFILL_STREAMED in program.method_names else longest
         fits = cuda_graph and takes_padding and program.device.type == "cuda"
         return tuple(bucket for bucket in DEFAULT_BUCKETS if fits and bucket <= longest)
     if wanted and not cuda_graph:
@@ -48,7 +52,7 @@ def choose_buckets(wanted: Sequence[int] | None, program: Program, prefill: str,
     if wanted and not takes_padding:
         raise OptionError(
             f"prefill buckets need a program whose {prefill!r} takes rows of padding, and says so by {META_PADDED_PREFILL!r} "
-            "in its metadata, as those of `ostinato export` do without --cpu-moe and --n-cpu-moe"
+            "in its metadata, as those of `ostinato export` do"
         )
     max_seq_len = int(program.metadata.get(META_MAX_SEQ_LEN, longest))
     for bucket in wanted:

@@ -14,15 +14,16 @@ from ostinato.delegate.artifact import (
     DECODE_SAMPLE,
     META_EOS_IDS,
     META_MAX_SEQ_LEN,
-    META_STREAM_FROM,
     PREFILL,
     PREFILL_STREAMED,
     SAMPLE,
+    TensorSpec,
 )
 from ostinato.delegate.errors import ArtifactError
 from ostinato.delegate.state_machine import Phase
 
 from .buckets import bucket_of, choose_buckets, padded_inputs
+from .streamed import STREAM_FROM, streamed_experts
 
 DEFAULT_WARMUP_STEPS = BackendOptions.cuda_graph_warmup_steps
 # The one method of a program that has no `prefill` and `decode`.
@@ -76,10 +77,9 @@ class Model:
         self._decode_method: Method | None = None
         # One more for a lone `forward`, which decodes too.
         self._prefill_method = self._load(prefill, plans=len(self.prefill_buckets) + 1)
-        # For prompts of so many tokens or more, where a program has it.
+        # Where a program has it, for prompts of STREAM_FROM tokens or more.
         streams = PREFILL_STREAMED in program.method_names
         self._streamed_method = self._load(PREFILL_STREAMED, graph=False) if streams else None
-        self._stream_from = int(program.metadata.get(META_STREAM_FROM, 0))
         if prefill == self._decode_name:
             self._decode_method = self._prefill_method
         self.samplers: Samplers | None = None
@@ -157,9 +157,12 @@ class Model:
             count -= part
 
     def _chunk(self, tokens: Sequence[int], position: int, bucket: int | None) -> torch.Tensor:
-        inputs = padded_inputs(tokens, position, bucket or len(tokens))
-        if self._streamed_method is not None and len(tokens) >= self._stream_from:
+        if self._streamed_method is not None and len(tokens) >= STREAM_FROM:
+            experts = _most(self._streamed_method.inputs[-1])
+            streamed = torch.tensor([streamed_experts(len(tokens), experts)])
+            inputs = [*padded_inputs(tokens, position, len(tokens)), streamed]
             return _last_logits(self._streamed_method, inputs)
+        inputs = padded_inputs(tokens, position, bucket or len(tokens))
         logits = _last_logits(self._prefill_method, inputs, graph=bucket is not None)
         if bucket is not None and bucket not in self._captured:
             phase = self._prefill_method.stats.phase
@@ -207,6 +210,11 @@ def _check_inputs(method: Method) -> None:
             f"a language model's methods take (tokens [1, T], input_pos [T]) or (tokens [1, T]); {method.name!r} takes "
             + ", ".join(f"{spec.name} {spec.shape_text}" for spec in method.inputs)
         )
+
+
+def _most(spec: TensorSpec) -> int:
+    assert spec.value_range is not None
+    return spec.value_range[1]
 
 
 def _lengths(method: Method) -> tuple[int, int]:

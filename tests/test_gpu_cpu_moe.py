@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.delegate import load_program
+from ostinato.delegate import InputError, load_program
 from ostinato.export import export_model
 
 from .comparison import relative_error
@@ -38,7 +38,7 @@ def artifact(exported: Callable[..., Path], reference: Reference) -> Get:
 
     def get(on_host: int) -> Path:
         def build(path: Path) -> None:
-            with methods_alone("prefill", "decode"):
+            with methods_alone("prefill", "decode", *["prefill_streamed"][: on_host > 0]):
                 export_model(reference.folder, path, device="cuda", max_seq_len=MAX_SEQ_LEN, cpu_moe=on_host)
 
         extra = repr(CHANGES) + Path(__file__).with_name("export").joinpath("references.py").read_text()
@@ -68,6 +68,28 @@ def test_logits(artifact: Get, reference: Reference, expected: dict[int, Tensor]
 
 
 @pytest.mark.parametrize("on_host", (2, LAYERS))
+def test_experts_on_both_sides(artifact: Get, reference: Reference, expected: dict[int, Tensor], on_host: int) -> None:
+    """The first experts of each layer on the device and the others on the host, from none to all of them; steps go on from
+    there."""
+    with load_program(artifact(on_host)) as program:
+        split, decode = program.load_method("prefill_streamed"), program.load_method("decode", GRAPH)
+        count = split.inputs[2].value_range[1]
+        for length in (one for one in LENGTHS if one > 1):
+            tokens = tokens_of(reference, length)
+            for streamed in (0, 1, count // 2, count - 1, count):
+                inputs = (
+                    tokens_of(reference, length)[:, :length].contiguous(),
+                    torch.arange(length),
+                    torch.tensor([streamed]),
+                )
+                found = [split.execute(inputs)[0][0]]
+                found += [run(decode, tokens, at, at + 1) for at in range(length, length + STEPS)]
+                assert max(errors(found, expected[length])) < TOLERANCE, (length, streamed)
+        with pytest.raises(InputError, match=f"'streamed': values must lie in 0..{count}, got {count + 1}"):
+            split.execute((*inputs[:2], torch.tensor([count + 1])))
+
+
+@pytest.mark.parametrize("on_host", (2, LAYERS))
 def test_2000_steps(artifact: Get, reference: Reference, on_host: int) -> None:
     """Each conversation begins at position 0 again. Nothing falls back, and nothing is allocated for good."""
     tokens = reference.tokens(MAX_SEQ_LEN)
@@ -88,7 +110,7 @@ def test_2000_steps(artifact: Get, reference: Reference, on_host: int) -> None:
         assert torch.cuda.memory_allocated() <= before
         stats, plan = decode.stats, decode.stats.last_plan
         assert (stats.phase, stats.captures, stats.fallbacks) == ("replay", 1, 0)
-        assert (plan.on_host, plan.captured, plan.pieces) == (on_host, on_host + 1, 2 * on_host + 1)
+        assert (plan.on_host, plan.captured, plan.pieces) == (on_host, 2 * on_host + 1, 3 * on_host + 1)
         assert stats.replays == MAX_SEQ_LEN + 2000 - stats.warmups - stats.captures
 
 

@@ -155,7 +155,7 @@ def make_method(
                 kernels_sha256=kernels_digest,
                 capture=traced.link.capture,
                 device=traced.link.device or "",
-                streamed=traced.link.streamed,
+                streamed_by=None if traced.link.streamed_by is None else method.inputs.index(traced.link.streamed_by),
             )
         )
     constants.used |= set(bound.values())

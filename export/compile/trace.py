@@ -40,8 +40,10 @@ class Link:
         device: "cpu" where it runs on the host, whatever the program's device is: it is compiled for the CPU, has its
             constants and mutable buffers there, and is called. That holds in a program for the CPU too, so that it can be
             tried without a GPU. None: it runs on the program's device.
-        streamed: its constants stay on the host, although it runs on the program's device: they are copied there each time,
-            while what is before it computes. It is called, and has no mutable buffers.
+        streamed_by: the method's input, [1] int64, that says how many entries of the first dimension of its constants a call
+            needs; the constants have all the same first dimension. They stay on the host, although the link runs on the
+            program's device: so many are copied there each time, while what is before it computes. It is called, and has no
+            mutable buffers. None: its constants are where it runs.
     """
 
     module: nn.Module
@@ -52,7 +54,7 @@ class Link:
     inputs: tuple[str, ...] | None = None
     capture: bool = True
     device: str | None = None
-    streamed: bool = False
+    streamed_by: str | None = None
 
     @property
     def taken(self) -> tuple[str, ...]:

@@ -14,11 +14,13 @@ NEEDED_INSTRUCTIONS = frozenset({"avx2", "fma"})
 
 
 class CpuKernels(Kernels):
-    """The same functions as C++ operators. Those of a step take any number of tokens, so that nothing else is needed."""
+    """The same functions as C++ operators. Those of a step take any number of tokens, so that little else is needed."""
 
     folds_steps = True
     folds_prompts = True
     has_panels = True
+
+    experts = staticmethod(experts_cpu.experts)
 
     norm_linear = staticmethod(linear_cpu.norm_linear)
     norm_swiglu = staticmethod(linear_cpu.norm_swiglu)

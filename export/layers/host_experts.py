@@ -2,13 +2,13 @@
 
 What runs where, for a few tokens::
 
-    device    h, logits = mixer and router                `HostExperts.logits` is the router
-    host      y = h + routed experts(norm(h), logits)     only h and logits go there, and only y comes back
-    device    s = shared expert(norm(h))                  needs nothing of the host, so it runs meanwhile
-    device    x = y + s
+    device    h, n = mixer and norm; logits, and which experts they choose
+    host      y = routed experts(n)               only n and the choice go there, and only y comes back
+    device    s = h + shared expert(n)            needs nothing of the host, so it runs meanwhile
+    device    x = s + y
 
-For many, whose experts the CPU would compute for longer than it takes to send their weights to the device, y is computed
-there: from STREAM_FROM tokens on.
+For many, whose experts the CPU would compute for longer than it takes to send their weights to the device, both work: the
+first `streamed` experts are computed on the device, their weights being sent ahead of that, and the others on the host.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from ostinato.export.compile.trace import Link
 from .experts import SparseMoe
 from .norms import RMSNorm
 
-# Tokens.
-STREAM_FROM = 64
+# What `links` takes.
+GIVEN = ("h", "n", "logits", "weights", "chosen")
+STREAMED = "streamed"
 
 
 class HostExperts(nn.Module):
     """What comes behind a layer's mixer, in parts. It has no tensors of its own.
 
-    Methods that end with `_step` are for `Kernels` that fold a step; `h` is [T, H], `logits` are [T, E + 1].
+    Values: h, n, s, y, z and x [T, H]; logits [T, E + 1], those of the routed experts and last that of the shared one's gate;
+    weights [T, k] float32 and chosen [T, k] int32 as of `Kernels.route`; streamed [1] int64. Methods that end with `_step`
+    are for `Kernels` that fold a step.
 
     Args:
         moe: its routed experts are made for the host.
@@ -42,57 +45,67 @@ class HostExperts(nn.Module):
         self.norm = norm
 
     def links(self, prefix: str, step: bool, streamed: bool) -> list[Link]:
-        """From the values `h` and `logits` to `x`; with `streamed` everything runs on the device."""
-        form = "_step" if step else ""
-        if streamed:
-            routed = Link(self, ("y",), "streamed experts", prefix, "streamed", streamed=True)
-        else:
+        """From the values `GIVEN` to `x`; with `streamed` also from how many experts the device computes."""
+        shared = Link(self, ("s",), "shared expert", prefix, "shared_step" if step else "shared")
+        if not streamed:
             routed = Link(self, ("y",), "routed experts", prefix, "routed", device=HOST)
+            return [shared, routed, Link(self, ("x",), "sum of experts", prefix, "sum")]
         return [
-            Link(self, ("s",), "shared expert", prefix, f"shared{form}"),
-            routed,
-            Link(self, ("x",), "sum of experts", prefix, f"sum{form}"),
+            Link(self, ("z",), "streamed experts", prefix, "first", streamed_by=STREAMED),
+            shared,
+            Link(self, ("y",), "other experts", prefix, "others", device=HOST),
+            Link(self, ("x",), "sum of all experts", prefix, "sum_of_both"),
         ]
 
-    def logits(self, h: Tensor) -> Tensor:
-        """Of the routed experts and last of the shared one's gate, [T, E + 1] in the dtype of h."""
-        normed = self.norm(h)
-        return torch.cat((self.moe.gate(normed), self.moe.shared_expert_gate(normed)), dim=-1)
+    def route(self, h: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """`GIVEN` of h and of the rows' positions."""
+        n = self.norm(h)
+        logits = torch.cat((self.moe.gate(n), self.moe.shared_expert_gate(n)), dim=-1)
+        return h, n, logits, *self._choose(logits, positions)
 
-    def logits_step(self, h: Tensor) -> Tensor:
-        """As `logits`."""
+    def route_step(self, h: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """As `route`."""
         moe = self.moe
-        return moe.kernels.route_logits(h, self.norm.operand, moe.gate.weight, moe.shared_expert_gate.weight)
+        logits = moe.kernels.route_logits(h, self.norm.operand, moe.gate.weight, moe.shared_expert_gate.weight)
+        return h, self.norm(h), logits, *self._choose(logits, positions)
 
-    def routed(self, h: Tensor, logits: Tensor) -> Tensor:
-        """y [T, H]: h and the routed experts' part."""
-        moe, norm = self.moe, self.norm.operand
-        kernels, routed = moe.routed_kernels, moe.experts.operand
-        hidden = kernels.experts_gate_up(h, norm, logits, moe.top_k, routed.gate_up, None)
-        return kernels.experts_down(hidden, logits, moe.top_k, routed.down, None, h)
+    def routed(self, n: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """y: what the routed experts give."""
+        return self.moe.routed_kernels.experts(n, weights, chosen, self.moe.experts.operand)
 
-    def streamed(self, h: Tensor, logits: Tensor, input_pos: Tensor) -> Tensor:
-        """As `routed`, by the device's kernels."""
-        moe = self.moe
-        if moe.kernels.folds_prompts:
-            return self.routed(h, logits)
-        weights, chosen = moe.kernels.route(logits[:, :-1], moe.top_k, input_pos)
-        return h + moe.kernels.experts(self.norm(h), weights, chosen, moe.experts.operand)
+    def first(self, n: Tensor, weights: Tensor, chosen: Tensor, streamed: Tensor) -> Tensor:
+        """z: what the experts before `streamed` give, by the device's kernels."""
+        mine = torch.where(chosen < streamed, chosen, self._count)
+        return self.moe.kernels.experts(n, weights, mine.int(), self.moe.experts.operand)
 
-    def shared(self, h: Tensor, logits: Tensor) -> Tensor:
-        """s [T, H]: the shared expert's part."""
-        return torch.sigmoid(logits[:, -1:]) * self.moe.shared_expert(self.norm(h))
+    def others(self, n: Tensor, weights: Tensor, chosen: Tensor, streamed: Tensor) -> Tensor:
+        """y: what those from `streamed` on give."""
+        return self.routed(n, weights, torch.where(chosen < streamed, self._count, chosen).int())
 
-    def sum(self, y: Tensor, s: Tensor) -> Tensor:
-        """x [T, H], what the layer gives."""
-        return y + s
+    def shared(self, h: Tensor, n: Tensor, logits: Tensor) -> Tensor:
+        """s: h and the shared expert's part."""
+        return h + torch.sigmoid(logits[:, -1:]) * self.moe.shared_expert(n)
 
     def shared_step(self, h: Tensor, logits: Tensor) -> Tensor:
-        """s [T, I]: the shared expert's inner activations times its gate."""
-        moe = self.moe
-        hidden = moe.kernels.norm_swiglu(h, self.norm.operand, moe.shared_expert.gate_up_proj.operand)
-        return hidden * torch.sigmoid(logits[:, -1:].float()).to(hidden.dtype)
+        """As `shared`."""
+        kernels, shared = self.moe.kernels, self.moe.shared_expert
+        inner = kernels.norm_swiglu(h, self.norm.operand, shared.gate_up_proj.operand)
+        inner = inner * torch.sigmoid(logits[:, -1:].float()).to(inner.dtype)
+        return kernels.linear_add(inner, shared.down_proj.operand, h)
 
-    def sum_step(self, y: Tensor, s: Tensor) -> Tensor:
-        """x [T, H], what the layer gives, of what `shared_step` gave."""
-        return self.moe.kernels.linear_add(s, self.moe.shared_expert.down_proj.operand, y)
+    def sum(self, s: Tensor, y: Tensor) -> Tensor:
+        """x, what the layer gives."""
+        return s + y
+
+    def sum_of_both(self, s: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        """x, what the layer gives."""
+        return s + (y + z)
+
+    @property
+    def _count(self) -> int:
+        """E, which stands for nobody among those chosen."""
+        return self.moe.experts.gate_up_proj.shape[0]
+
+    def _choose(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = self.moe.kernels.route(logits[:, :-1], self.moe.top_k, positions)
+        return weights, chosen.int()

@@ -39,6 +39,11 @@ class ModelConfig:
         """Layers that have experts."""
         return 0
 
+    @property
+    def experts_per_layer(self) -> int:
+        """Routed experts of such a layer."""
+        return 0
+
 
 class Settings:
     """JSON objects read by name, the first that states a setting; null states nothing.

@@ -9,6 +9,7 @@ from torch.export import Dim
 from ostinato.delegate import artifact
 from ostinato.delegate.sampling import Sampling, SamplingInputs
 from ostinato.export.compile.trace import Chain, Link
+from ostinato.export.layers.host_experts import STREAMED
 
 from .language_model import LanguageModel
 
@@ -19,7 +20,8 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     - `prefill(tokens [1, T] int64, input_pos [T] int64) -> logits [1, vocab] float32` of the last token, 2 <= T.
       After it there may be rows of any token that repeat its position: they change nothing (`Place`).
     - `decode(tokens [1, 1] int64, input_pos [1] int64) -> logits [1, vocab] float32`.
-    - `prefill_streamed`, with experts on the host: as `prefill`, computing these on the device, for many tokens.
+    - `prefill_streamed(tokens, input_pos, streamed [1] int64)`, with experts on the host: as `prefill`, but the first
+      `streamed` experts of each of these layers are computed on the device. For many tokens.
     - `sample(logits [1, vocab] float32, input_pos [1] int64, *SamplingInputs) -> token [1, 1] int64`: draws the token that
       will stand at input_pos, and keeps it, its position and the options in the network's `SamplingState`.
     - `decode_sample() -> token [1, 1] int64, logits [1, vocab] float32`: `decode` of the kept token at its position, then
@@ -40,9 +42,13 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     length = Dim("T", min=2, max=longest)
     dynamic = {"tokens": {1: length}, "input_pos": {0: length}}
     logits = {"logits": torch.zeros(1, network.config.vocab_size), "input_pos": _positions(1)}
-    prompts = {artifact.PREFILL: many} | ({artifact.PREFILL_STREAMED: streamed} if network.build.cpu_moe else {})
+    prompt = _tokens(min(130, longest))
+    methods = {artifact.PREFILL: Chain(many, prompt, ("logits",), dynamic)}
+    if network.build.cpu_moe:
+        split = {**prompt, STREAMED: torch.ones(1, dtype=torch.int64)}
+        methods[artifact.PREFILL_STREAMED] = Chain(streamed, split, ("logits",), dynamic)
     return {
-        **{name: Chain(links, _tokens(min(130, longest)), ("logits",), dynamic) for name, links in prompts.items()},
+        **methods,
         artifact.DECODE: Chain(one, _tokens(1), ("logits",), {}),
         artifact.SAMPLE: Chain([begin, following], {**logits, **Sampling(seed=0).inputs()._asdict()}, ("token",), {}),
         artifact.DECODE_SAMPLE: Chain([again, *one[1:], following], {}, ("token", "logits"), {}),

@@ -26,7 +26,7 @@ from ostinato.export.layers.build import Build
 from ostinato.export.layers.delta_net import DeltaNetSizes, GatedDeltaNet
 from ostinato.export.layers.experts import MoeSizes, SparseMoe
 from ostinato.export.layers.feed_forward import SwiGLU
-from ostinato.export.layers.host_experts import HostExperts
+from ostinato.export.layers.host_experts import GIVEN, HostExperts
 from ostinato.export.layers.norms import RMSNorm
 from ostinato.export.layers.rotary import RotaryEmbedding
 from ostinato.export.weights.checkpoint import CheckpointNames
@@ -88,6 +88,10 @@ class Qwen3_5Config(ModelConfig):
     @property
     def num_expert_layers(self) -> int:
         return self.num_hidden_layers if self.is_moe else 0
+
+    @property
+    def experts_per_layer(self) -> int:
+        return self.num_experts
 
     @property
     def attention(self) -> AttentionSizes:
@@ -223,7 +227,7 @@ class DecoderLayer(Layer):
         """From the value `x` to the next one of that name."""
         if self.parts is None:
             return [Link(self, ("x",), f"{self.layer_type} layer", prefix, "step" if step else "forward")]
-        mixer = Link(self, ("h", "logits"), f"{self.layer_type} mixer", prefix, "mix_step" if step else "mix")
+        mixer = Link(self, GIVEN, f"{self.layer_type} mixer", prefix, "mix_step" if step else "mix")
         return [mixer, *self.parts.links(prefix, step, streamed)]
 
     @property
@@ -240,17 +244,15 @@ class DecoderLayer(Layer):
         """x [T, H] -> [T, H]; norms and additions are in the kernels."""
         return self.mlp.step(self._mixed_step(x, input_pos, cos, sin), self.post_attention_layernorm)
 
-    def mix(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """As `forward` up to the router: h [T, H] and its logits [T, E + 1]."""
+    def mix(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """As `forward` up to which experts are chosen: what `HostExperts` takes."""
         assert self.parts is not None
-        h = self._mixed(x, input_pos, cos, sin)
-        return h, self.parts.logits(h)
+        return self.parts.route(self._mixed(x, input_pos, cos, sin), input_pos)
 
-    def mix_step(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """As `step` up to the router; see `mix`."""
+    def mix_step(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """As `step` up to there."""
         assert self.parts is not None
-        h = self._mixed_step(x, input_pos, cos, sin)
-        return h, self.parts.logits_step(h)
+        return self.parts.route_step(self._mixed_step(x, input_pos, cos, sin), input_pos)
 
     def _mixed(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return x + self.mixer(self.input_layernorm(x), Place(input_pos, cos, sin))

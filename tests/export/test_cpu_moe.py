@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.delegate import load_program
+from ostinato.delegate import InputError, load_program
 from ostinato.export import export_model
 
 from ..conftest import methods_alone
@@ -36,7 +36,7 @@ def artifact(exported: Callable[..., Path], reference: Reference) -> Get:
 
     def get(on_host: int) -> Path:
         def build(path: Path) -> None:
-            with methods_alone("prefill", "decode"):
+            with methods_alone("prefill", "decode", *["prefill_streamed"][: on_host > 0]):
                 export_model(reference.folder, path, max_seq_len=MAX_SEQ_LEN, cpu_moe=on_host)
 
         extra = repr(CHANGES) + Path(__file__).with_name("references.py").read_text()
@@ -88,8 +88,27 @@ def test_one_piece_per_layer_runs_on_the_host(artifact: Get, reference: Referenc
         assert (stats.phase, stats.warmups, stats.captures, stats.replays) == ("replay", 2, 1, 5)
         assert (stats.fallbacks, plan.called_because, plan.given_up) == (0, {}, None)
         assert plan.on_host == plan.called == on_host
-        # The device has what is ahead of the first one, between two of them, and behind the last one.
-        assert (plan.captured, plan.pieces) == (on_host + 1, 2 * on_host + 1)
+        # The device has what leads to one, what runs beside it, and what is behind the last one.
+        assert (plan.captured, plan.pieces) == (2 * on_host + 1, 3 * on_host + 1)
+
+
+@pytest.mark.parametrize("on_host", (2, LAYERS))
+def test_experts_on_both_sides(
+    artifact: Get, tokens: dict[int, Tensor], expected: dict[int, Tensor], on_host: int
+) -> None:
+    """The first experts of each layer on the device and the others on the host, from none to all of them; steps go on from
+    there."""
+    with load_program(artifact(on_host)) as program:
+        split, decode = program.load_method("prefill_streamed"), program.load_method("decode", GRAPH)
+        count = split.inputs[2].value_range[1]
+        for length in (one for one in LENGTHS if one > 1):
+            for streamed in (0, 1, count // 2, count - 1, count):
+                inputs = (tokens[length][:, :length].contiguous(), torch.arange(length), torch.tensor([streamed]))
+                found = [split.execute(inputs)[0][0]]
+                found += [run(decode, tokens[length], at, at + 1) for at in range(length, length + STEPS)]
+                assert max(errors(found, expected[length])) < TOLERANCE, (length, streamed)
+        with pytest.raises(InputError, match=f"'streamed': values must lie in 0..{count}, got {count + 1}"):
+            split.execute((*inputs[:2], torch.tensor([count + 1])))
 
 
 @pytest.mark.parametrize("on_host", (2, LAYERS))
@@ -107,14 +126,15 @@ def test_graphs_of_prompts(artifact: Get, tokens: dict[int, Tensor], expected: d
 
 @pytest.mark.parametrize("on_host", (0, 2, LAYERS))
 def test_routed_experts_stay_on_the_files_map(artifact: Get, on_host: int) -> None:
-    """They and the norm ahead of them are all that the host has, and it has no copies."""
+    """They are all that the host has, and it has no copies."""
     wanted = {
         f"model.layers.{index}.{name}"
         for index in range(on_host)
-        for name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "post_attention_layernorm.weight")
+        for name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     }
     with load_program(artifact(on_host)) as program:
-        methods = [program.load_method(name) for name in ("prefill", "decode")]
+        names = ("prefill", "decode", "prefill_streamed") if on_host else ("prefill", "decode")
+        methods = [program.load_method(name) for name in names]
         stored = program._pool._file.entries
         for method in methods:
             record = method._entry.record
@@ -128,4 +148,5 @@ def test_routed_experts_stay_on_the_files_map(artifact: Get, on_host: int) -> No
 def test_metadata(artifact: Get, on_host: int) -> None:
     with load_program(artifact(on_host)) as program:
         assert program.metadata["get_n_cpu_moe"] == on_host
-        assert program.metadata["enable_padded_prefill"] is (on_host == 0)
+        assert program.metadata["enable_padded_prefill"]
+        assert ("prefill_streamed" in program.method_names) is (on_host > 0)

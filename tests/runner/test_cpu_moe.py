@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from ostinato.delegate import OptionError
 from ostinato.export import export_model
 from ostinato.runner import Engine
+from ostinato.runner.streamed import STREAM_FROM, streamed_experts
 
+from ..comparison import relative_error
 from ..conftest import CAPITALS, CAPITALS_LENGTH
 
 LAYERS = 4
@@ -44,9 +46,26 @@ def test_a_long_answer_with_and_without_graph_is_the_same(artifact: Path) -> Non
     assert answers[0] == answers[1]
 
 
-def test_prefill_buckets_are_refused(artifact: Path) -> None:
-    """The host would compute experts for rows of padding."""
-    with pytest.raises(OptionError, match=r"prefill buckets need a program whose 'prefill' takes rows of padding"):
-        Engine.load(artifact, cuda_graph=True, prefill_buckets=(16, 32))
-    with Engine.load(artifact, cuda_graph=True) as engine:
-        assert engine.model.prefill_buckets == ()
+def test_prompts_in_buckets_and_on_both_sides(artifact: Path, capitals_artifact: Path) -> None:
+    """Each length beside a program that keeps all on the device: short ones padded, long ones through `prefill_streamed`."""
+    with (
+        Engine.load(artifact, cuda_graph=True, prefill_buckets=(16, 32)) as engine,
+        Engine.load(capitals_artifact) as one,
+    ):
+        for length in (3, 16, 17, 32, STREAM_FROM - 1, STREAM_FROM, 100):
+            tokens = torch.randint(60, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+            for _ in range(4):
+                found = engine.model.prefill(tokens)
+            assert relative_error(found, one.model.prefill(tokens)) < 1e-5, length
+        stats = engine.model.method_stats
+        assert [plan["shapes"] for plan in stats["prefill"]["plans"]] == [[[1, 16], [16]], [[1, 32], [32]]]
+        # What is not in a bucket, nor long.
+        assert (stats["prefill"]["runs"], stats["prefill_streamed"]["runs"]) == (4, 8)
+
+
+@pytest.mark.parametrize("tokens", (48, 64, 512, 2048, 100_000))
+def test_how_many_experts_are_streamed(tokens: int) -> None:
+    """More for more tokens, never all or none; of the flagship's 256 two thirds for 512."""
+    found = streamed_experts(tokens, 256)
+    assert 256 // 3 < found <= 256 and found <= streamed_experts(tokens + 100, 256)
+    assert abs(streamed_experts(512, 256) / 256 - 2 / 3) < 0.02

@@ -7,15 +7,16 @@
 namespace ostinato {
 namespace {
 
-// Which experts the tokens take: the `top_k` with the largest logits, of equal ones the first.
+// Which experts the tokens take.
 struct Routing {
-  int64_t tokens, top_k, experts, width;
-  Array logits;
-  std::vector<int32_t> chosen;   // [tokens, top_k], falling logits
-  std::vector<float> shares;     // [tokens, top_k], softmax over the chosen
+  int64_t tokens, top_k, experts, width = 0;
+  Array logits{nullptr, false};
+  std::vector<int32_t> chosen;   // [tokens, top_k]; from `experts` on it is nobody
+  std::vector<float> shares;     // [tokens, top_k]
   std::vector<int32_t> order;    // token * top_k + slot of each chosen one, by expert
   std::vector<int64_t> begins;   // [experts + 1], an expert's first in `order`
 
+  // The `top_k` with the largest logits, of equal ones the first, and the softmax over these.
   Routing(const Tensor& logits_, int64_t top_k_, int64_t experts_)
       : tokens(logits_.size(0)), top_k(top_k_), experts(experts_), width(logits_.size(1)), logits(logits_.array()) {
     chosen.resize(tokens * top_k);
@@ -24,17 +25,31 @@ struct Routing {
       choose(0);
     else
       parallel(tokens, [&](int64_t token) { choose(token); });
-    begins.assign(experts + 1, 0);
-    for (int32_t expert : chosen) ++begins[expert + 1];
-    std::partial_sum(begins.begin(), begins.end(), begins.begin());
-    std::vector<int64_t> next(begins.begin(), begins.end() - 1);
-    order.resize(chosen.size());
-    for (size_t i = 0; i < chosen.size(); ++i) order[next[chosen[i]]++] = int32_t(i);
+    sort();
+  }
+
+  // As somebody else has chosen.
+  Routing(const Tensor& weights, const Tensor& chosen_, int64_t experts_)
+      : tokens(chosen_.size(0)), top_k(chosen_.size(1)), experts(experts_) {
+    chosen.assign(chosen_.as<int32_t>(), chosen_.as<int32_t>() + tokens * top_k);
+    shares.assign(weights.as<float>(), weights.as<float>() + tokens * top_k);
+    sort();
   }
 
   float shared_share(int64_t token) const { return 1 / (1 + std::exp(-logits[token * width + experts])); }
 
  private:
+  void sort() {
+    begins.assign(experts + 1, 0);
+    for (int32_t expert : chosen)
+      if (expert < experts) ++begins[expert + 1];
+    std::partial_sum(begins.begin(), begins.end(), begins.begin());
+    std::vector<int64_t> next(begins.begin(), begins.end() - 1);
+    order.resize(begins[experts]);
+    for (size_t i = 0; i < chosen.size(); ++i)
+      if (chosen[i] < experts) order[next[chosen[i]]++] = int32_t(i);
+  }
+
   void choose(int64_t token) {
     Array of = logits.from(token * width);
     std::vector<int32_t> all(experts);
@@ -99,7 +114,77 @@ void swiglu(const Piece& piece, const Inputs& x, int64_t block, const Emit& emit
     }
 }
 
+// The same for all pieces: emit(piece, row, column, values, count).
+template <typename Emit>
+void swiglu_of(const std::vector<Piece>& pieces, const Inputs& x, int64_t each, const Emit& emit) {
+  // A task is one block of one piece.
+  std::vector<int64_t> begins{0};
+  for (const Piece& piece : pieces) {
+    int64_t half = piece.weight.rows / 2;
+    begins.push_back(begins.back() + (half % LANES ? 1 : half / LANES));
+  }
+  parallel(begins.back(), [&](int64_t task) {
+    int64_t index = std::upper_bound(begins.begin(), begins.end(), task) - begins.begin() - 1;
+    const Piece& piece = pieces[index];
+    swiglu(piece, x, task - begins[index], [&](int64_t row, int64_t column, Floats y, int64_t count) {
+      emit(piece, row, column, y, count);
+    });
+  }, each);
+}
+
+// One block of outputs of all tokens, [tokens, LANES]: what the routed experts give, times their shares.
+void add_routed(const Routing& routing, const std::vector<Piece>& pieces, const Inputs& x, int64_t block, float* sums) {
+  alignas(64) float product[MOST_ROWS * LANES];
+  for (const Piece& piece : pieces) {
+    multiply_block(piece.weight, x, block, piece.input, piece.input + piece.count, product);
+    for (int64_t row = 0; row < piece.count; ++row) {
+      int32_t slot = routing.order[piece.first + row];
+      float* to = sums + slot / routing.top_k * LANES;
+      store(to, fma(load(product + row * LANES), broadcast(routing.shares[slot]), load(to)));
+    }
+  }
+}
+
 }  // namespace
+
+extern "C" AOTITorchError aoti_torch_cpu_experts(AtenTensorHandle x_, AtenTensorHandle weights_, AtenTensorHandle chosen,
+                                                 AtenTensorHandle gate_up_, AtenTensorHandle* gate_up_scale,
+                                                 AtenTensorHandle down_, AtenTensorHandle* down_scale,
+                                                 AtenTensorHandle* result) {
+  return guarded("experts", [&] {
+    Tensor x(x_), gate_up_values(gate_up_);
+    Weight gate_up{gate_up_values, Tensor(gate_up_scale)}, down{Tensor(down_), Tensor(down_scale)};
+    Routing routing(Tensor(weights_), Tensor(chosen), gate_up_values.size(0));
+    int64_t tokens = x.size(0), pairs = routing.order.size(), inner = down.columns, columns = gate_up.columns;
+    Result made({tokens, down.rows}, x.dtype);
+    Array out = made.array();
+    // One token's row serves all of its experts.
+    bool one = tokens == 1;
+    Inputs inputs(gate_up, one ? 1 : pairs);
+    fill(inputs, columns, [&](int64_t row, float* to) {
+      int64_t token = one ? 0 : routing.order[row] / routing.top_k;
+      to_floats(x.array().from(token * columns), columns, to);
+    });
+    // In the routing's order.
+    Scratch<float> hidden(pairs * inner);
+    swiglu_of(pieces_of(routing, gate_up, one), inputs, one ? 3 : 64,
+              [&](const Piece& piece, int64_t row, int64_t column, Floats y, int64_t count) {
+                Array{hidden, false}.store((piece.first + row) * inner + column, y, count);
+              });
+    Inputs middle(down, pairs);
+    fill(middle, inner, [&](int64_t row, float* to) { std::memcpy(to, hidden + row * inner, inner * sizeof(float)); });
+    std::vector<Piece> pieces = pieces_of(routing, down, false);
+    parallel(down.blocks(), [&](int64_t block) {
+      int64_t count = down.rows_of(block);
+      Scratch<float> sums(tokens * LANES);
+      std::memset(sums, 0, tokens * LANES * sizeof(float));
+      add_routed(routing, pieces, middle, block, sums);
+      for (int64_t token = 0; token < tokens; ++token)
+        out.store(token * down.rows + block * LANES, load(sums + token * LANES), count);
+    }, one ? 3 : 8);
+    made.give(result);
+  });
+}
 
 extern "C" AOTITorchError aoti_torch_cpu_route_logits(AtenTensorHandle x_, AtenTensorHandle norm_, double eps,
                                                       AtenTensorHandle gate_, AtenTensorHandle* shared_,
@@ -149,24 +234,15 @@ extern "C" AOTITorchError aoti_torch_cpu_experts_gate_up(AtenTensorHandle x_, At
       for (int64_t token = 0; token < tokens; token += MOST_ROWS)
         pieces.push_back({Weight{one_values, Tensor(shared_scale)}, one ? 0 : pairs + token,
                           std::min(MOST_ROWS, tokens - token), -1 - token});
-    // A task is one block of one piece.
-    std::vector<int64_t> begins{0};
-    for (const Piece& piece : pieces) {
-      int64_t half = piece.weight.rows / 2;
-      begins.push_back(begins.back() + (half % LANES ? 1 : half / LANES));
-    }
-    parallel(begins.back(), [&](int64_t task) {
-      int64_t index = std::upper_bound(begins.begin(), begins.end(), task) - begins.begin() - 1;
-      const Piece& piece = pieces[index];
-      swiglu(piece, inputs, task - begins[index], [&](int64_t row, int64_t column, Floats y, int64_t count) {
-        int64_t token = -1 - piece.first + row, slot = top_k;
-        if (piece.first >= 0) {
-          token = routing.order[piece.first + row] / top_k;
-          slot = routing.order[piece.first + row] % top_k;
-        }
-        out.store(token * width + slot * inner + column, y, count);
-      });
-    }, one ? 3 : 64);
+    swiglu_of(pieces, inputs, one ? 3 : 64,
+              [&](const Piece& piece, int64_t row, int64_t column, Floats y, int64_t count) {
+                int64_t token = -1 - piece.first + row, slot = top_k;
+                if (piece.first >= 0) {
+                  token = routing.order[piece.first + row] / top_k;
+                  slot = routing.order[piece.first + row] % top_k;
+                }
+                out.store(token * width + slot * inner + column, y, count);
+              });
     made.give(result);
   });
 }
@@ -196,23 +272,16 @@ extern "C" AOTITorchError aoti_torch_cpu_experts_down(AtenTensorHandle hidden_, 
     parallel(routed.blocks(), [&](int64_t block) {
       int64_t count = routed.rows_of(block);
       Scratch<float> sums(tokens * LANES);
-      alignas(64) float product[MOST_ROWS * LANES];
       std::memset(sums, 0, tokens * LANES * sizeof(float));
-      auto add = [&](int64_t token, int64_t row, float share) {
-        float* to = sums + token * LANES;
-        store(to, fma(load(product + row * LANES), broadcast(share), load(to)));
-      };
-      for (const Piece& piece : pieces) {
-        multiply_block(piece.weight, inputs, block, piece.input, piece.input + piece.count, product);
-        for (int64_t row = 0; row < piece.count; ++row) {
-          int32_t chosen = routing.order[piece.first + row];
-          add(chosen / top_k, row, routing.shares[chosen]);
-        }
-      }
+      add_routed(routing, pieces, inputs, block, sums);
+      alignas(64) float product[MOST_ROWS * LANES];
       for (int64_t begin = 0; begin < shared_inputs.rows(); begin += MOST_ROWS) {
         int64_t end = std::min(tokens, begin + MOST_ROWS);
         multiply_block(shared, shared_inputs, block, begin, end, product);
-        for (int64_t token = begin; token < end; ++token) add(token, token - begin, routing.shared_share(token));
+        for (int64_t token = begin; token < end; ++token) {
+          float* to = sums + token * LANES;
+          store(to, fma(load(product + (token - begin) * LANES), broadcast(routing.shared_share(token)), load(to)));
+        }
       }
       for (int64_t token = 0; token < tokens; ++token) {
         int64_t at = token * columns + block * LANES;

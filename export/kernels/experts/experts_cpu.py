@@ -5,8 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Norm, Weight
+from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
 from ostinato.export.kernels.operators_cpu import LIBRARY
+
+
+def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -> Tensor:
+    """As `reference.experts`."""
+    return _experts(x, weights, chosen.int(), *_tensors(routed.gate_up), *_tensors(routed.down))
+
+
+@LIBRARY.operator(
+    "experts(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor? gate_up_scale, Tensor down, "
+    "Tensor? down_scale) -> Tensor"
+)
+def _experts(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor | None,
+) -> Tensor:
+    return torch.empty_like(x)
 
 
 def route_logits(x: Tensor, norm: Norm, gate: Tensor, shared_gate: Tensor | None) -> Tensor:

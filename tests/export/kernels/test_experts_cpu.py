@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ostinato.export.kernels import Kernels
 from ostinato.export.kernels.experts import reference
-from ostinato.export.kernels.operands import Weight
+from ostinato.export.kernels.operands import ExpertWeights, Weight
 
 from ...comparison import relative_error
 from .cpu_cases import BF16, F32, ROWS, TOLERANCE, Draw, Operand, doubled
@@ -117,6 +117,38 @@ def test_down(cpu_kernels: type[Kernels], shape: Shape, rows: int, dtype: torch.
         layer.x.double(),
     )
     assert out.dtype == dtype and relative_error(out, expected) < layer.tolerance
+
+
+@Types
+@Rows
+@Shapes
+def test_experts(cpu_kernels: type[Kernels], shape: Shape, rows: int, dtype: torch.dtype) -> None:
+    """Some choices are nobody's, and with a single row perhaps all."""
+    layer = Layer(shape, dtype, rows)
+    weights, chosen = reference.route(layer.logits[:, : shape.experts], shape.top_k, torch.arange(rows))
+    chosen = chosen.masked_fill(
+        torch.rand(chosen.shape, generator=torch.Generator().manual_seed(rows)) < 0.3, shape.experts
+    )
+    out = cpu_kernels.experts(layer.x, weights, chosen, ExpertWeights(layer.gate_up.packed, layer.down.packed))
+    exact_weights = ExpertWeights(layer.gate_up.exact, layer.down.exact)
+    expected = by_hand(layer.x.double(), weights.double(), chosen, exact_weights)
+    assert out.dtype == dtype
+    if expected.abs().max() == 0:
+        assert out.abs().max() == 0
+    else:
+        assert relative_error(out, expected) < 3 * layer.tolerance
+
+
+def by_hand(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -> Tensor:
+    out = torch.zeros_like(x)
+    for token, row in enumerate(chosen.tolist()):
+        for choice, expert in enumerate(row):
+            if expert < routed.gate_up.values.shape[0]:
+                one = torch.tensor([expert])
+                gate, up = (routed.gate_up.of_experts(one).dequantized(x.dtype)[0] @ x[token]).chunk(2)
+                down = routed.down.of_experts(one).dequantized(x.dtype)[0] @ (torch.nn.functional.silu(gate) * up)
+                out[token] += weights[token, choice] * down
+    return out
 
 
 @pytest.mark.parametrize("rows", (1, 7))
