@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 # CU_MEMHOSTREGISTER_READ_ONLY of cuda.h; without it CUDA refuses a map that cannot be written.
 _READ_ONLY = 8
 _SETS = 2
+# Of one copy. A GPU has one engine for copies to it, and what code on the host gives waits there for the copy under way.
+_COPY_BYTES = 16 << 20
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -105,7 +107,12 @@ class ConstantStream:
 
     def _copy(self, index: int) -> None:
         for name, target in self._targets[index].items():
-            target[: self.entries].copy_(self._sources[index][name][: self.entries], non_blocking=True)
+            source = self._sources[index][name]
+            wanted = source.shape[0] if self.entries is None else self.entries
+            together = max(1, _COPY_BYTES * source.shape[0] // max(1, source.nbytes))
+            for begin in range(0, wanted, together):
+                end = min(wanted, begin + together)
+                target[begin:end].copy_(source[begin:end], non_blocking=True)
 
 
 class _RegisteredPages:

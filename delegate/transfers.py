@@ -15,6 +15,7 @@ outputs' sizes known; and each would save the microseconds of one call, where th
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
@@ -75,7 +76,7 @@ class Transfers:
             return {}
         self._sent.wait()
         for number, value in values.items():
-            pinned = self._buffer(self._from_host, number, value, on_host=True).copy_(value)
+            pinned = _fill(self._buffer(self._from_host, number, value, on_host=True), value)
             self._buffer(self._on_device, number, value, on_host=False).copy_(pinned, non_blocking=True)
         self._sent.record()
         return {number: self._on_device[number] for number in values}
@@ -124,7 +125,7 @@ def send_once(values: Mapping[int, torch.Tensor], device: torch.device) -> Sent:
 def to_device_once(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on the device, for all work that is queued from now on."""
     # torch gives the pinned memory to nobody else before the copy has ended.
-    return _empty_on_host(value, device).copy_(value).to(device, non_blocking=True)
+    return _fill(_empty_on_host(value, device), value).to(device, non_blocking=True)
 
 
 def needed_on_device(segments: Sequence[Needs], on_host: Collection[int], results: Collection[int]) -> frozenset[int]:
@@ -146,6 +147,17 @@ def departures(segments: Sequence[Needs], on_host: Collection[int]) -> dict[int,
             leaving[last] = (*leaving.get(last, ()), *sorted(needs))
             sent |= needs
     return leaving
+
+
+def _fill(pinned: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Copy what code on the host gave.
+
+    By one thread: torch's copy of more than 32,768 elements starts a team of OpenMP threads, which go on looking for work for
+    milliseconds, on the cores that the next code on the host needs.
+    """
+    value = value.contiguous()
+    ctypes.memmove(pinned.data_ptr(), value.data_ptr(), value.nbytes)
+    return pinned
 
 
 def _empty_on_host(value: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -73,6 +73,7 @@ def test_experts_on_both_sides(artifact: Get, reference: Reference, expected: di
     there."""
     with load_program(artifact(on_host)) as program:
         split, decode = program.load_method("prefill_streamed"), program.load_method("decode", GRAPH)
+        assert split.inputs[2].value_range is not None
         count = split.inputs[2].value_range[1]
         for length in (one for one in LENGTHS if one > 1):
             tokens = tokens_of(reference, length)

@@ -179,7 +179,7 @@ def test_a_refused_change_leaves_a_whole_graph(
 ) -> None:
     if not kernels.starts_early():
         pytest.skip("this GPU starts no kernel early")
-    call = graph_nodes._call
+    call = graph_nodes.call_driver
     calls = []
 
     def refuse_the_second(driver: Any, name: str, *arguments: Any) -> tuple[Any, ...]:

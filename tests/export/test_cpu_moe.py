@@ -100,6 +100,7 @@ def test_experts_on_both_sides(
     there."""
     with load_program(artifact(on_host)) as program:
         split, decode = program.load_method("prefill_streamed"), program.load_method("decode", GRAPH)
+        assert split.inputs[2].value_range is not None
         count = split.inputs[2].value_range[1]
         for length in (one for one in LENGTHS if one > 1):
             for streamed in (0, 1, count // 2, count - 1, count):

@@ -34,7 +34,7 @@ def launches(folder: Path, dtype: torch.dtype, group_size: int | None, capabilit
     with recorded() as found, mock.patch.object(launch, "shared_memory", lambda: SHARED[capability]):
         model(torch.empty(1, TOKENS, dtype=torch.int64), torch.empty(TOKENS, dtype=torch.int64))
         # What is ahead of the experts where they stay on the host.
-        unpack_int4_panels(torch.empty(2, 2 * config.moe_intermediate_size, config.hidden_size // 2, dtype=torch.uint8))
+        unpack_int4_panels(torch.empty(2, 64, config.hidden_size // 2, dtype=torch.uint8))
     # The last token's logits are computed as in a step.
     prefill = [one for one in found if not one.kernel.__name__.endswith("_early")]
     return list({one.key: one for one in prefill}.values())
