@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from .errors import ArtifactError, InputError
 from .loading import PARALLEL_FROM, ConstantLoader, free_tensors
 from .method_code import ALIGNMENT
 from .ptd import ConstantsFile, Entry
+
+logger = logging.getLogger(__name__)
 
 
 class Held(NamedTuple):
@@ -77,6 +80,7 @@ class ConstantPool:
         # In place of the pool's own ones, while the program is bound to another state.
         self._lent: dict[str, torch.Tensor] = {}
         self._users: dict[Held, int] = {}
+        self._warned = False
         # The program's: its methods use it too.
         self.watch = memory.MemoryWatch(device)
 
@@ -101,6 +105,7 @@ class ConstantPool:
         constants = {held: fresh[held] for held in missing}
         if share:
             self._tensors |= constants
+            self._warn_of_mapped()
             for held in wanted:
                 self._users[held] = self._users.get(held, 0) + 1
             constants = {held: self._tensors[held] for held in wanted}
@@ -110,6 +115,11 @@ class ConstantPool:
         return Binding(
             tensors | self.buffers_for(record), wanted if share else (), () if share else tuple(constants.values())
         )
+
+    def prefault(self) -> None:
+        """Read what is mapped once, so that no step waits for the disk."""
+        entries = {held.key: self._entry(held.key) for held in self._tensors if held.device.type == HOST}
+        self._loaders[torch.device(HOST)].touch(entries)
 
     def release(self, binding: Binding) -> None:
         """Take back one use of each shared constant, which stays until `close`, and free the private ones."""
@@ -222,6 +232,13 @@ class ConstantPool:
         except BaseException:
             free_tensors(made.values())
             raise
+
+    def _warn_of_mapped(self) -> None:
+        mapped = sum(tensor.nbytes for held, tensor in self._tensors.items() if held.device.type == HOST)
+        warning = memory.check_mapped(mapped)
+        if warning is not None and not self._warned:
+            logger.warning("%s", warning)
+            self._warned = True
 
     def _put_first_values(self, buffers: Mapping[str, torch.Tensor]) -> None:
         for key, spec in self._buffer_specs.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -25,6 +26,27 @@ def free_device_memory(device: torch.device) -> int | None:
         return None
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def available_host_memory() -> int | None:
+    """Bytes that the kernel can give out or keep files in, what it already keeps of them among these; None if it does not
+    tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def check_mapped(mapped_bytes: int) -> str | None:
+    """What to warn of where so many bytes of mapped constants do not stay in memory."""
+    available = available_host_memory()
+    if available is None or mapped_bytes <= available:
+        return None
+    return (
+        f"{size_text(mapped_bytes)} of weights stay in the mapped file, and the host has {size_text(available)} of memory "
+        "for them: parts will be read from the disk again and again. Free memory, or export with more of the model on the GPU"
+    )
 
 
 def check_room(device: torch.device, method: str, constant_bytes: int, buffer_bytes: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from .artifact import HOST, KERNELS_KEY_PREFIX, PROGRAM_FILE, MethodRecord, Segment
 from .errors import ArtifactError, first_line
 from .loading import free_tensors
-from .streaming import ConstantStream
+from .streaming import ConstantStream, StreamBuffers
 from .torch_internals import Container, bind_constants, load_container, run_container
 from .transfers import Sent, departures, needed_on_device, send_once, to_device_once
 
@@ -31,13 +31,21 @@ class MethodCode:
         record: the method's record.
         named_data: the program's named data; it holds what the record's segments refer to.
         device: the program's, where the code runs except for segments on the host.
+        buffers: the program's, for segments whose constants stream through the device.
 
     Raises:
         ArtifactError: code is missing, damaged, or cannot be loaded.
     """
 
-    def __init__(self, record: MethodRecord, named_data: Mapping[str, memoryview], device: torch.device) -> None:
+    def __init__(
+        self,
+        record: MethodRecord,
+        named_data: Mapping[str, memoryview],
+        device: torch.device,
+        buffers: StreamBuffers | None = None,
+    ) -> None:
         self.record = record
+        self._buffers = buffers or StreamBuffers(device)
         self._device = device
         self._devices = [torch.device(HOST) if segment.on_host else device for segment in record.segments]
         self._containers: list[Container] = []
@@ -90,9 +98,9 @@ class MethodCode:
         """For the streamed segments, which find their constants at the same places in each call."""
         segments = [self.record.segments[index] for index in self._streamed]
         sources = [_of_segment(segment, tensors) for segment in segments]
-        stream = ConstantStream(self._device, sources, [segment.code_key for segment in segments])
+        stream = ConstantStream(self._buffers, sources, [segment.code_key for segment in segments])
         for index, place in self._streamed.items():
-            bind_constants(self._containers[index], dict(stream.target(place)))
+            bind_constants(self._containers[index], dict(stream.targets[place]))
         return stream
 
     @property
@@ -175,9 +183,7 @@ class MethodCode:
 
     def close(self) -> None:
         self._containers = []
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        self._stream = None
         free_tensors(self._lent)
         self._lent = []
 

@@ -27,6 +27,7 @@ from .options import BackendOptions
 from .pte import DelegateMethod, ProgramFile
 from .side_stream import Call, run_here, run_on_stream, side_stream
 from .state_machine import MethodStats, StateMachine
+from .streaming import StreamBuffers
 from .target import Target, check_target
 
 logger = logging.getLogger(__name__)
@@ -189,6 +190,7 @@ class Program(_Owner):
         self._parsed = parsed
         self._pool = pool
         self._graph_pool: GraphPool | None = None
+        self._stream_buffers = StreamBuffers(device)
         self._device = device
         self._methods: list[Method] = []
         self._lock = threading.RLock()
@@ -275,6 +277,14 @@ class Program(_Owner):
         with self._lock:
             self._pool.reset_buffers()
 
+    def prefault(self) -> None:
+        """Read the loaded methods' constants that lie on the file's map once, so that no step waits for the disk.
+
+        Loading has done so already if it has verified them and there is memory to keep them.
+        """
+        with self._lock:
+            self._pool.prefault()
+
     def new_state(self) -> dict[str, torch.Tensor]:
         """Mutable buffers of the same layout as those of the methods loaded so far, with their first values.
 
@@ -312,6 +322,7 @@ class Program(_Owner):
                 method.close()
             if self._graph_pool is not None:
                 self._graph_pool.close()
+            self._stream_buffers.close()
             self._pool.close()
             self._closed = True
 
@@ -329,10 +340,11 @@ class Program(_Owner):
 
     def _load(self, entry: DelegateMethod, options: BackendOptions) -> Method:
         record = entry.record
-        code = MethodCode(record, self._parsed.named_data, self._device)
+        code = MethodCode(record, self._parsed.named_data, self._device, self._stream_buffers)
         binding = self._pool.bind(record, options.weight_sharing_across_methods)
         try:
-            code.bind(binding.tensors)
+            with self._pool.watch.explaining(f"loading method {record.method!r}"):
+                code.bind(binding.tensors)
         except BaseException:
             code.close()
             self._pool.release(binding)

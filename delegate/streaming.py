@@ -29,105 +29,138 @@ _COPY_BYTES = 16 << 20
 Tensors = Mapping[str, torch.Tensor]
 
 
+class StreamBuffers:
+    """The buffers of a program on the device, which all its methods stream through; made when the first one needs them.
+
+    A program's methods never run at the same time.
+
+    Args:
+        device: where the code runs. On the CPU each copy is done when its call returns; the rest is the same.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+        self._sets: dict[tuple[str, int], Tensors] = {}
+        self._pages = _RegisteredPages()
+        self._copies: torch.cuda.Stream | None = None
+        self._copied: list[torch.cuda.Event] = []
+        self._free: list[torch.cuda.Event] = []
+
+    def open(self, sources: Sequence[Tensors], kinds: Sequence[str]) -> list[Tensors]:
+        """A set of buffers for each of the sources; neighbours have different ones."""
+        targets = []
+        for index, (source, kind) in enumerate(zip(sources, kinds, strict=True)):
+            place = (kind, index % _SETS)
+            if place not in self._sets:
+                self._sets[place] = {
+                    name: torch.empty_like(tensor, device=self.device) for name, tensor in source.items()
+                }
+            targets.append(self._sets[place])
+        if self.on_gpu:
+            self._pages.register(tensor for source in sources for tensor in source.values())
+            if self._copies is None:
+                self._copies = torch.cuda.Stream(self.device)
+                self._copied = [torch.cuda.Event() for _ in range(_SETS)]
+                self._free = [torch.cuda.Event() for _ in range(_SETS)]
+        return targets
+
+    def begin(self) -> None:
+        """Before the first copy of a call: the call before may have failed half way, without freeing what it used."""
+        if self._copies is not None:
+            self._copies.wait_stream(torch.cuda.current_stream(self.device))
+
+    def send(self, place: int, source: Tensors, target: Tensors, entries: int | None) -> None:
+        """Queue the copies into set `place`, when it is free, of the first `entries` of each tensor; None: of all."""
+        if self._copies is None:
+            _copy(source, target, entries)
+            return
+        with torch.cuda.stream(self._copies):
+            self._copies.wait_event(self._free[place])
+            _copy(source, target, entries)
+            self._copied[place].record(self._copies)
+
+    def wait(self, place: int) -> None:
+        """Have the current stream wait for the copies into set `place`."""
+        if self._copies is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._copied[place])
+
+    def free(self, place: int) -> None:
+        """What is queued on the current stream is the last that uses set `place`."""
+        if self._copies is not None:
+            self._free[place].record(torch.cuda.current_stream(self.device))
+
+    def close(self) -> None:
+        """Wait for copies under way, then free the buffers and let the pages go."""
+        if self._copies is not None:
+            self._copies.synchronize()
+        self._pages.release()
+        free_tensors(tensor for target in self._sets.values() for tensor in target.values())
+        self._sets.clear()
+        self._copies = None
+
+
 class ConstantStream:
     """What streams through the device for one method.
 
     Args:
-        device: where the code runs. On the CPU each copy is done when its call returns; the rest is the same.
+        buffers: the program's.
         sources: of each streamed segment, in the order of their calls: its constants on the host, by their names in the code.
-            Segments that run the same code have the same `kinds`.
-        kinds: of each, what tells its code apart.
+        kinds: of each, what tells its code apart: segments that run the same code have the same.
 
     Attributes:
+        targets: of each, where its code finds them on the device.
         entries: how many entries of their first dimension are sent; None: all.
     """
 
-    def __init__(self, device: torch.device, sources: Sequence[Tensors], kinds: Sequence[str]) -> None:
-        self.entries: int | None = None
-        self._device = device
+    def __init__(self, buffers: StreamBuffers, sources: Sequence[Tensors], kinds: Sequence[str]) -> None:
+        self._buffers = buffers
         self._sources = sources
-        self._targets: list[Tensors] = []
-        self._on_gpu = device.type == "cuda"
-        sets: dict[tuple[str, int], Tensors] = {}
-        for index, (source, kind) in enumerate(zip(sources, kinds, strict=True)):
-            place = (kind, index % _SETS)
-            if place not in sets:
-                sets[place] = {name: torch.empty_like(tensor, device=device) for name, tensor in source.items()}
-            self._targets.append(sets[place])
-        self._pages = _RegisteredPages() if self._on_gpu else None
-        if self._pages is not None:
-            self._pages.register(tensor for source in sources for tensor in source.values())
-            self._copies = torch.cuda.Stream(device)
-            self._copied = [torch.cuda.Event() for _ in range(_SETS)]
-            self._free = [torch.cuda.Event() for _ in range(_SETS)]
-
-    @property
-    def nbytes(self) -> int:
-        """Of the buffers on the device."""
-        return sum({id(t): t.nbytes for target in self._targets for t in target.values()}.values())
-
-    def target(self, index: int) -> Tensors:
-        """Where segment `index` of the streamed ones finds its constants."""
-        return self._targets[index]
+        self.targets = buffers.open(sources, kinds)
+        self.entries: int | None = None
 
     def begin(self, index: int) -> None:
         """Before the code of segment `index` is queued on the current stream, which then waits for its constants."""
         if index == 0:
-            if self._on_gpu:
-                # The call before may have failed half way, without freeing what it used.
-                self._copies.wait_stream(torch.cuda.current_stream(self._device))
+            self._buffers.begin()
             for first in range(min(_SETS, len(self._sources))):
                 self._send(first)
-        if self._on_gpu:
-            torch.cuda.current_stream(self._device).wait_event(self._copied[index % _SETS])
+        self._buffers.wait(index % _SETS)
 
     def end(self, index: int) -> None:
         """After it: its buffers are free as soon as that code has run."""
-        if self._on_gpu:
-            self._free[index % _SETS].record(torch.cuda.current_stream(self._device))
+        self._buffers.free(index % _SETS)
         if index + _SETS < len(self._sources):
             self._send(index + _SETS)
 
-    def close(self) -> None:
-        """Wait for copies under way, then free the buffers and let the pages go."""
-        if self._pages is not None:
-            self._copies.synchronize()
-            self._pages.release()
-        free_tensors(tensor for target in self._targets for tensor in target.values())
-        self._targets, self._sources = [], []
-
     def _send(self, index: int) -> None:
-        if not self._on_gpu:
-            self._copy(index)
-            return
-        with torch.cuda.stream(self._copies):
-            self._copies.wait_event(self._free[index % _SETS])
-            self._copy(index)
-            self._copied[index % _SETS].record(self._copies)
+        self._buffers.send(index % _SETS, self._sources[index], self.targets[index], self.entries)
 
-    def _copy(self, index: int) -> None:
-        for name, target in self._targets[index].items():
-            source = self._sources[index][name]
-            wanted = source.shape[0] if self.entries is None else self.entries
-            together = max(1, _COPY_BYTES * source.shape[0] // max(1, source.nbytes))
-            for begin in range(0, wanted, together):
-                end = min(wanted, begin + together)
-                target[begin:end].copy_(source[begin:end], non_blocking=True)
+
+def _copy(source: Tensors, target: Tensors, entries: int | None) -> None:
+    for name, tensor in source.items():
+        wanted = tensor.shape[0] if entries is None else entries
+        together = max(1, _COPY_BYTES * tensor.shape[0] // max(1, tensor.nbytes))
+        for begin in range(0, wanted, together):
+            end = min(wanted, begin + together)
+            target[name][begin:end].copy_(tensor[begin:end], non_blocking=True)
 
 
 class _RegisteredPages:
     """Pages of the host's memory that the GPU reads by itself."""
 
     def __init__(self) -> None:
-        self._begins: list[int] = []
+        self._begins: set[int] = set()
 
     def register(self, tensors: Iterable[torch.Tensor]) -> None:
         """Register what the tensors lie on; what is refused is left as it is, with a warning."""
         try:
             driver = cuda_driver()
             for begin, end in _pages_of(tensors):
-                call_driver(driver, "cuMemHostRegister", begin, end - begin, _READ_ONLY)
-                self._begins.append(begin)
+                # Another method may have the same constants.
+                if begin not in self._begins:
+                    call_driver(driver, "cuMemHostRegister", begin, end - begin, _READ_ONLY)
+                    self._begins.add(begin)
         except DriverError as error:
             logger.warning("the GPU cannot read the mapped weights by itself (%s): long prompts take longer", error)
 
@@ -135,7 +168,7 @@ class _RegisteredPages:
         """Those that were registered; no copy may be under way."""
         for begin in self._begins:
             call_driver(cuda_driver(), "cuMemHostUnregister", begin)
-        self._begins = []
+        self._begins = set()
 
 
 def _pages_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:

@@ -35,7 +35,7 @@ from .bench import (
     sizes_of,
 )
 from .buckets import DEFAULT_BUCKETS, choose_buckets
-from .command_run import NO_GRAPH_NOTE
+from .command_run import NO_GRAPH_NOTE, add_prefault
 from .device import copy_speed, device_memory, device_name
 from .model import Model, method_names
 from .plot import check_plot, draw
@@ -81,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lengths of prompts that have a graph with --cuda_graph, shorter ones are padded; 0: none "
         f"(default: {','.join(map(str, DEFAULT_BUCKETS))} on a GPU, none on a CPU)",
     )
+    add_prefault(parser)
     parser.add_argument(
         "-o", "--output", choices=FORMATS, default="table", help="what to print; json has every sample (default: table)"
     )
@@ -113,7 +114,7 @@ def main(arguments: argparse.Namespace) -> int:
             _say(f"note: left out: {reason}")
         if True in modes and program.device.type == "cpu":
             _say(NO_GRAPH_NOTE)
-        report = _measure_all(program, arguments.artifact, modes, buckets, plan, vocabulary, begin)
+        report = _measure_all(program, arguments, modes, buckets, plan, vocabulary, begin)
     print(render(report, arguments.output))
     if arguments.save:
         arguments.save.write_text(render(report, "json") + "\n")
@@ -125,7 +126,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _measure_all(
     program: Program,
-    path: str,
+    arguments: argparse.Namespace,
     modes: Sequence[bool],
     buckets: Sequence[int] | None,
     plan: Plan,
@@ -133,7 +134,7 @@ def _measure_all(
     begin: float,
 ) -> Report:
     """Load a model for each mode over the one program, whose constants they share, and measure with it."""
-    _say(f"loading {path}")
+    _say(f"loading {arguments.artifact}")
     total = len(modes) * len(plan.cases)
     counter = itertools.count(1)
 
@@ -144,7 +145,9 @@ def _measure_all(
     subject = None
     for cuda_graph in modes:
         model = Model(program, cuda_graph, prefill_buckets=buckets if cuda_graph else None)
-        subject = subject or _subject(model, path, time.perf_counter() - begin)
+        if arguments.prefault and subject is None:
+            program.prefault()
+        subject = subject or _subject(model, arguments.artifact, time.perf_counter() - begin)
         results.append(measure(model, plan, vocabulary, say))
     assert subject is not None
     return Report(subject, tuple(results))

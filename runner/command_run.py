@@ -34,12 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="take decode through warmup -> capture -> replay",
     )
+    add_prefault(parser)
     parser.add_argument(
         "--max-new-tokens", type=int, default=DEFAULT_MAX_NEW_TOKENS, metavar="N", help="default: %(default)s"
     )
     _add_sampling_options(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+
+
+def add_prefault(parser: argparse.ArgumentParser) -> None:
+    """The option that `bench` has too."""
+    parser.add_argument(
+        "--prefault",
+        action="store_true",
+        help="read weights that stay in the mapped file once before anything runs (a CPU's, and --cpu-moe's)",
+    )
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
             cuda_graph=arguments.cuda_graph,
             # The one prompt of this process would be padded, and never captured.
             prefill_buckets=(),
+            prefault=arguments.prefault,
             on_load=bar.advance,
             on_total=bar.begin,
         )

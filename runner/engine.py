@@ -93,6 +93,7 @@ class Engine:
         cuda_graph: bool = False,
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
         prefill_buckets: Sequence[int] | None = None,
+        prefault: bool = False,
         on_load: Callable[[int], None] | None = None,
         on_total: Callable[[int], None] | None = None,
     ) -> Engine:
@@ -104,6 +105,7 @@ class Engine:
             warmup_steps: calls before the capture, of decode and of each bucket.
             prefill_buckets: lengths of prompts that have a graph, shorter ones are padded; None: 16 to 512 on a GPU, none on
                 a CPU; (): none.
+            prefault: read all weights that stay in the mapped file once before anything runs.
             on_load: called with the size of each constant loaded, for progress displays.
             on_total: called before with the sum of those sizes; `LoadBar` takes both.
 
@@ -116,7 +118,10 @@ class Engine:
         try:
             if on_total is not None:
                 on_total(program.bytes_to_load())
-            return cls(program, Path(path), cuda_graph, warmup_steps, prefill_buckets)
+            engine = cls(program, Path(path), cuda_graph, warmup_steps, prefill_buckets)
+            if prefault:
+                program.prefault()
+            return engine
         except BaseException:
             program.close()
             raise

@@ -188,7 +188,7 @@ def test_a_refused_change_leaves_a_whole_graph(
             raise DriverError(f"{name}: injected")
         return call(driver, name, *arguments)
 
-    monkeypatch.setattr(graph_nodes, "_call", refuse_the_second)
+    monkeypatch.setattr(graph_nodes, "call_driver", refuse_the_second)
     x = draw(kernels)
     machine = captured(lambda inputs: [kernels.run_chain([kernels.turn_early] * 5, inputs[0], weight)], [x])
     assert calls.count(function) == 2
