@@ -15,6 +15,7 @@ LONGEST: tuple[str, ...] = (
     "tests/export/kernels/test_linear_step.py",
     "tests/export/test_program.py",
     "tests/test_bad_checkpoints.py",
+    "tests/test_bench_hybrid.py",
 )
 # Their tests go to several processes, by what stands in brackets: each has an export of its own.
 BY_PARAMETER = frozenset({"tests/export/test_model.py"})
