@@ -315,6 +315,9 @@ class MethodRecord:
                 return "a value is taken before it is given"
             if len(known | set(segment.outputs)) != len(known) + len(segment.outputs):
                 return "a value is given twice"
+            by = segment.streamed_by
+            if by is not None and (by not in segment.inputs or by >= len(self.inputs)):
+                return "a segment is streamed by what it does not take of the method's inputs"
             known |= set(segment.outputs)
         if not known.issuperset(self.results) or len(self.results) != len(self.outputs):
             return "it lacks a result"

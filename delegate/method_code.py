@@ -65,7 +65,6 @@ class MethodCode:
         # Place among the streamed segments, by the segment's index.
         self._streamed = {index: place for place, index in enumerate(streamed)}
         self._stream: ConstantStream | None = None
-        self._streamed_by = next((s.streamed_by for s in record.segments if s.streamed_by is not None), None)
         not_captured = (i for i, segment in enumerate(record.segments) if segment.is_streamed or not segment.capture)
         self._called = self._on_host.union(not_captured)
         self._needed_on_device = needed_on_device(record.segments, self._on_host, record.results)
@@ -129,9 +128,6 @@ class MethodCode:
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One step: the segments one after the other, each intermediate value freed after its last use."""
         values: dict[int, torch.Tensor] = dict(enumerate(inputs))
-        if self._stream is not None and self._streamed_by is not None:
-            # It may wait for the device, before anything of this call is queued.
-            self._stream.entries = int(inputs[self._streamed_by])
         # Of the host: what is there, and what is on its way.
         hosted: dict[int, torch.Tensor] = {}
         sent: dict[int, Sent] = {}
@@ -170,7 +166,10 @@ class MethodCode:
         taken = [values[number] for number in segment.inputs]
         if self._on_host:
             taken = [tensor.to(self._devices[index]) for tensor in taken]
-        if self._stream is not None and place is not None:
+        if self._stream is not None and place is not None and segment.streamed_by is not None:
+            if place == 0:
+                # It may wait for the device.
+                self._stream.entries = int(values[segment.streamed_by])
             self._stream.begin(place)
             given = run_container(self._containers[index], taken)
             self._stream.end(place)

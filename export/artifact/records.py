@@ -143,6 +143,7 @@ def make_method(
         if code.kernels is not None:
             kernels_key, kernels_digest = KERNELS_KEY_PREFIX + code.kernels.name, kernel_digests[code.kernels]
             named_data[kernels_key] = kernels[code.kernels]
+        _check_streamed(method, traced, code)
         segments.append(
             Segment(
                 code_key=code_key,
@@ -176,6 +177,16 @@ def make_method(
 def _keys_of(traced: TracedLink, code: Code, constants: Constants) -> dict[str, str]:
     tensors = traced.tensors
     return {in_code: constants.key(tensors[name]) for in_code, name in code.names.items()}
+
+
+def _check_streamed(method: TracedMethod, traced: TracedLink, code: Code) -> None:
+    """Of constants that stream through the device so many entries are sent: they must have equally many."""
+    counts = {traced.tensors[name].shape[:1] for name in code.names.values()}
+    if traced.link.streamed_by is not None and (len(counts) != 1 or () in counts):
+        raise ExportError(
+            f"method {method.name!r}: {traced.link.kind} is streamed, so its constants must have one first dimension; they "
+            f"have {', '.join(sorted(str(list(count)) for count in counts)) or 'none'}"
+        )
 
 
 def _input_spec(method: TracedMethod, name: str, bounds: tuple[int, int] | None) -> TensorSpec:

@@ -220,10 +220,26 @@ def _trace_chain(name: str, chain: Chain, known: Known) -> TracedMethod:
                 f"method {name!r}: {link.prefix or link.kind} and {alike.link.prefix or link.kind} are of one kind, "
                 f"{link.kind!r}, but not alike: give them kinds of their own"
             )
+        _check_streamed(name, chain, link, alike.graph)
         values.give(link, alike.graph)
         traced.append(TracedLink(link, alike.graph, link.taken))
     values.check_results()
     return TracedMethod(name, tuple(traced), tuple(chain.inputs), chain.outputs)
+
+
+def _check_streamed(method: str, chain: Chain, link: Link, graph: TracedGraph) -> None:
+    if link.streamed_by is None:
+        return
+    if link.streamed_by not in chain.inputs or link.streamed_by not in link.taken:
+        raise ExportError(
+            f"method {method!r}: {link.kind} is streamed by {link.streamed_by!r}, which must be an input of the method, and "
+            "one that the link takes"
+        )
+    if graph.written:
+        raise ExportError(
+            f"method {method!r}: {link.kind} is streamed and writes {', '.join(sorted(graph.written))}: what stays on the "
+            "host cannot change"
+        )
 
 
 class _Values:
@@ -366,7 +382,7 @@ def _symbol_names(program: ExportedProgram, dynamic_shapes: Any) -> dict[str, st
 
 
 def _are_alike(graph: TracedGraph, first: Link, other: Link) -> bool:
-    """The same method of one class, one device, and tensors of the same shapes, the same of which are one tensor by several
+    """The same method of one class, one place, and tensors of the same shapes, the same of which are one tensor by several
     names."""
 
     def layout(module: nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -376,7 +392,10 @@ def _are_alike(graph: TracedGraph, first: Link, other: Link) -> bool:
             name: (tensor.shape, tensor.dtype, names.setdefault(id(tensor), name)) for name, tensor in tensors.items()
         }
 
-    if (type(first.module), first.method, first.device) != (type(other.module), other.method, other.device):
+    def form(link: Link) -> tuple[Any, ...]:
+        return type(link.module), link.method, link.device, link.streamed_by
+
+    if form(first) != form(other):
         return False
     return layout(first.module) == layout(other.module)
 

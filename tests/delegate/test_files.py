@@ -214,6 +214,8 @@ def changed(path: Sequence[str | int], value: object) -> bytes:
     (
         (("segments",), [], "it has no code"),
         (("segments", 0, "inputs"), [2], "a value is taken before it is given"),
+        (("segments", 0, "streamed_by"), 7, "a segment is streamed by what it does not take of the method's inputs"),
+        (("segments", 1, "streamed_by"), 2, "a segment is streamed by what it does not take of the method's inputs"),
         (("segments", 1, "inputs"), [5, 1], "a value is taken before it is given"),
         (("segments", 1, "inputs"), [-1], "a value is taken before it is given"),
         (("segments", 0, "outputs"), [3], "a value is taken before it is given"),

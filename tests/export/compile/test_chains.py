@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,6 +114,21 @@ def traced(
             [link(Scale(), device="cuda")],
             ("x",),
             "method 'step': Scale has the unknown device 'cuda': a link is on 'cpu' or the program's, None",
+        ),
+        (
+            [replace(link(Scale()), streamed_by="count")],
+            ("x",),
+            "Scale is streamed by 'count', which must be an input of the method, and one that the link takes",
+        ),
+        (
+            [replace(link(Summed()), streamed_by="x")],
+            ("x",),
+            "Summed is streamed and writes total: what stays on the host cannot change",
+        ),
+        (
+            [replace(link(Scale(), prefix="a."), streamed_by="x"), link(Scale(), prefix="b.")],
+            ("x",),
+            "b. and a. are of one kind, 'Scale', but not alike",
         ),
         (
             [link(Turned()), link(Scale(3))],
