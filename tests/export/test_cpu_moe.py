@@ -109,7 +109,9 @@ def test_experts_on_both_sides(
                 found += [run(decode, tokens[length], at, at + 1) for at in range(length, length + STEPS)]
                 assert max(errors(found, expected[length])) < TOLERANCE, (length, streamed)
         # With graphs around what is streamed, how many experts that is may change from call to call.
-        captured = program.load_method("prefill_streamed", {**GRAPH, "enable_cuda_graph_for_method": "prefill_streamed"})
+        captured = program.load_method(
+            "prefill_streamed", {**GRAPH, "enable_cuda_graph_for_method": "prefill_streamed"}
+        )
         for streamed in (2, count, 0, 3, count, 1):
             inputs = (tokens[31][:, :31].contiguous(), torch.arange(31), torch.tensor([streamed]))
             assert max(errors([captured.execute(inputs)[0][0]], expected[31][:1])) < TOLERANCE, streamed
