@@ -80,7 +80,8 @@ class ConstantPool:
         # In place of the pool's own ones, while the program is bound to another state.
         self._lent: dict[str, torch.Tensor] = {}
         self._users: dict[Held, int] = {}
-        self._warned = False
+        # Whether the host has memory for all that is mapped so far.
+        self.keeps_mapped = True
         # The program's: its methods use it too.
         self.watch = memory.MemoryWatch(device)
 
@@ -105,7 +106,7 @@ class ConstantPool:
         constants = {held: fresh[held] for held in missing}
         if share:
             self._tensors |= constants
-            self._warn_of_mapped()
+            self._check_mapped()
             for held in wanted:
                 self._users[held] = self._users.get(held, 0) + 1
             constants = {held: self._tensors[held] for held in wanted}
@@ -233,12 +234,12 @@ class ConstantPool:
             free_tensors(made.values())
             raise
 
-    def _warn_of_mapped(self) -> None:
+    def _check_mapped(self) -> None:
         mapped = sum(tensor.nbytes for held, tensor in self._tensors.items() if held.device.type == HOST)
         warning = memory.check_mapped(mapped)
-        if warning is not None and not self._warned:
+        if warning is not None and self.keeps_mapped:
             logger.warning("%s", warning)
-            self._warned = True
+            self.keeps_mapped = False
 
     def _put_first_values(self, buffers: Mapping[str, torch.Tensor]) -> None:
         for key, spec in self._buffer_specs.items():

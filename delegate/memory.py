@@ -45,7 +45,7 @@ def check_mapped(mapped_bytes: int) -> str | None:
         return None
     return (
         f"{size_text(mapped_bytes)} of weights stay in the mapped file, and the host has {size_text(available)} of memory "
-        "for them: parts will be read from the disk again and again. Free memory, or export with more of the model on the GPU"
+        "for them: parts will be read from the disk again and again. Free memory, or export the model with fewer bits"
     )
 
 

@@ -72,11 +72,12 @@ class MethodCode:
         self._addresses: tuple[int, ...] = ()
         self._lent: list[torch.Tensor] = []
 
-    def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def bind(self, tensors: Mapping[str, torch.Tensor], registers: bool = False) -> None:
         """Use `tensors` in place, without a copy: all of `record.constants` and `record.buffers`, by their names there. Those
         of `record.host_names` are on the host.
 
-        The containers keep addresses, so the caller must keep the tensors alive until the next `bind`, or `close`.
+        The containers keep addresses, so the caller must keep the tensors alive until the next `bind`, or `close`. With
+        `registers` the GPU reads those that stream through it by itself: they must then live as long as the program.
         """
         # A container never lets go of a tensor that it was given, so it gets others over the same memory, to be emptied.
         lent = {name: torch.empty(0, dtype=t.dtype, device=t.device).set_(t) for name, t in tensors.items()}  # type: ignore[call-overload]
@@ -85,7 +86,7 @@ class MethodCode:
                 if index not in self._streamed:
                     bind_constants(container, _of_segment(segment, lent))
             if self._streamed and self._stream is None:
-                self._stream = self._open_stream(tensors)
+                self._stream = self._open_stream(tensors, registers)
         except BaseException:
             free_tensors(lent.values())
             raise
@@ -93,11 +94,11 @@ class MethodCode:
         self._lent = list(lent.values())
         self._addresses = tuple(tensor.data_ptr() for tensor in tensors.values())
 
-    def _open_stream(self, tensors: Mapping[str, torch.Tensor]) -> ConstantStream:
+    def _open_stream(self, tensors: Mapping[str, torch.Tensor], registers: bool) -> ConstantStream:
         """For the streamed segments, which find their constants at the same places in each call."""
         segments = [self.record.segments[index] for index in self._streamed]
         sources = [_of_segment(segment, tensors) for segment in segments]
-        stream = ConstantStream(self._buffers, sources, [segment.code_key for segment in segments])
+        stream = ConstantStream(self._buffers, sources, [segment.code_key for segment in segments], registers)
         for index, place in self._streamed.items():
             bind_constants(self._containers[index], dict(stream.targets[place]))
         return stream
@@ -171,8 +172,10 @@ class MethodCode:
                 # It may wait for the device.
                 self._stream.entries = int(values[segment.streamed_by])
             self._stream.begin(place)
-            given = run_container(self._containers[index], taken)
-            self._stream.end(place)
+            try:
+                given = run_container(self._containers[index], taken)
+            finally:
+                self._stream.end(place)
         else:
             given = run_container(self._containers[index], taken)
         values.update(zip(segment.outputs, given, strict=True))
@@ -182,7 +185,9 @@ class MethodCode:
 
     def close(self) -> None:
         self._containers = []
-        self._stream = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
         free_tensors(self._lent)
         self._lent = []
 

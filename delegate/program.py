@@ -322,9 +322,11 @@ class Program(_Owner):
                 method.close()
             if self._graph_pool is not None:
                 self._graph_pool.close()
-            self._stream_buffers.close()
-            self._pool.close()
-            self._closed = True
+            try:
+                self._stream_buffers.close()
+            finally:
+                self._pool.close()
+                self._closed = True
 
     def __enter__(self) -> Program:
         return self
@@ -344,7 +346,8 @@ class Program(_Owner):
         binding = self._pool.bind(record, options.weight_sharing_across_methods)
         try:
             with self._pool.watch.explaining(f"loading method {record.method!r}"):
-                code.bind(binding.tensors)
+                shares = options.weight_sharing_across_methods
+                code.bind(binding.tensors, registers=shares and self._pool.keeps_mapped)
         except BaseException:
             code.close()
             self._pool.release(binding)

@@ -47,8 +47,12 @@ class StreamBuffers:
         self._copied: list[torch.cuda.Event] = []
         self._free: list[torch.cuda.Event] = []
 
-    def open(self, sources: Sequence[Tensors], kinds: Sequence[str]) -> list[Tensors]:
-        """A set of buffers for each of the sources; neighbours have different ones."""
+    def open(self, sources: Sequence[Tensors], kinds: Sequence[str], registers: bool) -> list[Tensors]:
+        """A set of buffers for each of the sources; neighbours have different ones.
+
+        With `registers` the GPU reads the sources' pages by itself, which keeps them in memory until `close`: the sources must
+        stay as long.
+        """
         targets = []
         for index, (source, kind) in enumerate(zip(sources, kinds, strict=True)):
             place = (kind, index % _SETS)
@@ -57,12 +61,12 @@ class StreamBuffers:
                     name: torch.empty_like(tensor, device=self.device) for name, tensor in source.items()
                 }
             targets.append(self._sets[place])
-        if self.on_gpu:
+        if self.on_gpu and registers:
             self._pages.register(tensor for source in sources for tensor in source.values())
-            if self._copies is None:
-                self._copies = torch.cuda.Stream(self.device)
-                self._copied = [torch.cuda.Event() for _ in range(_SETS)]
-                self._free = [torch.cuda.Event() for _ in range(_SETS)]
+        if self.on_gpu and self._copies is None:
+            self._copies = torch.cuda.Stream(self.device)
+            self._copied = [torch.cuda.Event() for _ in range(_SETS)]
+            self._free = [torch.cuda.Event() for _ in range(_SETS)]
         return targets
 
     def begin(self) -> None:
@@ -90,10 +94,14 @@ class StreamBuffers:
         if self._copies is not None:
             self._free[place].record(torch.cuda.current_stream(self.device))
 
-    def close(self) -> None:
-        """Wait for copies under way, then free the buffers and let the pages go."""
+    def synchronize(self) -> None:
+        """Wait for copies under way: their sources may go then."""
         if self._copies is not None:
             self._copies.synchronize()
+
+    def close(self) -> None:
+        """Wait for copies under way, then free the buffers and let the pages go."""
+        self.synchronize()
         self._pages.release()
         free_tensors(tensor for target in self._sets.values() for tensor in target.values())
         self._sets.clear()
@@ -107,16 +115,19 @@ class ConstantStream:
         buffers: the program's.
         sources: of each streamed segment, in the order of their calls: its constants on the host, by their names in the code.
         kinds: of each, what tells its code apart: segments that run the same code have the same.
+        registers: as of `StreamBuffers.open`.
 
     Attributes:
         targets: of each, where its code finds them on the device.
         entries: how many entries of their first dimension are sent; None: all.
     """
 
-    def __init__(self, buffers: StreamBuffers, sources: Sequence[Tensors], kinds: Sequence[str]) -> None:
+    def __init__(
+        self, buffers: StreamBuffers, sources: Sequence[Tensors], kinds: Sequence[str], registers: bool = False
+    ) -> None:
         self._buffers = buffers
         self._sources = sources
-        self.targets = buffers.open(sources, kinds)
+        self.targets = buffers.open(sources, kinds, registers)
         self.entries: int | None = None
 
     def begin(self, index: int) -> None:
@@ -132,6 +143,10 @@ class ConstantStream:
         self._buffers.free(index % _SETS)
         if index + _SETS < len(self._sources):
             self._send(index + _SETS)
+
+    def close(self) -> None:
+        """Wait for copies under way. The buffers stay with the program."""
+        self._buffers.synchronize()
 
     def _send(self, index: int) -> None:
         self._buffers.send(index % _SETS, self._sources[index], self.targets[index], self.entries)
@@ -150,25 +165,32 @@ class _RegisteredPages:
     """Pages of the host's memory that the GPU reads by itself."""
 
     def __init__(self) -> None:
-        self._begins: set[int] = set()
+        self._ranges: set[tuple[int, int]] = set()
 
     def register(self, tensors: Iterable[torch.Tensor]) -> None:
         """Register what the tensors lie on; what is refused is left as it is, with a warning."""
-        try:
-            driver = cuda_driver()
-            for begin, end in _pages_of(tensors):
-                # Another method may have the same constants.
-                if begin not in self._begins:
-                    call_driver(driver, "cuMemHostRegister", begin, end - begin, _READ_ONLY)
-                    self._begins.add(begin)
-        except DriverError as error:
-            logger.warning("the GPU cannot read the mapped weights by itself (%s): long prompts take longer", error)
+        refused = None
+        for begin, end in _pages_of(tensors):
+            # Another method may have the same constants.
+            if any(first <= begin and end <= last for first, last in self._ranges):
+                continue
+            try:
+                call_driver(cuda_driver(), "cuMemHostRegister", begin, end - begin, _READ_ONLY)
+                self._ranges.add((begin, end))
+            except DriverError as error:
+                refused = error
+        if refused is not None:
+            logger.warning("the GPU cannot read all mapped weights by itself (%s): long prompts take longer", refused)
 
     def release(self) -> None:
         """Those that were registered; no copy may be under way."""
-        for begin in self._begins:
-            call_driver(cuda_driver(), "cuMemHostUnregister", begin)
-        self._begins = set()
+        while self._ranges:
+            begin, _ = self._ranges.pop()
+            try:
+                call_driver(cuda_driver(), "cuMemHostUnregister", begin)
+            except DriverError as error:
+                # After an error that ends all work of the process on the GPU.
+                logger.debug("pages stay registered: %s", error)
 
 
 def _pages_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:

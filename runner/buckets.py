@@ -60,6 +60,11 @@ def choose_buckets(wanted: Sequence[int] | None, program: Program, prefill: str,
             raise OptionError(f"a prefill bucket is a number of tokens from 2 on, got {bucket!r}")
         if bucket > max_seq_len:
             raise OptionError(f"prefill bucket {bucket} is longer than max_seq_len {max_seq_len}")
+        if bucket >= STREAM_FROM and PREFILL_STREAMED in program.method_names:
+            raise OptionError(
+                f"prefill bucket {bucket}: with experts on the host, prompts of {STREAM_FROM} tokens or more go to "
+                f"{PREFILL_STREAMED!r}, which has no graphs: name shorter ones"
+            )
         if bucket > longest:
             option = "--max-seq-len" if longest >= max_seq_len - 1 else "--prefill-chunk"
             raise OptionError(

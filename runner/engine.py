@@ -103,8 +103,8 @@ class Engine:
             path: the artifact folder.
             cuda_graph: take decode, and prompts by bucket, through warmup -> capture -> replay.
             warmup_steps: calls before the capture, of decode and of each bucket.
-            prefill_buckets: lengths of prompts that have a graph, shorter ones are padded; None: 16 to 512 on a GPU, none on
-                a CPU; (): none.
+            prefill_buckets: lengths of prompts that have a graph, shorter ones are padded; None: 16 to 512 on a GPU, with
+                experts on the host 16 and 32, none on a CPU; (): none.
             prefault: read all weights that stay in the mapped file once before anything runs.
             on_load: called with the size of each constant loaded, for progress displays.
             on_total: called before with the sum of those sizes; `LoadBar` takes both.

@@ -45,7 +45,8 @@ class Model:
         program: has the methods `prefill` and `decode`, perhaps with `sample` and `decode_sample`, or `forward` alone.
         cuda_graph: take decode, and prompts by bucket, through warmup -> capture -> replay.
         warmup_steps: calls before the capture, of decode and of each bucket.
-        prefill_buckets: lengths of prompts that have a graph; None: 16 to 512 on a GPU, none on a CPU.
+        prefill_buckets: lengths of prompts that have a graph; None: 16 to 512 on a GPU, with experts on the host 16 and 32,
+            none on a CPU.
 
     Attributes:
         program, cuda_graph, warmup_steps: as given.

@@ -31,8 +31,8 @@ class HostExperts(nn.Module):
     """What comes behind a layer's mixer, in parts. It has no tensors of its own.
 
     Values: h, n, s, y, z and x [T, H]; logits [T, E + 1], those of the routed experts and last that of the shared one's gate;
-    weights [T, k] float32 and chosen [T, k] int32 as of `Kernels.route`; streamed [1] int64. Methods that end with `_step`
-    are for `Kernels` that fold a step.
+    weights [T, k] float32, chosen and others [T, k] int32 as of `Kernels.route`; streamed [1] int64. Methods that end with
+    `_step` are for `Kernels` that fold a step.
 
     Args:
         moe: its routed experts are made for the host.
@@ -51,9 +51,10 @@ class HostExperts(nn.Module):
             routed = Link(self, ("y",), "routed experts", prefix, "routed", device=HOST)
             return [shared, routed, Link(self, ("x",), "sum of experts", prefix, "sum")]
         return [
+            Link(self, ("others",), "division of experts", prefix, "divide"),
             Link(self, ("z",), "streamed experts", prefix, "first", streamed_by=STREAMED),
             shared,
-            Link(self, ("y",), "other experts", prefix, "others", device=HOST),
+            Link(self, ("y",), "other experts", prefix, "routed", inputs=("n", "weights", "others"), device=HOST),
             Link(self, ("x",), "sum of all experts", prefix, "sum_of_both"),
         ]
 
@@ -73,14 +74,14 @@ class HostExperts(nn.Module):
         """y: what the routed experts give."""
         return self.moe.routed_kernels.experts(n, weights, chosen, self.moe.experts.operand)
 
+    def divide(self, chosen: Tensor, streamed: Tensor) -> Tensor:
+        """others: as chosen, nobody for experts before `streamed`. On the device, for the host would wait to be told."""
+        return torch.where(chosen < streamed, self._count, chosen).int()
+
     def first(self, n: Tensor, weights: Tensor, chosen: Tensor, streamed: Tensor) -> Tensor:
         """z: what the experts before `streamed` give, by the device's kernels."""
         mine = torch.where(chosen < streamed, chosen, self._count)
         return self.moe.kernels.experts(n, weights, mine.int(), self.moe.experts.operand)
-
-    def others(self, n: Tensor, weights: Tensor, chosen: Tensor, streamed: Tensor) -> Tensor:
-        """y: what those from `streamed` on give."""
-        return self.routed(n, weights, torch.where(chosen < streamed, self._count, chosen).int())
 
     def shared(self, h: Tensor, n: Tensor, logits: Tensor) -> Tensor:
         """s: h and the shared expert's part."""

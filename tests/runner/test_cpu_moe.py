@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ostinato.delegate import OptionError
 from ostinato.export import export_model
 from ostinato.runner import Engine
 from ostinato.runner.streamed import STREAM_FROM, streamed_experts
@@ -61,6 +62,11 @@ def test_prompts_in_buckets_and_on_both_sides(artifact: Path, capitals_artifact:
         assert [plan["shapes"] for plan in stats["prefill"]["plans"]] == [[[1, 16], [16]], [[1, 32], [32]]]
         # What is not in a bucket, nor long.
         assert (stats["prefill"]["runs"], stats["prefill_streamed"]["runs"]) == (4, 8)
+
+
+def test_a_bucket_that_no_prompt_would_reach(artifact: Path) -> None:
+    with pytest.raises(OptionError, match="prefill bucket 64: with experts on the host, prompts of 48 tokens or more go to"):
+        Engine.load(artifact, cuda_graph=True, prefill_buckets=(16, 64))
 
 
 @pytest.mark.parametrize("tokens", (48, 64, 512, 2048, 100_000))

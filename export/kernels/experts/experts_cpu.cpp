@@ -39,15 +39,17 @@ struct Routing {
   float shared_share(int64_t token) const { return 1 / (1 + std::exp(-logits[token * width + experts])); }
 
  private:
+  bool is_somebody(int32_t expert) const { return expert >= 0 && expert < experts; }
+
   void sort() {
     begins.assign(experts + 1, 0);
     for (int32_t expert : chosen)
-      if (expert < experts) ++begins[expert + 1];
+      if (is_somebody(expert)) ++begins[expert + 1];
     std::partial_sum(begins.begin(), begins.end(), begins.begin());
     std::vector<int64_t> next(begins.begin(), begins.end() - 1);
     order.resize(begins[experts]);
     for (size_t i = 0; i < chosen.size(); ++i)
-      if (chosen[i] < experts) order[next[chosen[i]]++] = int32_t(i);
+      if (is_somebody(chosen[i])) order[next[chosen[i]]++] = int32_t(i);
   }
 
   void choose(int64_t token) {

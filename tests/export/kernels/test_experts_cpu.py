@@ -143,7 +143,7 @@ def by_hand(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -
     out = torch.zeros_like(x)
     for token, row in enumerate(chosen.tolist()):
         for choice, expert in enumerate(row):
-            if expert < routed.gate_up.values.shape[0]:
+            if 0 <= expert < routed.gate_up.values.shape[0]:
                 one = torch.tensor([expert])
                 gate, up = (routed.gate_up.of_experts(one).dequantized(x.dtype)[0] @ x[token]).chunk(2)
                 down = routed.down.of_experts(one).dequantized(x.dtype)[0] @ (torch.nn.functional.silu(gate) * up)
