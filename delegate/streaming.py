@@ -50,8 +50,8 @@ class StreamBuffers:
     def open(self, sources: Sequence[Tensors], kinds: Sequence[str], registers: bool) -> list[Tensors]:
         """A set of buffers for each of the sources; neighbours have different ones.
 
-        With `registers` the GPU reads the sources' pages by itself, which keeps them in memory until `close`: the sources must
-        stay as long.
+        With `registers` the GPU reads the sources' pages by itself, which keeps them in memory until `close`: the sources
+        must stay as long.
         """
         targets = []
         for index, (source, kind) in enumerate(zip(sources, kinds, strict=True)):

@@ -42,8 +42,8 @@ class Link:
             tried without a GPU. None: it runs on the program's device.
         streamed_by: the method's input, [1] int64, that says how many entries of the first dimension of its constants a call
             needs; the constants have all the same first dimension. They stay on the host, although the link runs on the
-            program's device: so many are copied there each time, while the streamed link before it computes. It is called, and
-            has no mutable buffers. None: its constants are where it runs.
+            program's device: so many are copied there each time, while the streamed link before it computes. It is called,
+            and has no mutable buffers. None: its constants are where it runs.
     """
 
     module: nn.Module

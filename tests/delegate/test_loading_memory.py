@@ -141,7 +141,7 @@ def test_code_that_refuses_its_constants_leaves_them_unused(program: Program, mo
     with program:
         with monkeypatch.context() as patch:
 
-            def refuse(self: MethodCode, tensors: object) -> None:
+            def refuse(self: MethodCode, tensors: object, registers: bool) -> None:
                 raise RuntimeError("Cannot find constants head in constants_map!")
 
             patch.setattr(MethodCode, "bind", refuse)
