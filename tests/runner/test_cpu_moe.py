@@ -65,7 +65,9 @@ def test_prompts_in_buckets_and_on_both_sides(artifact: Path, capitals_artifact:
 
 
 def test_a_bucket_that_no_prompt_would_reach(artifact: Path) -> None:
-    with pytest.raises(OptionError, match="prefill bucket 64: with experts on the host, prompts of 48 tokens or more go to"):
+    with pytest.raises(
+        OptionError, match="prefill bucket 64: with experts on the host, prompts of 48 tokens or more go to"
+    ):
         Engine.load(artifact, cuda_graph=True, prefill_buckets=(16, 64))
 
 
