@@ -1,4 +1,4 @@
-// Products of matrices in tiles (AMX): 16 rows of 32 bfloat16 times 32 rows of 16, which stand as a panel.
+// Products of matrices in tiles (AMX): 16 rows of 32 bfloat16 times 32 rows of 16, which stand as a panel; or of 64 bytes times 64.
 #pragma once
 
 #include "vectors_cpu.h"
@@ -9,8 +9,8 @@
 
 namespace ostinato {
 
-// Rows of a tile, and bfloat16 in a row of it.
-constexpr int64_t TILE_ROWS = 16, TILE_COLUMNS = 32;
+// Rows of a tile, and bfloat16 or bytes in a row of it.
+constexpr int64_t TILE_ROWS = 16, TILE_COLUMNS = 32, TILE_BYTES = 64;
 
 // Linux gives a process the tiles' registers when it asks: ARCH_REQ_XCOMP_PERM for XTILEDATA.
 inline bool may_use_tiles() {

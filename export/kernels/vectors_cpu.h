@@ -32,7 +32,7 @@ inline bfloat16 to_bfloat16(float x) {
     defined(__AVX512VNNI__)
 
 #define OSTINATO_AVX512 1
-#if defined(__AVX512BF16__) && defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#if defined(__AVX512BF16__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define OSTINATO_AMX 1
 #endif
 

@@ -96,6 +96,7 @@ void swiglu(const Piece& piece, const Inputs& x, int64_t block, const Emit& emit
   int64_t half = piece.weight.rows / 2;
   if (half % LANES == 0) {
     alignas(64) float gate[MOST_ROWS * LANES], up[MOST_ROWS * LANES];
+    fetch_block(piece.weight, block + half / LANES);
     multiply_block(piece.weight, x, block, piece.input, piece.input + piece.count, gate);
     multiply_block(piece.weight, x, block + half / LANES, piece.input, piece.input + piece.count, up);
     for (int64_t row = 0; row < piece.count; ++row)
@@ -138,6 +139,8 @@ void swiglu_of(const std::vector<Piece>& pieces, const Inputs& x, int64_t each, 
 void add_routed(const Routing& routing, const std::vector<Piece>& pieces, const Inputs& x, int64_t block, float* sums) {
   alignas(64) float product[MOST_ROWS * LANES];
   for (const Piece& piece : pieces) {
+    // The next one's block lies on other pages.
+    if (&piece != &pieces.back()) fetch_block((&piece)[1].weight, block);
     multiply_block(piece.weight, x, block, piece.input, piece.input + piece.count, product);
     for (int64_t row = 0; row < piece.count; ++row) {
       int32_t slot = routing.order[piece.first + row];

@@ -28,30 +28,8 @@ void fetch(const void* p) { _mm_prefetch((const char*)p + AHEAD, _MM_HINT_T0); }
 
 #ifdef OSTINATO_AMX
 // From how many rows on tiles are faster.
-constexpr int64_t TILES_FROM = 8, INT4_TILES_FROM = 24;
+constexpr int64_t TILES_FROM = 8, INT4_TILES_FROM = 6;
 
-// A panel of four-bit weights as one of bfloat16.
-void widen_panel(const uint8_t* w, const bfloat16* scale, int64_t columns, int64_t group, bfloat16* out) {
-  __m512 numbers = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
-  for (int64_t begin = 0; begin < columns; begin += group, scale += LANES) {
-    __m512 factor = load(scale).v;
-    for (int64_t k = 0; k < group; k += 8, w += 64, out += 8 * LANES) {
-      __m512i both = _mm512_loadu_si512(w);
-      // A permutation looks at the low four bits of a lane.
-      auto number = [&](int shift) {
-        return _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srlv_epi32(both, _mm512_set1_epi32(shift)), numbers), factor);
-      };
-      auto put = [&](int64_t at, int even, int odd) {
-        __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(number(odd), number(even));
-        _mm512_storeu_si512(out + at * LANES, in_pairs(halves));
-      };
-      put(0, 0, 8);
-      put(2, 16, 24);
-      put(4, 4, 12);
-      put(6, 20, 28);
-    }
-  }
-}
 #endif
 
 Format format_of(const Tensor& values, const Tensor& scale) {
@@ -81,23 +59,25 @@ Inputs::Inputs(const Weight& weight, int64_t rows)
     : format_(weight.format), rows_(rows), columns_(weight.columns), group_(weight.group) {
 #ifdef OSTINATO_AMX
   // What the last tile has beyond the last row counts for nothing, but is read.
-  int64_t padding = TILE_ROWS * columns_;
-  if (format_ == Format::INT4 && rows >= INT4_TILES_FROM) halves_.reserve(rows * columns_ + padding);
+  int64_t room = rows + TILE_ROWS;
 #else
-  int64_t padding = 0;
+  int64_t room = rows;
 #endif
   if (format_ == Format::INT4) {
-    bytes_.reserve(rows * columns_);
-    scales_.reserve(rows * (columns_ / group_));
-    offsets_.reserve(rows * (columns_ / group_));
+    bytes_.reserve(room * columns_);
+    scales_.reserve(room * (columns_ / group_));
+    offsets_.reserve(room * (columns_ / group_));
+    std::memset(bytes_ + rows * columns_, 0, (room - rows) * columns_);
+    std::memset(scales_ + rows * (columns_ / group_), 0, (room - rows) * (columns_ / group_) * sizeof(float));
+    std::memset(offsets_ + rows * (columns_ / group_), 0, (room - rows) * (columns_ / group_) * sizeof(int32_t));
 #ifdef __AVX512BF16__
   } else if (format_ == Format::BFLOAT16) {
-    halves_.reserve(rows * columns_ + padding);
+    halves_.reserve(room * columns_);
+    std::memset(halves_ + rows * columns_, 0, (room - rows) * columns_ * sizeof(bfloat16));
 #endif
   } else {
     floats_.reserve(rows * columns_);
   }
-  if (halves_) std::memset(halves_ + rows * columns_, 0, padding * sizeof(bfloat16));
 }
 
 void Inputs::put(int64_t row, const float* x) {
@@ -242,20 +222,94 @@ struct BlockProduct {
   // Rows `begin` to `end` at once; false where tiles do not fit or are slower.
   bool tiles(int64_t begin, int64_t end, float* out) const {
     bool int4 = weight.format == Format::INT4;
-    if (!x.halves_ || end - begin < (int4 ? INT4_TILES_FROM : TILES_FROM) || weight.columns % TILE_COLUMNS) return false;
-    if (!may_use_tiles()) return false;
-    int64_t columns = weight.columns;
-    Scratch<bfloat16> wide(int4 ? columns * LANES : 0);
-    const bfloat16* panel = (const bfloat16*)weight.values + block * LANES * columns;
-    if (int4) {
-      const uint8_t* w = (const uint8_t*)weight.values + block * LANES * (columns / 2);
-      widen_panel(w, weight.scale + block * LANES * (columns / weight.group), columns, weight.group, wide);
-      panel = wide;
-    }
+    if (end - begin < (int4 ? INT4_TILES_FROM : TILES_FROM) || weight.format == Format::FLOAT32) return false;
+    if ((!int4 && weight.columns % TILE_COLUMNS) || !may_use_tiles()) return false;
     TileConfiguration configuration;
-    int64_t tiles = (end - begin + TILE_ROWS - 1) / TILE_ROWS;
+    if (int4) {
+      for (int64_t row = begin; row < end; row += 4 * TILE_ROWS)
+        int4_tiles(end - row, row, out + (row - begin) * LANES);
+      return true;
+    }
+    const bfloat16* panel = (const bfloat16*)weight.values + block * LANES * weight.columns;
+    int64_t columns = weight.columns, tiles = (end - begin + TILE_ROWS - 1) / TILE_ROWS;
     multiply_all_tiles(tiles, x.halves_ + begin * columns, columns, panel, columns, out, LANES, false);
     return true;
+  }
+
+  void int4_tiles(int64_t rows, int64_t row, float* out) const {
+    if (rows > 3 * TILE_ROWS)
+      int4_tiles<4>(row, out);
+    else if (rows > 2 * TILE_ROWS)
+      int4_tiles<3>(row, out);
+    else if (rows > TILE_ROWS)
+      int4_tiles<2>(row, out);
+    else
+      int4_tiles<1>(row, out);
+  }
+
+  // COUNT tiles of rows. The tiles' sums are whole numbers, which become floats after each group.
+  template <int COUNT>
+  void int4_tiles(int64_t row, float* out) const {
+    int64_t columns = weight.columns, groups = columns / weight.group, next = TILE_ROWS * columns;
+    int64_t step = std::min(weight.group, TILE_BYTES);
+    const uint8_t* w = (const uint8_t*)weight.values + block * LANES * (columns / 2);
+    const bfloat16* scale = weight.scale + block * LANES * groups;
+    const int8_t* in = x.bytes_ + row * columns;
+    const float* in_scale = x.scales_ + row * groups;
+    const int32_t* in_offset = x.offsets_ + row * groups;
+    alignas(64) uint8_t nibbles[2 * TILE_BYTES * LANES];
+    alignas(64) int32_t words[COUNT][TILE_ROWS * LANES];
+    // A step of 32 leaves the tiles' second half as it is: nothing.
+    std::memset(nibbles, 0, sizeof nibbles);
+    Floats sums[COUNT][TILE_ROWS];
+    for (int tile = 0; tile < COUNT; ++tile)
+      for (int m = 0; m < TILE_ROWS; ++m) sums[tile][m] = zeros();
+    for (int64_t group = 0; group < groups; ++group, scale += LANES) {
+      _tile_zero(0);
+      if constexpr (COUNT > 1) _tile_zero(1);
+      if constexpr (COUNT > 2) _tile_zero(2);
+      if constexpr (COUNT > 3) _tile_zero(3);
+      for (int64_t part = 0; part < weight.group; part += step, in += step) {
+        uint8_t* half = nibbles + part % (2 * TILE_BYTES) * LANES;
+        for (uint8_t* to = half; to < half + step * LANES; to += 2 * TILE_BYTES, w += TILE_BYTES) {
+          fetch(w);
+          Register both = load_register(w);
+          _mm512_store_si512(to, low_nibbles(both));
+          _mm512_store_si512(to + TILE_BYTES, high_nibbles(both));
+        }
+        asm volatile("" ::: "memory");
+        _tile_loadd(4, half, TILE_BYTES);
+        _tile_loadd(5, in, columns);
+        _tile_dpbsud(0, 5, 4);
+        if constexpr (COUNT > 1) {
+          _tile_loadd(6, in + next, columns);
+          _tile_dpbsud(1, 6, 4);
+        }
+        if constexpr (COUNT > 2) {
+          _tile_loadd(7, in + 2 * next, columns);
+          _tile_dpbsud(2, 7, 4);
+        }
+        if constexpr (COUNT > 3) {
+          _tile_loadd(5, in + 3 * next, columns);
+          _tile_dpbsud(3, 5, 4);
+        }
+      }
+      _tile_stored(0, words[0], TILE_BYTES);
+      if constexpr (COUNT > 1) _tile_stored(1, words[1], TILE_BYTES);
+      if constexpr (COUNT > 2) _tile_stored(2, words[2], TILE_BYTES);
+      if constexpr (COUNT > 3) _tile_stored(3, words[3], TILE_BYTES);
+      Floats factor = load(scale);
+#pragma GCC unroll 4
+      for (int tile = 0; tile < COUNT; ++tile)
+#pragma GCC unroll 16
+        for (int m = 0; m < TILE_ROWS; ++m) {
+          int64_t at = (tile * TILE_ROWS + m) * groups + group;
+          __m512i whole = _mm512_sub_epi32(_mm512_load_si512(words[tile] + m * LANES), _mm512_set1_epi32(in_offset[at]));
+          sums[tile][m] = fma({_mm512_cvtepi32_ps(whole)}, factor * broadcast(in_scale[at]), sums[tile][m]);
+        }
+    }
+    for (int tile = 0; tile < COUNT; ++tile)
+      for (int m = 0; m < TILE_ROWS; ++m) store(out + (tile * TILE_ROWS + m) * LANES, sums[tile][m]);
   }
 #endif
 
@@ -294,9 +348,18 @@ void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_
 #ifdef OSTINATO_AMX
   if (product.tiles(begin, end, out)) return;
 #endif
-  int64_t most = weight.format == Format::INT4 ? INT4_TILE : TILE;
-  for (int64_t row = begin; row < end; row += most)
-    product.up_to<INT4_TILE>(std::min(most, end - row), row, out + (row - begin) * LANES);
+  // Rather eight rows twice than twelve and four.
+  int64_t most = weight.format == Format::INT4 ? INT4_TILE : TILE, times = (end - begin + most - 1) / most;
+  for (int64_t time = 0, row = begin; time < times; ++time) {
+    int64_t rows = (end - row + times - time - 1) / (times - time);
+    product.up_to<INT4_TILE>(rows, row, out + (row - begin) * LANES);
+    row += rows;
+  }
+}
+
+void fetch_block(const Weight& weight, int64_t block) {
+  const char* begin = weight.values + block * LANES * weight.row_bytes();
+  for (int64_t at = 0; at < std::min(AHEAD, LANES * weight.row_bytes()); at += 64) _mm_prefetch(begin + at, _MM_HINT_T0);
 }
 
 }  // namespace ostinato

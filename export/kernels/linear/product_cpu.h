@@ -54,6 +54,9 @@ class Inputs {
 // behind the last row is overwritten; lanes that the last block does not have stay uninitialised.
 void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_t begin, int64_t end, float* out);
 
+// Has the beginning of a block fetched, which is multiplied soon.
+void fetch_block(const Weight& weight, int64_t block);
+
 // Fills inputs from load(row, float*), rows side by side.
 template <typename Load>
 void fill(Inputs& inputs, int64_t columns, const Load& load) {
