@@ -14,7 +14,7 @@ from .errors import ArtifactError, first_line
 from .loading import free_tensors
 from .streaming import ConstantStream, StreamBuffers
 from .torch_internals import Container, bind_constants, load_container, run_container
-from .transfers import Sent, departures, needed_on_device, send_once, to_device_once
+from .transfers import Sent, departures, needed_on_device, results_of, send_once, to_device_once
 
 # Bytes; compiled code loads up to 16 at a time.
 ALIGNMENT = 16
@@ -71,6 +71,8 @@ class MethodCode:
         self._departures = departures(record.segments, self._on_host)
         self._addresses: tuple[int, ...] = ()
         self._lent: list[torch.Tensor] = []
+        # Values of the host that the last call's work may still be reading.
+        self._read_last: list[torch.Tensor] = []
 
     def bind(self, tensors: Mapping[str, torch.Tensor], registers: bool = False) -> None:
         """Use `tensors` in place, without a copy: all of `record.constants` and `record.buffers`, by their names there. Those
@@ -132,30 +134,40 @@ class MethodCode:
         # Of the host: what is there, and what is on its way.
         hosted: dict[int, torch.Tensor] = {}
         sent: dict[int, Sent] = {}
+        # Of the host, for the device to read: what will be read, and what all that reads it is queued for.
+        given: dict[int, torch.Tensor] = {}
+        read, self._read_last = self._read_last, []
         for index in range(len(self._containers)):
             if index in self._on_host:
                 hosted |= {n: sent.pop(n).arrived(n) for n in self.segments[index].inputs if n in sent}
-                self._run_on_host(index, values, hosted)
+                given |= self._run_on_host(index, values, hosted)
             else:
                 self.run_segment(index, values)
             leaving = self._departures.get(index)
             if leaving is not None:
-                sent |= dict.fromkeys(leaving, send_once({n: values[n] for n in leaving}, self._device))
+                sent |= dict.fromkeys(leaving, send_once({n: values[n] for n in leaving}, self._device, read))
+                read = []
             for number in self._last_uses[index]:
                 values.pop(number, None)
                 hosted.pop(number, None)
-        return [values[number] for number in self.results]
+                if number in given:
+                    read.append(given.pop(number))
+        self._read_last = [*read, *given.values()]
+        return results_of(values, self.results, given)
 
-    def _run_on_host(self, index: int, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
-        """Run a segment on what is on the host. What it gives stays there, and goes to `values` if the device needs it."""
+    def _run_on_host(
+        self, index: int, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Run a segment on what is on the host. What it gives stays there; what of it the device needs goes to `values`, and
+        is returned."""
         segment = self.segments[index]
         there = {number: hosted[number] if number in hosted else values[number] for number in segment.inputs}
         self.run_segment(index, there)
-        for number in segment.outputs:
-            if number in there:
-                hosted[number] = there[number]
-            if number in self._needed_on_device:
-                values[number] = to_device_once(there[number], self._device)
+        hosted.update({number: there[number] for number in segment.outputs if number in there})
+        wanted = self._needed_on_device.intersection(segment.outputs)
+        given = {number: to_device_once(there[number], self._device) for number in wanted}
+        values.update(given)
+        return given
 
     def run_segment(self, index: int, values: dict[int, torch.Tensor]) -> None:
         """Run one segment on `values` by their numbers: adds what it gives, and drops what no later segment needs.
@@ -184,6 +196,9 @@ class MethodCode:
             values.pop(number, None)
 
     def close(self) -> None:
+        if self._read_last and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._read_last = []
         self._containers = []
         if self._stream is not None:
             self._stream.close()

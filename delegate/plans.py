@@ -25,7 +25,7 @@ from .errors import first_line
 from .graph_recorders import Graph, GraphRecorder
 from .memory import MemoryWatch
 from .side_stream import Call
-from .transfers import Needs, Transfers, departures, needed_on_device
+from .transfers import Needs, Transfers, departures, needed_on_device, results_of
 
 # A plan whose addresses changed on more calls than this, one after the other, costs more than it saves.
 MOST_CHANGES = 4
@@ -121,12 +121,13 @@ class Refusal:
 @dataclass
 class _Piece:
     """Segments `first` to `last`; `graph` is None where they are called: one, on the host all that follow each other, or all
-    that are left if memory runs out."""
+    that are left if memory runs out. `leaving` is what goes to the host at its end."""
 
     first: int
     last: int
     takes: tuple[int, ...]
     gives: tuple[int, ...]
+    leaving: tuple[int, ...]
     graph: Graph | None = None
     on_host: bool = False
 
@@ -170,6 +171,7 @@ class Plan:
         self._at = 0
         self._needed_on_device = needed_on_device(code.segments, code.on_host, code.results)
         self._departures = departures(code.segments, code.on_host)
+        self._given_by_host = frozenset(n for index in code.on_host for n in code.segments[index].outputs)
         self._hosted_inputs = {n: tensor for n, tensor in self._static.items() if n not in self._needed_on_device}
         self._transfers = Transfers(device)
 
@@ -214,9 +216,10 @@ class Plan:
             self._pieces.append(piece)
             self._run_piece(piece, self._static, hosted)
             at = piece.last
+        outputs = results_of(self._static, self._code.results, self._given_by_host)
+        self._transfers.end()
         self._count()
         self.stats.launches += 1
-        outputs = [self._static[number] for number in self._code.results]
         self._read_by_graphs = frozenset(number for piece in self._pieces if piece.graph for number in piece.takes)
         of_graphs = {number for piece in self._pieces if piece.graph for number in piece.gives}
         kept = of_graphs | self._read_by_graphs | set(range(len(self.inputs)))
@@ -229,8 +232,10 @@ class Plan:
         hosted = dict(self._hosted_inputs)
         for piece in self._pieces:
             self._run_piece(piece, values, hosted)
+        outputs = results_of(values, self._code.results, self._given_by_host)
+        self._transfers.end()
         self.stats.launches += 1
-        return [values[number] for number in self._code.results]
+        return outputs
 
     def is_current(self) -> bool:
         """Whether the code is still bound to the addresses that the graphs have."""
@@ -288,10 +293,11 @@ class Plan:
     def _piece(self, first: int, last: int) -> _Piece:
         segments = self._code.segments
         made = {number for segment in segments[first:last] for number in segment.outputs}
-        taken = {number for segment in segments[first:last] for number in segment.inputs} - made
+        leaving = self._departures.get(last - 1, ())
+        taken = {number for segment in segments[first:last] for number in segment.inputs}.union(leaving) - made
         needed = {number for segment in segments[last:] for number in segment.inputs} | set(self._code.results)
         takes, gives = tuple(sorted(taken)), tuple(sorted(made & needed))
-        return _Piece(first, last, takes, gives, on_host=first in self._code.on_host)
+        return _Piece(first, last, takes, gives, leaving, on_host=first in self._code.on_host)
 
     def _record(self, first: int, last: int) -> _Piece | Refusal:
         """The segments as a captured piece, not launched yet; or why not."""
@@ -301,6 +307,10 @@ class Plan:
         begin, self._at = time.perf_counter(), first
         try:
             piece.graph = self._recorder.record(partial(self._run_captured, piece))
+            values = self._static | dict(zip(piece.gives, piece.graph.outputs, strict=False))
+            if not self._transfers.has_room({number: values[number] for number in piece.leaving if number in values}):
+                piece.graph.release()
+                piece.graph = self._recorder.record(partial(self._run_captured, piece))
         except Exception as error:
             return self._refusal(piece, error)
         self._count_instantiation(piece.graph, begin)
@@ -322,7 +332,10 @@ class Plan:
         self.stats.record_us += 1e6 * (time.perf_counter() - begin) - graph.instantiate_us
 
     def _run_captured(self, piece: _Piece) -> list[torch.Tensor]:
-        return self._run_segments(piece, [self._static[number] for number in piece.takes])
+        given = self._run_segments(piece, [self._static[number] for number in piece.takes])
+        values = self._static | dict(zip(piece.gives, given, strict=True))
+        self._transfers.record({number: values[number] for number in piece.leaving})
+        return given
 
     def _run_piece(self, piece: _Piece, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
         """Launch or call it on the device's `values` and on what is `hosted`; what it gives is there then."""
@@ -332,9 +345,11 @@ class Plan:
             self._run_called(piece, values)
         else:
             values.update(zip(piece.gives, piece.graph.launch(), strict=True))
-        leaving = self._departures.get(piece.last - 1)
-        if leaving is not None:
-            self._transfers.send({number: values[number] for number in leaving})
+            if piece.leaving:
+                self._transfers.launched()
+            return
+        if piece.leaving:
+            self._transfers.send({number: values[number] for number in piece.leaving})
 
     def _run_called(self, piece: _Piece, values: dict[int, torch.Tensor]) -> None:
         """Call the piece on `values`. What it gives and a graph takes goes to the buffer that the graph knows."""

@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 # CU_MEMHOSTREGISTER_READ_ONLY of cuda.h; without it CUDA refuses a map that cannot be written.
 _READ_ONLY = 8
 _SETS = 2
-# Of one copy. A GPU has one engine for copies to it, and what code on the host gives waits there for the copy under way.
-_COPY_BYTES = 16 << 20
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -154,11 +152,7 @@ class ConstantStream:
 
 def _copy(source: Tensors, target: Tensors, entries: int | None) -> None:
     for name, tensor in source.items():
-        wanted = tensor.shape[0] if entries is None else entries
-        together = max(1, _COPY_BYTES * tensor.shape[0] // max(1, tensor.nbytes))
-        for begin in range(0, wanted, together):
-            end = min(wanted, begin + together)
-            target[name][begin:end].copy_(tensor[begin:end], non_blocking=True)
+        target[name][:entries].copy_(tensor[:entries], non_blocking=True)
 
 
 class _RegisteredPages:

@@ -2,15 +2,18 @@
 
     send       device -> pinned memory            queued behind the work that gives the value
     arrived                                       the host waits for these copies, and for nothing queued after them
-    to_device  host -> pinned memory -> device    the first by the CPU, the second queued before the work that takes the value
+    to_device  host -> pinned memory              by the CPU, where the value is not there already
 
 So a value is sent as soon as it is there (`departures`), and what the device has to do besides goes on while the host waits
-and computes. `Transfers` are a plan's, through static buffers. `send_once` and `to_device_once` are for a single run, whose
-sizes need not come again.
+and computes. What the host gives is not copied to the device: code there reads the pinned memory itself, over the bus. A copy
+would wait behind all constants that are on their way to the device (streaming.py), for a GPU has one engine for copies to it:
+7 ms behind 400 MB, where reading takes 0.1 ms for 2 MB (measured on an H200, 2026-11-22).
 
-Graphs read the buffers on the device themselves, so nothing is copied there a second time. The copies stand outside of the
-graphs. Inside, those to the host would need pinned memory that is allocated while a graph is recorded, for only then are its
-outputs' sizes known; and each would save the microseconds of one call, where the host waits for the device in any case.
+`Transfers` are a plan's, through static buffers. `send_once` and `to_device_once` are for a single run, whose sizes need not
+come again.
+
+A graph holds the copies of what leaves at its end. They need pinned memory, which is not allocated while a graph is recorded,
+and only then are the values' sizes known: so such a graph is recorded a second time.
 """
 
 from __future__ import annotations
@@ -45,8 +48,9 @@ class Transfers:
         self._device = device
         self._to_host: dict[int, torch.Tensor] = {}
         self._from_host: dict[int, torch.Tensor] = {}
+        # The same memory as the device sees it.
         self._on_device: dict[int, torch.Tensor] = {}
-        self._arrived, self._sent = _Mark(device), _Mark(device)
+        self._arrived, self._read = _Mark(device), _Mark(device)
 
     def send(self, values: Mapping[int, torch.Tensor]) -> None:
         """Queue copies to the host of values on the device; the next step overwrites them.
@@ -55,8 +59,25 @@ class Transfers:
         """
         if values:
             for number, value in values.items():
-                self._buffer(self._to_host, number, value, on_host=True).copy_(value, non_blocking=True)
+                self._buffer(self._to_host, number, value).copy_(value, non_blocking=True)
             self._arrived.record()
+
+    def has_room(self, values: Mapping[int, torch.Tensor]) -> bool:
+        """Whether pinned memory for the values was there; if not, it is now."""
+        missing = [number for number in values if number not in self._to_host]
+        for number in missing:
+            self._buffer(self._to_host, number, values[number])
+        return not missing
+
+    def record(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Within a graph: the copies of `send`, of values for which there is room."""
+        for number, value in values.items():
+            if number in self._to_host or self._device.type == "cpu":
+                self._buffer(self._to_host, number, value).copy_(value, non_blocking=True)
+
+    def launched(self) -> None:
+        """A graph has been launched that holds copies to the host."""
+        self._arrived.record()
 
     def arrived(self, numbers: Collection[int]) -> dict[int, torch.Tensor]:
         """The copies of these values on the host, complete, which were sent in this step."""
@@ -66,66 +87,78 @@ class Transfers:
         return {number: self._to_host[number] for number in numbers}
 
     def to_device(self, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Buffers on the device that hold the values for all work that is queued from now on; the next step overwrites them.
-
-        The last step's copies may still be reading the pinned buffers. What the host has waited for since need not lie behind
-        them, since code on the host may take nothing from the device, and the stream may be another one: so they have an
-        event of their own. Where several pieces of a step make copies, the last one's event stands for all.
-        """
+        """Tensors of the device, over pinned memory that holds the values; the next step overwrites them."""
         if not values:
             return {}
-        self._sent.wait()
+        # What the host has waited for in this step need not lie behind the last step's work, which may still be reading:
+        # code on the host may take nothing from the device.
+        self._read.wait()
         for number, value in values.items():
-            pinned = _fill(self._buffer(self._from_host, number, value, on_host=True), value)
-            self._buffer(self._on_device, number, value, on_host=False).copy_(pinned, non_blocking=True)
-        self._sent.record()
+            _fill(self._buffer(self._from_host, number, value), value)
+            if number not in self._on_device:
+                self._on_device[number] = seen_by(self._device, self._from_host[number])
         return {number: self._on_device[number] for number in values}
+
+    def end(self) -> None:
+        """All work of a step is queued."""
+        if self._from_host:
+            self._read.record()
 
     def release(self) -> None:
         """Let the buffers go. torch gives pinned memory to nobody else before the copies that use it have ended."""
         for buffers in (self._to_host, self._from_host, self._on_device):
             buffers.clear()
 
-    def _buffer(
-        self, buffers: dict[int, torch.Tensor], number: int, value: torch.Tensor, on_host: bool
-    ) -> torch.Tensor:
+    def _buffer(self, buffers: dict[int, torch.Tensor], number: int, value: torch.Tensor) -> torch.Tensor:
         buffer = buffers.get(number)
         # What links hand on has the sizes of the method's inputs; a result may have others each time, and no graph reads it.
         if buffer is None or buffer.shape != value.shape:
-            where = torch.device("cpu") if on_host else self._device
-            pinned = on_host and self._device.type == "cuda"
-            buffer = torch.empty(value.shape, dtype=value.dtype, device=where, pin_memory=pinned)
-            buffers[number] = buffer
+            buffer = buffers[number] = _empty_on_host(value, self._device)
+            self._on_device.pop(number, None)
         return buffer
 
 
 class Sent:
-    """Copies on the host of values on the device, by their numbers."""
+    """Copies on the host of values on the device, by their numbers.
 
-    def __init__(self, copies: dict[int, torch.Tensor], mark: _Mark) -> None:
+    Args:
+        behind: what work that was queued before the copies reads; kept until they have arrived.
+    """
+
+    def __init__(self, copies: dict[int, torch.Tensor], mark: _Mark, behind: list[torch.Tensor]) -> None:
         self._copies = copies
         self._mark = mark
+        self._behind = behind
 
     def arrived(self, number: int) -> torch.Tensor:
         """One of them, complete."""
         self._mark.wait()
+        self._behind.clear()
         return self._copies[number]
 
 
-def send_once(values: Mapping[int, torch.Tensor], device: torch.device) -> Sent:
+def send_once(values: Mapping[int, torch.Tensor], device: torch.device, behind: list[torch.Tensor]) -> Sent:
     """Queue copies to the host, in memory of their own."""
     copies = {number: _empty_on_host(value, device) for number, value in values.items()}
     for number, copy in copies.items():
         copy.copy_(values[number], non_blocking=True)
     mark = _Mark(device)
     mark.record()
-    return Sent(copies, mark)
+    return Sent(copies, mark, behind)
 
 
 def to_device_once(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device, for all work that is queued from now on."""
-    # torch gives the pinned memory to nobody else before the copy has ended.
-    return _fill(_empty_on_host(value, device), value).to(device, non_blocking=True)
+    """A tensor of the device over pinned memory that holds the value: the caller must keep it until it has been read."""
+    if device.type == "cpu":
+        return value
+    return seen_by(device, value if value.is_pinned() else _fill(_empty_on_host(value, device), value))
+
+
+def seen_by(device: torch.device, pinned: torch.Tensor) -> torch.Tensor:
+    """The same pinned memory as a tensor of the device, which keeps it; nothing is copied."""
+    if device.type == "cpu" or pinned.numel() == 0:
+        return pinned.to(device)
+    return torch.as_tensor(_PinnedMemory(pinned), device=device).view(pinned.dtype).view(pinned.shape)
 
 
 def needed_on_device(segments: Sequence[Needs], on_host: Collection[int], results: Collection[int]) -> frozenset[int]:
@@ -158,6 +191,28 @@ def _fill(pinned: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     value = value.contiguous()
     ctypes.memmove(pinned.data_ptr(), value.data_ptr(), value.nbytes)
     return pinned
+
+
+def results_of(values: Mapping[int, torch.Tensor], results: Sequence[int], seen: Collection[int]) -> list[torch.Tensor]:
+    """What a method returns, of which `seen` lie in the host's memory: a caller's work on them may be queued behind what the
+    host does next, so they are copied to the device."""
+    return [
+        values[number].clone() if number in seen and values[number].device.type == "cuda" else values[number]
+        for number in results
+    ]
+
+
+class _PinnedMemory:
+    """Bytes of the host under the address that they have for the device too (the protocol `__cuda_array_interface__`)."""
+
+    def __init__(self, pinned: torch.Tensor) -> None:
+        self.pinned = pinned
+        self.__cuda_array_interface__ = {
+            "version": 2,
+            "shape": (pinned.nbytes,),
+            "typestr": "|u1",
+            "data": (pinned.data_ptr(), False),
+        }
 
 
 def _empty_on_host(value: torch.Tensor, device: torch.device) -> torch.Tensor:

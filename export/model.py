@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from ostinato.delegate import artifact
-from ostinato.delegate.artifact import HOST, StateKind
+from ostinato.delegate.artifact import StateKind
 from ostinato.delegate.errors import CheckpointError, ExportError
 from ostinato.delegate.json_files import read_json
 from ostinato.delegate.target import host_target
 
 from .formats import Quantization
-from .kernels import kernels_for
+from .kernels import host_kernels_for, kernels_for
 from .layers.host_experts import STREAMED
 from .layers.state import state_kinds
 from .models import LanguageModel, ModelConfig, build_network, read_config
@@ -91,7 +91,7 @@ def export_model(
         max_chunk=chunk,
         group_size=group_size,
         cpu_moe=on_host,
-        host_kernels=kernels_for(HOST),
+        host_kernels=host_kernels_for(device),
     )
     # A GPU draws and quantises weights many times faster, whatever the code is for.
     computes = torch.device("cuda" if torch.cuda.is_available() else "cpu")

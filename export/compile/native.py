@@ -27,6 +27,7 @@ _LINK_FLAGS = ("-shared", "-Wl,-z,nodelete", "-pthread")
 _C_TYPES = {
     "Tensor": "AtenTensorHandle",
     "Optional[Tensor]": "AtenTensorHandle*",
+    "bool": "int32_t",
     "float": "double",
     "int": "int64_t",
 }
@@ -57,7 +58,7 @@ class NativeLibrary:
         """Declare an operator: `@library.operator("f(Tensor x, Tensor(a!) state, float eps) -> Tensor")` over a function that
         gives empty results for its arguments. In its place stands torch's operator.
 
-        Arguments are contiguous tensors, optional ones, floats, ints and dtypes; it returns one new tensor or more.
+        Arguments are contiguous tensors, optional ones, bools, floats, ints and dtypes; it returns one new tensor or more.
         """
 
         def declare(empty_results: Callable[..., Any]) -> Operator:

@@ -7,6 +7,7 @@ operations in a kernel. Files with `_cpu` in their names have them in C++, for a
 
 from __future__ import annotations
 
+from ostinato.delegate.artifact import HOST
 from ostinato.delegate.errors import ExportError
 from ostinato.delegate.target import host_isa
 
@@ -63,3 +64,13 @@ def kernels_for(device: str) -> type[Kernels]:
 
         return CudaKernels
     raise ExportError(f"unknown device {device!r}; the devices are: cpu, cuda")
+
+
+def host_kernels_for(device: str) -> type[Kernels]:
+    """The kernels for code that runs on the host in a program for `device`."""
+    kernels = kernels_for(HOST)
+    if device == HOST or not kernels.has_panels:
+        return kernels
+    from .cpu import HostKernels
+
+    return HostKernels

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from . import Kernels
 from .attention import attention_cpu
 from .delta_rule import delta_rule_cpu
@@ -32,3 +34,9 @@ class CpuKernels(Kernels):
     experts_gate_up = staticmethod(experts_cpu.experts_gate_up)
     experts_down = staticmethod(experts_cpu.experts_down)
     sample_next = staticmethod(sampling_cpu.sample_next)
+
+
+class HostKernels(CpuKernels):
+    """For code on the host beside a GPU, which reads by itself what they give."""
+
+    experts = staticmethod(partial(experts_cpu.experts, pinned=True))

@@ -89,13 +89,14 @@ struct Tensor {
   }
 };
 
-// A new tensor, an operator's own until it is done.
+// A new tensor, an operator's own until it is done; `pinned`: in memory that a GPU reads by itself.
 class Result {
  public:
-  Result(std::initializer_list<int64_t> sizes, int32_t dtype) {
+  Result(std::initializer_list<int64_t> sizes, int32_t dtype, bool pinned = false) {
     std::vector<int64_t> strides(sizes.size(), 1);
     for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes.begin()[i];
-    if (aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides.data(), dtype, aoti_torch_device_type_cpu(), 0, &handle_))
+    auto make = pinned ? aoti_torch_empty_strided_pinned : aoti_torch_empty_strided;
+    if (make(sizes.size(), sizes.begin(), strides.data(), dtype, aoti_torch_device_type_cpu(), 0, &handle_))
       throw std::bad_alloc();
   }
   Result(const Result&) = delete;

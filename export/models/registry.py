@@ -65,7 +65,7 @@ def build_network(
         max_chunk: most tokens of one call; max_seq_len - 1 if None.
         group_size: elements per scale of int4 weights; None: no quantisation.
         cpu_moe: layers, counted from the first, whose routed experts stay on the host.
-        host_kernels: `kernels_for("cpu")`, or the references, for these.
+        host_kernels: `host_kernels_for` that device, or the references, for these.
 
     Raises:
         CheckpointError: sizes whose product is more than a tensor, or this machine's memory, can hold.

@@ -348,7 +348,8 @@ def test_a_device_that_is_behind(
 
 @pytest.mark.gpu
 def test_copies_on_a_gpu(mixed_artifact: Path, device: torch.device) -> None:
-    """Asynchronous ones through pinned memory, one for each value that passes; none there but what is the graphs' own."""
+    """Asynchronous ones to pinned memory, in the graphs, one for each value that passes; back none but for what the method
+    returns, since the device reads the pinned memory."""
     if device.type != "cuda":
         pytest.skip("there is one device")
     from torch.profiler import ProfilerActivity, profile
@@ -364,10 +365,5 @@ def test_copies_on_a_gpu(mixed_artifact: Path, device: torch.device) -> None:
             torch.cuda.synchronize()
         inside = (step.stats.last_plan.graph_nodes or {}).get("memcpy", 0)
     copies = Counter(event.name for event in profiler.events() if event.name.startswith("Memcpy"))
-    assert copies == Counter(
-        {
-            "Memcpy DtoH (Device -> Pinned)": 3,
-            "Memcpy HtoD (Pinned -> Device)": 6,
-            "Memcpy DtoD (Device -> Device)": inside,
-        }
-    )
+    assert copies == Counter({"Memcpy DtoH (Device -> Pinned)": 3, "Memcpy HtoD (Pinned -> Device)": 2})
+    assert inside == 3

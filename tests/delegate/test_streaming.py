@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from ostinato.delegate import load_program, memory
-from ostinato.delegate.streaming import _COPY_BYTES, ConstantStream, StreamBuffers, _pages_of
+from ostinato.delegate.streaming import ConstantStream, StreamBuffers, _pages_of
 
 Kinds = list[str]
 
 
 def layers(count: int, device: str = "cpu") -> list[dict[str, torch.Tensor]]:
-    """Of each layer 4 entries of more than one copy's bytes, and 4 of a few."""
-    wide = _COPY_BYTES // 4 + 3
+    """Of each layer 4 entries of many bytes, and 4 of a few."""
     return [
-        {"wide": torch.full((4, wide), float(index), device=device), "narrow": torch.arange(8.0).view(4, 2) + index}
+        {"wide": torch.full((4, 10_000), float(index), device=device), "narrow": torch.arange(8.0).view(4, 2) + index}
         for index in range(count)
     ]
 
@@ -66,15 +65,15 @@ def test_pages_below_tensors() -> None:
 
 
 def test_a_warning_where_mapped_weights_do_not_fit(
-    recurrent_artifact: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: torch.device
+    chain_artifact: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: torch.device
 ) -> None:
     """Once, with both figures; a GPU has no weights in the map."""
     available = memory.available_host_memory()
     assert available is not None and available > 1 << 20
     monkeypatch.setattr(memory, "available_host_memory", lambda: 100)
-    with caplog.at_level(logging.WARNING), load_program(recurrent_artifact) as program:
-        program.load_method("prefill")
-        program.load_method("decode")
+    with caplog.at_level(logging.WARNING), load_program(chain_artifact) as program:
+        program.load_method("step")
+        program.load_method("split")
     found = [record.message for record in caplog.records if "mapped file" in record.message]
     assert len(found) == (1 if device.type == "cpu" else 0)
     for message in found:

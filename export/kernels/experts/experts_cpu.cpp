@@ -72,6 +72,19 @@ struct Routing {
   }
 };
 
+// Fills inputs from load(token, float*): rows in the routing's order, each token made once, then the tokens in their own order if
+// there is room; of one token, a single row.
+template <typename Load>
+void fill_sorted(Inputs& inputs, const Weight& weight, const Routing& routing, const Load& load) {
+  if (routing.tokens == 1) return fill(inputs, weight.columns, load);
+  Inputs tokens(weight, routing.tokens, inputs.rows());
+  fill(tokens, weight.columns, load);
+  int64_t pairs = routing.order.size();
+  parallel(inputs.rows(), [&](int64_t row) {
+    inputs.take(row, tokens, row < pairs ? routing.order[row] / routing.top_k : row - pairs);
+  });
+}
+
 // Rows of inputs, at most MOST_ROWS, that meet one expert's weight.
 struct Piece {
   Weight weight;
@@ -96,7 +109,7 @@ void swiglu(const Piece& piece, const Inputs& x, int64_t block, const Emit& emit
   int64_t half = piece.weight.rows / 2;
   if (half % LANES == 0) {
     alignas(64) float gate[MOST_ROWS * LANES], up[MOST_ROWS * LANES];
-    fetch_block(piece.weight, block + half / LANES);
+    ManyProducts both(piece.count);
     multiply_block(piece.weight, x, block, piece.input, piece.input + piece.count, gate);
     multiply_block(piece.weight, x, block + half / LANES, piece.input, piece.input + piece.count, up);
     for (int64_t row = 0; row < piece.count; ++row)
@@ -138,9 +151,8 @@ void swiglu_of(const std::vector<Piece>& pieces, const Inputs& x, int64_t each, 
 // One block of outputs of all tokens, [tokens, LANES]: what the routed experts give, times their shares.
 void add_routed(const Routing& routing, const std::vector<Piece>& pieces, const Inputs& x, int64_t block, float* sums) {
   alignas(64) float product[MOST_ROWS * LANES];
+  ManyProducts all(routing.tokens);
   for (const Piece& piece : pieces) {
-    // The next one's block lies on other pages.
-    if (&piece != &pieces.back()) fetch_block((&piece)[1].weight, block);
     multiply_block(piece.weight, x, block, piece.input, piece.input + piece.count, product);
     for (int64_t row = 0; row < piece.count; ++row) {
       int32_t slot = routing.order[piece.first + row];
@@ -154,20 +166,19 @@ void add_routed(const Routing& routing, const std::vector<Piece>& pieces, const 
 
 extern "C" AOTITorchError aoti_torch_cpu_experts(AtenTensorHandle x_, AtenTensorHandle weights_, AtenTensorHandle chosen,
                                                  AtenTensorHandle gate_up_, AtenTensorHandle* gate_up_scale,
-                                                 AtenTensorHandle down_, AtenTensorHandle* down_scale,
+                                                 AtenTensorHandle down_, AtenTensorHandle* down_scale, int32_t pinned,
                                                  AtenTensorHandle* result) {
   return guarded("experts", [&] {
     Tensor x(x_), gate_up_values(gate_up_);
     Weight gate_up{gate_up_values, Tensor(gate_up_scale)}, down{Tensor(down_), Tensor(down_scale)};
     Routing routing(Tensor(weights_), Tensor(chosen), gate_up_values.size(0));
     int64_t tokens = x.size(0), pairs = routing.order.size(), inner = down.columns, columns = gate_up.columns;
-    Result made({tokens, down.rows}, x.dtype);
+    Result made({tokens, down.rows}, x.dtype, pinned);
     Array out = made.array();
     // One token's row serves all of its experts.
     bool one = tokens == 1;
     Inputs inputs(gate_up, one ? 1 : pairs);
-    fill(inputs, columns, [&](int64_t row, float* to) {
-      int64_t token = one ? 0 : routing.order[row] / routing.top_k;
+    fill_sorted(inputs, gate_up, routing, [&](int64_t token, float* to) {
       to_floats(x.array().from(token * columns), columns, to);
     });
     // In the routing's order.
@@ -229,8 +240,7 @@ extern "C" AOTITorchError aoti_torch_cpu_experts_gate_up(AtenTensorHandle x_, At
     // One token's row serves all of its experts; of several tokens, the rows stand in the experts' order.
     bool one = tokens == 1;
     Inputs inputs(routed, one ? 1 : pairs + (one_values ? tokens : 0));
-    fill(inputs, columns, [&](int64_t row, float* to) {
-      int64_t token = one ? 0 : row < pairs ? routing.order[row] / top_k : row - pairs;
+    fill_sorted(inputs, routed, routing, [&](int64_t token, float* to) {
       to_floats(x.array().from(token * columns), columns, to);
       apply_norm(to, columns, norm.as<float>(), eps);
     });

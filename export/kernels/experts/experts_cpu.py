@@ -9,14 +9,14 @@ from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
 
-def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -> Tensor:
-    """As `reference.experts`."""
-    return _experts(x, weights, chosen.int(), *_tensors(routed.gate_up), *_tensors(routed.down))
+def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights, pinned: bool = False) -> Tensor:
+    """As `reference.experts`; `pinned`: the result lies in memory that a GPU reads by itself."""
+    return _experts(x, weights, chosen.int(), *_tensors(routed.gate_up), *_tensors(routed.down), pinned)
 
 
 @LIBRARY.operator(
     "experts(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor? gate_up_scale, Tensor down, "
-    "Tensor? down_scale) -> Tensor"
+    "Tensor? down_scale, bool pinned) -> Tensor"
 )
 def _experts(
     x: Tensor,
@@ -26,6 +26,7 @@ def _experts(
     gate_up_scale: Tensor | None,
     down: Tensor,
     down_scale: Tensor | None,
+    pinned: bool,
 ) -> Tensor:
     return torch.empty_like(x)
 

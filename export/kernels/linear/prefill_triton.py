@@ -20,8 +20,8 @@ from .panels import LANES, unpack_panels, unpack_scale
 
 # Half spans of 32 elements per program: 4 KB of bytes in, 16 KB of bfloat16 out.
 DEQUANTIZE_BLOCK = 256
-# Bytes per program of the kernel that takes weights out of panels.
-UNPACK_BLOCK = 2048
+# Eights of neighbours per program of the kernel that takes weights out of panels, of each row of a panel.
+UNPACK_BLOCK = 64
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
@@ -66,10 +66,11 @@ def without_panels(weight: Weight) -> Weight:
 @torch.library.triton_op("ostinato::unpack_int4_panels", mutates_args={})
 def unpack_int4_panels(values: Tensor) -> Tensor:
     """The bytes [..., N, K / 2] of `panels.unpack_panels`, N being a multiple of 16."""
-    rows, width = values.numel() // values.shape[-1], values.shape[-1]
+    rows, eights = values.numel() // values.shape[-1], values.shape[-1] // 8
     out = torch.empty_like(values)
-    grid = ((rows * width + UNPACK_BLOCK - 1) // UNPACK_BLOCK,)
-    launcher(unpack_panels_kernel)[grid](values, out, rows * width, width, LANES, UNPACK_BLOCK, num_warps=4)
+    block = min(UNPACK_BLOCK, triton.next_power_of_2(eights))
+    grid = (rows // LANES, (eights + block - 1) // block)
+    launcher(unpack_panels_kernel)[grid](values, out, EIGHTS=eights, LANES=LANES, BLOCK=block, num_warps=4)
     return out
 
 
@@ -77,22 +78,29 @@ def unpack_int4_panels(values: Tensor) -> Tensor:
 def unpack_panels_kernel(
     panels: tl.tensor,
     out: tl.tensor,
-    size: tl.tensor,
-    WIDTH: tl.constexpr,
+    EIGHTS: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """BLOCK bytes of rows per program: a byte is element i of a span of 64, and the one 32 behind it."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    row, column = place // WIDTH, place % WIDTH
-    element = (column // 32 * 64 + column % 32).to(tl.int32)
-    # A panel has four bytes of each row for eight neighbours: the first four in the low halves, the others in the high ones.
-    of_row = panels + row // LANES * (LANES * WIDTH) + row % LANES * 4 + element % 4
-    high = element % 8 // 4 * 4
-    first = tl.load(of_row + element // 8 * (LANES * 4), mask=inside, other=0) >> high
-    second = tl.load(of_row + (element // 8 + 4) * (LANES * 4), mask=inside, other=0) >> high
-    tl.store(out + place, ((first & 15) | (second << 4)).to(tl.uint8), mask=inside)
+    """BLOCK eights of bytes of one panel's rows per program: an eight is a quarter of a span of 64 elements.
+
+    A panel has words of eight neighbours, the first four in the low halves of the bytes and the others in the high ones. A
+    row has for each element of a span, in the low half, the one 32 behind it in the high half. So two words of a panel, of
+    which one is four words behind the other, become two neighbouring words of a row.
+    """
+    panel = tl.program_id(0).to(tl.int64)
+    eight = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    lane = tl.arange(0, LANES)
+    words = panels.to(tl.pointer_type(tl.uint32)) + panel * (2 * EIGHTS * LANES)
+    from_words = words + (eight // 4 * 8 + eight % 4)[:, None] * LANES + lane[None, :]
+    inside = eight < EIGHTS
+    first = tl.load(from_words, mask=inside[:, None], other=0)
+    second = tl.load(from_words + 4 * LANES, mask=inside[:, None], other=0)
+    low = (first & 0x0F0F0F0F) | ((second & 0x0F0F0F0F) << 4)
+    high = ((first >> 4) & 0x0F0F0F0F) | (second & 0xF0F0F0F0)
+    both = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+    to = out.to(tl.pointer_type(tl.uint64)) + (panel * LANES + lane)[:, None] * EIGHTS + eight[None, :]
+    tl.store(to, tl.trans(both), mask=inside[None, :])
 
 
 @triton.jit

@@ -1,7 +1,5 @@
 #include "product_cpu.h"
 
-#include "../tiles_cpu.h"
-
 namespace ostinato {
 namespace {
 
@@ -27,9 +25,39 @@ int32_t word(const void* p) {
 void fetch(const void* p) { _mm_prefetch((const char*)p + AHEAD, _MM_HINT_T0); }
 
 #ifdef OSTINATO_AMX
-// From how many rows on tiles are faster.
-constexpr int64_t TILES_FROM = 8, INT4_TILES_FROM = 6;
+// From how many rows on tiles are faster. Four-bit weights meet tiles of bytes, whose sums become floats after each group: the
+// longer a group, the less that costs. Groups of less than a tile's row are made bfloat16 first.
+constexpr int64_t TILES_FROM = 8, WIDE_TILES_FROM = 24;
 
+int64_t tiles_from(Format format, int64_t group) {
+  if (format == Format::FLOAT32) return INT64_MAX;
+  if (format == Format::BFLOAT16) return TILES_FROM;
+  if (group < TILE_BYTES) return WIDE_TILES_FROM;
+  return group == TILE_BYTES ? 32 : 12;
+}
+
+// A panel of four-bit weights as one of bfloat16.
+void widen_panel(const uint8_t* w, const bfloat16* scale, int64_t columns, int64_t group, bfloat16* out) {
+  __m512 numbers = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+  for (int64_t begin = 0; begin < columns; begin += group, scale += LANES) {
+    __m512 factor = load(scale).v;
+    for (int64_t k = 0; k < group; k += 8, w += 64, out += 8 * LANES) {
+      __m512i both = _mm512_loadu_si512(w);
+      // A permutation looks at the low four bits of a lane.
+      auto number = [&](int shift) {
+        return _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srlv_epi32(both, _mm512_set1_epi32(shift)), numbers), factor);
+      };
+      auto put = [&](int64_t at, int even, int odd) {
+        __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(number(odd), number(even));
+        _mm512_storeu_si512(out + at * LANES, in_pairs(halves));
+      };
+      put(0, 0, 8);
+      put(2, 16, 24);
+      put(4, 4, 12);
+      put(6, 20, 28);
+    }
+  }
+}
 #endif
 
 Format format_of(const Tensor& values, const Tensor& scale) {
@@ -55,13 +83,16 @@ Weight Weight::expert(int64_t index) const {
   return one;
 }
 
-Inputs::Inputs(const Weight& weight, int64_t rows)
+Inputs::Inputs(const Weight& weight, int64_t rows, [[maybe_unused]] int64_t more)
     : format_(weight.format), rows_(rows), columns_(weight.columns), group_(weight.group) {
 #ifdef OSTINATO_AMX
   // What the last tile has beyond the last row counts for nothing, but is read.
   int64_t room = rows + TILE_ROWS;
 #else
   int64_t room = rows;
+#endif
+#ifdef OSTINATO_AMX
+  if (format_ == Format::INT4 && group_ < TILE_BYTES && std::max(rows, more) >= WIDE_TILES_FROM) halves_.reserve(room * columns_);
 #endif
   if (format_ == Format::INT4) {
     bytes_.reserve(room * columns_);
@@ -73,11 +104,11 @@ Inputs::Inputs(const Weight& weight, int64_t rows)
 #ifdef __AVX512BF16__
   } else if (format_ == Format::BFLOAT16) {
     halves_.reserve(room * columns_);
-    std::memset(halves_ + rows * columns_, 0, (room - rows) * columns_ * sizeof(bfloat16));
 #endif
   } else {
     floats_.reserve(rows * columns_);
   }
+  if (halves_) std::memset(halves_ + rows * columns_, 0, (room - rows) * columns_ * sizeof(bfloat16));
 }
 
 void Inputs::put(int64_t row, const float* x) {
@@ -107,6 +138,18 @@ void Inputs::put(int64_t row, const float* x) {
     // Weights are stored with 8 added.
     offsets_[at] = peak == peak ? int32_t(8 * sum(total)) : 0;
   }
+}
+
+void Inputs::take(int64_t row, const Inputs& from, int64_t from_row) {
+  auto copy = [&](const auto& to, const auto& of, int64_t count) {
+    if (to) std::memcpy(to + row * count, of + from_row * count, count * sizeof(*to));
+  };
+  int64_t groups = bytes_ ? columns_ / group_ : 0;
+  copy(floats_, from.floats_, columns_);
+  copy(halves_, from.halves_, columns_);
+  copy(bytes_, from.bytes_, columns_);
+  copy(scales_, from.scales_, groups);
+  copy(offsets_, from.offsets_, groups);
 }
 
 // `tile<M>` multiplies M rows of inputs with a block of LANES rows of the weight.
@@ -222,36 +265,41 @@ struct BlockProduct {
   // Rows `begin` to `end` at once; false where tiles do not fit or are slower.
   bool tiles(int64_t begin, int64_t end, float* out) const {
     bool int4 = weight.format == Format::INT4;
-    if (end - begin < (int4 ? INT4_TILES_FROM : TILES_FROM) || weight.format == Format::FLOAT32) return false;
-    if ((!int4 && weight.columns % TILE_COLUMNS) || !may_use_tiles()) return false;
+    if (end - begin < tiles_from(weight.format, weight.group) || weight.columns % TILE_COLUMNS || !may_use_tiles()) return false;
     TileConfiguration configuration;
-    if (int4) {
+    if (int4 && !x.halves_) {
       for (int64_t row = begin; row < end; row += 4 * TILE_ROWS)
-        int4_tiles(end - row, row, out + (row - begin) * LANES);
+        byte_tiles(end - row, row, out + (row - begin) * LANES);
       return true;
     }
-    const bfloat16* panel = (const bfloat16*)weight.values + block * LANES * weight.columns;
-    int64_t columns = weight.columns, tiles = (end - begin + TILE_ROWS - 1) / TILE_ROWS;
+    int64_t columns = weight.columns;
+    Scratch<bfloat16> wide(int4 ? columns * LANES : 0);
+    const bfloat16* panel = (const bfloat16*)weight.values + block * LANES * columns;
+    if (int4) {
+      const uint8_t* w = (const uint8_t*)weight.values + block * LANES * (columns / 2);
+      widen_panel(w, weight.scale + block * LANES * (columns / weight.group), columns, weight.group, wide);
+      panel = wide;
+    }
+    int64_t tiles = (end - begin + TILE_ROWS - 1) / TILE_ROWS;
     multiply_all_tiles(tiles, x.halves_ + begin * columns, columns, panel, columns, out, LANES, false);
     return true;
   }
 
-  void int4_tiles(int64_t rows, int64_t row, float* out) const {
+  void byte_tiles(int64_t rows, int64_t row, float* out) const {
     if (rows > 3 * TILE_ROWS)
-      int4_tiles<4>(row, out);
+      byte_tiles<4>(row, out);
     else if (rows > 2 * TILE_ROWS)
-      int4_tiles<3>(row, out);
+      byte_tiles<3>(row, out);
     else if (rows > TILE_ROWS)
-      int4_tiles<2>(row, out);
+      byte_tiles<2>(row, out);
     else
-      int4_tiles<1>(row, out);
+      byte_tiles<1>(row, out);
   }
 
   // COUNT tiles of rows. The tiles' sums are whole numbers, which become floats after each group.
   template <int COUNT>
-  void int4_tiles(int64_t row, float* out) const {
+  void byte_tiles(int64_t row, float* out) const {
     int64_t columns = weight.columns, groups = columns / weight.group, next = TILE_ROWS * columns;
-    int64_t step = std::min(weight.group, TILE_BYTES);
     const uint8_t* w = (const uint8_t*)weight.values + block * LANES * (columns / 2);
     const bfloat16* scale = weight.scale + block * LANES * groups;
     const int8_t* in = x.bytes_ + row * columns;
@@ -259,8 +307,6 @@ struct BlockProduct {
     const int32_t* in_offset = x.offsets_ + row * groups;
     alignas(64) uint8_t nibbles[2 * TILE_BYTES * LANES];
     alignas(64) int32_t words[COUNT][TILE_ROWS * LANES];
-    // A step of 32 leaves the tiles' second half as it is: nothing.
-    std::memset(nibbles, 0, sizeof nibbles);
     Floats sums[COUNT][TILE_ROWS];
     for (int tile = 0; tile < COUNT; ++tile)
       for (int m = 0; m < TILE_ROWS; ++m) sums[tile][m] = zeros();
@@ -269,9 +315,10 @@ struct BlockProduct {
       if constexpr (COUNT > 1) _tile_zero(1);
       if constexpr (COUNT > 2) _tile_zero(2);
       if constexpr (COUNT > 3) _tile_zero(3);
-      for (int64_t part = 0; part < weight.group; part += step, in += step) {
+      for (int64_t part = 0; part < weight.group; part += TILE_BYTES, in += TILE_BYTES) {
         uint8_t* half = nibbles + part % (2 * TILE_BYTES) * LANES;
-        for (uint8_t* to = half; to < half + step * LANES; to += 2 * TILE_BYTES, w += TILE_BYTES) {
+#pragma GCC unroll 4
+        for (uint8_t* to = half; to < half + TILE_BYTES * LANES; to += 2 * TILE_BYTES, w += TILE_BYTES) {
           fetch(w);
           Register both = load_register(w);
           _mm512_store_si512(to, low_nibbles(both));
@@ -355,11 +402,6 @@ void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_
     product.up_to<INT4_TILE>(rows, row, out + (row - begin) * LANES);
     row += rows;
   }
-}
-
-void fetch_block(const Weight& weight, int64_t block) {
-  const char* begin = weight.values + block * LANES * weight.row_bytes();
-  for (int64_t at = 0; at < std::min(AHEAD, LANES * weight.row_bytes()); at += 64) _mm_prefetch(begin + at, _MM_HINT_T0);
 }
 
 }  // namespace ostinato

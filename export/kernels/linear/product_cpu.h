@@ -2,9 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 
 #include "../tensors_cpu.h"
 #include "../threads_cpu.h"
+#include "../tiles_cpu.h"
 #include "../vectors_cpu.h"
 
 namespace ostinato {
@@ -31,11 +33,14 @@ struct Weight {
 // Rows of inputs, in the forms in which they meet a weight: float32, bfloat16, or bytes with a scale per group.
 class Inputs {
  public:
-  Inputs(const Weight& weight, int64_t rows);
+  // `more`: rows of others that will take rows of these.
+  Inputs(const Weight& weight, int64_t rows, int64_t more = 0);
 
   int64_t rows() const { return rows_; }
   // Write a row, of as many elements as the weight has columns.
   void put(int64_t row, const float* x);
+  // Copy a row of others that were made for the same weight.
+  void take(int64_t row, const Inputs& from, int64_t from_row);
 
  private:
   friend void multiply_block(const Weight&, const Inputs&, int64_t, int64_t, int64_t, float*);
@@ -54,8 +59,20 @@ class Inputs {
 // behind the last row is overwritten; lanes that the last block does not have stay uninitialised.
 void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_t begin, int64_t end, float* out);
 
-// Has the beginning of a block fetched, which is multiplied soon.
-void fetch_block(const Weight& weight, int64_t block);
+// While it lives, products of several rows keep on this thread what they set up for each block.
+class ManyProducts {
+ public:
+  explicit ManyProducts(int64_t rows) {
+#ifdef OSTINATO_AMX
+    if (rows > 1 && may_use_tiles()) tiles_.emplace();
+#endif
+  }
+
+#ifdef OSTINATO_AMX
+ private:
+  std::optional<TileConfiguration> tiles_;
+#endif
+};
 
 // Fills inputs from load(row, float*), rows side by side.
 template <typename Load>
