@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 
@@ -11,4 +12,5 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     """|found - expected| / |expected|; infinite if `found` is not finite."""
     if not found.isfinite().all():
         return math.inf
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+    found, expected = found.double(), expected.to(found.device, torch.float64)
+    return ((found - expected).norm() / expected.norm()).item()

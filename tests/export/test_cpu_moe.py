@@ -1,4 +1,5 @@
-"""Programs that keep routed experts on the host, held against one that keeps them on the device; here both are the CPU."""
+"""Programs that keep routed experts on the host, held against one that keeps them on the device; without a GPU both are the
+CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from torch import Tensor
 from ostinato.delegate import InputError, load_program
 from ostinato.export import export_model
 
+from ..comparison import relative_error
 from ..conftest import methods_alone
 from .conversations import converse, errors, run
+from .memory import MIB, anonymous_memory
 from .references import CASES, Reference, make_reference
 
 CHANGES = CASES["five-layers"]
@@ -25,22 +28,28 @@ GRAPH: dict[str, bool | int | str] = {"enable_cuda_graph_for_method": "decode", 
 Get = Callable[[int], Path]
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return make_reference(tmp_path_factory.mktemp("five-layers"), CHANGES, seed=105)
 
 
 @pytest.fixture(scope="module")
-def artifact(exported: Callable[..., Path], reference: Reference) -> Get:
+def artifact(exported: Callable[..., Path], reference: Reference, device: str) -> Get:
     """`artifact(n)` has the routed experts of the first n layers on the host."""
 
     def get(on_host: int) -> Path:
         def build(path: Path) -> None:
             with methods_alone("prefill", "decode", *["prefill_streamed"][: on_host > 0]):
-                export_model(reference.folder, path, max_seq_len=MAX_SEQ_LEN, cpu_moe=on_host)
+                export_model(reference.folder, path, device=device, max_seq_len=MAX_SEQ_LEN, cpu_moe=on_host)
 
         extra = repr(CHANGES) + Path(__file__).with_name("references.py").read_text()
-        return exported(f"cpu-moe-{on_host}", build, extra)
+        return exported(f"cpu-moe-{device}-{on_host}", build, extra)
 
     return get
 
@@ -75,6 +84,17 @@ def test_logits(
         for length in LENGTHS:
             found = errors(converse(program, tokens[length], length, GRAPH if graph else None), expected[length])
             assert max(found) < TOLERANCE, f"{length} tokens: relative errors of prefill and decode steps {found}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on_host", (1, 3, 4))
+def test_every_other_number_of_layers(
+    artifact: Get, tokens: dict[int, Tensor], expected: dict[int, Tensor], device: str, on_host: int
+) -> None:
+    """On the CPU an export takes too long for this; models/test_qwen3_5.py has these networks as torch runs them."""
+    if device == "cpu":
+        pytest.skip("for a GPU")
+    test_logits(artifact, tokens, expected, on_host, graph=True)
 
 
 @pytest.mark.parametrize("on_host", (2, LAYERS))
@@ -131,6 +151,29 @@ def test_graphs_of_prompts(artifact: Get, tokens: dict[int, Tensor], expected: d
             assert max(errors(found, torch.stack([expected[length][0] for length in lengths]))) < TOLERANCE
         assert [plan.on_host for plan in prefill.stats.plans] == [on_host] * len(lengths)
         assert (prefill.stats.replays, prefill.stats.fallbacks) == (len(lengths), 0)
+
+
+def test_many_steps(artifact: Get, reference: Reference, device: str) -> None:
+    """Each conversation begins at position 0 again. Nothing falls back, and nothing is allocated for good."""
+    tokens, steps = reference.tokens(MAX_SEQ_LEN), 2_000 if device == "cpu" else 100_000
+    with load_program(artifact(LAYERS)) as program:
+        decode = program.load_method("decode", GRAPH)
+
+        def step(index: int) -> Tensor:
+            at = index % MAX_SEQ_LEN
+            return run(decode, tokens, at, at + 1)
+
+        first = [step(index).clone() for index in range(MAX_SEQ_LEN)]
+        before, allocated = anonymous_memory(), torch.cuda.memory_allocated() if device == "cuda" else 0
+        for index in range(steps):
+            logits = step(index)
+            if index % 997 == 0:
+                assert relative_error(logits, first[index % MAX_SEQ_LEN]) < TOLERANCE, index
+        assert anonymous_memory() - before < 4 * MIB
+        assert device == "cpu" or torch.cuda.memory_allocated() <= allocated
+        stats = decode.stats
+        assert (stats.phase, stats.captures, stats.fallbacks) == ("replay", 1, 0)
+        assert stats.replays == MAX_SEQ_LEN + steps - stats.warmups - stats.captures
 
 
 @pytest.mark.parametrize("on_host", (0, 2, LAYERS))
