@@ -23,8 +23,8 @@ namespace ostinato {
 namespace {
 
 // How long a thread without work looks for some before it sleeps: longer than Python takes from one segment of a method to the
-// next. Waking a thread costs 30 to 50 us.
-constexpr auto PATIENCE = std::chrono::microseconds(200);
+// next, and than a GPU takes for its part of a layer of a prompt. Waking a thread costs 30 to 50 us.
+constexpr auto PATIENCE = std::chrono::microseconds(1000);
 // After this it offers its processor to others while it looks: on a busy machine the thread with the work may be waiting for it.
 constexpr auto YIELD_AFTER = std::chrono::microseconds(5);
 constexpr int YIELD_AFTER_SPINS = 500;

@@ -7,13 +7,19 @@
 namespace ostinato {
 namespace {
 
+// Of a token, the expert in one of its top_k slots.
+struct Choice {
+  int32_t token, slot;
+  float share;
+};
+
 // Which experts the tokens take.
 struct Routing {
   int64_t tokens, top_k, experts, width = 0;
   Array logits{nullptr, false};
   std::vector<int32_t> chosen;   // [tokens, top_k]; from `experts` on it is nobody
   std::vector<float> shares;     // [tokens, top_k]
-  std::vector<int32_t> order;    // token * top_k + slot of each chosen one, by expert
+  std::vector<Choice> order;     // by expert
   std::vector<int64_t> begins;   // [experts + 1], an expert's first in `order`
 
   // The `top_k` with the largest logits, of equal ones the first, and the softmax over these.
@@ -49,7 +55,7 @@ struct Routing {
     std::vector<int64_t> next(begins.begin(), begins.end() - 1);
     order.resize(begins[experts]);
     for (size_t i = 0; i < chosen.size(); ++i)
-      if (is_somebody(chosen[i])) order[next[chosen[i]]++] = int32_t(i);
+      if (is_somebody(chosen[i])) order[next[chosen[i]]++] = {int32_t(i / top_k), int32_t(i % top_k), shares[i]};
   }
 
   void choose(int64_t token) {
@@ -81,7 +87,7 @@ void fill_sorted(Inputs& inputs, const Weight& weight, const Routing& routing, c
   fill(tokens, weight.columns, load);
   int64_t pairs = routing.order.size();
   parallel(inputs.rows(), [&](int64_t row) {
-    inputs.take(row, tokens, row < pairs ? routing.order[row] / routing.top_k : row - pairs);
+    inputs.take(row, tokens, row < pairs ? routing.order[row].token : row - pairs);
   });
 }
 
@@ -155,9 +161,9 @@ void add_routed(const Routing& routing, const std::vector<Piece>& pieces, const 
   for (const Piece& piece : pieces) {
     multiply_block(piece.weight, x, block, piece.input, piece.input + piece.count, product);
     for (int64_t row = 0; row < piece.count; ++row) {
-      int32_t slot = routing.order[piece.first + row];
-      float* to = sums + slot / routing.top_k * LANES;
-      store(to, fma(load(product + row * LANES), broadcast(routing.shares[slot]), load(to)));
+      const Choice& choice = routing.order[piece.first + row];
+      float* to = sums + choice.token * LANES;
+      store(to, fma(load(product + row * LANES), broadcast(choice.share), load(to)));
     }
   }
 }
@@ -253,8 +259,8 @@ extern "C" AOTITorchError aoti_torch_cpu_experts_gate_up(AtenTensorHandle x_, At
               [&](const Piece& piece, int64_t row, int64_t column, Floats y, int64_t count) {
                 int64_t token = -1 - piece.first + row, slot = top_k;
                 if (piece.first >= 0) {
-                  token = routing.order[piece.first + row] / top_k;
-                  slot = routing.order[piece.first + row] % top_k;
+                  token = routing.order[piece.first + row].token;
+                  slot = routing.order[piece.first + row].slot;
                 }
                 out.store(token * width + slot * inner + column, y, count);
               });
@@ -276,8 +282,8 @@ extern "C" AOTITorchError aoti_torch_cpu_experts_down(AtenTensorHandle hidden_, 
     Array out = made.array();
     Inputs inputs(routed, tokens * top_k), shared_inputs(shared, one_values ? tokens : 0);
     fill(inputs, inner, [&](int64_t row, float* to) {
-      int64_t token = routing.order[row] / top_k, slot = routing.order[row] % top_k;
-      to_floats(hidden.array().from(token * width + slot * inner), inner, to);
+      const Choice& choice = routing.order[row];
+      to_floats(hidden.array().from(choice.token * width + choice.slot * inner), inner, to);
     });
     fill(shared_inputs, shared.columns, [&](int64_t token, float* to) {
       to_floats(hidden.array().from(token * width + top_k * inner), shared.columns, to);
