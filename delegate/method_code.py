@@ -6,6 +6,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -14,7 +15,7 @@ from .errors import ArtifactError, first_line
 from .loading import free_tensors
 from .streaming import ConstantStream, StreamBuffers
 from .torch_internals import Container, bind_constants, load_container, run_container
-from .transfers import Sent, departures, needed_on_device, results_of, send_once, to_device_once
+from .transfers import Sent, departures, needed_on_device, results_of, send_once, starts, to_device_once
 
 # Bytes; compiled code loads up to 16 at a time.
 ALIGNMENT = 16
@@ -69,6 +70,9 @@ class MethodCode:
         self._called = self._on_host.union(not_captured)
         self._needed_on_device = needed_on_device(record.segments, self._on_host, record.results)
         self._departures = departures(record.segments, self._on_host)
+        self._starts = starts(record.segments, self._on_host)
+        # Its thread begins when something is run on the host.
+        self._host = ThreadPoolExecutor(1, "ostinato-host")
         self._addresses: tuple[int, ...] = ()
         self._lent: list[torch.Tensor] = []
         # Values of the host that the last call's work may still be reading.
@@ -129,7 +133,11 @@ class MethodCode:
         return self._addresses
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """One step: the segments one after the other, each intermediate value freed after its last use."""
+        """One step: the segments in their order, each intermediate value freed after its last use.
+
+        A segment on the host runs on a thread of its own. It begins when the device has what it needs, and what the device
+        has to do besides is queued meanwhile.
+        """
         values: dict[int, torch.Tensor] = dict(enumerate(inputs))
         # Of the host: what is there, and what is on its way.
         hosted: dict[int, torch.Tensor] = {}
@@ -137,37 +145,55 @@ class MethodCode:
         # Of the host, for the device to read: what will be read, and what all that reads it is queued for.
         given: dict[int, torch.Tensor] = {}
         read, self._read_last = self._read_last, []
-        for index in range(len(self._containers)):
-            if index in self._on_host:
-                hosted |= {n: sent.pop(n).arrived(n) for n in self.segments[index].inputs if n in sent}
-                given |= self._run_on_host(index, values, hosted)
-            else:
-                self.run_segment(index, values)
-            leaving = self._departures.get(index)
-            if leaving is not None:
-                sent |= dict.fromkeys(leaving, send_once({n: values[n] for n in leaving}, self._device, read))
-                read = []
-            for number in self._last_uses[index]:
-                values.pop(number, None)
-                hosted.pop(number, None)
-                if number in given:
-                    read.append(given.pop(number))
+        begun: Future[dict[int, torch.Tensor]] | None = None
+        try:
+            for index in range(len(self._containers)):
+                if index in self._on_host:
+                    there = (begun or self._begin(index, values, hosted, sent)).result()
+                    begun = None
+                    hosted.update(there)
+                    wanted = self._needed_on_device.intersection(self.segments[index].outputs)
+                    fresh = {number: to_device_once(there[number], self._device) for number in wanted}
+                    given |= fresh
+                    values |= fresh
+                else:
+                    self.run_segment(index, values)
+                leaving = self._departures.get(index)
+                if leaving is not None:
+                    sent |= dict.fromkeys(leaving, send_once({n: values[n] for n in leaving}, self._device, read))
+                    read = []
+                if index in self._starts:
+                    begun = self._begin(self._starts[index], values, hosted, sent)
+                for number in self._last_uses[index]:
+                    values.pop(number, None)
+                    hosted.pop(number, None)
+                    if number in given:
+                        read.append(given.pop(number))
+        finally:
+            if begun is not None:
+                # Something else has failed. Nobody may bind or close the code while it runs.
+                begun.exception()
         self._read_last = [*read, *given.values()]
         return results_of(values, self.results, given)
 
-    def _run_on_host(
-        self, index: int, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor]
-    ) -> dict[int, torch.Tensor]:
-        """Run a segment on what is on the host. What it gives stays there; what of it the device needs goes to `values`, and
-        is returned."""
-        segment = self.segments[index]
-        there = {number: hosted[number] if number in hosted else values[number] for number in segment.inputs}
-        self.run_segment(index, there)
-        hosted.update({number: there[number] for number in segment.outputs if number in there})
-        wanted = self._needed_on_device.intersection(segment.outputs)
-        given = {number: to_device_once(there[number], self._device) for number in wanted}
-        values.update(given)
-        return given
+    def _begin(
+        self, index: int, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor], sent: dict[int, Sent]
+    ) -> Future[dict[int, torch.Tensor]]:
+        """Run a segment on what is on the host, or on its way there: what it gives, and what it took that others need too."""
+        taken: dict[int, torch.Tensor | Sent] = {}
+        for number in self.segments[index].inputs:
+            if number in sent:
+                taken[number] = sent.pop(number)
+            else:
+                # One of the method's inputs may be on the device.
+                taken[number] = hosted[number] if number in hosted else values[number].to(HOST)
+
+        def run() -> dict[int, torch.Tensor]:
+            there = {n: value.arrived(n) if isinstance(value, Sent) else value for n, value in taken.items()}
+            self.run_segment(index, there)
+            return there
+
+        return self._host.submit(run)
 
     def run_segment(self, index: int, values: dict[int, torch.Tensor]) -> None:
         """Run one segment on `values` by their numbers: adds what it gives, and drops what no later segment needs.
@@ -199,6 +225,7 @@ class MethodCode:
         if self._read_last and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._read_last = []
+        self._host.shutdown()
         self._containers = []
         if self._stream is not None:
             self._stream.close()

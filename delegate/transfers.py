@@ -182,6 +182,19 @@ def departures(segments: Sequence[Needs], on_host: Collection[int]) -> dict[int,
     return leaving
 
 
+def starts(segments: Sequence[Needs], on_host: Collection[int]) -> dict[int, int]:
+    """Segment on the device -> the segment on the host that can begin when it is queued: the next one there, which needs nothing
+    that is made in between."""
+    leaving = departures(segments, on_host)
+    made_at = {number: index for index, segment in enumerate(segments) for number in segment.outputs}
+    found: dict[int, int] = {}
+    for index in sorted(on_host):
+        last = max((made_at[number] for number in segments[index].inputs if number in made_at), default=index)
+        if last in leaving and not any(last < other < index for other in on_host):
+            found[last] = index
+    return found
+
+
 def _fill(pinned: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Copy what code on the host gave.
 

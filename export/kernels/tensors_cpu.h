@@ -3,12 +3,14 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <bit>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <initializer_list>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <utility>
 #include <vector>
@@ -112,6 +114,44 @@ class Result {
   AtenTensorHandle handle_ = nullptr;
 };
 
+// Large pieces of memory that nobody uses at present, by powers of two. They are never freed: the system would take them back, and
+// give them anew page by page, each by a fault of a microsecond or two. A prompt's operators spent up to two thirds of their time so.
+class Spare {
+ public:
+  static constexpr size_t LEAST = size_t(1) << 16;
+
+  static void* take(size_t bytes) {
+    Spare& spare = all();
+    int power = power_of(bytes);
+    {
+      std::lock_guard<std::mutex> lock(spare.mutex_);
+      if (Piece* first = spare.first_[power]) return std::exchange(spare.first_[power], first->next);
+    }
+    return std::aligned_alloc(64, size_t(1) << power);
+  }
+  static void give(void* memory, size_t bytes) {
+    Spare& spare = all();
+    std::lock_guard<std::mutex> lock(spare.mutex_);
+    Piece*& first = spare.first_[power_of(bytes)];
+    first = new (memory) Piece{first};
+  }
+
+ private:
+  struct Piece {
+    Piece* next;
+  };
+
+  static int power_of(size_t bytes) { return int(std::bit_width(bytes - 1)); }
+  // Never destroyed: threads may outlive the statics.
+  static Spare& all() {
+    static Spare* made = new Spare;
+    return *made;
+  }
+
+  std::mutex mutex_;
+  Piece* first_[64] = {};
+};
+
 // Memory for the time of one operator, aligned for vectors.
 template <typename T>
 class Scratch {
@@ -120,16 +160,24 @@ class Scratch {
   void reserve(int64_t count) {
     data_.reset();
     if (count == 0) return;
-    data_.reset(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)));
-    if (data_ == nullptr) throw std::bad_alloc();
+    size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+    void* made = bytes < Spare::LEAST ? std::aligned_alloc(64, bytes) : Spare::take(bytes);
+    if (made == nullptr) throw std::bad_alloc();
+    data_ = {static_cast<T*>(made), Return{bytes}};
   }
   operator T*() const { return data_.get(); }
 
  private:
-  struct Free {
-    void operator()(T* p) const { std::free(p); }
+  struct Return {
+    size_t bytes = 0;
+    void operator()(T* p) const {
+      if (bytes < Spare::LEAST)
+        std::free(p);
+      else
+        Spare::give(p, bytes);
+    }
   };
-  std::unique_ptr<T, Free> data_;
+  std::unique_ptr<T, Return> data_;
 };
 
 // An operator's body, whose exceptions stay on this side of the C interface: torch says there only that a call failed.

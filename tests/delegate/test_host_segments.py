@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 from ostinato.delegate import InputError, Method, StepError, load_program
 from ostinato.delegate.artifact import MethodRecord
 from ostinato.delegate.files import artifact_paths, open_artifact
-from ostinato.delegate.transfers import Transfers
+from ostinato.delegate.transfers import Transfers, starts
 
 from .chain import ON_HOST, mixed_chains
 from .pair import GRAPH, NOT_RECORDED, Pair, failing, inputs_of, refusing
@@ -344,6 +345,28 @@ def test_a_device_that_is_behind(
         found, expected = program.mutable_buffers, plain_program.mutable_buffers
         assert all(torch.equal(found[key], expected[key]) for key in expected)
         assert method.stats.replays == (10 if graphs else 0)
+
+
+@dataclass(frozen=True)
+class Part:
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def test_what_the_host_can_begin_early() -> None:
+    parts = [
+        Part((0, 1), (2, 3)),
+        Part((2,), (4,)),
+        # From where 3 is made on.
+        Part((3, 0), (5,)),
+        Part((4, 5), (6, 7)),
+        Part((6,), (8,)),
+        # It needs nothing of the device that the one before it does not wait for.
+        Part((8, 7), (9,)),
+        # Nothing of the device at all.
+        Part((9,), (10,)),
+    ]
+    assert starts(parts, {2, 4, 5, 6}) == {0: 2, 3: 4}
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from ostinato.delegate import OptionError
+from ostinato.delegate.method_code import MethodCode
 from ostinato.export import export_model
 from ostinato.runner import Engine
 from ostinato.runner.streamed import STREAM_FROM, streamed_experts
@@ -62,6 +64,27 @@ def test_prompts_in_buckets_and_on_both_sides(artifact: Path, capitals_artifact:
         assert [plan["shapes"] for plan in stats["prefill"]["plans"]] == [[[1, 16], [16]], [[1, 32], [32]]]
         # What is not in a bucket, nor long.
         assert (stats["prefill"]["runs"], stats["prefill_streamed"]["runs"]) == (4, 8)
+
+
+def test_the_shared_expert_is_queued_while_the_host_computes(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, order = threading.Event(), []
+    run = MethodCode.run_segment
+
+    def watched(code: MethodCode, index: int, values: dict[int, torch.Tensor]) -> None:
+        if code.segments[index].on_host:
+            order.append("host")
+            begun.set()
+        elif index + 1 in code.on_host:
+            # The one ahead of it in order.
+            assert begun.wait(20)
+            begun.clear()
+            order.append("device")
+        run(code, index, values)
+
+    monkeypatch.setattr(MethodCode, "run_segment", watched)
+    with Engine.load(artifact) as engine:
+        engine.model.prefill(list(range(5)))
+    assert order == ["host", "device"] * LAYERS
 
 
 def test_a_bucket_that_no_prompt_would_reach(artifact: Path) -> None:
