@@ -183,8 +183,8 @@ def departures(segments: Sequence[Needs], on_host: Collection[int]) -> dict[int,
 
 
 def starts(segments: Sequence[Needs], on_host: Collection[int]) -> dict[int, int]:
-    """Segment on the device -> the segment on the host that can begin when it is queued: the next one there, which needs nothing
-    that is made in between."""
+    """Segment on the device -> the next segment on the host, where that one can begin as soon as this one is queued: it needs
+    nothing that is made in between."""
     leaving = departures(segments, on_host)
     made_at = {number: index for index, segment in enumerate(segments) for number in segment.outputs}
     found: dict[int, int] = {}
