@@ -48,17 +48,17 @@ class MethodCode:
         self.record = record
         self._buffers = buffers or StreamBuffers(device)
         self._device = device
-        self._devices = [torch.device(HOST) if segment.on_host else device for segment in record.segments]
         self._containers: list[Container] = []
         libraries: dict[str, str] = {}
         # dlopen needs paths. The files can go as soon as they are mapped, so nothing is left behind even after a crash.
         with tempfile.TemporaryDirectory(prefix="ostinato-") as folder:
-            for segment, where in zip(record.segments, self._devices, strict=True):
+            for segment in record.segments:
                 _unpack_kernels(record.method, segment, named_data, folder)
                 if segment.code_key not in libraries:
                     path = os.path.join(folder, f"{record.method}-{len(libraries)}.so")
                     _unpack(record.method, segment, named_data, path)
                     libraries[segment.code_key] = path
+                where = torch.device(HOST) if segment.on_host else device
                 self._containers.append(_load_library(libraries[segment.code_key], where, record.method))
         self._last_uses = _last_uses(record)
         self._on_host = frozenset(index for index, segment in enumerate(record.segments) if segment.on_host)
@@ -198,13 +198,13 @@ class MethodCode:
     def run_segment(self, index: int, values: dict[int, torch.Tensor]) -> None:
         """Run one segment on `values` by their numbers: adds what it gives, and drops what no later segment needs.
 
-        A value may be on the host or on the device, and stays there: what the segment takes from the other side is copied,
-        on the current stream, and the copy is complete when the segment begins.
+        What a segment on the host takes is there. What one on the device takes may be on the host, and stays there: it is
+        copied, on the current stream.
         """
         segment, place = self.record.segments[index], self._streamed.get(index)
         taken = [values[number] for number in segment.inputs]
-        if self._on_host:
-            taken = [tensor.to(self._devices[index]) for tensor in taken]
+        if self._on_host and not segment.on_host:
+            taken = [tensor.to(self._device) for tensor in taken]
         if self._stream is not None and place is not None and segment.streamed_by is not None:
             if place == 0:
                 # It may wait for the device.

@@ -215,6 +215,8 @@ class Plan:
             # First: `release` must know a graph whose launch fails.
             self._pieces.append(piece)
             self._run_piece(piece, self._static, hosted)
+            if piece.graph is not None:
+                self._static.update(zip(piece.gives, piece.graph.outputs, strict=True))
             at = piece.last
         outputs = results_of(self._static, self._code.results, self._given_by_host)
         self._transfers.end()
@@ -338,17 +340,16 @@ class Plan:
         return given
 
     def _run_piece(self, piece: _Piece, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
-        """Launch or call it on the device's `values` and on what is `hosted`; what it gives is there then."""
-        if piece.on_host:
-            self._run_on_host(piece, values, hosted)
-        elif piece.graph is None:
-            self._run_called(piece, values)
-        else:
-            values.update(zip(piece.gives, piece.graph.launch(), strict=True))
+        """Launch or call it on the device's `values` and on what is `hosted`. What a called one gives is there then; a graph
+        writes to its static buffers."""
+        if piece.graph is not None:
+            piece.graph.launch()
             if piece.leaving:
                 self._transfers.launched()
-            return
-        if piece.leaving:
+        elif piece.on_host:
+            self._run_on_host(piece, values, hosted)
+        else:
+            self._run_called(piece, values)
             self._transfers.send({number: values[number] for number in piece.leaving})
 
     def _run_called(self, piece: _Piece, values: dict[int, torch.Tensor]) -> None:
@@ -376,9 +377,13 @@ class Plan:
         away = [number for number in piece.takes if number not in hosted]
         self._transfers.send({number: values[number] for number in away if number < len(self.inputs)})
         hosted.update(self._transfers.arrived(away))
-        given = dict(zip(piece.gives, self._run_segments(piece, [hosted[n] for n in piece.takes]), strict=True))
-        hosted.update(given)
-        back = {number: tensor for number, tensor in given.items() if number in self._needed_on_device}
+        back = {}
+        for number, tensor in zip(
+            piece.gives, self._run_segments(piece, [hosted[n] for n in piece.takes]), strict=True
+        ):
+            hosted[number] = tensor
+            if number in self._needed_on_device:
+                back[number] = tensor
         values.update(self._transfers.to_device(back))
 
     def _count(self) -> None:

@@ -51,6 +51,7 @@ class Transfers:
         # The same memory as the device sees it.
         self._on_device: dict[int, torch.Tensor] = {}
         self._arrived, self._read = _Mark(device), _Mark(device)
+        self._may_be_read = False
 
     def send(self, values: Mapping[int, torch.Tensor]) -> None:
         """Queue copies to the host of values on the device; the next step overwrites them.
@@ -90,9 +91,11 @@ class Transfers:
         """Tensors of the device, over pinned memory that holds the values; the next step overwrites them."""
         if not values:
             return {}
-        # What the host has waited for in this step need not lie behind the last step's work, which may still be reading:
-        # code on the host may take nothing from the device.
-        self._read.wait()
+        if self._may_be_read:
+            # What the host has waited for in this step need not lie behind the last step's work, which may still be reading:
+            # code on the host may take nothing from the device.
+            self._read.wait()
+            self._may_be_read = False
         for number, value in values.items():
             _fill(self._buffer(self._from_host, number, value), value)
             if number not in self._on_device:
@@ -103,6 +106,7 @@ class Transfers:
         """All work of a step is queued."""
         if self._from_host:
             self._read.record()
+            self._may_be_read = True
 
     def release(self) -> None:
         """Let the buffers go. torch gives pinned memory to nobody else before the copies that use it have ended."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import hybrid_timeline
 import torch
 from bench_cpu import ROOT, SLOWER, name_of, ostinato, output_of
 from check_artifact import anonymous_memory
@@ -64,6 +65,7 @@ class Result:
         copy_speed: bytes/s that a host copy reads and writes, both counted, with all threads.
         no_graph: why decode or a part of it has no graph; None when all went well.
         peers: llama.cpp's tokens/s by test.
+        timelines: what ran when, as text, of a token and of a prompt, where asked for.
     """
 
     layers: int
@@ -78,6 +80,7 @@ class Result:
     copy_speed: float
     no_graph: str | None = None
     peers: dict[str, float] = field(default_factory=dict)
+    timelines: list[str] = field(default_factory=list)
 
     @property
     def speeds(self) -> dict[str, float]:
@@ -156,6 +159,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gguf", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--skip-goals", action="store_true")
     parser.add_argument("--keep", action="store_true")
     arguments = parser.parse_args(words)
@@ -196,7 +200,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     results = []
     for count in layers:
         with exported(count, arguments) as artifact:
-            result = measured_alone(artifact, count, arguments.device, plan, token_share)
+            result = measured_alone(artifact, count, arguments.device, plan, token_share, arguments.timeline)
             results.append(replace(result, peers=llama(count, arguments) if arguments.gguf else {}))
     return results
 
@@ -218,21 +222,24 @@ def exported(layers: int, arguments: argparse.Namespace) -> Iterator[Path]:
             shutil.rmtree(artifact, ignore_errors=True)
 
 
-def measured_alone(artifact: Path, layers: int, device: str, plan: Plan, token_share: float) -> Result:
+def measured_alone(artifact: Path, layers: int, device: str, plan: Plan, token_share: float, timeline: bool) -> Result:
     """As `measured`, in a new process: what it holds counts, and nothing from before."""
     print(f"measuring {artifact}", file=sys.stderr, flush=True)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
-            return pool.submit(measured, artifact, layers, device, plan, token_share).result()
+            return pool.submit(measured, artifact, layers, device, plan, token_share, timeline).result()
         except BrokenProcessPool:
             raise OptionError(f"the process that measured {artifact} was ended: is there enough memory?") from None
 
 
-def measured(artifact: Path, layers: int, device: str, plan: Plan, token_share: float) -> Result:
+def measured(
+    artifact: Path, layers: int, device: str, plan: Plan, token_share: float, timeline: bool = False
+) -> Result:
     """Load the artifact and measure it, with CUDA graphs.
 
     Args:
         token_share: of a layer's experts, what one token reads.
+        timeline: look at what runs when, too.
     """
     with load_program(artifact) as program:
         check(program, artifact, layers, device)
@@ -254,7 +261,30 @@ def measured(artifact: Path, layers: int, device: str, plan: Plan, token_share: 
             computing_seconds=computing_seconds(program, plan, vocabulary),
             copy_speed=host_copy_speed(),
             no_graph=mode.fallback_reason("tg"),
+            timelines=timelines(model, plan, vocabulary) if timeline and layers else [],
         )
+
+
+def timelines(model: Model, plan: Plan, vocabulary: int) -> list[str]:
+    """Two layers in the middle of a token, and of the first prompt."""
+    device = model.program.device
+    length = next(case.tokens for case in plan.cases if case.kind == "pp")
+    tokens = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def prompt() -> None:
+        model.prefill(tokens)
+
+    def token() -> None:
+        model.decode_one_token([*tokens, 0])
+
+    found = []
+    for title, step in (("one token", token), (f"a prompt of {length}", prompt)):
+        prompt()
+        step()
+        spans = hybrid_timeline.record(step, device)
+        where = hybrid_timeline.window(spans, 2)
+        found.append(hybrid_timeline.draw(f"{title}, two layers", spans, *where))
+    return found
 
 
 def check(program: Program, artifact: Path, layers: int, device: str) -> None:
@@ -272,7 +302,6 @@ def bytes_of_host_experts(artifact: Path) -> int:
     parsed, constants = open_artifact(*artifact_paths(artifact), verify=False)
     record = parsed.methods[DECODE].record
     keys = {record.constants[name] for name in record.host_names & record.constants.keys()}
-    # The norm is there too.
     return sum(constants.entries[key].nbytes for key in keys if ".experts." in key)
 
 
@@ -361,7 +390,8 @@ def render(results: Sequence[Result]) -> str:
         *(f"{one.layers} layers: not all of decode has a graph: {one.no_graph}" for one in results if one.no_graph),
     ]
     body = table({headers[i]: columns[headers[i]] for i in used}, [[row[i] for i in used] for row in rows])
-    return "\n".join([f"{_machine(results[0])}, torch {torch.__version__}", "", body, "", *notes])
+    pictures = [f"\nN = {one.layers}: {text}" for one in results for text in one.timelines]
+    return "\n".join([f"{_machine(results[0])}, torch {torch.__version__}", "", body, "", *notes, *pictures])
 
 
 def _rows(one: Result) -> list[list[str]]:

@@ -6,7 +6,7 @@
 #
 #   bash scripts/bench_hybrid.sh [--layers 40,20] [--model DIR] [--group-size G] [--output DIR] [--device cuda|cpu]
 #                                [-p 512,2048] [-n 128] [-r 3] [--llama-bench FILE --gguf FILE]
-#                                [--plot FILE] [--json FILE] [--skip-goals] [--keep]
+#                                [--plot FILE] [--json FILE] [--timeline] [--skip-goals] [--keep]
 #
 # --layers N,N         layers whose experts are on the host, counted from the first (default: all of the model's, and half)
 # --model DIR          a folder with a config.json (default: tests/assets/configs/Qwen3.5-35B-A3B)
@@ -20,6 +20,7 @@
 # --gguf FILE          the same shape for it, in four bits
 # --plot FILE          draw tokens/s and GPU memory over N
 # --json FILE          write all figures
+# --timeline           print what runs when on the GPU, the bus and the CPU; torch's profiler, which says it, slows Python down
 # --skip-goals         for another GPU: the goals are for the default model beside one H200; other models have none
 #
 # Needs about 20 GB of disk for one artifact. Exit status: 0 every goal held, 1 one was missed, 2 an error.
@@ -29,7 +30,7 @@ device=cuda
 before=""
 for word in "$@"; do
     case "$word" in
-    -h | --help) sed -n '2,29s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,30s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     --device=*) device="${word#*=}" ;;
     *) [ "$before" != --device ] || device="$word" ;;
     esac

@@ -23,6 +23,7 @@ sys.path.append(str(ROOT / "scripts"))
 
 import bench_hybrid
 from bench_hybrid import Result
+from hybrid_timeline import Span, draw, window
 
 TINY: dict[str, Any] = {
     "model_type": "qwen3_5_moe_text",
@@ -96,7 +97,7 @@ def test_a_run(artifact: Path, tiny: Path, tmp_path: Path) -> None:
     gguf.touch()
     words = ["--device", "cpu", "--model", tiny, "--output", output, "-p", "16", "-n", "4", "-r", "2"]
     words += ["--layers", "1", "--llama-bench", llama, "--gguf", gguf]
-    words += ["--plot", tmp_path / "plot.png", "--json", tmp_path / "found.json"]
+    words += ["--plot", tmp_path / "plot.png", "--json", tmp_path / "found.json", "--timeline"]
     done = subprocess.run(
         ["bash", ROOT / "scripts" / "bench_hybrid.sh", *map(str, words)],
         env={**os.environ, "OSTINATO_PYTHON": sys.executable},
@@ -121,8 +122,23 @@ def test_a_run(artifact: Path, tiny: Path, tmp_path: Path) -> None:
     assert result["peers"] == {"pp16": 1e9, "tg4": 1e9}
     assert result["copy_share"] > 0 and result["computing_share"] > 0
     assert result["host_memory"] > 0 and result["device_used"] is None and result["no_graph"] is None
+    token, *_, on_host = result["timelines"][0].splitlines()
+    assert token.startswith("one token, two layers: ") and on_host.startswith("CPU experts |") and "#" in on_host
+    assert f"N = 1: {token}" in done.stdout and "N = 1: a prompt of 16, two layers: " in done.stdout
     # It was there before.
     assert (artifact / "model.pte").exists() and (output / "1").is_symlink()
+
+
+def test_lanes() -> None:
+    """From the second of four layers to the fourth; a column in which little runs stays empty."""
+    spans = [Span("GPU", 0, 50), Span("GPU", 104, 105.2), Span("GPU", 299.95, 300.05)]
+    spans += [Span("CPU experts", begin, begin + 20) for begin in (50, 100, 200, 300)]
+    spans.sort(key=lambda span: span.begin)
+    assert window(spans, 2) == (100, 300) and window(spans, 4) == (0, 320)
+    title, device, on_host = draw("a token", spans, *window(spans, 2)).splitlines()
+    assert title == "a token: 200 us, 2.0 us for each column"
+    assert device == f"GPU         |{'  #':<100}| 1 us"
+    assert on_host == f"CPU experts |{10 * '#':<50}{10 * '#':<50}| 40 us"
 
 
 def test_a_folder_that_holds_something_else(artifact: Path, tiny: Path, tmp_path: Path, capfd: Any) -> None:

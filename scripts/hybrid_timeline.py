@@ -1,0 +1,91 @@
+"""When what runs while a program with experts on the host makes a step: a line of text for the GPU, the bus and the CPU each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ostinato.delegate.method_code import MethodCode
+
+DEVICE, TO_HOST, TO_DEVICE, CPU = "GPU", "GPU -> host", "host -> GPU", "CPU experts"
+LANES = (DEVICE, TO_HOST, TO_DEVICE, CPU)
+_ANCHOR = "ostinato: where two clocks meet"
+WIDTH = 100
+# Of a column, what must be busy for it to be marked.
+_SEEN = 0.1
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something runs from `begin` to `end`, in microseconds."""
+
+    lane: str
+    begin: float
+    end: float
+
+
+def record(step: Callable[[], object], device: torch.device) -> list[Span]:
+    """What ran in the step, in the order in which it began. On a CPU both sides are code that is called."""
+    calls: list[tuple[str, int, int]] = []
+    run_segment = MethodCode.run_segment
+
+    def timed(code: MethodCode, index: int, values: dict[int, torch.Tensor]) -> None:
+        begin = time.perf_counter_ns()
+        run_segment(code, index, values)
+        on_host = code.segments[index].on_host
+        if on_host or device.type == "cpu":
+            calls.append((CPU if on_host else DEVICE, begin, time.perf_counter_ns()))
+
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
+    with mock.patch.object(MethodCode, "run_segment", timed), profile(activities=activities) as profiler:
+        with record_function(_ANCHOR):
+            anchor = time.perf_counter_ns()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    events = profiler.events() or []
+    zero = next(event.time_range.start for event in events if event.name == _ANCHOR) - anchor / 1e3
+    spans = [Span(lane, zero + begin / 1e3, zero + end / 1e3) for lane, begin, end in calls]
+    for event in events:
+        if event.device_type == DeviceType.CUDA and not event.name.startswith(_ANCHOR):
+            spans.append(Span(_lane_of(event.name), event.time_range.start, event.time_range.end))
+    return sorted(spans, key=lambda span: span.begin)
+
+
+def _lane_of(name: str) -> str:
+    if name.startswith("Memcpy DtoH"):
+        return TO_HOST
+    return TO_DEVICE if name.startswith("Memcpy HtoD") else DEVICE
+
+
+def window(spans: Sequence[Span], layers: int) -> tuple[float, float]:
+    """From where the CPU begins with a layer in the middle, `layers` of them; all that there is where there are fewer."""
+    begins = [span.begin for span in spans if span.lane == CPU]
+    if len(begins) <= layers:
+        return min(span.begin for span in spans), max(span.end for span in spans)
+    first = (len(begins) - layers) // 2
+    return begins[first], begins[first + layers]
+
+
+def draw(title: str, spans: Sequence[Span], begin: float, end: float) -> str:
+    """Lanes of WIDTH columns from `begin` to `end`; those in which nothing runs are left out."""
+    column = (end - begin) / WIDTH
+    lines = [f"{title}: {end - begin:,.0f} us, {column:,.1f} us for each column"]
+    for lane in LANES:
+        busy = [0.0] * WIDTH
+        for span in spans:
+            if span.lane != lane:
+                continue
+            for index in range(WIDTH):
+                left = begin + index * column
+                busy[index] += max(0.0, min(span.end, left + column) - max(span.begin, left))
+        if any(busy):
+            marks = "".join("#" if time > _SEEN * column else " " for time in busy)
+            lines.append(f"{lane:<12}|{marks}| {sum(busy):,.0f} us")
+    return "\n".join(lines)
