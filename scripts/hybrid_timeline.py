@@ -1,4 +1,4 @@
-"""When what runs while a program with experts on the host makes a step: a line of text for the GPU, the bus and the CPU each."""
+"""When what runs in a step of a program with experts on the host: a line of text for the GPU, the bus and the CPU each."""
 
 from __future__ import annotations
 
