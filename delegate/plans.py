@@ -187,7 +187,7 @@ class Plan:
         this once, `stats.given_up` says so, and the plan must be released.
         """
         called, on_host = set(self._code.called), self._code.on_host
-        self.stats.called_because = {}
+        because: dict[int, str] = {}
         at, count = 0, len(self._code.segments)
         off_host = set(range(count)) - on_host
         # A piece ends where values leave for the host, so that they need not wait for the rest.
@@ -205,8 +205,7 @@ class Plan:
             else:
                 recorded = self._record(at, end(called | leaving))
                 if isinstance(recorded, Refusal):
-                    why = dict.fromkeys(recorded.segments, recorded.reason)
-                    self.stats.called_because = {**self.stats.called_because, **why}
+                    because |= dict.fromkeys(recorded.segments, recorded.reason)
                     called |= set(recorded.segments)
                     if recorded.no_memory:
                         self.stats.given_up = recorded.reason
@@ -220,6 +219,8 @@ class Plan:
             at = piece.last
         outputs = results_of(self._static, self._code.results, self._given_by_host)
         self._transfers.end()
+        # Not before: where a step fails half way, what was counted last still holds.
+        self.stats.called_because = because
         self._count()
         self.stats.launches += 1
         self._read_by_graphs = frozenset(number for piece in self._pieces if piece.graph for number in piece.takes)

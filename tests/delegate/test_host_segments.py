@@ -347,6 +347,23 @@ def test_a_device_that_is_behind(
         assert method.stats.replays == (10 if graphs else 0)
 
 
+def test_a_capture_that_fails_half_way_leaves_what_was_counted(mixed_artifact: Path) -> None:
+    """A segment is refused, and then one on the host raises: the plan's numbers are those of the last capture that ended."""
+    pair = Pair(mixed_artifact)
+    for _ in range(3):
+        pair.step()
+    (before,) = pair.method.stats.plans
+    pieces, called = before.pieces, before.called
+    pair.change_state()
+    with refusing({1}), failing(3), pytest.raises(StepError):
+        pair.method.execute(inputs_of(3, 1))
+    (after,) = pair.method.stats.plans
+    assert (after.pieces, after.called, after.called_because) == (pieces, called, {})
+    pair.reset()
+    pair.step()
+    pair.close()
+
+
 @dataclass(frozen=True)
 class Part:
     inputs: tuple[int, ...]
