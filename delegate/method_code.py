@@ -173,7 +173,7 @@ class MethodCode:
             if begun is not None:
                 # Something else has failed. Nobody may bind or close the code while it runs.
                 begun.exception()
-        self._read_last = [*read, *given.values()]
+            self._read_last = [*read, *given.values()]
         return results_of(values, self.results, given)
 
     def _begin(

@@ -261,30 +261,8 @@ def measured(
             computing_seconds=computing_seconds(program, plan, vocabulary),
             copy_speed=host_copy_speed(),
             no_graph=mode.fallback_reason("tg"),
-            timelines=timelines(model, plan, vocabulary) if timeline and layers else [],
+            timelines=hybrid_timeline.pictures(model, plan, vocabulary) if timeline and layers else [],
         )
-
-
-def timelines(model: Model, plan: Plan, vocabulary: int) -> list[str]:
-    """Two layers in the middle of a token, and of the first prompt."""
-    device = model.program.device
-    length = next(case.tokens for case in plan.cases if case.kind == "pp")
-    tokens = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(1)).tolist()
-
-    def prompt() -> None:
-        model.prefill(tokens)
-
-    def token() -> None:
-        model.decode_one_token([*tokens, 0])
-
-    found = []
-    for title, step in (("one token", token), (f"a prompt of {length}", prompt)):
-        prompt()
-        step()
-        spans = hybrid_timeline.record(step, device)
-        where = hybrid_timeline.window(spans, 2)
-        found.append(hybrid_timeline.draw(f"{title}, two layers", spans, *where))
-    return found
 
 
 def check(program: Program, artifact: Path, layers: int, device: str) -> None:

@@ -12,6 +12,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ostinato.delegate.method_code import MethodCode
+from ostinato.runner.bench import Plan
+from ostinato.runner.model import Model
 
 DEVICE, TO_HOST, TO_DEVICE, CPU = "GPU", "GPU -> host", "host -> GPU", "CPU experts"
 LANES = (DEVICE, TO_HOST, TO_DEVICE, CPU)
@@ -19,6 +21,26 @@ _ANCHOR = "ostinato: where two clocks meet"
 WIDTH = 100
 # Of a column, what must be busy for it to be marked.
 _SEEN = 0.1
+
+
+def pictures(model: Model, plan: Plan, vocabulary: int) -> list[str]:
+    """Two layers in the middle of a token, and of the plan's first prompt."""
+    length = next(case.tokens for case in plan.cases if case.kind == "pp")
+    tokens = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def prompt() -> None:
+        model.prefill(tokens)
+
+    def token() -> None:
+        model.decode_one_token([*tokens, 0])
+
+    found = []
+    for title, step in (("one token", token), (f"a prompt of {length}", prompt)):
+        prompt()
+        step()
+        spans = record(step, model.program.device)
+        found.append(draw(f"{title}, two layers", spans, *window(spans, 2)))
+    return found
 
 
 @dataclass(frozen=True)

@@ -153,10 +153,11 @@ def test_graphs_of_prompts(artifact: Get, tokens: dict[int, Tensor], expected: d
         assert (prefill.stats.replays, prefill.stats.fallbacks) == (len(lengths), 0)
 
 
-def test_many_steps(artifact: Get, reference: Reference, device: str) -> None:
+@pytest.mark.parametrize(("on_host", "on_gpu"), [(2, 2_000), (LAYERS, 100_000)])
+def test_many_steps(artifact: Get, reference: Reference, device: str, on_host: int, on_gpu: int) -> None:
     """Each conversation begins at position 0 again. Nothing falls back, and nothing is allocated for good."""
-    tokens, steps = reference.tokens(MAX_SEQ_LEN), 2_000 if device == "cpu" else 100_000
-    with load_program(artifact(LAYERS)) as program:
+    tokens, steps = reference.tokens(MAX_SEQ_LEN), 2_000 if device == "cpu" else on_gpu
+    with load_program(artifact(on_host)) as program:
         decode = program.load_method("decode", GRAPH)
 
         def step(index: int) -> Tensor:
@@ -171,9 +172,23 @@ def test_many_steps(artifact: Get, reference: Reference, device: str) -> None:
                 assert relative_error(logits, first[index % MAX_SEQ_LEN]) < TOLERANCE, index
         assert anonymous_memory() - before < 4 * MIB
         assert device == "cpu" or torch.cuda.memory_allocated() <= allocated
-        stats = decode.stats
+        stats, plan = decode.stats, decode.stats.last_plan
         assert (stats.phase, stats.captures, stats.fallbacks) == ("replay", 1, 0)
+        assert (plan.on_host, plan.captured, plan.pieces) == (on_host, 2 * on_host + 1, 3 * on_host + 1)
         assert stats.replays == MAX_SEQ_LEN + steps - stats.warmups - stats.captures
+
+
+@pytest.mark.parametrize("on_host", (2, LAYERS))
+def test_routed_experts_take_no_memory_of_the_gpu(artifact: Get, device: str, on_host: int) -> None:
+    with load_program(artifact(on_host)) as program:
+        decode = program.load_method("decode", GRAPH)
+        constants = decode._entry.record.constants
+        places = {key: decode._bound[name].device.type for name, key in constants.items() if ".mlp.experts." in key}
+        assert places == {
+            f"model.layers.{index}.mlp.experts.{name}": "cpu" if index < on_host else device
+            for index in range(LAYERS)
+            for name in ("gate_up_proj", "down_proj")
+        }
 
 
 @pytest.mark.parametrize("on_host", (0, 2, LAYERS))
