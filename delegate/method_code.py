@@ -7,6 +7,8 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,6 +21,25 @@ from .transfers import Sent, departures, needed_on_device, results_of, send_once
 
 # Bytes; compiled code loads up to 16 at a time.
 ALIGNMENT = 16
+
+
+@dataclass
+class _Step:
+    """The values of one step by their numbers, each until its last use.
+
+    Attributes:
+        values: on the device, and the method's inputs.
+        read: tensors of the device over the host's memory that work which is queued may still read.
+        hosted: on the host.
+        sent: on their way there.
+        given: of `values`, those over the host's memory which are not in `read` yet.
+    """
+
+    values: dict[int, torch.Tensor]
+    read: list[torch.Tensor]
+    hosted: dict[int, torch.Tensor] = field(default_factory=dict)
+    sent: dict[int, Sent] = field(default_factory=dict)
+    given: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class MethodCode:
@@ -71,8 +92,8 @@ class MethodCode:
         self._needed_on_device = needed_on_device(record.segments, self._on_host, record.results)
         self._departures = departures(record.segments, self._on_host)
         self._starts = starts(record.segments, self._on_host)
-        # Its thread begins when something is run on the host.
-        self._host = ThreadPoolExecutor(1, "ostinato-host")
+        # The thread begins when something is run on the host.
+        self._thread = ThreadPoolExecutor(1, "ostinato-queue")
         self._addresses: tuple[int, ...] = ()
         self._lent: list[torch.Tensor] = []
         # Values of the host that the last call's work may still be reading.
@@ -135,65 +156,75 @@ class MethodCode:
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One step: the segments in their order, each intermediate value freed after its last use.
 
-        A segment on the host runs on a thread of its own. It begins when the device has what it needs, and what the device
-        has to do besides is queued meanwhile.
+        A segment on the host begins when the device has what it needs. What the device has to do besides is queued meanwhile,
+        by another thread: operators of the host let Python go on.
         """
-        values: dict[int, torch.Tensor] = dict(enumerate(inputs))
-        # Of the host: what is there, and what is on its way.
-        hosted: dict[int, torch.Tensor] = {}
-        sent: dict[int, Sent] = {}
-        # Of the host, for the device to read: what will be read, and what all that reads it is queued for.
-        given: dict[int, torch.Tensor] = {}
-        read, self._read_last = self._read_last, []
-        begun: Future[dict[int, torch.Tensor]] | None = None
+        step = _Step(dict(enumerate(inputs)), self._read_last)
         try:
-            for index in range(len(self._containers)):
-                if index in self._on_host:
-                    there = (begun or self._begin(index, values, hosted, sent)).result()
-                    begun = None
-                    hosted.update(there)
-                    wanted = self._needed_on_device.intersection(self.segments[index].outputs)
-                    fresh = {number: to_device_once(there[number], self._device) for number in wanted}
-                    given |= fresh
-                    values |= fresh
-                else:
-                    self.run_segment(index, values)
-                leaving = self._departures.get(index)
-                if leaving is not None:
-                    sent |= dict.fromkeys(leaving, send_once({n: values[n] for n in leaving}, self._device, read))
-                    read = []
-                if index in self._starts:
-                    begun = self._begin(self._starts[index], values, hosted, sent)
-                for number in self._last_uses[index]:
-                    values.pop(number, None)
-                    hosted.pop(number, None)
-                    if number in given:
-                        read.append(given.pop(number))
+            index = 0
+            while index < len(self._containers):
+                host = index
+                if index not in self._on_host:
+                    self._queue(index, step)
+                    host = self._starts.get(index, index)
+                if host in self._on_host:
+                    self._run_on_host(host, range(index + 1, host), step)
+                index = host + 1
         finally:
-            if begun is not None:
-                # Something else has failed. Nobody may bind or close the code while it runs.
-                begun.exception()
-            self._read_last = [*read, *given.values()]
-        return results_of(values, self.results, given)
+            self._read_last = [*step.read, *step.given.values()]
+        return results_of(step.values, self.results, step.given)
 
-    def _begin(
-        self, index: int, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor], sent: dict[int, Sent]
-    ) -> Future[dict[int, torch.Tensor]]:
-        """Run a segment on what is on the host, or on its way there: what it gives, and what it took that others need too."""
-        taken: dict[int, torch.Tensor | Sent] = {}
-        for number in self.segments[index].inputs:
-            if number in sent:
-                taken[number] = sent.pop(number)
-            else:
-                # One of the method's inputs may be on the device.
-                taken[number] = hosted[number] if number in hosted else values[number].to(HOST)
+    def _queue(self, index: int, step: _Step) -> None:
+        """Queue a segment on the device, and the copies of what leaves for the host then."""
+        self.run_segment(index, step.values)
+        leaving = self._departures.get(index)
+        if leaving is not None:
+            sent = send_once({number: step.values[number] for number in leaving}, self._device, step.read)
+            step.sent |= dict.fromkeys(leaving, sent)
+            step.read = []
+        self._drop(index, step)
 
-        def run() -> dict[int, torch.Tensor]:
-            there = {n: value.arrived(n) if isinstance(value, Sent) else value for n, value in taken.items()}
+    def _run_on_host(self, index: int, besides: Sequence[int], step: _Step) -> None:
+        """Run a segment on what is on the host or on its way there, and queue those `besides` meanwhile."""
+        taken = self.segments[index].inputs
+        step.hosted |= {number: step.sent.pop(number).arrived(number) for number in taken if number in step.sent}
+        # One of the method's inputs may be on the device.
+        there = {n: step.hosted[n] if n in step.hosted else step.values[n].to(HOST) for n in taken}
+        queued = self._on_thread(besides, step) if besides else None
+        try:
             self.run_segment(index, there)
-            return there
+        finally:
+            if queued is not None:
+                # Nobody may bind or close the code while the other thread uses it.
+                queued.exception()
+        if queued is not None:
+            queued.result()
+        step.hosted.update(there)
+        wanted = self._needed_on_device.intersection(self.segments[index].outputs)
+        fresh = {number: to_device_once(there[number], self._device) for number in wanted}
+        step.given |= fresh
+        step.values |= fresh
+        self._drop(index, step)
 
-        return self._host.submit(run)
+    def _on_thread(self, indexes: Sequence[int], step: _Step) -> Future[None]:
+        """Queue these segments on the current stream, on another thread. It begins when this one lets Python go on."""
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        inference = torch.is_inference_mode_enabled()
+
+        def run() -> None:
+            with torch.inference_mode(inference), nullcontext() if stream is None else torch.cuda.stream(stream):
+                for index in indexes:
+                    self._queue(index, step)
+
+        return self._thread.submit(run)
+
+    def _drop(self, index: int, step: _Step) -> None:
+        """What no segment after this one needs."""
+        for number in self._last_uses[index]:
+            step.values.pop(number, None)
+            step.hosted.pop(number, None)
+            if number in step.given:
+                step.read.append(step.given.pop(number))
 
     def run_segment(self, index: int, values: dict[int, torch.Tensor]) -> None:
         """Run one segment on `values` by their numbers: adds what it gives, and drops what no later segment needs.
@@ -225,7 +256,7 @@ class MethodCode:
         if self._read_last and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._read_last = []
-        self._host.shutdown()
+        self._thread.shutdown()
         self._containers = []
         if self._stream is not None:
             self._stream.close()

@@ -1,6 +1,7 @@
 // What operators take and give: torch's tensors, through AOTInductor's C interface.
 #pragma once
 
+#include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <bit>
@@ -178,6 +179,31 @@ class Scratch {
     }
   };
   std::unique_ptr<T, Return> data_;
+};
+
+// Python's lock, open while this lives if the thread holds it: AOTInductor's containers run with it. So another thread of Python
+// queues a GPU's work while an operator computes. The process may be one without Python.
+class PythonGoesOn {
+ public:
+  PythonGoesOn() {
+    static const auto is_held = found<int()>("PyGILState_Check");
+    static const auto release = found<void*()>("PyEval_SaveThread");
+    if (is_held && release && is_held()) thread_ = release();
+  }
+  PythonGoesOn(const PythonGoesOn&) = delete;
+  PythonGoesOn& operator=(const PythonGoesOn&) = delete;
+  ~PythonGoesOn() {
+    static const auto take = found<void(void*)>("PyEval_RestoreThread");
+    if (thread_) take(thread_);
+  }
+
+ private:
+  template <typename Function>
+  static Function* found(const char* name) {
+    return reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
+  }
+
+  void* thread_ = nullptr;
 };
 
 // An operator's body, whose exceptions stay on this side of the C interface: torch says there only that a call failed.

@@ -3,14 +3,18 @@ CPU."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from ostinato.delegate import InputError, load_program
+from ostinato.delegate.method_code import MethodCode
 from ostinato.export import export_model
 
 from ..comparison import relative_error
@@ -138,6 +142,38 @@ def test_experts_on_both_sides(
         assert captured.stats.phase == "replay" and captured.stats.fallbacks == 0
         with pytest.raises(InputError, match=f"'streamed': values must lie in 0..{count}, got {count + 1}"):
             split.execute((*inputs[:2], torch.tensor([count + 1])))
+
+
+def test_the_device_gets_its_work_while_the_host_computes(artifact: Get, reference: Reference) -> None:
+    """The operator of the experts lets Python go on, which else goes from thread to thread only when a second has passed."""
+    begun: list[tuple[bool, float, float]] = []
+    run_segment = MethodCode.run_segment
+
+    def timed(code: MethodCode, index: int, values: dict[int, Tensor]) -> None:
+        begin = time.perf_counter()
+        run_segment(code, index, values)
+        begun.append((code.segments[index].on_host, begin, time.perf_counter()))
+
+    def beside() -> bool:
+        hosted = [(begin, end) for on_host, begin, end in begun if on_host]
+        queued = [begin for on_host, begin, _ in begun if not on_host]
+        return any(first < begin < last for first, last in hosted for begin in queued)
+
+    interval = sys.getswitchinterval()
+    with load_program(artifact(LAYERS)) as program:
+        prefill = program.load_method("prefill")
+        tokens = reference.tokens(200)
+        run(prefill, tokens, 0, 200)
+        sys.setswitchinterval(1.0)
+        try:
+            with mock.patch.object(MethodCode, "run_segment", timed):
+                for _ in range(50):
+                    run(prefill, tokens, 0, 200)
+                    if beside():
+                        return
+        finally:
+            sys.setswitchinterval(interval)
+    pytest.fail("nothing was queued while the host computed, in 50 prompts")
 
 
 @pytest.mark.parametrize("on_host", (2, LAYERS))

@@ -174,6 +174,7 @@ extern "C" AOTITorchError aoti_torch_cpu_experts(AtenTensorHandle x_, AtenTensor
                                                  AtenTensorHandle gate_up_, AtenTensorHandle* gate_up_scale,
                                                  AtenTensorHandle down_, AtenTensorHandle* down_scale, int32_t pinned,
                                                  AtenTensorHandle* result) {
+  PythonGoesOn goes_on;
   return guarded("experts", [&] {
     Tensor x(x_), gate_up_values(gate_up_);
     Weight gate_up{gate_up_values, Tensor(gate_up_scale)}, down{Tensor(down_), Tensor(down_scale)};
