@@ -117,29 +117,38 @@ class Result {
 
 // Large pieces of memory that nobody uses at present, by powers of two. They are never freed: the system would take them back, and
 // give them anew page by page, each by a fault of a microsecond or two. A prompt's operators spent up to two thirds of their time so.
+// A thread has one of each size to itself, which is in its core's caches.
 class Spare {
  public:
-  static constexpr size_t LEAST = size_t(1) << 16;
+  static constexpr size_t LEAST = size_t(1) << 15;
 
   static void* take(size_t bytes) {
-    Spare& spare = all();
     int power = power_of(bytes);
+    if (void* mine = std::exchange(own().pieces[power], nullptr)) return mine;
     {
-      std::lock_guard<std::mutex> lock(spare.mutex_);
-      if (Piece* first = spare.first_[power]) return std::exchange(spare.first_[power], first->next);
+      std::lock_guard<std::mutex> lock(all().mutex_);
+      if (Piece* first = all().first_[power]) return std::exchange(all().first_[power], first->next);
     }
     return std::aligned_alloc(64, size_t(1) << power);
   }
   static void give(void* memory, size_t bytes) {
-    Spare& spare = all();
-    std::lock_guard<std::mutex> lock(spare.mutex_);
-    Piece*& first = spare.first_[power_of(bytes)];
-    first = new (memory) Piece{first};
+    int power = power_of(bytes);
+    if (void*& mine = own().pieces[power]; mine == nullptr)
+      mine = memory;
+    else
+      all().put(memory, power);
   }
 
  private:
   struct Piece {
     Piece* next;
+  };
+  struct Own {
+    void* pieces[64] = {};
+    ~Own() {
+      for (int power = 0; power < 64; ++power)
+        if (pieces[power]) all().put(pieces[power], power);
+    }
   };
 
   static int power_of(size_t bytes) { return int(std::bit_width(bytes - 1)); }
@@ -147,6 +156,14 @@ class Spare {
   static Spare& all() {
     static Spare* made = new Spare;
     return *made;
+  }
+  static Own& own() {
+    static thread_local Own mine;
+    return mine;
+  }
+  void put(void* memory, int power) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    first_[power] = new (memory) Piece{first_[power]};
   }
 
   std::mutex mutex_;

@@ -1,5 +1,6 @@
 // The operators of experts/experts_cpu.py: the router's logits, and the chosen experts' layers, of which no others are read.
 #include <numeric>
+#include <optional>
 
 #include "../linear/product_cpu.h"
 #include "../linear/rows_cpu.h"
@@ -109,15 +110,16 @@ std::vector<Piece> pieces_of(const Routing& routing, const Weight& routed, bool 
   return pieces;
 }
 
-// silu(gate) * up of one block of LANES outputs, or of all where the halves do not begin at a block.
+// silu(gate) * up of one block of LANES outputs, or of all where the halves do not begin at a block. `next`: what comes then.
 template <typename Emit>
-void swiglu(const Piece& piece, const Inputs& x, int64_t block, const Emit& emit) {
+void swiglu(const Piece& piece, const Inputs& x, int64_t block, Block next, const Emit& emit) {
   int64_t half = piece.weight.rows / 2;
   if (half % LANES == 0) {
     alignas(64) float gate[MOST_ROWS * LANES], up[MOST_ROWS * LANES];
     ManyProducts both(piece.count);
-    multiply_block(piece.weight, x, block, piece.input, piece.input + piece.count, gate);
-    multiply_block(piece.weight, x, block + half / LANES, piece.input, piece.input + piece.count, up);
+    Block other{&piece.weight, block + half / LANES};
+    multiply_block(piece.weight, x, block, piece.input, piece.input + piece.count, gate, other);
+    multiply_block(piece.weight, x, other.index, piece.input, piece.input + piece.count, up, next);
     for (int64_t row = 0; row < piece.count; ++row)
       emit(row, block * LANES, silu(load(gate + row * LANES)) * load(up + row * LANES), LANES);
     return;
@@ -148,24 +150,72 @@ void swiglu_of(const std::vector<Piece>& pieces, const Inputs& x, int64_t each, 
   parallel(begins.back(), [&](int64_t task) {
     int64_t index = std::upper_bound(begins.begin(), begins.end(), task) - begins.begin() - 1;
     const Piece& piece = pieces[index];
-    swiglu(piece, x, task - begins[index], [&](int64_t row, int64_t column, Floats y, int64_t count) {
+    // Threads take neighbours together.
+    bool ends = task + 1 == begins[index + 1] && index + 1 < int64_t(pieces.size());
+    Block next = ends ? Block{&pieces[index + 1].weight, 0} : Block{&piece.weight, task + 1 - begins[index]};
+    swiglu(piece, x, task - begins[index], next, [&](int64_t row, int64_t column, Floats y, int64_t count) {
       emit(piece, row, column, y, count);
     });
   }, each);
 }
 
-// One block of outputs of all tokens, [tokens, LANES]: what the routed experts give, times their shares.
-void add_routed(const Routing& routing, const std::vector<Piece>& pieces, const Inputs& x, int64_t block, float* sums) {
+// The same for what the next weight meets, of several tokens, whose rows stand in their own order in `tokens`. A task has a few
+// blocks of one piece, and copies of its rows: what other cores have written comes from their caches, more slowly than a weight
+// comes from memory.
+void swiglu_of_prompt(const std::vector<Piece>& pieces, const Routing& routing, const Inputs& tokens, Inputs& results) {
+  if (pieces.empty()) return;
+  // As many outputs as the largest group of a weight.
+  constexpr int64_t TOGETHER = 128 / LANES;
+  int64_t half = pieces[0].weight.rows / 2, blocks = half % LANES ? 1 : half / LANES;
+  int64_t chunks = (blocks + TOGETHER - 1) / TOGETHER;
+  parallel(int64_t(pieces.size()) * chunks, [&](int64_t task) {
+    const Piece& whole = pieces[task / chunks];
+    Piece piece{whole.weight, 0, whole.count, whole.first};
+    Inputs rows(piece.weight, piece.count);
+    for (int64_t row = 0; row < piece.count; ++row) rows.take(row, tokens, routing.order[piece.first + row].token);
+    int64_t first = task % chunks * TOGETHER, last = std::min(blocks, first + TOGETHER), begin = first * LANES;
+    int64_t width = half % LANES ? half : (last - first) * LANES;
+    Scratch<float> hidden(piece.count * width);
+    ManyProducts all(piece.count);
+    for (int64_t block = first; block < last; ++block)
+      swiglu(piece, rows, block, Block{&piece.weight, block + 1}, [&](int64_t row, int64_t column, Floats y, int64_t count) {
+        Array{hidden, false}.store(row * width + column - begin, y, count);
+      });
+    for (int64_t row = 0; row < piece.count; ++row) results.put(piece.first + row, hidden + row * width, begin, width);
+  }, 64);
+}
+
+// Blocks `first` to `last` of the outputs of all tokens, [tokens, last - first, LANES]: what the routed experts give, times their
+// shares.
+void add_routed(const Routing& routing, const std::vector<Piece>& pieces, const Inputs& x, int64_t first, int64_t last,
+                float* sums) {
   alignas(64) float product[MOST_ROWS * LANES];
   ManyProducts all(routing.tokens);
   for (const Piece& piece : pieces) {
-    multiply_block(piece.weight, x, block, piece.input, piece.input + piece.count, product);
-    for (int64_t row = 0; row < piece.count; ++row) {
-      const Choice& choice = routing.order[piece.first + row];
-      float* to = sums + choice.token * LANES;
-      store(to, fma(load(product + row * LANES), broadcast(choice.share), load(to)));
+    const Piece& after = &piece == &pieces.back() ? piece : (&piece)[1];
+    for (int64_t block = first; block < last; ++block) {
+      Block next = block + 1 < last ? Block{&piece.weight, block + 1} : Block{&after.weight, first};
+      multiply_block(piece.weight, x, block, piece.input, piece.input + piece.count, product, next);
+      for (int64_t row = 0; row < piece.count; ++row) {
+        const Choice& choice = routing.order[piece.first + row];
+        float* to = sums + (choice.token * (last - first) + block - first) * LANES;
+        store(to, fma(load(product + row * LANES), broadcast(choice.share), load(to)));
+      }
     }
   }
+}
+
+// Calls work(first, last) for all blocks of outputs of several tokens, on all threads: two blocks at a time, which together fill
+// lines of the cache, and in the end one, so that the threads are done at the same time.
+template <typename Work>
+void for_pairs_of_blocks(int64_t blocks, const Work& work) {
+  int64_t pairs = std::max<int64_t>(0, blocks / 2 - thread_count());
+  parallel(blocks - pairs, [&](int64_t task) {
+    if (task < pairs)
+      work(2 * task, 2 * task + 2);
+    else
+      work(pairs + task, pairs + task + 1);
+  }, 64);
 }
 
 }  // namespace
@@ -178,33 +228,43 @@ extern "C" AOTITorchError aoti_torch_cpu_experts(AtenTensorHandle x_, AtenTensor
   return guarded("experts", [&] {
     Tensor x(x_), gate_up_values(gate_up_);
     Weight gate_up{gate_up_values, Tensor(gate_up_scale)}, down{Tensor(down_), Tensor(down_scale)};
-    Routing routing(Tensor(weights_), Tensor(chosen), gate_up_values.size(0));
-    int64_t tokens = x.size(0), pairs = routing.order.size(), inner = down.columns, columns = gate_up.columns;
+    int64_t tokens = x.size(0), inner = down.columns, columns = gate_up.columns;
     Result made({tokens, down.rows}, x.dtype, pinned);
     Array out = made.array();
-    // One token's row serves all of its experts.
+    Inputs inputs(gate_up, tokens);
+    std::optional<Routing> found;
+    auto route = [&] { found.emplace(Tensor(weights_), Tensor(chosen), gate_up_values.size(0)); };
+    auto of_token = [&](int64_t token, float* to) { to_floats(x.array().from(token * columns), columns, to); };
+    fill(inputs, columns, of_token, route);
+    const Routing& routing = *found;
+    int64_t pairs = routing.order.size();
     bool one = tokens == 1;
-    Inputs inputs(gate_up, one ? 1 : pairs);
-    fill_sorted(inputs, gate_up, routing, [&](int64_t token, float* to) {
-      to_floats(x.array().from(token * columns), columns, to);
-    });
+    std::vector<Piece> pieces = pieces_of(routing, gate_up, one);
     // In the routing's order.
-    Scratch<float> hidden(pairs * inner);
-    swiglu_of(pieces_of(routing, gate_up, one), inputs, one ? 3 : 64,
-              [&](const Piece& piece, int64_t row, int64_t column, Floats y, int64_t count) {
-                Array{hidden, false}.store((piece.first + row) * inner + column, y, count);
-              });
     Inputs middle(down, pairs);
-    fill(middle, inner, [&](int64_t row, float* to) { std::memcpy(to, hidden + row * inner, inner * sizeof(float)); });
-    std::vector<Piece> pieces = pieces_of(routing, down, false);
-    parallel(down.blocks(), [&](int64_t block) {
-      int64_t count = down.rows_of(block);
-      Scratch<float> sums(tokens * LANES);
-      std::memset(sums, 0, tokens * LANES * sizeof(float));
-      add_routed(routing, pieces, middle, block, sums);
+    if (one) {
+      Scratch<float> hidden(pairs * inner);
+      swiglu_of(pieces, inputs, 3, [&](const Piece& piece, int64_t row, int64_t column, Floats y, int64_t count) {
+        Array{hidden, false}.store((piece.first + row) * inner + column, y, count);
+      });
+      fill(middle, inner, [&](int64_t row, float* to) { std::memcpy(to, hidden + row * inner, inner * sizeof(float)); });
+    } else {
+      swiglu_of_prompt(pieces, routing, inputs, middle);
+    }
+    pieces = pieces_of(routing, down, false);
+    auto add_blocks = [&](int64_t first, int64_t last) {
+      int64_t wide = last - first;
+      Scratch<float> sums(tokens * wide * LANES);
+      std::memset(sums, 0, tokens * wide * LANES * sizeof(float));
+      add_routed(routing, pieces, middle, first, last, sums);
       for (int64_t token = 0; token < tokens; ++token)
-        out.store(token * down.rows + block * LANES, load(sums + token * LANES), count);
-    }, one ? 3 : 8);
+        for (int64_t block = first; block < last; ++block)
+          out.store(token * down.rows + block * LANES, load(sums + (token * wide + block - first) * LANES), down.rows_of(block));
+    };
+    if (one)
+      parallel(down.blocks(), [&](int64_t block) { add_blocks(block, block + 1); }, 3);
+    else
+      for_pairs_of_blocks(down.blocks(), add_blocks);
     made.give(result);
   });
 }
@@ -295,7 +355,7 @@ extern "C" AOTITorchError aoti_torch_cpu_experts_down(AtenTensorHandle hidden_, 
       int64_t count = routed.rows_of(block);
       Scratch<float> sums(tokens * LANES);
       std::memset(sums, 0, tokens * LANES * sizeof(float));
-      add_routed(routing, pieces, inputs, block, sums);
+      add_routed(routing, pieces, inputs, block, block + 1, sums);
       alignas(64) float product[MOST_ROWS * LANES];
       for (int64_t begin = 0; begin < shared_inputs.rows(); begin += MOST_ROWS) {
         int64_t end = std::min(tokens, begin + MOST_ROWS);

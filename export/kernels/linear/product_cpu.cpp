@@ -11,7 +11,7 @@ constexpr int TILE = 12, INT4_TILE = 12;
 constexpr int TILE = 5, INT4_TILE = 8;
 #endif
 // Bytes between what is multiplied and what is fetched: the hardware's own fetching ends at each page of 4 KB.
-constexpr int64_t AHEAD = 1024;
+constexpr int64_t AHEAD = 2048;
 
 // What is smaller counts as nothing: 127 over it would overflow.
 constexpr float LEAST_PEAK = 1e-30f;
@@ -22,7 +22,7 @@ int32_t word(const void* p) {
   return found;
 }
 
-void fetch(const void* p) { _mm_prefetch((const char*)p + AHEAD, _MM_HINT_T0); }
+void fetch(const void* p, int64_t ahead = AHEAD) { _mm_prefetch((const char*)p + ahead, _MM_HINT_T0); }
 
 #ifdef OSTINATO_AMX
 // From how many rows on tiles are faster. Four-bit weights meet tiles of bytes, whose sums become floats after each group: the
@@ -33,7 +33,7 @@ int64_t tiles_from(Format format, int64_t group) {
   if (format == Format::FLOAT32) return INT64_MAX;
   if (format == Format::BFLOAT16) return TILES_FROM;
   if (group < TILE_BYTES) return WIDE_TILES_FROM;
-  return group == TILE_BYTES ? 32 : 12;
+  return group == TILE_BYTES ? 32 : 8;
 }
 
 // A panel of four-bit weights as one of bfloat16.
@@ -84,72 +84,74 @@ Weight Weight::expert(int64_t index) const {
 }
 
 Inputs::Inputs(const Weight& weight, int64_t rows, [[maybe_unused]] int64_t more)
-    : format_(weight.format), rows_(rows), columns_(weight.columns), group_(weight.group) {
+    : format_(weight.format),
+      rows_(rows),
+      columns_(weight.columns),
+      stride_((weight.columns + 63) / 64 * 64 + 64),
+      group_(weight.group) {
 #ifdef OSTINATO_AMX
-  // What the last tile has beyond the last row counts for nothing, but is read.
+  // What the last tile has beyond the last row is read and counts for nothing.
   int64_t room = rows + TILE_ROWS;
 #else
   int64_t room = rows;
 #endif
 #ifdef OSTINATO_AMX
-  if (format_ == Format::INT4 && group_ < TILE_BYTES && std::max(rows, more) >= WIDE_TILES_FROM) halves_.reserve(room * columns_);
+  if (format_ == Format::INT4 && group_ < TILE_BYTES && std::max(rows, more) >= WIDE_TILES_FROM) halves_.reserve(room * stride_);
 #endif
   if (format_ == Format::INT4) {
-    bytes_.reserve(room * columns_);
+    bytes_.reserve(room * stride_);
     scales_.reserve(room * (columns_ / group_));
     offsets_.reserve(room * (columns_ / group_));
-    std::memset(bytes_ + rows * columns_, 0, (room - rows) * columns_);
+    // Others than zeros might be slow: denormal ones.
     std::memset(scales_ + rows * (columns_ / group_), 0, (room - rows) * (columns_ / group_) * sizeof(float));
-    std::memset(offsets_ + rows * (columns_ / group_), 0, (room - rows) * (columns_ / group_) * sizeof(int32_t));
 #ifdef __AVX512BF16__
   } else if (format_ == Format::BFLOAT16) {
-    halves_.reserve(room * columns_);
+    halves_.reserve(room * stride_);
 #endif
   } else {
     floats_.reserve(rows * columns_);
   }
-  if (halves_) std::memset(halves_ + rows * columns_, 0, (room - rows) * columns_ * sizeof(bfloat16));
 }
 
-void Inputs::put(int64_t row, const float* x) {
-  if (floats_) std::memcpy(floats_ + row * columns_, x, columns_ * sizeof(float));
+void Inputs::put(int64_t row, const float* x, int64_t begin, int64_t count) {
+  if (floats_) std::memcpy(floats_ + row * columns_ + begin, x, count * sizeof(float));
   if (halves_) {
-    Array to{halves_ + row * columns_, true};
-    for (int64_t i = 0; i < columns_; i += LANES) to.store(i, Array{(void*)x, false}.load(i, columns_ - i), columns_ - i);
+    Array to{halves_ + row * stride_ + begin, true};
+    for (int64_t i = 0; i < count; i += LANES) to.store(i, Array{(void*)x, false}.load(i, count - i), count - i);
   }
   if (!bytes_) return;
-  for (int64_t begin = 0; begin < columns_; begin += group_) {
+  for (int64_t at = begin; at < begin + count; at += group_, x += group_) {
     // What is infinite or NaN is NaN less itself.
     Floats most = zeros(), strange = zeros();
-    for (int64_t i = begin; i < begin + group_; i += LANES) {
+    for (int64_t i = 0; i < group_; i += LANES) {
       Floats value = load(x + i);
       most = maximum(magnitude(value), most);
       strange = strange + (value - value);
     }
     float peak = largest(most) + sum(strange), inverse = peak > LEAST_PEAK ? 127 / peak : 0;
     Floats total = zeros();
-    for (int64_t i = begin; i < begin + group_; i += LANES) {
+    for (int64_t i = 0; i < group_; i += LANES) {
       Floats whole = rounded(load(x + i) * broadcast(inverse));
-      store_bytes(bytes_ + row * columns_ + i, whole);
+      store_bytes(bytes_ + row * stride_ + at + i, whole);
       total = total + whole;
     }
-    int64_t at = row * (columns_ / group_) + begin / group_;
-    scales_[at] = peak / 127;
+    int64_t group = row * (columns_ / group_) + at / group_;
+    scales_[group] = peak / 127;
     // Weights are stored with 8 added.
-    offsets_[at] = peak == peak ? int32_t(8 * sum(total)) : 0;
+    offsets_[group] = peak == peak ? int32_t(8 * sum(total)) : 0;
   }
 }
 
 void Inputs::take(int64_t row, const Inputs& from, int64_t from_row) {
-  auto copy = [&](const auto& to, const auto& of, int64_t count) {
-    if (to) std::memcpy(to + row * count, of + from_row * count, count * sizeof(*to));
+  auto copy = [&](const auto& to, const auto& of, int64_t count, int64_t stride) {
+    if (to) std::memcpy(to + row * stride, of + from_row * stride, count * sizeof(*to));
   };
   int64_t groups = bytes_ ? columns_ / group_ : 0;
-  copy(floats_, from.floats_, columns_);
-  copy(halves_, from.halves_, columns_);
-  copy(bytes_, from.bytes_, columns_);
-  copy(scales_, from.scales_, groups);
-  copy(offsets_, from.offsets_, groups);
+  copy(floats_, from.floats_, columns_, columns_);
+  copy(halves_, from.halves_, columns_, stride_);
+  copy(bytes_, from.bytes_, columns_, stride_);
+  copy(scales_, from.scales_, groups, groups);
+  copy(offsets_, from.offsets_, groups, groups);
 }
 
 // `tile<M>` multiplies M rows of inputs with a block of LANES rows of the weight.
@@ -157,10 +159,17 @@ struct BlockProduct {
   const Weight& weight;
   const Inputs& x;
   int64_t block;
+  Block next;
+
+  // From what is multiplied at `at` to what is to be fetched meanwhile: in the end of a block that is the next one.
+  int64_t ahead(const void* at) const {
+    const char* end = weight.values_of(block + 1);
+    return (const char*)at + AHEAD < end ? AHEAD : AHEAD + (next.weight->values_of(next.index) - end);
+  }
 
   template <int M>
   void float32(int64_t row, float* out) const {
-    const float* w = (const float*)weight.values + block * LANES * weight.columns;
+    const float* w = (const float*)weight.values_of(block);
     const float* in = x.floats_ + row * weight.columns;
     Floats acc[M];
     for (int m = 0; m < M; ++m) acc[m] = zeros();
@@ -175,17 +184,17 @@ struct BlockProduct {
 
   template <int M>
   void bfloat16s(int64_t row, float* out) const {
-    const bfloat16* w = (const bfloat16*)weight.values + block * LANES * weight.columns;
+    const bfloat16* w = (const bfloat16*)weight.values_of(block);
     Floats acc[M];
     for (int m = 0; m < M; ++m) acc[m] = zeros();
 #ifdef __AVX512BF16__
-    const bfloat16* in = x.halves_ + row * weight.columns;
+    const bfloat16* in = x.halves_ + row * x.stride_;
     for (int64_t k = 0; k < weight.columns; k += 2, w += 2 * LANES) {
       fetch(w);
       __m512bh pairs = (__m512bh)_mm512_loadu_si512(w);
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
-        __m512i pair = _mm512_set1_epi32(word(in + m * weight.columns + k));
+        __m512i pair = _mm512_set1_epi32(word(in + m * x.stride_ + k));
         acc[m].v = _mm512_dpbf16_ps(acc[m].v, pairs, (__m512bh)pair);
       }
     }
@@ -208,13 +217,16 @@ struct BlockProduct {
   template <int M>
   void int4(int64_t row, float* out) const {
     int64_t columns = weight.columns, groups = columns / weight.group;
-    const uint8_t* w = (const uint8_t*)weight.values + block * LANES * (columns / 2);
-    const bfloat16* scale = weight.scale + block * LANES * groups;
-    const int8_t* in = x.bytes_ + row * columns;
+    const uint8_t* w = (const uint8_t*)weight.values_of(block);
+    const bfloat16* scale = weight.scale_of(block);
+    const int8_t* in = x.bytes_ + row * x.stride_;
     const float* in_scale = x.scales_ + row * groups;
     const int32_t* in_offset = x.offsets_ + row * groups;
     std::memset(out, 0, M * LANES * sizeof(float));
+    const bfloat16* next_scale = next.weight->scale_of(next.index);
     for (int64_t group = 0; group < groups; ++group, scale += LANES) {
+      fetch(next_scale + group * LANES, 0);
+      int64_t distance = ahead(w + group * weight.group * (LANES / 2));
       // Register by register, so that the sums of M rows and nothing else fill the registers.
       for (int64_t lane = 0; lane < LANES; lane += REGISTER_LANES) {
         const uint8_t* from = w + group * weight.group * (LANES / 2) + lane * 4;
@@ -226,13 +238,13 @@ struct BlockProduct {
           for (int m = 0; m < M; ++m) sums[m] = all_words(0);
 #pragma GCC unroll 4
           for (int64_t k = 0; k < 32; k += 8, from += 64, bytes += 8) {
-            fetch(from);
+            fetch(from, distance);
             Register both = load_register(from), nibbles = low_nibbles(both);
 #pragma GCC unroll 16
-            for (int m = 0; m < M; ++m) sums[m] = add_dot(sums[m], nibbles, all_words(word(bytes + m * columns)));
+            for (int m = 0; m < M; ++m) sums[m] = add_dot(sums[m], nibbles, all_words(word(bytes + m * x.stride_)));
             nibbles = high_nibbles(both);
 #pragma GCC unroll 16
-            for (int m = 0; m < M; ++m) sums[m] = add_dot(sums[m], nibbles, all_words(word(bytes + m * columns + 4)));
+            for (int m = 0; m < M; ++m) sums[m] = add_dot(sums[m], nibbles, all_words(word(bytes + m * x.stride_ + 4)));
           }
 #pragma GCC unroll 16
           for (int m = 0; m < M; ++m) total[m] = add_words(total[m], wide(sums[m]));
@@ -274,14 +286,13 @@ struct BlockProduct {
     }
     int64_t columns = weight.columns;
     Scratch<bfloat16> wide(int4 ? columns * LANES : 0);
-    const bfloat16* panel = (const bfloat16*)weight.values + block * LANES * columns;
+    const bfloat16* panel = (const bfloat16*)weight.values_of(block);
     if (int4) {
-      const uint8_t* w = (const uint8_t*)weight.values + block * LANES * (columns / 2);
-      widen_panel(w, weight.scale + block * LANES * (columns / weight.group), columns, weight.group, wide);
+      widen_panel((const uint8_t*)panel, weight.scale_of(block), columns, weight.group, wide);
       panel = wide;
     }
     int64_t tiles = (end - begin + TILE_ROWS - 1) / TILE_ROWS;
-    multiply_all_tiles(tiles, x.halves_ + begin * columns, columns, panel, columns, out, LANES, false);
+    multiply_all_tiles(tiles, x.halves_ + begin * x.stride_, x.stride_, panel, columns, out, LANES, false);
     return true;
   }
 
@@ -297,64 +308,84 @@ struct BlockProduct {
   }
 
   // COUNT tiles of rows. The tiles' sums are whole numbers, which become floats after each group.
+  //
+  // A tile is loaded from memory, and not before what was stored there has left the processor's queue of stores. So the bytes of a
+  // weight are made DEPTH parts before they are loaded (more than one made no difference), and a group's sums become floats when the
+  // next group is under way.
   template <int COUNT>
   void byte_tiles(int64_t row, float* out) const {
-    int64_t columns = weight.columns, groups = columns / weight.group, next = TILE_ROWS * columns;
-    const uint8_t* w = (const uint8_t*)weight.values + block * LANES * (columns / 2);
-    const bfloat16* scale = weight.scale + block * LANES * groups;
-    const int8_t* in = x.bytes_ + row * columns;
+    constexpr int64_t PART = TILE_BYTES * LANES, DEPTH = 1, RING = 2;
+    int64_t columns = weight.columns, groups = columns / weight.group, tile_bytes = TILE_ROWS * x.stride_;
+    int64_t parts = columns / TILE_BYTES, together = weight.group / TILE_BYTES;
+    const uint8_t* w = (const uint8_t*)weight.values_of(block);
+    const bfloat16* scale = weight.scale_of(block);
+    const int8_t* in = x.bytes_ + row * x.stride_;
     const float* in_scale = x.scales_ + row * groups;
-    const int32_t* in_offset = x.offsets_ + row * groups;
-    alignas(64) uint8_t nibbles[2 * TILE_BYTES * LANES];
-    alignas(64) int32_t words[COUNT][TILE_ROWS * LANES];
+    alignas(64) uint8_t bytes[RING][PART];
+    alignas(64) int32_t words[2][COUNT][TILE_ROWS * LANES];
     Floats sums[COUNT][TILE_ROWS];
     for (int tile = 0; tile < COUNT; ++tile)
       for (int m = 0; m < TILE_ROWS; ++m) sums[tile][m] = zeros();
-    for (int64_t group = 0; group < groups; ++group, scale += LANES) {
-      _tile_zero(0);
-      if constexpr (COUNT > 1) _tile_zero(1);
-      if constexpr (COUNT > 2) _tile_zero(2);
-      if constexpr (COUNT > 3) _tile_zero(3);
-      for (int64_t part = 0; part < weight.group; part += TILE_BYTES, in += TILE_BYTES) {
-        uint8_t* half = nibbles + part % (2 * TILE_BYTES) * LANES;
-#pragma GCC unroll 4
-        for (uint8_t* to = half; to < half + TILE_BYTES * LANES; to += 2 * TILE_BYTES, w += TILE_BYTES) {
-          fetch(w);
-          Register both = load_register(w);
-          _mm512_store_si512(to, low_nibbles(both));
-          _mm512_store_si512(to + TILE_BYTES, high_nibbles(both));
-        }
-        asm volatile("" ::: "memory");
-        _tile_loadd(4, half, TILE_BYTES);
-        _tile_loadd(5, in, columns);
-        _tile_dpbsud(0, 5, 4);
-        if constexpr (COUNT > 1) {
-          _tile_loadd(6, in + next, columns);
-          _tile_dpbsud(1, 6, 4);
-        }
-        if constexpr (COUNT > 2) {
-          _tile_loadd(7, in + 2 * next, columns);
-          _tile_dpbsud(2, 7, 4);
-        }
-        if constexpr (COUNT > 3) {
-          _tile_loadd(5, in + 3 * next, columns);
-          _tile_dpbsud(3, 5, 4);
-        }
+    // A number n that is stored as n + 8 in four bits becomes 16 n in eight.
+    auto signed_bytes = [](__m512i nibbles) {
+      return _mm512_ternarylogic_epi32(nibbles, _mm512_set1_epi8(-16), _mm512_set1_epi8(-128), 0x6A);
+    };
+    auto unpack = [&](int64_t part) {
+      const uint8_t* from = w + part * (PART / 2);
+      uint8_t* to = bytes[part % RING];
+      int64_t distance = ahead(from);
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < PART / 2; i += 64) {
+        fetch(from + i, distance);
+        __m512i both = _mm512_loadu_si512(from + i);
+        _mm512_store_si512(to + 2 * i, signed_bytes(_mm512_slli_epi16(both, 4)));
+        _mm512_store_si512(to + 2 * i + 64, signed_bytes(both));
       }
-      _tile_stored(0, words[0], TILE_BYTES);
-      if constexpr (COUNT > 1) _tile_stored(1, words[1], TILE_BYTES);
-      if constexpr (COUNT > 2) _tile_stored(2, words[2], TILE_BYTES);
-      if constexpr (COUNT > 3) _tile_stored(3, words[3], TILE_BYTES);
-      Floats factor = load(scale);
+    };
+    auto add = [&](int64_t group) {
+      Floats factor = load(scale + group * LANES) * broadcast(1 / 16.f);
 #pragma GCC unroll 4
       for (int tile = 0; tile < COUNT; ++tile)
 #pragma GCC unroll 16
         for (int m = 0; m < TILE_ROWS; ++m) {
-          int64_t at = (tile * TILE_ROWS + m) * groups + group;
-          __m512i whole = _mm512_sub_epi32(_mm512_load_si512(words[tile] + m * LANES), _mm512_set1_epi32(in_offset[at]));
-          sums[tile][m] = fma({_mm512_cvtepi32_ps(whole)}, factor * broadcast(in_scale[at]), sums[tile][m]);
+          Floats whole = {_mm512_cvtepi32_ps(_mm512_load_si512(words[group % 2][tile] + m * LANES))};
+          sums[tile][m] = fma(whole, factor * broadcast(in_scale[(tile * TILE_ROWS + m) * groups + group]), sums[tile][m]);
         }
+    };
+    for (int64_t part = 0; part < std::min(DEPTH, parts); ++part) unpack(part);
+    const bfloat16* next_scale = next.weight->scale_of(next.index);
+    for (int64_t group = 0, part = 0; group < groups; ++group) {
+      fetch(next_scale + group * LANES, 0);
+      _tile_zero(0);
+      if constexpr (COUNT > 1) _tile_zero(1);
+      if constexpr (COUNT > 2) _tile_zero(2);
+      if constexpr (COUNT > 3) _tile_zero(3);
+      for (int64_t end = part + together; part < end; ++part, in += TILE_BYTES) {
+        asm volatile("" ::: "memory");
+        _tile_loadd(4, bytes[part % RING], TILE_BYTES);
+        _tile_loadd(5, in, x.stride_);
+        _tile_dpbssd(0, 5, 4);
+        if constexpr (COUNT > 1) {
+          _tile_loadd(6, in + tile_bytes, x.stride_);
+          _tile_dpbssd(1, 6, 4);
+        }
+        if constexpr (COUNT > 2) {
+          _tile_loadd(7, in + 2 * tile_bytes, x.stride_);
+          _tile_dpbssd(2, 7, 4);
+        }
+        if constexpr (COUNT > 3) {
+          _tile_loadd(5, in + 3 * tile_bytes, x.stride_);
+          _tile_dpbssd(3, 5, 4);
+        }
+        if (part + DEPTH < parts) unpack(part + DEPTH);
+      }
+      if (group) add(group - 1);
+      _tile_stored(0, words[group % 2][0], TILE_BYTES);
+      if constexpr (COUNT > 1) _tile_stored(1, words[group % 2][1], TILE_BYTES);
+      if constexpr (COUNT > 2) _tile_stored(2, words[group % 2][2], TILE_BYTES);
+      if constexpr (COUNT > 3) _tile_stored(3, words[group % 2][3], TILE_BYTES);
     }
+    add(groups - 1);
     for (int tile = 0; tile < COUNT; ++tile)
       for (int m = 0; m < TILE_ROWS; ++m) store(out + (tile * TILE_ROWS + m) * LANES, sums[tile][m]);
   }
@@ -366,11 +397,11 @@ struct BlockProduct {
     int64_t columns = weight.columns;
     if (weight.format != Format::INT4) {
       Array values{(void*)w, weight.format == Format::BFLOAT16};
-      Array in = x.floats_ ? Array{x.floats_ + row * columns, false} : Array{x.halves_ + row * columns, true};
+      Array in = x.floats_ ? Array{x.floats_ + row * columns, false} : Array{x.halves_ + row * x.stride_, true};
       return dot(values, in, columns);
     }
     int64_t groups = columns / weight.group;
-    const int8_t* in = x.bytes_ + row * columns;
+    const int8_t* in = x.bytes_ + row * x.stride_;
     float total = 0;
     for (int64_t group = 0; group < groups; ++group) {
       int32_t dot = -x.offsets_[row * groups + group];
@@ -384,8 +415,9 @@ struct BlockProduct {
   }
 };
 
-void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_t begin, int64_t end, float* out) {
-  BlockProduct product{weight, x, block};
+void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_t begin, int64_t end, float* out,
+                    std::optional<Block> next) {
+  BlockProduct product{weight, x, block, next.value_or(Block{&weight, block + 1})};
   if (block * LANES >= weight.panel_rows) {
     for (int64_t row = begin; row < end; ++row)
       for (int64_t lane = 0; lane < weight.rows_of(block); ++lane)

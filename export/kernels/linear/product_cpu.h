@@ -28,6 +28,14 @@ struct Weight {
   // Blocks of LANES rows; the last one may have fewer.
   int64_t blocks() const { return (rows + LANES - 1) / LANES; }
   int64_t rows_of(int64_t block) const { return std::min(LANES, rows - block * LANES); }
+  const char* values_of(int64_t block) const { return values + block * LANES * row_bytes(); }
+  const bfloat16* scale_of(int64_t block) const { return scale ? scale + block * LANES * (columns / group) : nullptr; }
+};
+
+// A block of a weight.
+struct Block {
+  const Weight* weight;
+  int64_t index;
 };
 
 // Rows of inputs, in the forms in which they meet a weight: float32, bfloat16, or bytes with a scale per group.
@@ -38,16 +46,18 @@ class Inputs {
 
   int64_t rows() const { return rows_; }
   // Write a row, of as many elements as the weight has columns.
-  void put(int64_t row, const float* x);
+  void put(int64_t row, const float* x) { put(row, x, 0, columns_); }
+  // Write `count` elements of a row from `begin` on, both multiples of the weight's groups.
+  void put(int64_t row, const float* x, int64_t begin, int64_t count);
   // Copy a row of others that were made for the same weight.
   void take(int64_t row, const Inputs& from, int64_t from_row);
 
  private:
-  friend void multiply_block(const Weight&, const Inputs&, int64_t, int64_t, int64_t, float*);
+  friend void multiply_block(const Weight&, const Inputs&, int64_t, int64_t, int64_t, float*, std::optional<Block>);
   friend struct BlockProduct;
 
   Format format_;
-  int64_t rows_, columns_, group_;
+  int64_t rows_, columns_, stride_, group_;
   Scratch<float> floats_;
   Scratch<bfloat16> halves_;
   Scratch<int8_t> bytes_;
@@ -56,8 +66,10 @@ class Inputs {
 };
 
 // Rows `begin` to `end` of x times the rows of one block of the weight: out [end - begin, LANES], with room for MOST_ROWS. What is
-// behind the last row is overwritten; lanes that the last block does not have stay uninitialised.
-void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_t begin, int64_t end, float* out);
+// behind the last row is overwritten; lanes that the last block does not have stay uninitialised. `next`: the block that this thread
+// will read then, which is fetched from memory meanwhile; else the one behind.
+void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_t begin, int64_t end, float* out,
+                    std::optional<Block> next = {});
 
 // While it lives, products of several rows keep on this thread what they set up for each block.
 class ManyProducts {
@@ -74,18 +86,26 @@ class ManyProducts {
 #endif
 };
 
-// Fills inputs from load(row, float*), rows side by side.
-template <typename Load>
-void fill(Inputs& inputs, int64_t columns, const Load& load) {
-  // About a microsecond's work for a task, which is what handing it over costs.
-  int64_t together = std::max<int64_t>(1, 16384 / columns), rows = inputs.rows();
-  parallel((rows + together - 1) / together, [&](int64_t task) {
+// Fills inputs from load(row, float*), rows side by side, and meanwhile calls `besides`.
+template <typename Load, typename Besides>
+void fill(Inputs& inputs, int64_t columns, const Load& load, const Besides& besides) {
+  // A few microseconds' work for a task: handing it over costs one.
+  int64_t together = std::max<int64_t>(1, 8192 / columns), rows = inputs.rows(), tasks = (rows + together - 1) / together;
+  auto fill_rows = [&](int64_t task) {
     Scratch<float> x(columns);
     for (int64_t row = task * together; row < std::min(rows, (task + 1) * together); ++row) {
       load(row, x);
       inputs.put(row, x);
     }
-  });
+  };
+  if (tasks > 1) return parallel(1 + tasks, [&](int64_t task) { task ? fill_rows(task - 1) : besides(); }, 64);
+  besides();
+  if (tasks) fill_rows(0);
+}
+
+template <typename Load>
+void fill(Inputs& inputs, int64_t columns, const Load& load) {
+  fill(inputs, columns, load, [] {});
 }
 
 // Rows that meet a block at a time: with AMX more, since four-bit weights are made bfloat16 for them each time.
@@ -131,8 +151,8 @@ void multiply_pairs(const Weight& weight, const Inputs& x, const Emit& emit) {
     int64_t blocks = half / LANES;
     for_blocks(blocks, x.rows(), [&](int64_t block, int64_t begin, int64_t end) {
       alignas(64) float gate[MOST_ROWS * LANES], up[MOST_ROWS * LANES];
-      multiply_block(weight, x, block, begin, end, gate);
-      multiply_block(weight, x, block + blocks, begin, end, up);
+      multiply_block(weight, x, block, begin, end, gate, Block{&weight, block + blocks});
+      multiply_block(weight, x, block + blocks, begin, end, up, Block{&weight, block + 1});
       for (int64_t row = begin; row < end; ++row) {
         int64_t at = (row - begin) * LANES;
         emit(row, block * LANES, load(gate + at), load(up + at), LANES);
