@@ -17,7 +17,7 @@ from .errors import ArtifactError, first_line
 from .loading import free_tensors
 from .streaming import ConstantStream, StreamBuffers
 from .torch_internals import Container, bind_constants, load_container, run_container
-from .transfers import Sent, departures, needed_on_device, results_of, send_once, starts, to_device_once
+from .transfers import PinnedPool, Sent, departures, needed_on_device, results_of, starts, to_device_once
 
 # Bytes; compiled code loads up to 16 at a time.
 ALIGNMENT = 16
@@ -29,10 +29,10 @@ class _Step:
 
     Attributes:
         values: on the device, and the method's inputs.
-        read: tensors of the device over the host's memory that work which is queued may still read.
+        read: memory of the host that work which is queued on the device may still read.
         hosted: on the host.
-        sent: on their way there.
-        given: of `values`, those over the host's memory which are not in `read` yet.
+        sent: those that the device sends or has sent there.
+        given: of `values`, those over the host's memory: that memory, until it is in `read`.
     """
 
     values: dict[int, torch.Tensor]
@@ -86,12 +86,15 @@ class MethodCode:
         streamed = [index for index, segment in enumerate(record.segments) if segment.is_streamed]
         # Place among the streamed segments, by the segment's index.
         self._streamed = {index: place for place, index in enumerate(streamed)}
+        # The method's input that says how much of them.
+        self._streamed_by = record.segments[streamed[0]].streamed_by if streamed else None
         self._stream: ConstantStream | None = None
         not_captured = (i for i, segment in enumerate(record.segments) if segment.is_streamed or not segment.capture)
         self._called = self._on_host.union(not_captured)
         self._needed_on_device = needed_on_device(record.segments, self._on_host, record.results)
         self._departures = departures(record.segments, self._on_host)
         self._starts = starts(record.segments, self._on_host)
+        self._pool = PinnedPool(device)
         # The thread begins when something is run on the host.
         self._thread = ThreadPoolExecutor(1, "ostinato-queue")
         self._addresses: tuple[int, ...] = ()
@@ -153,12 +156,19 @@ class MethodCode:
         """Of all constants and buffers; the same object until the next `bind`."""
         return self._addresses
 
+    def start(self, inputs: Sequence[torch.Tensor]) -> None:
+        """At the begin of a step: queue the first copies of constants that stream through the device."""
+        if self._stream is not None and self._streamed_by is not None:
+            # It may wait for the device.
+            self._stream.start(int(inputs[self._streamed_by]))
+
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One step: the segments in their order, each intermediate value freed after its last use.
 
         A segment on the host begins when the device has what it needs. What the device has to do besides is queued meanwhile,
         by another thread: operators of the host let Python go on.
         """
+        self.start(inputs)
         step = _Step(dict(enumerate(inputs)), self._read_last)
         try:
             index = 0
@@ -179,7 +189,7 @@ class MethodCode:
         self.run_segment(index, step.values)
         leaving = self._departures.get(index)
         if leaving is not None:
-            sent = send_once({number: step.values[number] for number in leaving}, self._device, step.read)
+            sent = Sent({n: step.values[n] for n in leaving}, self._device, step.read, self._pool)
             step.sent |= dict.fromkeys(leaving, sent)
             step.read = []
         self._drop(index, step)
@@ -187,7 +197,8 @@ class MethodCode:
     def _run_on_host(self, index: int, besides: Sequence[int], step: _Step) -> None:
         """Run a segment on what is on the host or on its way there, and queue those `besides` meanwhile."""
         taken = self.segments[index].inputs
-        step.hosted |= {number: step.sent.pop(number).arrived(number) for number in taken if number in step.sent}
+        away = [number for number in taken if number in step.sent and number not in step.hosted]
+        step.hosted |= {number: step.sent[number].arrived(number) for number in away}
         # One of the method's inputs may be on the device.
         there = {n: step.hosted[n] if n in step.hosted else step.values[n].to(HOST) for n in taken}
         queued = self._on_thread(besides, step) if besides else None
@@ -201,9 +212,8 @@ class MethodCode:
             queued.result()
         step.hosted.update(there)
         wanted = self._needed_on_device.intersection(self.segments[index].outputs)
-        fresh = {number: to_device_once(there[number], self._device) for number in wanted}
-        step.given |= fresh
-        step.values |= fresh
+        for number in wanted:
+            step.values[number], step.given[number] = to_device_once(there[number], self._device)
         self._drop(index, step)
 
     def _on_thread(self, indexes: Sequence[int], step: _Step) -> Future[None]:
@@ -223,6 +233,8 @@ class MethodCode:
         for number in self._last_uses[index]:
             step.values.pop(number, None)
             step.hosted.pop(number, None)
+            if number in step.sent:
+                step.sent.pop(number).done(number)
             if number in step.given:
                 step.read.append(step.given.pop(number))
 
@@ -236,10 +248,7 @@ class MethodCode:
         taken = [values[number] for number in segment.inputs]
         if self._on_host and not segment.on_host:
             taken = [tensor.to(self._device) for tensor in taken]
-        if self._stream is not None and place is not None and segment.streamed_by is not None:
-            if place == 0:
-                # It may wait for the device.
-                self._stream.entries = int(values[segment.streamed_by])
+        if self._stream is not None and place is not None:
             self._stream.begin(place)
             try:
                 given = run_container(self._containers[index], taken)
@@ -256,6 +265,7 @@ class MethodCode:
         if self._read_last and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._read_last = []
+        self._pool.clear()
         self._thread.shutdown()
         self._containers = []
         if self._stream is not None:

@@ -57,6 +57,9 @@ class Code(Protocol):
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run all segments; outputs are on the device."""
 
+    def start(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Called before the segments of a step, where they are run one by one."""
+
     def run_segment(self, index: int, values: dict[int, torch.Tensor]) -> None:
         """Run one: takes its inputs out of `values`, adds its outputs, and drops what no later one needs."""
 
@@ -197,6 +200,7 @@ class Plan:
         def end(stops: Set[int]) -> int:
             return next((index for index in range(at + 1, count) if index in stops), count)
 
+        self._code.start(self.inputs)
         while at < count:
             if at in on_host:
                 piece = self._piece(at, end(off_host))
@@ -233,6 +237,7 @@ class Plan:
         """One step over the static inputs. What a graph gives is overwritten by the next step."""
         values = dict(self._static)
         hosted = dict(self._hosted_inputs)
+        self._code.start(self.inputs)
         for piece in self._pieces:
             self._run_piece(piece, values, hosted)
         outputs = results_of(values, self._code.results, self._given_by_host)

@@ -117,7 +117,6 @@ class ConstantStream:
 
     Attributes:
         targets: of each, where its code finds them on the device.
-        entries: how many entries of their first dimension are sent; None: all.
     """
 
     def __init__(
@@ -126,14 +125,17 @@ class ConstantStream:
         self._buffers = buffers
         self._sources = sources
         self.targets = buffers.open(sources, kinds, registers)
-        self.entries: int | None = None
+        self._entries: int | None = None
+
+    def start(self, entries: int | None = None) -> None:
+        """Queue the first copies of a call, of so many entries of their first dimension; None: of all."""
+        self._entries = entries
+        self._buffers.begin()
+        for first in range(min(_SETS, len(self._sources))):
+            self._send(first)
 
     def begin(self, index: int) -> None:
         """Before the code of segment `index` is queued on the current stream, which then waits for its constants."""
-        if index == 0:
-            self._buffers.begin()
-            for first in range(min(_SETS, len(self._sources))):
-                self._send(first)
         self._buffers.wait(index % _SETS)
 
     def end(self, index: int) -> None:
@@ -147,7 +149,7 @@ class ConstantStream:
         self._buffers.synchronize()
 
     def _send(self, index: int) -> None:
-        self._buffers.send(index % _SETS, self._sources[index], self.targets[index], self.entries)
+        self._buffers.send(index % _SETS, self._sources[index], self.targets[index], self._entries)
 
 
 def _copy(source: Tensors, target: Tensors, entries: int | None) -> None:

@@ -9,8 +9,8 @@ and computes. What the host gives is not copied to the device: code there reads 
 would wait behind all constants that are on their way to the device (streaming.py), for a GPU has one engine for copies to it:
 7 ms behind 400 MB, where reading takes 0.1 ms for 2 MB (measured on an H200, 2026-11-22).
 
-`Transfers` are a plan's, through static buffers. `send_once` and `to_device_once` are for a single run, whose sizes need not
-come again.
+`Transfers` are a plan's, through static buffers. `Sent` and `to_device_once` are for a single run, whose sizes need not come
+again.
 
 A graph holds the copies of what leaves at its end. They need pinned memory, which is not allocated while a graph is recorded,
 and only then are the values' sizes known: so such a graph is recorded a second time.
@@ -19,10 +19,15 @@ and only then are the values' sizes known: so such a graph is recorded a second 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
+
+
+# Bytes of a line of the CPU's caches, on which copies begin.
+_LINE = 64
 
 
 class Needs(Protocol):
@@ -117,21 +122,55 @@ class Transfers:
         buffer = buffers.get(number)
         # What links hand on has the sizes of the method's inputs; a result may have others each time, and no graph reads it.
         if buffer is None or buffer.shape != value.shape:
-            buffer = buffers[number] = _empty_on_host(value, self._device)
+            buffer = buffers[number] = _empty_on_host(value.shape, value.dtype, self._device)
             self._on_device.pop(number, None)
         return buffer
 
 
+class PinnedPool:
+    """Pinned memory that single runs take in turns, in pieces by powers of two.
+
+    torch keeps pinned memory for later too, but asks CUDA about all copies of a piece when it is taken again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A piece of that many bytes or more."""
+        size = 1 << max(nbytes - 1, 0).bit_length()
+        free = self._free.setdefault(size, [])
+        return free.pop() if free else _empty_on_host((size,), torch.uint8, self._device)
+
+    def give(self, piece: torch.Tensor) -> None:
+        """Nothing writes to the piece any more, and nobody will read it."""
+        self._free[piece.nbytes].append(piece)
+
+    def clear(self) -> None:
+        self._free.clear()
+
+
 class Sent:
-    """Copies on the host of values on the device, by their numbers.
+    """Copies on the host of values on the device, by their numbers: queued on the current stream, in one piece of memory.
 
     Args:
         behind: what work that was queued before the copies reads; kept until they have arrived.
     """
 
-    def __init__(self, copies: dict[int, torch.Tensor], mark: _Mark, behind: list[torch.Tensor]) -> None:
-        self._copies = copies
-        self._mark = mark
+    def __init__(
+        self, values: Mapping[int, torch.Tensor], device: torch.device, behind: list[torch.Tensor], pool: PinnedPool
+    ) -> None:
+        sizes = [-(-value.nbytes // _LINE) * _LINE for value in values.values()]
+        self._pool, self._piece = pool, pool.take(sum(sizes))
+        self._copies: dict[int, torch.Tensor] = {}
+        at = 0
+        for (number, value), size in zip(values.items(), sizes, strict=True):
+            copy = self._piece[at : at + value.nbytes].view(value.dtype).view(value.shape)
+            self._copies[number] = copy.copy_(value, non_blocking=True)
+            at += size
+        self._mark = _Mark(device)
+        self._mark.record()
         self._behind = behind
 
     def arrived(self, number: int) -> torch.Tensor:
@@ -140,29 +179,33 @@ class Sent:
         self._behind.clear()
         return self._copies[number]
 
-
-def send_once(values: Mapping[int, torch.Tensor], device: torch.device, behind: list[torch.Tensor]) -> Sent:
-    """Queue copies to the host, in memory of their own."""
-    copies = {number: _empty_on_host(value, device) for number, value in values.items()}
-    for number, copy in copies.items():
-        copy.copy_(values[number], non_blocking=True)
-    mark = _Mark(device)
-    mark.record()
-    return Sent(copies, mark, behind)
+    def done(self, number: int) -> None:
+        """Nobody reads this one any more; it has arrived."""
+        del self._copies[number]
+        if not self._copies:
+            self._pool.give(self._piece)
 
 
-def to_device_once(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the device over pinned memory that holds the value: the caller must keep it until it has been read."""
+def to_device_once(value: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of the device over pinned memory that holds the value, and that memory: the caller must keep it until it has
+    been read."""
     if device.type == "cpu":
-        return value
-    return seen_by(device, value if value.is_pinned() else _fill(_empty_on_host(value, device), value))
+        return value, value
+    pinned = value if value.is_pinned() else _fill(_empty_on_host(value.shape, value.dtype, device), value)
+    return seen_by(device, pinned), pinned
 
 
 def seen_by(device: torch.device, pinned: torch.Tensor) -> torch.Tensor:
-    """The same pinned memory as a tensor of the device, which keeps it; nothing is copied."""
+    """The same pinned memory as a tensor of the device, which does not keep it; nothing is copied."""
     if device.type == "cpu" or pinned.numel() == 0:
         return pinned.to(device)
-    return torch.as_tensor(_PinnedMemory(pinned), device=device).view(pinned.dtype).view(pinned.shape)
+    return _bytes_at(device, pinned.data_ptr(), pinned.nbytes).view(pinned.dtype).view(pinned.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _bytes_at(device: torch.device, address: int, nbytes: int) -> torch.Tensor:
+    """Bytes of pinned memory, whose address is the same for the device. Finding that out takes as long as several launches."""
+    return torch.as_tensor(_PinnedMemory(address, nbytes), device=device)
 
 
 def needed_on_device(segments: Sequence[Needs], on_host: Collection[int], results: Collection[int]) -> frozenset[int]:
@@ -222,18 +265,12 @@ def results_of(values: Mapping[int, torch.Tensor], results: Sequence[int], seen:
 class _PinnedMemory:
     """Bytes of the host under the address that they have for the device too (the protocol `__cuda_array_interface__`)."""
 
-    def __init__(self, pinned: torch.Tensor) -> None:
-        self.pinned = pinned
-        self.__cuda_array_interface__ = {
-            "version": 2,
-            "shape": (pinned.nbytes,),
-            "typestr": "|u1",
-            "data": (pinned.data_ptr(), False),
-        }
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"version": 2, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
 
 
-def _empty_on_host(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=device.type == "cuda")
+def _empty_on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 class _Mark:

@@ -94,6 +94,8 @@ class FunctionCode:
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         return self._function(inputs)
 
+    def start(self, inputs: Sequence[Tensor]) -> None: ...
+
     def run_segment(self, index: int, values: dict[int, Tensor]) -> None:
         assert index == 0
         given = self._function([values[number] for number in self.segments[0].inputs])

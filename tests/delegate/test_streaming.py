@@ -33,9 +33,9 @@ def test_each_segment_finds_its_own(count: int, entries: int | None, device: tor
     for target in stream.targets:
         for tensor in target.values():
             tensor.fill_(-1)
-    stream.entries = entries
     sent = 4 if entries is None else entries
     for _ in range(2):
+        stream.start(entries)
         for index in range(count):
             stream.begin(index)
             for name, tensor in stream.targets[index].items():
