@@ -67,7 +67,9 @@ class ConstantLoader:
         """Read one byte of each page of the file's map, with several threads."""
 
         def read(key: str) -> None:
-            numpy.frombuffer(entries[key].data, numpy.uint8)[:: mmap.PAGESIZE].max(initial=0)
+            found = numpy.frombuffer(entries[key].data, numpy.uint8)
+            # The last byte too: the first one need not be at the begin of a page.
+            max(found[:: mmap.PAGESIZE].max(initial=0), found[-1:].max(initial=0))
 
         _for_each(read, list(entries), min(_MAX_WORKERS, available_cores()), lambda key: None)
 

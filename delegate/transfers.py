@@ -25,7 +25,6 @@ from typing import Protocol
 
 import torch
 
-
 # Bytes of a line of the CPU's caches, on which copies begin.
 _LINE = 64
 
@@ -204,7 +203,7 @@ def seen_by(device: torch.device, pinned: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _bytes_at(device: torch.device, address: int, nbytes: int) -> torch.Tensor:
-    """Bytes of pinned memory, whose address is the same for the device. Finding that out takes as long as several launches."""
+    """Bytes of pinned memory, at the same address for the device. torch takes as long to find that as for several launches."""
     return torch.as_tensor(_PinnedMemory(address, nbytes), device=device)
 
 

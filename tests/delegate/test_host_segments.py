@@ -18,7 +18,7 @@ from torch import Tensor
 from ostinato.delegate import InputError, Method, StepError, load_program
 from ostinato.delegate.artifact import MethodRecord
 from ostinato.delegate.files import artifact_paths, open_artifact
-from ostinato.delegate.transfers import Transfers, starts
+from ostinato.delegate.transfers import PinnedPool, Transfers, starts
 
 from .chain import ON_HOST, mixed_chains
 from .pair import GRAPH, NOT_RECORDED, Pair, failing, inputs_of, refusing
@@ -384,6 +384,32 @@ def test_what_the_host_can_begin_early() -> None:
         Part((9,), (10,)),
     ]
     assert starts(parts, {2, 4, 5, 6}) == {0: 2, 3: 4}
+
+
+def test_single_runs_take_the_same_memory_again(mixed_artifact: Path) -> None:
+    """What is sent to the host lies in pieces that later runs take too, also for other sizes up to a power of two."""
+    with load_program(mixed_artifact) as program:
+        method = program.load_method("step")
+        assert method._code is not None
+        free = method._code._pool._free
+        for index in range(3):
+            method.execute(inputs_of(3, index))
+        held = {size: [piece.data_ptr() for piece in pieces] for size, pieces in free.items()}
+        assert held and all(held.values())
+        for length in (3, 2, 3):
+            method.execute(inputs_of(length, 1))
+        assert {size: [piece.data_ptr() for piece in free[size]] for size in held} == held
+
+
+def test_pieces_of_pinned_memory() -> None:
+    pool = PinnedPool(torch.device("cpu"))
+    first, second = pool.take(100), pool.take(128)
+    assert (first.nbytes, second.nbytes, pool.take(129).nbytes, pool.take(0).nbytes) == (128, 128, 256, 1)
+    pool.give(first)
+    assert pool.take(65) is first
+    pool.give(second)
+    pool.clear()
+    assert pool.take(128) is not second
 
 
 @pytest.mark.gpu
