@@ -203,7 +203,7 @@ def seen_by(device: torch.device, pinned: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _bytes_at(device: torch.device, address: int, nbytes: int) -> torch.Tensor:
-    """Bytes of pinned memory, at the same address for the device. torch takes as long to find that as for several launches."""
+    """Bytes of pinned memory, at the same address for the device. Finding that out takes torch as long as a few launches."""
     return torch.as_tensor(_PinnedMemory(address, nbytes), device=device)
 
 
