@@ -12,8 +12,9 @@ would wait behind all constants that are on their way to the device (streaming.p
 `Transfers` are a plan's, through static buffers. `Sent` and `to_device_once` are for a single run, whose sizes need not come
 again.
 
-A graph holds the copies of what leaves at its end. They need pinned memory, which is not allocated while a graph is recorded,
-and only then are the values' sizes known: so such a graph is recorded a second time.
+A graph holds the copies of what leaves at its end, or for small values one kernel that writes all of them to pinned memory.
+That memory is not allocated while a graph is recorded, and the values' sizes are known only then: so such a graph is recorded
+twice.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ import torch
 
 # Bytes of a line of the CPU's caches, on which copies begin.
 _LINE = 64
+# Bytes up to which one kernel writes all that leaves a graph to pinned memory: of so few a copy for each value takes longer.
+_BY_KERNEL = 1 << 18
+# Bytes on which each of these begins.
+_ALIGNMENT = 16
 
 
 class Needs(Protocol):
@@ -54,6 +59,8 @@ class Transfers:
         self._from_host: dict[int, torch.Tensor] = {}
         # The same memory as the device sees it.
         self._on_device: dict[int, torch.Tensor] = {}
+        # What leaves a graph together and is small: bytes of the device over the memory of all.
+        self._together: dict[tuple[int, ...], torch.Tensor] = {}
         self._arrived, self._read = _Mark(device), _Mark(device)
         self._may_be_read = False
 
@@ -69,15 +76,34 @@ class Transfers:
 
     def has_room(self, values: Mapping[int, torch.Tensor]) -> bool:
         """Whether pinned memory for the values was there; if not, it is now."""
-        missing = [number for number in values if number not in self._to_host]
-        for number in missing:
-            self._buffer(self._to_host, number, values[number])
-        return not missing
+        there = {number: tensor.shape for number, tensor in self._to_host.items()}
+        missing = {number: value for number, value in values.items() if there.get(number) != value.shape}
+        if not missing:
+            return True
+        sizes = [value.nbytes for value in missing.values()]
+        aligned = all(size % _ALIGNMENT == 0 for size in sizes[:-1])
+        if len(missing) == len(values) and aligned and sum(sizes) <= _BY_KERNEL:
+            whole = _empty_on_host((sum(sizes),), torch.uint8, self._device)
+            for (number, value), part in zip(missing.items(), whole.split(sizes), strict=True):
+                self._to_host[number] = part.view(value.dtype).view(value.shape)
+            self._together[tuple(missing)] = seen_by(self._device, whole)
+        else:
+            self._together.pop(tuple(values), None)
+            for number, value in missing.items():
+                self._buffer(self._to_host, number, value)
+        return False
 
     def record(self, values: Mapping[int, torch.Tensor]) -> None:
         """Within a graph: the copies of `send`, of values for which there is room."""
+        if self._device.type == "cpu":
+            # There a graph's values are known when it runs.
+            self.has_room(values)
+        together = self._together.get(tuple(values))
+        if together is not None:
+            torch.cat([value.reshape(-1).view(torch.uint8) for value in values.values()], out=together)
+            return
         for number, value in values.items():
-            if number in self._to_host or self._device.type == "cpu":
+            if number in self._to_host:
                 self._buffer(self._to_host, number, value).copy_(value, non_blocking=True)
 
     def launched(self) -> None:
@@ -113,8 +139,10 @@ class Transfers:
             self._may_be_read = True
 
     def release(self) -> None:
-        """Let the buffers go. torch gives pinned memory to nobody else before the copies that use it have ended."""
-        for buffers in (self._to_host, self._from_host, self._on_device):
+        """Let the buffers go, when nothing that is queued uses them: of a kernel over pinned memory torch does not know."""
+        for mark in (self._arrived, self._read):
+            mark.wait()
+        for buffers in (self._to_host, self._from_host, self._on_device, self._together):
             buffers.clear()
 
     def _buffer(self, buffers: dict[int, torch.Tensor], number: int, value: torch.Tensor) -> torch.Tensor:

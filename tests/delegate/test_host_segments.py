@@ -414,8 +414,8 @@ def test_pieces_of_pinned_memory() -> None:
 
 @pytest.mark.gpu
 def test_copies_on_a_gpu(mixed_artifact: Path, device: torch.device) -> None:
-    """Asynchronous ones to pinned memory, in the graphs, one for each value that passes; back none but for what the method
-    returns, since the device reads the pinned memory."""
+    """None but for what the method returns: what leaves a graph is small, so a kernel writes it to pinned memory, which the
+    device also reads."""
     if device.type != "cuda":
         pytest.skip("there is one device")
     from torch.profiler import ProfilerActivity, profile
@@ -431,5 +431,5 @@ def test_copies_on_a_gpu(mixed_artifact: Path, device: torch.device) -> None:
             torch.cuda.synchronize()
         inside = (step.stats.last_plan.graph_nodes or {}).get("memcpy", 0)
     copies = Counter(event.name for event in profiler.events() if event.name.startswith("Memcpy"))
-    assert copies == Counter({"Memcpy DtoH (Device -> Pinned)": 3, "Memcpy HtoD (Pinned -> Device)": 2})
-    assert inside == 3
+    assert copies == Counter({"Memcpy HtoD (Pinned -> Device)": 2})
+    assert inside == 0
