@@ -23,7 +23,7 @@ PROCESSORS = {
     "alderlake": ("vpdpbusd", "zmm"),
     "cascadelake": (r"vpdpbusd.*zmm", "vdpbf16ps"),
     "cooperlake": (r"vdpbf16ps.*zmm", "tdpbf16ps"),
-    "sapphirerapids": ("tdpbf16ps", "tdpbssd"),
+    "sapphirerapids": ("tdpbssd", "tdpfp16ps"),
 }
 PRODUCT = "linear/product_cpu.cpp"
 
