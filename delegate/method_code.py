@@ -6,7 +6,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from .errors import ArtifactError, first_line
 from .loading import free_tensors
 from .streaming import ConstantStream, StreamBuffers
 from .torch_internals import Container, bind_constants, load_container, run_container
-from .transfers import PinnedPool, Sent, departures, needed_on_device, results_of, starts, to_device_once
+from .transfers import Mark, PinnedPool, Sent, departures, needed_on_device, results_of, starts, to_device_once
 
 # Bytes; compiled code loads up to 16 at a time.
 ALIGNMENT = 16
@@ -94,6 +94,7 @@ class MethodCode:
         self._needed_on_device = needed_on_device(record.segments, self._on_host, record.results)
         self._departures = departures(record.segments, self._on_host)
         self._starts = starts(record.segments, self._on_host)
+        self._read_mark = Mark(device)
         self._pool = PinnedPool(device)
         # The thread begins when something is run on the host.
         self._thread = ThreadPoolExecutor(1, "ostinato-queue")
@@ -168,6 +169,10 @@ class MethodCode:
         A segment on the host begins when the device has what it needs. What the device has to do besides is queued meanwhile,
         by another thread: operators of the host let Python go on.
         """
+        if not self._departures and self._read_last:
+            # Nothing that the host waits for in this call lies behind the last one's work.
+            self._read_mark.wait()
+            self._read_last = []
         self.start(inputs)
         step = _Step(dict(enumerate(inputs)), self._read_last)
         try:
@@ -181,12 +186,20 @@ class MethodCode:
                     self._run_on_host(host, range(index + 1, host), step)
                 index = host + 1
         finally:
-            self._read_last = [*step.read, *step.given.values()]
+            behind = [memory for sent in set(step.sent.values()) for memory in sent.behind]
+            self._read_last = [*step.read, *step.given.values(), *behind]
+            if not self._departures and self._read_last:
+                self._read_mark.record()
         return results_of(step.values, self.results, step.given)
 
     def _queue(self, index: int, step: _Step) -> None:
         """Queue a segment on the device, and the copies of what leaves for the host then."""
+        lent = {_storage(step.values[number]): memory for number, memory in step.given.items()}
         self.run_segment(index, step.values)
+        if lent:
+            # The code may give a part of what it took.
+            made = [number for number in self.segments[index].outputs if number in step.values]
+            step.given |= {n: lent[_storage(step.values[n])] for n in made if _storage(step.values[n]) in lent}
         leaving = self._departures.get(index)
         if leaving is not None:
             sent = Sent({n: step.values[n] for n in leaving}, self._device, step.read, self._pool)
@@ -201,15 +214,22 @@ class MethodCode:
         step.hosted |= {number: step.sent[number].arrived(number) for number in away}
         # One of the method's inputs may be on the device.
         there = {n: step.hosted[n] if n in step.hosted else step.values[n].to(HOST) for n in taken}
-        queued = self._on_thread(besides, step) if besides else None
+        # Others will take that memory.
+        lent = {_storage(tensor) for tensor in there.values()}
+        queued: Future[None] | None = None
         try:
+            queued = self._on_thread(besides, step) if besides else None
             self.run_segment(index, there)
         finally:
             if queued is not None:
                 # Nobody may bind or close the code while the other thread uses it.
-                queued.exception()
+                _wait_for(queued)
         if queued is not None:
             queued.result()
+        for number in self.segments[index].outputs:
+            # Not there where nobody needs it.
+            if number in there and _storage(there[number]) in lent:
+                there[number] = there[number].clone()
         step.hosted.update(there)
         wanted = self._needed_on_device.intersection(self.segments[index].outputs)
         for number in wanted:
@@ -273,6 +293,23 @@ class MethodCode:
             self._stream = None
         free_tensors(self._lent)
         self._lent = []
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Where its memory begins, which tensors share of which one is a part of the other."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _wait_for(future: Future[None]) -> None:
+    """Until it has ended, whatever comes of it; an interrupt is raised after that."""
+    interrupt: KeyboardInterrupt | None = None
+    while not future.done():
+        try:
+            wait([future])
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _of_segment(segment: Segment, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -61,7 +61,7 @@ class Transfers:
         self._on_device: dict[int, torch.Tensor] = {}
         # What leaves a graph together and is small: bytes of the device over the memory of all.
         self._together: dict[tuple[int, ...], torch.Tensor] = {}
-        self._arrived, self._read = _Mark(device), _Mark(device)
+        self._arrived, self._read = Mark(device), Mark(device)
         self._may_be_read = False
 
     def send(self, values: Mapping[int, torch.Tensor]) -> None:
@@ -82,7 +82,7 @@ class Transfers:
             return True
         sizes = [value.nbytes for value in missing.values()]
         aligned = all(size % _ALIGNMENT == 0 for size in sizes[:-1])
-        if len(missing) == len(values) and aligned and sum(sizes) <= _BY_KERNEL:
+        if len(missing) == len(values) > 1 and aligned and sum(sizes) <= _BY_KERNEL:
             whole = _empty_on_host((sum(sizes),), torch.uint8, self._device)
             for (number, value), part in zip(missing.items(), whole.split(sizes), strict=True):
                 self._to_host[number] = part.view(value.dtype).view(value.shape)
@@ -196,14 +196,14 @@ class Sent:
             copy = self._piece[at : at + value.nbytes].view(value.dtype).view(value.shape)
             self._copies[number] = copy.copy_(value, non_blocking=True)
             at += size
-        self._mark = _Mark(device)
+        self._mark = Mark(device)
         self._mark.record()
-        self._behind = behind
+        self.behind = behind
 
     def arrived(self, number: int) -> torch.Tensor:
         """One of them, complete."""
         self._mark.wait()
-        self._behind.clear()
+        self.behind.clear()
         return self._copies[number]
 
     def done(self, number: int) -> None:
@@ -232,7 +232,8 @@ def seen_by(device: torch.device, pinned: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=64)
 def _bytes_at(device: torch.device, address: int, nbytes: int) -> torch.Tensor:
     """Bytes of pinned memory, at the same address for the device. Finding that out takes torch as long as a few launches."""
-    return torch.as_tensor(_PinnedMemory(address, nbytes), device=device)
+    with torch.inference_mode(False):
+        return torch.as_tensor(_PinnedMemory(address, nbytes), device=device)
 
 
 def needed_on_device(segments: Sequence[Needs], on_host: Collection[int], results: Collection[int]) -> frozenset[int]:
@@ -297,10 +298,12 @@ class _PinnedMemory:
 
 
 def _empty_on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    # It is written again in other modes.
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-class _Mark:
+class Mark:
     """A place in the device's queue of work, which the host can wait for. On the CPU nothing is ever waiting."""
 
     def __init__(self, device: torch.device) -> None:

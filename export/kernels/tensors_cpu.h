@@ -147,7 +147,7 @@ class Spare {
     void* pieces[64] = {};
     ~Own() {
       for (int power = 0; power < 64; ++power)
-        if (pieces[power]) all().put(pieces[power], power);
+        if (pieces[power]) all().put(std::exchange(pieces[power], nullptr), power);
     }
   };
 

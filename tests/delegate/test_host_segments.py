@@ -6,6 +6,7 @@ Without a GPU both are the CPU, over the same plans and buffers.
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.delegate import InputError, Method, StepError, load_program
+from ostinato.delegate import InputError, Method, StepError, load_program, method_code
 from ostinato.delegate.artifact import MethodRecord
 from ostinato.delegate.files import artifact_paths, open_artifact
+from ostinato.delegate.method_code import MethodCode
+from ostinato.delegate.torch_internals import Container
 from ostinato.delegate.transfers import PinnedPool, Transfers, starts
 
 from .chain import ON_HOST, mixed_chains
@@ -401,6 +404,41 @@ def test_single_runs_take_the_same_memory_again(mixed_artifact: Path) -> None:
         assert {size: [piece.data_ptr() for piece in free[size]] for size in held} == held
 
 
+def test_what_a_segment_gives_may_lie_in_what_it_took(mixed_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code returns parts of its inputs without a copy, and the memory of those is taken again."""
+    now = threading.local()
+    run_segment, run_container = MethodCode.run_segment, method_code.run_container
+
+    def watched(code: MethodCode, index: int, values: dict[int, Tensor]) -> None:
+        now.in_place = code is method._code and index in ON_HOST - {0}
+        run_segment(code, index, values)
+
+    def in_place(container: Container, inputs: list[Tensor]) -> list[Tensor]:
+        outputs = run_container(container, inputs)
+        if not now.in_place:
+            return outputs
+        return [taken.copy_(given).view_as(given) for taken, given in zip(inputs, outputs, strict=True)]
+
+    monkeypatch.setattr(MethodCode, "run_segment", watched)
+    monkeypatch.setattr(method_code, "run_container", in_place)
+    options = {"skip_copy_output_to_cpu_for_method": "step"}
+    with load_program(mixed_artifact) as program, load_program(mixed_artifact) as plain_program:
+        method, plain = program.load_method("step", options), plain_program.load_method("step")
+        kept = [(method.execute(inputs_of(3, index)), plain.execute(inputs_of(3, index))) for index in range(5)]
+        assert all(torch.equal(one.cpu(), two) for pair in kept for one, two in zip(*pair, strict=True))
+
+
+def test_runs_that_send_nothing_keep_no_memory(mixed_artifact: Path) -> None:
+    with load_program(mixed_artifact) as program:
+        method = program.load_method("ahead")
+        assert method._code is not None
+        held = []
+        for index in range(4):
+            method.execute(inputs_of(3, index))
+            held.append(len(method._code._read_last))
+        assert held == held[:1] * 4
+
+
 def test_pieces_of_pinned_memory() -> None:
     pool = PinnedPool(torch.device("cpu"))
     first, second = pool.take(100), pool.take(128)
@@ -414,8 +452,8 @@ def test_pieces_of_pinned_memory() -> None:
 
 @pytest.mark.gpu
 def test_copies_on_a_gpu(mixed_artifact: Path, device: torch.device) -> None:
-    """None but for what the method returns: what leaves a graph is small, so a kernel writes it to pinned memory, which the
-    device also reads."""
+    """One to the host, in a graph: several small values are written to pinned memory by a kernel. Back none but for what the method
+    returns, as the device reads the pinned memory."""
     if device.type != "cuda":
         pytest.skip("there is one device")
     from torch.profiler import ProfilerActivity, profile
@@ -431,5 +469,5 @@ def test_copies_on_a_gpu(mixed_artifact: Path, device: torch.device) -> None:
             torch.cuda.synchronize()
         inside = (step.stats.last_plan.graph_nodes or {}).get("memcpy", 0)
     copies = Counter(event.name for event in profiler.events() if event.name.startswith("Memcpy"))
-    assert copies == Counter({"Memcpy HtoD (Pinned -> Device)": 2})
-    assert inside == 0
+    assert copies == Counter({"Memcpy DtoH (Device -> Pinned)": 1, "Memcpy HtoD (Pinned -> Device)": 2})
+    assert inside == 1
