@@ -452,8 +452,8 @@ def test_pieces_of_pinned_memory() -> None:
 
 @pytest.mark.gpu
 def test_copies_on_a_gpu(mixed_artifact: Path, device: torch.device) -> None:
-    """One to the host, in a graph: several small values are written to pinned memory by a kernel. Back none but for what the method
-    returns, as the device reads the pinned memory."""
+    """One to the host, in a graph: several small values are written to pinned memory by a kernel. Back none but for what the
+    method returns, as the device reads the pinned memory."""
     if device.type != "cuda":
         pytest.skip("there is one device")
     from torch.profiler import ProfilerActivity, profile
