@@ -83,3 +83,10 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
 
     monkeypatch.setattr(ConstantLoader, "_allocate", remember)
     return storages
+
+
+@pytest.fixture
+def mixed(mixed_artifact: Path) -> Iterator[Pair]:
+    made = Pair(mixed_artifact)
+    yield made
+    made.close()

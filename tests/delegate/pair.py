@@ -28,6 +28,10 @@ def inputs_of(length: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(length, WIDTH, generator=torch.Generator().manual_seed(seed)), torch.tensor([seed % 100])
 
 
+def with_graphs(name: str) -> dict[str, bool | int | str]:
+    return {**GRAPH, "enable_cuda_graph_for_method": name}
+
+
 class Pair:
     """The same program twice, one of them without graphs: each step is made by both, and all must be equal."""
 
