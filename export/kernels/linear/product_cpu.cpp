@@ -87,16 +87,15 @@ Inputs::Inputs(const Weight& weight, int64_t rows, [[maybe_unused]] int64_t more
     : format_(weight.format),
       rows_(rows),
       columns_(weight.columns),
+      // A line more than the columns take: rows of a power of two would all begin in the same set of a cache.
       stride_((weight.columns + 63) / 64 * 64 + 64),
       group_(weight.group) {
 #ifdef OSTINATO_AMX
   // What the last tile has beyond the last row is read and counts for nothing.
   int64_t room = rows + TILE_ROWS;
+  if (format_ == Format::INT4 && group_ < TILE_BYTES && std::max(rows, more) >= WIDE_TILES_FROM) halves_.reserve(room * stride_);
 #else
   int64_t room = rows;
-#endif
-#ifdef OSTINATO_AMX
-  if (format_ == Format::INT4 && group_ < TILE_BYTES && std::max(rows, more) >= WIDE_TILES_FROM) halves_.reserve(room * stride_);
 #endif
   if (format_ == Format::INT4) {
     bytes_.reserve(room * stride_);
