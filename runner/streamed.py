@@ -8,9 +8,10 @@ from __future__ import annotations
 
 # Tokens. Fewer choose only some of the experts, which the CPU reads alone.
 STREAM_FROM = 48
-# Times of the CPU, where sending takes 1. Measured with the flagship in int4 on 16 cores of a Xeon with AMX and an H200
-# behind PCIe 5: 7.5 ms to send a layer's 256 experts, 4.5 ms to read them, 0.01 ms for a token.
-READING, EACH_TOKEN = 0.60, 0.0013
+# Times of the CPU, where sending all experts of a layer takes 1: reading them, and computing one token. Between the best of
+# two machines, each with 16 cores of a Xeon with AMX and an H200 behind PCIe 5: the flagship in int4 was fastest there with
+# 119 and 138 experts sent for 512 tokens, and with 190 and 200 for 2,048.
+READING, EACH_TOKEN = 0.50, 0.00105
 
 
 def streamed_experts(tokens: int, experts: int) -> int:
