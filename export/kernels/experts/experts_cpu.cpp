@@ -5,14 +5,6 @@
 #include "../linear/product_cpu.h"
 #include "../linear/rows_cpu.h"
 
-#ifdef V_PROFILE
-#include <chrono>
-static double v_sums[8]; static int v_calls;
-extern "C" void v_phases(double* out) { for (int i = 0; i < 8; ++i) { out[i] = v_sums[i] / v_calls; v_sums[i] = 0; } v_calls = 0; }
-#define V_CLOCK(i) { auto now = std::chrono::steady_clock::now(); v_sums[i] += std::chrono::duration<double, std::micro>(now - v_last).count(); v_last = now; }
-#else
-#define V_CLOCK(i)
-#endif
 namespace ostinato {
 namespace {
 
@@ -234,9 +226,6 @@ extern "C" AOTITorchError aoti_torch_cpu_experts(AtenTensorHandle x_, AtenTensor
                                                  AtenTensorHandle* result) {
   PythonGoesOn goes_on;
   return guarded("experts", [&] {
-#ifdef V_PROFILE
-    auto v_last = std::chrono::steady_clock::now(); ++v_calls;
-#endif
     Tensor x(x_), gate_up_values(gate_up_);
     Weight gate_up{gate_up_values, Tensor(gate_up_scale)}, down{Tensor(down_), Tensor(down_scale)};
     int64_t tokens = x.size(0), inner = down.columns, columns = gate_up.columns;
@@ -246,9 +235,7 @@ extern "C" AOTITorchError aoti_torch_cpu_experts(AtenTensorHandle x_, AtenTensor
     std::optional<Routing> found;
     auto route = [&] { found.emplace(Tensor(weights_), Tensor(chosen), gate_up_values.size(0)); };
     auto of_token = [&](int64_t token, float* to) { to_floats(x.array().from(token * columns), columns, to); };
-    V_CLOCK(0)
     fill(inputs, columns, of_token, route);
-    V_CLOCK(1)
     const Routing& routing = *found;
     int64_t pairs = routing.order.size();
     bool one = tokens == 1;
@@ -264,7 +251,6 @@ extern "C" AOTITorchError aoti_torch_cpu_experts(AtenTensorHandle x_, AtenTensor
     } else {
       swiglu_of_prompt(pieces, routing, inputs, middle);
     }
-    V_CLOCK(2)
     pieces = pieces_of(routing, down, false);
     auto add_blocks = [&](int64_t first, int64_t last) {
       int64_t wide = last - first;
@@ -279,7 +265,6 @@ extern "C" AOTITorchError aoti_torch_cpu_experts(AtenTensorHandle x_, AtenTensor
       parallel(down.blocks(), [&](int64_t block) { add_blocks(block, block + 1); }, 3);
     else
       for_pairs_of_blocks(down.blocks(), add_blocks);
-    V_CLOCK(3)
     made.give(result);
   });
 }
