@@ -99,15 +99,22 @@ struct Piece {
   int64_t first;  // in the routing's order, or -1 - token for the shared expert
 };
 
-// The pieces of the chosen experts. Inputs stand in the routing's order, or one row serves all.
-std::vector<Piece> pieces_of(const Routing& routing, const Weight& routed, bool one_row) {
+// The pieces of the chosen experts. Inputs stand in the routing's order, or each piece has its own, from row 0 on; one token's row
+// serves all.
+std::vector<Piece> pieces_of(const Routing& routing, const Weight& routed, bool own_rows) {
   std::vector<Piece> pieces;
   for (int64_t expert = 0; expert < routing.experts; ++expert)
     for (int64_t begin = routing.begins[expert]; begin < routing.begins[expert + 1]; begin += MOST_ROWS) {
       int64_t count = std::min(MOST_ROWS, routing.begins[expert + 1] - begin);
-      pieces.push_back({routed.expert(expert), one_row ? 0 : begin, count, begin});
+      pieces.push_back({routed.expert(expert), own_rows ? 0 : begin, count, begin});
     }
   return pieces;
+}
+
+// Of how many blocks `swiglu` makes the outputs.
+int64_t swiglu_blocks(const Weight& weight) {
+  int64_t half = weight.rows / 2;
+  return half % LANES ? 1 : half / LANES;
 }
 
 // silu(gate) * up of one block of LANES outputs, or of all where the halves do not begin at a block. `next`: what comes then.
@@ -143,10 +150,7 @@ template <typename Emit>
 void swiglu_of(const std::vector<Piece>& pieces, const Inputs& x, int64_t each, const Emit& emit) {
   // A task is one block of one piece.
   std::vector<int64_t> begins{0};
-  for (const Piece& piece : pieces) {
-    int64_t half = piece.weight.rows / 2;
-    begins.push_back(begins.back() + (half % LANES ? 1 : half / LANES));
-  }
+  for (const Piece& piece : pieces) begins.push_back(begins.back() + swiglu_blocks(piece.weight));
   parallel(begins.back(), [&](int64_t task) {
     int64_t index = std::upper_bound(begins.begin(), begins.end(), task) - begins.begin() - 1;
     const Piece& piece = pieces[index];
@@ -166,11 +170,10 @@ void swiglu_of_prompt(const std::vector<Piece>& pieces, const Routing& routing, 
   if (pieces.empty()) return;
   // As many outputs as the largest group of a weight.
   constexpr int64_t TOGETHER = 128 / LANES;
-  int64_t half = pieces[0].weight.rows / 2, blocks = half % LANES ? 1 : half / LANES;
+  int64_t half = pieces[0].weight.rows / 2, blocks = swiglu_blocks(pieces[0].weight);
   int64_t chunks = (blocks + TOGETHER - 1) / TOGETHER;
   parallel(int64_t(pieces.size()) * chunks, [&](int64_t task) {
-    const Piece& whole = pieces[task / chunks];
-    Piece piece{whole.weight, 0, whole.count, whole.first};
+    const Piece& piece = pieces[task / chunks];
     Inputs rows(piece.weight, piece.count);
     for (int64_t row = 0; row < piece.count; ++row) rows.take(row, tokens, routing.order[piece.first + row].token);
     int64_t first = task % chunks * TOGETHER, last = std::min(blocks, first + TOGETHER), begin = first * LANES;
@@ -239,7 +242,7 @@ extern "C" AOTITorchError aoti_torch_cpu_experts(AtenTensorHandle x_, AtenTensor
     const Routing& routing = *found;
     int64_t pairs = routing.order.size();
     bool one = tokens == 1;
-    std::vector<Piece> pieces = pieces_of(routing, gate_up, one);
+    std::vector<Piece> pieces = pieces_of(routing, gate_up, true);
     // In the routing's order.
     Inputs middle(down, pairs);
     if (one) {

@@ -309,18 +309,18 @@ struct BlockProduct {
   // COUNT tiles of rows. The tiles' sums are whole numbers, which become floats after each group.
   //
   // A tile is loaded from memory, and not before what was stored there has left the processor's queue of stores. So the bytes of a
-  // weight are made DEPTH parts before they are loaded (more than one made no difference), and a group's sums become floats when the
-  // next group is under way.
+  // weight are made one part before they are loaded (two made no difference), and a group's sums become floats when the next group is
+  // under way.
   template <int COUNT>
   void byte_tiles(int64_t row, float* out) const {
-    constexpr int64_t PART = TILE_BYTES * LANES, DEPTH = 1, RING = 2;
+    constexpr int64_t PART = TILE_BYTES * LANES;
     int64_t columns = weight.columns, groups = columns / weight.group, tile_bytes = TILE_ROWS * x.stride_;
     int64_t parts = columns / TILE_BYTES, together = weight.group / TILE_BYTES;
     const uint8_t* w = (const uint8_t*)weight.values_of(block);
     const bfloat16* scale = weight.scale_of(block);
     const int8_t* in = x.bytes_ + row * x.stride_;
     const float* in_scale = x.scales_ + row * groups;
-    alignas(64) uint8_t bytes[RING][PART];
+    alignas(64) uint8_t bytes[2][PART];
     alignas(64) int32_t words[2][COUNT][TILE_ROWS * LANES];
     Floats sums[COUNT][TILE_ROWS];
     for (int tile = 0; tile < COUNT; ++tile)
@@ -331,7 +331,7 @@ struct BlockProduct {
     };
     auto unpack = [&](int64_t part) {
       const uint8_t* from = w + part * (PART / 2);
-      uint8_t* to = bytes[part % RING];
+      uint8_t* to = bytes[part % 2];
       int64_t distance = ahead(from);
 #pragma GCC unroll 8
       for (int64_t i = 0; i < PART / 2; i += 64) {
@@ -351,7 +351,7 @@ struct BlockProduct {
           sums[tile][m] = fma(whole, factor * broadcast(in_scale[(tile * TILE_ROWS + m) * groups + group]), sums[tile][m]);
         }
     };
-    for (int64_t part = 0; part < std::min(DEPTH, parts); ++part) unpack(part);
+    unpack(0);
     const bfloat16* next_scale = next.weight->scale_of(next.index);
     for (int64_t group = 0, part = 0; group < groups; ++group) {
       fetch(next_scale + group * LANES, 0);
@@ -361,7 +361,7 @@ struct BlockProduct {
       if constexpr (COUNT > 3) _tile_zero(3);
       for (int64_t end = part + together; part < end; ++part, in += TILE_BYTES) {
         asm volatile("" ::: "memory");
-        _tile_loadd(4, bytes[part % RING], TILE_BYTES);
+        _tile_loadd(4, bytes[part % 2], TILE_BYTES);
         _tile_loadd(5, in, x.stride_);
         _tile_dpbssd(0, 5, 4);
         if constexpr (COUNT > 1) {
@@ -376,7 +376,7 @@ struct BlockProduct {
           _tile_loadd(5, in + 3 * tile_bytes, x.stride_);
           _tile_dpbssd(3, 5, 4);
         }
-        if (part + DEPTH < parts) unpack(part + DEPTH);
+        if (part + 1 < parts) unpack(part + 1);
       }
       if (group) add(group - 1);
       _tile_stored(0, words[group % 2][0], TILE_BYTES);
