@@ -84,8 +84,7 @@ class Transfers:
         aligned = all(size % _ALIGNMENT == 0 for size in sizes[:-1])
         if len(missing) == len(values) > 1 and aligned and sum(sizes) <= _BY_KERNEL:
             whole = _empty_on_host((sum(sizes),), torch.uint8, self._device)
-            for (number, value), part in zip(missing.items(), whole.split(sizes), strict=True):
-                self._to_host[number] = part.view(value.dtype).view(value.shape)
+            self._to_host |= _places(whole, missing, _ALIGNMENT)
             self._together[tuple(missing)] = seen_by(self._device, whole)
         else:
             self._together.pop(tuple(values), None)
@@ -188,14 +187,10 @@ class Sent:
     def __init__(
         self, values: Mapping[int, torch.Tensor], device: torch.device, behind: list[torch.Tensor], pool: PinnedPool
     ) -> None:
-        sizes = [-(-value.nbytes // _LINE) * _LINE for value in values.values()]
-        self._pool, self._piece = pool, pool.take(sum(sizes))
-        self._copies: dict[int, torch.Tensor] = {}
-        at = 0
-        for (number, value), size in zip(values.items(), sizes, strict=True):
-            copy = self._piece[at : at + value.nbytes].view(value.dtype).view(value.shape)
-            self._copies[number] = copy.copy_(value, non_blocking=True)
-            at += size
+        self._pool, self._piece = pool, pool.take(sum(_aligned(value.nbytes, _LINE) for value in values.values()))
+        self._copies = _places(self._piece, values, _LINE)
+        for number, copy in self._copies.items():
+            copy.copy_(values[number], non_blocking=True)
         self._mark = Mark(device)
         self._mark.record()
         self.behind = behind
@@ -268,6 +263,20 @@ def starts(segments: Sequence[Needs], on_host: Collection[int]) -> dict[int, int
         if last in leaving and not any(last < other < index for other in on_host):
             found[last] = index
     return found
+
+
+def _aligned(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment
+
+
+def _places(memory: torch.Tensor, values: Mapping[int, torch.Tensor], alignment: int) -> dict[int, torch.Tensor]:
+    """Tensors like the values over bytes of memory, one behind the other, each on a multiple of so many bytes."""
+    places: dict[int, torch.Tensor] = {}
+    at = 0
+    for number, value in values.items():
+        places[number] = memory[at : at + value.nbytes].view(value.dtype).view(value.shape)
+        at += _aligned(value.nbytes, alignment)
+    return places
 
 
 def _fill(pinned: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
