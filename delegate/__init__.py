@@ -9,8 +9,10 @@
 """
 
 from .artifact import Dim, StateKind, TensorSpec
+from .capacity import Capacity
 from .errors import (
     ArtifactError,
+    CapacityError,
     CheckpointError,
     ClosedError,
     DeviceMemoryError,
@@ -21,15 +23,18 @@ from .errors import (
     StepError,
     TargetError,
 )
+from .method import Method
 from .options import BackendOptions
 from .plans import PlanStats
-from .program import Method, Program, ProgramStats, load_program
+from .program import Program, ProgramStats, load_program
 from .state_machine import MethodStats, Phase
 from .target import Target
 
 __all__ = [
     "ArtifactError",
     "BackendOptions",
+    "Capacity",
+    "CapacityError",
     "CheckpointError",
     "ClosedError",
     "DeviceMemoryError",

@@ -17,14 +17,16 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from .errors import ArtifactError
 from .json_files import parse_json
 
-FORMAT_VERSION = 7
+E = TypeVar("E", bound=Enum)
+
+FORMAT_VERSION = 8
 
 PROGRAM_FILE = "model.pte"
 CONSTANTS_FILE = "model.ptd"
@@ -47,6 +49,10 @@ PREFILL_STREAMED = "prefill_streamed"
 DECODE = "decode"
 SAMPLE = "sample"
 DECODE_SAMPLE = "decode_sample"
+ROWS = "rows"
+ROWS_LOGITS = "rows_logits"
+FEW_ROWS = "few_rows"
+FEW_ROWS_LOGITS = "few_rows_logits"
 
 # Constant methods, under ExecuTorch's own names where it has one.
 META_MAX_SEQ_LEN = "get_max_seq_len"
@@ -68,6 +74,8 @@ META_PADDED_PREFILL = "enable_padded_prefill"
 META_DECODE_BYTES = "get_decode_bytes"
 # Bytes that a decode step reads in addition for each position in the KV caches.
 META_KV_BYTES = "get_kv_bytes_per_token"
+# int: positions in a page of the KV caches.
+META_PAGE_SIZE = "get_page_size"
 
 # GPU kernels with this in their name may be started while the kernel ahead still runs: graph_nodes.py has the rules that they
 # keep.
@@ -129,14 +137,32 @@ class Dim:
         return str(self.min) if self.is_static else f"{self.symbol or 'T'}={self.min}..{self.max}"
 
 
+class Growth(str, Enum):
+    """What the first dimension of a mutable buffer is. How many there are is chosen when a program is loaded."""
+
+    # As in the artifact.
+    FIXED = "fixed"
+    # One row for each session.
+    SLOTS = "slots"
+    # One row for each page of the KV caches.
+    PAGES = "pages"
+
+
 @dataclass(frozen=True)
 class TensorSpec:
-    """A method's input or output. `value_range` bounds integer inputs (both ends included), None if unbounded."""
+    """A method's input or output.
+
+    Attributes:
+        name, dtype, shape: what they say.
+        value_range: lowest and highest value of an integer input; None if unbounded.
+        counts: where it is an index into buffers that grow, what it counts: the highest value is known when it is loaded.
+    """
 
     name: str
     dtype: str
     shape: tuple[Dim, ...]
     value_range: tuple[int, int] | None = None
+    counts: Growth = Growth.FIXED
 
     @property
     def shape_text(self) -> str:
@@ -150,6 +176,7 @@ class TensorSpec:
             dtype=data["dtype"],
             shape=tuple(Dim(**dim) for dim in data["shape"]),
             value_range=(int(bounds[0]), int(bounds[1])) if bounds else None,
+            counts=_one_of(Growth, data["counts"], "growth of state"),
         )
 
 
@@ -161,6 +188,8 @@ class StateKind(str, Enum):
     """
 
     KV_CACHE = "kv_cache"
+    # Where each session's pages of the KV caches are. Methods read it, and the runtime writes it.
+    BLOCK_TABLE = "block_table"
     CONVOLUTION = "convolution"
     RECURRENT = "recurrent"
     SAMPLING = "sampling"
@@ -170,14 +199,29 @@ class StateKind(str, Enum):
     OTHER = "other"
 
 
+class StateForm(NamedTuple):
+    """What a mutable buffer holds, and what its first dimension is."""
+
+    kind: StateKind = StateKind.OTHER
+    growth: Growth = Growth.FIXED
+
+
 @dataclass(frozen=True)
 class BufferSpec:
-    """A mutable buffer that methods share. `initialised`: its first value is in `model.ptd`, else it is zeros."""
+    """A mutable buffer that methods share.
+
+    Attributes:
+        shape: of a buffer that grows, its first dimension is an example.
+        dtype: its name.
+        initialised: its first value is in `model.ptd`, else it is zeros. Of one that grows, all rows begin as the first one.
+        kind, growth: as of `StateForm`.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     initialised: bool
     kind: StateKind = StateKind.OTHER
+    growth: Growth = Growth.FIXED
 
     @property
     def nbytes(self) -> int:
@@ -192,7 +236,8 @@ class BufferSpec:
             shape=_numbers(data["shape"]),
             dtype=_text(data["dtype"]),
             initialised=bool(data["initialised"]),
-            kind=_state_kind(data["kind"]),
+            kind=_one_of(StateKind, data["kind"], "kind of state"),
+            growth=_one_of(Growth, data["growth"], "growth of state"),
         )
 
 
@@ -350,11 +395,11 @@ def _device(value: object) -> str:
     return _text(value)
 
 
-def _state_kind(value: object) -> StateKind:
-    kinds = [kind.value for kind in StateKind]
-    if value not in kinds:
-        raise ValueError(f"unknown kind of state {value!r}; the known ones are: {', '.join(kinds)}")
-    return StateKind(value)
+def _one_of(choices: type[E], value: object, what: str) -> E:
+    values = [choice.value for choice in choices]
+    if value not in values:
+        raise ValueError(f"unknown {what} {value!r}; the known ones are: {', '.join(values)}")
+    return choices(value)
 
 
 def _numbers(values: object) -> tuple[int, ...]:

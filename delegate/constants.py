@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from . import memory
-from .artifact import HOST, BufferSpec, MethodRecord, StateKind, constant_digest, dtype_from_name, dtype_name
+from .artifact import HOST, BufferSpec, Growth, MethodRecord, StateKind, constant_digest, dtype_from_name, dtype_name
+from .capacity import first_table
 from .errors import ArtifactError, InputError
 from .loading import PARALLEL_FROM, ConstantLoader, free_tensors
 from .method_code import ALIGNMENT
@@ -59,6 +60,9 @@ class ConstantPool:
         verify: compare each constant's SHA-256 with the manifest when it is loaded.
         on_load: called with the number of bytes after each constant, for progress displays; from the thread that binds.
         parallel_from: load with several threads from this many bytes on.
+
+    Attributes:
+        pages: of the KV caches, which block tables deal out; set before anything is bound.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class ConstantPool:
     ) -> None:
         self._file = file
         self._device = device
+        self.pages = 0
         check = self._check_hash if verify else None
         places = dict.fromkeys((device, torch.device(HOST)))
         self._loaders = {place: ConstantLoader(place, check, on_load, parallel_from) for place in places}
@@ -128,16 +133,20 @@ class ConstantPool:
             self._users[held] -= 1
         free_tensors(binding.private)
 
-    def bytes_to_load(self, records: Iterable[MethodRecord]) -> int:
-        """Bytes that binding all of `records` would read from the file: each constant once for each device that uses it, and
-        none that is loaded."""
+    def bytes_to_load(self, records: Iterable[MethodRecord], device: torch.device | None = None) -> int:
+        """Bytes that binding all of `records` would read from the file: each constant once for each device that uses it, or
+        for `device` alone, and none that is loaded."""
         wanted: set[Held] = set()
         for record in records:
             wanted |= set(self._held(record, record.constants).values()) - self._tensors.keys()
             for held in self._held(record, record.buffers).values():
                 if record.buffer_specs[held.key].initialised and held.key not in self._buffers:
                     wanted.add(held)
-        return sum(self._file.entries[held.key].nbytes for held in wanted if held.key in self._file.entries)
+        return sum(
+            self._file.entries[held.key].nbytes
+            for held in wanted
+            if held.key in self._file.entries and device in (None, held.device)
+        )
 
     def buffers_for(self, record: MethodRecord) -> dict[str, torch.Tensor]:
         """The buffers in use, by the names that the method's code has for them."""
@@ -184,6 +193,11 @@ class ConstantPool:
         buffers = self.buffers
         return {key: buffers[key] for key, spec in self._buffer_specs.items() if spec.kind is kind}
 
+    def buffers_that_grow(self, growth: Growth) -> dict[str, torch.Tensor]:
+        """Those of `buffers` whose first dimension is this."""
+        buffers = self.buffers
+        return {key: buffers[key] for key, spec in self._buffer_specs.items() if spec.growth is growth}
+
     @property
     def stats(self) -> ConstantStats:
         used = {held: users for held, users in self._users.items() if users > 0}
@@ -229,10 +243,19 @@ class ConstantPool:
                 if here:
                     loaded = loader.load(here, {held.key for held in own if held.device == device})
                     made |= {Held(key, device): tensor for key, tensor in loaded.items()}
+            for held, spec in specs.items():
+                if spec.growth is not Growth.FIXED:
+                    made[held] = self._first_rows(spec, made[held])
             return made
         except BaseException:
             free_tensors(made.values())
             raise
+
+    def _first_rows(self, spec: BufferSpec, first: torch.Tensor) -> torch.Tensor:
+        """A buffer that grows, with its first values, from those in the file or from zeros."""
+        if spec.kind is StateKind.BLOCK_TABLE:
+            return first_table(spec, self.pages).to(first.device)
+        return first[:1].expand(spec.shape).contiguous() if spec.initialised else first
 
     def _check_mapped(self) -> None:
         mapped = sum(tensor.nbytes for held, tensor in self._tensors.items() if held.device.type == HOST)
@@ -243,8 +266,11 @@ class ConstantPool:
 
     def _put_first_values(self, buffers: Mapping[str, torch.Tensor]) -> None:
         for key, spec in self._buffer_specs.items():
-            if spec.initialised:
-                buffers[key].copy_(self._entry(key).tensor())
+            if spec.kind is StateKind.BLOCK_TABLE:
+                buffers[key].copy_(first_table(spec, self.pages))
+            elif spec.initialised:
+                first = self._entry(key).tensor()
+                buffers[key].copy_(first if spec.growth is Growth.FIXED else first[:1])
             else:
                 buffers[key].zero_()
 

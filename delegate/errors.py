@@ -33,6 +33,10 @@ class ClosedError(OstinatoError, RuntimeError):
     """A program or method was used after `close()`."""
 
 
+class CapacityError(OstinatoError, RuntimeError):
+    """All slots or all pages that a program was loaded with are in use."""
+
+
 class StepError(OstinatoError, RuntimeError):
     """Compiled code failed while it ran; the model's state may have moved in part."""
 

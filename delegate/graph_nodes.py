@@ -15,7 +15,7 @@ R2. Before its wait a program writes nothing, and reads only constants, state th
     unmarked kernels write.
     Why: marked kernels ahead of it may still be running. Unmarked ones have ended: the edges from and to them are full.
 R3. A *late* kernel calls `start_next` directly after its wait; all others call it first.
-    Why: R4 needs it. The only late kernel is `experts_gate_up_early`.
+    Why: R4 needs it of `experts_gate_up_early`. `fixed_rows_early` is late because it is faster so; nothing relies on that.
 R4. The kernel directly behind a late one may also read, before its wait, what kernels ahead of the late one wrote, past the
     first-level cache (`cache_modifier=".cg"`). Nothing stands between the two, and neither of them writes that.
     Why: when it starts, every program of the late kernel is past its wait, so all kernels ahead of the late one have ended

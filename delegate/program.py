@@ -7,26 +7,26 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from .artifact import StateKind, TensorSpec
-from .constants import Binding, ConstantPool, ConstantStats
-from .errors import ClosedError, OptionError, OstinatoError, StepError, first_line
+from .artifact import Growth, StateKind, TensorSpec
+from .capacity import Capacity, CapacityOptions, choose_capacity
+from .constants import ConstantPool, ConstantStats
+from .errors import ClosedError, OptionError
 from .files import Source, artifact_paths, open_artifact
 from .graph_pool import GraphPool
 from .graph_recorders import CudaGraphRecorder, GraphRecorder, HostGraphRecorder
-from .inputs import InputCheck
-from .memory import MemoryWatch
+from .method import Method, Owner
 from .method_code import MethodCode
 from .options import BackendOptions
 from .pte import DelegateMethod, ProgramFile
 from .side_stream import Call, run_here, run_on_stream, side_stream
-from .state_machine import MethodStats, StateMachine
+from .state_machine import StateMachine
 from .streaming import StreamBuffers
 from .target import Target, check_target
 
@@ -45,149 +45,12 @@ class ProgramStats:
     mutable_buffer_bytes: int
 
 
-class _Owner:
-    """Handles own device memory and loaded code; a copy would free them twice."""
-
-    def __copy__(self) -> NoReturn:
-        raise TypeError(f"{type(self).__name__} cannot be copied: it owns loaded code and device memory")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self.__copy__()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{type(self).__name__} cannot be pickled: it owns loaded code and device memory")
-
-
-class Method(_Owner):
-    """One loaded method. Made by `Program.load_method`; freed with its program or by `close`."""
-
-    def __init__(
-        self,
-        entry: DelegateMethod,
-        code: MethodCode,
-        state_machine: StateMachine,
-        binding: Binding,
-        lock: threading.RLock,
-        device: torch.device,
-        watch: MemoryWatch,
-        skip_copy: bool,
-        on_close: Callable[[], None],
-    ) -> None:
-        self._entry = entry
-        self._code: MethodCode | None = code
-        self._state_machine = state_machine
-        # The code keeps addresses; this keeps the tensors that are there.
-        self._bound = binding.tensors
-        self._lock = lock
-        self._device = device
-        self._skip_copy = skip_copy
-        self._on_close = on_close
-        self._inputs = entry.inputs
-        self._input_order, self._output_order = entry.input_order, entry.output_order
-        self._check = InputCheck(entry.name, self._inputs, device)
-        self._watch = watch
-
-    @property
-    def name(self) -> str:
-        return self._entry.name
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """The method's inputs, in the order of `execute`."""
-        return self._inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """The method's outputs, in the order that `execute` returns."""
-        return self._entry.outputs
-
-    @property
-    def stats(self) -> MethodStats:
-        """Phase, warmups, captures, replays, fallbacks, and the plans: a live view, but for which plans there are."""
-        return self._state_machine.stats
-
-    @property
-    def static_inputs(self) -> tuple[torch.Tensor, ...]:
-        """The buffers that the plan of the last call reads, in the order of `execute`; empty where there is none.
-
-        Filling them and passing them to `execute` saves its copies. They are on the device, so their values are not checked
-        there, except those that code on the host alone takes; and they stay as they are from call to call.
-        """
-        static = self._state_machine.static_inputs
-        return tuple(static[self._input_order.index(place)] for place in range(len(static)))
-
-    def execute(self, inputs: Sequence[torch.Tensor], graph: bool = True) -> tuple[torch.Tensor, ...]:
-        """Run one step of the model; its state moves exactly once.
-
-        Args:
-            inputs: one tensor per input, with the shapes and dtypes of `inputs`, on the host or on the program's device.
-                Integer values with a declared range are checked when the tensor is on the host; on the device
-                that would cost a synchronisation, so there the caller must keep to the range.
-            graph: False runs the code as in the phase `disabled`, whatever the options say: for shapes that need no plan.
-
-        Returns:
-            The outputs. On the host and owned by the caller, unless `skip_copy_output_to_cpu_for_method` names this
-            method: then on the device, and in the replay phase overwritten by the next call of any method of the program,
-            because all graphs share their memory: copy what you keep.
-
-        Raises:
-            InputError: number, type, shape, dtype, device or value of an input; state is untouched.
-            DeviceMemoryError: the GPU has no room for what the step allocates for itself. The step may have been made in
-                part: `Program.reset`, or a step at position 0, makes the state whole again.
-            StepError: compiled code failed; the same holds.
-            ClosedError: the method or its program was closed.
-        """
-        with self._lock:
-            if self._code is None:
-                raise ClosedError(f"method {self.name!r} is closed")
-            self._check(inputs)
-            results = self._run([inputs[i] for i in self._input_order], graph)
-            outputs = tuple([results[i] for i in self._output_order])
-            if self._skip_copy:
-                return outputs
-            # A replayed output is the graph's own buffer; on the CPU `.cpu()` would hand out that very buffer.
-            owned = self._device.type == "cpu" and not self._state_machine.has_static_outputs
-            return outputs if owned else tuple(t.to("cpu", copy=True) for t in outputs)
-
-    def _bind(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Use these mutable buffers, by their names in the code."""
-        assert self._code is not None
-        self._bound = {**self._bound, **buffers}
-        self._code.bind(self._bound)
-
-    def close(self) -> None:
-        """Free graph, buffers and code, in that order. Closing twice is fine."""
-        with self._lock:
-            if self._code is None:
-                return
-            self._state_machine.release()
-            self._code.close()
-            self._code = None
-            self._bound = {}
-            self._on_close()
-
-    def _run(self, inputs: Sequence[torch.Tensor], graph: bool) -> list[torch.Tensor]:
-        try:
-            return self._state_machine(inputs, graph)
-        except RuntimeError as error:
-            specs = zip(self._entry.record.inputs, inputs, strict=True)
-            shapes = ", ".join(f"{spec.name} {list(tensor.shape)}" for spec, tensor in specs)
-            explained = self._watch.explain(error, f"running method {self.name!r} with {shapes}")
-            if explained is not None:
-                raise explained from error
-            if isinstance(error, OstinatoError):
-                raise
-            raise StepError(
-                f"method {self.name!r} failed with {shapes}: {first_line(error)}. The step may have been made in part: "
-                "`Program.reset`, or a step at position 0, makes the state whole again"
-            ) from error
-
-
-class Program(_Owner):
+class Program(Owner):
     """A loaded artifact. Made by `load_program`; a context manager that closes its methods on exit."""
 
-    def __init__(self, parsed: ProgramFile, pool: ConstantPool, device: torch.device) -> None:
+    def __init__(self, parsed: ProgramFile, pool: ConstantPool, device: torch.device, capacity: Capacity) -> None:
         self._parsed = parsed
+        self._capacity = capacity
         self._pool = pool
         self._graph_pool: GraphPool | None = None
         self._stream_buffers = StreamBuffers(device)
@@ -215,6 +78,11 @@ class Program(_Owner):
         return self._device
 
     @property
+    def capacity(self) -> Capacity:
+        """How many sessions there is room for, and how many positions."""
+        return self._capacity
+
+    @property
     def target(self) -> Target:
         """What the code was compiled for."""
         return next(iter(self._parsed.methods.values())).target
@@ -228,6 +96,10 @@ class Program(_Owner):
     def buffers_of(self, kind: StateKind) -> dict[str, torch.Tensor]:
         """Those of `mutable_buffers` that the export declared to hold `kind`."""
         return self._pool.buffers_of(kind)
+
+    def buffers_that_grow(self, growth: Growth) -> dict[str, torch.Tensor]:
+        """Those of `mutable_buffers` whose first dimension counts slots, or pages."""
+        return self._pool.buffers_that_grow(growth)
 
     @property
     def stats(self) -> ProgramStats:
@@ -414,21 +286,37 @@ def _close_programs() -> None:
             logger.exception("a program cannot be closed")
 
 
-def load_program(source: Source, verify: bool = True, on_load: Callable[[int], None] | None = None) -> Program:
+def load_program(
+    source: Source,
+    verify: bool = True,
+    on_load: Callable[[int], None] | None = None,
+    *,
+    sessions: int | None = None,
+    kv_tokens: int | None = None,
+    gpu_memory_fraction: float | None = None,
+) -> Program:
     """Load an artifact: `load_program("artifact/")` or `load_program(("model.pte", "model.ptd"))`.
 
-    The files are mapped, not read; constants are loaded with the first method that needs them.
+    The files are mapped, not read; constants are loaded with the first method that needs them. By default there is room for
+    one session with max_seq_len positions.
 
     Args:
         source: an artifact folder, the paths of its two files, or that of its `.pte`.
         verify: compare SHA-256 of the program, and later of code and constants, with the manifest.
         on_load: called with the size in bytes of each constant that has been loaded, from the thread that loads the method;
             `Program.bytes_to_load` says beforehand how many they will be.
+        sessions: how many sessions have a state of their own; 1 if None, and nothing else is given.
+        kv_tokens: positions of all sessions together, in whole pages; if None, max_seq_len for each session. More than that
+            is for snapshots, which keep pages.
+        gpu_memory_fraction: of what the GPU has free beside the weights, how much sessions may take. What is not given above
+            follows: as many sessions as have room with max_seq_len positions, at most 256; as many positions as have room.
 
     Raises:
+        OptionError: as `choose_capacity`.
         ArtifactError: no such file, not an artifact, damaged, or the two files do not belong together.
         TargetError: compiled for another device, architecture, instruction set or torch.
     """
+    options = CapacityOptions(sessions, kv_tokens, gpu_memory_fraction)
     program_path, constants_path = artifact_paths(source)
     parsed, constants = open_artifact(program_path, constants_path, verify)
     entries = list(parsed.methods.values())
@@ -437,4 +325,10 @@ def load_program(source: Source, verify: bool = True, on_load: Callable[[int], N
     device = (
         torch.device("cuda", torch.cuda.current_device()) if entries[0].target.device == "cuda" else torch.device("cpu")
     )
-    return Program(parsed, ConstantPool(constants, device, verify, on_load), device)
+    records = [entry.record for entry in entries]
+    pool = ConstantPool(constants, device, verify, on_load)
+    capacity = choose_capacity(records, parsed.metadata, options, device, pool.bytes_to_load(records, device))
+    pool.pages = capacity.pages
+    for entry in entries:
+        parsed.methods[entry.name] = replace(entry, record=capacity.sized(entry.record))
+    return Program(parsed, pool, device, capacity)

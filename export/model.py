@@ -9,18 +9,20 @@ from typing import Any
 import torch
 
 from ostinato.delegate import artifact
-from ostinato.delegate.artifact import StateKind
+from ostinato.delegate.artifact import Growth, StateKind
 from ostinato.delegate.errors import CheckpointError, ExportError
 from ostinato.delegate.json_files import read_json
 from ostinato.delegate.target import host_target
 
+from .artifact.records import ValueRange
 from .formats import Quantization
 from .kernels import host_kernels_for, kernels_for
 from .layers.host_experts import STREAMED
-from .layers.state import state_kinds
+from .layers.state import state_forms
 from .models import LanguageModel, ModelConfig, build_network, read_config
 from .models.config import MAX_SIZE, short
 from .models.family import Family
+from .models.methods import ROWS_METHODS
 from .models.traffic import decode_bytes, kv_bytes_per_token
 from .program import ExportReport, export_program
 from .progress import Progress
@@ -105,14 +107,29 @@ def export_model(
         value_ranges={
             "tokens": (0, config.vocab_size - 1),
             "input_pos": (0, length - 1),
+            "slot": (0, Growth.SLOTS),
+            "slots": (0, Growth.SLOTS),
             STREAMED: (0, config.experts_per_layer),
+            **_row_ranges(config, length),
         },
         extra_files=[folder / name for name in artifact.TOKENIZER_FILES if (folder / name).exists()],
         root=network,
-        state_kinds=state_kinds(network),
+        state_forms=state_forms(network),
         weights=QuantizedWeights(network, source, computes, hqq=quant is not None and quant.hqq),
         progress=progress,
     )
+
+
+def _row_ranges(config: ModelConfig, length: int) -> dict[str, ValueRange]:
+    """Of the inputs of methods that take rows: -1 is the kept token, the kept position, or no slot."""
+    ranges: dict[str, ValueRange] = {
+        "tokens": (-1, config.vocab_size - 1),
+        "input_pos": (-1, length - 1),
+        "slots": (-1, Growth.SLOTS),
+        "drawn": (0, length - 1),
+    }
+    methods = (method for pair in ROWS_METHODS for method in pair)
+    return {f"{method}.{name}": bounds for method in methods for name, bounds in ranges.items()}
 
 
 def _weight_source(
@@ -168,9 +185,10 @@ def _metadata(
 ) -> dict[str, Any]:
     config = network.config
     # What kernels leave in a workspace between steps means nothing.
-    state = [name for name, kind in state_kinds(network).items() if kind is not StateKind.WORKSPACE]
+    state = [name for name, form in state_forms(network).items() if form.kind is not StateKind.WORKSPACE]
     metadata: dict[str, Any] = {
         artifact.META_MAX_SEQ_LEN: network.build.max_seq_len,
+        artifact.META_PAGE_SIZE: network.build.page_size,
         artifact.META_VOCAB_SIZE: config.vocab_size,
         artifact.META_N_LAYERS: config.num_hidden_layers,
         artifact.META_USE_KV_CACHE: True,

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ostinato.delegate.artifact import CONSTANTS_FILE, PROGRAM_FILE, StateKind
+from ostinato.delegate.artifact import CONSTANTS_FILE, PROGRAM_FILE, StateForm
 from ostinato.delegate.errors import ExportError
 from ostinato.delegate.target import Target, host_target
-from ostinato.export.artifact.records import Constants, make_method
+from ostinato.export.artifact.records import Constants, ValueRange, make_method
 from ostinato.export.artifact.writer import atomic_folder, write_constants
 from ostinato.export.compile.aot import Code
 from ostinato.export.compile.libraries import Libraries
@@ -48,11 +48,11 @@ def export_program(
     *,
     device: str = "cpu",
     metadata: Mapping[str, Any] | None = None,
-    value_ranges: Mapping[str, tuple[int, int]] | None = None,
+    value_ranges: Mapping[str, ValueRange] | None = None,
     output_names: Sequence[str] = (),
     extra_files: Sequence[Path] = (),
     root: nn.Module | None = None,
-    state_kinds: Mapping[str, StateKind] | None = None,
+    state_forms: Mapping[str, StateForm] | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
@@ -67,12 +67,14 @@ def export_program(
         output: the folder to write; it appears whole, or not at all.
         device: "cpu" or "cuda"; a `Link` may be on the CPU in either.
         metadata: constant methods of the program: name -> int, float, bool, str, or a list of one of them.
-        value_ranges: input name -> (lowest, highest) value; checked at run time for inputs on the host.
+        value_ranges: input name -> (lowest, highest) value; checked at run time for inputs on the host. An index into buffers
+            that grow has in place of the latter what it counts. "method.input" is the input of one method alone.
         output_names: names for the outputs of methods that are not chains; `output_0`, ... by default.
         extra_files: files to copy into the folder.
         root: tensors that this module holds are called in the artifact as it calls them. Others have the names that their
             own module has for them, after the link's `prefix`.
-        state_kinds: what mutable buffers hold, by their names in the artifact.
+        state_forms: what mutable buffers hold, and how they grow, by their names in the artifact. A buffer that grows has in
+            the code any first dimension, and nothing checks an index into it but the runtime.
         weights: values of tensors that the modules hold for their shape only, by the tensor's name in the artifact. Each is
             asked for once, when it is written. Other constants are written as the modules hold them.
         progress: shows and keeps the time of each stage.
@@ -90,12 +92,12 @@ def export_program(
     target = host_target(device)
     with atomic_folder(Path(output)) as folder, Libraries(device, progress) as libraries:
         traced = _trace_all(methods, output_names, progress)
-        constants = Constants(state_kinds or {})
+        constants = Constants(state_forms or {})
         if root is not None:
             constants.name_after(root)
         for method in traced.values():
             constants.add(method)
-        codes = _compile_all(traced, libraries)
+        codes = _compile_all(traced, libraries, constants)
         export_id = uuid.uuid4().hex
         with progress.stage("assemble program"), _quiet():
             from ostinato.export.artifact.assemble import assemble
@@ -137,11 +139,14 @@ def _trace_all(
     return traced
 
 
-def _compile_all(methods: Mapping[str, TracedMethod], libraries: Libraries) -> dict[str, dict[str, Code]]:
+def _compile_all(
+    methods: Mapping[str, TracedMethod], libraries: Libraries, constants: Constants
+) -> dict[str, dict[str, Code]]:
     """Method -> kind of link -> code. A graph that methods share is compiled once."""
     graphs = {id(graph): graph for method in methods.values() for graph in method.graphs.values()}
+    growing = {id(one.graph) for method in methods.values() for one in method.links if constants.has_growing(one)}
     with _quiet():
-        libraries.generate(list(graphs.values()))
+        libraries.generate(list(graphs.values()), growing)
         # exir takes seconds to import, and compilers are at work.
         import_module("executorch.exir")
         codes = dict(zip(graphs, libraries.codes(), strict=True))

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from ostinato.delegate.artifact import META_MAX_SEQ_LEN, META_VOCAB_SIZE
+from ostinato.delegate.artifact import META_MAX_SEQ_LEN, META_PAGE_SIZE, META_VOCAB_SIZE
 from ostinato.delegate.errors import ArtifactError, OptionError
-from ostinato.delegate.program import Program
-from ostinato.delegate.sampling import Sampling
+from ostinato.delegate.files import Source, artifact_paths, open_artifact
+from ostinato.delegate.program import Program, load_program
 from ostinato.delegate.state_machine import PHASE_OF_COUNTER
 
 from .device import synchronize
 from .model import Model
-from .steps import steps_of
+from .sessions import Sessions, Snapshot
 
 DEFAULT_PROMPTS = (512,)
 DEFAULT_ANSWERS = (128,)
@@ -158,6 +158,19 @@ def make_plan(
     return Plan(tuple(cases), repetitions, tuple(skipped))
 
 
+def load_for_bench(source: Source) -> Program:
+    """`load_program`, with one more page of the KV caches than a session needs: what is kept at a depth may end within a
+    page, and the session that goes on from there writes to a copy of it.
+
+    Raises:
+        ArtifactError, TargetError: as `load_program`.
+    """
+    metadata = open_artifact(*artifact_paths(source), verify=False)[0].metadata
+    if META_PAGE_SIZE not in metadata:
+        return load_program(source)
+    return load_program(source, kv_tokens=int(metadata[META_MAX_SEQ_LEN]) + int(metadata[META_PAGE_SIZE]))
+
+
 def sizes_of(program: Program) -> tuple[int, int]:
     """(max_seq_len, vocabulary) of a program.
 
@@ -202,7 +215,9 @@ class _Bench:
 
     def __init__(self, model: Model, vocabulary: int) -> None:
         self._model = model
-        self._steps = steps_of(model)
+        self._sessions = Sessions(model)
+        self._session = self._sessions.open()
+        self._empty = self._session.snapshot()
         self._device = model.program.device
         # That calls of `prefill` took until they came back; the GPU may still have been at work.
         self._prefill_seconds = 0.0
@@ -223,13 +238,14 @@ class _Bench:
         if prompt:
             # Kernels are loaded when they first run. One token goes through decode, which is to stay fresh.
             if len(prompt) > 1:
-                self._model.prefill(prompt)
-            seconds = self._timed(lambda: self._model.prefill(prompt)) / 1e9
+                self._session.prefill(prompt)
+                self._session.restore(self._empty)
+            seconds = self._timed(lambda: self._session.prefill(prompt)) / 1e9
             phases["prefill"] = PhaseTime("prefill", len(prompt), seconds)
-        self._steps.resume(prompt, self._tokens[0], Sampling())
+        self._session.append(self._tokens[0])
         for _ in range(answer):
             before = self._counts()
-            spent = self._timed(lambda: self._steps.next(more=False)) / 1e9
+            spent = self._timed(lambda: self._sessions.step([self._session])) / 1e9
             name = next(word for key, word in PHASE_OF_COUNTER.items() if self._counts()[key] > before[key])
             known = phases.get(name, PhaseTime(name, 0, 0.0))
             phases[name] = PhaseTime(name, known.calls + 1, known.seconds + spent)
@@ -238,48 +254,50 @@ class _Bench:
     def run(self, plan: Plan) -> Iterator[tuple[Case, list[int], float | None]]:
         """Each case with the nanoseconds of its repetitions, and `Measurement.host_us`."""
         held = 0
-        state: dict[str, torch.Tensor] = {}
+        at = self._empty
         for case in plan.cases:
-            if case.depth and case.depth != held:
-                self._model.prefill(self._tokens[: case.depth])
-                # On the host: the GPU may have no room for a long context twice.
-                state = {name: tensor.to("cpu", copy=True) for name, tensor in self._buffers().items()}
+            if case.depth != held:
+                self._session.restore(self._empty)
+                if at is not self._empty:
+                    at.close()
+                at = self._empty
+                if case.depth:
+                    self._session.prefill(self._tokens[: case.depth])
+                    at = self._session.snapshot()
                 held = case.depth
             # Decode is warm from the first answer on; a prompt may still need memory, or a graph for its length.
             warm = Case("tg", 1, case.depth) if case.kind == "tg" else case
             has_graph = case.kind == "pp" and self._model.has_bucket(case.tokens)
             for _ in range(self._model.warmup_steps + 1 if has_graph else 1):
-                self._once(warm, state)
+                self._once(warm, at)
             before = self._host_seconds(case)
-            samples = [self._once(case, state) for _ in range(plan.repetitions)]
+            samples = [self._once(case, at) for _ in range(plan.repetitions)]
             after = self._host_seconds(case)
             calls = plan.repetitions * (case.tokens if case.kind == "tg" else 1)
             yield case, samples, None if before is None or after is None else (after - before) / calls * 1e6
 
     def _host_seconds(self, case: Case) -> float | None:
         if case.kind == "tg":
-            return self._steps.host_seconds
+            return self._sessions.host_seconds
         return None if self._device.type == "cpu" else self._prefill_seconds
 
-    def _once(self, case: Case, state: dict[str, torch.Tensor]) -> int:
+    def _once(self, case: Case, at: Snapshot) -> int:
         """Nanoseconds of one repetition, from the state at the case's depth."""
-        if case.depth:
-            for name, tensor in self._buffers().items():
-                tensor.copy_(state[name])
-        before, after = self._tokens[: case.depth], self._tokens[case.depth : case.depth + case.tokens]
+        self._session.restore(at)
+        after = self._tokens[case.depth : case.depth + case.tokens]
         if case.kind == "pp":
-            return self._timed(lambda: self._prefill(after, case.depth))
-        self._steps.resume(before, after[0], Sampling())
+            return self._timed(lambda: self._prefill(after))
+        self._session.append(after[0])
         return self._timed(lambda: self._decode(case.tokens))
 
-    def _prefill(self, tokens: Sequence[int], depth: int) -> None:
+    def _prefill(self, tokens: Sequence[int]) -> None:
         begin = time.perf_counter()
-        self._model.prefill(tokens, depth)
+        self._session.prefill(tokens)
         self._prefill_seconds += time.perf_counter() - begin
 
     def _decode(self, count: int) -> None:
         for left in reversed(range(count)):
-            self._steps.next(more=left > 0)
+            self._sessions.step([self._session], more=left > 0)
 
     def _timed(self, work: Callable[[], object]) -> int:
         synchronize(self._device)
@@ -287,9 +305,6 @@ class _Bench:
         work()
         synchronize(self._device)
         return time.perf_counter_ns() - begin
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        return self._model.program.mutable_buffers
 
     def _counts(self) -> dict[str, Any]:
         return list(self._model.method_stats.values())[-1]

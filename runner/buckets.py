@@ -13,13 +13,16 @@ from functools import cache
 import torch
 
 from ostinato.delegate import InputError, Program
-from ostinato.delegate.artifact import META_MAX_SEQ_LEN, META_PADDED_PREFILL, PREFILL_STREAMED
+from ostinato.delegate.artifact import META_MAX_SEQ_LEN, META_PADDED_PREFILL, PREFILL_STREAMED, ROWS
 from ostinato.delegate.errors import OptionError
 
 from .streamed import STREAM_FROM
 
 # Between 128 and 512 a row of padding costs more than the launches that a graph saves, so these are closer together.
 DEFAULT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
+
+# Numbers of sessions whose step has a graph. One session alone has a method of its own.
+ROW_BUCKETS = (2, 4, 8, 16, 24, 32, *range(48, 129, 16), *range(160, 257, 32))
 
 # Up to here integers are kept, in 16 MB.
 MOST_COUNTED = 1 << 20
@@ -74,6 +77,42 @@ def choose_buckets(wanted: Sequence[int] | None, program: Program, prefill: str,
     return tuple(sorted(set(wanted)))
 
 
+def choose_row_buckets(wanted: Sequence[int] | None, program: Program, cuda_graph: bool) -> tuple[int, ...]:
+    """Numbers of rows of a step of several sessions that have a graph, rising.
+
+    Args:
+        wanted: what the caller asks for; None: with graphs and on a GPU, ROW_BUCKETS up to the sessions that have room.
+        program: the model's.
+        cuda_graph: whether the model is loaded with graphs.
+
+    Raises:
+        OptionError: buckets without graphs, or for a program that steps one session at a time; one that is no number of
+            rows, or too many.
+    """
+    several = steps_several(program)
+    most = program.method_inputs(ROWS)[0].shape[0].max if several else 1
+    if wanted is None:
+        if not several or not cuda_graph or program.device.type != "cuda":
+            return ()
+        needed = bisect_left(ROW_BUCKETS, min(program.capacity.slots, most))
+        return ROW_BUCKETS[: needed + 1]
+    if wanted and not cuda_graph:
+        raise OptionError("row buckets are numbers of sessions whose step has a CUDA graph: they need cuda_graph")
+    if wanted and not several:
+        raise OptionError(
+            f"row buckets need a program with the method {ROWS!r}, loaded for several sessions, as in sessions=2"
+        )
+    for bucket in wanted:
+        if type(bucket) is not int or not 2 <= bucket <= most:
+            raise OptionError(f"a row bucket is a number of sessions from 2 to {most}, got {bucket!r}")
+    return tuple(sorted(set(wanted)))
+
+
+def steps_several(program: Program) -> bool:
+    """Whether several of the program's sessions can step together."""
+    return program.capacity.slots > 1 and ROWS in program.method_names
+
+
 def bucket_of(buckets: Sequence[int], count: int) -> int | None:
     """The smallest bucket for `count` tokens; None if they are too many for all."""
     place = bisect_left(buckets, count)
@@ -98,6 +137,15 @@ def padded_inputs(tokens: Sequence[int], position: int, bucket: int) -> list[tor
         ids.extend(ids[-1:] * padding)
         positions.extend(positions[-1:] * padding)
     return [torch.frombuffer(ids, dtype=torch.int64).view(1, bucket), torch.frombuffer(positions, dtype=torch.int64)]
+
+
+def rows_inputs(tokens: Sequence[int], position: int, slot: int, rows: int) -> list[torch.Tensor]:
+    """What `rows_logits` takes of a session's tokens that stand from `position` on: tokens, positions and slots [rows], and
+    the number of the last token's row [1], int64. Rows of padding have no slot."""
+    ids, positions = padded_inputs(tokens, position, rows)
+    slots = torch.full((rows,), -1)
+    slots[: len(tokens)] = slot
+    return [ids[0], positions, slots, torch.tensor([len(tokens) - 1])]
 
 
 def _positions(first: int, end: int) -> array[int]:

@@ -4,6 +4,9 @@ Tests: pp512 prefills 512 tokens, tg128 decodes 128 of them one by one; "@ d4000
 Loading, warm-up, capture and filling the state are not in these figures. The device is synchronised before and after
 each repetition, not for each token.
 
+With --batch, several sessions step together instead, as in llama-batched-bench: all start at once with a prompt of -p
+tokens, and decode -n.
+
 stdout carries the table (or --output); progress, notes and errors go to stderr.
 Exit status: 0 done, 2 an error in what was asked or given, 130 interrupted.
 """
@@ -21,15 +24,18 @@ from pathlib import Path
 import torch
 
 from ostinato.delegate import Program, load_program
-from ostinato.delegate.artifact import META_DTYPE, META_MODEL_TYPE, META_N_LAYERS
+from ostinato.delegate.artifact import META_DTYPE, META_MODEL_TYPE, META_N_LAYERS, META_PAGE_SIZE
 from ostinato.delegate.errors import OptionError
+from ostinato.delegate.files import artifact_paths, open_artifact
 
+from .batch_bench import BatchMeasurement, BatchPlan, check_length, draw_batches, measure_batches, render_batches
 from .bench import (
     DEFAULT_ANSWERS,
     DEFAULT_DEPTHS,
     DEFAULT_PROMPTS,
     DEFAULT_REPETITIONS,
     Plan,
+    load_for_bench,
     make_plan,
     measure,
     sizes_of,
@@ -81,6 +87,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lengths of prompts that have a graph with --cuda_graph, shorter ones are padded; 0: none "
         f"(default: {','.join(map(str, DEFAULT_BUCKETS))} on a GPU, none on a CPU)",
     )
+    parser.add_argument(
+        "--batch",
+        action="append",
+        metavar="N,N",
+        help="numbers of sessions that step together, separated by commas; -p and -n are one number then (default: 128 each)",
+    )
     add_prefault(parser)
     parser.add_argument(
         "-o", "--output", choices=FORMATS, default="table", help="what to print; json has every sample (default: table)"
@@ -95,25 +107,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.batch is not None:
+        return _main_of_batches(arguments)
     modes = arguments.cuda_graph
     prompts, answers = _sizes("-p", arguments.n_prompt), _sizes("-n", arguments.n_gen)
     depths = _sizes("-d", arguments.n_depth)
-    buckets = _sizes("--prefill-buckets", arguments.prefill_buckets)
-    if buckets is not None:
-        buckets = [bucket for bucket in buckets if bucket]
-    if arguments.plot:
-        check_plot(arguments.plot)
-    if arguments.save and not arguments.save.absolute().parent.is_dir():
-        raise OptionError(f"--save: no such folder: {arguments.save.absolute().parent}")
+    buckets = _buckets(arguments)
+    _check_files(arguments)
     begin = time.perf_counter()
-    with load_program(arguments.artifact) as program:
+    with load_for_bench(arguments.artifact) as program:
         max_seq_len, vocabulary = sizes_of(program)
         choose_buckets(buckets, program, method_names(program)[0], True in modes)
         plan = make_plan(max_seq_len, prompts, answers, depths, arguments.repetitions)
         for reason in plan.skipped:
             _say(f"note: left out: {reason}")
-        if True in modes and program.device.type == "cpu":
-            _say(NO_GRAPH_NOTE)
+        _note_of_graphs(program, modes)
         report = _measure_all(program, arguments, modes, buckets, plan, vocabulary, begin)
     print(render(report, arguments.output))
     if arguments.save:
@@ -122,6 +130,55 @@ def main(arguments: argparse.Namespace) -> int:
         draw(report, arguments.plot)
         _say(f"wrote {arguments.plot}")
     return 0
+
+
+def _main_of_batches(arguments: argparse.Namespace) -> int:
+    batches = _sizes("--batch", arguments.batch) or []
+    prompts, answers = _sizes("-p", arguments.n_prompt) or [128], _sizes("-n", arguments.n_gen) or [128]
+    if len(prompts) != 1 or len(answers) != 1 or arguments.n_depth:
+        raise OptionError("with --batch, -p and -n take one number each, and there is no -d")
+    modes, buckets = arguments.cuda_graph, _buckets(arguments)
+    plan = BatchPlan(tuple(sorted(set(batches))), prompts[0], answers[0], arguments.repetitions)
+    _check_files(arguments)
+    parsed, _ = open_artifact(*artifact_paths(arguments.artifact), verify=False)
+    kv_tokens = plan.kv_tokens(int(parsed.metadata.get(META_PAGE_SIZE, 1)))
+    with load_program(arguments.artifact, sessions=plan.most, kv_tokens=kv_tokens) as program:
+        max_seq_len, vocabulary = sizes_of(program)
+        check_length(plan, max_seq_len)
+        choose_buckets(buckets, program, method_names(program)[0], True in modes)
+        _note_of_graphs(program, modes)
+        rows: list[BatchMeasurement] = []
+        for cuda_graph in modes:
+            model = Model(program, cuda_graph, prefill_buckets=buckets if cuda_graph else None)
+            if arguments.prefault and not rows:
+                program.prefault()
+            rows += measure_batches(model, plan, vocabulary, _say)
+        rows.sort(key=lambda row: (row.batch, row.cuda_graph))
+        print(render_batches(program, rows, arguments.output))
+        if arguments.save:
+            arguments.save.write_text(render_batches(program, rows, "json") + "\n")
+        if arguments.plot:
+            draw_batches(program, rows, arguments.plot)
+            _say(f"wrote {arguments.plot}")
+    return 0
+
+
+def _buckets(arguments: argparse.Namespace) -> list[int] | None:
+    buckets = _sizes("--prefill-buckets", arguments.prefill_buckets)
+    return None if buckets is None else [bucket for bucket in buckets if bucket]
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Raises OptionError: what is measured could not be written."""
+    if arguments.plot:
+        check_plot(arguments.plot)
+    if arguments.save and not arguments.save.absolute().parent.is_dir():
+        raise OptionError(f"--save: no such folder: {arguments.save.absolute().parent}")
+
+
+def _note_of_graphs(program: Program, modes: Sequence[bool]) -> None:
+    if True in modes and program.device.type == "cpu":
+        _say(NO_GRAPH_NOTE)
 
 
 def _measure_all(

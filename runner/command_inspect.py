@@ -8,10 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+import torch
+
 from ostinato.delegate.artifact import TensorSpec, dtype_name
+from ostinato.delegate.capacity import CapacityOptions, choose_capacity
 from ostinato.delegate.files import artifact_paths, open_artifact
 from ostinato.delegate.memory import size_text
 
@@ -34,15 +37,18 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def describe(path: str) -> dict[str, Any]:
-    """Everything that `inspect --json` prints.
+    """Everything that `inspect --json` prints. What is chosen when it is loaded is as for one session.
 
     Raises:
         ArtifactError: as `load_program`; a foreign compile target is not an error here.
     """
     program_path, constants_path = artifact_paths(path)
     parsed, constants = open_artifact(program_path, constants_path)
+    records = [entry.record for entry in parsed.methods.values()]
+    capacity = choose_capacity(records, parsed.metadata, CapacityOptions(), torch.device("cpu"), 0)
+    entries = {name: replace(entry, record=capacity.sized(entry.record)) for name, entry in parsed.methods.items()}
     methods = {}
-    for name, entry in sorted(parsed.methods.items()):
+    for name, entry in sorted(entries.items()):
         record = entry.record
         methods[name] = {
             "inputs": [_tensor(spec) for spec in entry.inputs],
@@ -55,13 +61,14 @@ def describe(path: str) -> dict[str, Any]:
                 len(parsed.named_data.get(key, b"")) for key in {segment.code_key for segment in record.segments}
             ),
         }
-    buffers = {key: spec for entry in parsed.methods.values() for key, spec in entry.record.buffer_specs.items()}
-    target = next(iter(parsed.methods.values())).target
-    entries = sorted(constants.entries.items(), key=lambda item: -item[1].nbytes)
+    buffers = {key: spec for entry in entries.values() for key, spec in entry.record.buffer_specs.items()}
+    target = next(iter(entries.values())).target
+    largest = sorted(constants.entries.items(), key=lambda item: -item[1].nbytes)
     return {
         "target": asdict(target),
         "methods": methods,
         "metadata": parsed.metadata,
+        "capacity": asdict(capacity),
         "constants": [
             {
                 "name": key,
@@ -69,12 +76,13 @@ def describe(path: str) -> dict[str, Any]:
                 "dtype": dtype_name(entry.dtype) if entry.dtype else None,
                 "bytes": entry.nbytes,
             }
-            for key, entry in entries
+            for key, entry in largest
         ],
         "mutable_buffers": [
             {
                 "name": key,
                 "kind": spec.kind.value,
+                "growth": spec.growth.value,
                 "shape": list(spec.shape),
                 "dtype": spec.dtype,
                 "bytes": spec.nbytes,
@@ -102,6 +110,13 @@ def _as_text(data: dict[str, Any], top: int) -> str:
         _largest("constant", ("shape", "dtype"), data["constants"], top),
         _largest("mutable buffer", ("kind", "shape", "dtype"), data["mutable_buffers"], top),
     ]
+    capacity = data["capacity"]
+    if capacity["slot_bytes"]:
+        pages = f", and each page of {capacity['page_size']} positions {size_text(capacity['page_bytes'])}"
+        parts.append(
+            f"loaded for one session; each one more takes {size_text(capacity['slot_bytes'])}"
+            + (pages if capacity["pages"] else "")
+        )
     return "\n\n".join(parts)
 
 

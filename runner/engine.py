@@ -15,7 +15,7 @@ from ostinato.delegate.errors import OptionError
 from ostinato.delegate.sampling import Sampling
 
 from .model import DEFAULT_WARMUP_STEPS, Model
-from .steps import steps_of
+from .sessions import Session, Sessions
 from .tokenizer import Message, TextStream, Tokenizer
 from .warm_up import WarmUp, warm_up
 
@@ -57,13 +57,12 @@ class Result:
 
 
 class Engine:
-    """Made by `Engine.load`, or over a loaded program. One sequence at a time; a context manager that frees the program
-    on exit.
+    """Made by `Engine.load`, or over a loaded program. A context manager that frees the program on exit.
 
     Attributes:
         model: the program's methods.
-        steps: what takes the model from one token to the next.
-        last: the last answer, or what there is of the one under way.
+        sessions: the conversations over it.
+        last: the last answer of `generate`, or what there is of the one under way.
 
     >>> with Engine.load("artifact/", cuda_graph=True) as engine:
     ...     for piece in engine.generate("What is the capital of France?"):
@@ -78,9 +77,10 @@ class Engine:
         cuda_graph: bool,
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
         prefill_buckets: Sequence[int] | None = None,
+        row_buckets: Sequence[int] | None = None,
     ) -> None:
-        self.model = Model(program, cuda_graph, warmup_steps, prefill_buckets)
-        self.steps = steps_of(self.model)
+        self.model = Model(program, cuda_graph, warmup_steps, prefill_buckets, row_buckets)
+        self.sessions = Sessions(self.model)
         self.last = Result()
         self._folder = folder
         self._tokenizer: Tokenizer | None = None
@@ -93,6 +93,10 @@ class Engine:
         cuda_graph: bool = False,
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
         prefill_buckets: Sequence[int] | None = None,
+        row_buckets: Sequence[int] | None = None,
+        sessions: int | None = None,
+        kv_tokens: int | None = None,
+        gpu_memory_fraction: float | None = None,
         prefault: bool = False,
         on_load: Callable[[int], None] | None = None,
         on_total: Callable[[int], None] | None = None,
@@ -105,20 +109,26 @@ class Engine:
             warmup_steps: calls before the capture, of decode and of each bucket.
             prefill_buckets: lengths of prompts that have a graph, shorter ones are padded; None: 16 to 512 on a GPU, with
                 experts on the host 16 and 32, none on a CPU; (): none.
+            row_buckets: numbers of sessions whose step has a graph, smaller ones are padded; None: 2, 4, 8, 16, 24, 32, then
+                every 16 to 128 and every 32 to 256, as far as there are sessions, none on a CPU; (): none.
+            sessions, kv_tokens, gpu_memory_fraction: what there is room for, as `load_program` says; by default for one
+                session with max_seq_len positions.
             prefault: read all weights that stay in the mapped file once before anything runs.
             on_load: called with the size of each constant loaded, for progress displays.
             on_total: called before with the sum of those sizes; `LoadBar` takes both.
 
         Raises:
             ArtifactError, TargetError: as `load_program`.
-            OptionError: a bucket that this program or `cuda_graph` does not allow.
+            OptionError: a bucket that this program or `cuda_graph` does not allow, or as `load_program`.
             DeviceMemoryError: as `Program.load_method`.
         """
-        program = load_program(path, on_load=on_load)
+        program = load_program(
+            path, on_load=on_load, sessions=sessions, kv_tokens=kv_tokens, gpu_memory_fraction=gpu_memory_fraction
+        )
         try:
             if on_total is not None:
                 on_total(program.bytes_to_load())
-            engine = cls(program, Path(path), cuda_graph, warmup_steps, prefill_buckets)
+            engine = cls(program, Path(path), cuda_graph, warmup_steps, prefill_buckets, row_buckets)
             if prefault:
                 program.prefault()
             return engine
@@ -143,31 +153,53 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         """What is loaded and what is captured, in JSON's types.
 
-        `target`, `device`, `max_seq_len`, `prefill_buckets`, `program` (`ProgramStats`), `methods` (`MethodStats` with its
-        plans, by method).
+        `target`, `device`, `max_seq_len`, `prefill_buckets`, `row_buckets`, `capacity` (`Capacity`, with what is free of it),
+        `program` (`ProgramStats`), `methods` (`MethodStats` with its plans, by method).
         """
         return {
             "target": asdict(self.program.target),
             "device": str(self.program.device),
             "max_seq_len": self.max_seq_len,
             "prefill_buckets": list(self.model.prefill_buckets),
+            "row_buckets": list(self.model.row_buckets),
+            "capacity": {
+                **asdict(self.program.capacity),
+                "free_slots": self.sessions.free,
+                "free_pages": self.sessions.pages.free,
+            },
             "program": asdict(self.program.stats),
             "methods": self.model.method_stats,
         }
 
     def warm_up(self, buckets: Sequence[int] | None = None) -> WarmUp:
-        """Capture now what would be captured when it comes up: prompts of these buckets, and decode. Without `cuda_graph`, or
-        on a second call, there is nothing left to capture.
+        """Capture now what would be captured when it comes up: prompts of these buckets, decode, and the steps of several
+        sessions. Without `cuda_graph`, or on a second call, there is nothing left to capture.
 
-        The state is written and then put back to its first values, so a conversation starts anew after it.
+        It takes a session of its own meanwhile, which is closed in the end.
 
         Args:
             buckets: of the model's `prefill_buckets`; all of them if None.
 
         Raises:
             InputError: an unknown bucket.
+            CapacityError: all sessions are open, or there are no pages for a prompt of the longest bucket.
         """
-        return warm_up(self.model, self.steps, buckets)
+        return warm_up(self.model, self.sessions, buckets)
+
+    def open_session(self, sampling: Sampling | None = None) -> Session:
+        """A new conversation; `generate` has one of its own.
+
+        Args:
+            sampling: how its tokens are drawn; the most likely ones if None.
+
+        Raises:
+            CapacityError: as many are open as the engine was loaded for.
+        """
+        return self.sessions.open(sampling)
+
+    def step(self, sessions: Sequence[Session], more: bool = False) -> list[int]:
+        """The next token of each session, all in one step of the model. See `Sessions.step`."""
+        return self.sessions.step(sessions, more)
 
     def encode_prompt(self, prompt: str | Sequence[Message], raw: bool = False) -> list[int]:
         """Token ids of a question or a whole chat with the chat template applied, or with `raw` of the text as it is.
@@ -199,8 +231,11 @@ class Engine:
     ) -> Generator[str, None, None]:
         """Yield the answer piece by piece; pieces never split a character. Figures are in `last` afterwards.
 
+        The conversation is a session of its own, from the first piece until the last or until this generator is closed.
+
         Raises:
             InputError: an empty prompt, or one that leaves no room in max_seq_len.
+            CapacityError: all sessions are open, or there are no pages left.
         """
         tokens = self.encode_prompt(prompt, raw)
         stream = TextStream(self.tokenizer)
@@ -262,9 +297,11 @@ class Engine:
     ) -> Generator[int, None, None]:
         result = self.last
         most = min(max_new_tokens, self.max_seq_len - len(prompt))
+        session = self.open_session(sampling)
         begin = time.perf_counter()
         try:
-            token = self.steps.begin(prompt, sampling)
+            session.prefill(prompt)
+            (token,) = self.step([session])
             result.prefill_seconds = time.perf_counter() - begin
             while True:
                 result.tokens.append(token)
@@ -277,9 +314,10 @@ class Engine:
                     return
                 # Only the step is timed: what the caller does with a token is not decode's time.
                 begin = time.perf_counter()
-                token = self.steps.next(more=len(result.tokens) + 1 < most)
+                (token,) = self.step([session], more=len(result.tokens) + 1 < most)
                 result.decode_seconds += time.perf_counter() - begin
         finally:
+            session.close()
             result.methods = self.model.method_stats
             stats = self.program.stats
             result.constants = {

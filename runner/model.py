@@ -12,17 +12,21 @@ from ostinato.delegate import BackendOptions, InputError, Method, Program
 from ostinato.delegate.artifact import (
     DECODE,
     DECODE_SAMPLE,
+    FEW_ROWS,
+    FEW_ROWS_LOGITS,
     META_EOS_IDS,
     META_MAX_SEQ_LEN,
     PREFILL,
     PREFILL_STREAMED,
+    ROWS,
+    ROWS_LOGITS,
     SAMPLE,
     TensorSpec,
 )
 from ostinato.delegate.errors import ArtifactError
 from ostinato.delegate.state_machine import Phase
 
-from .buckets import bucket_of, choose_buckets, padded_inputs
+from .buckets import bucket_of, choose_buckets, choose_row_buckets, padded_inputs, rows_inputs, steps_several
 from .streamed import STREAM_FROM, streamed_experts
 
 DEFAULT_WARMUP_STEPS = BackendOptions.cuda_graph_warmup_steps
@@ -32,14 +36,16 @@ FORWARD = "forward"
 
 @dataclass(frozen=True)
 class Samplers:
-    """Methods that draw tokens on the device: `sample` the first one, from logits, `decode_sample` each one after it."""
+    """Methods that draw tokens on the device: `sample` the first one, from logits, `decode_sample` each one after it, `rows`
+    those of several sessions, the method for fewer rows first; empty if the program has none."""
 
     sample: Method
     decode_sample: Method
+    rows: tuple[Method, ...]
 
 
 class Model:
-    """One sequence at a time. The caller keeps the program, and closes it.
+    """The caller keeps the program, and closes it.
 
     Args:
         program: has the methods `prefill` and `decode`, perhaps with `sample` and `decode_sample`, or `forward` alone.
@@ -47,10 +53,12 @@ class Model:
         warmup_steps: calls before the capture, of decode and of each bucket.
         prefill_buckets: lengths of prompts that have a graph; None: 16 to 512 on a GPU, with experts on the host 16 and 32,
             none on a CPU.
+        row_buckets: numbers of sessions whose step has a graph, smaller ones are padded; None: as `ROW_BUCKETS` says.
 
     Attributes:
         program, cuda_graph, warmup_steps: as given.
         prefill_buckets: as chosen, rising, without those that could not be captured; empty without graphs.
+        row_buckets: as chosen, rising; empty without graphs, or where the program has no method for several sessions.
         samplers: None for a program that only gives logits.
         max_seq_len: positions that a sequence can have.
         eos_ids: ids that end an answer.
@@ -67,14 +75,18 @@ class Model:
         cuda_graph: bool,
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
         prefill_buckets: Sequence[int] | None = None,
+        row_buckets: Sequence[int] | None = None,
     ) -> None:
         self.program = program
         self.warmup_steps = warmup_steps
         self.cuda_graph = cuda_graph
         prefill, self._decode_name = method_names(program)
+        self.row_buckets = choose_row_buckets(row_buckets, program, cuda_graph)
         self.prefill_buckets = choose_buckets(prefill_buckets, program, prefill, cuda_graph)
         # Those of which it is known that they have a graph.
         self._captured: set[int] = set()
+        # Method -> slots that its last step had.
+        self._held: dict[str, list[int]] = {}
         self._decode_method: Method | None = None
         # One more for a lone `forward`, which decodes too.
         self._prefill_method = self._load(prefill, plans=len(self.prefill_buckets) + 1)
@@ -83,9 +95,17 @@ class Model:
         self._streamed_method = self._load(PREFILL_STREAMED, graph=False) if streams else None
         if prefill == self._decode_name:
             self._decode_method = self._prefill_method
+        # On a GPU a short prompt is rows of one session: kernels that are made for few rows.
+        self._prompt_rows: tuple[Method, ...] = ()
+        if program.device.type == "cuda":
+            self._prompt_rows = self._load_rows(FEW_ROWS_LOGITS, ROWS_LOGITS, len(self.prefill_buckets))
         self.samplers: Samplers | None = None
         if prefill == PREFILL and {SAMPLE, DECODE_SAMPLE} <= program.method_names:
-            self.samplers = Samplers(self._load(SAMPLE, graph=False), self._load(DECODE_SAMPLE))
+            self.samplers = Samplers(
+                self._load(SAMPLE, graph=False),
+                self._load(DECODE_SAMPLE),
+                self._load_rows(FEW_ROWS, ROWS, len(self.row_buckets)) if steps_several(program) else (),
+            )
         else:
             self._decode()
         for method in (self._prefill_method, self._decode_method):
@@ -99,18 +119,24 @@ class Model:
     @property
     def has_state(self) -> bool:
         """Whether the methods keep state; a program without state gets the whole sequence anew for each token."""
-        return len(self._prefill_method.inputs) == 2
+        return len(self._prefill_method.inputs) > 1
+
+    @property
+    def most_rows(self) -> int:
+        """Sessions that can step together."""
+        rows = self.samplers.rows if self.samplers else ()
+        return _most_rows(rows[-1]) if rows else 1
 
     @property
     def method_stats(self) -> dict[str, dict[str, Any]]:
         """`MethodStats` of each loaded method by its name; the one that decodes comes last."""
-        methods = [self._prefill_method, self._streamed_method, self._decode_method]
+        methods = [self._prefill_method, *self._prompt_rows, self._streamed_method, self._decode_method]
         if self.samplers:
-            methods += [self.samplers.sample, self.samplers.decode_sample]
+            methods += [self.samplers.sample, *self.samplers.rows, self.samplers.decode_sample]
         return {method.name: asdict(method.stats) for method in methods if method}
 
-    def prefill(self, tokens: Sequence[int], position: int = 0) -> torch.Tensor:
-        """Logits [vocab] after `tokens`, the first of which stands at `position`; position 0 starts the state anew.
+    def prefill(self, tokens: Sequence[int], position: int = 0, slot: int = 0) -> torch.Tensor:
+        """Logits [vocab] after a session's `tokens`, the first of which stands at `position`; position 0 starts it anew.
 
         They go in as chunks of the most that the prefill method takes at once, and the rest through a bucket if one has room
         for it; a rest that is shorter than the method's least (one token, in what `ostinato export` writes) goes through
@@ -122,26 +148,75 @@ class Model:
         if not tokens:
             raise InputError("there is no token to prefill")
         if not self.has_state:
-            return self._chunk(tokens, position, None)
+            return self._chunk(tokens, position, slot, None)
+        parts = list(self._parts(len(tokens)))
+        if len(parts) > 1:
+            # Each call checks its own tokens, but the calls before it have moved the state by then.
+            self.check_tokens(tokens)
         logits = torch.empty(0)
         done = 0
-        for count, bucket in self._parts(len(tokens)):
+        for count, bucket in parts:
             if count == 1:
-                logits = self._one(tokens[done], position + done)
+                logits = self._one(tokens[done], position + done, slot)
             else:
-                logits = self._chunk(tokens[done : done + count], position + done, bucket)
+                logits = self._chunk(tokens[done : done + count], position + done, slot, bucket)
             done += count
         return logits
 
-    def decode_one_token(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits [vocab] after the whole sequence `tokens`, of which the state has seen all but the last.
+    def decode_one_token(self, tokens: Sequence[int], slot: int = 0) -> torch.Tensor:
+        """Logits [vocab] after a session's whole sequence `tokens`, of which the state has seen all but the last.
 
         Raises:
             InputError: a token or a position out of range.
         """
         if not self.has_state:
-            return self._chunk(tokens, 0, None)
-        return self._one(tokens[-1], len(tokens) - 1)
+            return self._chunk(tokens, 0, slot, None)
+        return self._one(tokens[-1], len(tokens) - 1, slot)
+
+    def next_of(self, slots: Sequence[int]) -> torch.Tensor:
+        """Have the model see the kept token of each slot, and draw the next one. -1 is a row of nobody.
+
+        Args:
+            slots: up to `most_rows` of them.
+
+        Returns:
+            [len(slots)] int64 or longer, on the program's device; the next call of any method may overwrite it.
+        """
+        assert self.samplers is not None
+        count = len(slots)
+        bucket = None if count == 1 else bucket_of(self.row_buckets, count)
+        rows = bucket or count
+        method = self.samplers.decode_sample if count == 1 else _for_rows(self.samplers.rows, rows)
+        assert method is not None
+        static, held = method.static_inputs, self._held.pop(method.name, None)
+        # What they hold needs no copy.
+        if static and held == slots:
+            token = method.execute(static)[0]
+        elif count == 1:
+            token = method.execute((torch.tensor(slots),))[0]
+        else:
+            kept = torch.full((rows,), -1)
+            numbers = torch.tensor([*slots, *[-1] * (rows - count)])
+            token = method.execute((kept, kept, numbers, torch.arange(rows)), graph=bucket is not None)[0]
+        self._held[method.name] = list(slots)
+        return token
+
+    def prompt_method(self, bucket: int) -> str:
+        """Name of the method that takes prompts of a bucket."""
+        return self._prompt_method(bucket).name
+
+    def step_method(self, bucket: int) -> str:
+        """Name of the method that takes a step of so many sessions."""
+        assert self.samplers is not None
+        method = _for_rows(self.samplers.rows, bucket)
+        assert method is not None
+        return method.name
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises InputError: one that the program does not have."""
+        bounds = self._prefill_method.inputs[0].value_range
+        if bounds is not None and not bounds[0] <= min(tokens) <= max(tokens) <= bounds[1]:
+            raise InputError(f"'tokens': values must lie in {bounds[0]}..{bounds[1]}, got {min(tokens)}..{max(tokens)}")
 
     def has_bucket(self, count: int) -> bool:
         """Whether a prompt of so many tokens, or a part of it, goes through a bucket."""
@@ -157,16 +232,23 @@ class Model:
             yield part, bucket_of(self.prefill_buckets, part) if part > 1 else None
             count -= part
 
-    def _chunk(self, tokens: Sequence[int], position: int, bucket: int | None) -> torch.Tensor:
+    def _chunk(self, tokens: Sequence[int], position: int, slot: int, bucket: int | None) -> torch.Tensor:
         if self._streamed_method is not None and len(tokens) >= STREAM_FROM:
             experts = _most(self._streamed_method.inputs[-1])
             streamed = torch.tensor([streamed_experts(len(tokens), experts)])
-            inputs = [*padded_inputs(tokens, position, len(tokens)), streamed]
+            inputs = [*padded_inputs(tokens, position, len(tokens)), torch.tensor([slot]), streamed]
             return _last_logits(self._streamed_method, inputs)
-        inputs = padded_inputs(tokens, position, bucket or len(tokens))
-        logits = _last_logits(self._prefill_method, inputs, graph=bucket is not None)
+        rows = bucket or len(tokens)
+        method = self._prompt_method(rows)
+        if method in self._prompt_rows:
+            # To this method -1 is the kept token.
+            self.check_tokens(tokens)
+            inputs = rows_inputs(tokens, position, slot, rows)
+        else:
+            inputs = [*padded_inputs(tokens, position, rows), torch.tensor([slot])]
+        logits = _last_logits(method, inputs, graph=bucket is not None)
         if bucket is not None and bucket not in self._captured:
-            phase = self._prefill_method.stats.phase
+            phase = method.stats.phase
             if phase == Phase.REPLAY.value:
                 self._captured.add(bucket)
             elif phase == Phase.DISABLED.value:
@@ -174,14 +256,21 @@ class Model:
                 self.prefill_buckets = tuple(other for other in self.prefill_buckets if other != bucket)
         return logits
 
-    def _one(self, token: int, position: int) -> torch.Tensor:
-        return _last_logits(self._decode(), padded_inputs([token], position, 1))
+    def _prompt_method(self, rows: int) -> Method:
+        return _for_rows(self._prompt_rows, rows) or self._prefill_method
+
+    def _one(self, token: int, position: int, slot: int) -> torch.Tensor:
+        return _last_logits(self._decode(), [*padded_inputs([token], position, 1), torch.tensor([slot])])
 
     def _decode(self) -> Method:
         """What takes one token and gives logits. A program that samples seldom needs it, so it is loaded on first use."""
         if self._decode_method is None:
             self._decode_method = self._load(self._decode_name)
         return self._decode_method
+
+    def _load_rows(self, few: str, many: str, plans: int) -> tuple[Method, ...]:
+        """Those of the two that the program has."""
+        return tuple(self._load(name, plans=plans + 1) for name in (few, many) if name in self.program.method_names)
 
     def _load(self, name: str, graph: bool = True, plans: int = 0) -> Method:
         options: dict[str, bool | int | str] = {"skip_copy_output_to_cpu_for_method": name}
@@ -206,11 +295,20 @@ def method_names(program: Program) -> tuple[str, str]:
 
 
 def _check_inputs(method: Method) -> None:
-    if len(method.inputs) not in (1, 2) or len(method.inputs[0].shape) != 2:
+    if len(method.inputs) not in (1, 2, 3) or len(method.inputs[0].shape) != 2:
         raise ArtifactError(
-            f"a language model's methods take (tokens [1, T], input_pos [T]) or (tokens [1, T]); {method.name!r} takes "
-            + ", ".join(f"{spec.name} {spec.shape_text}" for spec in method.inputs)
+            "a language model's methods take (tokens [1, T], input_pos [T], slot [1]), or the first of these; "
+            f"{method.name!r} takes " + ", ".join(f"{spec.name} {spec.shape_text}" for spec in method.inputs)
         )
+
+
+def _most_rows(method: Method) -> int:
+    return method.inputs[0].shape[0].max
+
+
+def _for_rows(methods: Sequence[Method], rows: int) -> Method | None:
+    """The one of `methods`, rising, that takes so many rows with the fewest to spare; None if there is none."""
+    return next((method for method in methods if rows <= _most_rows(method)), None)
 
 
 def _most(spec: TensorSpec) -> int:

@@ -15,7 +15,7 @@ from ostinato.delegate.memory import size_text
 from .bench import MODE_NAMES
 from .report import Report, phase_text
 
-_MODE_COLOURS = {False: "#8a8f98", True: "#0072b2"}
+MODE_COLOURS = {False: "#8a8f98", True: "#0072b2"}
 _PHASE_COLOURS = {
     "prefill": "#56b4e9",
     "run": "#8a8f98",
@@ -85,7 +85,7 @@ def _speed_over_depth(axis: Any, report: Report, kind: str) -> None:
                 [row.median for row in rows],
                 yerr=[low, high],
                 label=name if len(sizes) == 1 else f"{kind}{size} {name}",
-                color=_MODE_COLOURS[mode.cuda_graph],
+                color=MODE_COLOURS[mode.cuda_graph],
                 linestyle=line,
                 marker=marker,
                 markersize=5,
@@ -99,7 +99,7 @@ def _speed_over_depth(axis: Any, report: Report, kind: str) -> None:
     axis.margins(x=0.12)
     axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.grid(axis="y", alpha=0.25)
-    _legend_below(axis, 2)
+    legend_below(axis, 2)
 
 
 def _time_by_phase(axis: Any, report: Report) -> None:
@@ -120,10 +120,11 @@ def _time_by_phase(axis: Any, report: Report) -> None:
     axis.set_title("first answer, by phase", fontsize=10)
     axis.set(xlabel=unit, yticks=[], ylim=(len(report.modes) - 0.6, -0.7), xlim=(0, longest * scale * 1.03))
     axis.grid(axis="x", alpha=0.25)
-    _legend_below(axis, len(_PHASE_COLOURS))
+    legend_below(axis, len(_PHASE_COLOURS))
 
 
-def _legend_below(axis: Any, columns: int) -> None:
+def legend_below(axis: Any, columns: int) -> None:
+    """A legend under the axis, and no frame."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_axisbelow(True)
     axis.legend(frameon=False, fontsize=8, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.17))

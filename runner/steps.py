@@ -1,8 +1,7 @@
-"""From one token to the next: on the device where the program samples there, else on the host."""
+"""From one token of each session to the next: on the device where the program samples there, else on the host."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,30 +12,65 @@ from ostinato.delegate.sampling import Sampling, SamplingInputs, draw, most_like
 
 from .model import Model, Samplers
 
-# Tokens that may be on their way to the host: the one that is waited for, and the one after it.
-_SLOTS = 2
+
+class Stepped(Protocol):
+    """What steps know of a session."""
+
+    @property
+    def slot(self) -> int:
+        """Where its state is."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those so far; before a step the model has not seen the last one."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its next tokens are drawn."""
+
+
+class Flight(Protocol):
+    """The tokens that a step has drawn, perhaps still on their way to the host."""
+
+    def tokens(self) -> Sequence[int]:
+        """One for each session of the step, in their order. Waits for them."""
 
 
 class Steps(Protocol):
-    """One answer after the other, token by token."""
+    """One step after the other, for one session or several.
 
-    def begin(self, prompt: Sequence[int], sampling: Sampling) -> int:
-        """Prefill the prompt; the first token of its answer."""
+    Attributes:
+        goes_ahead: whether a step may be launched before the tokens of the one before are known.
+    """
 
-    def resume(self, seen: Sequence[int], token: int, sampling: Sampling) -> None:
-        """Continue after `token`; the model's state must be the one after `seen`."""
+    goes_ahead: bool
 
-    def next(self, more: bool) -> int:
-        """The token after the last one. `more`: another one will be asked for, unless this one ends the answer."""
+    def first(self, session: Stepped, logits: torch.Tensor) -> Flight:
+        """Draw the token after a prompt, from its logits [vocab]."""
 
-    @property
-    def host_seconds(self) -> float | None:
-        """Time that `next` has taken so far, not counting waits for the GPU; None where the two cannot be told apart."""
+    def launch(self, sessions: Sequence[Stepped]) -> Flight:
+        """Have the model see each session's last token, and draw the one after it."""
+
+    def put_sampling(self, session: Stepped) -> None:
+        """From the next step on, draw the session's tokens as its `sampling` says."""
+
+    def put_token(self, session: Stepped) -> None:
+        """Have the next step take the last of the session's tokens, which no step has drawn."""
 
 
 def steps_of(model: Model) -> Steps:
     """Steps that sample where the model does."""
     return HostSteps(model) if model.samplers is None else DeviceSteps(model, model.samplers)
+
+
+class _Known:
+    """Tokens that are on the host."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+
+    def tokens(self) -> Sequence[int]:
+        return self._tokens
 
 
 class HostSteps:
@@ -45,44 +79,61 @@ class HostSteps:
     The same seed and logits give the same tokens as `DeviceSteps` gives: both draw by `delegate/sampling.py`.
     """
 
+    goes_ahead = False
+
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._sampling = Sampling()
-        self._inputs = self._sampling.inputs()
-        self._tokens: list[int] = []
-        self.host_seconds = None
+        self._inputs: dict[int, SamplingInputs] = {}
 
-    def begin(self, prompt: Sequence[int], sampling: Sampling) -> int:
-        self._start(prompt, sampling)
-        return self._append(self._model.prefill(prompt))
+    def first(self, session: Stepped, logits: torch.Tensor) -> Flight:
+        self.put_sampling(session)
+        return self._draw(session, logits)
 
-    def resume(self, seen: Sequence[int], token: int, sampling: Sampling) -> None:
-        self._start([*seen, token], sampling)
+    def launch(self, sessions: Sequence[Stepped]) -> Flight:
+        tokens: list[int] = []
+        for session in sessions:
+            logits = self._model.decode_one_token(session.tokens, session.slot)
+            tokens += self._draw(session, logits).tokens()
+        return _Known(tokens)
 
-    def next(self, more: bool) -> int:
-        return self._append(self._model.decode_one_token(self._tokens))
+    def put_sampling(self, session: Stepped) -> None:
+        values = (value.to(self._model.program.device) for value in session.sampling.inputs())
+        self._inputs[session.slot] = SamplingInputs(*values)
 
-    def _start(self, tokens: Sequence[int], sampling: Sampling) -> None:
-        self._sampling = sampling
-        self._inputs = SamplingInputs(*(value.to(self._model.program.device) for value in sampling.inputs()))
-        self._tokens = list(tokens)
+    def put_token(self, session: Stepped) -> None:
+        pass
 
-    def _append(self, logits: torch.Tensor) -> int:
-        """Draw the token after the last one from logits [vocab]."""
+    def _draw(self, session: Stepped, logits: torch.Tensor) -> Flight:
         logits = logits.float()
-        if self._sampling.temperature == 0:
-            token = most_likely(logits)
-        else:
-            token = draw(logits, torch.tensor([len(self._tokens)], device=logits.device), self._inputs)
-        self._tokens.append(int(token))
-        return self._tokens[-1]
+        if session.sampling.temperature == 0:
+            return _Known([int(most_likely(logits))])
+        position = torch.tensor([len(session.tokens)], device=logits.device)
+        return _Known([int(draw(logits, position, self._inputs[session.slot]))])
+
+
+class _OnTheWay:
+    """Tokens that a GPU writes to pinned memory, which goes back to its owner when they have been read."""
+
+    def __init__(self, owner: DeviceSteps, token: torch.Tensor, count: int) -> None:
+        self._owner = owner
+        self._count = count
+        self._slot, self._event = owner._spare.pop() if owner._spare else owner._more_room()
+        self._slot[:count].copy_(token[:count], non_blocking=True)
+        self._event.record()
+        self._tokens: Sequence[int] | None = None
+
+    def tokens(self) -> Sequence[int]:
+        if self._tokens is None:
+            self._event.synchronize()
+            self._tokens = self._slot[: self._count].tolist()
+            self._owner._spare.append((self._slot, self._event))
+        return self._tokens
 
 
 class DeviceSteps:
     """For programs with the methods `sample` and `decode_sample`, whose steps need nothing from the host.
 
-    On a GPU the step after is launched before a token is waited for, so that the GPU never waits for Python. When an answer
-    ends before its limit, the state has then moved by the token that ended it.
+    On a GPU the step after may be launched before a token is waited for, so that the GPU never waits for Python.
 
     Raises:
         ArtifactError: the program has no buffers for the token, its position and how to draw.
@@ -91,60 +142,45 @@ class DeviceSteps:
     def __init__(self, model: Model, samplers: Samplers) -> None:
         self._model = model
         self._samplers = samplers
-        _sampling_buffers(model)
-        cuda = model.program.device.type == "cuda"
-        self._slots = [torch.zeros(1, 1, dtype=torch.int64, pin_memory=cuda) for _ in range(_SLOTS)]
-        self._numbers = [slot.numpy() for slot in self._slots]
-        self._events = [torch.cuda.Event() for _ in range(_SLOTS)] if cuda else []
-        self._launched = self._taken = 0
-        self._host_ns = 0
+        self._buffers()
+        self.goes_ahead = model.program.device.type == "cuda"
+        self._spare: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
-    @property
-    def host_seconds(self) -> float | None:
-        return self._host_ns / 1e9 if self._events else None
+    def first(self, session: Stepped, logits: torch.Tensor) -> Flight:
+        position, slot = torch.tensor([len(session.tokens)]), torch.tensor([session.slot])
+        token = self._samplers.sample.execute((logits.reshape(1, -1), position, slot, *session.sampling.inputs()))[0]
+        return self._flight(token, 1)
 
-    def begin(self, prompt: Sequence[int], sampling: Sampling) -> int:
-        logits = self._model.prefill(prompt)
-        position = torch.tensor([len(prompt)])
-        self._launched = self._taken = 0
-        return int(self._samplers.sample.execute((logits.reshape(1, -1), position, *sampling.inputs()))[0])
+    def launch(self, sessions: Sequence[Stepped]) -> Flight:
+        slots = [session.slot for session in sessions]
+        return self._flight(self._model.next_of(slots), len(slots))
 
-    def resume(self, seen: Sequence[int], token: int, sampling: Sampling) -> None:
-        values = {"token": torch.tensor([[token]]), "position": torch.tensor([len(seen)])}
-        # Those that the program is bound to now.
-        buffers = _sampling_buffers(self._model)
-        for name, value in (values | sampling.inputs()._asdict()).items():
-            buffers[name].copy_(value)
-        self._launched = self._taken = 0
+    def put_sampling(self, session: Stepped) -> None:
+        self._put(session, session.sampling.inputs()._asdict())
 
-    def next(self, more: bool) -> int:
-        begin = time.perf_counter_ns()
-        if self._launched == self._taken:
-            self._launch()
-        if more and self._events:
-            self._launch()
-        slot = self._taken % _SLOTS
-        self._taken += 1
-        if self._events:
-            self._host_ns += time.perf_counter_ns() - begin
-            self._events[slot].synchronize()
-        return int(self._numbers[slot][0, 0])
+    def put_token(self, session: Stepped) -> None:
+        count = len(session.tokens)
+        self._put(session, {"token": torch.tensor(session.tokens[-1:]), "position": torch.tensor([count - 1])})
 
-    def _launch(self) -> None:
-        slot = self._launched % _SLOTS
-        token = self._samplers.decode_sample.execute(())[0]
-        self._slots[slot].copy_(token, non_blocking=True)
-        if self._events:
-            self._events[slot].record()
-        self._launched += 1
+    def _put(self, session: Stepped, values: dict[str, torch.Tensor]) -> None:
+        buffers = self._buffers()
+        for name, value in values.items():
+            buffers[name][session.slot : session.slot + 1].copy_(value)
 
+    def _flight(self, token: torch.Tensor, count: int) -> Flight:
+        return _OnTheWay(self, token, count) if self.goes_ahead else _Known(token[:count].tolist())
 
-def _sampling_buffers(model: Model) -> dict[str, torch.Tensor]:
-    """The program's buffers of `StateKind.SAMPLING`, by the last part of their names."""
-    buffers = {key.rpartition(".")[2]: tensor for key, tensor in model.program.buffers_of(StateKind.SAMPLING).items()}
-    missing = {"token", "position", *SamplingInputs._fields} - buffers.keys()
-    if missing:
-        raise ArtifactError(
-            f"the program samples on the device, and lacks the state for it: {', '.join(sorted(missing))}. Export it again"
-        )
-    return buffers
+    def _more_room(self) -> tuple[torch.Tensor, torch.cuda.Event]:
+        return torch.zeros(self._model.most_rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """The program's buffers of `StateKind.SAMPLING` in use now, by the last part of their names."""
+        found = self._model.program.buffers_of(StateKind.SAMPLING)
+        buffers = {key.rpartition(".")[2]: tensor for key, tensor in found.items()}
+        missing = {"token", "position", *SamplingInputs._fields} - buffers.keys()
+        if missing:
+            raise ArtifactError(
+                "the program samples on the device, and lacks the state for it: "
+                f"{', '.join(sorted(missing))}. Export it again"
+            )
+        return buffers

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ostinato.delegate.sampling import Sampling
 from ostinato.delegate.state_machine import Phase
 
 from .buckets import known_buckets
 from .model import Model
-from .steps import Steps
+from .sessions import Sessions
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Captured:
 
     Attributes:
         method: whose plan it is.
-        tokens: rows of it: the bucket, or 1 for decode.
+        tokens: rows of it: the bucket, or 1 for the decode of one session.
         seconds: that warm-up and capture took.
         pool_bytes: device memory that its graphs took; 0 if they were given up.
         given_up: why it has no graph, None if it has one.
@@ -50,25 +49,33 @@ class WarmUp:
         return sum(one.pool_bytes for one in self.captured)
 
 
-def warm_up(model: Model, steps: Steps, buckets: Sequence[int] | None = None) -> WarmUp:
+def warm_up(model: Model, sessions: Sessions, buckets: Sequence[int] | None = None) -> WarmUp:
     """See `Engine.warm_up`."""
     chosen = known_buckets(model.prefill_buckets, buckets)
     if not model.cuda_graph:
         return WarmUp(())
 
-    def step() -> None:
-        steps.resume([0], 0, Sampling())
-        steps.next(more=False)
-
     names = list(model.method_stats)
     captured = []
-    try:
+    with sessions.open() as session:
+        empty = session.snapshot()
+
+        def prefill(bucket: int) -> None:
+            session.restore(empty)
+            session.prefill([0] * bucket)
+
+        def step() -> None:
+            session.restore(empty)
+            session.append(0)
+            sessions.step([session])
+
         # The longest first: what it leaves free in the graphs' pool is room for the others.
         for bucket in sorted(chosen, reverse=True):
-            captured.append(_capture(model, names[0], partial(model.prefill, [0] * bucket), bucket))
+            captured.append(_capture(model, model.prompt_method(bucket), partial(prefill, bucket), bucket))
         captured.append(_capture(model, names[-1], step, 1))
-    finally:
-        model.program.reset()
+        for bucket in reversed(model.row_buckets):
+            # Rows of padding: nobody's state moves.
+            captured.append(_capture(model, model.step_method(bucket), partial(model.next_of, [-1] * bucket), bucket))
     return WarmUp(tuple(one for one in captured if one is not None))
 
 

@@ -135,8 +135,8 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def chosen_cases(shapes: Shapes, arguments: argparse.Namespace) -> list[Case]:
     """Raises OptionError where there is no such kernel, or no room for a depth."""
-    if max(arguments.depth) >= shapes.slots:
-        raise OptionError(f"--depth {max(arguments.depth)} needs a --max-seq-len above it, got {shapes.slots}")
+    if max(arguments.depth) >= shapes.positions:
+        raise OptionError(f"--depth {max(arguments.depth)} needs a --max-seq-len above it, got {shapes.positions}")
     if arguments.json and not arguments.json.absolute().parent.is_dir():
         raise OptionError(f"--json: no such folder: {arguments.json.absolute().parent}")
     cases = decode_cases(shapes, arguments.depth)
@@ -270,7 +270,7 @@ def notes(shapes: Shapes, speed: float, rows: Sequence[Row]) -> list[str]:
     lines = [
         f"{device_name(torch.device('cuda'))}, torch {torch.__version__}, triton {importlib.metadata.version('triton')}, "
         f"{datetime.now().astimezone().date()}; copy {speed / 1e9:,.1f} GB/s, read and written",
-        f"{weights}, {shapes.config.dtype} activations, max_seq_len {shapes.slots}",
+        f"{weights}, {shapes.config.dtype} activations, max_seq_len {shapes.positions}",
     ]
     if any(row.in_l2 for row in rows):
         lines.append(f"{IN_L2} its buffers fit in L2 together: the floor is not what holds it")

@@ -81,7 +81,8 @@ def draw_tokens(program: Program, count: int) -> list[int]:
 
 def run(method: Method, tokens: list[int], position: int, padding: int = 0) -> Tensor:
     """Logits [vocab] after `tokens` with so many rows of padding after them, a copy on the device."""
-    return method.execute(padded_inputs(tokens, position, len(tokens) + padding))[0][0].clone()
+    inputs = [*padded_inputs(tokens, position, len(tokens) + padding), torch.tensor([0])]
+    return method.execute(inputs)[0][0].clone()
 
 
 def walk(method: Method, tokens: list[int], position: int) -> Tensor:

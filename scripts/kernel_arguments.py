@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ostinato.delegate.errors import OptionError
 from ostinato.delegate.sampling import Sampling, SamplingInputs
-from ostinato.export.kernels.operands import HeadSquares, Norm, Weight
+from ostinato.export.kernels.operands import HeadSquares, Norm, Place, Weight
 from ostinato.export.models import read_config
 from ostinato.export.models.qwen3_5 import Qwen3_5Config
 
@@ -61,20 +61,20 @@ class Shapes:
     Attributes:
         config: the model's.
         group: elements that share a scale, None for weights in the model's dtype.
-        slots: positions of the KV caches.
+        positions: of a session, for which the KV caches have room.
     """
 
     config: Qwen3_5Config
     group: int | None
-    slots: int
+    positions: int
 
     @classmethod
-    def of_folder(cls, folder: Path, group: int | None, slots: int) -> Shapes:
+    def of_folder(cls, folder: Path, group: int | None, positions: int) -> Shapes:
         """Raises CheckpointError as `read_config`, and OptionError for a family whose kernels are not known here."""
         config = read_config(folder)[1]
         if not isinstance(config, Qwen3_5Config):
             raise OptionError(f"kernels are timed for Qwen3.5, {folder} has a config of {config.model_type}")
-        return cls(config, group, slots)
+        return cls(config, group, positions)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,6 +98,15 @@ class Draw:
 
     def whole(self, value: int) -> Tensor:
         return torch.full((1,), value, dtype=torch.int64, device=self.device)
+
+    def place(self, position: int) -> Place:
+        """Of one row of slot 0."""
+        angles = self.wide(1, self.shapes.config.rotary_dim)
+        return Place(self.whole(position), self.whole(0), angles.cos(), angles.sin())
+
+    def order(self, pages: int) -> Tensor:
+        """[1, pages] int32: the pages of slot 0, shuffled."""
+        return torch.randperm(pages, device=self.device).to(torch.int32)[None]
 
     def weight(self, *size: int) -> Weight:
         """A weight [..., N, K] whose products with a normal input are about normal; int4 if there is a group size."""

@@ -16,11 +16,14 @@ from torch import Tensor
 
 from ostinato.delegate.sampling import Sampling
 from ostinato.export.kernels import Kernels, kernels_for
-from ostinato.export.kernels.operands import Convolution, Decay, KVCache, Place
+from ostinato.export.kernels.operands import Convolution, Decay, KVCache, LastTokens
 from ostinato.export.kernels.sampling.reference import workspace_size
+from ostinato.export.layers.build import PAGE_SIZE
 
 # The step that the convolution and the delta rule are measured at: any except 0, where the state counts as zeros.
 POSITION = 7
+# Of a place only positions and slots are read.
+UNROTATED = {"place.cos": 0.0, "place.sin": 0.0}
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,8 @@ def _delta_net(shapes: Shapes, layers: int) -> list[Case]:
             "norm": draw.norm(size),
             "weight": draw.weight(rows, size),
             "gates": draw.normal(2 * heads, size, scale=size**-0.5),
-            "conv": Convolution(draw.normal(channels, 1, width, scale=0.6), draw.normal(width - 1, channels)),
-            "positions": draw.whole(POSITION),
+            "conv": Convolution(draw.normal(channels, 1, width, scale=0.6), draw.normal(1, width - 1, channels)),
+            "place": draw.place(POSITION),
         }
 
     def step(draw: Draw) -> Arguments:
@@ -110,8 +113,8 @@ def _delta_net(shapes: Shapes, layers: int) -> list[Case]:
             "mixed": draw.normal(1, rows),
             "gates": draw.wide(1, 2 * heads),
             "decay": Decay(draw.wide(heads) - 1, draw.wide(heads)),
-            "state": draw.wide(heads, key_size, value_size),
-            "positions": draw.whole(POSITION),
+            "state": draw.wide(1, heads, key_size, value_size),
+            "place": draw.place(POSITION),
             "norm_weight": 1 + draw.wide(value_size, scale=0.3),
             "key_heads": config.linear_num_key_heads,
         }
@@ -124,8 +127,8 @@ def _delta_net(shapes: Shapes, layers: int) -> list[Case]:
             projection,
             rows * shapes.dtype.itemsize + 2 * heads * 4,
             layers,
-            ("x", "positions"),
-            moves={"conv.state": 2},
+            ("x", "place"),
+            moves={"conv.state": 2, **UNROTATED},
             writes=("conv.state",),
         ),
         Case(
@@ -135,8 +138,8 @@ def _delta_net(shapes: Shapes, layers: int) -> list[Case]:
             step,
             value_dim * shapes.dtype.itemsize,
             layers,
-            ("mixed", "gates", "positions"),
-            moves={"state": 2},
+            ("mixed", "gates", "place"),
+            moves={"state": 2, **UNROTATED},
             writes=("state",),
             comparable=lambda results: (results[0], results[1].sum(1)),
         ),
@@ -151,17 +154,18 @@ def _attention(shapes: Shapes, layers: int, depths: tuple[int, ...]) -> list[Cas
 
     def step(depth: int) -> Case:
         def arguments(draw: Draw) -> Arguments:
-            angles = draw.wide(1, config.rotary_dim)
+            pages = -(-shapes.positions // PAGE_SIZE)
+            pools = (draw.normal(pages, kv_heads, PAGE_SIZE, head_dim) for _ in range(2))
             return {
                 "qkv": draw.normal(1, rows),
                 "q_norm": draw.norm(head_dim),
                 "k_norm": draw.norm(head_dim),
-                "place": Place(draw.whole(depth), angles.cos(), angles.sin()),
-                "cache": KVCache(*(draw.normal(kv_heads, shapes.slots, head_dim) for _ in range(2))),
+                "place": draw.place(depth),
+                "cache": KVCache(*pools, draw.order(pages)),
                 "heads": heads,
             }
 
-        used = (depth + 1) / shapes.slots
+        used = (depth + 1) / (-(-shapes.positions // PAGE_SIZE) * PAGE_SIZE)
         return Case(
             f"attend_step@{depth}",
             f"{heads} heads, {kv_heads} for keys, of {head_dim}",
@@ -172,7 +176,7 @@ def _attention(shapes: Shapes, layers: int, depths: tuple[int, ...]) -> list[Cas
             ("qkv", "place"),
             depth,
             # The positions before it are read, its own is written.
-            moves={"cache.keys": used, "cache.values": used},
+            moves={"cache.keys": used, "cache.values": used, "cache.table": used},
             writes=("cache.keys", "cache.values"),
         )
 
@@ -275,13 +279,14 @@ def _sampling(shapes: Shapes) -> list[Case]:
         def arguments(draw: Draw) -> Arguments:
             return {
                 "logits": draw.wide(1, vocabulary, scale=3.0),
-                "position": draw.whole(POSITION),
-                "token": draw.whole(0).unsqueeze(0),
+                "positions": draw.whole(POSITION),
+                "slots": draw.whole(0),
+                "last": LastTokens(draw.whole(0), draw.whole(0)),
                 "how": draw.sampling(how),
                 "workspace": torch.zeros(workspace_size(), dtype=torch.int64, device=draw.device),
             }
 
-        activations, moves = ("logits", "position"), {"position": 2.0, "workspace": 0.0}
+        activations, moves = ("logits", "positions", "slots"), {"workspace": 0.0}
         shape = f"{vocabulary:,} logits"
         return Case(f"sample/{name}", shape, "sample_next", arguments, 8, calls, activations, moves=moves)
 

@@ -13,6 +13,7 @@ LONGEST: tuple[str, ...] = (
     "tests/runner/test_int4.py",
     "tests/export/kernels/test_experts_step.py",
     "tests/export/kernels/test_linear_step.py",
+    "tests/export/kernels/test_linear_rows.py",
     "tests/export/test_program.py",
     "tests/test_bad_checkpoints.py",
     "tests/test_bench_hybrid.py",

@@ -14,7 +14,7 @@ from ostinato.runner.cli import main
 
 from .comparison import relative_error
 from .conftest import Fails, methods_alone
-from .export.networks import CONFIGS
+from .export.networks import CONFIGS, with_room
 
 # Of logits: inputs of four-bit weights are bytes on a CPU.
 BYTES_COST = 5e-2
@@ -214,7 +214,7 @@ def test_config_alone(export_fails: Fails, capitals_checkpoint: Path, tmp_path: 
     with methods_alone("decode"):
         assert main([str(word) for word in (*words, "--quant", "int4", "--group-size", 32)]) == 0
     family, model_config = read_config(folder)
-    network = build_network(model_config, 8, torch.float32, group_size=32)
+    network = with_room(build_network(model_config, 8, torch.float32, group_size=32))
     dummy = family.dummy_weights(network, torch.device("cpu"))
     materialise(network, QuantizedWeights(network, dummy, torch.device("cpu")))
     assert not (output / "tokenizer.json").exists()
@@ -222,7 +222,7 @@ def test_config_alone(export_fails: Fails, capitals_checkpoint: Path, tmp_path: 
         assert program.metadata["get_quantization"] == "int4 g32"
         decode = program.load_method("decode")
         for position, token in enumerate((5, 6, 7, 8)):
-            inputs = torch.tensor([[token]]), torch.tensor([position])
+            inputs = torch.tensor([[token]]), torch.tensor([position]), torch.tensor([0])
             assert relative_error(decode.execute(inputs)[0], network(*inputs)) < BYTES_COST
 
 

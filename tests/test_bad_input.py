@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ostinato.delegate import InputError, OptionError, Program, Target, load_program
-from ostinato.delegate.artifact import Manifest, MethodRecord
+from ostinato.delegate.artifact import FORMAT_VERSION, Manifest, MethodRecord
 from ostinato.runner import Engine
 from ostinato.runner.cli import main
 
@@ -70,6 +70,22 @@ def test_damaged_artifact_in_a_process_of_its_own(talking_artifact: Path) -> Non
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["model.pte", "model.ptd"])
+@pytest.mark.parametrize(
+    "command", [["run", "--prompt", "x"], ["inspect"], ["bench"], ["bench", "--batch", "2"]], ids=" ".join
+)
+def test_an_artifact_of_an_older_format(fails: Fails, talking_artifact: Path, command: list[str], name: str) -> None:
+    path = talking_artifact / name
+    content = path.read_bytes()
+    older, now = FORMAT_VERSION - 1, b'"version": %d' % FORMAT_VERSION
+    assert now in content
+    path.write_bytes(content.replace(now, b'"version": %d' % older))
+    assert fails(*command, talking_artifact) == (
+        f"error: the artifact has format version {older}, this runtime reads version {FORMAT_VERSION}: "
+        "export the model again with this version of ostinato"
+    )
 
 
 def test_no_language_model(fails: Fails, relu_artifact: Path) -> None:

@@ -63,25 +63,25 @@ TINY: dict[str, Any] = {
 # With --max-seq-len 5120 and --group-size 128, bytes: weights at half a byte + scales at two for 128, then the rest.
 FLAGSHIP_BYTES = {
     # 12,288 rows of 2,048; the gates' rows and taps in bfloat16; the convolution's state read and written; x, the norm,
-    # the position; out, gates.
-    "norm_linear_conv": 12288 * (1024 + 32) + 64 * 2048 * 2 + 8192 * 4 * 2 + 2 * (3 * 8192 * 2) + 4096 + 8192 + 8
+    # position and slot; out, gates.
+    "norm_linear_conv": 12288 * (1024 + 32) + 64 * 2048 * 2 + 8192 * 4 * 2 + 2 * (3 * 8192 * 2) + 4096 + 8192 + 2 * 8
     + 12288 * 2 + 64 * 4,
-    # 32 states of 128 x 128 in float32, read and written; q, k, v and z, gates, two numbers a head, norm, position; out.
-    "delta_step": 2 * (32 * 128 * 128 * 4) + 12288 * 2 + 64 * 4 + 2 * 32 * 4 + 128 * 4 + 8 + 4096 * 2,
+    # 32 states of 128 x 128 in float32, read and written; q, k, v and z, gates, two numbers a head, norm, place; out.
+    "delta_step": 2 * (32 * 128 * 128 * 4) + 12288 * 2 + 64 * 4 + 2 * 32 * 4 + 128 * 4 + 2 * 8 + 4096 * 2,
     "linear_add/delta_net": 2048 * (2048 + 64) + 4096 * 2 + 2048 * 2 + 2048 * 2,
     "norm_linear/qkv": 9216 * (1024 + 32) + 4096 + 8192 + 9216 * 2,
-    # At position 0 one key and one value of two heads of 256 are written.
-    "attend_step@0": 9216 * 2 + 2 * 256 * 4 + 2 * 64 * 4 + 8 + 1 * 2 * 2 * 256 * 2 + 4096 * 2,
-    "attend_step@4000": 9216 * 2 + 2 * 256 * 4 + 2 * 64 * 4 + 8 + 4001 * 2 * 2 * 256 * 2 + 4096 * 2,
+    # At position 0 one key and one value of two heads of 256 are written. A page of 64 positions has a number of four bytes.
+    "attend_step@0": 9216 * 2 + 2 * 256 * 4 + 2 * 64 * 4 + 2 * 8 + 1 * 2 * 2 * 256 * 2 + 0 + 4096 * 2,
+    "attend_step@4000": 9216 * 2 + 2 * 256 * 4 + 2 * 64 * 4 + 2 * 8 + 4001 * 2 * 2 * 256 * 2 + 250 + 4096 * 2,
     "linear_add/attention": 2048 * (2048 + 64) + 4096 * 2 + 2048 * 2 + 2048 * 2,
     "route_logits": 257 * 2048 * 2 + 4096 + 8192 + 257 * 2,
     # Eight routed experts and the shared one, 1,024 rows of 2,048 each; x, the norm, logits; hidden.
     "experts_gate_up": 9 * 1024 * (1024 + 32) + 4096 + 8192 + 257 * 2 + 9 * 512 * 2,
     "experts_down": 9 * 2048 * (256 + 8) + 9 * 512 * 2 + 257 * 2 + 4096 + 4096,
     "norm_linear/lm_head": 248320 * (1024 + 32) + 4096 + 8192 + 248320 * 4,
-    # Beside the logits the position, the options and the token.
-    "sample/greedy": 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 8 + 8,
-    "sample/top_p": 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 8 + 8,
+    # Beside the logits position and slot, the options, the last token and its position; the token.
+    "sample/greedy": 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8,
+    "sample/top_p": 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8,
 }  # fmt: skip
 
 
@@ -160,8 +160,9 @@ def test_drawn_logits_have_no_ties() -> None:
 
 def test_tensors_of_records() -> None:
     x, values, keys = torch.zeros(1), torch.zeros(2), torch.zeros(3)
-    arguments = {"x": x, "weight": Weight(values), "place": Place(x, x, x), "cache": KVCache(keys, keys), "heads": 2}
-    names = ["x", "weight.values", "place.positions", "place.cos", "place.sin", "cache.keys", "cache.values"]
+    arguments = {"x": x, "weight": Weight(values), "place": Place(x, x, x, x), "cache": KVCache(keys, keys, x)}
+    names = ["x", "weight.values", *(f"place.{name}" for name in ("positions", "slots", "cos", "sin"))]
+    names += [f"cache.{name}" for name in ("keys", "values", "table")]
     assert list(tensors_of(arguments)) == names
     assert tensors_of(arguments)["cache.values"] is keys
 
@@ -169,7 +170,7 @@ def test_tensors_of_records() -> None:
 def test_records_with_other_tensors() -> None:
     norm = with_tensors(Norm(torch.ones(2), 1e-6), lambda tensor: tensor + 1)
     assert isinstance(norm, Norm) and norm.weight.tolist() == [2, 2] and norm.eps == 1e-6
-    place = with_tensors(Place(*torch.zeros(3, 1)), lambda tensor: tensor + 1)
+    place = with_tensors(Place(*torch.zeros(4, 1)), lambda tensor: tensor + 1)
     assert isinstance(place, Place) and place.sin.tolist() == [1]
     assert with_tensors(torch.bfloat16, lambda tensor: tensor + 1) is torch.bfloat16
 

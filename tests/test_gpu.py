@@ -23,6 +23,8 @@ from .modules import MAX_SEQ_LEN, VOCAB, Recurrent, recurrent_methods
 pytestmark = pytest.mark.gpu
 
 GRAPH = {"enable_cuda_graph_for_method": "decode"}
+# Of a language model's session, in methods that take one.
+SLOT = torch.tensor([0])
 
 
 @pytest.fixture(scope="session")
@@ -60,8 +62,8 @@ def program(recurrent_cuda: Path) -> Iterator[Program]:
 
 def step(method: Method, token: int, position: int, device: str = "cpu") -> Tensor:
     """One decode step; the logits on the host, [vocab]."""
-    inputs = (torch.tensor([[token]], device=device), torch.tensor([position], device=device))
-    return method.execute(inputs)[0][0].cpu().clone()
+    inputs = (torch.tensor([[token]], device=device), torch.tensor([position], device=device), SLOT)
+    return method.execute(inputs[: len(method.inputs)])[0][0].cpu().clone()
 
 
 def walk(method: Method, steps: int, device: str = "cpu") -> Tensor:
@@ -261,7 +263,7 @@ def test_capitals_logits_are_those_of_transformers(capitals_cuda: Path) -> None:
             with torch.no_grad():
                 want = reference(tokens).logits[0]
             method = prefill if length > 1 else decode
-            got = [method.execute((tokens[:, :length], torch.arange(length)))[0][0]]
+            got = [method.execute((tokens[:, :length], torch.arange(length), SLOT))[0][0]]
             got += [step(decode, int(tokens[0, t]), t) for t in range(length, length + 4)]
             for i, logits in enumerate(got):
                 expected = want[length - 1 + i]
@@ -314,8 +316,44 @@ def test_prompts_in_buckets(capitals_cuda: Path) -> None:
                 logits = engine.model.prefill(tokens[at:end], at).cpu()
                 assert (logits - want[end - 1]).norm() / want[end - 1].norm() < 1e-4, (at, end)
                 at = end
-        stats = engine.model.method_stats["prefill"]
-        assert stats["fallbacks"] == 0 and stats["replays"] > 180 and len(stats["plans"]) == 5
+        # Short prompts are rows of one session.
+        methods = {engine.model.prompt_method(bucket) for bucket in engine.model.prefill_buckets}
+        stats = [engine.model.method_stats[name] for name in methods]
+        assert sum(one["fallbacks"] for one in stats) == 0 and sum(one["replays"] for one in stats) > 180
+        assert sum(len(one["plans"]) for one in stats) == 5
+
+
+def test_sessions_side_by_side(capitals_cuda: Path) -> None:
+    """Each gets transformers' tokens, with and without a graph, while others join and leave; steps begin ahead."""
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(CAPITALS, dtype=torch.float32).eval()
+    prompts = [
+        [(31 * index + 7 * place) % 1500 for place in range(length)] for index, length in enumerate((5, 70, 1, 130))
+    ]
+    for graph in (False, True):
+        with Engine.load(capitals_cuda, cuda_graph=graph, warmup_steps=1, sessions=4) as engine:
+            assert engine.model.row_buckets == ((2, 4) if graph else ())
+            sessions = []
+            for prompt in prompts:
+                sessions.append(engine.open_session())
+                sessions[-1].prefill(prompt)
+                for _ in range(6):
+                    engine.step(sessions, more=True)
+            sessions.pop(1).close()
+            for _ in range(6):
+                engine.step(sessions, more=True)
+            other = sessions[0].fork()
+            assert list(other.generate(5, eos_ids=())) == list(sessions[0].generate(5, eos_ids=()))
+            answers = [
+                (session.tokens, prompt) for session, prompt in zip(sessions, (prompts[0], *prompts[2:]), strict=True)
+            ]
+            for tokens, prompt in answers:
+                with torch.no_grad():
+                    logits = reference(torch.tensor([tokens])).logits[0]
+                assert tokens[len(prompt) :] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+            stats = engine.model.method_stats
+            assert all(one["fallbacks"] == 0 for one in stats.values())
+            assert not graph or any(stats[engine.model.step_method(rows)]["replays"] for rows in (2, 4))
 
 
 def test_capitals_replay_is_bit_equal(capitals_cuda: Path) -> None:
@@ -324,6 +362,6 @@ def test_capitals_replay_is_bit_equal(capitals_cuda: Path) -> None:
         with load_program(capitals_cuda) as loaded:
             prefill = loaded.load_method("prefill")
             decode = loaded.load_method("decode", GRAPH if graph else None)
-            prefill.execute((torch.arange(20)[None], torch.arange(20)))
+            prefill.execute((torch.arange(20)[None], torch.arange(20), SLOT))
             logits[graph] = torch.stack([step(decode, 3 * t, t) for t in range(20, 84)])
     assert torch.equal(logits[False], logits[True])

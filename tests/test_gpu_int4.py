@@ -76,8 +76,10 @@ def reference(
     from ostinato.export.models import build_network, read_config
     from ostinato.export.weights.stream import QuantizedWeights, materialise
 
+    from .export.networks import with_room
+
     family, config = read_config(folder)
-    model = build_network(config, max_seq_len, dtype, group_size=group_size)
+    model = with_room(build_network(config, max_seq_len, dtype, group_size=group_size))
     device = torch.device("cuda")
     # The artifact's weights are drawn in the model's dtype, which for the flagship is bfloat16.
     source = family.dummy_weights(model, device, torch.bfloat16) if dummy else family.checkpoint_weights(model, folder)
@@ -87,7 +89,7 @@ def reference(
 
 def step(method: Method, tokens: Tensor, position: int) -> Tensor:
     """Logits [vocab] after `tokens` [1, T], on the device."""
-    (logits,) = method.execute((tokens, torch.arange(position, position + tokens.shape[1])))
+    (logits,) = method.execute((tokens, torch.arange(position, position + tokens.shape[1]), torch.tensor([0])))
     return logits[0].cuda()
 
 
@@ -106,8 +108,9 @@ def errors(found: Tensor, expected: Tensor) -> Tensor:
 
 def run_reference(model: torch.nn.Module, tokens: Tensor) -> Tensor:
     def call(part: Tensor, position: int) -> Tensor:
+        positions = torch.arange(position, position + part.shape[1], device="cuda")
         with torch.no_grad():
-            return model(part.cuda(), torch.arange(position, position + part.shape[1], device="cuda"))[0]
+            return model(part.cuda(), positions, torch.zeros(1, dtype=torch.int64, device="cuda"))[0]
 
     return walk(call, call, tokens)
 
@@ -225,6 +228,8 @@ def test_what_is_drawn_on_the_device_is_the_same_with_and_without_a_graph(wide_a
 def test_no_state_is_copied_by_the_compiled_code(wide_config: Path, tmp_path: Path) -> None:
     """What writes a buffer must do so in place: otherwise each step would copy a cache or state, and nothing would say so."""
     from ostinato.export import Quantization, export_model
+    from ostinato.export.layers.build import PAGE_SIZE
+    from ostinato.export.layers.state import EXAMPLE_PAGES, EXAMPLE_SLOTS
 
     report = export_model(
         wide_config,
@@ -234,11 +239,12 @@ def test_no_state_is_copied_by_the_compiled_code(wide_config: Path, tmp_path: Pa
         quant=Quantization(group_size=128),
         load_format="dummy",
     )
-    cache, state = (2, 4096, 256), (32, 128, 128)
+    cache, state = (EXAMPLE_PAGES, 2, PAGE_SIZE, 256), (32, 128, 128)
     for method, source in report.sources.items():
         shapes = allocations(source)
         # Sampling makes a token and nothing else.
         assert len(shapes) >= (1 if method == "sample" else 6), method
-        assert cache not in shapes and state not in shapes, method
+        # Neither one session's nor all of them.
+        assert not {cache, state, (1, *state), (EXAMPLE_SLOTS, *state)} & {*shapes}, method
     # Beyond the logits a step has nothing that large.
     assert max(math.prod(shape) for shape in allocations(report.sources["decode"])) < math.prod(state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from ostinato.delegate.artifact import (
     KERNELS_KEY_PREFIX,
     BufferSpec,
     Dim,
+    Growth,
     MethodRecord,
     Segment,
-    StateKind,
+    StateForm,
     TensorSpec,
     dtype_name,
 )
@@ -30,6 +31,8 @@ from ostinato.export.compile.trace import TracedGraph, TracedLink, TracedMethod
 
 # An unbounded dimension; 2**31 - 1 is the largest size that a FlatBuffers int32 can hold.
 UNBOUNDED = 2**31 - 1
+# Lowest and highest value of an input; or, of an index into buffers that grow, what it counts in place of the latter.
+ValueRange = tuple[int, int | Growth]
 
 
 @dataclass
@@ -37,14 +40,15 @@ class Constants:
     """All tensors of an export, each under one key in `model.ptd`.
 
     Attributes:
-        kinds: key -> what a mutable buffer holds, where somebody says so.
+        forms: key -> what a mutable buffer holds, where somebody says so. What is named here is mutable, even if no method
+            writes it.
         tensors: key -> the tensor, on the CPU; perhaps only its shape counts.
         mutable: keys of the buffers that any method writes.
         devices: key -> devices of the links that hold the tensor.
         used: keys whose values the artifact must hold, filled as records are made.
     """
 
-    kinds: Mapping[str, StateKind] = field(default_factory=dict)
+    forms: Mapping[str, StateForm] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     mutable: set[str] = field(default_factory=set)
     devices: dict[str, set[str | None]] = field(default_factory=dict)
@@ -73,7 +77,7 @@ class Constants:
                     self._keys[identity] = key
                     self.tensors[key] = tensor.detach()
                 self.devices.setdefault(key, set()).add(traced.link.device)
-                if name in traced.graph.written:
+                if name in traced.graph.written or key in self.forms:
                     self.mutable.add(key)
         for key in sorted(self.mutable):
             if len(self.devices[key]) > 1:
@@ -85,14 +89,18 @@ class Constants:
     def key(self, tensor: Tensor) -> str:
         return self._keys[_identity(tensor)]
 
+    def has_growing(self, traced: TracedLink) -> bool:
+        """Whether a buffer of the link may have another first dimension when it is loaded."""
+        forms = (self.forms.get(self.key(tensor), StateForm()) for tensor in traced.tensors.values())
+        return any(form.growth is not Growth.FIXED for form in forms)
+
     def buffer_spec(self, key: str) -> BufferSpec:
         """Of a mutable buffer; one that does not start as zeros is among those used."""
         tensor = self.tensors[key]
         initialised = bool(tensor.count_nonzero())
         if initialised:
             self.used.add(key)
-        kind = self.kinds.get(key, StateKind.OTHER)
-        return BufferSpec(tuple(tensor.shape), dtype_name(tensor.dtype), initialised, kind)
+        return BufferSpec(tuple(tensor.shape), dtype_name(tensor.dtype), initialised, *self.forms.get(key, StateForm()))
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
@@ -111,9 +119,9 @@ def make_method(
     method: TracedMethod,
     codes: Mapping[str, Code],
     constants: Constants,
-    value_ranges: Mapping[str, tuple[int, int]],
+    value_ranges: Mapping[str, ValueRange],
 ) -> CompiledMethod:
-    """The record of a method whose links' code is `codes`, by kind."""
+    """The record of a method whose links' code is `codes`, by kind; `value_ranges` as of `export_program`."""
     digests = {kind: hashlib.sha256(code.library).hexdigest() for kind, code in codes.items()}
     kernels = {code.kernels: code.kernels.read_bytes() for code in codes.values() if code.kernels is not None}
     kernel_digests = {path: hashlib.sha256(data).hexdigest() for path, data in kernels.items()}
@@ -163,7 +171,7 @@ def make_method(
     specs = {key: constants.buffer_spec(key) for key in sorted(set(buffers.values()))}
     record = MethodRecord(
         method=method.name,
-        inputs=tuple(_input_spec(method, name, value_ranges.get(name)) for name in method.inputs),
+        inputs=tuple(_input_spec(method, name, value_ranges) for name in method.inputs),
         outputs=tuple(_output_spec(method, name) for name in method.outputs),
         segments=tuple(segments),
         results=tuple(numbers[name] for name in method.outputs),
@@ -189,10 +197,17 @@ def _check_streamed(method: TracedMethod, traced: TracedLink, code: Code) -> Non
         )
 
 
-def _input_spec(method: TracedMethod, name: str, bounds: tuple[int, int] | None) -> TensorSpec:
+def _input_spec(method: TracedMethod, name: str, ranges: Mapping[str, ValueRange]) -> TensorSpec:
     user = next(traced for traced in method.links if name in traced.inputs)
     value = list(user.graph.inputs.values())[user.inputs.index(name)]
-    return _tensor_spec(user.graph, name, value, bounds)
+    spec = _tensor_spec(user.graph, name, value)
+    bounds = ranges.get(f"{method.name}.{name}", ranges.get(name))
+    if bounds is None:
+        return spec
+    low, high = bounds
+    if isinstance(high, Growth):
+        return replace(spec, value_range=(low, low), counts=high)
+    return replace(spec, value_range=(low, high))
 
 
 def _output_spec(method: TracedMethod, name: str) -> TensorSpec:
@@ -201,10 +216,10 @@ def _output_spec(method: TracedMethod, name: str) -> TensorSpec:
     return _tensor_spec(maker.graph, name.removeprefix("result "), value)
 
 
-def _tensor_spec(graph: TracedGraph, name: str, value: Any, bounds: tuple[int, int] | None = None) -> TensorSpec:
+def _tensor_spec(graph: TracedGraph, name: str, value: Any) -> TensorSpec:
     if not isinstance(value, Tensor):
         raise ExportError(f"input or output {name!r} is a {type(value).__name__}; only tensors are supported")
-    return TensorSpec(name, dtype_name(value.dtype), tuple(_dim(graph, size) for size in value.shape), bounds)
+    return TensorSpec(name, dtype_name(value.dtype), tuple(_dim(graph, size) for size in value.shape))
 
 
 def _dim(graph: TracedGraph, size: int | torch.SymInt) -> Dim:

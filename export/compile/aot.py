@@ -49,11 +49,15 @@ class Code:
 
 
 def generate_code(
-    graph: TracedGraph, device: str, folder: Path, declarations: Mapping[torch._ops.OpOverload, list[str]]
+    graph: TracedGraph,
+    device: str,
+    folder: Path,
+    declarations: Mapping[torch._ops.OpOverload, list[str]],
+    grows: bool = False,
 ) -> Generated:
     """Have the graph's code generated in an empty folder, as torch.export made it; `graph.program` is changed.
 
-    `declarations`: operator -> the declaration of its C function, for those that have one.
+    `declarations`: operator -> the declaration of its C function, for those that have one. `grows`: as of `generate_library`.
 
     Raises:
         ExportError: an operator's code would not be in the artifact, or, for a GPU, a tensor has a name that Inductor
@@ -61,7 +65,7 @@ def generate_code(
     """
     if device != "cpu":
         _check_names(graph)
-    generated = _generate(graph, device, folder, declarations)
+    generated = _generate(graph, device, folder, declarations, grows)
     _check_extern(graph.label, generated.extern)
     return generated
 
@@ -87,7 +91,11 @@ def _check_names(graph: TracedGraph) -> None:
 
 
 def _generate(
-    graph: TracedGraph, device: str, folder: Path, declarations: Mapping[torch._ops.OpOverload, list[str]]
+    graph: TracedGraph,
+    device: str,
+    folder: Path,
+    declarations: Mapping[torch._ops.OpOverload, list[str]],
+    grows: bool,
 ) -> Generated:
     program = graph.program
     _remove_checks(program)
@@ -101,7 +109,7 @@ def _generate(
         node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user_inputs
     )
     with torch.no_grad(), early_kernels_analysed_as_pure():
-        return generate_library(module, arguments, device, folder, declarations)
+        return generate_library(module, arguments, device, folder, declarations, grows)
 
 
 def _remove_checks(program: ExportedProgram) -> None:

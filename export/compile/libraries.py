@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -68,8 +68,12 @@ class Libraries:
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
 
-    def generate(self, graphs: Sequence[TracedGraph]) -> None:
+    def generate(self, graphs: Sequence[TracedGraph], growing: Set[int] = frozenset()) -> None:
         """Generate the graphs' code; compilers are at work on it when this returns. `graph.program` is changed.
+
+        Args:
+            graphs: in the order of `codes`.
+            growing: ids of those with tensors whose first dimension may be another one when the code is loaded.
 
         Raises:
             ExportError: a graph cannot be lowered; of several the first one. Later ones may not have been tried.
@@ -82,7 +86,7 @@ class Libraries:
         self._ready.result()
         for graph in graphs:
             self._progress.show(_stage(graph))
-            self._jobs.append(self._begin(graph, natives[id(graph)]))
+            self._jobs.append(self._begin(graph, natives[id(graph)], id(graph) in growing))
             while self._unfinished and (self._unfinished[0].built.done() or _failed(self._jobs)):
                 self._finish(self._unfinished[0])
 
@@ -104,11 +108,12 @@ class Libraries:
     def _device_of(self, graph: TracedGraph) -> str:
         return graph.device or self._device
 
-    def _begin(self, graph: TracedGraph, native: NativeLibrary | None) -> _Job:
+    def _begin(self, graph: TracedGraph, native: NativeLibrary | None, grows: bool) -> _Job:
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         begin = time.perf_counter()
         with self._failure(graph, begin):
-            generated = generate_code(graph, self._device_of(graph), folder, native.declarations if native else {})
+            declarations = native.declarations if native else {}
+            generated = generate_code(graph, self._device_of(graph), folder, declarations, grows)
         seconds = time.perf_counter() - begin
         interface = None if generated.interface is None else self._interface(generated.interface)
         kernels = self._kernels[native.name] if native else None

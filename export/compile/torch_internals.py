@@ -12,7 +12,7 @@ import hashlib
 import io
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -76,6 +76,7 @@ def generate_library(
     device: str,
     folder: Path,
     declarations: Mapping[torch._ops.OpOverload, list[str]],
+    grows: bool = False,
 ) -> Generated:
     """Have AOTInductor generate the code of a graph module, and what compiles it.
 
@@ -85,6 +86,8 @@ def generate_library(
         device: "cpu" or "cuda".
         folder: an empty one; everything that is generated lies in it.
         declarations: operator -> the declaration of the C function that is called for it.
+        grows: whether a tensor may have another first dimension when the code is loaded. Then the code compares no index with
+            a size: it would take the one that it was made with.
 
     Needs `torch._inductor.aot_compile`, its option names, the names of the files that it writes, and that
     `codecache.AotCodeCompiler.compile` builds objects and then links them by `CppBuilder.build`. The public
@@ -108,6 +111,7 @@ def generate_library(
         "cpp.min_chunk_size": 16384,
         "aot_inductor.embed_kernel_binary": device == "cuda",
         "aot_inductor.output_path": str(path),
+        "assert_indirect_indexing": not grows or device == "cpu",
         "aot_inductor.custom_ops_to_c_shims": dict(declarations),
     }
     generate, build = AotCodeCompiler.compile, CppBuilder.build
@@ -130,7 +134,11 @@ def generate_library(
             generate(*arguments, **named)
         return str(path)
 
-    with mock.patch.object(AotCodeCompiler, "compile", generate_only), _small_loops_on_one_thread():
+    with (
+        mock.patch.object(AotCodeCompiler, "compile", generate_only),
+        _small_loops_on_one_thread(),
+        _unchecked_indices() if grows else nullcontext(),
+    ):
         torch._inductor.aot_compile(module, arguments, options=options)  # type: ignore[arg-type]
     (wrapper,) = folder.glob("*.wrapper.cpp")
     # hash.wrapper.json lists operators called by name; hash.wrapper_metadata.json is something else.
@@ -159,6 +167,29 @@ def _small_loops_on_one_thread() -> Iterator[None]:
             return decide(*arguments)
 
     with mock.patch.object(CppKernel, "decide_parallel_depth", decide_alone):
+        yield
+
+
+@contextmanager
+def _unchecked_indices() -> Iterator[None]:
+    """While it is open, code for CPUs computes indices as ever, and compares them with nothing.
+
+    Without the option that is made for it, `assert_indirect_indexing`, torch 2.13's vectorised code may use an index ahead of
+    the line that computes it, where one kernel writes one buffer and reads another at the same indices: "'tmp10' was not
+    declared in this scope".
+
+    Needs `indirect_assert` of `torch._inductor.codegen.cpp.CppKernel` and `CppVecKernel`, which gives the line of a check.
+    Without it programs run for as many sessions as the export had for an example, and fail for more.
+    """
+    from torch._inductor.codegen.cpp import CppKernel, CppVecKernel
+
+    def unchecked(*_: Any) -> str:
+        return ""
+
+    with (
+        mock.patch.object(CppKernel, "indirect_assert", unchecked),
+        mock.patch.object(CppVecKernel, "indirect_assert", unchecked),
+    ):
         yield
 
 

@@ -23,12 +23,15 @@ class Kernels:
 
     Attributes:
         folds_steps: whether one token takes the operations of a step, which fold a layer into few kernels.
-        folds_prompts: whether any number of tokens takes them.
+        folds_prompts: whether prompts take them.
+        most_rows: of one call, where rows of several sessions take them: one number for each range that has kernels of its
+            own, rising.
         has_panels: whether linear layers' weights are stored in panels (linear/panels.py).
     """
 
     folds_steps = False
     folds_prompts = False
+    most_rows: tuple[int, ...] = ()
     has_panels = False
 
     linear = staticmethod(linear_reference.linear)
@@ -48,6 +51,7 @@ class Kernels:
     route_logits = staticmethod(experts_reference.route_logits)
     experts_gate_up = staticmethod(experts_reference.experts_gate_up)
     experts_down = staticmethod(experts_reference.experts_down)
+    sparse_moe = staticmethod(experts_reference.sparse_moe)
 
 
 def kernels_for(device: str) -> type[Kernels]:

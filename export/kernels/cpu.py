@@ -20,6 +20,7 @@ class CpuKernels(Kernels):
 
     folds_steps = True
     folds_prompts = True
+    most_rows = (256,)
     has_panels = True
 
     experts = staticmethod(experts_cpu.experts)
@@ -33,6 +34,7 @@ class CpuKernels(Kernels):
     route_logits = staticmethod(experts_cpu.route_logits)
     experts_gate_up = staticmethod(experts_cpu.experts_gate_up)
     experts_down = staticmethod(experts_cpu.experts_down)
+    sparse_moe = staticmethod(experts_cpu.sparse_moe)
     sample_next = staticmethod(sampling_cpu.sample_next)
 
 

@@ -25,6 +25,11 @@ def launcher(kernel: Any) -> Any:
     return kernel if isinstance(kernel, InterpretedFunction) else torch.library.wrap_triton(kernel)
 
 
+def is_one(rows: int | torch.SymInt) -> bool:
+    """Whether a call is known to have one row. A symbol may stand for one as well, but nothing asks what it is."""
+    return isinstance(rows, int) and rows == 1
+
+
 def pointers(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
     """All of them, the first again for what is missing, which the kernel then does not read."""
     return first, *(first if tensor is None else tensor for tensor in others)
@@ -35,6 +40,11 @@ def shared_memory() -> int:
     if not torch.cuda.is_available():
         return LARGE
     return torch.cuda.get_device_properties().shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+def processors() -> int:
+    """Multiprocessors of this process's GPU, those of an H200 without one."""
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
 
 
 def fitting(configs: Mapping[int, C]) -> C:

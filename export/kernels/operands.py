@@ -5,7 +5,9 @@ A kernel's functions take these, so that a new operand is a new field here, read
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -84,49 +86,73 @@ class Norm:
 class Place(NamedTuple):
     """Where the T rows of a call stand.
 
+    Neighbouring rows of one slot are a *run*: tokens of one session, at consecutive positions. A slot has one run at most,
+    and a run that begins at position 0 starts a new sequence. A prompt is one run, and perhaps padding behind it.
+
     Attributes:
-        positions: [T] int64: consecutive for the tokens; rows after the last token are padding and repeat its position.
+        positions: [T] int64, of the rows in their sessions, from 0. Behind a prompt, padding repeats the last token's.
+        slots: [T] int64: whose rows they are; -1 is padding. Such a row leaves no trace in any state, and what it gives means
+            nothing.
         cos, sin: [T, R] float32, of the angles by which the first R elements of queries and keys are rotated.
     """
 
     positions: Tensor
+    slots: Tensor
     cos: Tensor
     sin: Tensor
 
 
-def length_of(positions: Tensor) -> Tensor:
-    """How many of a call's rows are tokens, [1] int64. The others are padding: they leave no trace in any state, what they
-    give means nothing, and their position is that of the last token.
+def runs_of(slots: Tensor) -> Iterator[tuple[int, slice]]:
+    """Each run's slot and rows; padding is in none. For references: it reads values, so it cannot be traced.
 
     Args:
-        positions: [T] int64, as in `Place`.
+        slots: [T] int64, as in `Place`.
+    """
+    rows = slots.tolist()
+    for slot, group in groupby(range(len(rows)), key=rows.__getitem__):
+        if slot >= 0:
+            members = list(group)
+            yield slot, slice(members[0], members[-1] + 1)
+
+
+def length_of(positions: Tensor) -> Tensor:
+    """How many of a prompt's rows are tokens, [1] int64; the others are padding.
+
+    Args:
+        positions: [T] int64, of a prompt, as in `Place`.
     """
     return (positions[-1:] - positions[:1] + 1).clamp(1, positions.shape[0])
 
 
 def rows_to_keep(positions: Tensor) -> Tensor:
-    """For each of T rows the row whose key and value it may write, [T] int64: its own, or the last token's for padding."""
+    """For each of a prompt's rows the row whose key and value it may write, [T] int64: its own, or the last token's for
+    padding."""
     rows = torch.arange(positions.shape[0], device=positions.device)
     return torch.minimum(rows, length_of(positions) - 1)
 
 
 def is_padding(positions: Tensor) -> Tensor:
-    """Which of T rows are padding, [T] bool."""
+    """Which of a prompt's rows are padding, [T] bool."""
     return torch.arange(positions.shape[0], device=positions.device) >= length_of(positions)
-
-
-def rows_before_the_end(window: Tensor, state: Tensor, positions: Tensor) -> Tensor:
-    """What a convolution keeps of `window`, which is `state` and then the T rows of a call: as many rows as `state` has, up
-    to the last token's."""
-    return window.index_select(0, length_of(positions) + torch.arange(state.shape[0], device=window.device))
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of the positions so far, [kv_heads, S, D] each, S being the number of slots."""
+    """Keys and values of all sessions, in pages of P positions, P being a power of two.
+
+    Attributes:
+        keys, values: [pages, kv_heads, P, D] each.
+        table: [slots, M] int32: position p of a slot is in its page `table[slot, p // P]`, at `p % P`.
+    """
 
     keys: Tensor
     values: Tensor
+    table: Tensor
+
+    @property
+    def page_size(self) -> int:
+        """P."""
+        return self.keys.shape[2]
 
 
 @dataclass(frozen=True)
@@ -135,7 +161,7 @@ class Convolution:
 
     Attributes:
         weight: [C, 1, W], W >= 2.
-        state: [W - 1, C], its last inputs, the oldest first.
+        state: [slots, W - 1, C], the last inputs of each session, the oldest first.
     """
 
     weight: Tensor
@@ -174,3 +200,11 @@ class ExpertWeights:
 
     gate_up: Weight
     down: Weight
+
+
+@dataclass(frozen=True)
+class LastTokens:
+    """The token that each session has last, and where it stands; the model has not seen it yet. [slots] int64 each."""
+
+    token: Tensor
+    position: Tensor

@@ -90,7 +90,7 @@ class Pool {
   void run(int64_t count, int64_t pieces, Task task, const void* context) {
     std::unique_lock<std::mutex> mine(running_, std::defer_lock);
     pieces = std::min({pieces, count, MOST_PIECES});
-    if (pieces == 1 || threads_ == 1 || !mine.try_lock()) return task(context, 0, count);
+    if (pieces == 1 || threads_ == 1 || working_ || !mine.try_lock()) return task(context, 0, count);
     task_ = task;
     context_ = context;
     count_ = count;
@@ -112,6 +112,7 @@ class Pool {
  private:
   void take_pieces() {
     int64_t taken = 0;
+    working_ = true;
     for (;;) {
       Ticket ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
       int64_t piece = next_of(ticket), pieces = count_of(ticket);
@@ -125,6 +126,7 @@ class Pool {
       }
       ++taken;
     }
+    working_ = false;
     if (taken) done_.fetch_add(taken, std::memory_order_acq_rel);
   }
 
@@ -154,6 +156,9 @@ class Pool {
     wake_.wait(lock, [this] { return has_pieces(); });
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
   }
+
+  // Whether this thread is at a piece of a job.
+  static inline thread_local bool working_ = false;
 
   int threads_ = 1;
   std::mutex running_, failing_;

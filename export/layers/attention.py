@@ -14,7 +14,7 @@ from ostinato.export.kernels.operands import KVCache, Place
 from .build import Build
 from .linear import Linear
 from .norms import RMSNorm
-from .state import register_state
+from .state import EXAMPLE_PAGES, register_state
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,11 @@ class AttentionSizes:
 
 
 class GatedAttention(nn.Module):
-    """One layer's attention; keys and values of all positions so far are in its two buffers."""
+    """One layer's attention; keys and values of all sessions so far are in two of its buffers, and the third is where."""
 
     k_cache: Tensor
     v_cache: Tensor
+    block_table: Tensor
 
     def __init__(self, sizes: AttentionSizes, eps: float, build: Build, *, bias: bool = False) -> None:
         super().__init__()
@@ -46,29 +47,31 @@ class GatedAttention(nn.Module):
         self.q_norm = RMSNorm(sizes.head_dim, eps)
         self.k_norm = RMSNorm(sizes.head_dim, eps)
         self.kernels = build.kernels
-        slots = (sizes.kv_heads, build.max_seq_len, sizes.head_dim)
+        pages = (EXAMPLE_PAGES, sizes.kv_heads, build.page_size, sizes.head_dim)
         register_state(
             self,
             StateKind.KV_CACHE,
-            k_cache=torch.zeros(slots, dtype=build.dtype, device="cpu"),
-            v_cache=torch.zeros(slots, dtype=build.dtype, device="cpu"),
+            k_cache=torch.zeros(pages, dtype=build.dtype, device="cpu"),
+            v_cache=torch.zeros(pages, dtype=build.dtype, device="cpu"),
         )
+        # One tensor for all layers.
+        register_state(self, StateKind.BLOCK_TABLE, block_table=build.block_table)
 
     @property
     def cache(self) -> KVCache:
-        return KVCache(self.k_cache, self.v_cache)
+        return KVCache(self.k_cache, self.v_cache, self.block_table)
 
     def forward(self, x: Tensor, place: Place) -> Tensor:
         """x [T, H] -> [T, H]."""
-        positions, cos, sin = place
+        cos, sin = place.cos, place.sin
         tokens = x.shape[0]
         query, key, value = self.qkv_proj(x).split(self.split, dim=1)
         # Each head's query and the gate of its output stand together.
         query, gate = query.reshape(tokens, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
         key = key.reshape(tokens, self.kv_heads, self.head_dim)
         value = value.reshape(tokens, self.kv_heads, self.head_dim)
-        write_cache(rotate(self.k_norm(key), cos, sin), value, self.cache, positions)
-        out = self.kernels.attend(rotate(self.q_norm(query), cos, sin), self.cache, positions)
+        write_cache(rotate(self.k_norm(key), cos, sin), value, self.cache, place)
+        out = self.kernels.attend(rotate(self.q_norm(query), cos, sin), self.cache, place)
         return self.o_proj((out * torch.sigmoid(gate)).reshape(tokens, -1))
 
     def step(self, x: Tensor, norm: RMSNorm, place: Place) -> Tensor:

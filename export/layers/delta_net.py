@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ostinato.delegate.artifact import StateKind
-from ostinato.export.kernels.operands import Convolution, Decay, HeadSquares, Place, rows_before_the_end
+from ostinato.export.kernels.operands import Convolution, Decay, HeadSquares, Place, length_of
 
 from .build import Build, parameter
 from .linear import Linear
 from .norms import GatedRMSNorm, RMSNorm
-from .state import register_state
+from .state import EXAMPLE_SLOTS, register_state
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,26 @@ class CausalConv(nn.Module):
         super().__init__()
         self.weight = parameter(channels, 1, width, dtype=dtype)
 
-    def forward(self, x: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, channels] at `positions` [T], after state [width - 1, channels] -> (SiLU of the convolution [T, channels],
-        the state after the last token)."""
+    def forward(self, x: Tensor, state: Tensor, place: Place) -> Tensor:
+        """A prompt's x [T, channels] after its slot's state, of [slots, width - 1, channels] -> SiLU of the convolution
+        [T, channels]; the state is moved on in place."""
+        slot = place.slots[:1]
+        before = state.index_select(0, slot)[0]
+        before = torch.where(place.positions[0] == 0, torch.zeros_like(before), before)
         tokens = x.shape[0]
-        window = torch.cat((state, x), dim=0)
+        window = torch.cat((before, x), dim=0)
         taps = self.weight[:, 0, :].float().t()
         # One fused multiply-add per tap (there are about 4): faster than a convolution call, and no library kernel is needed.
         out = sum(taps[i] * window[i : i + tokens].float() for i in range(taps.shape[0]))
         assert isinstance(out, Tensor)
-        return F.silu(out).to(x.dtype), rows_before_the_end(window, state, positions)
+        # As many inputs as the state has, up to the last token's.
+        last = length_of(place.positions) + torch.arange(before.shape[0], device=x.device)
+        state.index_copy_(0, slot, window.index_select(0, last).unsqueeze(0))
+        return F.silu(out).to(x.dtype)
 
 
 class GatedDeltaNet(nn.Module):
-    """One layer's linear attention; the convolution's last inputs and the recurrent state are in its two buffers.
+    """One layer's linear attention; each session's last inputs of the convolution and recurrent state are in its two buffers.
 
     The recurrent state is float32 in every model dtype: it accumulates over the whole sequence. The gates' projections stay
     in the model's dtype when other weights are quantised.
@@ -89,8 +95,8 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = parameter(heads)
         self.norm = GatedRMSNorm(value_size, eps)
         self.out_proj = Linear(sizes.values, sizes.hidden, build)
-        conv = torch.zeros(sizes.conv_width - 1, sizes.channels, dtype=build.dtype, device="cpu")
-        recurrent = torch.zeros(heads, sizes.key_head_dim, value_size, device="cpu")
+        conv = torch.zeros(EXAMPLE_SLOTS, sizes.conv_width - 1, sizes.channels, dtype=build.dtype, device="cpu")
+        recurrent = torch.zeros(EXAMPLE_SLOTS, heads, sizes.key_head_dim, value_size, device="cpu")
         register_state(self, StateKind.CONVOLUTION, conv_state=conv)
         register_state(self, StateKind.RECURRENT, recurrent_state=recurrent)
 
@@ -100,15 +106,12 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, place: Place) -> Tensor:
         """x [T, H] -> [T, H]. At position 0 the old state counts as zeros."""
-        positions = place.positions
         tokens = x.shape[0]
         qkv, z = self.in_proj_qkvz(x).split(self.split, dim=1)
         b, a = self.in_proj_ba(x).chunk(2, dim=1)
-        before = torch.where(positions[0] == 0, torch.zeros_like(self.conv_state), self.conv_state)
-        mixed, after = self.conv1d(qkv, before, positions)
-        self.conv_state.copy_(after)
+        mixed = self.conv1d(qkv, self.conv_state, place)
         out = self.kernels.gated_delta_rule(
-            mixed, a, b, self.decay, self.recurrent_state, positions, self.key_heads, self.max_chunk
+            mixed, a, b, self.decay, self.recurrent_state, place, self.key_heads, self.max_chunk
         )
         out = self.norm(out, z.reshape(tokens, *self.heads_shape))
         return self.out_proj(out.reshape(tokens, -1))
@@ -118,9 +121,9 @@ class GatedDeltaNet(nn.Module):
         kernels = self.kernels
         conv = Convolution(self.conv1d.weight, self.conv_state)
         mixed, gates = kernels.norm_linear_conv(
-            x, norm.operand, self.in_proj_qkvz.operand, self.in_proj_ba.weight, conv, place.positions
+            x, norm.operand, self.in_proj_qkvz.operand, self.in_proj_ba.weight, conv, place
         )
         values, squares = kernels.delta_step(
-            mixed, gates, self.decay, self.recurrent_state, place.positions, self.norm.weight, self.key_heads
+            mixed, gates, self.decay, self.recurrent_state, place, self.norm.weight, self.key_heads
         )
         return kernels.linear_add(values, self.out_proj.operand, x, HeadSquares(squares, self.norm.eps))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ostinato.export.formats import SCALE_DTYPE
 from ostinato.export.kernels.linear.panels import rows_of_panels
+from ostinato.export.kernels.operands import is_padding
 
 from .build import Build, parameter
 from .rotary import RotaryEmbedding
@@ -56,7 +57,11 @@ class NetworkInput(nn.Module):
         self.embed_tokens = embed_tokens
         self.rotary = rotary
 
-    def forward(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens [1, T] int64, input_pos [T] int64, as in `Place` -> (x [T, H], cos, sin [T, rotary_dim] float32)."""
-        _, cos, sin = self.rotary(input_pos)
-        return self.embed_tokens(tokens[0]), cos, sin
+    def forward(self, tokens: Tensor, input_pos: Tensor, slot: Tensor) -> tuple[Tensor, ...]:
+        """A prompt's tokens [1, T] int64, input_pos [T] int64 as in `Place`, and slot [1] int64 -> (slots [T], then what
+        `rows` gives)."""
+        return (torch.where(is_padding(input_pos), -1, slot), *self.rows(tokens[0], input_pos))
+
+    def rows(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens and input_pos [T] int64 -> (x [T, H], cos, sin [T, rotary_dim] float32)."""
+        return (self.embed_tokens(tokens), *self.rotary(input_pos))

@@ -91,17 +91,22 @@ class SparseMoe(nn.Module):
         self.top_k = sizes.top_k
         self.kernels = build.kernels
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [T, H], positions [T] as in `Place` -> [T, H]."""
-        weights, chosen = self.kernels.route(self.gate(x), self.top_k, positions)
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        """x [T, H], slots [T] as in `Place` -> [T, H]."""
+        weights, chosen = self.kernels.route(self.gate(x), self.top_k, slots)
         shared = torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         return self.experts(x, weights, chosen) + shared
 
-    def step(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x [T, H] -> x + self(norm(x)), in three kernels."""
-        kernels, routed, shared = self.kernels, self.experts.operand, self.shared_expert
-        logits = kernels.route_logits(x, norm.operand, self.gate.weight, self.shared_expert_gate.weight)
-        hidden = kernels.experts_gate_up(
-            x, norm.operand, logits, self.top_k, routed.gate_up, shared.gate_up_proj.operand
+    def step(self, x: Tensor, norm: RMSNorm, slots: Tensor) -> Tensor:
+        """x [T, H], slots [T] as in `Place` -> x + self(norm(x))."""
+        shared = ExpertWeights(self.shared_expert.gate_up_proj.operand, self.shared_expert.down_proj.operand)
+        return self.kernels.sparse_moe(
+            x,
+            norm.operand,
+            self.gate.weight,
+            self.shared_expert_gate.weight,
+            self.top_k,
+            self.experts.operand,
+            shared,
+            slots,
         )
-        return kernels.experts_down(hidden, logits, self.top_k, routed.down, shared.down_proj.operand, x)

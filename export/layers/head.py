@@ -22,11 +22,15 @@ class Head(nn.Module):
         self.kernels = build.kernels
 
     def forward(self, x: Tensor, input_pos: Tensor) -> Tensor:
-        """x [T, H], input_pos [T] as in `Place` -> logits of the last token, [1, V] float32."""
+        """A prompt's x [T, H], input_pos [T] as in `Place` -> logits of its last token, [1, V] float32."""
         # A copy: a step's kernel takes an input aligned to 16 bytes, which a row among others need not be.
         last = x.index_select(0, length_of(input_pos) - 1)
         return self.step(last) if self.kernels.folds_steps else self.lm_head(self.norm(last)).float()
 
+    def rows(self, x: Tensor, drawn: Tensor) -> Tensor:
+        """x [T, H], drawn [D] int64: numbers of rows -> their logits, [D, V] float32."""
+        return self.step(x.index_select(0, drawn))
+
     def step(self, x: Tensor) -> Tensor:
-        """x [1, H] -> logits [1, V] float32, in one kernel."""
+        """x [T, H] -> logits [T, V] float32, in one kernel."""
         return self.kernels.norm_linear(x, self.norm.operand, self.lm_head.operand, torch.float32)

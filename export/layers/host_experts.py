@@ -58,17 +58,20 @@ class HostExperts(nn.Module):
             Link(self, ("x",), "sum of all experts", prefix, "sum_of_both"),
         ]
 
-    def route(self, h: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """`GIVEN` of h and of the rows' positions."""
+    def route(self, h: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+        """`GIVEN` of h and of the rows' slots."""
         n = self.norm(h)
         logits = torch.cat((self.moe.gate(n), self.moe.shared_expert_gate(n)), dim=-1)
-        return h, n, logits, *self._choose(logits, positions)
+        return h, n, logits, *self._choose(logits, slots)
 
-    def route_step(self, h: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    def route_step(self, h: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
         """As `route`."""
         moe = self.moe
+        if not moe.kernels.folds_prompts and not isinstance(h.shape[0], int):
+            # The router of a GPU's step takes one row.
+            return self.route(h, slots)
         logits = moe.kernels.route_logits(h, self.norm.operand, moe.gate.weight, moe.shared_expert_gate.weight)
-        return h, self.norm(h), logits, *self._choose(logits, positions)
+        return h, self.norm(h), logits, *self._choose(logits, slots)
 
     def routed(self, n: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """y: what the routed experts give."""
@@ -107,6 +110,6 @@ class HostExperts(nn.Module):
         """E, which stands for nobody among those chosen."""
         return self.moe.experts.gate_up_proj.shape[0]
 
-    def _choose(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        weights, chosen = self.moe.kernels.route(logits[:, :-1], self.moe.top_k, positions)
+    def _choose(self, logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = self.moe.kernels.route(logits[:, :-1], self.moe.top_k, slots)
         return weights, chosen.int()

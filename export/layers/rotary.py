@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ostinato.export.kernels.operands import Place
-
 
 class RotaryEmbedding(nn.Module):
     """The angles by which the first `rotary_dim` elements of each head are rotated at a position."""
@@ -18,8 +16,8 @@ class RotaryEmbedding(nn.Module):
         exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
         self.register_buffer("inv_freq", 1.0 / (theta**exponent), persistent=False)
 
-    def forward(self, positions: Tensor) -> Place:
-        """positions [T] int64, as in `Place`."""
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] int64 -> cos and sin, as in `Place`."""
         angles = positions.float()[:, None] * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1)
-        return Place(positions, angles.cos(), angles.sin())
+        return angles.cos(), angles.sin()

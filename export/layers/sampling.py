@@ -7,17 +7,18 @@ from torch import Tensor, nn
 
 from ostinato.delegate.artifact import StateKind
 from ostinato.delegate.sampling import Sampling, SamplingInputs
+from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.sampling.reference import workspace_size
 
 from .build import Build
 from .embedding import NetworkInput
-from .state import register_state
+from .state import EXAMPLE_SLOTS, register_state
 
 
 class SamplingState(nn.Module):
-    """The sampling options, the last token and its position: what a step starts from, and what it leaves for the next one.
+    """How each session samples, its last token and that one's position: what a step starts from, and what it leaves.
 
-    Buffers, each written on the device: `token` [1, 1] int64 and its `position` [1] int64, which the model has not seen
+    Buffers of [slots], each written on the device: `token` int64 and its `position` int64, which the model has not seen
     yet; and the fields of `SamplingInputs`.
     """
 
@@ -29,12 +30,13 @@ class SamplingState(nn.Module):
         super().__init__()
         self.kernels = build.kernels
         with torch.device("cpu"):
+            how = Sampling(seed=0).inputs()._asdict()
             register_state(
                 self,
                 StateKind.SAMPLING,
-                token=torch.zeros(1, 1, dtype=torch.int64),
-                position=torch.zeros(1, dtype=torch.int64),
-                **Sampling(seed=0).inputs()._asdict(),
+                token=torch.zeros(EXAMPLE_SLOTS, dtype=torch.int64),
+                position=torch.zeros(EXAMPLE_SLOTS, dtype=torch.int64),
+                **{name: value.repeat(EXAMPLE_SLOTS) for name, value in how.items()},
             )
             register_state(self, StateKind.WORKSPACE, scratch=torch.zeros(workspace_size(), dtype=torch.int64))
 
@@ -42,31 +44,42 @@ class SamplingState(nn.Module):
     def how(self) -> SamplingInputs:
         return SamplingInputs(*(self.get_buffer(name) for name in SamplingInputs._fields))
 
-    def begin(self, input_pos: Tensor, *how: Tensor) -> Tensor:
-        """Have `next` draw the token that will stand at `input_pos` [1]; keep the options, the fields of `SamplingInputs`.
+    def begin(self, input_pos: Tensor, slots: Tensor, *how: Tensor) -> Tensor:
+        """Have `next` draw the token that will stand at `input_pos` [1]; keep the options, the fields of `SamplingInputs`,
+        for the session of `slots` [1].
 
-        Returns the position that it leaves, [1]: the one ahead.
+        Returns the position ahead of it, [1].
         """
-        before = input_pos - 1
-        self.position.copy_(before)
         for kept, given in zip(self.how, how, strict=True):
-            kept.copy_(given)
-        return before
+            kept.index_copy_(0, slots, given)
+        return input_pos - 1
 
-    def next(self, logits: Tensor) -> Tensor:
-        """Draw the token after the last one, and make it the last. logits [1, V] -> [1, 1]."""
-        return self.kernels.sample_next(logits, self.position, self.token, self.how, self.scratch)
+    def next(self, logits: Tensor, input_pos: Tensor, slots: Tensor) -> Tensor:
+        """Draw the tokens behind rows, and make each its slot's last. logits [T, V], input_pos and slots [T] -> [T]."""
+        last = LastTokens(self.token, self.position)
+        return self.kernels.sample_next(logits, input_pos, slots, last, self.how, self.scratch)
+
+    def next_of(self, logits: Tensor, input_pos: Tensor, slots: Tensor, drawn: Tensor) -> Tensor:
+        """As `next` for the rows `drawn` [D] of input_pos and slots; logits [D, V] -> [D]."""
+        return self.next(logits, input_pos.index_select(0, drawn), slots.index_select(0, drawn))
 
 
 class NextInput(nn.Module):
-    """`NetworkInput` of the token that the last step has left, with the position where it stands."""
+    """What `NetworkInput` gives for the tokens that steps have left."""
 
     def __init__(self, sampling: SamplingState, network_input: NetworkInput) -> None:
         super().__init__()
         self.sampling = sampling
         self.network_input = network_input
 
-    def forward(self) -> tuple[Tensor, ...]:
-        """-> (input_pos [1] int64, then what `NetworkInput` gives)."""
-        position = self.sampling.position.clone()
-        return (position, *self.network_input(self.sampling.token, position))
+    def forward(self, slots: Tensor) -> tuple[Tensor, ...]:
+        """The last token of each of `slots` [T] -> (input_pos [T] int64, then what `NetworkInput.rows` gives)."""
+        position = self.sampling.position.index_select(0, slots)
+        return (position, *self.network_input.rows(self.sampling.token.index_select(0, slots), position))
+
+    def rows(self, tokens: Tensor, input_pos: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+        """tokens, input_pos and slots [T] -> as `forward`. A negative number stands for that of the slot's last token."""
+        kept = slots.clamp(min=0)
+        position = torch.where(input_pos < 0, self.sampling.position.index_select(0, kept), input_pos)
+        tokens = torch.where(tokens < 0, self.sampling.token.index_select(0, kept), tokens)
+        return (position, *self.network_input.rows(tokens, position))

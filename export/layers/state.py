@@ -1,31 +1,48 @@
-"""Mutable buffers of layers, each with its declared kind."""
+"""Mutable buffers of layers: what each holds, and how it grows with sessions and tokens."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ostinato.delegate.artifact import StateKind
+from ostinato.delegate.artifact import Growth, StateForm, StateKind
 
-_KINDS = "state_kinds"
+_FORMS = "state_forms"
+# What the first dimension of a buffer that grows has in an export. Not one, which compilers take for a constant.
+EXAMPLE_SLOTS = 2
+EXAMPLE_PAGES = 4
+
+_GROWTHS = {
+    StateKind.KV_CACHE: Growth.PAGES,
+    StateKind.BLOCK_TABLE: Growth.SLOTS,
+    StateKind.CONVOLUTION: Growth.SLOTS,
+    StateKind.RECURRENT: Growth.SLOTS,
+    StateKind.SAMPLING: Growth.SLOTS,
+}
 
 
 def register_state(module: nn.Module, kind: StateKind, **buffers: Tensor) -> None:
-    """Give `module` mutable buffers with these first values, which are on the CPU also where parameters are on meta."""
-    kinds = module.__dict__.setdefault(_KINDS, {})
+    """Give `module` mutable buffers with these first values, which are on the CPU also where parameters are on meta.
+
+    The first dimension of those that grow is EXAMPLE_SLOTS or EXAMPLE_PAGES.
+    """
+    forms = module.__dict__.setdefault(_FORMS, {})
     for name, value in buffers.items():
         module.register_buffer(name, value, persistent=False)
-        kinds[name] = kind
+        forms[name] = StateForm(kind, _GROWTHS.get(kind, Growth.FIXED))
 
 
-def state_kinds(network: nn.Module) -> dict[str, StateKind]:
-    """Fully qualified name -> kind, of every buffer that a layer has registered as state."""
-    return {
-        f"{path}.{name}" if path else name: kind
+def state_forms(network: nn.Module) -> dict[str, StateForm]:
+    """Fully qualified name -> form, of every buffer that a layer has registered as state; of one that several layers have,
+    the first name."""
+    names = {name for name, _ in network.named_buffers()}
+    forms = {
+        f"{path}.{name}" if path else name: form
         for path, module in network.named_modules()
-        for name, kind in module.__dict__.get(_KINDS, {}).items()
+        for name, form in module.__dict__.get(_FORMS, {}).items()
     }
+    return {name: form for name, form in forms.items() if name in names}
 
 
 def state_of_kind(network: nn.Module, *kinds: StateKind) -> list[Tensor]:
     """The network's buffers of these kinds."""
-    return [network.get_buffer(name) for name, kind in state_kinds(network).items() if kind in kinds]
+    return [network.get_buffer(name) for name, form in state_forms(network).items() if form.kind in kinds]

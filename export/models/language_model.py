@@ -40,14 +40,14 @@ class Decoder(nn.Module):
 class LanguageModel(nn.Module):
     """A network with its state. Parameters are called as in the checkpoint: under `model.` and `lm_head.`.
 
-    `forward(tokens [1, T] int64, input_pos [T] int64)` gives the logits of the last token, [1, vocab] float32, and moves
-    the state by the tokens. Positions are as in `Place`; a call whose first position is 0 starts a new sequence.
+    `forward(tokens [1, T] int64, input_pos [T] int64, slot [1] int64)` gives the logits of a prompt's last token,
+    [1, vocab] float32, and moves its slot's state by the tokens. Positions are as in `Place`.
 
     Args:
         config: the family's.
         build: what all layers were built for.
-        layers: one module per layer, whose `links(prefix, step, streamed)` lead from the values x [T, H], input_pos [T], cos
-            and sin to the next x; with `step` by what `build.kernels` folds for a step, `streamed` as of `links` below.
+        layers: one module per layer, whose `links(prefix, step, streamed)` lead from the values x [T, H], input_pos and slots
+            [T], cos and sin to the next x. `step` and `streamed` are as of `layer_links` below.
         rotary: gives cos and sin.
     """
 
@@ -72,23 +72,26 @@ class LanguageModel(nn.Module):
         self.sampling = SamplingState(build)
         self.next_input = NextInput(self.sampling, self.input)
 
-    def links(self, layers_method: str = "forward", head_method: str = "forward", streamed: bool = False) -> list[Link]:
-        """What the network computes, in order: input, layers and head.
+    def layer_links(self, step: bool = False, streamed: bool = False) -> list[Link]:
+        """The layers, in order.
 
         Args:
-            layers_method, head_method: "forward" for any number of tokens; "step" for what `build.kernels` folds.
+            step: by what `build.kernels` folds for a step.
             streamed: experts that stay on the host are computed on the device nevertheless.
         """
-        layers = [
+        return [
             link
             for index, layer in enumerate(self.model.layers)
-            for link in cast(Layer, layer).links(f"model.layers.{index}.", layers_method == "step", streamed)
+            for link in cast(Layer, layer).links(f"model.layers.{index}.", step, streamed)
         ]
-        start = Link(self.input, ("x", "cos", "sin"), "embedding")
-        return [start, *layers, Link(self.head, ("logits",), "head", method=head_method)]
 
-    def forward(self, tokens: Tensor, input_pos: Tensor) -> Tensor:
-        values = {"tokens": tokens, "input_pos": input_pos}
-        for link in self.links():
+    def prompt_links(self, step: bool = False, streamed: bool = False) -> list[Link]:
+        """What the network computes for a prompt, in order: input, layers and head. Arguments as of `layer_links`."""
+        start = Link(self.input, ("slots", "x", "cos", "sin"), "embedding")
+        return [start, *self.layer_links(step, streamed), Link(self.head, ("logits",), "head")]
+
+    def forward(self, tokens: Tensor, input_pos: Tensor, slot: Tensor) -> Tensor:
+        values = {"tokens": tokens, "input_pos": input_pos, "slot": slot}
+        for link in self.prompt_links():
             link.run(values)
         return values["logits"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.export import Dim
@@ -13,50 +15,88 @@ from ostinato.export.layers.host_experts import STREAMED
 
 from .language_model import LanguageModel
 
+# Those that draw tokens, and those that give logits; for many rows, and for few.
+ROWS_METHODS = ((artifact.ROWS, artifact.ROWS_LOGITS), (artifact.FEW_ROWS, artifact.FEW_ROWS_LOGITS))
+
 
 def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
-    """The methods of a language model, from the same modules.
+    """The methods of a language model, from the same modules. Slots say whose rows these are, as in `Place`.
 
-    - `prefill(tokens [1, T] int64, input_pos [T] int64) -> logits [1, vocab] float32` of the last token, 2 <= T.
-      After it there may be rows of any token that repeat its position: they change nothing (`Place`).
-    - `decode(tokens [1, 1] int64, input_pos [1] int64) -> logits [1, vocab] float32`.
-    - `prefill_streamed(tokens, input_pos, streamed [1] int64)`, with experts on the host: as `prefill`, but the first
+    - `prefill(tokens [1, T] int64, input_pos [T] int64, slot [1] int64) -> logits [1, vocab] float32` of the last token,
+      2 <= T. After it there may be rows of any token that repeat its position: they change nothing.
+    - `decode(tokens [1, 1] int64, input_pos [1] int64, slot [1] int64) -> logits [1, vocab] float32`.
+    - `prefill_streamed(tokens, input_pos, slot, streamed [1] int64)`, with experts on the host: as `prefill`, but the first
       `streamed` experts of each of these layers are computed on the device. For many tokens.
-    - `sample(logits [1, vocab] float32, input_pos [1] int64, *SamplingInputs) -> token [1, 1] int64`: draws the token that
-      will stand at input_pos, and keeps it, its position and the options in the network's `SamplingState`.
-    - `decode_sample() -> token [1, 1] int64, logits [1, vocab] float32`: `decode` of the kept token at its position, then
-      draws the next one and keeps it. It needs nothing from the host.
+    - `sample(logits [1, vocab] float32, input_pos [1] int64, slots [1] int64, *SamplingInputs) -> token [1] int64`: draws the
+      token that will stand at input_pos, and keeps it, its position and the options in the network's `SamplingState`.
+    - `decode_sample(slots [1] int64) -> token [1] int64, logits [1, vocab] float32`: `decode` of the slot's kept token at its
+      position, then draws the next one and keeps it.
+    - `rows(tokens [R], input_pos [R], slots [R], drawn [D], all int64) -> token [D] int64`: a batch, any runs of rows as in
+      `Place`, 2 <= R <= 256 or, on a CPU, what `prefill` takes. Where a token or a position is -1, it is the slot's kept
+      one. Of the rows `drawn`, the next tokens are drawn, and kept as `decode_sample` keeps them.
+    - `rows_logits(...) -> logits [D, vocab] float32` of these rows, for the same inputs; nothing is drawn.
+    - `few_rows`, `few_rows_logits`: the same for up to 16 rows, where kernels for so few are others.
 
     Chains, so that each kind of layer is traced and compiled once: a model of 40 layers takes as long as one of 4.
     """
-    kernels = network.build.kernels
-    many = network.links("step") if kernels.folds_prompts else network.links()
-    one = network.links("step", "step") if kernels.folds_steps else many
-    streamed = network.links("step" if kernels.folds_prompts else "forward", streamed=True)
+    kernels, folds = network.build.kernels, network.build.kernels.folds_prompts
+    many = network.prompt_links(step=folds)
+    head = Link(network.head, ("logits",), "head", method="step")
+    layers = network.layer_links(step=kernels.folds_steps)
+    one = [many[0], *layers, head] if kernels.folds_steps else many
     again = Link(network.next_input, ("input_pos", "x", "cos", "sin"), "embedding")
     begin = Link(
-        network.sampling, ("before",), "options", method="begin", inputs=("input_pos", *SamplingInputs._fields)
+        network.sampling, ("before",), "options", method="begin", inputs=("input_pos", "slots", *SamplingInputs._fields)
     )
+    first = Link(network.sampling, ("token",), "sampling", method="next", inputs=("logits", "before", "slots"))
     following = Link(network.sampling, ("token",), "sampling", method="next")
     longest = network.build.max_chunk
+    # Of a prompt, or rows: one row alone is code of its own.
     length = Dim("T", min=2, max=longest)
     dynamic = {"tokens": {1: length}, "input_pos": {0: length}}
-    logits = {"logits": torch.zeros(1, network.config.vocab_size), "input_pos": _positions(1)}
-    prompt = _tokens(min(130, longest))
+    logits = {"logits": torch.zeros(1, network.config.vocab_size), "input_pos": _positions(1), "slots": _positions(1)}
+    prompt = _prompt(min(130, longest))
     methods = {artifact.PREFILL: Chain(many, prompt, ("logits",), dynamic)}
     if network.build.cpu_moe:
         split = {**prompt, STREAMED: torch.ones(1, dtype=torch.int64)}
+        streamed = network.prompt_links(step=folds, streamed=True)
         methods[artifact.PREFILL_STREAMED] = Chain(streamed, split, ("logits",), dynamic)
+    for most, names in zip(reversed(kernels.most_rows), ROWS_METHODS, strict=False):
+        # Where a prompt's code is that of rows, it is compiled once.
+        methods |= _rows(network, layers, length if folds else Dim("R", min=2, max=most), names)
     return {
         **methods,
-        artifact.DECODE: Chain(one, _tokens(1), ("logits",), {}),
-        artifact.SAMPLE: Chain([begin, following], {**logits, **Sampling(seed=0).inputs()._asdict()}, ("token",), {}),
-        artifact.DECODE_SAMPLE: Chain([again, *one[1:], following], {}, ("token", "logits"), {}),
+        artifact.DECODE: Chain(one, _prompt(1), ("logits",), {}),
+        artifact.SAMPLE: Chain([begin, first], {**logits, **Sampling(seed=0).inputs()._asdict()}, ("token",), {}),
+        artifact.DECODE_SAMPLE: Chain(
+            [again, *layers, head if kernels.folds_steps else many[-1], following],
+            {"slots": _positions(1)},
+            ("token", "logits"),
+            {},
+        ),
     }
 
 
-def _tokens(count: int) -> dict[str, Tensor]:
-    return {"tokens": torch.zeros(1, count, dtype=torch.int64), "input_pos": _positions(count)}
+def _rows(network: LanguageModel, layers: list[Link], rows: Any, names: tuple[str, str]) -> dict[str, Chain]:
+    start = Link(network.next_input, ("input_pos", "x", "cos", "sin"), "embedding", method="rows")
+    head = Link(network.head, ("logits",), "head", method="rows")
+    draw = Link(network.sampling, ("token",), "sampling", method="next_of")
+    drawn = Dim("D", min=1, max=rows.max)
+    count = min(130, rows.max)
+    inputs = {name: _positions(count) for name in ("tokens", "input_pos", "slots")} | {"drawn": _positions(5)}
+    dynamic = {name: {0: drawn if name == "drawn" else rows} for name in inputs}
+    return {
+        names[0]: Chain([start, *layers, head, draw], inputs, ("token",), dynamic),
+        names[1]: Chain([start, *layers, head], inputs, ("logits",), dynamic),
+    }
+
+
+def _prompt(count: int) -> dict[str, Tensor]:
+    return {
+        "tokens": torch.zeros(1, count, dtype=torch.int64),
+        "input_pos": _positions(count),
+        "slot": torch.zeros(1, dtype=torch.int64),
+    }
 
 
 def _positions(count: int) -> Tensor:

@@ -234,31 +234,32 @@ class DecoderLayer(Layer):
     def mixer(self) -> GatedDeltaNet | GatedAttention:
         return self.linear_attn if self.layer_type == LINEAR else self.self_attn
 
-    def forward(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, input_pos: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, H] -> [T, H]. The others are a `Place`."""
-        x = self._mixed(x, input_pos, cos, sin)
+        x = self._mixed(x, Place(input_pos, slots, cos, sin))
         normed = self.post_attention_layernorm(x)
-        return x + (self.mlp(normed, input_pos) if isinstance(self.mlp, SparseMoe) else self.mlp(normed))
+        return x + (self.mlp(normed, slots) if isinstance(self.mlp, SparseMoe) else self.mlp(normed))
 
-    def step(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def step(self, x: Tensor, input_pos: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, H] -> [T, H]; norms and additions are in the kernels."""
-        return self.mlp.step(self._mixed_step(x, input_pos, cos, sin), self.post_attention_layernorm)
+        h, norm = self._mixed_step(x, Place(input_pos, slots, cos, sin)), self.post_attention_layernorm
+        return self.mlp.step(h, norm, slots) if isinstance(self.mlp, SparseMoe) else self.mlp.step(h, norm)
 
-    def mix(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def mix(self, x: Tensor, input_pos: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """As `forward` up to which experts are chosen: what `HostExperts` takes."""
         assert self.parts is not None
-        return self.parts.route(self._mixed(x, input_pos, cos, sin), input_pos)
+        return self.parts.route(self._mixed(x, Place(input_pos, slots, cos, sin)), slots)
 
-    def mix_step(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def mix_step(self, x: Tensor, input_pos: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """As `step` up to there."""
         assert self.parts is not None
-        return self.parts.route_step(self._mixed_step(x, input_pos, cos, sin), input_pos)
+        return self.parts.route_step(self._mixed_step(x, Place(input_pos, slots, cos, sin)), slots)
 
-    def _mixed(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return x + self.mixer(self.input_layernorm(x), Place(input_pos, cos, sin))
+    def _mixed(self, x: Tensor, place: Place) -> Tensor:
+        return x + self.mixer(self.input_layernorm(x), place)
 
-    def _mixed_step(self, x: Tensor, input_pos: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self.mixer.step(x, self.input_layernorm, Place(input_pos, cos, sin))
+    def _mixed_step(self, x: Tensor, place: Place) -> Tensor:
+        return self.mixer.step(x, self.input_layernorm, place)
 
 
 def network(config: Qwen3_5Config, build: Build) -> LanguageModel:

@@ -10,7 +10,7 @@ import torch
 
 from ostinato.delegate.errors import CheckpointError, first_line
 from ostinato.export.kernels import Kernels
-from ostinato.export.layers.build import Build
+from ostinato.export.layers.build import PAGE_SIZE, Build
 
 from . import qwen3_5
 from .config import ModelConfig, read_config_file, short
@@ -54,23 +54,27 @@ def build_network(
     group_size: int | None = None,
     cpu_moe: int = 0,
     host_kernels: type[Kernels] = Kernels,
+    page_size: int = PAGE_SIZE,
 ) -> LanguageModel:
     """The network of a config, its parameters with shapes and without storage; its state buffers are zeros on the CPU.
 
     Args:
         config: of any family.
-        max_seq_len: slots of the KV caches.
+        max_seq_len: positions that a session may have.
         dtype: of activations, and of weights that are not quantised.
         kernels: `kernels_for` the device that the code will be compiled for; by default the references.
         max_chunk: most tokens of one call; max_seq_len - 1 if None.
         group_size: elements per scale of int4 weights; None: no quantisation.
         cpu_moe: layers, counted from the first, whose routed experts stay on the host.
         host_kernels: `host_kernels_for` that device, or the references, for these.
+        page_size: positions in a page of the KV caches, a power of two from 16 on.
 
     Raises:
         CheckpointError: sizes whose product is more than a tensor, or this machine's memory, can hold.
     """
-    build = Build(kernels, dtype, max_seq_len, max_chunk or max_seq_len - 1, group_size, cpu_moe, host_kernels)
+    build = Build(
+        kernels, dtype, max_seq_len, max_chunk or max_seq_len - 1, group_size, cpu_moe, host_kernels, page_size
+    )
     try:
         with torch.device("meta"):
             network = find_family(config.model_type).network(config, build)

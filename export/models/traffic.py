@@ -22,10 +22,10 @@ def decode_bytes(network: nn.Module, device: str) -> int:
                 share = 0.0
             shares[parameter] = max(share, shares.get(parameter, 0.0))
     weights = sum(share * parameter.nbytes for parameter, share in shares.items())
-    state = sum(buffer.nbytes for buffer in state_of_kind(network, StateKind.CONVOLUTION, StateKind.RECURRENT))
+    state = sum(buffer[0].nbytes for buffer in state_of_kind(network, StateKind.CONVOLUTION, StateKind.RECURRENT))
     return round(weights) + 2 * state
 
 
 def kv_bytes_per_token(network: nn.Module) -> int:
     """Keys and values of one position, over all layers."""
-    return sum(cache.nbytes // cache.shape[1] for cache in state_of_kind(network, StateKind.KV_CACHE))
+    return sum(cache[0].nbytes // cache.shape[2] for cache in state_of_kind(network, StateKind.KV_CACHE))

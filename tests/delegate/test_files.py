@@ -20,6 +20,7 @@ from ostinato.delegate.artifact import (
     MANIFEST_KEY,
     SCALAR_TYPES,
     BufferSpec,
+    Growth,
     Manifest,
     MethodRecord,
     Segment,
@@ -168,6 +169,7 @@ RECORD = MethodRecord(
     inputs=(
         TensorSpec("tokens", "int64", (Dim(1, 1), Dim(2, 31, "T")), (0, 10)),
         TensorSpec("x", "bfloat16", ()),
+        TensorSpec("slot", "int64", (Dim(1, 1),), (0, 0), Growth.SLOTS),
     ),
     outputs=(TensorSpec("logits", "float32", (Dim(1, 1), Dim(11, 11))),),
     # The first gives values 2 and 3, and each of the others takes what the one before gave.
@@ -179,7 +181,7 @@ RECORD = MethodRecord(
     results=(5,),
     constants={"1/weight": "layers.0.weight", "10/weight": "layers.1.weight"},
     buffers={"0/cache": "cache"},
-    buffer_specs={"cache": BufferSpec((32, 6), "float32", True)},
+    buffer_specs={"cache": BufferSpec((32, 6), "float32", True, StateKind.KV_CACHE, Growth.PAGES)},
 )
 
 
@@ -297,6 +299,32 @@ def test_a_buffer_of_unknown_kind(kind: object) -> None:
         )
 
 
+@pytest.mark.parametrize("growth", list(Growth))
+def test_every_growth(growth: Growth) -> None:
+    specs = {"cache": replace(RECORD.buffer_specs["cache"], growth=growth)}
+    inputs = (*RECORD.inputs[:-1], replace(RECORD.inputs[-1], counts=growth))
+    found = MethodRecord.from_bytes(replace(RECORD, inputs=inputs, buffer_specs=specs).to_bytes())
+    assert found.buffer_specs["cache"].growth is growth
+    assert found.inputs[-1].counts is growth
+
+
+@pytest.mark.parametrize("growth", ["rows", "", "SLOTS", None, 3, [], ["slots"], {}])
+@pytest.mark.parametrize("path", [("buffer_specs", "cache", "growth"), ("inputs", 2, "counts")], ids=str)
+def test_unknown_growth(path: Sequence[str | int], growth: object) -> None:
+    with pytest.raises(
+        ArtifactError, match=r"record in model\.pte cannot be read: unknown growth of state .*are: fixed, slots, pages"
+    ):
+        MethodRecord.from_bytes(changed(path, growth))
+
+
+@pytest.mark.parametrize("path", [("buffer_specs", "cache"), ("inputs", 2)], ids=str)
+def test_growth_is_not_said(path: Sequence[str | int]) -> None:
+    data: Any = json.loads(RECORD.to_bytes())
+    del data[path[0]][path[1]]["counts" if path[0] == "inputs" else "growth"]
+    with pytest.raises(ArtifactError, match="record"):
+        MethodRecord.from_bytes(json.dumps(data).encode())
+
+
 @pytest.mark.parametrize("data", DEEP, ids=["array", "object"])
 def test_deep_nesting_is_said(data: bytes, tmp_path: Path) -> None:
     message = "cannot be read: its JSON is nested too deeply"
@@ -321,11 +349,20 @@ def test_json_files(tmp_path: Path) -> None:
     assert read_json(path, CheckpointError) == {"é": [1, None]}
 
 
-def test_records_of_another_version_say_so() -> None:
-    with pytest.raises(ArtifactError, match=f"format version 99, this runtime reads version {FORMAT_VERSION}"):
-        MethodRecord.from_bytes(replace(RECORD, version=99).to_bytes())
-    with pytest.raises(ArtifactError, match=f"format version 99, this runtime reads version {FORMAT_VERSION}"):
-        Manifest.from_bytes(Manifest("id", "sha", {}, version=99).to_bytes())
+@pytest.mark.parametrize("version", [FORMAT_VERSION - 1, 99])
+def test_records_of_another_version_say_so(version: int) -> None:
+    """Before anything else of them is read: they may have other fields."""
+    message = f"format version {version}, this runtime reads version {FORMAT_VERSION}: export the model again"
+    with pytest.raises(ArtifactError, match=message):
+        MethodRecord.from_bytes(replace(RECORD, version=version).to_bytes())
+    with pytest.raises(ArtifactError, match=message):
+        Manifest.from_bytes(Manifest("id", "sha", {}, version=version).to_bytes())
+    older: Any = json.loads(replace(RECORD, version=version).to_bytes())
+    for spec in (*older["inputs"], *older["outputs"]):
+        del spec["counts"]
+    del older["buffer_specs"]["cache"]["growth"]
+    with pytest.raises(ArtifactError, match=message):
+        MethodRecord.from_bytes(json.dumps(older).encode())
 
 
 def test_manifest_round_trip() -> None:

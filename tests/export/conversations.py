@@ -12,10 +12,12 @@ from ostinato.delegate import Method, Program
 
 from ..comparison import relative_error
 
+SLOT = torch.tensor([0])
+
 
 def run(method: Method, tokens: Tensor, begin: int, end: int) -> Tensor:
     """Logits [vocab] after tokens `begin` to `end`, as one call."""
-    (logits,) = method.execute((tokens[:, begin:end].contiguous(), torch.arange(begin, end)))
+    (logits,) = method.execute((tokens[:, begin:end].contiguous(), torch.arange(begin, end), SLOT))
     return logits[0]
 
 

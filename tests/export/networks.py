@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ostinato.delegate.artifact import Growth, StateForm, StateKind
+from ostinato.export.layers.state import state_forms
 from ostinato.export.models import LanguageModel, ModelConfig, build_network, find_family, read_config
 from ostinato.export.models.qwen3_5 import Qwen3_5Config
 from ostinato.export.weights.dummy import DummyWeights
@@ -59,4 +61,29 @@ def dummy_weights(network: LanguageModel, seed: int = 0) -> DummyWeights:
 def dummy_network(config: ModelConfig, group_size: int | None, dtype: torch.dtype = torch.float32) -> LanguageModel:
     network = build_network(config, 128, dtype, group_size=group_size)
     materialise(network, QuantizedWeights(network, dummy_weights(network), CPU))
+    return with_room(network)
+
+
+def with_room(network: LanguageModel, slots: int = 1) -> LanguageModel:
+    """The network with state for so many sessions, as a loaded program has it; their pages are shuffled."""
+    forms = state_forms(network)
+    table = next((name for name, form in forms.items() if form.kind is StateKind.BLOCK_TABLE), None)
+    pages = slots * network.get_buffer(table).shape[1] if table else 0
+    grown = {
+        id(network.get_buffer(name)): _grown(network.get_buffer(name), form, slots, pages)
+        for name, form in forms.items()
+    }
+    for module in network.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, grown.get(id(buffer), buffer))
     return network
+
+
+def _grown(buffer: torch.Tensor, form: StateForm, slots: int, pages: int) -> torch.Tensor:
+    if form.kind is StateKind.BLOCK_TABLE:
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(0))
+        return order.view(slots, -1).to(buffer.dtype)
+    if form.growth is Growth.FIXED:
+        return buffer
+    count = slots if form.growth is Growth.SLOTS else pages
+    return buffer[:1].repeat(count, *[1] * (buffer.dim() - 1))

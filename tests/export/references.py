@@ -18,10 +18,12 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
+from ostinato.export.kernels import Kernels
 from ostinato.export.models import LanguageModel, build_network, read_config
 from ostinato.export.weights.stream import QuantizedWeights, materialise
 
 from ..comparison import relative_error as relative_error
+from .networks import with_room
 
 LENGTHS = (1, 2, 3, 31, 63, 64, 65, 128, 200)
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -192,10 +194,15 @@ def stack_rows(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_ours(
-    folder: Path, max_seq_len: int = 256, dtype: torch.dtype = torch.float32, cpu_moe: int = 0
+    folder: Path,
+    max_seq_len: int = 256,
+    dtype: torch.dtype = torch.float32,
+    cpu_moe: int = 0,
+    kernels: type[Kernels] = Kernels,
+    slots: int = 2,
 ) -> LanguageModel:
-    """Our module with the checkpoint's weights and fresh state."""
+    """Our module with the checkpoint's weights, and fresh state for so many sessions."""
     family, config = read_config(folder)
-    model = build_network(config, max_seq_len, dtype, cpu_moe=cpu_moe)
+    model = build_network(config, max_seq_len, dtype, cpu_moe=cpu_moe, kernels=kernels)
     materialise(model, QuantizedWeights(model, family.checkpoint_weights(model, folder), torch.device("cpu")))
-    return model
+    return with_room(model, slots)

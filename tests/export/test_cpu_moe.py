@@ -19,7 +19,7 @@ from ostinato.export import export_model
 
 from ..comparison import relative_error
 from ..conftest import methods_alone
-from .conversations import converse, errors, run
+from .conversations import SLOT, converse, errors, run
 from .memory import MIB, anonymous_memory
 from .references import CASES, Reference, make_reference
 
@@ -116,6 +116,11 @@ def test_one_piece_per_layer_runs_on_the_host(artifact: Get, reference: Referenc
         assert (plan.captured, plan.pieces) == (2 * on_host + 1, 3 * on_host + 1)
 
 
+def prompt(tokens: Tensor, length: int, streamed: int) -> tuple[Tensor, ...]:
+    """What `prefill_streamed` takes."""
+    return tokens[:, :length].contiguous(), torch.arange(length), SLOT, torch.tensor([streamed])
+
+
 @pytest.mark.parametrize("on_host", (2, LAYERS))
 def test_experts_on_both_sides(
     artifact: Get, tokens: dict[int, Tensor], expected: dict[int, Tensor], on_host: int
@@ -124,12 +129,11 @@ def test_experts_on_both_sides(
     there."""
     with load_program(artifact(on_host)) as program:
         split, decode = program.load_method("prefill_streamed"), program.load_method("decode", GRAPH)
-        assert split.inputs[2].value_range is not None
-        count = split.inputs[2].value_range[1]
+        assert split.inputs[3].value_range is not None
+        count = split.inputs[3].value_range[1]
         for length in (one for one in LENGTHS if one > 1):
             for streamed in (0, 1, count // 2, count - 1, count):
-                inputs = (tokens[length][:, :length].contiguous(), torch.arange(length), torch.tensor([streamed]))
-                found = [split.execute(inputs)[0][0]]
+                found = [split.execute(prompt(tokens[length], length, streamed))[0][0]]
                 found += [run(decode, tokens[length], at, at + 1) for at in range(length, length + STEPS)]
                 assert max(errors(found, expected[length])) < TOLERANCE, (length, streamed)
         # With graphs around what is streamed, how many experts that is may change from call to call.
@@ -137,11 +141,11 @@ def test_experts_on_both_sides(
             "prefill_streamed", {**GRAPH, "enable_cuda_graph_for_method": "prefill_streamed"}
         )
         for streamed in (2, count, 0, 3, count, 1):
-            inputs = (tokens[31][:, :31].contiguous(), torch.arange(31), torch.tensor([streamed]))
-            assert max(errors([captured.execute(inputs)[0][0]], expected[31][:1])) < TOLERANCE, streamed
+            (logits,) = captured.execute(prompt(tokens[31], 31, streamed))
+            assert max(errors([logits[0]], expected[31][:1])) < TOLERANCE, streamed
         assert captured.stats.phase == "replay" and captured.stats.fallbacks == 0
         with pytest.raises(InputError, match=f"'streamed': values must lie in 0..{count}, got {count + 1}"):
-            split.execute((*inputs[:2], torch.tensor([count + 1])))
+            split.execute(prompt(tokens[31], 31, count + 1))
 
 
 def test_the_device_gets_its_work_while_the_host_computes(artifact: Get, reference: Reference) -> None:

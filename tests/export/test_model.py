@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.delegate import load_program
+from ostinato.delegate import StateKind, load_program
 from ostinato.delegate.flatbuffer import map_file
 from ostinato.delegate.ptd import Entry, parse_constants
 from ostinato.delegate.sampling import SamplingInputs
@@ -41,6 +41,8 @@ from .references import (
 )
 
 STEPS = 4
+# A CPU that takes the references has none for rows.
+ROWS = ("rows", "rows_logits") if kernels_for("cpu").most_rows else ()
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Spec:
 
     @property
     def methods(self) -> set[str]:
-        return {"prefill", "decode"} | ({"sample", "decode_sample"} if self.samplers else set())
+        return {"prefill", "decode"} | ({"sample", "decode_sample", *ROWS} if self.samplers else set())
 
 
 SHIPPED = Spec("shipped", {}, 0, CAPITALS_LENGTH)
@@ -210,6 +212,7 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
         # ExecuTorch cannot tell a list of one number from the number.
         assert metadata == {
             "get_max_seq_len": spec.max_seq_len,
+            "get_page_size": 64,
             "get_vocab_size": config.vocab_size,
             "get_n_layers": config.num_hidden_layers,
             "get_eos_ids": config.eos_token_id,
@@ -235,13 +238,31 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
         assert [(spec.name, spec.shape_text) for spec in prefill.inputs] == [
             ("tokens", f"[1, T=2..{longest}]"),
             ("input_pos", f"[T=2..{longest}]"),
+            ("slot", "[1]"),
         ]
-        assert [spec.shape_text for spec in decode.inputs] == ["[1, 1]", "[1]"]
+        assert [spec.shape_text for spec in decode.inputs] == ["[1, 1]", "[1]", "[1]"]
         for method in (prefill, decode):
-            assert [spec.value_range for spec in method.inputs] == [(0, config.vocab_size - 1), (0, longest)]
+            assert [spec.value_range for spec in method.inputs] == [(0, config.vocab_size - 1), (0, longest), (0, 0)]
             assert [(spec.name, spec.dtype, spec.shape_text) for spec in method.outputs] == [
                 ("logits", "float32", f"[1, {config.vocab_size}]")
             ]
+
+
+@pytest.mark.skipif(not ROWS, reason="this CPU takes the references")
+def test_methods_for_rows(artifact: Get) -> None:
+    """Numbers below 0 stand for what a slot keeps, and for no slot; how many slots there are is known when it is loaded."""
+    made = artifact(SHIPPED)
+    longest, vocabulary = SHIPPED.max_seq_len - 1, made.reference.model.config.vocab_size
+    with load_program(made.path, sessions=3) as program:
+        for name in ROWS:
+            method = program.load_method(name)
+            assert [(spec.name, spec.shape_text, spec.value_range) for spec in method.inputs] == [
+                ("tokens", f"[T=2..{longest}]", (-1, vocabulary - 1)),
+                ("input_pos", f"[T=2..{longest}]", (-1, longest)),
+                ("slots", f"[T=2..{longest}]", (-1, 2)),
+                ("drawn", f"[D=1..{longest}]", (0, longest)),
+            ]
+        assert [spec.value_range for spec in program.method_inputs("decode_sample")] == [(0, 2)]
 
 
 @pytest.mark.parametrize("spec", (SHIPPED, RANDOM), ids=lambda spec: spec.name)
@@ -277,7 +298,11 @@ def test_state_takes_no_room_and_constants_are_shared(artifact: Get, spec: Spec)
         assert stats.constants == len(stored)
         assert stats.shared >= len(wanted)
         assert stats.bytes_saved >= sum(parameter.nbytes for parameter in wanted.values())
-        assert all(not tensor.any() for tensor in program.mutable_buffers.values())
+        tables = program.buffers_of(StateKind.BLOCK_TABLE)
+        assert all(not tensor.any() for name, tensor in program.mutable_buffers.items() if name not in tables)
+        # The one session has all pages.
+        pages = list(range(program.capacity.pages))
+        assert [table.tolist() for table in tables.values()] == [[pages]]
 
 
 @pytest.mark.parametrize("spec", (SHIPPED,), ids=lambda spec: spec.name)
@@ -285,13 +310,14 @@ def test_caches_and_experts_are_never_copied(artifact: Get, spec: Spec) -> None:
     """A write that the compiler could not put back in place, or a transpose that became a copy, costs that in every call."""
     made = artifact(spec)
     config = made.reference.model.config
-    cache = math.prod((config.num_key_value_heads, spec.max_seq_len, config.head_dim))
+    pages = -(-spec.max_seq_len // 64)
+    cache = math.prod((pages, config.num_key_value_heads, 64, config.head_dim))
     experts = math.prod((config.num_experts, config.hidden_size, config.moe_intermediate_size))
     with load_program(made.path) as program:
         program.load_method("decode")
         caches = [tensor for name, tensor in program.mutable_buffers.items() if name.endswith("_cache")]
         assert [tensor.numel() for tensor in caches] == [cache, cache]
-    for method in ("decode", "prefill"):
+    for method in ("decode", "prefill", *ROWS):
         shapes = allocations(kept_source(made.path, method))
         assert shapes and "aoti_torch_cpu_attend_step(" in kept_source(made.path, method)
         large = [shape for shape in shapes if math.prod(shape) >= min(cache, experts)]

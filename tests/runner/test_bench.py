@@ -20,6 +20,7 @@ from ostinato.runner.cli import main
 from ostinato.runner.model import Model
 from ostinato.runner.report import Reads
 
+from ..conftest import CAPITALS_LENGTH
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent, recurrent_methods
 from ..processes import PATIENCE
 from .conftest import SMALL, Bench, ForwardArtifact, records
@@ -74,10 +75,10 @@ def test_each_repetition_starts_from_the_state_at_its_depth(
     runs: list[tuple[int, list[int]]] = []
     decode = Model.decode_one_token
 
-    def spy(model: Model, tokens: list[int]) -> torch.Tensor:
+    def spy(model: Model, tokens: list[int], slot: int) -> torch.Tensor:
         if not runs or runs[-1][1] is not tokens:
             runs.append((len(tokens) - 1, tokens))
-        return decode(model, tokens)
+        return decode(model, tokens, slot)
 
     monkeypatch.setattr(Model, "decode_one_token", spy)
     bench(request.getfixturevalue(artifact), "-p", 12, "-n", 7, "-d", "0,12,5,1", "-r", 3)
@@ -127,6 +128,12 @@ def test_up_to_the_last_position(bench: Bench, chunked_artifact: Path) -> None:
     assert {row["test"] for row in rows} == {f"pp{MAX_SEQ_LEN}", "pp2", f"tg{MAX_SEQ_LEN}"}
     (row, _) = records(bench, chunked_artifact, "-p", 0, "-n", 2, "-d", MAX_SEQ_LEN - 2, "-r", 1)
     assert row["test"] == f"tg2 @ d{MAX_SEQ_LEN - 2}"
+
+
+def test_from_within_a_page_to_the_last_position(bench: Bench, capitals_artifact: Path) -> None:
+    """The page in which a depth ends is there twice: as it is at the depth, and as each repetition goes on."""
+    rows = records(bench, capitals_artifact, "-p", "51", "-n", "51", "-d", CAPITALS_LENGTH - 51, "-r", 2)
+    assert {row["test"] for row in rows} == {"pp51 @ d200", "tg51 @ d200"}
 
 
 def test_what_a_token_reads(bench: Bench, chunked_artifact: Path, recurrent_artifact: Path) -> None:

@@ -7,12 +7,13 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ostinato.delegate import InputError, OptionError, StateKind
+from ostinato.delegate import CapacityError, InputError, OptionError, StateKind
 from ostinato.delegate.graph_recorders import Graph, HostGraphRecorder, Work
 from ostinato.runner import Engine
 from ostinato.runner.buckets import bucket_of, padded_inputs
@@ -90,7 +91,8 @@ def test_padding_is_written_nowhere(engine: Engine, tokens: list[int]) -> None:
     logits = prefill(engine, tokens, 0, 5)
     assert logits.isfinite().all()
     for name, tensor in keys_and_values.items():
-        assert tensor[:, :5].isfinite().all() and tensor[:, 5:].isnan().all(), name
+        # Pages of [kv_heads, positions, D]: the slot's first one.
+        assert tensor[0, :, :5].isfinite().all() and tensor[0, :, 5:].isnan().all() and tensor[1:].isnan().all(), name
     engine.program.reset()
 
 
@@ -113,7 +115,8 @@ def test_warm_up(capitals_artifact: Path, tokens: list[int], expected: Tensor) -
             ("prefill", 8, None),
             ("decode_sample", 1, None),
         ]
-        assert not any(tensor.any() for tensor in engine.program.buffers_of(StateKind.KV_CACHE).values())
+        capacity = engine.describe()["capacity"]
+        assert (capacity["free_slots"], capacity["free_pages"]) == (capacity["slots"], capacity["pages"])
         rest = engine.warm_up()
         assert [one.tokens for one in rest.captured] == [32, 4]
         assert engine.warm_up().captured == ()
@@ -126,6 +129,43 @@ def test_warm_up(capitals_artifact: Path, tokens: list[int], expected: Tensor) -
         assert engine.model.method_stats["prefill"]["replays"] == before + 1
         with pytest.raises(InputError, match=re.escape("unknown prefill bucket 20; the model's are: 4, 8, 32")):
             engine.warm_up([8, 20])
+
+
+def test_warm_up_beside_sessions(capitals_artifact: Path, tokens: list[int]) -> None:
+    """It takes a session of its own, and moves no other one."""
+    with Engine.load(capitals_artifact, cuda_graph=True, sessions=2, prefill_buckets=(8,), row_buckets=(2,)) as engine:
+        expected = list(engine.generate_tokens(tokens[:9], max_new_tokens=4, ignore_eos=True))
+        session = engine.open_session()
+        session.prefill(tokens[:9])
+        drawn = engine.step([session])
+        rows = engine.model.step_method(2)
+        assert [(one.method, one.tokens, one.given_up) for one in engine.warm_up().captured] == [
+            ("prefill", 8, None),
+            ("decode_sample", 1, None),
+            (rows, 2, None),
+        ]
+        assert engine.warm_up().captured == ()
+        assert drawn + list(session.generate(3, eos_ids=())) == expected
+        engine.open_session()
+        with pytest.raises(CapacityError, match="all 2 sessions are open"):
+            engine.warm_up()
+
+
+def test_steps_of_several_sessions(capitals_artifact: Path, tokens: list[int]) -> None:
+    """Their number is padded up to the next one that has a graph; more than the largest go without."""
+    with Engine.load(capitals_artifact, cuda_graph=True, warmup_steps=1, sessions=5, row_buckets=(4, 2, 2)) as engine:
+        assert engine.describe()["row_buckets"] == [2, 4]
+        sessions = [engine.open_session() for _ in range(5)]
+        for session in sessions:
+            session.prefill(tokens[:9])
+        # The first tokens are drawn from the prompts' logits.
+        for count in (5, 2, 3, 4, 5):
+            for _ in range(1 if sessions[0].position == 9 else 3):
+                engine.step(sessions[:count])
+        stats = engine.model.method_stats[engine.model.step_method(4)]
+        assert [plan["shapes"][0] for plan in stats["plans"]] == [[2], [4]]
+        # 3 and 4 sessions make six steps by the graph of 4; 5 have none.
+        assert (stats["warmups"], stats["captures"], stats["replays"], stats["runs"]) == (2, 2, 1 + 4, 3)
 
 
 def test_a_bucket_that_cannot_be_captured(
@@ -197,6 +237,42 @@ def test_a_cpu_has_none_by_default(capitals_artifact: Path) -> None:
 def test_buckets_that_cannot_be(capitals_artifact: Path, buckets: tuple[int, ...], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Engine.load(capitals_artifact, cuda_graph=True, prefill_buckets=buckets)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"row_buckets": (1,)}, f"a row bucket is a number of sessions from 2 to {CAPITALS_LENGTH - 1}, got 1"),
+        ({"row_buckets": (2, "x")}, f"a row bucket is a number of sessions from 2 to {CAPITALS_LENGTH - 1}, got 'x'"),
+        ({"row_buckets": (8, 2.0)}, f"a row bucket is a number of sessions from 2 to {CAPITALS_LENGTH - 1}, got 2.0"),
+        (
+            {"row_buckets": (CAPITALS_LENGTH,)},
+            f"a row bucket is a number of sessions from 2 to {CAPITALS_LENGTH - 1}, got {CAPITALS_LENGTH}",
+        ),
+        (
+            {"row_buckets": (2,), "cuda_graph": False},
+            "row buckets are numbers of sessions whose step has a CUDA graph: they need cuda_graph",
+        ),
+        (
+            {"row_buckets": (2,), "sessions": None},
+            "row buckets need a program with the method 'rows', loaded for several sessions, as in sessions=2",
+        ),
+    ],
+)
+def test_row_buckets_that_cannot_be(capitals_artifact: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        Engine.load(capitals_artifact, **{"cuda_graph": True, "sessions": 3, **options})
+    assert str(caught.value) == message
+
+
+def test_row_buckets_by_default(capitals_artifact: Path, recurrent_artifact: Path) -> None:
+    """A CPU has none, and neither has a program that steps one session at a time."""
+    with Engine.load(capitals_artifact, cuda_graph=True, sessions=3) as engine:
+        assert engine.model.row_buckets == () and engine.model.most_rows == CAPITALS_LENGTH - 1
+    with Engine.load(recurrent_artifact, cuda_graph=True, row_buckets=()) as engine:
+        assert engine.model.row_buckets == () and engine.model.most_rows == 1
+    with pytest.raises(OptionError, match="row buckets need a program with the method 'rows'"):
+        Engine.load(recurrent_artifact, cuda_graph=True, row_buckets=(2,))
 
 
 def test_refusals(capitals_artifact: Path, recurrent_artifact: Path, fails: Fails) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.delegate import load_program
+from ostinato.delegate.memory import size_text
 from ostinato.runner import Sampling, command_run
 from ostinato.runner.cli import main
 
@@ -274,6 +275,8 @@ def test_inspect_json(capsys: pytest.CaptureFixture[str], recurrent_artifact: Pa
         "total": "other",
         "steps": "other",
     }
+    assert {item["growth"] for item in data["mutable_buffers"]} == {"fixed"}
+    assert (data["capacity"]["slots"], data["capacity"]["slot_bytes"], data["capacity"]["pages"]) == (1, 0, 0)
     assert data["metadata"]["get_vocab_size"] == VOCAB
     assert data["files"] == {path.name: path.stat().st_size for path in recurrent_artifact.iterdir()}
     assert data["target"]["device"] == "cpu"
@@ -286,7 +289,30 @@ def test_inspect_of_a_language_model(capsys: pytest.CaptureFixture[str], capital
     assert "lm_head.weight" in names
     assert "lm_head.weight" in run_here(capsys, "inspect", capitals_artifact, "--top", 1000)
     kinds = {item["kind"] for item in data["mutable_buffers"]}
-    assert {"kv_cache", "convolution", "recurrent", "sampling"} <= kinds
+    assert {"kv_cache", "block_table", "convolution", "recurrent", "sampling"} <= kinds
+
+
+def test_inspect_says_what_a_session_takes(capsys: pytest.CaptureFixture[str], capitals_artifact: Path) -> None:
+    """Buffers that grow are shown as they are loaded by default, for one session, and not as they were in the export."""
+    data = json.loads(run_here(capsys, "inspect", capitals_artifact, "--json"))
+    with load_program(capitals_artifact) as program:
+        assert data["capacity"] == asdict(program.capacity)
+        for name, method in data["methods"].items():
+            program.load_method(name)
+            ranges = [spec.value_range and list(spec.value_range) for spec in program.method_inputs(name)]
+            assert [item["value_range"] for item in method["inputs"]] == ranges
+        found = {item["name"]: (item["shape"], item["bytes"]) for item in data["mutable_buffers"]}
+        assert found == {name: (list(one.shape), one.nbytes) for name, one in program.mutable_buffers.items()}
+    growths = {item["kind"]: item["growth"] for item in data["mutable_buffers"]}
+    assert growths.pop("kv_cache") == "pages" and growths.pop("workspace") == "fixed"
+    assert set(growths.values()) == {"slots"}
+    capacity = data["capacity"]
+    assert (capacity["slots"], capacity["pages"], capacity["page_size"]) == (1, -(-CAPITALS_LENGTH // 64), 64)
+    said = (
+        f"loaded for one session; each one more takes {size_text(capacity['slot_bytes'])}, and each page of 64 positions "
+        f"{size_text(capacity['page_bytes'])}"
+    )
+    assert said in run_here(capsys, "inspect", capitals_artifact).splitlines()
 
 
 # --- the command itself

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.delegate import ArtifactError, InputError, OptionError
+from ostinato.delegate import ArtifactError, CapacityError, InputError, OptionError
+from ostinato.delegate.artifact import Growth
 from ostinato.runner import Engine, Sampling
 from ostinato.runner import engine as engine_module
 
@@ -73,6 +74,63 @@ def test_describe(recurrent_artifact: Path) -> None:
         list(loaded.generate_tokens(PROMPTS[0], max_new_tokens=8, ignore_eos=True))
         (plan,) = json.loads(json.dumps(loaded.describe()))["methods"]["decode"]["plans"]
         assert (plan["pieces"], plan["captured"], plan["called"]) == (1, 1, 0)
+
+
+def test_describe_capacity(capitals_artifact: Path, recurrent_artifact: Path) -> None:
+    with Engine.load(capitals_artifact, cuda_graph=True, sessions=3, kv_tokens=5 * 64, row_buckets=(3, 2)) as loaded:
+        described = json.loads(json.dumps(loaded.describe()))
+        assert described["row_buckets"] == [2, 3]
+        program, capacity = loaded.program, described["capacity"]
+        bytes_of = {
+            growth: sum(buffer.nbytes for buffer in program.buffers_that_grow(growth).values()) for growth in Growth
+        }
+        assert capacity == {
+            "slots": 3,
+            "pages": 5,
+            "page_size": 64,
+            "pages_per_session": 4,
+            "slot_bytes": bytes_of[Growth.SLOTS] // 3,
+            "page_bytes": bytes_of[Growth.PAGES] // 5,
+            "free_slots": 3,
+            "free_pages": 5,
+        }
+        with loaded.open_session() as session:
+            session.prefill(list(range(65)))
+            capacity = loaded.describe()["capacity"]
+            assert (capacity["free_slots"], capacity["free_pages"]) == (2, 3)
+        capacity = loaded.describe()["capacity"]
+        assert (capacity["free_slots"], capacity["free_pages"]) == (3, 5)
+    with Engine.load(recurrent_artifact) as loaded:
+        described = json.loads(json.dumps(loaded.describe()))
+        assert described["row_buckets"] == []
+        capacity = described["capacity"]
+        assert (capacity["slots"], capacity["pages"], capacity["free_slots"], capacity["free_pages"]) == (1, 0, 1, 0)
+
+
+@pytest.mark.parametrize("kind", [*sorted(ANSWERS), "prefill and decode"])
+def test_a_session_of_a_program_without_slots(
+    forward_artifact: ForwardArtifact, recurrent_artifact: Path, kind: str
+) -> None:
+    """There is one, and it goes on and back as any other."""
+    methods, prompt = kind not in ANSWERS, [5, 1, 7, 2, 2]
+    expected = (recurrent_answer if methods else ANSWERS[kind])(prompt, 9)
+    with Engine.load(recurrent_artifact if methods else forward_artifact(kind)) as loaded:
+        session = loaded.open_session()
+        with pytest.raises(CapacityError, match="all 1 sessions are open"):
+            session.fork()
+        session.prefill(prompt[:2])
+        kept = session.snapshot()
+        session.prefill(prompt[2:])
+        assert list(session.generate(9, eos_ids=())) == expected
+        session.restore(kept)
+        session.prefill([9, 9, 9])
+        session.restore(kept)
+        session.prefill(prompt[2:])
+        assert list(session.generate(3, eos_ids=())) == expected[:3]
+        later = session.snapshot()
+        assert list(session.generate(3, eos_ids=())) == expected[3:6]
+        session.restore(later)
+        assert list(session.generate(6, eos_ids=())) == expected[3:]
 
 
 @pytest.mark.parametrize("graph", [False, True])

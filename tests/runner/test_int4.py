@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.delegate import load_program
+from ostinato.delegate import InputError, load_program
 from ostinato.delegate.artifact import META_QUANTIZATION
 from ostinato.delegate.files import artifact_paths, open_artifact
 from ostinato.runner import Engine
 
+from ..comparison import relative_error
 from ..conftest import CAPITALS, ROOT
-from ..export.references import relative_error
+from ..export.networks import with_room
 
 GROUP_SIZE = 32
 
@@ -43,6 +44,22 @@ def test_it_still_says_paris(int4_artifact: Path, graph: bool) -> None:
         assert engine.last.methods["prefill"]["runs"] == 2
 
 
+def test_a_refused_prompt_moves_nothing(int4_artifact: Path) -> None:
+    """Not even if its first chunk alone would have been taken."""
+    tokens = list(range(20, 60))
+    answers = []
+    with Engine.load(int4_artifact) as engine:
+        for refused in (False, True):
+            with engine.open_session() as session:
+                session.prefill(tokens[:15])
+                if refused:
+                    with pytest.raises(InputError, match=r"'tokens': values must lie in 0\.\.1535, got 15\.\.1536"):
+                        session.prefill([*range(15, 45), 1536])
+                session.prefill(tokens[15:])
+                answers.append([session._open.logits.tolist(), *session.generate(5, eos_ids=())])
+    assert answers[0] == answers[1]
+
+
 @pytest.fixture(scope="session")
 def eager() -> Callable[[int | None], Callable[[Sequence[int]], Tensor]]:
     """The checkpoint in plain PyTorch and float32, its weights quantised and dequantised again in groups, or as they are:
@@ -52,12 +69,12 @@ def eager() -> Callable[[int | None], Callable[[Sequence[int]], Tensor]]:
 
     def make(group_size: int | None) -> Callable[[Sequence[int]], Tensor]:
         family, config = read_config(CAPITALS)
-        model = build_network(config, 128, torch.float32, group_size=group_size)
+        model = with_room(build_network(config, 128, torch.float32, group_size=group_size))
         materialise(model, QuantizedWeights(model, family.checkpoint_weights(model, CAPITALS), torch.device("cpu")))
 
         @torch.no_grad()
         def logits(tokens: Sequence[int]) -> Tensor:
-            found: Tensor = model(torch.tensor([tokens]), torch.arange(len(tokens)))[0]
+            found: Tensor = model(torch.tensor([tokens]), torch.arange(len(tokens)), torch.tensor([0]))[0]
             return found
 
         return logits

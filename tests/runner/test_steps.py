@@ -12,6 +12,7 @@ from ostinato.delegate import ArtifactError, Program, StateKind, load_program
 from ostinato.delegate.sampling import draw
 from ostinato.runner import Engine, Sampling
 from ostinato.runner.model import Model
+from ostinato.runner.sessions import Session, Sessions
 from ostinato.runner.steps import DeviceSteps, HostSteps
 
 PROMPT = [5, 99, 7, 1200, 31]
@@ -23,8 +24,22 @@ def answer(engine: Engine, sampling: Sampling, count: int = COUNT) -> list[int]:
     return list(engine.generate_tokens(PROMPT, max_new_tokens=count, sampling=sampling, ignore_eos=True))
 
 
-def walk(steps: HostSteps | DeviceSteps, sampling: Sampling, count: int = COUNT) -> list[int]:
-    return [steps.begin(PROMPT, sampling), *(steps.next(more=False) for _ in range(count - 1))]
+def on_the_host(model: Model) -> Sessions:
+    """Sessions of a model that samples on the device, whose tokens are drawn on the host."""
+    sessions = Sessions(model)
+    assert isinstance(sessions.steps, DeviceSteps)
+    sessions.steps = HostSteps(model)
+    return sessions
+
+
+def walk(sessions: Sessions, sampling: Sampling, count: int = COUNT) -> list[int]:
+    with sessions.open(sampling) as session:
+        session.prefill(PROMPT)
+        return steps_of(sessions, session, count)
+
+
+def steps_of(sessions: Sessions, session: Session, count: int) -> list[int]:
+    return [token for _ in range(count) for token in sessions.step([session])]
 
 
 @pytest.mark.parametrize(
@@ -35,14 +50,29 @@ def walk(steps: HostSteps | DeviceSteps, sampling: Sampling, count: int = COUNT)
 def test_the_host_draws_what_the_device_draws(capitals_artifact: Path, sampling: Sampling) -> None:
     """The same tokens from a program that samples, and from one that gives logits."""
     with Engine.load(capitals_artifact) as engine:
-        assert isinstance(engine.steps, DeviceSteps)
         found = answer(engine, sampling)
-        assert found == walk(HostSteps(engine.model), sampling)
+        sessions = on_the_host(engine.model)
+        assert found == walk(sessions, sampling)
         # Also where an answer is taken up again in its middle.
-        engine.model.prefill([*PROMPT, *found[:9]])
-        steps = HostSteps(engine.model)
-        steps.resume([*PROMPT, *found[:9]], found[9], sampling)
-        assert [steps.next(more=False) for _ in range(10)] == found[10:20]
+        with sessions.open(sampling) as session:
+            session.prefill([*PROMPT, *found[:9]])
+            session.append(found[9])
+            assert steps_of(sessions, session, 10) == found[10:20]
+
+
+def test_the_host_draws_for_several_what_the_device_draws(capitals_artifact: Path) -> None:
+    options = (Sampling(), HOT, Sampling(3.0, top_k=5, seed=4))
+    found = []
+    with Engine.load(capitals_artifact, sessions=len(options)) as engine:
+        for sessions in (engine.sessions, on_the_host(engine.model)):
+            opened = [sessions.open(sampling) for sampling in options]
+            for place, session in enumerate(opened):
+                session.prefill(PROMPT[place:])
+            found.append([sessions.step(opened) for _ in range(COUNT)])
+            for session in opened:
+                session.close()
+    assert found[0] == found[1]
+    assert len({tuple(column) for column in zip(*found[0], strict=True)}) == len(options)
 
 
 def test_host_and_device_keep_the_same_ties(capitals_artifact: Path) -> None:
@@ -57,35 +87,38 @@ def test_host_and_device_keep_the_same_ties(capitals_artifact: Path) -> None:
         for seed in range(40):
             how = Sampling(sampling.temperature, sampling.top_k, seed=seed).inputs()
             position = torch.tensor([seed % 5])
-            token = int(sample.execute((logits, position, *how))[0])
+            token = int(sample.execute((logits, position, torch.tensor([0]), *how))[0])
             assert token == int(draw(logits[0], position, how))
             found.add(token)
     assert found == set(tied)
 
 
 class FixedLogits:
-    """In place of a `Model`: the same logits for each token."""
+    """In place of a `Model` of a program that gives logits: the same ones for each token."""
+
+    samplers, has_state, max_seq_len, most_rows = None, True, 1000, 1
 
     def __init__(self, program: Program, logits: torch.Tensor) -> None:
         self.program, self._logits = program, logits
 
-    def prefill(self, tokens: list[int]) -> torch.Tensor:
+    def prefill(self, tokens: list[int], position: int, slot: int) -> torch.Tensor:
         return self._logits
 
-    def decode_one_token(self, tokens: list[int]) -> torch.Tensor:
+    def decode_one_token(self, tokens: list[int], slot: int) -> torch.Tensor:
         return self._logits
 
 
 def test_the_host_keeps_ties_and_moves_on(recurrent_artifact: Path) -> None:
     with load_program(recurrent_artifact) as program:
         model: Any = FixedLogits(program, torch.tensor([1.0, 3.0, 3.0, 3.0, 0.0], dtype=torch.bfloat16))
-        steps = HostSteps(model)
-        assert walk(steps, Sampling(), 5) == [1] * 5
-        tokens = walk(steps, Sampling(temperature=0.7, top_k=2, seed=1), 60)
+        sessions = Sessions(model)
+        assert isinstance(sessions.steps, HostSteps)
+        assert walk(sessions, Sampling(), 5) == [1] * 5
+        tokens = walk(sessions, Sampling(temperature=0.7, top_k=2, seed=1), 60)
         assert set(tokens) == {1, 2, 3}
-        assert walk(steps, Sampling(temperature=0.7, top_k=2, seed=1), 60) == tokens
-        assert walk(steps, Sampling(temperature=0.7, top_k=2), 60) != walk(
-            steps, Sampling(temperature=0.7, top_k=2), 60
+        assert walk(sessions, Sampling(temperature=0.7, top_k=2, seed=1), 60) == tokens
+        assert walk(sessions, Sampling(temperature=0.7, top_k=2), 60) != walk(
+            sessions, Sampling(temperature=0.7, top_k=2), 60
         )
 
 
@@ -146,25 +179,26 @@ def test_options_change_without_a_new_capture(capitals_artifact: Path) -> None:
 def test_resuming_goes_on_where_an_answer_was(capitals_artifact: Path) -> None:
     with Engine.load(capitals_artifact) as engine:
         expected = answer(engine, HOT)
-        engine.model.prefill([*PROMPT, *expected[:9]])
-        engine.steps.resume([*PROMPT, *expected[:9]], expected[9], HOT)
-        assert [engine.steps.next(more=False) for _ in range(10)] == expected[10:20]
+        with engine.open_session(HOT) as session:
+            session.prefill([*PROMPT, *expected[:9]])
+            session.append(expected[9])
+            assert steps_of(engine.sessions, session, 10) == expected[10:20]
 
 
 def test_logits_are_there_for_who_asks(capitals_artifact: Path) -> None:
     """`decode_sample` gives the logits that `decode` gives, and draws from them."""
-    tokens, positions = torch.tensor([PROMPT]), torch.arange(len(PROMPT))
+    tokens, positions, slot = torch.tensor([PROMPT]), torch.arange(len(PROMPT)), torch.tensor([0])
     greedy = Sampling(seed=0).inputs()
     with load_program(capitals_artifact) as program:
         prefill, decode = program.load_method("prefill"), program.load_method("decode")
-        (logits,) = prefill.execute((tokens, positions))
-        (first,) = program.load_method("sample").execute((logits, torch.tensor([len(PROMPT)]), *greedy))
+        (logits,) = prefill.execute((tokens, positions, slot))
+        (first,) = program.load_method("sample").execute((logits, torch.tensor([len(PROMPT)]), slot, *greedy))
         assert int(first) == int(logits.argmax())
-        second, after = program.load_method("decode_sample").execute(())
+        second, after = program.load_method("decode_sample").execute((slot,))
         assert int(second) == int(after.argmax())
         state = {key.rpartition(".")[2]: tensor for key, tensor in program.buffers_of(StateKind.SAMPLING).items()}
         assert int(state["token"]) == int(second)
         assert int(state["position"]) == len(PROMPT) + 1
-        prefill.execute((tokens, positions))
-        (expected,) = decode.execute((first, torch.tensor([len(PROMPT)])))
+        prefill.execute((tokens, positions, slot))
+        (expected,) = decode.execute((first[None], torch.tensor([len(PROMPT)]), slot))
         assert torch.equal(after, expected)

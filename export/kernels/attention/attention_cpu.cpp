@@ -1,10 +1,10 @@
-// The operator of attention/attention_cpu.py: gated attention over a cache.
+// The operator of attention/attention_cpu.py: gated attention over a cache in pages.
 //
-// A task has the queries of a few tokens for the heads that share keys, and goes through a stretch of the cache by blocks, with
-// the softmax's sums kept on the way (FlashAttention, arXiv:2205.14135). Where there are fewer such tasks than threads want,
-// the cache is cut into several stretches, whose parts are put together at the end.
+// A task has the queries of a few tokens of one run for the heads that share keys, and goes through a stretch of that session's
+// positions by blocks, with the softmax's sums kept on the way (FlashAttention, arXiv:2205.14135). Where there are fewer such tasks
+// than threads want, the positions are cut into several stretches, whose parts are put together at the end.
+#include <bit>
 #include <limits>
-#include <stdexcept>
 
 #include "../linear/rows_cpu.h"
 #include "../threads_cpu.h"
@@ -14,6 +14,10 @@ namespace ostinato {
 namespace {
 
 constexpr int64_t LEAST_STRETCH = 128;
+// What a task costs for each position, in queries: its key and value are read and made floats.
+constexpr int64_t READING = 8;
+
+int64_t divided_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
 // The largest score so far, the sum of exponentials relative to it, and the values weighted by them.
 struct Partial {
@@ -32,51 +36,159 @@ void place(const Array& x, int64_t size, const float* norm, double eps, const fl
   }
 }
 
-struct Attention {
-  int64_t rows, heads, kv_heads, size, slots, padded, sharing, most_queries, stretches, stretch;
+// Keys and values of all sessions, [pages, kv_heads, positions of a page, size], and where they are: [slots, most_pages].
+struct Cache {
   Array keys, values;
+  const int32_t* table;
+  int64_t slots, most_pages, pages, kv_heads, page_size, size;
+  int shift;
+
+  Cache(const Tensor& keys_, const Tensor& values_, const Tensor& table_)
+      : keys(keys_.array()), values(values_.array()), table(table_.as<int32_t>()), slots(table_.size(0)),
+        most_pages(table_.size(1)), pages(keys_.size(0)), kv_heads(keys_.size(1)), page_size(keys_.size(2)), size(keys_.size(3)),
+        shift(std::countr_zero(uint64_t(page_size))) {
+    if (page_size < TOGETHER || !std::has_single_bit(uint64_t(page_size)))
+      throw std::invalid_argument("pages of " + std::to_string(page_size) + " positions: not a power of two from 16 on");
+  }
+
+  // Elements ahead of a position.
+  int64_t at(int64_t slot, int64_t kv_head, int64_t position) const {
+    int64_t page = table[slot * most_pages + (position >> shift)];
+    return ((page * kv_heads + kv_head) * page_size + (position & (page_size - 1))) * size;
+  }
+
+  // That a run's positions, and all before them, are in the cache.
+  void check(const Run& run, const int64_t* positions) const {
+    int64_t first = positions[run.begin], last = positions[run.end - 1];
+    for (int64_t row = run.begin; row < run.end; ++row)
+      if (positions[row] != first + row - run.begin) throw std::invalid_argument("a run's positions are not consecutive");
+    if (first < 0 || last >> shift >= most_pages)
+      throw std::out_of_range("position " + std::to_string(first < 0 ? first : last) + " is not in the cache");
+    for (int64_t index = 0; index <= last >> shift; ++index) {
+      int32_t page = table[run.slot * most_pages + index];
+      if (page < 0 || page >= pages)
+        throw std::out_of_range("page " + std::to_string(page) + ": the cache has " + std::to_string(pages));
+    }
+  }
+};
+
+// A run, and how it is cut into pieces.
+struct Cut {
+  Run run;
+  int64_t length;  // positions up to its last token's
+  bool tiles;
+  int64_t heads, tokens;               // of a piece, at most
+  int64_t stretches = 1, stretch = 0;  // of positions
+  int64_t first_part = 0;              // where its parts are, if there are several stretches
+
+  int64_t weight() const { return length * (heads * tokens + READING); }
+};
+
+// What a task has.
+struct Piece {
+  const Cut* cut;
+  int64_t kv_head, first_head, heads, first, tokens;
+  int64_t part, begin, end;  // positions
+
+  int64_t weight() const { return (end - begin) * (heads * tokens + READING); }
+};
+
+struct Attention {
+  Cache cache;
+  int64_t heads, sharing, padded, width;
   const int64_t* positions;
-  const float* queries;  // [rows, heads, padded], times the scale of scores
-  float* parts;          // [rows, heads, stretches, padded]
-  Partial* sums;         // [rows, heads, stretches]
+  Array in, out;
+  Scratch<float> queries{};  // [rows, heads, padded], times the scale of scores
+  std::vector<Cut> cuts{};
+  std::vector<Piece> pieces{};
+  Scratch<float> parts{};    // [parts, padded], of each token and head of a cut as many as there are stretches
+  Scratch<Partial> sums{};   // [parts]
 
-  // Heads that share keys, of which a task has all or `most_queries`, and the tokens that it has.
-  int64_t heads_together() const { return std::min(sharing, most_queries); }
-  int64_t tokens_together() const { return most_queries / heads_together(); }
-  int64_t head_pieces() const { return (sharing + heads_together() - 1) / heads_together(); }
-  int64_t token_pieces() const { return (rows + tokens_together() - 1) / tokens_together(); }
-  int64_t tasks() const { return kv_heads * head_pieces() * token_pieces() * stretches; }
+  // Cuts runs into pieces, the longest ones first.
+  void plan(const std::vector<Run>& runs) {
+    int64_t all = 0, count = 0;
+    for (const Run& run : runs) {
+      bool tiles = false;
+      int64_t most = FloatBlock::MOST_QUERIES;
+#ifdef OSTINATO_AMX
+      tiles = TileBlock::fits(cache.keys, cache.size, run.rows() * sharing);
+      if (tiles) most = TileBlock::MOST_QUERIES;
+#endif
+      int64_t together = std::min(sharing, most), tokens = std::min(run.rows(), most / together);
+      cuts.push_back({run, positions[run.end - 1] + 1, tiles, together, tokens});
+      all += cuts.back().weight() * pieces_of(cuts.back());
+    }
+    for (Cut& cut : cuts) {
+      int64_t wanted = divided_up(4 * thread_count() * cut.weight(), all);
+      cut.stretches = std::max<int64_t>(1, std::min(wanted, cut.length / LEAST_STRETCH));
+      cut.stretch = divided_up(divided_up(cut.length, cut.stretches), TOGETHER) * TOGETHER;
+      cut.stretches = divided_up(cut.length, cut.stretch);
+      cut.first_part = count;
+      if (cut.stretches > 1) count += cut.run.rows() * heads * cut.stretches;
+      add_pieces(cut);
+    }
+    std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.weight() > b.weight(); });
+    parts.reserve(count * padded);
+    sums.reserve(count);
+  }
 
-  // Task (kv_head, heads, tokens, stretch), by a FloatBlock or a TileBlock.
+  int64_t pieces_of(const Cut& cut) const {
+    return cache.kv_heads * divided_up(sharing, cut.heads) * divided_up(cut.run.rows(), cut.tokens);
+  }
+
+  void add_pieces(const Cut& cut) {
+    for (int64_t kv_head = 0; kv_head < cache.kv_heads; ++kv_head)
+      for (int64_t head = 0; head < sharing; head += cut.heads)
+        for (int64_t first = cut.run.begin; first < cut.run.end; first += cut.tokens)
+          for (int64_t part = 0; part < cut.stretches; ++part) {
+            int64_t mine = std::min(cut.heads, sharing - head), tokens = std::min(cut.tokens, cut.run.end - first);
+            int64_t begin = part * cut.stretch, last = std::min(begin + cut.stretch, positions[first + tokens - 1] + 1);
+            pieces.push_back({&cut, kv_head, kv_head * sharing + head, mine, first, tokens, part, begin, std::max(begin, last)});
+          }
+  }
+
+  // By a FloatBlock or a TileBlock.
   template <typename Block>
-  void run(int64_t task) const {
+  void run(const Piece& piece) const {
     constexpr int64_t BLOCK = Block::BLOCK;
-    int64_t part = task % stretches, piece = task / stretches % token_pieces(), group = task / stretches / token_pieces();
-    int64_t kv_head = group / head_pieces(), first_head = group % head_pieces() * heads_together();
-    int64_t mine = std::min(heads_together(), sharing - first_head), first = piece * tokens_together();
-    int64_t tokens = std::min(tokens_together(), rows - first), count = tokens * mine;
-    auto row_head = [&](int64_t i) { return (first + i / mine) * heads + kv_head * sharing + first_head + i % mine; };
-    Block block(count, size, padded);
-    Scratch<float> out(block.room() * padded), scores(block.room() * BLOCK);
+    const Cut& cut = *piece.cut;
+    int64_t count = piece.tokens * piece.heads;
+    auto row_of = [&](int64_t i) { return piece.first + i / piece.heads; };
+    auto head_of = [&](int64_t i) { return piece.first_head + i % piece.heads; };
+    Block block(count, cache.size, padded);
+    Scratch<float> sum_of_values(block.room() * padded), scores(block.room() * BLOCK);
     Partial sum[Block::MOST_QUERIES];
     for (int64_t i = 0; i < count; ++i) {
-      block.put(i, queries + row_head(i) * padded);
+      block.put(i, queries + (row_of(i) * heads + head_of(i)) * padded);
       sum[i] = {-std::numeric_limits<float>::infinity(), 0};
     }
-    std::memset(out, 0, block.room() * padded * sizeof(float));
-    int64_t last = positions[first + tokens - 1];
-    int64_t begin = part * stretch, end = std::min(last + 1, stretches == 1 ? last + 1 : begin + stretch);
-    for (int64_t at = begin; at < end; at += BLOCK) {
-      int64_t length = std::min(BLOCK, end - at), from = (kv_head * slots + at) * size;
-      block.score(keys.from(from), length, scores);
-      for (int64_t i = 0; i < count; ++i)
-        weigh<BLOCK>(scores + i * BLOCK, std::min(length, positions[first + i / mine] + 1 - at), sum[i], out + i * padded);
-      block.add(values.from(from), length, scores, out);
+    std::memset(sum_of_values, 0, block.room() * padded * sizeof(float));
+    // Of what is behind the end, the last of the positions.
+    auto places_from = [&](int64_t position) {
+      std::array<int64_t, BLOCK / TOGETHER> at;
+      for (int64_t i = 0; i < BLOCK; i += TOGETHER)
+        at[i / TOGETHER] = cache.at(cut.run.slot, piece.kv_head, std::min(position + i, (piece.end - 1) / TOGETHER * TOGETHER));
+      return at;
+    };
+    Places<BLOCK> at{{}, places_from(piece.begin)};
+    for (int64_t position = piece.begin; position < piece.end; position += BLOCK) {
+      int64_t length = std::min(BLOCK, piece.end - position);
+      at = {at.next, places_from(position + BLOCK)};
+      block.score(cache.keys, at, length, scores);
+      for (int64_t i = 0; i < count; ++i) {
+        int64_t seen = std::min(length, positions[row_of(i)] + 1 - position);
+        weigh<BLOCK>(scores + i * BLOCK, seen, sum[i], sum_of_values + i * padded);
+      }
+      block.add(cache.values, at, length, scores, sum_of_values);
     }
     for (int64_t i = 0; i < count; ++i) {
-      int64_t to = row_head(i) * stretches + part;
+      if (cut.stretches == 1) {
+        finish(row_of(i), head_of(i), sum_of_values + i * padded, sum[i].total);
+        continue;
+      }
+      int64_t to = first_part(cut, row_of(i), head_of(i)) + piece.part;
       sums[to] = sum[i];
-      std::memcpy(parts + to * padded, out + i * padded, padded * sizeof(float));
+      std::memcpy(parts + to * padded, sum_of_values + i * padded, padded * sizeof(float));
     }
   }
 
@@ -108,104 +220,102 @@ struct Attention {
     sum.total += ostinato::sum(total);
   }
 
-  // The parts of one head of a token, put together in the first of them, and the sum that they are to be divided by.
-  float merge(int64_t row_head) const {
-    const Partial* of = sums + row_head * stretches;
-    float* out = parts + row_head * stretches * padded;
+  int64_t first_part(const Cut& cut, int64_t row, int64_t head) const {
+    return cut.first_part + ((row - cut.run.begin) * heads + head) * cut.stretches;
+  }
+
+  // The parts of one head of a token, put together in the first of them.
+  void merge(const Cut& cut, int64_t row, int64_t head) const {
+    int64_t first = first_part(cut, row, head);
+    const Partial* of = sums + first;
+    float* sum_of_values = parts + first * padded;
     float most = of[0].most, total = 0;
-    for (int64_t part = 1; part < stretches; ++part) most = of[part].most > most ? of[part].most : most;
-    for (int64_t part = 0; part < stretches; ++part) {
+    for (int64_t part = 1; part < cut.stretches; ++part) most = of[part].most > most ? of[part].most : most;
+    for (int64_t part = 0; part < cut.stretches; ++part) {
       // A stretch behind the token's position has none.
       float factor = of[part].total == 0 ? 0 : std::exp(of[part].most - most);
       total += of[part].total * factor;
       for (int64_t i = 0; i < padded; i += LANES) {
-        Floats value = load(out + part * padded + i) * broadcast(factor);
-        store(out + i, part == 0 ? value : load(out + i) + value);
+        Floats value = load(sum_of_values + part * padded + i) * broadcast(factor);
+        store(sum_of_values + i, part == 0 ? value : load(sum_of_values + i) + value);
       }
     }
-    return total;
+    finish(row, head, sum_of_values, total);
+  }
+
+  // Divides by the sum of the weights, and applies the gate.
+  void finish(int64_t row, int64_t head, const float* sum_of_values, float total) const {
+    Floats inverse = broadcast(1 / total);
+    int64_t size = cache.size;
+    for (int64_t i = 0; i < size; i += LANES) {
+      Floats gate = in.load(row * width + (2 * head + 1) * size + i, size - i);
+      out.store((row * heads + head) * size + i, load(sum_of_values + i) * inverse * sigmoid(gate), size - i);
+    }
+  }
+
+  void merge_all() const {
+    for (const Cut& cut : cuts) {
+      if (cut.stretches == 1) continue;
+      auto of_head = [&](int64_t index) { merge(cut, cut.run.begin + index / heads, index % heads); };
+      if (cut.run.rows() == 1)
+        for (int64_t head = 0; head < heads; ++head) of_head(head);
+      else
+        parallel(cut.run.rows() * heads, of_head);
+    }
   }
 };
 
 }  // namespace
 
 extern "C" AOTITorchError aoti_torch_cpu_attend_step(AtenTensorHandle qkv_, AtenTensorHandle q_norm_, AtenTensorHandle k_norm_,
-                                                     double eps, AtenTensorHandle positions_, AtenTensorHandle cos_,
-                                                     AtenTensorHandle sin_, AtenTensorHandle keys_, AtenTensorHandle values_,
-                                                     int64_t heads, AtenTensorHandle* result) {
+                                                     double eps, AtenTensorHandle positions_, AtenTensorHandle slots_,
+                                                     AtenTensorHandle cos_, AtenTensorHandle sin_, AtenTensorHandle keys_,
+                                                     AtenTensorHandle values_, AtenTensorHandle table_, int64_t heads,
+                                                     AtenTensorHandle* result) {
   return guarded("attend_step", [&] {
-    Tensor qkv(qkv_), cos(cos_), sin(sin_), keys(keys_), values(values_);
+    Tensor qkv(qkv_), cos(cos_), sin(sin_), positions_of(positions_), slots(slots_), keys(keys_);
     const float *q_norm = Tensor(q_norm_).as<float>(), *k_norm = Tensor(k_norm_).as<float>();
-    const int64_t* positions = Tensor(positions_).as<int64_t>();
-    int64_t rows = length_of(Tensor(positions_)), width = qkv.size(1), rotated = cos.size(1);
-    int64_t kv_heads = keys.size(0), slots = keys.size(1), size = keys.size(2);
-    int64_t padded = (size + LANES - 1) / LANES * LANES, sharing = heads / kv_heads;
-    Result made({qkv.size(0), heads * size}, keys.dtype);
+    const int64_t *positions = positions_of.as<int64_t>(), *slot = slots.as<int64_t>();
+    Cache cache(keys, Tensor(values_), Tensor(table_));
+    std::vector<Run> runs = runs_of(slots, positions_of, cache.slots);
+    for (const Run& run : runs) cache.check(run, positions);
+    int64_t rows = qkv.size(0), width = qkv.size(1), rotated = cos.size(1), size = cache.size;
+    int64_t padded = divided_up(size, LANES) * LANES;
+    Result made({rows, heads * size}, keys.dtype);
     Array out = made.array(), in = qkv.array();
-    out.clear(rows * heads * size, (qkv.size(0) - rows) * heads * size);
-    if (positions[0] < 0 || positions[rows - 1] >= slots) throw std::out_of_range("a position is not in the cache");
+    for_padding(runs, rows, [&](int64_t begin, int64_t end) { out.clear(begin * heads * size, (end - begin) * heads * size); });
 
-    Scratch<float> queries(rows * heads * padded);
+    Attention attention{cache, heads, heads / cache.kv_heads, padded, width, positions, in, out};
+    attention.queries.reserve(rows * heads * padded);
     float scale = 1 / std::sqrt(float(size));
-    auto prepare = [&](int64_t row) {
+    for_tokens(slots, [&](int64_t row) {
       Scratch<float> key(padded);
       const float *c = cos.as<float>() + row * rotated, *s = sin.as<float>() + row * rotated;
       for (int64_t head = 0; head < heads; ++head) {
-        float* query = queries + (row * heads + head) * padded;
+        float* query = attention.queries + (row * heads + head) * padded;
         place(in.from(row * width + head * 2 * size), size, q_norm, eps, c, s, rotated, query);
         for (int64_t i = 0; i < size; ++i) query[i] *= scale;
         for (int64_t i = size; i < padded; ++i) query[i] = 0;
       }
-      for (int64_t head = 0; head < kv_heads; ++head) {
-        int64_t from = row * width + 2 * heads * size + head * size, to = (head * slots + positions[row]) * size;
+      for (int64_t head = 0; head < cache.kv_heads; ++head) {
+        int64_t from = row * width + 2 * heads * size + head * size, to = cache.at(slot[row], head, positions[row]);
         place(in.from(from), size, k_norm, eps, c, s, rotated, key);
         for (int64_t i = 0; i < size; i += LANES) {
-          keys.array().store(to + i, Array{key, false}.load(i, size - i), size - i);
-          values.array().store(to + i, in.load(from + kv_heads * size + i, size - i), size - i);
+          cache.keys.store(to + i, Array{key, false}.load(i, size - i), size - i);
+          cache.values.store(to + i, in.load(from + cache.kv_heads * size + i, size - i), size - i);
         }
       }
-    };
-    if (rows == 1)
-      prepare(0);
-    else
-      parallel(rows, prepare);
-
-    bool tiles = false;
-    int64_t most_queries = FloatBlock::MOST_QUERIES;
-#ifdef OSTINATO_AMX
-    tiles = TileBlock::fits(keys.array(), size, rows * sharing);
-    if (tiles) most_queries = TileBlock::MOST_QUERIES;
-#endif
-    Attention attention{rows, heads, kv_heads, size, slots, padded, sharing, most_queries, 1, 0, keys.array(), values.array(),
-                        positions, queries, nullptr, nullptr};
-    int64_t length = positions[rows - 1] + 1, tasks = attention.tasks();
-    int64_t wanted = (4 * thread_count() + tasks - 1) / tasks;
-    int64_t stretches = std::max<int64_t>(1, std::min(wanted, length / LEAST_STRETCH));
-    Scratch<float> parts(rows * heads * stretches * padded);
-    Scratch<Partial> sums(rows * heads * stretches);
-    attention.stretches = stretches;
-    attention.stretch = (length + stretches - 1) / stretches;
-    attention.parts = parts;
-    attention.sums = sums;
-    parallel(attention.tasks(), [&](int64_t task) {
-#ifdef OSTINATO_AMX
-      if (tiles) return attention.run<TileBlock>(task);
-#endif
-      attention.run<FloatBlock>(task);
     });
-    auto finish = [&](int64_t row_head) {
-      float inverse = 1 / attention.merge(row_head);
-      int64_t row = row_head / heads, head = row_head % heads;
-      const float* of = parts + row_head * stretches * padded;
-      for (int64_t i = 0; i < size; i += LANES) {
-        Floats gate = in.load(row * width + (2 * head + 1) * size + i, size - i);
-        out.store(row_head * size + i, load(of + i) * broadcast(inverse) * sigmoid(gate), size - i);
-      }
-    };
-    if (rows == 1)
-      for (int64_t head = 0; head < heads; ++head) finish(head);
-    else
-      parallel(rows * heads, finish);
+
+    attention.plan(runs);
+    parallel(attention.pieces.size(), [&](int64_t index) {
+      const Piece& piece = attention.pieces[index];
+#ifdef OSTINATO_AMX
+      if (piece.cut->tiles) return attention.run<TileBlock>(piece);
+#endif
+      attention.run<FloatBlock>(piece);
+    }, rows == 1 ? 8 : 64);
+    attention.merge_all();
     made.give(result);
   });
 }

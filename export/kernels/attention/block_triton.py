@@ -1,7 +1,7 @@
-"""What the attention kernels share: the online softmax, one block of keys at a time.
+"""What the attention kernels share: pages, norms and rotation, and the online softmax, one block of keys at a time.
 
 The kernels walk over the keys with a running maximum and a running sum, in powers of two (online softmax, in the order of
-FlashAttention-2, arXiv:2307.08691).
+FlashAttention-2, arXiv:2307.08691). Parts of the keys may be walked over apart: their sums are then brought to one maximum.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+
+# About one program for each of an H200's 132 multiprocessors.
+PROGRAMS = 128
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,48 @@ def score_scale(head_dim: int) -> float:
     return head_dim**-0.5 * math.log2(math.e)
 
 
+def padded_group(group: int) -> int:
+    """Rows that a token has in a tile of queries: a power of two, at least one for each head of the group."""
+    return triton.next_power_of_2(group)
+
+
+@triton.jit
+def pages_of(
+    table: tl.tensor, start: tl.tensor, end: tl.tensor, PAGE: tl.constexpr, KEYS: tl.constexpr, ALIGNED: tl.constexpr
+) -> tl.tensor:
+    """Pages of the positions `start` to `start + KEYS`, int64: [KEYS], or one number where they cannot lie in several.
+
+    Args:
+        table: of one slot.
+        end: nothing is looked up for positions from here on.
+        ALIGNED: whether `start` is a multiple of KEYS.
+    """
+    if ALIGNED and PAGE >= KEYS:
+        page = tl.load(table + start // PAGE, mask=start < end, other=0)
+    else:
+        position = start + tl.arange(0, KEYS)
+        page = tl.load(table + position // PAGE, mask=position < end, other=0)
+    return page.to(tl.int64)
+
+
+@triton.jit
+def places_in(
+    pages: tl.tensor, start: tl.tensor, SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr
+) -> tl.tensor:
+    """Where the positions `start` to `start + KEYS` have a key head's elements, [KEYS, D]; pages are those of `pages_of`.
+
+    SIZE: elements of a page, of all key heads.
+    """
+    inside = (start + tl.arange(0, KEYS)) % PAGE
+    return (pages * SIZE + inside * D)[:, None] + tl.arange(0, D)[None, :]
+
+
 @triton.jit
 def attend_block(
     q: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
+    place: tl.tensor,
     start: tl.tensor,
     end: tl.tensor,
     visible: tl.tensor,
@@ -43,28 +83,117 @@ def attend_block(
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add the slots `start` to `start + KEYS` to (total [M, D], weight [M], peak [M]).
+    """Add the positions `start` to `start + KEYS`, which are at `place` [KEYS, D], to (total [M, D], weight [M], peak [M]).
 
-    With MASKED, slots from `end` on are not read, and row m sees the slots up to visible[m]. Every row must see at least one
-    slot of its first block.
+    With MASKED, positions from `end` on are not read, and row m sees those up to visible[m], which may be none of them. Else
+    every row sees all.
     """
-    slot = start + tl.arange(0, KEYS)
-    place = slot[:, None] * q.shape[1] + tl.arange(0, q.shape[1])[None, :]
-    inside = (slot < end)[:, None] | (not MASKED)
+    position = start + tl.arange(0, KEYS)
+    inside = (position < end)[:, None] | (not MASKED)
     scores = multiply(
         q, tl.trans(tl.load(keys + place, mask=inside, other=0.0)), tl.zeros([q.shape[0], KEYS], tl.float32)
     )
     if MASKED:
-        scores = tl.where(slot[None, :] <= visible[:, None], scores, float("-inf"))
+        scores = tl.where(position[None, :] <= visible[:, None], scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1) * SCALE)
-    shrink = tl.exp2(peak - new_peak)
-    shares = tl.exp2(scores * SCALE - new_peak[:, None])
+    # A row that has seen nothing yet has no peak.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+    shrink = tl.exp2(peak - base)
+    shares = tl.exp2(scores * SCALE - base[:, None])
     # Zeros for values that are not read: a weight of zero times NaN would be NaN.
     total = multiply(shares, tl.load(values + place, mask=inside, other=0.0), total * shrink[:, None])
     return total, weight * shrink + tl.sum(shares, 1), new_peak
 
 
 @triton.jit
+def attend_range(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    begin: tl.tensor,
+    middle: tl.tensor,
+    end: tl.tensor,
+    visible: tl.tensor,
+    SCALE: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(total [M, D], weight [M], peak [M]) of queries q [M, D] over the positions `begin` to `end` of a slot.
+
+    Args:
+        keys, values: of a key head.
+        table: of the slot.
+        begin: a multiple of KEYS, as `middle` is; before that every row sees all positions, then row m those up to
+            visible[m].
+        SIZE: see `places_in`.
+    """
+    total = tl.zeros(q.shape, tl.float32)
+    weight = tl.zeros([q.shape[0]], tl.float32)
+    peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    middle = tl.minimum(tl.maximum(middle, begin), end // KEYS * KEYS)
+    # Each block's page is looked up while the block ahead is worked on.
+    pages = pages_of(table, begin, end, PAGE, KEYS, True)
+    for start in range(begin, middle, KEYS):
+        place = places_in(pages, start, SIZE, PAGE, q.shape[1], KEYS)
+        pages = pages_of(table, start + KEYS, end, PAGE, KEYS, True)
+        total, weight, peak = attend_block(
+            q, keys, values, place, start, end, visible, total, weight, peak, SCALE, KEYS, False
+        )
+    for start in range(middle, end, KEYS):
+        place = places_in(pages, start, SIZE, PAGE, q.shape[1], KEYS)
+        pages = pages_of(table, start + KEYS, end, PAGE, KEYS, True)
+        total, weight, peak = attend_block(
+            q, keys, values, place, start, end, visible, total, weight, peak, SCALE, KEYS, True
+        )
+    return total, weight, peak
+
+
+@triton.jit
 def multiply(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
     """total + a @ b in float32, a rounded to b's dtype. For float32, three TF32 products give float32's precision."""
     return tl.dot(a.to(b.dtype), b, total, input_precision="tf32x3")
+
+
+@triton.jit
+def take(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    total: tl.tensor,
+    weight: tl.tensor,
+    peak: tl.tensor,
+    SCALE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Add keys and values [KEYS, D] of the positions from `start` on to (total [D, M], weight [M], peak [M]).
+
+    Positions from `end` on do not count; their keys and values are zeros. Position `start` counts. query: [D, M].
+    """
+    KEYS: tl.constexpr = keys.shape[0]
+    scores = multiply(keys, query, tl.zeros([KEYS, query.shape[1]], tl.float32)) * SCALE
+    scores = tl.where((start + tl.arange(0, KEYS) < end)[:, None], scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 0))
+    shrink = tl.exp2(peak - new_peak)
+    shares = tl.exp2(scores - new_peak[None, :])
+    total = tl.dot(tl.trans(values), shares.to(values.dtype), total * shrink[None, :], input_precision="tf32x3")
+    return total, weight * shrink + tl.sum(shares, 0), new_peak
+
+
+@triton.jit
+def normed_and_rotated(
+    x: tl.tensor,
+    other: tl.tensor,
+    norm: tl.tensor,
+    other_norm: tl.tensor,
+    cosine: tl.tensor,
+    sine: tl.tensor,
+    EPS: tl.constexpr,
+) -> tl.tensor:
+    """RMS norm of each row of x [M, D] and its rotation, float32; `other`: what each element of x is rotated with."""
+    x = x.to(tl.float32)
+    length = tl.rsqrt(tl.sum(x * x, 1) / x.shape[1] + EPS)
+    rotated = x * (1.0 + norm) * cosine + other.to(tl.float32) * (1.0 + other_norm) * sine
+    return rotated * length[:, None]

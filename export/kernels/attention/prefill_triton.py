@@ -1,6 +1,9 @@
-"""Causal attention over a KV cache on the GPU, for any number of tokens.
+"""Causal attention of a prompt over a KV cache on the GPU, for any number of tokens.
 
-A program takes one block of queries. No slot past the last token's position is read: it may hold anything, NaN included.
+A program takes a tile of queries, of a few tokens and of all heads that share a key head, so that each key is loaded once for
+these. Where there are few tiles, the positions that a tile sees are split among several programs (as in flash-decoding, Dao
+et al., 2023), and a second kernel adds up what they leave. No position past the last token's is read: it may hold anything,
+NaN included.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ from torch import Tensor
 
 from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, launcher
 from ostinato.export.kernels.length_triton import length_of
-from ostinato.export.kernels.operands import KVCache
+from ostinato.export.kernels.operands import KVCache, Place
 
-from .block_triton import TileConfig, attend_block, score_scale
+from .block_triton import PROGRAMS, TileConfig, attend_range, padded_group, score_scale
 from .limits import check_attention
 
 # For bfloat16, by the shared memory of the GPU: at D = 256 these take 192, 104 and 68 KB. Before Hopper the sums of 128
@@ -24,6 +27,12 @@ CONFIGS = {
     MEDIUM: TileConfig(64, keys=64, warps=8, stages=2),
     SMALL: TileConfig(64, keys=32, warps=8, stages=2),
 }
+# Programs of splits, at most: two for each multiprocessor, so that the last ones leave little idle.
+PARTS = 2 * PROGRAMS
+MOST_SPLITS = 64
+# The fewest positions of a split.
+LEAST = 128
+SUM_WARPS = 4
 
 
 def config_for(head_dim: int, dtype: torch.dtype) -> TileConfig:
@@ -35,39 +44,69 @@ def config_for(head_dim: int, dtype: torch.dtype) -> TileConfig:
     return TileConfig(32 if head_dim == 128 else 16, keys=32, warps=8, stages=1)
 
 
-def attend(query: Tensor, cache: KVCache, positions: Tensor) -> Tensor:
+def attend(query: Tensor, cache: KVCache, place: Place) -> Tensor:
     """See `reference.attend`; the cache is contiguous. Scores, softmax and sums are float32.
 
     Raises:
         ExportError: see `check_attention`.
     """
-    check_attention(query.shape[1], cache.keys.shape[0], query.shape[2], query.dtype)
-    return _attend(query.contiguous(), cache.keys, cache.values, positions)
+    check_attention(query.shape[1], cache.keys.shape[1], query.shape[2], query.dtype)
+    return _attend(query.contiguous(), cache.keys, cache.values, cache.table, place.positions, place.slots)
 
 
 @torch.library.triton_op("ostinato::attend", mutates_args={})
-def _attend(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    """query [T, heads, D], keys and values [kv_heads, S, D], positions [T] -> [T, heads, D]; all contiguous."""
+def _attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    """query [T, heads, D], the others as in `KVCache` and `Place` -> [T, heads, D]; all contiguous."""
     tokens, heads, head_dim = query.shape
-    kv_heads, slots, _ = keys.shape
+    kv_heads, page_size = keys.shape[1:3]
     config = config_for(head_dim, query.dtype)
+    group = padded_group(heads // kv_heads)
+    rows = max(1, config.queries // group)
+    tiles = (tokens + rows - 1) // rows
+    # T may be a symbol: what follows is the same code for every T.
+    splits = torch.sym_max(1, PARTS // torch.sym_max(tiles * kv_heads, PARTS // MOST_SPLITS))
+    # No more than this where there are several splits.
+    parts = PARTS * rows * group
+    sums = torch.empty((parts, head_dim), dtype=torch.float32, device=query.device)
+    # The peak and the weight of each sum.
+    scales = torch.empty((2, parts), dtype=torch.float32, device=query.device)
     out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
-    launcher(prefill_kernel)[(heads, (tokens + config.queries - 1) // config.queries)](
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "GROUP": group, "ROWS": rows, "LEAST": LEAST}
+    launcher(prefill_kernel)[(kv_heads, tiles, splits)](
         query,
         keys,
         values,
+        table,
+        positions,
+        slots,
+        sums,
+        scales,
+        out,
+        tokens,
+        splits,
+        PAGES=table.shape[1],
+        PAGE=page_size,
+        SCALE=score_scale(head_dim),
+        KEYS=config.keys,
+        SUMS=parts,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **sizes,
+    )
+    # More tokens than that have more tiles than are split.
+    most = PARTS // 2 // kv_heads * rows
+    launcher(prefill_sum_kernel)[(torch.sym_min(tokens, most), heads)](
+        sums,
+        scales,
         positions,
         out,
         tokens,
-        SLOTS=slots,
-        HEADS=heads,
-        GROUP=heads // kv_heads,
-        D=head_dim,
-        SCALE=score_scale(head_dim),
-        QUERIES=config.queries,
+        splits,
         KEYS=config.keys,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        SUMS=parts,
+        SPLITS=MOST_SPLITS,
+        num_warps=SUM_WARPS,
+        **sizes,
     )
     return out
 
@@ -77,44 +116,136 @@ def prefill_kernel(
     query: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
+    table: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    sums: tl.tensor,
+    scales: tl.tensor,
+    out: tl.tensor,
+    tokens: tl.tensor,
+    splits: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    LEAST: tl.constexpr,
+    PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALE: tl.constexpr,
+    KEYS: tl.constexpr,
+    SUMS: tl.constexpr,
+) -> None:
+    """Program (key head, tile, split). The last tile comes first: it has the most keys.
+
+    A tile is ROWS tokens by GROUP heads, of which HEADS / KV_HEADS are there.
+    """
+    # A symbolic size may come with 64 bits; in the loops' bounds those cost 400 instructions.
+    tokens = tl.cast(tokens, tl.int32)
+    splits = tl.cast(splits, tl.int32)
+    kv_head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    length = length_of(positions, tokens)
+    start_position = tl.load(positions).to(tl.int32)
+    seen, share = tile_share(tile, start_position, length, splits, ROWS, KEYS, LEAST)
+    begin = tl.program_id(2) * share
+    if (tile * ROWS >= length) | (begin >= seen):
+        return
+    row = tl.arange(0, ROWS * GROUP)
+    token = tile * ROWS + row // GROUP
+    head = row % GROUP
+    real = (token < tokens) & (head < HEADS // KV_HEADS)
+    place = (row // GROUP * HEADS + head)[:, None] * D + tl.arange(0, D)[None, :]
+    origin = (tile.to(tl.int64) * (ROWS * HEADS) + kv_head * (HEADS // KV_HEADS)) * D
+    q = tl.load(query + origin + place, mask=real[:, None], other=0.0)
+    total, weight, peak = attend_range(
+        q,
+        k_cache + kv_head * PAGE * D,
+        v_cache + kv_head * PAGE * D,
+        table + tl.maximum(tl.load(slots), 0) * PAGES,
+        begin,
+        (start_position + tile * ROWS + 1) // KEYS * KEYS,
+        tl.minimum(begin + share, seen),
+        start_position + token,
+        SCALE,
+        KV_HEADS * PAGE * D,
+        PAGE,
+        KEYS,
+    )
+    if share < seen:
+        part = part_of(kv_head, tile, tl.program_id(2), splits, KV_HEADS) * (ROWS * GROUP) + row
+        tl.store(sums + part[:, None] * D + tl.arange(0, D)[None, :], total)
+        tl.store(scales + part, peak)
+        tl.store(scales + SUMS + part, weight)
+    else:
+        tl.store(out + origin + place, (total * (1.0 / weight)[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
+def prefill_sum_kernel(
+    sums: tl.tensor,
+    scales: tl.tensor,
     positions: tl.tensor,
     out: tl.tensor,
     tokens: tl.tensor,
-    SLOTS: tl.constexpr,
+    splits: tl.tensor,
     HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     D: tl.constexpr,
-    SCALE: tl.constexpr,
-    QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    LEAST: tl.constexpr,
     KEYS: tl.constexpr,
+    SUMS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ) -> None:
-    """Program (head, block of queries). The last block comes first: it has the most keys."""
-    head = tl.program_id(0)
-    # A symbolic size may come with 64 bits; in the loops' bounds those cost 400 instructions.
+    """Program (token, head): the splits' sums, brought to one peak. For a tile that is not split there is nothing to do."""
     tokens = tl.cast(tokens, tl.int32)
+    splits = tl.cast(splits, tl.int32)
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    tile = token // ROWS
     length = length_of(positions, tokens)
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
-    if first >= length:
+    seen, share = tile_share(tile, tl.load(positions).to(tl.int32), length, splits, ROWS, KEYS, LEAST)
+    if (token >= length) | (share >= seen):
         return
-    start_position = tl.load(positions).to(tl.int32)
-    row = first + tl.arange(0, QUERIES)
-    cell = tl.arange(0, D)[None, :]
-    place = row[:, None].to(tl.int64) * (HEADS * D) + head * D + cell
-    q = tl.load(query + place, mask=(row < tokens)[:, None], other=0.0)
-    visible = start_position + row
-    keys = k_cache + (head // GROUP).to(tl.int64) * SLOTS * D
-    values = v_cache + (head // GROUP).to(tl.int64) * SLOTS * D
-    total = tl.zeros([QUERIES, D], tl.float32)
-    weight = tl.zeros([QUERIES], tl.float32)
-    peak = tl.full([QUERIES], float("-inf"), tl.float32)
-    end = start_position + tl.minimum(first + QUERIES, length)
-    # Blocks that all queries see completely need no mask. Slot 0 is in the first block, in whichever loop that is, and every
-    # query sees it.
-    unmasked = (start_position + first + 1) // KEYS * KEYS
-    for start in range(0, unmasked, KEYS):
-        total, weight, peak = attend_block(
-            q, keys, values, start, end, visible, total, weight, peak, SCALE, KEYS, False
-        )
-    for start in range(unmasked, end, KEYS):
-        total, weight, peak = attend_block(q, keys, values, start, end, visible, total, weight, peak, SCALE, KEYS, True)
-    tl.store(out + place, (total * (1.0 / weight)[:, None]).to(out.dtype.element_ty), mask=(row < tokens)[:, None])
+    split = tl.arange(0, SPLITS)
+    used = split * share < seen
+    kv_head = head // (HEADS // KV_HEADS)
+    part = part_of(kv_head, tile, split, splits, KV_HEADS) * (ROWS * GROUP)
+    part += token % ROWS * GROUP + head % (HEADS // KV_HEADS)
+    cell = tl.arange(0, D)
+    total = tl.load(sums + part[:, None] * D + cell[None, :], mask=used[:, None], other=0.0)
+    peak = tl.load(scales + part, mask=used, other=float("-inf"))
+    weight = tl.load(scales + SUMS + part, mask=used, other=0.0)
+    # Every token sees position 0, so there is a highest peak.
+    factor = tl.exp2(peak - tl.max(peak, 0))
+    result = tl.sum(total * factor[:, None], 0) / tl.sum(weight * factor, 0)
+    tl.store(out + (token * HEADS + head) * D + cell, result.to(out.dtype.element_ty))
+
+
+@triton.jit
+def tile_share(
+    tile: tl.tensor,
+    start_position: tl.tensor,
+    length: tl.tensor,
+    splits: tl.tensor,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    LEAST: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """(how many positions the last token of a tile sees, how many of them one split takes: all, where it is not split)."""
+    seen = start_position + tl.minimum((tile + 1) * ROWS, length)
+    return seen, tl.maximum(tl.cdiv(seen, splits * KEYS) * KEYS, LEAST)
+
+
+@triton.jit
+def part_of(
+    kv_head: tl.tensor,
+    tile: tl.tensor,
+    split: tl.tensor,
+    splits: tl.tensor,
+    KV_HEADS: tl.constexpr,
+) -> tl.tensor:
+    """Which of all sums of tiles is that of a split."""
+    return (tile * splits + split) * KV_HEADS + kv_head

@@ -5,30 +5,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.export.kernels.operands import KVCache, Norm, Place, rows_to_keep
+from ostinato.export.kernels.operands import KVCache, Norm, Place, rows_to_keep, runs_of
 
 
-def attend(query: Tensor, cache: KVCache, positions: Tensor) -> Tensor:
-    """Softmax attention of T rows over the cache; each sees the slots up to its own position.
+def attend(query: Tensor, cache: KVCache, place: Place) -> Tensor:
+    """Softmax attention of a prompt's T rows over the cache; each sees the positions up to its own.
 
     Args:
         query: [T, heads, D]; heads is a multiple of the cache's kv_heads.
         cache: the T tokens' own keys and values are in it already.
-        positions: [T] int64, as in `Place`.
+        place: of one run, and perhaps padding behind it.
 
     Returns:
         [T, heads, D] in query's dtype. The softmax is float32; in bfloat16 the scores are rounded before it.
     """
     tokens, heads, head_dim = query.shape
-    kv_heads = cache.keys.shape[0]
+    kv_heads = cache.keys.shape[1]
     group = heads // kv_heads
+    pages = cache.table.index_select(0, place.slots[:1])[0]
+    keys, values = (pool.index_select(0, pages).transpose(0, 1).flatten(1, 2) for pool in (cache.keys, cache.values))
     # Heads that share a key stand together, so one product per key head serves them all without repeating the cache.
     grouped = query.reshape(tokens, kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
-    scores = (grouped @ cache.keys.transpose(1, 2)).float() * head_dim**-0.5
-    slots = torch.arange(cache.keys.shape[1], device=positions.device)
-    hidden = (slots[None, :] > positions[:, None]).repeat_interleave(group, dim=0)
+    scores = (grouped @ keys.transpose(1, 2)).float() * head_dim**-0.5
+    at = torch.arange(keys.shape[1], device=query.device)
+    hidden = (at[None, :] > place.positions[:, None]).repeat_interleave(group, dim=0)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(query.dtype)
-    out = (weights @ cache.values).unflatten(1, (tokens, group))
+    # What stands behind the last position may be anything, NaN included.
+    values = values.masked_fill((at > place.positions[-1:])[:, None], 0)
+    out = (weights @ values).unflatten(1, (tokens, group))
     return out.transpose(0, 1).reshape(tokens, heads, head_dim)
 
 
@@ -40,14 +44,14 @@ def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KV
         qkv: [T, (2 heads + 2 kv_heads) D], float32 or the cache's dtype: for each head its query and then its gate, then
             the keys, then the values.
         q_norm, k_norm: over D elements, with the same eps.
-        place: of the tokens.
-        cache: written in place at the tokens' positions, and nowhere for rows that are padding.
+        place: of the rows, any runs.
+        cache: written in place at the rows' positions, and nowhere for padding.
         heads: a multiple of kv_heads.
 
     Returns:
         [T, heads D] in the cache's dtype: each head's output times sigmoid(gate).
     """
-    kv_heads, _, head_dim = cache.keys.shape
+    _, kv_heads, _, head_dim = cache.keys.shape
     dtype, tokens = cache.keys.dtype, qkv.shape[0]
     sizes = (2 * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
     queries, keys, values = qkv.float().split(sizes, dim=1)
@@ -55,17 +59,24 @@ def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KV
     query = rotate(q_norm(query), place.cos, place.sin).to(dtype)
     key = rotate(k_norm(keys.reshape(tokens, kv_heads, head_dim)), place.cos, place.sin).to(dtype)
     value = values.reshape(tokens, kv_heads, head_dim).to(dtype)
-    write_cache(key, value, cache, place.positions)
-    out = attend(query, cache, place.positions).float() * torch.sigmoid(gate)
-    return out.reshape(tokens, -1).to(dtype)
+    out = torch.zeros_like(query)
+    for _, rows in runs_of(place.slots):
+        here = Place(*(values[rows] for values in place))
+        write_cache(key[rows], value[rows], cache, here)
+        out[rows] = attend(query[rows], cache, here)
+    return (out.float() * torch.sigmoid(gate)).reshape(tokens, -1).to(dtype)
 
 
-def write_cache(key: Tensor, value: Tensor, cache: KVCache, positions: Tensor) -> None:
-    """Put key and value [T, kv_heads, D] of the tokens at `positions` into the cache; where padding repeats a position, the
-    token's own are written again."""
-    rows = rows_to_keep(positions)
-    cache.keys.index_copy_(1, positions, key.index_select(0, rows).transpose(0, 1))
-    cache.values.index_copy_(1, positions, value.index_select(0, rows).transpose(0, 1))
+def write_cache(key: Tensor, value: Tensor, cache: KVCache, place: Place) -> None:
+    """Put key and value [T, kv_heads, D] of a prompt's tokens into the cache; where padding repeats a position, the token's
+    own are written again."""
+    rows = rows_to_keep(place.positions)
+    pages = cache.table.index_select(0, place.slots[:1])[0]
+    page = pages.index_select(0, place.positions // cache.page_size).long()
+    heads = torch.arange(key.shape[1], device=key.device)
+    at = (page[:, None], heads[None, :], (place.positions % cache.page_size)[:, None])
+    cache.keys.index_put_(at, key.index_select(0, rows))
+    cache.values.index_put_(at, value.index_select(0, rows))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The gated attention of one decode step in two kernels: one over parts of the cache, one that combines their sums.
 
 The first kernel starts to load its part of the earlier keys and values before the projection ahead of it has ended; of what
-that projection computes it needs little. The token's own slot and later slots of the cache are not read.
+that projection computes it needs little. The token's own position and later ones are not read.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ from ostinato.export.kernels.early_start_triton import start_next, wait_for_prev
 from ostinato.export.kernels.launch import launcher, starts_early
 from ostinato.export.kernels.operands import KVCache, Norm, Place
 
-from .block_triton import multiply, score_scale
+from .block_triton import PROGRAMS, normed_and_rotated, pages_of, places_in, score_scale, take
 from .limits import check_attention
 
-# Programs over all key heads: about one for each of an H200's 132 multiprocessors.
-PROGRAMS = 128
-# The slots of one split are a multiple of STEP, so that a few thousand tokens spread evenly, and at least LEAST, so that a
-# short context has few sums to combine.
+# The positions of one split are a multiple of STEP, so that a few thousand tokens spread evenly, and at least LEAST, so that
+# a short context has few sums to combine.
 STEP = 16
 LEAST = 64
 
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """Slots that a program holds at a time, and how the compiler spreads the work over warps and overlaps loads with it."""
+    """Positions that a program holds at a time, and how the compiler spreads work over warps and overlaps loads with it."""
 
     keys: int
     warps: int
@@ -46,8 +44,8 @@ class CombineConfig:
     warps: int
 
 
-# At D = 256 these take 70 and 49 KB of shared memory. In float32 a tile of 16 slots spills 192 bytes per thread; one of 32
-# slots would spill 272.
+# At D = 256 these take 70 and 49 KB of shared memory. In float32 a tile of 16 positions spills 192 bytes per thread;
+# one of 32 would spill 272.
 SPLIT = {
     torch.bfloat16: SplitConfig(keys=64, warps=8, stages=2),
     torch.float32: SplitConfig(keys=16, warps=8, stages=2),
@@ -55,28 +53,33 @@ SPLIT = {
 COMBINE = CombineConfig(width=32, warps=1)
 
 
-def splits_for(kv_heads: int, slots: int) -> int:
-    """Programs that share the slots of one key head: PROGRAMS over all key heads, fewer where each would have under LEAST."""
-    return max(1, min(PROGRAMS // kv_heads, triton.cdiv(slots, LEAST)))
+def splits_for(kv_heads: int, positions: int) -> int:
+    """Programs that share a key head's positions: PROGRAMS over all key heads, fewer where each would have under LEAST."""
+    return max(1, min(PROGRAMS // kv_heads, triton.cdiv(positions, LEAST)))
 
 
 def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KVCache, heads: int) -> Tensor:
-    """See `reference.attend_step`; all tensors contiguous. The cost grows with the position, not with the number of slots.
+    """See `reference.attend_step`; all tensors contiguous. The cost grows with the position, not with a session's pages.
 
-    `place` is read before the kernel ahead has ended, so no marked kernel may write its tensors (rule R2 in
+    `place` and the table are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
     `delegate/graph_nodes.py`).
 
     Raises:
-        ExportError: see `check_attention`; or R is odd or larger than D, or the norms differ in eps.
+        ExportError: see `check_step`.
     """
-    head_dim, rotary = cache.keys.shape[2], place.cos.shape[1]
-    check_attention(heads, cache.keys.shape[0], head_dim, cache.keys.dtype)
+    check_step(q_norm, k_norm, place, cache, heads)
+    norms = q_norm.weight, k_norm.weight, q_norm.eps
+    return _attend_step(qkv, *norms, *place, cache.keys, cache.values, cache.table, heads)
+
+
+def check_step(q_norm: Norm, k_norm: Norm, place: Place, cache: KVCache, heads: int) -> None:
+    """Raises ExportError: see `check_attention`; or R is odd or larger than D, or the norms differ in eps."""
+    head_dim, rotary = cache.keys.shape[3], place.cos.shape[1]
+    check_attention(heads, cache.keys.shape[1], head_dim, cache.keys.dtype)
     if rotary % 2 or rotary > head_dim:
         raise ExportError(f"the attention kernels rotate an even number of a head's {head_dim} elements, got {rotary}")
     if q_norm.eps != k_norm.eps:
         raise ExportError(f"the attention kernels take one eps for both norms, got {q_norm.eps} and {k_norm.eps}")
-    norms = q_norm.weight, k_norm.weight, q_norm.eps
-    return _attend_step(qkv, *norms, place.cos, place.sin, cache.keys, cache.values, place.positions, heads)
 
 
 @torch.library.triton_op("ostinato::attend_step", mutates_args={"keys", "values"})
@@ -85,34 +88,39 @@ def _attend_step(
     q_norm: Tensor,
     k_norm: Tensor,
     eps: float,
+    positions: Tensor,
+    slots: Tensor,
     cos: Tensor,
     sin: Tensor,
     keys: Tensor,
     values: Tensor,
-    positions: Tensor,
+    table: Tensor,
     heads: int,
 ) -> Tensor:
-    kv_heads, slots, head_dim = keys.shape
+    _, kv_heads, page_size, head_dim = keys.shape
     rotary = cos.shape[1]
     group = heads // kv_heads
-    splits = splits_for(kv_heads, slots)
+    splits = splits_for(kv_heads, table.shape[1] * page_size)
     split = SPLIT[keys.dtype]
     sums = torch.empty((splits, heads, head_dim), dtype=torch.float32, device=qkv.device)
-    # The peak and the weight of each sum; after the peaks, the score of the token's own slot.
+    # The peak and the weight of each sum; after the peaks, the score of the token's own position.
     scales = torch.empty((2, splits + 1, heads), dtype=torch.float32, device=qkv.device)
     out = torch.empty((1, heads * head_dim), dtype=keys.dtype, device=qkv.device)
     launcher(attend_split_early)[(kv_heads, splits + 1)](
         qkv,
         q_norm,
         k_norm,
+        positions,
+        slots,
         cos,
         sin,
         keys,
         values,
-        positions,
+        table,
         sums,
         scales,
-        SLOTS=slots,
+        PAGES=table.shape[1],
+        PAGE=page_size,
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
@@ -134,6 +142,7 @@ def _attend_step(
         sums,
         scales,
         positions,
+        slots,
         out,
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -154,14 +163,17 @@ def attend_split_early(
     qkv: tl.tensor,
     q_norm: tl.tensor,
     k_norm: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
-    positions: tl.tensor,
+    table: tl.tensor,
     sums: tl.tensor,
     scales: tl.tensor,
-    SLOTS: tl.constexpr,
+    PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -175,27 +187,36 @@ def attend_split_early(
     KEYS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (key head, split): the key head's queries over the split's part of the earlier slots, not yet normalised.
+    """Program (key head, split): the key head's queries over the split's part of the earlier positions, not yet normalised.
 
-    The last program of a key head takes the token's own slot instead: it writes key and value, and stores their score.
+    The last program of a key head takes the token's own position instead: it writes key and value, and stores their score.
     """
     start_next(EARLY)
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    SIZE: tl.constexpr = KV_HEADS * PAGE * D
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.arange(0, ROWS)
     cell = tl.arange(0, D)[None, :]
     # Norms and angles are loaded once per row of queries, so that they are spread over the threads as the queries are.
     every = tl.zeros([ROWS, D], tl.int32) + cell
-    position = tl.load(positions).to(tl.int32)
+    slot = tl.load(slots)
+    # Padding sees nothing.
+    position = tl.where(slot < 0, 0, tl.load(positions)).to(tl.int32)
+    table += tl.maximum(slot, 0) * PAGES
     share = share_for(position, SPLITS, STEP, LEAST)
     first = split * share
     last = tl.minimum(first + share, position)
     last = tl.where(split < SPLITS, last, first)
-    cache = kv_head.to(tl.int64) * SLOTS * D
-    place, former = tile(first, last, D, KEYS)
-    keys = tl.load(k_cache + cache + place, mask=former, other=0.0)
-    values = tl.load(v_cache + cache + place, mask=former, other=0.0)
+    k_cache += kv_head * PAGE * D
+    v_cache += kv_head * PAGE * D
+    pages = pages_of(table, first, last, PAGE, KEYS, STEP % KEYS == 0)
+    own_page = tl.load(table + position // PAGE).to(tl.int64)
+    place = places_in(pages, first, SIZE, PAGE, D, KEYS)
+    former = (first + tl.arange(0, KEYS) < last)[:, None]
+    keys = tl.load(k_cache + place, mask=former, other=0.0)
+    values = tl.load(v_cache + place, mask=former, other=0.0)
+    pages = pages_of(table, first + KEYS, last, PAGE, KEYS, STEP % KEYS == 0)
     rotated = every < ROTARY
     # Element i is rotated with the element that is ROTARY / 2 after or before it.
     other = tl.where(every < ROTARY // 2, every + ROTARY // 2, every - ROTARY // 2)
@@ -220,9 +241,10 @@ def attend_split_early(
         value = tl.load(qkv + own + KV_HEADS * D + every)
         q = normed_and_rotated(query, other_query, norm, other_norm, cosine, sine, EPS).to(keys.dtype)
         k = normed_and_rotated(key, other_key, norm_of_key, other_norm_of_key, cosine, sine, EPS).to(keys.dtype)
-        new = cache + position * D + every
-        tl.store(k_cache + new, k, mask=(row == 0)[:, None])
-        tl.store(v_cache + new, value.to(values.dtype), mask=(row == 0)[:, None])
+        new = own_page * SIZE + position % PAGE * D + every
+        kept = ((row == 0) & (slot >= 0))[:, None]
+        tl.store(k_cache + new, k, mask=kept)
+        tl.store(v_cache + new, value.to(values.dtype), mask=kept)
         score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * SCALE
         tl.store(scales + at, score, mask=row < GROUP)
     if first < last:
@@ -234,9 +256,12 @@ def attend_split_early(
         first_values = hold(values, EARLY)
         total, weight, peak = take(x, first_keys, first_values, first, last, total, weight, peak, SCALE)
         for begin in range(first + KEYS, last, KEYS):
-            next_place, next_former = tile(begin, last, D, KEYS)
-            next_keys = tl.load(k_cache + cache + next_place, mask=next_former, other=0.0)
-            next_values = tl.load(v_cache + cache + next_place, mask=next_former, other=0.0)
+            next_place = places_in(pages, begin, SIZE, PAGE, D, KEYS)
+            next_former = (begin + tl.arange(0, KEYS) < last)[:, None]
+            next_keys = tl.load(k_cache + next_place, mask=next_former, other=0.0)
+            next_values = tl.load(v_cache + next_place, mask=next_former, other=0.0)
+            # Looked up one block ahead.
+            pages = pages_of(table, begin + KEYS, last, PAGE, KEYS, STEP % KEYS == 0)
             total, weight, peak = take(x, next_keys, next_values, begin, last, total, weight, peak, SCALE)
         tl.store(sums + at[:, None] * D + cell, tl.trans(total), mask=real)
         tl.store(scales + at, peak, mask=row < GROUP)
@@ -249,6 +274,7 @@ def attend_combine_early(
     sums: tl.tensor,
     scales: tl.tensor,
     positions: tl.tensor,
+    slots: tl.tensor,
     out: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -265,7 +291,7 @@ def attend_combine_early(
     head = tl.program_id(0)
     cell = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     split = tl.arange(0, PLACES)
-    position = tl.load(positions).to(tl.int32)
+    position = tl.where(tl.load(slots) < 0, 0, tl.load(positions)).to(tl.int32)
     used = split * share_for(position, SPLITS, STEP, LEAST) < position
     at = split * HEADS + head
 
@@ -287,56 +313,6 @@ def attend_combine_early(
 
 
 @triton.jit
-def tile(start: tl.tensor, end: tl.tensor, D: tl.constexpr, KEYS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """(places of the slots `start` to `start + KEYS` in a key head's cache [KEYS, D], which slots are before `end`)."""
-    slot = start + tl.arange(0, KEYS)
-    return slot[:, None] * D + tl.arange(0, D)[None, :], (slot < end)[:, None]
-
-
-@triton.jit
-def normed_and_rotated(
-    x: tl.tensor,
-    other: tl.tensor,
-    norm: tl.tensor,
-    other_norm: tl.tensor,
-    cosine: tl.tensor,
-    sine: tl.tensor,
-    EPS: tl.constexpr,
-) -> tl.tensor:
-    """RMS norm of each row of x [M, D] and its rotation, float32; `other`: what each element of x is rotated with."""
-    x = x.to(tl.float32)
-    length = tl.rsqrt(tl.sum(x * x, 1) / x.shape[1] + EPS)
-    rotated = x * (1.0 + norm) * cosine + other.to(tl.float32) * (1.0 + other_norm) * sine
-    return rotated * length[:, None]
-
-
-@triton.jit
-def take(
-    query: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    start: tl.tensor,
-    end: tl.tensor,
-    total: tl.tensor,
-    weight: tl.tensor,
-    peak: tl.tensor,
-    SCALE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add keys and values [KEYS, D] of the slots from `start` on to (total [D, M], weight [M], peak [M]).
-
-    Slots from `end` on do not count; their keys and values are zeros. Slot `start` counts. query: [D, M].
-    """
-    KEYS: tl.constexpr = keys.shape[0]
-    scores = multiply(keys, query, tl.zeros([KEYS, query.shape[1]], tl.float32)) * SCALE
-    scores = tl.where((start + tl.arange(0, KEYS) < end)[:, None], scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 0))
-    shrink = tl.exp2(peak - new_peak)
-    shares = tl.exp2(scores - new_peak[None, :])
-    total = tl.dot(tl.trans(values), shares.to(values.dtype), total * shrink[None, :], input_precision="tf32x3")
-    return total, weight * shrink + tl.sum(shares, 0), new_peak
-
-
-@triton.jit
 def hold(x: tl.tensor, EARLY: tl.constexpr) -> tl.tensor:
     """x unchanged. The compiler does nothing with x before this.
 
@@ -352,5 +328,5 @@ def hold(x: tl.tensor, EARLY: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def share_for(tokens: tl.tensor, SPLITS: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr) -> tl.tensor:
-    """Slots of one split: enough that SPLITS of them hold all tokens."""
+    """Positions of one split: enough that SPLITS of them hold all tokens."""
     return tl.maximum(tl.cdiv(tokens, SPLITS * STEP) * STEP, LEAST)

@@ -1,7 +1,7 @@
 // The operator of delta_rule/delta_rule_cpu.py: the recurrence of gated delta-net heads.
 //
-// A column of a head's state, [K, V], depends on no other column. So a task takes LANES columns, which with K = 128 are 8 KB and
-// stay in the first cache, through all tokens one after the other; there is no other form for prompts.
+// A column of a head's state, [K, V], depends on no other column. So a task takes a few of them through all tokens of a run, one after
+// the other; there is no other form for prompts.
 #include "../linear/rows_cpu.h"
 #include "../threads_cpu.h"
 
@@ -9,13 +9,6 @@ namespace ostinato {
 namespace {
 
 float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
-
-// Queries, keys and gates of all tokens, as the recurrence takes them.
-struct Prepared {
-  Scratch<float> queries, keys;  // [rows, key heads, K], of norm K^-0.5 and 1
-  Scratch<float> both;           // [rows, key heads], query times key
-  Scratch<float> decay, write;   // [rows, heads]: exp(g) and beta
-};
 
 // x / |x| * factor.
 void normalize(const Array& x, int64_t size, float factor, float* to) {
@@ -25,106 +18,181 @@ void normalize(const Array& x, int64_t size, float factor, float* to) {
   for (int64_t i = 0; i < size; ++i) to[i] *= scale;
 }
 
+// Blocks of LANES columns that a task has; several need fewer loads of keys and queries for each. Of a prompt two, copied to lie
+// together: with K = 128 they take half of the first cache. Of a SHORT run eight, where they are: what comes from memory comes faster
+// in longer pieces. One token of 32 heads of 128 x 128 takes 160 us, by two blocks 310 us, and 64 tokens take as long by either (one
+// core of an AMD EPYC).
+constexpr int64_t SHORT = 16, WIDE = 2, WIDE_IF_SHORT = 8;
+
+struct DeltaRule {
+  int64_t rows, width, heads, key_heads, key_dim, value_dim;
+  Array mixed, out;
+  const float* norm;
+  float *state, *squares;
+  // As the recurrence takes them.
+  Scratch<float> queries{}, keys{};  // [rows, key heads, K], of norm K^-0.5 and 1
+  Scratch<float> both{};             // [rows, key heads], query times key
+  Scratch<float> decay{}, write{};   // [rows, heads]: exp(g) and beta
+
+  int64_t blocks() const { return (value_dim + LANES - 1) / LANES; }
+  int64_t keys_at() const { return key_heads * key_dim; }
+
+  void reserve() {
+    queries.reserve(rows * keys_at());
+    keys.reserve(rows * keys_at());
+    both.reserve(rows * key_heads);
+    decay.reserve(rows * heads);
+    write.reserve(rows * heads);
+  }
+
+  void prepare(int64_t row, const float* gates, const float* a_log, const float* dt_bias) const {
+    for (int64_t head = 0; head < key_heads; ++head) {
+      float *query = queries + row * keys_at() + head * key_dim, *key = keys + row * keys_at() + head * key_dim;
+      normalize(mixed.from(row * width + head * key_dim), key_dim, 1 / std::sqrt(float(key_dim)), query);
+      normalize(mixed.from(row * width + keys_at() + head * key_dim), key_dim, 1, key);
+      both[row * key_heads + head] = dot(Array{query, false}, Array{key, false}, key_dim);
+    }
+    const float* gate = gates + row * 2 * heads;
+    for (int64_t head = 0; head < heads; ++head) {
+      write[row * heads + head] = 1 / (1 + std::exp(-gate[head]));
+      float g = -std::exp(a_log[head]) * softplus(gate[heads + head] + dt_bias[head]);
+      decay[row * heads + head] = std::exp(g);
+    }
+  }
+
+  // The tokens of a run in COUNT blocks of a head's columns.
+  template <int COUNT>
+  void recur(const Run& run, int64_t head, int64_t block) const {
+    constexpr int64_t COLUMNS = COUNT * LANES;
+    int64_t column = block * LANES, count = std::min(COLUMNS, value_dim - column);
+    Array kept{state + (run.slot * heads + head) * key_dim * value_dim + column, false};
+    auto all = [&](float* s, int64_t stride) {
+      for (int64_t row = run.begin; row < run.end; ++row)
+        step<COUNT>(row, head, block, s, stride, row == run.begin && run.fresh);
+    };
+    if (run.rows() <= SHORT && count == COLUMNS) return all((float*)kept.data, value_dim);
+    Scratch<float> copy(key_dim * COLUMNS);
+    auto for_vectors = [&](const auto& work) {
+      for (int64_t k = 0; k < key_dim; ++k)
+        for (int64_t at = 0; at < count; at += LANES) work(k * value_dim + at, copy + k * COLUMNS + at, count - at);
+    };
+    for_vectors([&](int64_t from, float* to, int64_t lanes) { store(to, kept.load(from, lanes)); });
+    all(copy, COLUMNS);
+    for_vectors([&](int64_t to, float* from, int64_t lanes) { kept.store(to, load(from), lanes); });
+  }
+
+  // One token. `fresh`: the old state counts as zeros, whatever it is.
+  template <int COUNT>
+  void step(int64_t row, int64_t head, int64_t block, float* s, int64_t stride, bool fresh) const {
+    int64_t key_head = head * key_heads / heads, first = row * width + 2 * keys_at() + head * value_dim + block * LANES;
+    const float *query = queries + row * keys_at() + key_head * key_dim, *key = keys + row * keys_at() + key_head * key_dim;
+    Floats fading = broadcast(decay[row * heads + head]), written = broadcast(write[row * heads + head]);
+    Floats predicted[COUNT], found[COUNT], delta[COUNT];
+    for (int i = 0; i < COUNT; ++i) predicted[i] = found[i] = zeros();
+    if (!fresh) look_up<COUNT>(s, stride, key, query, predicted, found);
+    for (int i = 0; i < COUNT; ++i) {
+      Floats value = mixed.load(first + i * LANES, value_dim - block * LANES - i * LANES);
+      delta[i] = (value - predicted[i] * fading) * written;
+    }
+    if (fresh) {
+      for (int64_t k = 0; k < key_dim; ++k)
+        for (int i = 0; i < COUNT; ++i) store(s + k * stride + i * LANES, delta[i] * broadcast(key[k]));
+    } else {
+      for (int64_t k = 0; k < key_dim; ++k) {
+        Floats of_key = broadcast(key[k]);
+#pragma GCC unroll 8
+        for (int i = 0; i < COUNT; ++i) {
+          float* at = s + k * stride + i * LANES;
+          store(at, fma(delta[i], of_key, load(at) * fading));
+        }
+      }
+    }
+    for (int i = 0; i < COUNT; ++i) {
+      int64_t column = (block + i) * LANES, count = value_dim - column;
+      // q^T (S + k delta^T) in place of another pass over the state.
+      Floats o = fma(delta[i], broadcast(both[row * key_heads + key_head]), found[i] * fading);
+      Floats gate = mixed.load(first + heads * value_dim + i * LANES, count);
+      Floats weight = Array{(void*)norm, false}.load(column, count);
+      out.store((row * heads + head) * value_dim + column, o * weight * silu(gate), count);
+      float lanes[LANES], total = 0;
+      store(lanes, o * o);
+      for (int64_t lane = 0; lane < std::min(LANES, count); ++lane) total += lanes[lane];
+      squares[(row * heads + head) * blocks() + block + i] = total;
+    }
+  }
+
+  // predicted += S^T key, found += S^T query.
+  template <int COUNT>
+  void look_up(const float* s, int64_t stride, const float* key, const float* query, Floats* predicted, Floats* found) const {
+    // Sums that do not wait for each other: those of even and those of odd keys, where there are few.
+    constexpr int SUMS = COUNT > WIDE ? 1 : 2;
+    Floats of_key[SUMS][COUNT], of_query[SUMS][COUNT];
+    for (int sum = 0; sum < SUMS; ++sum)
+      for (int i = 0; i < COUNT; ++i) of_key[sum][i] = of_query[sum][i] = zeros();
+    auto add = [&](int64_t k, int sum) {
+      Floats in_key = broadcast(key[k]), in_query = broadcast(query[k]);
+#pragma GCC unroll 8
+      for (int i = 0; i < COUNT; ++i) {
+        Floats values = load(s + k * stride + i * LANES);
+        of_key[sum][i] = fma(values, in_key, of_key[sum][i]);
+        of_query[sum][i] = fma(values, in_query, of_query[sum][i]);
+      }
+    };
+    int64_t k = 0;
+    for (; k + SUMS <= key_dim; k += SUMS)
+      for (int sum = 0; sum < SUMS; ++sum) add(k + sum, sum);
+    if (k < key_dim) add(k, 0);
+    for (int sum = 0; sum < SUMS; ++sum)
+      for (int i = 0; i < COUNT; ++i) {
+        predicted[i] = predicted[i] + of_key[sum][i];
+        found[i] = found[i] + of_query[sum][i];
+      }
+  }
+};
+
 }  // namespace
 
 extern "C" AOTITorchError aoti_torch_cpu_delta_step(AtenTensorHandle mixed_, AtenTensorHandle gates_, AtenTensorHandle a_log_,
                                                     AtenTensorHandle dt_bias_, AtenTensorHandle state_,
-                                                    AtenTensorHandle positions_, AtenTensorHandle norm_, int64_t key_heads,
-                                                    AtenTensorHandle* result, AtenTensorHandle* squares_) {
+                                                    AtenTensorHandle positions, AtenTensorHandle slots_, AtenTensorHandle norm_,
+                                                    int64_t key_heads, AtenTensorHandle* result, AtenTensorHandle* squares_) {
   return guarded("delta_step", [&] {
-    Tensor mixed(mixed_), gates(gates_), state(state_), positions(positions_);
+    Tensor mixed(mixed_), gates(gates_), state(state_), slots(slots_);
     const float *a_log = Tensor(a_log_).as<float>(), *dt_bias = Tensor(dt_bias_).as<float>(), *norm = Tensor(norm_).as<float>();
-    int64_t all = mixed.size(0), rows = length_of(positions), width = mixed.size(1);
-    int64_t heads = state.size(0), key_dim = state.size(1), value_dim = state.size(2);
-    int64_t blocks = (value_dim + LANES - 1) / LANES, sharing = heads / key_heads;
-    int64_t keys_at = key_heads * key_dim, values_at = 2 * keys_at, gate_at = values_at + heads * value_dim;
-    Result made({all, heads * value_dim}, mixed.dtype), made_squares({all * heads, blocks}, aoti_torch_dtype_float32());
-    Array out = made.array();
-    out.clear(rows * heads * value_dim, (all - rows) * heads * value_dim);
-    made_squares.array().clear(rows * heads * blocks, (all - rows) * heads * blocks);
-    float* squares = made_squares.tensor().as<float>();
-    bool fresh = positions.as<int64_t>()[0] == 0;
+    int64_t rows = mixed.size(0), heads = state.size(1), value_dim = state.size(3);
+    std::vector<Run> runs = runs_of(slots, Tensor(positions), state.size(0));
+    int64_t blocks = (value_dim + LANES - 1) / LANES;
+    Result made({rows, heads * value_dim}, mixed.dtype), made_squares({rows * heads, blocks}, aoti_torch_dtype_float32());
+    DeltaRule rule{rows, mixed.size(1), heads, key_heads, state.size(2), value_dim, mixed.array(), made.array(), norm,
+                   state.as<float>(), made_squares.tensor().as<float>()};
+    for_padding(runs, rows, [&](int64_t begin, int64_t end) {
+      rule.out.clear(begin * heads * value_dim, (end - begin) * heads * value_dim);
+      made_squares.array().clear(begin * heads * blocks, (end - begin) * heads * blocks);
+    });
+    rule.reserve();
+    for_tokens(slots, [&](int64_t row) { rule.prepare(row, gates.as<float>(), a_log, dt_bias); });
 
-    Prepared ready;
-    ready.queries.reserve(rows * keys_at);
-    ready.keys.reserve(rows * keys_at);
-    ready.both.reserve(rows * key_heads);
-    ready.decay.reserve(rows * heads);
-    ready.write.reserve(rows * heads);
-    float query_scale = 1 / std::sqrt(float(key_dim));
-    auto prepare = [&](int64_t row) {
-      for (int64_t head = 0; head < key_heads; ++head) {
-        float *query = ready.queries + row * keys_at + head * key_dim, *key = ready.keys + row * keys_at + head * key_dim;
-        normalize(mixed.array().from(row * width + head * key_dim), key_dim, query_scale, query);
-        normalize(mixed.array().from(row * width + keys_at + head * key_dim), key_dim, 1, key);
-        ready.both[row * key_heads + head] = dot(Array{query, false}, Array{key, false}, key_dim);
-      }
-      const float* gate = gates.as<float>() + row * 2 * heads;
-      for (int64_t head = 0; head < heads; ++head) {
-        ready.write[row * heads + head] = 1 / (1 + std::exp(-gate[head]));
-        float g = -std::exp(a_log[head]) * softplus(gate[heads + head] + dt_bias[head]);
-        ready.decay[row * heads + head] = std::exp(g);
-      }
+    struct Part {
+      const Run& run;
+      int64_t block, count;
     };
-    if (rows == 1)
-      prepare(0);
-    else
-      parallel(rows, prepare);
-
-    parallel(heads * blocks, [&](int64_t task) {
-      int64_t head = task / blocks, block = task % blocks, column = block * LANES;
-      int64_t count = std::min(LANES, value_dim - column), key_head = head / sharing;
-      Array kept{state.as<float>() + head * key_dim * value_dim + column, false};
-      // With one token the state is read and written where it is; with more it is copied to lie together.
-      Scratch<float> copy(rows > 1 || count < LANES ? key_dim * LANES : 0);
-      float* s = copy ? (float*)copy : (float*)kept.data;
-      int64_t stride = copy ? LANES : value_dim;
-      if (copy)
-        for (int64_t k = 0; k < key_dim; ++k) store(s + k * LANES, kept.load(k * value_dim, count));
-      Floats weight = Array{(void*)norm, false}.load(column, count);
-      for (int64_t row = 0; row < rows; ++row) {
-        const float* query = ready.queries + row * keys_at + key_head * key_dim;
-        const float* key = ready.keys + row * keys_at + key_head * key_dim;
-        Floats decay = broadcast(ready.decay[row * heads + head]);
-        Floats predicted = zeros(), found = zeros();
-        if (row > 0 || !fresh) {
-          Floats predicted_odd = zeros(), found_odd = zeros();
-          int64_t k = 0;
-          for (; k + 1 < key_dim; k += 2) {
-            Floats even = load(s + k * stride), odd = load(s + (k + 1) * stride);
-            predicted = fma(even, broadcast(key[k]), predicted);
-            found = fma(even, broadcast(query[k]), found);
-            predicted_odd = fma(odd, broadcast(key[k + 1]), predicted_odd);
-            found_odd = fma(odd, broadcast(query[k + 1]), found_odd);
-          }
-          for (; k < key_dim; ++k) {
-            predicted = fma(load(s + k * stride), broadcast(key[k]), predicted);
-            found = fma(load(s + k * stride), broadcast(query[k]), found);
-          }
-          predicted = (predicted + predicted_odd) * decay;
-          found = (found + found_odd) * decay;
-        }
-        Floats value = mixed.array().load(row * width + values_at + head * value_dim + column, count);
-        Floats delta = (value - predicted) * broadcast(ready.write[row * heads + head]);
-        // The old state counts as zeros there, whatever it is.
-        if (row == 0 && fresh)
-          for (int64_t k = 0; k < key_dim; ++k) store(s + k * stride, delta * broadcast(key[k]));
-        else
-          for (int64_t k = 0; k < key_dim; ++k)
-            store(s + k * stride, fma(delta, broadcast(key[k]), load(s + k * stride) * decay));
-        // q^T (S + k delta^T) in place of another pass over the state.
-        Floats o = fma(delta, broadcast(ready.both[row * key_heads + key_head]), found);
-        Floats gate = mixed.array().load(row * width + gate_at + head * value_dim + column, count);
-        out.store(row * heads * value_dim + head * value_dim + column, o * weight * silu(gate), count);
-        float lanes[LANES];
-        store(lanes, o * o);
-        float total = 0;
-        for (int64_t lane = 0; lane < count; ++lane) total += lanes[lane];
-        squares[(row * heads + head) * blocks + block] = total;
+    std::vector<Part> parts;
+    for (const Run& run : runs) {
+      int64_t count = run.rows() <= SHORT ? WIDE_IF_SHORT : WIDE;
+      while (value_dim % (count * LANES) && count > 1) count /= 2;
+      for (int64_t block = 0; block < blocks; block += count) parts.push_back({run, block, count});
+    }
+    // The runs of a head side by side, so that each thread gets some of a long one.
+    int64_t of_head = parts.size();
+    parallel(heads * of_head, [&](int64_t task) {
+      const Part& part = parts[task % of_head];
+      switch (part.count) {
+        case 1: return rule.recur<1>(part.run, task / of_head, part.block);
+        case 2: return rule.recur<2>(part.run, task / of_head, part.block);
+        case 4: return rule.recur<4>(part.run, task / of_head, part.block);
+        default: return rule.recur<WIDE_IF_SHORT>(part.run, task / of_head, part.block);
       }
-      if (copy)
-        for (int64_t k = 0; k < key_dim; ++k) kept.store(k * value_dim, load(s + k * LANES), count);
-    }, rows == 1 ? 2 : 8);
+    }, rows == 1 ? 4 : runs.size() == 1 ? 8 : 32);
     made.give(result);
     made_squares.give(squares_);
   });

@@ -5,23 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Decay
+from ostinato.export.kernels.operands import Decay, Place
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
 _LANES = 16
 
 
 def delta_step(
-    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, positions: Tensor, norm_weight: Tensor, key_heads: int
+    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, place: Place, norm_weight: Tensor, key_heads: int
 ) -> tuple[Tensor, Tensor]:
     """As `reference.delta_step`; each head's sum of squares comes in one part per 16 of its outputs."""
-    out, squares = _delta_step(mixed, gates, decay.a_log, decay.dt_bias, state, positions, norm_weight, key_heads)
+    out, squares = _delta_step(
+        mixed, gates, decay.a_log, decay.dt_bias, state, place.positions, place.slots, norm_weight, key_heads
+    )
     return out, squares
 
 
 @LIBRARY.operator(
-    "delta_step(Tensor mixed, Tensor gates, Tensor a_log, Tensor dt_bias, Tensor(a!) state, Tensor positions, Tensor norm, "
-    "int key_heads) -> (Tensor, Tensor)"
+    "delta_step(Tensor mixed, Tensor gates, Tensor a_log, Tensor dt_bias, Tensor(a!) state, Tensor positions, "
+    "Tensor slots, Tensor norm, int key_heads) -> (Tensor, Tensor)"
 )
 def _delta_step(
     mixed: Tensor,
@@ -30,10 +32,11 @@ def _delta_step(
     dt_bias: Tensor,
     state: Tensor,
     positions: Tensor,
+    slots: Tensor,
     norm: Tensor,
     key_heads: int,
 ) -> tuple[Tensor, Tensor]:
     tokens = mixed.shape[0]
-    heads, _, value_dim = state.shape
+    _, heads, _, value_dim = state.shape
     squares = mixed.new_empty(tokens * heads, (value_dim + _LANES - 1) // _LANES, dtype=torch.float32)
     return mixed.new_empty(tokens, heads * value_dim), squares

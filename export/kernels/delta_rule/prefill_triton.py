@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, launcher
 from ostinato.export.kernels.length_triton import length_of
-from ostinato.export.kernels.operands import Decay
+from ostinato.export.kernels.operands import Decay, Place
 
 from .limits import check_delta_rule
 from .math_triton import multiply_add, split
@@ -85,7 +85,7 @@ def gated_delta_rule(
     b: Tensor,
     decay: Decay,
     state: Tensor,
-    positions: Tensor,
+    place: Place,
     key_heads: int,
     max_tokens: int,
 ) -> Tensor:
@@ -97,9 +97,9 @@ def gated_delta_rule(
     Raises:
         ExportError: see `check_delta_rule`.
     """
-    heads, key_dim, value_dim = state.shape
+    _, heads, key_dim, value_dim = state.shape
     check_delta_rule(key_heads, heads, key_dim, value_dim)
-    return _gated_delta_rule(mixed, a, b, decay.a_log, decay.dt_bias, state, positions, key_heads)
+    return _gated_delta_rule(mixed, a, b, decay.a_log, decay.dt_bias, state, place.positions, place.slots, key_heads)
 
 
 @torch.library.triton_op("ostinato::gated_delta_rule", mutates_args={"state"})
@@ -111,10 +111,11 @@ def _gated_delta_rule(
     dt_bias: Tensor,
     state: Tensor,
     positions: Tensor,
+    slots: Tensor,
     key_heads: int,
 ) -> Tensor:
     """For T tokens, T symbolic; returns [T, H, V]."""
-    heads, key_dim, value_dim = state.shape
+    _, heads, key_dim, value_dim = state.shape
     tokens = mixed.shape[0]
     chunks = (tokens + CHUNK - 1) // CHUNK
     rows = chunks * CHUNK
@@ -160,6 +161,7 @@ def _gated_delta_rule(
         factors,
         state,
         positions,
+        slots,
         out,
         tokens,
         rows,
@@ -186,6 +188,7 @@ def scan_kernel(
     factors: tl.tensor,
     state: tl.tensor,
     positions: tl.tensor,
+    slots: tl.tensor,
     out: tl.tensor,
     tokens: tl.tensor,
     padded: tl.tensor,
@@ -208,7 +211,8 @@ def scan_kernel(
     keys = tl.arange(0, K)
     values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.arange(0, CHUNK)
-    cells = state + head * K * V + keys[None, :] * V + values[:, None]
+    slot = tl.load(slots)
+    cells = state + (tl.maximum(slot, 0) * HEADS + head) * K * V + keys[None, :] * V + values[:, None]
     s = tl.load(cells)
     s = tl.where(tl.load(positions) == 0, 0.0, s)
     q_factors = factors + head * padded
@@ -244,4 +248,4 @@ def scan_kernel(
         k_cells = mixed + rows[:, None] * MIXED_STRIDE + (KEY_HEADS + key_head) * K + keys[None, :]
         k = tl.load(k_cells, mask=inside[:, None], other=0.0)
         s = multiply_add(new * k_factor[None, :], k, s * decay)
-    tl.store(cells, s)
+    tl.store(cells, s, mask=slot >= 0)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Decay, is_padding
+from ostinato.export.kernels.operands import Decay, Place, is_padding, runs_of
 
 CHUNK = 64
 # The largest matrix that is cheaper to invert whole than in blocks: smaller products take no less time.
@@ -30,11 +30,11 @@ def gated_delta_rule(
     b: Tensor,
     decay: Decay,
     state: Tensor,
-    positions: Tensor,
+    place: Place,
     key_heads: int,
     max_tokens: int,
 ) -> Tensor:
-    """The delta rule of a gated delta-net layer, from the convolution's output to the heads' outputs.
+    """The delta rule of a gated delta-net layer for a prompt, from the convolution's output to the heads' outputs.
 
     Queries and keys are L2-normalised, queries scaled by K ** -0.5; g is `decay` of a, `beta = sigmoid(b)`. Value head h
     takes key head h // (value heads / key heads).
@@ -43,17 +43,18 @@ def gated_delta_rule(
         mixed: [T, key_heads K + key_heads K + H V]: q, k and v side by side, after the convolution and its SiLU.
         a, b: [T, H], the gates' projections; like `mixed`, possibly columns of a wider tensor.
         decay: of H heads.
-        state: [H, K, V] float32, written in place: the state after the last token.
-        positions: [T] int64, as in `Place`; where the first is 0 the old state counts as zeros.
+        state: [slots, H, K, V] float32; the prompt's slot is written in place: the state after the last token.
+        place: of one run, and perhaps padding behind it; where it begins at 0 the old state counts as zeros.
         key_heads: how many key heads.
         max_tokens: upper bound of T, known when the graph is made.
 
     Returns:
         [T, H, V] in mixed's dtype.
     """
-    heads, key_dim, value_dim = state.shape
-    tokens = mixed.shape[0]
-    before = torch.where(positions[0] == 0, torch.zeros_like(state), state)
+    _, heads, key_dim, value_dim = state.shape
+    tokens, positions, slot = mixed.shape[0], place.positions, place.slots[:1]
+    before = state.index_select(0, slot)[0]
+    before = torch.where(positions[0] == 0, torch.zeros_like(before), before)
     q, k, v = mixed.float().split((key_heads * key_dim, key_heads * key_dim, heads * value_dim), dim=1)
     q = _key_heads(q, key_dim, heads // key_heads) * key_dim**-0.5
     k = _key_heads(k, key_dim, heads // key_heads)
@@ -69,14 +70,14 @@ def gated_delta_rule(
         k, v = k.masked_fill(padding[:, None], 0), v.masked_fill(padding[:, None], 0)
         g, beta = g.masked_fill(padding, 0), beta.masked_fill(padding, 0)
         out, after = chunked_gated_delta_rule(q, k, v, g, beta, before, max_tokens)
-    state.copy_(after)
+    state.index_copy_(0, slot, after.unsqueeze(0))
     return out.transpose(0, 1).to(mixed.dtype)
 
 
 def delta_step(
-    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, positions: Tensor, norm_weight: Tensor, key_heads: int
+    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, place: Place, norm_weight: Tensor, key_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule`, and the gated norm except for its division by each head's root mean square.
+    """`gated_delta_rule` of any runs, and the gated norm except for its division by each head's root mean square.
 
     That division is one factor per head, which the product behind it applies, from `squares`.
 
@@ -84,8 +85,8 @@ def delta_step(
         mixed: [T, 2 key_heads K + 2 H V]: q, k, v after the convolution and its SiLU, and z, the norm's gate.
         gates: [T, 2 H] float32: b, then a.
         decay: of H heads.
-        state: [H, K, V] float32, written in place.
-        positions: [T] int64, as in `Place`; where the first is 0 the old state counts as zeros.
+        state: [slots, H, K, V] float32, written in place where the slots have rows.
+        place: of the rows; where a run begins at 0 its old state counts as zeros.
         norm_weight: [V] float32, no offset.
         key_heads: how many key heads.
 
@@ -94,10 +95,15 @@ def delta_step(
         that of o^2).
     """
     tokens = mixed.shape[0]
-    heads, _, value_dim = state.shape
+    _, heads, _, value_dim = state.shape
     qkv, z = mixed.split((mixed.shape[1] - heads * value_dim, heads * value_dim), dim=1)
     b, a = gates.chunk(2, dim=1)
-    o = gated_delta_rule(qkv, a, b, decay, state, positions, key_heads, max_tokens=tokens).float()
+    o = mixed.new_zeros(tokens, heads, value_dim, dtype=torch.float32)
+    for _, rows in runs_of(place.slots):
+        here = Place(*(values[rows] for values in place))
+        o[rows] = gated_delta_rule(
+            qkv[rows], a[rows], b[rows], decay, state, here, key_heads, max_tokens=tokens
+        ).float()
     out = o * norm_weight.float() * F.silu(z.float()).unflatten(1, (heads, value_dim))
     return out.reshape(tokens, -1).to(mixed.dtype), o.square().sum(-1).view(-1, 1)
 

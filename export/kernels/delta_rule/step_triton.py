@@ -10,11 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import launcher, starts_early
-from ostinato.export.kernels.operands import Decay
+from ostinato.export.kernels.launch import is_one, launcher, starts_early
+from ostinato.export.kernels.operands import Decay, Place
 
 from .limits import check_delta_rule
 from .math_triton import inverse_length, log_decay, write_strength
+from .rows_triton import delta_rows
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,23 @@ CONFIG = DeltaConfig(values=8, warps=1)
 
 
 def delta_step(
-    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, positions: Tensor, norm_weight: Tensor, key_heads: int
+    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, place: Place, norm_weight: Tensor, key_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.delta_step`; all tensors contiguous, P = V / CONFIG.values.
+    """See `reference.delta_step`; one row, or as `rows_triton.delta_rows`; all tensors contiguous, P = V / CONFIG.values.
 
-    Positions are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
+    Positions and slots are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
     `delegate/graph_nodes.py`).
 
     Raises:
         ExportError: see `check_delta_rule`.
     """
-    heads, key_dim, value_dim = state.shape
+    _, heads, key_dim, value_dim = state.shape
     check_delta_rule(key_heads, heads, key_dim, value_dim)
-    return _delta_step(mixed, gates, decay.a_log, decay.dt_bias, state, positions, norm_weight, key_heads)
+    if not is_one(mixed.shape[0]):
+        return delta_rows(mixed, gates, decay, state, place, norm_weight, key_heads)
+    return _delta_step(
+        mixed, gates, decay.a_log, decay.dt_bias, state, place.positions, place.slots, norm_weight, key_heads
+    )
 
 
 @torch.library.triton_op("ostinato::delta_step", mutates_args={"state"})
@@ -57,10 +62,11 @@ def _delta_step(
     dt_bias: Tensor,
     state: Tensor,
     positions: Tensor,
+    slots: Tensor,
     norm_weight: Tensor,
     key_heads: int,
 ) -> tuple[Tensor, Tensor]:
-    heads, key_dim, value_dim = state.shape
+    _, heads, key_dim, value_dim = state.shape
     blocks = value_dim // CONFIG.values
     out = torch.empty((1, heads * value_dim), dtype=mixed.dtype, device=mixed.device)
     squares = torch.empty((heads, blocks), dtype=torch.float32, device=mixed.device)
@@ -71,6 +77,7 @@ def _delta_step(
         dt_bias,
         state,
         positions,
+        slots,
         norm_weight,
         out,
         squares,
@@ -93,6 +100,7 @@ def delta_step_early(
     dt_bias: tl.tensor,
     state: tl.tensor,
     positions: tl.tensor,
+    slots: tl.tensor,
     norm_weight: tl.tensor,
     out: tl.tensor,
     squares: tl.tensor,
@@ -109,7 +117,8 @@ def delta_step_early(
     key_head = head // (HEADS // KEY_HEADS)
     keys = tl.arange(0, K)
     values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    cells = state + head * K * V + keys[:, None] * V + values[None, :]
+    slot = tl.load(slots)
+    cells = state + (tl.maximum(slot, 0) * HEADS + head) * K * V + keys[:, None] * V + values[None, :]
     # The state is read even where position 0 discards it: to look at the position first would be to wait for memory twice.
     before = tl.load(cells)
     position = tl.load(positions)
@@ -139,7 +148,7 @@ def delta_step_early(
     k_length = inverse_length(tl.sum(k * k, 0))
     predicted = tl.sum(before * k[:, None], 0) * (decay * k_length)
     delta = (v.to(tl.float32) - predicted) * (write_strength(b) * k_length)
-    tl.store(cells, before * decay + k[:, None] * delta[None, :])
+    tl.store(cells, before * decay + k[:, None] * delta[None, :], mask=slot >= 0)
     o = (tl.sum(before * q[:, None], 0) * decay + tl.sum(q * k, 0) * delta) * q_length
     tl.store(out + place, (o * norm * z * tl.sigmoid(z)).to(out.dtype.element_ty))
     tl.store(squares + head * tl.num_programs(0) + tl.program_id(0), tl.sum(o * o, 0))

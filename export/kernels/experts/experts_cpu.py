@@ -41,14 +41,22 @@ def _route_logits(x: Tensor, norm: Tensor, eps: float, gate: Tensor, shared_gate
     return x.new_empty(x.shape[0], gate.shape[0] + (0 if shared_gate is None else 1))
 
 
-def experts_gate_up(x: Tensor, norm: Norm, logits: Tensor, top_k: int, routed: Weight, shared: Weight | None) -> Tensor:
-    """As `reference.experts_gate_up`."""
-    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *_tensors(routed), *_tensors(shared))
+def experts_gate_up(
+    x: Tensor,
+    norm: Norm,
+    logits: Tensor,
+    top_k: int,
+    routed: Weight,
+    shared: Weight | None,
+    slots: Tensor | None = None,
+) -> Tensor:
+    """As `reference.experts_gate_up`; rows whose slot is negative reach no routed expert."""
+    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *_tensors(routed), *_tensors(shared), slots)
 
 
 @LIBRARY.operator(
     "experts_gate_up(Tensor x, Tensor norm, float eps, Tensor logits, int top_k, Tensor values, Tensor? scale, "
-    "Tensor? shared_values, Tensor? shared_scale) -> Tensor"
+    "Tensor? shared_values, Tensor? shared_scale, Tensor? slots) -> Tensor"
 )
 def _experts_gate_up(
     x: Tensor,
@@ -60,21 +68,28 @@ def _experts_gate_up(
     scale: Tensor | None,
     shared_values: Tensor | None,
     shared_scale: Tensor | None,
+    slots: Tensor | None,
 ) -> Tensor:
     shared = 0 if shared_values is None else shared_values.shape[0] // 2
     return x.new_empty(x.shape[0], top_k * (values.shape[1] // 2) + shared)
 
 
 def experts_down(
-    hidden: Tensor, logits: Tensor, top_k: int, routed: Weight, shared: Weight | None, residual: Tensor
+    hidden: Tensor,
+    logits: Tensor,
+    top_k: int,
+    routed: Weight,
+    shared: Weight | None,
+    residual: Tensor,
+    slots: Tensor | None = None,
 ) -> Tensor:
-    """As `reference.experts_down`."""
-    return _experts_down(hidden, logits, top_k, *_tensors(routed), *_tensors(shared), residual)
+    """As `reference.experts_down`; `slots` as for `experts_gate_up`."""
+    return _experts_down(hidden, logits, top_k, *_tensors(routed), *_tensors(shared), residual, slots)
 
 
 @LIBRARY.operator(
     "experts_down(Tensor hidden, Tensor logits, int top_k, Tensor values, Tensor? scale, Tensor? shared_values, "
-    "Tensor? shared_scale, Tensor residual) -> Tensor"
+    "Tensor? shared_scale, Tensor residual, Tensor? slots) -> Tensor"
 )
 def _experts_down(
     hidden: Tensor,
@@ -85,8 +100,26 @@ def _experts_down(
     shared_values: Tensor | None,
     shared_scale: Tensor | None,
     residual: Tensor,
+    slots: Tensor | None,
 ) -> Tensor:
     return torch.empty_like(residual)
+
+
+def sparse_moe(
+    x: Tensor,
+    norm: Norm,
+    gate: Tensor,
+    shared_gate: Tensor | None,
+    top_k: int,
+    routed: ExpertWeights,
+    shared: ExpertWeights | None,
+    slots: Tensor | None,
+) -> Tensor:
+    """As `reference.sparse_moe`; rows of padding get the shared expert alone."""
+    gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
+    logits = route_logits(x, norm, gate, shared_gate)
+    hidden = experts_gate_up(x, norm, logits, top_k, routed.gate_up, gate_up, slots)
+    return experts_down(hidden, logits, top_k, routed.down, down, x, slots)
 
 
 def _tensors(weight: Weight | None) -> tuple[Tensor | None, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Routing and the experts, in plain PyTorch: by themselves, and in a step as three operations.
+"""Routing and the experts, in plain PyTorch: by themselves, and in a step as three operations or as one.
 
 In a step the norm ahead of the experts and the residual addition behind them are part of the operations. Any floating dtype
 is taken: in float64 these are what the kernels are tested against.
@@ -10,23 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight, is_padding
+from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
 
 
-def route(logits: Tensor, top_k: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, top_k: int, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax over all experts in float32, the k largest, scaled to sum to one.
 
     Args:
         logits: [T, E], any floating dtype.
         top_k: experts per token.
-        positions: [T] int64, as in `Place`.
+        slots: [T] int64, as in `Place`.
 
     Returns:
         (weights [T, k] float32, expert indices [T, k], an integer dtype). Rows that are padding reach no expert: their index
         is E.
     """
     weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
-    chosen = chosen.masked_fill(is_padding(positions)[:, None], logits.shape[1])
+    chosen = chosen.masked_fill((slots < 0)[:, None], logits.shape[1])
     return weights / weights.sum(-1, keepdim=True), chosen
 
 
@@ -124,6 +124,36 @@ def experts_down(
         product = hidden[:, top_k * inner :] @ shared.dequantized(dtype).t()
         out = out + logits[:, -1:].float().sigmoid().to(dtype) * product
     return residual + out
+
+
+def sparse_moe(
+    x: Tensor,
+    norm: Norm,
+    gate: Tensor,
+    shared_gate: Tensor | None,
+    top_k: int,
+    routed: ExpertWeights,
+    shared: ExpertWeights | None,
+    slots: Tensor | None,
+) -> Tensor:
+    """A layer's mixture of experts in a step: the three operations after each other.
+
+    Args:
+        x: [T, H], the residual stream.
+        norm, gate, shared_gate: as for `route_logits`.
+        top_k: experts per token.
+        routed: of E experts.
+        shared: the shared expert's, or None.
+        slots: [T] int64; a row whose slot is negative is padding: it needs no expert, and what it gives means nothing. None
+            if there is no such row.
+
+    Returns:
+        [T, H] in x's dtype: x and what the experts give for the normed x.
+    """
+    gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
+    logits = route_logits(x, norm, gate, shared_gate)
+    hidden = experts_gate_up(x, norm, logits, top_k, routed.gate_up, gate_up)
+    return experts_down(hidden, logits, top_k, routed.down, down, x)
 
 
 def _largest(logits: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor]:

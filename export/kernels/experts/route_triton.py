@@ -9,23 +9,22 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.launch import launcher
-from ostinato.export.kernels.length_triton import length_of
 
 
-def route(logits: Tensor, top_k: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, top_k: int, slots: Tensor) -> tuple[Tensor, Tensor]:
     """See `reference.route`; indices are int32, in order of falling weight, the lower index first where logits are equal."""
-    weights, chosen = _route(logits.contiguous(), top_k, positions)
+    weights, chosen = _route(logits.contiguous(), top_k, slots)
     return weights, chosen
 
 
 @torch.library.triton_op("ostinato::route", mutates_args={})
-def _route(logits: Tensor, top_k: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _route(logits: Tensor, top_k: int, slots: Tensor) -> tuple[Tensor, Tensor]:
     tokens, count = logits.shape
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     padded = max(32, triton.next_power_of_2(count))
     launcher(_route_kernel)[(tokens,)](
-        logits, positions, weights, chosen, tokens, count, padded, top_k, triton.next_power_of_2(top_k), num_warps=1
+        logits, slots, weights, chosen, count, padded, top_k, triton.next_power_of_2(top_k), num_warps=1
     )
     return weights, chosen
 
@@ -33,10 +32,9 @@ def _route(logits: Tensor, top_k: int, positions: Tensor) -> tuple[Tensor, Tenso
 @triton.jit
 def _route_kernel(
     logits,
-    positions,
+    slots,
     weights,
     chosen,
-    tokens,
     EXPERTS: tl.constexpr,
     PADDED: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -63,5 +61,5 @@ def _route_kernel(
     shares = tl.where(place < TOP_K, tl.exp(best_values - largest), 0.0)
     shares = shares / tl.sum(shares, 0)
     tl.store(weights + token * TOP_K + place, shares, mask=place < TOP_K)
-    best_experts = tl.where(token < length_of(positions, tokens), best_experts, EXPERTS)
+    best_experts = tl.where(tl.load(slots + token) >= 0, best_experts, EXPERTS)
     tl.store(chosen + token * TOP_K + place, best_experts, mask=place < TOP_K)

@@ -64,17 +64,23 @@ def load_keys(logits, EXPERTS: tl.constexpr, CACHE: tl.constexpr):
     keys = ()
     for start in tl.static_range(0, EXPERTS, LANES):
         expert = start + tl.arange(0, LANES)
-        # Adding 0 turns -0 into 0.
-        value = tl.load(logits + expert, mask=expert < EXPERTS, other=0.0, cache_modifier=CACHE).to(tl.float32) + 0.0
-        bits = value.to(tl.int32, bitcast=True)
-        if logits.dtype.element_ty == tl.bfloat16:
-            bits ^= ((bits >> 31) & 0x7FFF0000) | -0x80000000
-            key = (bits | (0xFFFF - expert)).to(tl.uint32, bitcast=True)
-        else:
-            bits ^= (bits >> 31) | -0x80000000
-            key = (bits.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | (0xFFFF - expert).to(tl.uint64)
-        keys = keys + (tl.where(expert < EXPERTS, key, 0),)  # type: ignore[assignment]  # noqa: RUF005
+        value = tl.load(logits + expert, mask=expert < EXPERTS, other=0.0, cache_modifier=CACHE)
+        keys = keys + (tl.where(expert < EXPERTS, key_of(value, expert), 0),)  # type: ignore[assignment]  # noqa: RUF005
     return keys
+
+
+@triton.jit
+def key_of(value, expert):
+    """The key of an expert with the logit `value`, as `load_keys` says."""
+    # Adding 0 turns -0 into 0.
+    bits = (value.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
+    if value.dtype == tl.bfloat16:
+        bits ^= ((bits >> 31) & 0x7FFF0000) | -0x80000000
+        key = (bits | (0xFFFF - expert)).to(tl.uint32, bitcast=True)
+    else:
+        bits ^= (bits >> 31) | -0x80000000
+        key = (bits.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | (0xFFFF - expert).to(tl.uint64)
+    return key
 
 
 @triton.jit

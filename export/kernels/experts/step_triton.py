@@ -19,7 +19,7 @@ from ostinato.export.formats import SPAN
 from ostinato.export.kernels.launch import launcher, pointers, starts_early
 from ostinato.export.kernels.linear.limits import check_weight
 from ostinato.export.kernels.linear.step_triton import tile_constants, units_per_lane
-from ostinato.export.kernels.operands import Norm, Weight
+from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
 
 from .limits import check_experts
 from .step_kernels_triton import experts_down_early, experts_gate_up_early
@@ -113,8 +113,8 @@ def experts_gate_up(x: Tensor, norm: Norm, logits: Tensor, top_k: int, routed: W
         ExportError: see `check_experts` and `check_weight`; or a shared expert that does not match.
     """
     inner = 0 if shared is None else shared.rows // 2
-    _check(routed, shared, x.dtype, (x.shape[1], routed.rows // 2, inner), top_k)
-    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *_tensors(routed, shared))
+    check_weights(routed, shared, x.dtype, (x.shape[1], routed.rows // 2, inner), top_k)
+    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *weight_tensors(routed, shared))
 
 
 @torch.library.triton_op("ostinato::experts_gate_up", mutates_args={})
@@ -140,7 +140,7 @@ def _experts_gate_up(
         x,
         norm_weight,
         logits,
-        *_pointers(gate_up, gate_up_scale, shared_gate_up, shared_gate_up_scale),
+        *weight_pointers(gate_up, gate_up_scale, shared_gate_up, shared_gate_up_scale),
         hidden,
         EPS=eps,
         SIZE=size,
@@ -166,8 +166,8 @@ def experts_down(
         ExportError: see `check_experts` and `check_weight`; or a shared expert that does not match.
     """
     inner = 0 if shared is None else shared.columns
-    _check(routed, shared, residual.dtype, (routed.rows, routed.columns, inner), top_k)
-    return _experts_down(hidden, logits, top_k, *_tensors(routed, shared), residual)
+    check_weights(routed, shared, residual.dtype, (routed.rows, routed.columns, inner), top_k)
+    return _experts_down(hidden, logits, top_k, *weight_tensors(routed, shared), residual)
 
 
 @torch.library.triton_op("ostinato::experts_down", mutates_args={})
@@ -194,7 +194,7 @@ def _experts_down(
     launcher(experts_down_early)[(size // rows,)](
         hidden,
         logits,
-        *_pointers(down, down_scale, shared_down, shared_down_scale),
+        *weight_pointers(down, down_scale, shared_down, shared_down_scale),
         residual,
         out,
         SIZE=size,
@@ -210,8 +210,25 @@ def _experts_down(
     return out
 
 
-def _tensors(routed: Weight, shared: Weight | None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Values and scale of both."""
+def sparse_moe(
+    x: Tensor,
+    norm: Norm,
+    gate: Tensor,
+    shared_gate: Tensor | None,
+    top_k: int,
+    routed: ExpertWeights,
+    shared: ExpertWeights | None,
+    slots: Tensor | None,
+) -> Tensor:
+    """See `reference.sparse_moe`; for one row, in three kernels."""
+    gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
+    logits = route_logits(x, norm, gate, shared_gate)
+    hidden = experts_gate_up(x, norm, logits, top_k, routed.gate_up, gate_up)
+    return experts_down(hidden, logits, top_k, routed.down, down, x)
+
+
+def weight_tensors(routed: Weight, shared: Weight | None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Values and scale of both: what an operator of torch takes in their place."""
     return (
         (routed.values, routed.scale, None, None)
         if shared is None
@@ -219,7 +236,7 @@ def _tensors(routed: Weight, shared: Weight | None) -> tuple[Tensor, Tensor | No
     )
 
 
-def _pointers(
+def weight_pointers(
     values: Tensor, scale: Tensor | None, shared: Tensor | None, shared_scale: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Without a shared expert the routed ones' twice, for both are compiled: their types must be equal."""
@@ -227,7 +244,9 @@ def _pointers(
     return *routed, *(routed if shared is None else pointers(shared, shared_scale))
 
 
-def _check(routed: Weight, shared: Weight | None, dtype: torch.dtype, sizes: tuple[int, int, int], top_k: int) -> None:
+def check_weights(
+    routed: Weight, shared: Weight | None, dtype: torch.dtype, sizes: tuple[int, int, int], top_k: int
+) -> None:
     """`sizes`: H, the routed experts' inner size and the shared one's. Raises ExportError."""
     size, inner, shared_inner = sizes
     check_experts(size, inner, routed.values.shape[0], top_k, routed.group_size)

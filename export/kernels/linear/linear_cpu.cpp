@@ -20,15 +20,14 @@ Floats plus(Floats x, const Tensor& bias, int64_t column, int64_t count) {
   return bias ? x + bias.array().load(column, count) : x;
 }
 
-// The last inputs of a causal depthwise convolution, [width - 1, channels], and its weight.
+// A causal depthwise convolution: its weight, and the last inputs of each session, [slots, width - 1, channels].
 struct Convolution {
   const Array weight, state;
   const int64_t channels, width;
-  const bool fresh;
 
   // Inputs of `count` channels from `channel` on stand in y, [rows, stride]: put the SiLU of their convolution there, and move
-  // the state on.
-  void apply(const Array& y, int64_t rows, int64_t stride, int64_t channel, int64_t count) const {
+  // the states on.
+  void apply(const Array& y, const std::vector<Run>& runs, int64_t stride, int64_t channel, int64_t count) const {
     int64_t behind = width - 1;
     Floats few[2 * USUAL_WIDTH];
     Scratch<Floats> many(width > USUAL_WIDTH ? 2 * width : 0);
@@ -38,15 +37,18 @@ struct Convolution {
       for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = weight[(channel + lane) * width + tap];
       taps[tap] = load(lanes);
     }
-    for (int64_t i = 0; i < behind; ++i) window[i] = fresh ? zeros() : state.load(i * channels + channel, count);
-    for (int64_t row = 0; row < rows; ++row) {
-      window[behind] = y.load(row * stride + channel, count);
-      Floats mixed = zeros();
-      for (int64_t tap = 0; tap < width; ++tap) mixed = fma(window[tap], taps[tap], mixed);
-      y.store(row * stride + channel, silu(mixed), count);
-      for (int64_t i = 0; i < behind; ++i) window[i] = window[i + 1];
+    for (const Run& run : runs) {
+      Array kept = state.from(run.slot * behind * channels + channel);
+      for (int64_t i = 0; i < behind; ++i) window[i] = run.fresh ? zeros() : kept.load(i * channels, count);
+      for (int64_t row = run.begin; row < run.end; ++row) {
+        window[behind] = y.load(row * stride + channel, count);
+        Floats mixed = zeros();
+        for (int64_t tap = 0; tap < width; ++tap) mixed = fma(window[tap], taps[tap], mixed);
+        y.store(row * stride + channel, silu(mixed), count);
+        for (int64_t i = 0; i < behind; ++i) window[i] = window[i + 1];
+      }
+      for (int64_t i = 0; i < behind; ++i) kept.store(i * channels, window[i], count);
     }
-    for (int64_t i = 0; i < behind; ++i) state.store(i * channels + channel, window[i], count);
   }
 
   static constexpr int64_t USUAL_WIDTH = 8;
@@ -91,28 +93,28 @@ extern "C" AOTITorchError aoti_torch_cpu_norm_swiglu(AtenTensorHandle x_, AtenTe
 extern "C" AOTITorchError aoti_torch_cpu_norm_linear_conv(AtenTensorHandle x_, AtenTensorHandle norm_, double eps,
                                                           AtenTensorHandle values, AtenTensorHandle* scale,
                                                           AtenTensorHandle gates_, AtenTensorHandle conv_,
-                                                          AtenTensorHandle state_, AtenTensorHandle positions_,
-                                                          AtenTensorHandle* mixed, AtenTensorHandle* gated) {
+                                                          AtenTensorHandle state_, AtenTensorHandle positions,
+                                                          AtenTensorHandle slots, AtenTensorHandle* mixed,
+                                                          AtenTensorHandle* gated) {
   return guarded("norm_linear_conv", [&] {
-    Tensor x(x_), norm(norm_), taps(conv_), state(state_), positions(positions_);
+    Tensor x(x_), norm(norm_), taps(conv_), state(state_);
     Weight weight{Tensor(values), Tensor(scale)}, gates{Tensor(gates_), Tensor()};
-    int64_t rows = x.size(0), columns = weight.rows, channels = state.size(1);
+    int64_t rows = x.size(0), columns = weight.rows, channels = state.size(2);
     Result made_mixed({rows, columns}, x.dtype), made_gated({rows, gates.rows}, aoti_torch_dtype_float32());
     Array out = made_mixed.array(), gate_out = made_gated.array();
-    bool fresh = positions.as<int64_t>()[0] == 0;
-    int64_t length = length_of(positions);
-    Convolution conv{taps.array(), state.array(), channels, taps.size(-1), fresh};
+    std::vector<Run> runs = runs_of(Tensor(slots), Tensor(positions), state.size(0));
+    Convolution conv{taps.array(), state.array(), channels, taps.size(-1)};
     bool at_once = rows == 1;
     multiply(weight, normed(weight, x, norm, eps), [&](int64_t row, int64_t column, Floats y, int64_t count) {
       out.store(row * columns + column, y, count);
-      if (at_once && column < channels) conv.apply(out, 1, columns, column, std::min(count, channels - column));
+      if (at_once && column < channels) conv.apply(out, runs, columns, column, std::min(count, channels - column));
     });
     if (!at_once) {
       constexpr int64_t TOGETHER = 4 * LANES;
       parallel((channels + TOGETHER - 1) / TOGETHER, [&](int64_t task) {
         int64_t end = std::min(channels, (task + 1) * TOGETHER);
         for (int64_t channel = task * TOGETHER; channel < end; channel += LANES)
-          conv.apply(out, length, columns, channel, std::min(LANES, end - channel));
+          conv.apply(out, runs, columns, channel, std::min(LANES, end - channel));
       });
     }
     multiply(gates, normed(gates, x, norm, eps), [&](int64_t row, int64_t column, Floats y, int64_t count) {

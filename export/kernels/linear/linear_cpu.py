@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Weight
+from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Place, Weight
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
 
@@ -36,18 +36,27 @@ def _norm_swiglu(
 
 
 def norm_linear_conv(
-    x: Tensor, norm: Norm, weight: Weight, gates: Tensor, conv: Convolution, positions: Tensor
+    x: Tensor, norm: Norm, weight: Weight, gates: Tensor, conv: Convolution, place: Place
 ) -> tuple[Tensor, Tensor]:
     """As `reference.norm_linear_conv`; `gates` is in panels too."""
     mixed, gated = _norm_linear_conv(
-        x, norm.weight, norm.eps, weight.values, weight.scale, gates, conv.weight, conv.state, positions
+        x,
+        norm.weight,
+        norm.eps,
+        weight.values,
+        weight.scale,
+        gates,
+        conv.weight,
+        conv.state,
+        place.positions,
+        place.slots,
     )
     return mixed, gated
 
 
 @LIBRARY.operator(
     "norm_linear_conv(Tensor x, Tensor norm, float eps, Tensor values, Tensor? scale, Tensor gates, Tensor taps, "
-    "Tensor(a!) state, Tensor positions) -> (Tensor, Tensor)"
+    "Tensor(a!) state, Tensor positions, Tensor slots) -> (Tensor, Tensor)"
 )
 def _norm_linear_conv(
     x: Tensor,
@@ -59,6 +68,7 @@ def _norm_linear_conv(
     taps: Tensor,
     state: Tensor,
     positions: Tensor,
+    slots: Tensor,
 ) -> tuple[Tensor, Tensor]:
     tokens = x.shape[0]
     return x.new_empty(tokens, values.shape[0]), x.new_empty(tokens, gates.shape[0], dtype=torch.float32)

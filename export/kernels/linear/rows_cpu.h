@@ -1,16 +1,66 @@
-// What stands before a product: rows of activations as floats, normed on the way; and how many of the rows are tokens.
+// What stands before a product: rows of activations as floats, normed on the way; and whose rows they are.
 #pragma once
 
-#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "../tensors_cpu.h"
+#include "../threads_cpu.h"
 
 namespace ostinato {
 
-// The others are padding and repeat the last token's position (`length_of` in operands.py).
-inline int64_t length_of(const Tensor& positions) {
-  const int64_t *at = positions.as<int64_t>(), rows = positions.size(0);
-  return std::max<int64_t>(1, std::min(rows, at[rows - 1] - at[0] + 1));
+// Neighbouring rows of one slot: tokens of one session, at consecutive positions (`Place` in operands.py).
+struct Run {
+  int64_t slot, begin, end;
+  bool fresh;  // it begins a sequence: the slot's state counts as zeros
+
+  int64_t rows() const { return end - begin; }
+};
+
+inline void check_slot(int64_t slot, int64_t count) {
+  if (slot >= count) throw std::out_of_range("slot " + std::to_string(slot) + ": there are " + std::to_string(count));
+}
+
+// The runs among rows; padding is in none. `count`: how many slots the state has.
+inline std::vector<Run> runs_of(const Tensor& slots, const Tensor& positions, int64_t count) {
+  const int64_t *slot = slots.as<int64_t>(), *position = positions.as<int64_t>(), rows = slots.size(0);
+  std::vector<Run> runs;
+  for (int64_t begin = 0, end; begin < rows; begin = end) {
+    for (end = begin + 1; end < rows && slot[end] == slot[begin];) ++end;
+    check_slot(slot[begin], count);
+    if (slot[begin] >= 0) runs.push_back({slot[begin], begin, end, position[begin] == 0});
+  }
+  if (runs.size() < 2) return runs;
+  // Else two threads would write one state.
+  std::vector<bool> found(count);
+  for (const Run& run : runs) {
+    if (found[run.slot]) throw std::invalid_argument("slot " + std::to_string(run.slot) + " has two runs");
+    found[run.slot] = true;
+  }
+  return runs;
+}
+
+// Calls work(begin, end) for the rows between runs.
+template <typename Work>
+void for_padding(const std::vector<Run>& runs, int64_t rows, const Work& work) {
+  int64_t begin = 0;
+  for (const Run& run : runs) {
+    if (begin < run.begin) work(begin, run.begin);
+    begin = run.end;
+  }
+  if (begin < rows) work(begin, rows);
+}
+
+// Calls work(row) for the rows that are not padding, on all threads.
+template <typename Work>
+void for_tokens(const Tensor& slots, const Work& work) {
+  const int64_t *slot = slots.as<int64_t>(), rows = slots.size(0);
+  auto of_row = [&](int64_t row) {
+    if (slot[row] >= 0) work(row);
+  };
+  if (rows == 1) return of_row(0);
+  parallel(rows, of_row);
 }
 
 inline void to_floats(const Array& from, int64_t count, float* to) {

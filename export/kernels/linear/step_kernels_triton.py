@@ -122,6 +122,7 @@ def norm_linear_conv_early(
     conv_ptr,
     state_ptr,
     positions_ptr,
+    slots_ptr,
     mixed_ptr,
     gated_ptr,
     EPS: tl.constexpr,
@@ -166,17 +167,20 @@ def norm_linear_conv_early(
         first_row = program * ROWS
         row, mine = lane_rows(first_row, N, ROWS)
         convolved = mine & (row < CHANNELS)
+        slot = tl.load(slots_ptr)
+        fresh = tl.load(positions_ptr) == 0
         taps = ()
         inputs = ()
         for tap in tl.static_range(TAPS):
             taps = extended(taps, tl.load(conv_ptr + row * TAPS + tap, mask=convolved, other=0.0))
-        for tap in tl.static_range(TAPS - 1):
-            inputs = extended(inputs, tl.load(state_ptr + tap * CHANNELS + row, mask=convolved, other=0.0))
         tile = load_tile(weight_ptr, scale_ptr, first_row, 0, N, K, GROUP, ROWS, UNITS)
         norm = load_norm(norm_ptr, 0, K, GROUP, UNITS)
         bias = load_bias(bias_ptr, row, mine, BIAS)
+        # After the weights, which need not wait for the slot.
+        state_ptr += tl.maximum(slot, 0) * (TAPS - 1) * CHANNELS
+        for tap in tl.static_range(TAPS - 1):
+            inputs = extended(inputs, tl.load(state_ptr + tap * CHANNELS + row, mask=convolved, other=0.0))
         wait_for_previous(EARLY)
-        fresh = tl.load(positions_ptr) == 0
         sums, squares = norm_products(
             tile,
             norm,
@@ -197,13 +201,14 @@ def norm_linear_conv_early(
         totals = normed_totals(sums, squares, K, EPS, ROWS, WARPS) + bias
         newest = totals.to(mixed_ptr.dtype.element_ty)
         mixed = newest.to(tl.float32) * taps[TAPS - 1].to(tl.float32)
+        kept = convolved & (slot >= 0)
         for tap in tl.static_range(TAPS - 1):
             past = tl.where(fresh, 0.0, inputs[tap].to(tl.float32))
             mixed += past * taps[tap].to(tl.float32)
             if tap > 0:
                 moved = past.to(state_ptr.dtype.element_ty)
-                tl.store(state_ptr + (tap - 1) * CHANNELS + row, moved, mask=convolved)
-        tl.store(state_ptr + (TAPS - 2) * CHANNELS + row, newest, mask=convolved)
+                tl.store(state_ptr + (tap - 1) * CHANNELS + row, moved, mask=kept)
+        tl.store(state_ptr + (TAPS - 2) * CHANNELS + row, newest, mask=kept)
         mixed = tl.where(row < CHANNELS, mixed * tl.sigmoid(mixed), newest.to(tl.float32))
         tl.store(mixed_ptr + row, mixed.to(mixed_ptr.dtype.element_ty), mask=mine)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels.launch import launcher, pointers, starts_early
-from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Weight
+from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Place, Weight
 
 from .limits import check_weight
 from .step_kernels_triton import linear_add_early, norm_linear_conv_early, norm_linear_early, norm_swiglu_early
@@ -134,15 +134,20 @@ def _norm_swiglu(
 
 
 def norm_linear_conv(
-    x: Tensor, norm: Norm, weight: Weight, gates: Tensor, conv: Convolution, positions: Tensor
+    x: Tensor, norm: Norm, weight: Weight, gates: Tensor, conv: Convolution, place: Place
 ) -> tuple[Tensor, Tensor]:
     """See `reference.norm_linear_conv`; all tensors contiguous and aligned to 16 bytes.
+
+    Positions and slots are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
+    `delegate/graph_nodes.py`).
 
     Raises:
         ExportError: see `check_weight`.
     """
     check_weight(weight, x.dtype)
-    return _norm_linear_conv(x, norm.weight, norm.eps, *weight.tensors, gates, conv.weight, conv.state, positions)
+    return _norm_linear_conv(
+        x, norm.weight, norm.eps, *weight.tensors, gates, conv.weight, conv.state, place.positions, place.slots
+    )
 
 
 @torch.library.triton_op("ostinato::norm_linear_conv", mutates_args={"conv_state"})
@@ -157,6 +162,7 @@ def _norm_linear_conv(
     conv_weight: Tensor,
     conv_state: Tensor,
     positions: Tensor,
+    slots: Tensor,
 ) -> tuple[Tensor, Tensor]:
     weight = Weight(values, scale, bias)
     n, k, gate_count = weight.rows, weight.columns, gates.shape[0]
@@ -174,12 +180,13 @@ def _norm_linear_conv(
         conv_weight,
         conv_state,
         positions,
+        slots,
         mixed,
         gated,
         EPS=eps,
         N=n,
         GATES=gate_count,
-        CHANNELS=conv_state.shape[1],
+        CHANNELS=conv_state.shape[2],
         TAPS=conv_weight.shape[2],
         GATE_ROWS=config.gate_rows,
         # As many elements as the others' tiles have.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ostinato.delegate.sampling import SamplingInputs, draw
+from ostinato.export.kernels.operands import LastTokens
 
 # A kernel runs as at most PROGRAMS programs, which tell each other CANDIDATES numbers at a time.
 PROGRAMS = 128
@@ -18,20 +20,33 @@ def workspace_size() -> int:
     return HEADER + 2 * PROGRAMS * CANDIDATES
 
 
-def sample_next(logits: Tensor, position: Tensor, token: Tensor, how: SamplingInputs, workspace: Tensor) -> Tensor:
-    """Draw the token for the place after `position`, then step to it: `position` grows by one, `token` is the drawn one.
+def sample_next(
+    logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, how: SamplingInputs, workspace: Tensor
+) -> Tensor:
+    """Draw the token behind each row, and keep it as its slot's last one.
 
     Args:
-        logits: [1, V] float32.
-        position: [1] int64, written: the place of the token that gave the logits, from 0; -1 to draw the first token.
-        token: [1, 1] int64, written.
-        how: on the device of the logits.
+        logits: [T, V] float32.
+        positions: [T] int64, of the rows that gave the logits, from 0; -1 to draw a first token. The drawn token stands at
+            the place after that.
+        slots: [T] int64, as in `Place`. Of a slot with several rows the last one's token is kept.
+        last: written in place where the slots have rows.
+        how: [slots] each, on the device of the logits.
         workspace: [workspace_size()] int64, not used here; the kernel leaves in it what its next launch needs.
 
     Returns:
-        [1, 1] int64, the drawn token.
+        [T] int64, the drawn tokens.
     """
-    position.add_(1)
-    drawn = draw(logits[0], position, how).unsqueeze(0)
-    token.copy_(drawn)
-    return drawn
+    drawn = []
+    for row in range(logits.shape[0]):
+        slot, position = slots[row : row + 1], positions[row : row + 1] + 1
+        mine = SamplingInputs(*(values.index_select(0, slot.clamp(min=0)) for values in how))
+        drawn.append(draw(logits[row], position, mine))
+    tokens = torch.cat(drawn)
+    for row in range(logits.shape[0]):
+        slot = slots[row : row + 1]
+        # Padding writes what is there.
+        kept = slot.clamp(min=0)
+        for values, value in ((last.token, tokens[row : row + 1]), (last.position, positions[row : row + 1] + 1)):
+            values.index_copy_(0, kept, torch.where(slot < 0, values.index_select(0, kept), value))
+    return tokens

@@ -19,6 +19,7 @@ from torch import Tensor
 from ostinato.delegate.sampling import SamplingInputs
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import launcher, starts_early
+from ostinato.export.kernels.operands import LastTokens
 
 from . import reference
 
@@ -41,24 +42,38 @@ OUTSIDE = tl.constexpr(-0x80000000)
 NOTHING = tl.constexpr(-0x8000000000000000)
 
 
-def sample_next(logits: Tensor, position: Tensor, token: Tensor, how: SamplingInputs, workspace: Tensor) -> Tensor:
-    """See `reference.sample_next`."""
-    return _sample_next(logits, position, token, list(how), workspace)
+def sample_next(
+    logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, how: SamplingInputs, workspace: Tensor
+) -> Tensor:
+    """See `reference.sample_next`; all tensors contiguous.
+
+    Positions, slots and options are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
+    `delegate/graph_nodes.py`).
+    """
+    return _sample_next(logits, positions, slots, last.token, last.position, list(how), workspace)
 
 
 # `parameters` are the fields of `SamplingInputs`, in order. Only the kernel knows them one by one.
-@torch.library.triton_op("ostinato::sample_next", mutates_args={"position", "token", "workspace"})
+@torch.library.triton_op("ostinato::sample_next", mutates_args={"token", "position", "workspace"})
 def _sample_next(
-    logits: Tensor, position: Tensor, token: Tensor, parameters: list[Tensor], workspace: Tensor
+    logits: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    token: Tensor,
+    position: Tensor,
+    parameters: list[Tensor],
+    workspace: Tensor,
 ) -> Tensor:
-    out = torch.empty((1, 1), dtype=torch.int64, device=logits.device)
+    out = torch.empty((1,), dtype=torch.int64, device=logits.device)
     vocab = logits.shape[1]
     block = block_size(vocab, processors())
     programs = triton.cdiv(vocab, block)
     launcher(sample_early)[(programs,)](
         logits,
-        position,
+        positions,
+        slots,
         token,
+        position,
         *parameters,
         workspace,
         out,
@@ -89,8 +104,10 @@ def block_size(vocab: int, programs: int) -> int:
 @triton.jit
 def sample_early(
     logits,
-    position_ptr,
+    positions,
+    slots,
     token,
+    position_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
@@ -108,12 +125,14 @@ def sample_early(
     program = tl.program_id(0)
     quads = program * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     tokens = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
-    temperature = tl.load(temperature_ptr)
-    top_k = tl.load(top_k_ptr)
-    top_p = tl.load(top_p_ptr)
-    min_p = tl.load(min_p_ptr)
-    position = tl.load(position_ptr) + 1
-    seed = tl.load(seed_ptr)
+    slot = tl.load(slots).to(tl.int32)
+    own = tl.maximum(slot, 0)
+    temperature = tl.load(temperature_ptr + own)
+    top_k = tl.load(top_k_ptr + own)
+    top_p = tl.load(top_p_ptr + own)
+    min_p = tl.load(min_p_ptr + own)
+    position = tl.load(positions) + 1
+    seed = tl.load(seed_ptr + own)
     noise = tl.zeros((BLOCK // 4, 4), tl.float32)
     # The noise needs no logits, so it is computed while the kernel ahead still runs.
     if temperature > 0:
@@ -159,8 +178,8 @@ def sample_early(
     if _arrive(workspace) == (turn + 1) * PROGRAMS - 1:
         drawn = 0x7FFFFFFF - (tl.max(_one_of_each(row, NOTHING, PROGRAMS), 0) & 0x7FFFFFFF)
         tl.store(out, drawn)
-        tl.store(token, drawn)
-        tl.store(position_ptr, position)
+        tl.store(token + own, drawn, mask=slot >= 0)
+        tl.store(position_ptr + own, position, mask=slot >= 0)
         # All have arrived for the last time: the next launch starts from 0 again.
         tl.store(workspace, 0)
 

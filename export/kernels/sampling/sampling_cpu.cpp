@@ -7,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "../linear/rows_cpu.h"
 #include "../tensors_cpu.h"
 #include "../threads_cpu.h"
 
@@ -252,29 +253,50 @@ int64_t draw(const float* logits, int64_t vocab, float lowest, float temperature
   return best_of(vocab, of_piece).token;
 }
 
+// How a slot samples.
+struct How {
+  float temperature, top_p, min_p;
+  int64_t top_k, seed;
+};
+
+int64_t sample(const float* logits, int64_t vocab, const How& how, int64_t position) {
+  Best likely = most_likely(logits, vocab);
+  if (!(how.temperature > 0)) return likely.token;
+  float lowest = lowest_kept(logits, vocab, likely.score, how.temperature, how.top_k, how.top_p, how.min_p);
+  return draw(logits, vocab, lowest, how.temperature, position, how.seed);
+}
+
 }  // namespace
 
-extern "C" AOTITorchError aoti_torch_cpu_sample_next(AtenTensorHandle logits_, AtenTensorHandle position_,
-                                                     AtenTensorHandle token_, AtenTensorHandle temperature_,
-                                                     AtenTensorHandle top_k_, AtenTensorHandle top_p_, AtenTensorHandle seed_,
-                                                     AtenTensorHandle min_p_, AtenTensorHandle* result) {
+extern "C" AOTITorchError aoti_torch_cpu_sample_next(AtenTensorHandle logits_, AtenTensorHandle positions_,
+                                                     AtenTensorHandle slots_, AtenTensorHandle token_,
+                                                     AtenTensorHandle position_, AtenTensorHandle temperature,
+                                                     AtenTensorHandle top_k, AtenTensorHandle top_p, AtenTensorHandle seed,
+                                                     AtenTensorHandle min_p, AtenTensorHandle* result) {
   return guarded("sample_next", [&] {
-    Tensor logits_tensor(logits_);
-    const float* logits = logits_tensor.as<float>();
-    int64_t vocab = logits_tensor.size(-1);
-    int64_t *position = Tensor(position_).as<int64_t>(), *token = Tensor(token_).as<int64_t>();
-    int64_t top_k = *Tensor(top_k_).as<int64_t>(), seed = *Tensor(seed_).as<int64_t>();
-    float temperature = *Tensor(temperature_).as<float>(), top_p = *Tensor(top_p_).as<float>();
-    float min_p = *Tensor(min_p_).as<float>();
-    Result made({1, 1}, aoti_torch_dtype_int64());
-    Best likely = most_likely(logits, vocab);
-    int64_t drawn = likely.token;
-    if (temperature > 0) {
-      float lowest = lowest_kept(logits, vocab, likely.score, temperature, top_k, top_p, min_p);
-      drawn = draw(logits, vocab, lowest, temperature, *position + 1, seed);
+    Tensor logits(logits_), slots(slots_), token(token_);
+    int64_t rows = logits.size(0), vocab = logits.size(1), count = token.size(0);
+    const int64_t *slot = slots.as<int64_t>(), *positions = Tensor(positions_).as<int64_t>();
+    for (int64_t row = 0; row < rows; ++row) check_slot(slot[row], count);
+    auto how = [&](int64_t of) {
+      return How{Tensor(temperature).as<float>()[of], Tensor(top_p).as<float>()[of], Tensor(min_p).as<float>()[of],
+                 Tensor(top_k).as<int64_t>()[of], Tensor(seed).as<int64_t>()[of]};
+    };
+    Result made({rows}, aoti_torch_dtype_int64());
+    int64_t* drawn = made.tensor().as<int64_t>();
+    auto draw_row = [&](int64_t row) {
+      drawn[row] = slot[row] < 0 ? 0 : sample(logits.as<float>() + row * vocab, vocab, how(slot[row]), positions[row] + 1);
+    };
+    // Of one row all threads take pieces of the vocabulary.
+    if (rows == 1)
+      draw_row(0);
+    else
+      parallel(rows, draw_row, 64);
+    for (int64_t row = 0; row < rows; ++row) {
+      if (slot[row] < 0) continue;
+      token.as<int64_t>()[slot[row]] = drawn[row];
+      Tensor(position_).as<int64_t>()[slot[row]] = positions[row] + 1;
     }
-    *made.tensor().as<int64_t>() = *token = drawn;
-    ++*position;
     made.give(result);
   });
 }

@@ -6,26 +6,31 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate.sampling import SamplingInputs
+from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
 
-def sample_next(logits: Tensor, position: Tensor, token: Tensor, how: SamplingInputs, workspace: Tensor) -> Tensor:
+def sample_next(
+    logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, how: SamplingInputs, workspace: Tensor
+) -> Tensor:
     """As `reference.sample_next`."""
-    return _sample_next(logits, position, token, *how)
+    return _sample_next(logits, positions, slots, last.token, last.position, *how)
 
 
 @LIBRARY.operator(
-    "sample_next(Tensor logits, Tensor(a!) position, Tensor(b!) token, Tensor temperature, Tensor top_k, Tensor top_p, "
-    "Tensor seed, Tensor min_p) -> Tensor"
+    "sample_next(Tensor logits, Tensor positions, Tensor slots, Tensor(a!) token, Tensor(b!) position, Tensor temperature, "
+    "Tensor top_k, Tensor top_p, Tensor seed, Tensor min_p) -> Tensor"
 )
 def _sample_next(
     logits: Tensor,
-    position: Tensor,
+    positions: Tensor,
+    slots: Tensor,
     token: Tensor,
+    position: Tensor,
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
     seed: Tensor,
     min_p: Tensor,
 ) -> Tensor:
-    return torch.empty_like(token)
+    return torch.empty_like(slots)

@@ -83,6 +83,35 @@ def test_generate_library(tmp_path: Path) -> None:
     assert load_built(found).get_call_spec()
 
 
+class Table(nn.Module):
+    """Writes rows by an index from outside, and reads others by the same one."""
+
+    rows: Tensor
+    others: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(2))
+        self.register_buffer("others", torch.zeros(2, 3))
+
+    def forward(self, index: Tensor, x: Tensor) -> Tensor:
+        self.rows.index_copy_(0, index, x)
+        return self.others.index_select(0, index)[:, 0] + x
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_generate_library_for_what_grows(tmp_path: Path, grows: bool) -> None:
+    """Then its code compares no index with the example's size."""
+    length = {0: torch.export.Dim("T", min=2, max=40)}
+    example = (torch.zeros(20, dtype=torch.int64), torch.zeros(20))
+    with torch.no_grad():
+        program = torch.export.export(Table(), example, dynamic_shapes=(length, length), strict=False)
+        module = program.module(check_guards=False)
+        torch_internals.generate_library(module, example, "cpu", tmp_path, {}, grows)
+    kernels = "".join(path.read_text() for path in tmp_path.glob("*.kernel.cpp"))
+    assert "out_ptr" in kernels and ("index out of bounds" not in kernels) is grows
+
+
 def load_built(found: torch_internals.Generated) -> Any:
     assert found.interface is not None
     (found.path.parent / found.interface.SOURCE).write_text(found.interface.source)

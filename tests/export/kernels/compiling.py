@@ -33,7 +33,7 @@ from ostinato.export.kernels import launch
 BF16, F32 = torch.bfloat16, torch.float32
 # Compute capability -> bytes of shared memory that a block may have.
 SHARED = {80: launch.MEDIUM, 89: launch.SMALL, 90: launch.LARGE}
-TYPES = {BF16: "bf16", F32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
+TYPES = {BF16: "bf16", F32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.int8: "i8"}
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,15 @@ ASSETS = Path(__file__).parents[2] / "assets"
 FLAGSHIP, CAPITALS = ASSETS / "configs" / "Qwen3.5-35B-A3B", ASSETS / "capitals"
 # Neither it nor eight times it is a multiple of 16, so nothing is compiled for a number of tokens that is one.
 TOKENS = 131
-SLOTS = 4096
+POSITIONS = 4096
 
 
 def launches(folder: Path, dtype: torch.dtype, group_size: int | None, capability: int) -> list[Launch]:
     """What a prefill launches in one layer of each type, each code once."""
     config = replace(read_config(folder)[1], layer_types=("linear_attention", "full_attention"))
-    model = build_network(config, SLOTS, dtype, kernels=kernels_for("cuda"), group_size=group_size).to("meta")
+    model = build_network(config, POSITIONS, dtype, kernels=kernels_for("cuda"), group_size=group_size).to("meta")
     with recorded() as found, mock.patch.object(launch, "shared_memory", lambda: SHARED[capability]):
-        model(torch.empty(1, TOKENS, dtype=torch.int64), torch.empty(TOKENS, dtype=torch.int64))
+        model(*(torch.empty(size, dtype=torch.int64) for size in ((1, TOKENS), (TOKENS,), (1,))))
         # What is ahead of the experts where they stay on the host.
         unpack_int4_panels(torch.empty(2, 64, config.hidden_size // 2, dtype=torch.uint8))
     # The last token's logits are computed as in a step.

@@ -116,23 +116,31 @@ def run_compiled(code: str) -> str:
         return pool.apply_async(printed, (code,)).get(timeout=900)
 
 
-def traced_layer(code: str) -> tuple[list[str], list[str], list[tuple[int, ...]]]:
+def traced_layer(code: str) -> tuple[list[str], list[str], list[tuple[int | str, ...]]]:
     """Our operators in the graph of `Layer()`, the buffers that it writes, and the shapes of what it returns.
 
     Args:
-        code: defines the module `Layer` and `inputs`, what its forward takes.
+        code: defines the module `Layer` and `inputs`, what its forward takes; and `dynamic`, where sizes are symbols: in
+            the shapes these are then their names.
     """
-    operators, buffers, shapes = map(ast.literal_eval, run_compiled(code + _TRACE).splitlines())
+    operators, buffers, shapes = map(ast.literal_eval, run_compiled("dynamic = None\n" + code + _TRACE).splitlines())
     return operators, buffers, shapes
 
 
 _TRACE = """
-program = torch.export.export(Layer(), inputs, strict=False)
+program = torch.export.export(Layer(), inputs, dynamic_shapes=dynamic, strict=False)
 print([str(node.target) for node in program.graph.nodes if "ostinato" in str(node.target)])
 program = program.run_decompositions({})
 written = program.graph_signature.buffers_to_mutate
 print(sorted(written.values()))
-print([tuple(node.meta["val"].shape) for node in program.graph.output_node().args[0][len(written):]])
+symbols = {str(symbol): "R" for symbol in program.range_constraints}
+def size(value):
+    text = str(value)
+    for symbol, name in symbols.items():
+        text = text.replace(symbol, name)
+    return value if isinstance(value, int) else text
+outputs = program.graph.output_node().args[0][len(written):]
+print([tuple(map(size, node.meta["val"].shape)) for node in outputs])
 """
 
 

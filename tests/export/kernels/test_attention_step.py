@@ -18,6 +18,7 @@ from ostinato.export.kernels.operands import KVCache, Norm, Place
 
 from ...comparison import relative_error
 from .conftest import report_of, spilling, traced_layer
+from .paged import PAGE_SIZES, assert_same_elsewhere, copied, held, paged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
@@ -29,10 +30,11 @@ if DEVICE == "cuda":
     SHAPES += [(16, 2, 256, 64), (6, 2, 128, 32), (16, 1, 256, 64), (32, 4, 128, 128)]
 EPS = 1e-6
 # See `spilling`.
-SPILLED = {("attend_split_early", "fp32"): 192}
-SPILLED_NEWER = {("attend_split_early", "fp32"): 272}
+SPILLED = {("attend_split_early", "fp32"): 224}
+SPILLED_NEWER = {("attend_split_early", "fp32"): 304}
 WRITTEN = {"attend_split_early": ["k_cache", "scales", "sums", "v_cache"], "attend_combine_early": ["out"]}
 MAIN = (16, 2, 256, 64) if DEVICE == "cuda" else (4, 2, 32, 8)
+SLOTS, SLOT = 3, 1
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,17 @@ class Case:
 
     def run(self, step: Callable[..., Tensor]) -> tuple[Tensor, KVCache]:
         """(out, the cache after); the case can be used again."""
-        cache = KVCache(self.cache.keys.clone(), self.cache.values.clone())
+        cache = copied(self.cache)
         out = step(**vars(self) | {"cache": cache})
-        assert out.dtype == cache.keys.dtype and out.shape == (1, self.heads * cache.keys.shape[2])
+        assert out.dtype == cache.keys.dtype and out.shape == (1, self.heads * cache.keys.shape[3])
         return out, cache
 
     def exact(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """For each head its output, and its key head's new key and value; float64."""
-        kv_heads, _, head_dim = self.cache.keys.shape
+        _, kv_heads, _, head_dim = self.cache.keys.shape
         sizes = (2 * self.heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         queries, keys, values = self.qkv[0].double().split(sizes)
+        past = held(self.cache, SLOT, 0, self.position)
         for head in range(self.heads):
             kv_head = head // (self.heads // kv_heads)
             query, gate = queries.view(self.heads, 2, head_dim)[head]
@@ -69,8 +72,7 @@ class Case:
             key = self.rotated(keys.view(-1, head_dim)[kv_head], self.k_norm)
             value = values.view(-1, head_dim)[kv_head]
             seen = [
-                torch.cat((before[kv_head, : self.position].double(), new[None]))
-                for before, new in ((self.cache.keys, key), (self.cache.values, value))
+                torch.cat((before[kv_head].double(), new[None])) for before, new in zip(past, (key, value), strict=True)
             ]
             out = (seen[0] @ query * head_dim**-0.5).softmax(0) @ seen[1]
             yield out * gate.sigmoid(), key, value
@@ -87,55 +89,54 @@ class Case:
 def draw(
     shape: tuple[int, int, int, int],
     position: int,
-    slots: int,
+    capacity: int,
     dtype: torch.dtype,
     qkv_dtype: torch.dtype | None = None,
     size: float = 1.0,
+    page_size: int = 16,
 ) -> Case:
-    """Scores that spread over several powers of two; NaN in the token's own slot and behind it."""
+    """Scores that spread over several powers of two; NaN at the token's own position and behind it."""
     heads, kv_heads, head_dim, rotary = shape
     generator = torch.Generator(DEVICE).manual_seed(position)
 
     def normal(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator, device=DEVICE)
 
-    cache = KVCache(*(normal(kv_heads, slots, head_dim).to(dtype) for _ in range(2)))
-    for tensor in (cache.keys, cache.values):
-        tensor[:, position:] = torch.nan
+    keys, values = (normal(kv_heads, position, head_dim).to(dtype) for _ in range(2))
     angles = 3 * normal(1, rotary // 2).repeat(1, 2)
     return Case(
         3 * normal(1, 2 * (heads + kv_heads) * head_dim).to(qkv_dtype or dtype),
         Norm(size * (1 + 0.3 * normal(head_dim)), EPS),
         Norm(0.3 * normal(head_dim), EPS),
-        Place(torch.tensor([position], device=DEVICE), angles.cos(), angles.sin()),
-        cache,
+        Place(torch.tensor([position], device=DEVICE), torch.tensor([SLOT], device=DEVICE), angles.cos(), angles.sin()),
+        paged({SLOT: (keys, values)}, SLOTS, capacity, page_size),
         heads,
     )
 
 
 def check(case: Case, step: Callable[..., Tensor] = step_triton.attend_step, slack: float = 1.0) -> None:
     dtype, position = case.cache.keys.dtype, case.position
-    kv_heads, _, head_dim = case.cache.keys.shape
+    _, kv_heads, _, head_dim = case.cache.keys.shape
     out, after = case.run(step)
+    key, value = (x[:, 0] for x in held(after, SLOT, position, 1))
     exact = [torch.stack(parts) for parts in zip(*case.exact(), strict=True)]
     group = case.heads // kv_heads
     for name, ours, expected, limit in (
         ("out", out.view(-1, head_dim), exact[0], TOLERANCE),
-        ("key", after.keys[:, position], exact[1][::group], CACHED),
-        ("value", after.values[:, position], exact[2][::group], CACHED),
+        ("key", key, exact[1][::group], CACHED),
+        ("value", value, exact[2][::group], CACHED),
     ):
         error = relative_error(ours, expected)
         assert error < slack * limit[dtype], f"relative error of {name} at {position} is {error:.1e}"
-    others = torch.arange(after.keys.shape[1], device=DEVICE) != position
-    for old, new in ((case.cache.keys, after.keys), (case.cache.values, after.values)):
-        torch.testing.assert_close(new[:, others], old[:, others], rtol=0, atol=0, equal_nan=True)
+    assert_same_elsewhere(case.cache, after, {SLOT: (position, 1)})
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_definition(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_definition(shape: tuple[int, int, int, int], page_size: int, dtype: torch.dtype) -> None:
     for position in (0, 1, 63, 64, 65, 200):
-        check(draw(shape, position, slots=237, dtype=dtype))
+        check(draw(shape, position, capacity=237, dtype=dtype, page_size=page_size))
 
 
 @pytest.mark.parametrize("position", (0, 70))
@@ -145,32 +146,31 @@ def test_projection_in_float32_and_caches_in_bfloat16(position: int) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_full_cache(dtype: torch.dtype) -> None:
-    """The last slot in use, at a tile's end and one to either side of it."""
-    for slots in (1, 127, 128, 129):
-        check(draw(MAIN, slots - 1, slots, dtype))
+    """The last position in use, at a tile's end and one to either side of it."""
+    for capacity in (1, 127, 128, 129):
+        check(draw(MAIN, capacity - 1, capacity, dtype))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("splits", "least"), [(1, 64), (2, 16), (3, 32), (16, 16)])
 def test_splits(splits: int, least: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits with several tiles, with one, with part of one, with nothing."""
-    monkeypatch.setattr(step_triton, "splits_for", lambda kv_heads, slots: splits)
+    monkeypatch.setattr(step_triton, "splits_for", lambda kv_heads, positions: splits)
     monkeypatch.setattr(step_triton, "LEAST", least)
     for position in (0, 1, 16, 17, 63, 129, 300):
-        check(draw(MAIN, position, slots=301, dtype=dtype))
+        check(draw(MAIN, position, capacity=301, dtype=dtype, page_size=32))
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "slots", "splits"),
+    ("kv_heads", "positions", "splits"),
     [(2, 4096, 64), (2, 262144, 64), (8, 4096, 16), (3, 4096, 42), (2, 5, 1), (200, 64, 1)],
 )
-def test_number_of_splits(kv_heads: int, slots: int, splits: int) -> None:
-    assert step_triton.splits_for(kv_heads, slots) == splits
+def test_number_of_splits(kv_heads: int, positions: int, splits: int) -> None:
+    assert step_triton.splits_for(kv_heads, positions) == splits
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_the_reference_agrees(dtype: torch.dtype) -> None:
-    """Over caches without a NaN: it gives slots behind the token a weight of zero."""
     for position in (0, 20):
         check(draw((4, 2, 32, 8), position, position + 1, dtype), reference.attend_step)
 
@@ -180,7 +180,15 @@ def test_the_reference_rotates_as_the_model_does() -> None:
     _, cache = case.run(reference.attend_step)
     key = case.qkv[:, 256:320].view(1, 2, 32)
     normed = key * (key.square().mean(-1, keepdim=True) + EPS).rsqrt() * (1 + case.k_norm.weight)
-    torch.testing.assert_close(cache.keys.transpose(0, 1), reference.rotate(normed, case.place.cos, case.place.sin))
+    rotated = reference.rotate(normed, case.place.cos, case.place.sin)
+    torch.testing.assert_close(held(cache, SLOT, 0, 1)[0].transpose(0, 1), rotated)
+
+
+@pytest.mark.parametrize("step", [step_triton.attend_step, reference.attend_step], ids=["kernel", "reference"])
+def test_padding_leaves_no_trace(step: Callable[..., Tensor]) -> None:
+    case = draw((4, 2, 32, 8), 20, 40, torch.float32)
+    padding = replace(case, place=case.place._replace(slots=torch.tensor([-1], device=DEVICE)))
+    assert_same_elsewhere(case.cache, padding.run(step)[1], {})
 
 
 def test_large_scores() -> None:
@@ -199,9 +207,9 @@ def test_repeated_bit_for_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter is too slow")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("position", "slots"), [(4000, 4096), (5000, 8192), (32000, 32768), (200000, 262144)])
-def test_long_contexts(position: int, slots: int, dtype: torch.dtype) -> None:
-    check(draw((16, 2, 256, 64), position, slots, dtype))
+@pytest.mark.parametrize(("position", "capacity"), [(4000, 4096), (5000, 8192), (32000, 32768), (200000, 262144)])
+def test_long_contexts(position: int, capacity: int, dtype: torch.dtype) -> None:
+    check(draw((16, 2, 256, 64), position, capacity, dtype, page_size=64))
 
 
 @pytest.mark.parametrize(
@@ -262,12 +270,13 @@ from ostinato.export.kernels.operands import KVCache, Norm, Place
 class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.register_buffer("keys", torch.zeros(2, 256, 64))
-        self.register_buffer("values", torch.zeros(2, 256, 64))
+        self.register_buffer("keys", torch.zeros(4, 2, 16, 64))
+        self.register_buffer("values", torch.zeros(4, 2, 16, 64))
+        self.register_buffer("table", torch.zeros(2, 16, dtype=torch.int32))
 
     def forward(self, qkv, weight, cos, positions):
-        norm, cache = Norm(weight, 1e-6), KVCache(self.keys, self.values)
-        return attend_step(qkv, norm, norm, Place(positions, cos, cos), cache, 4)
+        norm, cache = Norm(weight, 1e-6), KVCache(self.keys, self.values, self.table)
+        return attend_step(qkv, norm, norm, Place(positions, positions, cos, cos), cache, 4)
 
 shapes = ((1, 768), (64,), (1, 16))
 inputs = (*map(torch.zeros, shapes), torch.arange(1))

@@ -17,10 +17,11 @@ from ostinato.export.kernels import launch
 from ostinato.export.kernels.delta_rule import reference
 from ostinato.export.kernels.delta_rule.limits import check_delta_rule
 from ostinato.export.kernels.delta_rule.prefill_triton import gated_delta_rule
-from ostinato.export.kernels.operands import Decay
+from ostinato.export.kernels.operands import Decay, Place
 
+from .attention_cases import SLOT, SLOTS, prompt_place
 from .conftest import run_compiled
-from .padding import padded, padded_positions
+from .padding import padded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (1, 2, 32, 63, 64, 65, 127, 128, 256, 1000)
@@ -46,14 +47,14 @@ MAIN = FULL if DEVICE == "cuda" else SMALL
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of the function, in its order, except the last."""
+    """Arguments of the function, in its order, except the last; the state of SLOT alone, [H, K, V]."""
 
     mixed: Tensor
     a: Tensor
     b: Tensor
     decay: Decay
     state: Tensor
-    positions: Tensor
+    place: Place
     key_heads: int
 
     @property
@@ -61,13 +62,15 @@ class Case:
         return self.mixed.shape[0]
 
     def part(self, start: int, end: int, state: Tensor) -> Case:
-        rows = {name: getattr(self, name)[start:end] for name in ("mixed", "a", "b", "positions")}
-        return replace(self, **rows, state=state)
+        rows = {name: getattr(self, name)[start:end] for name in ("mixed", "a", "b")}
+        place = Place(*(values[start:end] for values in self.place))
+        return replace(self, **rows, place=place, state=state)
 
     def arguments(self) -> tuple[Any, ...]:
-        """With the state cloned, so that a case can be used again."""
-        rows = (self.mixed, self.a, self.b, self.decay)
-        return (*rows, self.state.clone(), self.positions, self.key_heads, self.tokens)
+        """With the state copied, so that a case can be used again; the states of other slots are NaN."""
+        states = self.state.new_full((SLOTS, *self.state.shape), torch.nan)
+        states[SLOT] = self.state
+        return (self.mixed, self.a, self.b, self.decay, states, self.place, self.key_heads, self.tokens)
 
 
 def draw(shape: Shape, tokens: int, dtype: torch.dtype, first: int = 7, seed: int = 0) -> Case:
@@ -88,7 +91,7 @@ def draw(shape: Shape, tokens: int, dtype: torch.dtype, first: int = 7, seed: in
         rows[:, gates + shape.heads : gates + 2 * shape.heads],
         Decay(torch.linspace(-6, 2, shape.heads, device=DEVICE), normal(shape.heads).to(DEVICE)),
         normal(shape.heads, shape.key_dim, shape.value_dim).to(DEVICE),
-        torch.arange(first, first + tokens, device=DEVICE),
+        prompt_place(first, tokens),
         shape.key_heads,
     )
 
@@ -98,7 +101,14 @@ def run(case: Case) -> tuple[Tensor, Tensor]:
     arguments = case.arguments()
     out = gated_delta_rule(*arguments)
     assert out.dtype == case.mixed.dtype
-    return out, arguments[4]
+    return out, only_state(arguments)
+
+
+def only_state(arguments: tuple[Any, ...]) -> Tensor:
+    """That of SLOT; the others are untouched."""
+    states = arguments[4]
+    assert all(state.isnan().all() for slot, state in enumerate(states) if slot != SLOT)
+    return states[SLOT]
 
 
 def exact(case: Case) -> tuple[Tensor, Tensor]:
@@ -118,7 +128,7 @@ def exact(case: Case) -> tuple[Tensor, Tensor]:
         v.unflatten(1, (heads, value_dim)).transpose(0, 1),
         g.t(),
         torch.sigmoid(case.b.double()).t(),
-        torch.zeros_like(case.state, dtype=torch.float64) if case.positions[0] == 0 else case.state.double(),
+        torch.zeros_like(case.state, dtype=torch.float64) if case.place.positions[0] == 0 else case.state.double(),
     )
     return out.transpose(0, 1), state
 
@@ -162,7 +172,7 @@ def test_agrees_with_the_reference(tokens: int) -> None:
     case = draw(MAIN, tokens, torch.float32)
     arguments = case.arguments()
     out = reference.gated_delta_rule(*arguments)
-    check(run(case), (out.double(), arguments[4].double()), 1e-5, 1e-5)
+    check(run(case), (out.double(), only_state(arguments).double()), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("tokens", (1, 2, 70))
@@ -269,16 +279,17 @@ def test_refusal_names_the_limit() -> None:
 EXPORT = """
 import torch
 from ostinato.export.kernels.delta_rule.prefill_triton import gated_delta_rule
-from ostinato.export.kernels.operands import Decay
+from ostinato.export.kernels.operands import Decay, Place
 
 class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.register_buffer("state", torch.zeros(4, 32, 32))
+        self.register_buffer("state", torch.zeros(2, 4, 32, 32))
 
     def forward(self, rows, gates, positions):
         a, b = rows[:, 256:].chunk(2, dim=1)
-        return gated_delta_rule(rows[:, :256], a, b, Decay(gates, gates), self.state, positions, 2, 255)
+        place = Place(positions, positions, rows, rows)
+        return gated_delta_rule(rows[:, :256], a, b, Decay(gates, gates), self.state, place, 2, 255)
 
 for tokens in (130, 1):
     arguments = (torch.zeros(tokens, 264), torch.zeros(4), torch.arange(tokens))
@@ -306,6 +317,6 @@ def test_padding(dtype: torch.dtype, length: int, rows: int) -> None:
     """
     case = draw(MAIN, length, dtype)
     mixed, a, b = (padded(x, rows) for x in (case.mixed, case.a, case.b))
-    wide = replace(case, mixed=mixed, a=a, b=b, positions=padded_positions(case.positions, rows))
+    wide = replace(case, mixed=mixed, a=a, b=b, place=prompt_place(7, length, rows))
     (alone, after), (out, after_padding) = run(case), run(wide)
     check((out[:length], after_padding), (alone.double(), after.double()), 1e-6, 1e-6)

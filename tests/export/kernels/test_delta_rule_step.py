@@ -16,9 +16,10 @@ pytest.importorskip("triton")
 from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels import launch
 from ostinato.export.kernels.delta_rule import reference, step_triton
-from ostinato.export.kernels.operands import Decay
+from ostinato.export.kernels.operands import Decay, Place
 
 from ...comparison import relative_error
+from .attention_cases import SLOT, SLOTS, prompt_place
 from .conftest import report_of, traced_layer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,24 +34,26 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of the function, in its order."""
+    """Arguments of the function, in its order; the state of SLOT alone, [H, K, V]."""
 
     mixed: Tensor
     gates: Tensor
     decay: Decay
     state: Tensor
-    positions: Tensor
+    place: Place
     norm_weight: Tensor
     key_heads: int
 
     def run(self, step: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
         """(out, squares summed over P, state after); the case can be used again."""
-        arguments = vars(self) | {"state": self.state.clone()}
-        out, squares = step(**arguments)
+        states = self.state.new_full((SLOTS, *self.state.shape), torch.nan)
+        states[SLOT] = self.state
+        out, squares = step(**vars(self) | {"state": states})
         heads, _, value_dim = self.state.shape
         assert out.dtype == self.mixed.dtype and out.shape == (1, heads * value_dim)
         assert squares.dtype == torch.float32 and squares.shape[0] == heads and squares.dim() == 2
-        return out, squares.sum(1), arguments["state"]
+        assert all(state.isnan().all() for slot, state in enumerate(states) if slot != SLOT)
+        return out, squares.sum(1), states[SLOT]
 
     @property
     def exact(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,7 +67,7 @@ class Case:
             return reference.l2_normalize(x.view(-1, key_dim)).repeat_interleave(heads // self.key_heads, dim=0)
 
         g = -self.decay.a_log.double().exp() * F.softplus(a + self.decay.dt_bias.double())
-        before = torch.zeros_like(self.state) if self.positions[0] == 0 else self.state
+        before = torch.zeros_like(self.state) if self.place.positions[0] == 0 else self.state
         o, after = reference.recurrent_step(
             of_heads(q) * key_dim**-0.5, of_heads(k), v.view(heads, -1), g, b.sigmoid(), before.double()
         )
@@ -85,7 +88,7 @@ def draw(shape: tuple[int, int, int, int], dtype: torch.dtype, position: int = 7
         normal(1, 2 * heads),
         Decay(torch.linspace(-6, 2, heads, device=DEVICE), normal(heads)),
         normal(heads, key_dim, value_dim),
-        torch.tensor([position], device=DEVICE),
+        prompt_place(position, 1),
         normal(value_dim),
         key_heads,
     )
@@ -131,7 +134,13 @@ def test_divided_by_the_root_mean_square_it_is_the_gated_norm() -> None:
     out, squares, _ = case.run(step_triton.delta_step)
     qkv, z = case.mixed.split((case.mixed.shape[1] - heads * value_dim, heads * value_dim), dim=1)
     b, a = case.gates.chunk(2, dim=1)
-    rest = (case.decay, case.state.clone(), case.positions, case.key_heads, 1)
+    rest = (
+        case.decay,
+        case.state[None].clone(),
+        prompt_place(7, 1)._replace(slots=torch.zeros(1, dtype=torch.int64)),
+        case.key_heads,
+        1,
+    )
     normed = F.rms_norm(reference.gated_delta_rule(qkv, a, b, *rest)[0], (value_dim,), case.norm_weight, EPS)
     expected = normed * F.silu(z.view(heads, value_dim))
     scaled = out.view(heads, value_dim) * (squares / value_dim + EPS).rsqrt()[:, None]
@@ -142,6 +151,13 @@ def test_position_zero_starts_anew() -> None:
     case = draw(SHAPES[0], torch.float32, position=0)
     poisoned = replace(case, state=torch.full_like(case.state, torch.nan))
     check(poisoned.run(step_triton.delta_step), case, torch.float32)
+
+
+@pytest.mark.parametrize("step", [step_triton.delta_step, reference.delta_step], ids=["kernel", "reference"])
+def test_padding_leaves_no_trace(step: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    case = draw(SHAPES[0], torch.float32)
+    padding = replace(case, place=case.place._replace(slots=torch.tensor([-1], device=DEVICE)))
+    assert torch.equal(padding.run(step)[2], case.state)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -190,15 +206,16 @@ def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
 LAYER = """
 import torch
 from ostinato.export.kernels.delta_rule.step_triton import delta_step
-from ostinato.export.kernels.operands import Decay
+from ostinato.export.kernels.operands import Decay, Place
 
 class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.register_buffer("state", torch.zeros(4, 32, 32))
+        self.register_buffer("state", torch.zeros(2, 4, 32, 32))
 
     def forward(self, mixed, gates, head, norm, positions):
-        return delta_step(mixed, gates, Decay(head, head), self.state, positions, norm, 2)
+        place = Place(positions, positions, mixed, mixed)
+        return delta_step(mixed, gates, Decay(head, head), self.state, place, norm, 2)
 
 shapes = ((1, 384), (1, 8), (4,), (32,))
 inputs = (*map(torch.zeros, shapes), torch.arange(1))

@@ -59,6 +59,27 @@ class Layer:
         self.logits = draw.normal(rows, shape.experts + (shape.shared is not None), dtype=dtype)
         self.hidden = draw.normal(rows, width, dtype=dtype)
 
+    def route_logits(self, kernels: type[Kernels]) -> Tensor:
+        shared_gate = None if self.shared_gate is None else self.shared_gate.packed.values
+        return kernels.route_logits(self.x, self.norm, self.gate.packed.values, shared_gate)
+
+    def sparse_moe(self, kernels: type[Kernels], slots: Tensor | None) -> Tensor:
+        """The whole layer."""
+        shared, shared_gate = None, None
+        if self.shared_gate is not None and self.shared_up is not None and self.shared_down is not None:
+            shared = ExpertWeights(self.shared_up.packed, self.shared_down.packed)
+            shared_gate = self.shared_gate.packed.values
+        routed = ExpertWeights(self.gate_up.packed, self.down.packed)
+        gate = self.gate.packed.values
+        return kernels.sparse_moe(self.x, self.norm, gate, shared_gate, self.shape.top_k, routed, shared, slots)
+
+    def expected(self, logits: Tensor) -> Tensor:
+        """What the layer gives for x where the router says this, exactly."""
+        x, top_k = self.x.double(), self.shape.top_k
+        up, down = exact(self.shared_up), exact(self.shared_down)
+        hidden = reference.experts_gate_up(x, doubled(self.norm), logits, top_k, self.gate_up.exact, up)
+        return reference.experts_down(hidden, logits.double(), top_k, self.down.exact, down, x)
+
     @property
     def tolerance(self) -> float:
         return self.gate_up.tolerance(self.dtype)
@@ -150,6 +171,40 @@ def by_hand(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -
                 down = routed.down.of_experts(one).dequantized(x.dtype)[0] @ (torch.nn.functional.silu(gate) * up)
                 out[token] += weights[token, choice] * down
     return out
+
+
+@Types
+@pytest.mark.parametrize("rows", (1, 2, 9, 70))
+@Shapes
+def test_sparse_moe(cpu_kernels: type[Kernels], shape: Shape, rows: int, dtype: torch.dtype) -> None:
+    """Rows of padding, here of NaN, reach no routed expert: those of whom no other row is may be NaN."""
+    layer = Layer(shape, dtype, rows)
+    draw = Draw(rows)
+    slots = torch.arange(rows).masked_fill(draw.normal(rows) < -0.3, -1)
+    tokens = slots >= 0
+    layer.x[~tokens] = torch.nan
+    logits = layer.route_logits(cpu_kernels)
+    chosen = logits[tokens, : shape.experts].float().topk(shape.top_k).indices
+    unread = sorted(set(range(shape.experts)) - set(chosen.flatten().tolist()))
+    expected = layer.expected(logits)[tokens]
+    for operand in (layer.gate_up, layer.down):
+        some = operand.packed.values if operand.packed.scale is None else operand.packed.scale
+        some[unread] = torch.nan
+    out = layer.sparse_moe(cpu_kernels, slots)
+    assert out.dtype == dtype and out.shape == layer.x.shape
+    if tokens.any():
+        assert relative_error(out[tokens], expected) < 3 * layer.tolerance
+    if tokens.all():
+        assert torch.equal(out, layer.sparse_moe(cpu_kernels, None))
+
+
+@pytest.mark.parametrize("rows", (1, 5))
+def test_padding_alone_reads_no_routed_expert(cpu_kernels: type[Kernels], rows: int) -> None:
+    layer, slots = Layer(Shape(group=None), F32, rows), torch.full((rows,), -1)
+    for operand in (layer.gate_up, layer.down):
+        operand.packed.values.fill_(torch.nan)
+    out = layer.sparse_moe(cpu_kernels, slots)
+    assert out.isfinite().all() and not torch.equal(out, layer.x)
 
 
 @pytest.mark.parametrize("rows", (1, 7))

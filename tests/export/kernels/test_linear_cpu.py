@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 from ostinato.export.kernels import Kernels
 from ostinato.export.kernels.linear import reference
-from ostinato.export.kernels.operands import Convolution, HeadSquares
+from ostinato.export.kernels.operands import Convolution, HeadSquares, runs_of
 
 from ...comparison import relative_error
-from .cpu_cases import BF16, EPS, F32, ROWS, TOLERANCE, Draw, doubled
-from .padding import padded, padded_positions
+from .cpu_cases import (
+    BF16,
+    EPS,
+    F32,
+    MIXES,
+    ROWS,
+    SLOTS,
+    TOLERANCE,
+    Draw,
+    Span,
+    doubled,
+    place_of,
+    same_bits,
+)
 
 # (N, K, group): panels with and without rows that fill none, K that no vector divides, odd K.
 SHAPES = [
@@ -78,72 +92,94 @@ def test_norm_swiglu(
     assert relative_error(out, expected) < 2 * weight.tolerance(dtype)
 
 
+# (N, K, group, channels, taps)
+CONVOLUTIONS = [
+    (64, 64, 32, 48, 4),
+    (48, 320, 64, 20, 3),
+    (37, 97, None, 37, 2),
+    (80, 128, None, 72, 4),
+    (32, 256, 128, 16, 7),
+    (24, 64, None, 24, 19),
+]
+
+
+class Convolved:
+    """Random arguments of `norm_linear_conv`; of states that are not to be looked at, NaN."""
+
+    def __init__(
+        self, n: int, k: int, group: int | None, channels: int, taps: int, spans: Sequence[Span], dtype: torch.dtype
+    ) -> None:
+        self.place = place_of(spans)
+        self.tokens = self.place.slots >= 0
+        draw = Draw(n + k + len(self.tokens))
+        self.x, self.norm = draw.normal(len(self.tokens), k, dtype=dtype), draw.norm(k)
+        self.x[~self.tokens] = torch.nan
+        self.weight, self.gates = draw.operand(n, k, group=group, dtype=dtype), draw.rows(18, k, dtype=dtype)
+        state = torch.full((SLOTS, taps - 1, channels), torch.nan, dtype=dtype)
+        for span in spans:
+            if span.slot >= 0 and span.position:
+                state[span.slot] = draw.normal(taps - 1, channels, dtype=dtype)
+        self.conv = Convolution(draw.normal(channels, 1, taps, dtype=dtype), state)
+
+    def run(self, kernels: type[Kernels]) -> tuple[Tensor, Tensor]:
+        gates = self.gates.packed.values
+        return kernels.norm_linear_conv(self.x, self.norm, self.weight.packed, gates, self.conv, self.place)
+
+    def check(self, kernels: type[Kernels]) -> None:
+        dtype, before, tokens = self.x.dtype, self.conv.state.clone(), self.tokens
+        exact = Convolution(self.conv.weight.double(), self.conv.state.double())
+        of_reference = doubled(self.norm), self.weight.exact, self.gates.exact.values
+        expected = reference.norm_linear_conv(self.x.double(), *of_reference, exact, self.place)
+        mixed, gated = self.run(kernels)
+        assert (mixed.dtype, gated.dtype) == (dtype, F32)
+        assert mixed.shape == expected[0].shape and gated.shape == expected[1].shape
+        runs = dict(runs_of(self.place.slots))
+        others = [slot for slot in range(SLOTS) if slot not in runs]
+        assert same_bits(self.conv.state[others], before[others])
+        if not runs:
+            return
+        # Products are rounded before the convolution, and after it.
+        assert relative_error(mixed[tokens], expected[0][tokens]) < 2 * self.weight.tolerance(dtype)
+        assert relative_error(gated[tokens], expected[1][tokens].double()) < TOLERANCE[dtype]
+        for slot, rows in runs.items():
+            assert relative_error(self.conv.state[slot], exact.state[slot]) < 2 * self.weight.tolerance(dtype)
+            count, behind = rows.stop - rows.start, before.shape[1]
+            if count < behind and self.place.positions[rows.start]:
+                assert torch.equal(self.conv.state[slot, : behind - count], before[slot, count:])
+
+
 @pytest.mark.parametrize("position", (0, 7))
 @Types
 @Rows
-@pytest.mark.parametrize(
-    ("n", "k", "group", "channels", "taps"),
-    [
-        (64, 64, 32, 48, 4),
-        (48, 320, 64, 20, 3),
-        (37, 97, None, 37, 2),
-        (80, 128, None, 72, 4),
-        (32, 256, 128, 16, 7),
-        (24, 64, None, 24, 19),
-    ],
-)
+@pytest.mark.parametrize("sizes", CONVOLUTIONS, ids=str)
 def test_norm_linear_conv(
     cpu_kernels: type[Kernels],
-    n: int,
-    k: int,
-    group: int | None,
-    channels: int,
-    taps: int,
+    sizes: tuple[int, int, int | None, int, int],
     rows: int,
     dtype: torch.dtype,
     position: int,
 ) -> None:
-    draw = Draw(n + k + rows)
-    x, norm = draw.normal(rows, k, dtype=dtype), draw.norm(k)
-    weight, gates = draw.operand(n, k, group=group, dtype=dtype), draw.rows(18, k, dtype=dtype)
-    conv = Convolution(draw.normal(channels, 1, taps, dtype=dtype), draw.normal(taps - 1, channels, dtype=dtype))
-    if position == 0:
-        conv.state.fill_(torch.nan)
-    exact = Convolution(conv.weight.double(), conv.state.double())
-    positions = position + torch.arange(rows)
-    expected, expected_gates = reference.norm_linear_conv(
-        x.double(), doubled(norm), weight.exact, gates.exact.values, exact, positions
-    )
-    before = conv.state.clone()
-    mixed, gated = cpu_kernels.norm_linear_conv(x, norm, weight.packed, gates.packed.values, conv, positions)
-    assert (mixed.dtype, gated.dtype) == (dtype, F32)
-    # Products are rounded before the convolution, and after it.
-    assert relative_error(mixed, expected) < 2 * weight.tolerance(dtype)
-    assert relative_error(gated, expected_gates.double()) < TOLERANCE[dtype]
-    assert relative_error(conv.state, exact.state) < 2 * weight.tolerance(dtype)
-    if rows < taps - 1 and position:
-        assert torch.equal(conv.state[: taps - 1 - rows], before[rows:])
+    Convolved(*sizes, [Span(4, position, rows)], dtype).check(cpu_kernels)
 
 
 @Types
-@pytest.mark.parametrize(("length", "rows"), [(1, 4), (2, 16), (17, 32)])
-def test_padding_of_a_convolution(cpu_kernels: type[Kernels], length: int, rows: int, dtype: torch.dtype) -> None:
-    """The state is that after the last token, in the reference too."""
-    draw = Draw(length)
-    x, norm = draw.normal(length, 64, dtype=dtype), draw.norm(64)
-    weight, gates = draw.operand(64, 64, group=None, dtype=dtype), draw.rows(18, 64, dtype=dtype)
-    conv = Convolution(draw.normal(48, 1, 4, dtype=dtype), draw.normal(3, 48, dtype=dtype))
-    exact, exact_padded = (Convolution(conv.weight.double(), conv.state.double()) for _ in range(2))
-    positions = 20 + torch.arange(length)
-    of_reference = doubled(norm), weight.exact, gates.exact.values
-    expected = reference.norm_linear_conv(x.double(), *of_reference, exact, positions)
-    many = padded(x, rows), padded_positions(positions, rows)
-    found = cpu_kernels.norm_linear_conv(many[0], norm, weight.packed, gates.packed.values, conv, many[1])
-    found_by_reference = reference.norm_linear_conv(many[0].double(), *of_reference, exact_padded, many[1])
-    for mixed, gated, state in ((*found, conv.state), (*found_by_reference, exact_padded.state)):
-        assert relative_error(mixed[:length], expected[0]) < 2 * weight.tolerance(dtype)
-        assert relative_error(gated[:length], expected[1].double()) < TOLERANCE[dtype]
-        assert relative_error(state, exact.state) < 2 * weight.tolerance(dtype)
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("sizes", CONVOLUTIONS, ids=str)
+def test_norm_linear_conv_of_a_mix(
+    cpu_kernels: type[Kernels], sizes: tuple[int, int, int | None, int, int], mix: str, dtype: torch.dtype
+) -> None:
+    Convolved(*sizes, MIXES[mix], dtype).check(cpu_kernels)
+
+
+@pytest.mark.parametrize("slots", ([2, 2, 2, SLOTS], [2, 2, 2, 2**40], [2, 1, 1, 2]))
+def test_slots_that_a_convolution_refuses(cpu_kernels: type[Kernels], slots: list[int]) -> None:
+    """Those that there are not, and one of two runs."""
+    case = Convolved(*CONVOLUTIONS[3], [Span(2, 10, 3), Span(1, 0, 1)], F32)
+    before = case.conv.state.clone()
+    case.place = case.place._replace(slots=torch.tensor(slots))
+    with pytest.raises(AssertionError, match="norm_linear_conv failed"):
+        case.run(cpu_kernels)
+    assert same_bits(case.conv.state, before)
 
 
 @Types

@@ -17,9 +17,10 @@ from ostinato.delegate.errors import ExportError
 from ostinato.export.formats import pack_int4
 from ostinato.export.kernels.linear import reference, step_triton
 from ostinato.export.kernels.linear.step_triton import StepConfig, config_for, units_per_lane
-from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Weight
+from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Place, Weight
 
 from ...comparison import relative_error
+from .attention_cases import SLOT, SLOTS, prompt_place
 from .conftest import report_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -135,30 +136,31 @@ def test_norm_swiglu_is_the_halves_of_the_product(group: int) -> None:
 
 @dataclass(frozen=True)
 class Conv:
-    """What `norm_linear_conv` takes besides a layer."""
+    """What `norm_linear_conv` takes besides a layer; the convolution's state of SLOT alone, [W - 1, C]."""
 
     gates: Tensor
     conv: Convolution
-    positions: Tensor
+    place: Place
 
     def double(self) -> Conv:
-        return Conv(
-            self.gates.double(), Convolution(self.conv.weight.double(), self.conv.state.double()), self.positions
-        )
+        return Conv(self.gates.double(), Convolution(self.conv.weight.double(), self.conv.state.double()), self.place)
 
 
 def draw_conv(channels: int, gates: int, k: int, dtype: torch.dtype, taps: int, position: int) -> Conv:
     rows, weight = torch.randn(gates, k).to(dtype), torch.randn(channels, 1, taps).to(dtype)
     state = torch.randn(taps - 1, channels).to(dtype)
-    rows, weight, state, positions = (value.to(DEVICE) for value in (rows, weight, state, torch.tensor([position])))
-    return Conv(rows, Convolution(weight, state), positions)
+    rows, weight, state = (value.to(DEVICE) for value in (rows, weight, state))
+    return Conv(rows, Convolution(weight, state), prompt_place(position, 1))
 
 
 def run_conv(function: Callable[..., Any], layer: Layer, conv: Conv) -> tuple[Tensor, Tensor, Tensor]:
     """(mixed, gates, the state afterwards)."""
-    convolution = replace(conv.conv, state=conv.conv.state.clone())
-    mixed, gates = function(layer.x, layer.norm, layer.weight, conv.gates, convolution, conv.positions)
-    return mixed, gates, convolution.state
+    states = conv.conv.state.new_full((SLOTS, *conv.conv.state.shape), torch.nan)
+    states[SLOT] = conv.conv.state
+    convolution = replace(conv.conv, state=states)
+    mixed, gates = function(layer.x, layer.norm, layer.weight, conv.gates, convolution, conv.place)
+    assert all(state.isnan().all() for slot, state in enumerate(states) if slot != SLOT)
+    return mixed, gates, states[SLOT]
 
 
 def exact_conv(layer: Layer, conv: Conv) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,6 +200,15 @@ def test_norm_linear_conv(
         assert all(map(torch.equal, (mixed, gates, state), again))
 
 
+@pytest.mark.parametrize(
+    "function", [step_triton.norm_linear_conv, reference.norm_linear_conv], ids=["kernel", "plain"]
+)
+def test_padding_leaves_no_trace(function: Callable[..., Any]) -> None:
+    layer, conv = draw(6, 64, 32, F32), draw_conv(4, 2, 64, F32, 4, 5)
+    padding = replace(conv, place=conv.place._replace(slots=torch.tensor([-1], device=DEVICE)))
+    assert torch.equal(run_conv(function, layer, padding)[2], conv.conv.state)
+
+
 def test_steps_follow_one_another() -> None:
     """Step after step from position 0, each step leaves the state that the next one needs: as if all came at once."""
     layer, conv = draw(6, 64, 32, F32), draw_conv(4, 2, 64, F32, 4, 0)
@@ -205,13 +216,13 @@ def test_steps_follow_one_another() -> None:
     products = torch.cat([reference.norm_linear(x[None], layer.norm, layer.weight, F32) for x in inputs])
     padded = F.pad(products[:, :4].double().t(), (3, 0))
     expected = F.silu(F.conv1d(padded[None], conv.conv.weight.double(), groups=4)[0]).t()
-    convolution = replace(conv.conv, state=torch.full_like(conv.conv.state, torch.nan))
+    convolution = replace(conv.conv, state=torch.full_like(conv.conv.state, torch.nan).repeat(SLOTS, 1, 1))
     for position, x in enumerate(inputs):
-        place = torch.tensor([position], device=DEVICE)
+        place = prompt_place(position, 1)
         mixed, _ = step_triton.norm_linear_conv(x[None], layer.norm, layer.weight, conv.gates, convolution, place)
         near(mixed[0, :4], expected[position], TOLERANCE[F32])
         near(mixed[0, 4:], products[position, 4:].double(), TOLERANCE[F32])
-    near(convolution.state, products[-3:, :4].double(), TOLERANCE[F32])
+    near(convolution.state[SLOT], products[-3:, :4].double(), TOLERANCE[F32])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from ostinato.delegate.sampling import Sampling, SamplingInputs, gumbel_noise, philox
+from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.sampling import reference, sample_triton
 
 from .conftest import report_of, traced_layer
@@ -41,20 +42,32 @@ def draw_logits(kind: str, vocab: int, seed: int = 0) -> Tensor:
 KINDS = ["random", "peaked", "flat", "tied"]
 
 
+SLOTS, SLOT = 3, 2
+
+
+def numbers(*values: int) -> Tensor:
+    return torch.tensor(values, device=DEVICE)
+
+
 class Arguments:
-    """What a sampling call reads besides the logits, on the device, and a workspace. `seed`: 64 bits, signed or not."""
+    """What a sampling call reads besides the logits, on the device, and a workspace. `seed`: 64 bits, signed or not.
+
+    The options are those of SLOT; other slots have ones that nobody may follow.
+    """
 
     def __init__(self, options: Sampling, seed: int = 0) -> None:
         inputs = replace(options, seed=seed % 2**64).inputs()
-        self.how = SamplingInputs(*(value.to(DEVICE) for value in inputs))
+        self.how = SamplingInputs(*(value.repeat(SLOTS).to(DEVICE) for value in inputs))
+        for values in self.how:
+            values[:SLOT] = torch.nan if values.is_floating_point() else -7
+        self.last = LastTokens(*(numbers(-1, -2, -3) for _ in range(2)))
         self.workspace = torch.zeros(reference.workspace_size(), dtype=torch.int64, device=DEVICE)
 
     def sample(self, function: Callable[..., Tensor], logits: Tensor, position: int) -> int:
         """The token that `sample_next`, of the reference or the kernel, draws for a place."""
-        place, kept = torch.tensor([position - 1], device=DEVICE), torch.tensor([[-1]], device=DEVICE)
-        token = function(logits, place, kept, self.how, self.workspace)
-        assert token.shape == (1, 1) and token.dtype == torch.int64
-        assert int(kept) == int(token) and int(place) == position
+        token = function(logits, numbers(position - 1), numbers(SLOT), self.last, self.how, self.workspace)
+        assert token.shape == (1,) and token.dtype == torch.int64
+        assert self.last.token.tolist() == [-1, -2, int(token)] and self.last.position.tolist() == [-1, -2, position]
         assert self.workspace[0] == 0
         return int(token)
 
@@ -157,7 +170,7 @@ def test_kept_set(kind: str, options: Sampling) -> None:
     logits = draw_logits(kind, vocab, seed=4) * (0.1 if kind == "peaked" else 1)
     kept, dropped = kept_tokens(logits, options)
     arguments = Arguments(options, seed=11)
-    seed, places = arguments.how.seed.cpu(), torch.arange(4000).unsqueeze(1)
+    seed, places = arguments.how.seed[SLOT:].cpu(), torch.arange(4000).unsqueeze(1)
     noise = torch.vmap(lambda place: gumbel_noise(seed, place, vocab))(places)
     scores = logits[0].cpu() / options.temperature + noise
     last = (scores[:, kept].argmax(1) == len(kept) - 1).nonzero().flatten()[:3]
@@ -207,16 +220,23 @@ def test_infinity_and_nan(options: Sampling) -> None:
 
 @pytest.mark.parametrize("function", ["reference", "kernel"])
 def test_steps_draw_what_single_calls_draw(function: str) -> None:
+    """Each begins with the position that the one ahead has left."""
     module: Any = reference if function == "reference" else sample_triton
     arguments = Arguments(Sampling(0.9, 30, 0.95), seed=2**63 - 1)
-    position = torch.tensor([40], device=DEVICE)
-    token = torch.tensor([[3]], device=DEVICE)
+    last, slots = LastTokens(numbers(0, 0, 3), numbers(0, 0, 40)), numbers(SLOT)
     for step in range(4):
         logits = draw_logits("random", 120, seed=step)
-        drawn = module.sample_next(logits, position, token, arguments.how, arguments.workspace)
-        assert int(position) == 41 + step
-        assert torch.equal(drawn, token) and drawn.data_ptr() != token.data_ptr()
+        positions = last.position[SLOT:].clone()
+        drawn = module.sample_next(logits, positions, slots, last, arguments.how, arguments.workspace)
+        assert last.position.tolist() == [0, 0, 41 + step] and last.token.tolist() == [0, 0, int(drawn)]
         assert int(drawn) == arguments.sample(reference.sample_next, logits, 41 + step)
+
+
+@pytest.mark.parametrize("function", [reference.sample_next, sample_triton.sample_next], ids=["reference", "kernel"])
+def test_padding_leaves_no_trace(function: Callable[..., Tensor]) -> None:
+    arguments = Arguments(Sampling())
+    function(draw_logits("random", 50), numbers(3), numbers(-1), arguments.last, arguments.how, arguments.workspace)
+    assert all(values.tolist() == [-1, -2, -3] for values in vars(arguments.last).values())
 
 
 class Exported(torch.nn.Module):
@@ -224,20 +244,22 @@ class Exported(torch.nn.Module):
         super().__init__()
         self.register_buffer("workspace", torch.zeros(reference.workspace_size(), dtype=torch.int64))
 
-    def forward(self, logits: Tensor, position: Tensor, token: Tensor, how: SamplingInputs) -> Tensor:
-        return reference.sample_next(logits, position, token, how, self.workspace)  # type: ignore[arg-type]
+    def forward(self, logits: Tensor, place: tuple[Tensor, Tensor], last: list[Tensor], how: SamplingInputs) -> Tensor:
+        return reference.sample_next(logits, *place, LastTokens(*last), how, self.workspace)  # type: ignore[arg-type]
 
 
 def test_reference_is_exported() -> None:
     def inputs(options: Sampling) -> tuple[Any, ...]:
-        how = SamplingInputs(*(value.cpu() for value in Arguments(options, seed=17).how))
-        return draw_logits("random", 50).cpu(), torch.tensor([8]), torch.tensor([[1]]), how
+        arguments = Arguments(options, seed=17)
+        how = SamplingInputs(*(value.cpu() for value in arguments.how))
+        last = [values.cpu() for values in vars(arguments.last).values()]
+        return draw_logits("random", 50).cpu(), (torch.tensor([8]), torch.tensor([SLOT])), last, how
 
     program = torch.export.export(Exported(), inputs(OPTIONS[0])).run_decompositions()
     for options in OPTIONS:
         found, expected = inputs(options), inputs(options)
         assert torch.equal(program.module()(*found), Exported()(*expected))
-        assert int(found[1]) == int(expected[1]) == 9 and torch.equal(found[2], expected[2])
+        assert all(map(torch.equal, found[2], expected[2])) and found[2][1].tolist() == [-1, -2, 9]
 
 
 def run_program(index: int, programs: int, arguments: tuple[Tensor, ...], vocab: int, block: int) -> None:
@@ -270,11 +292,12 @@ def test_programs_that_meet(options: Sampling) -> None:
     """Three programs at once, on shared memory."""
     vocab, block, programs = 300, 128, 3
     sampling = Arguments(options, seed=23)
-    position, token, out = torch.tensor([5]), torch.tensor([[0]]), torch.tensor([[-1]])
+    out = torch.tensor([-1])
     context = multiprocessing.get_context("fork")
     for step in range(3):
         logits = draw_logits("random", vocab, seed=step)
-        arguments = (logits, position, token, *sampling.how, sampling.workspace, out)
+        place, last = (torch.tensor([5 + step]), torch.tensor([SLOT])), vars(sampling.last).values()
+        arguments = (logits, *place, *last, *sampling.how, sampling.workspace, out)
         for tensor in arguments:
             tensor.share_memory_()
         running = [
@@ -288,8 +311,8 @@ def test_programs_that_meet(options: Sampling) -> None:
             process.kill()
         assert [process.exitcode for process in running] == [0] * programs
         expected = Arguments(options, seed=23).sample(reference.sample_next, logits, 6 + step)
-        assert int(out) == int(token) == expected
-        assert int(position) == 6 + step and int(sampling.workspace[0]) == 0
+        assert int(out) == int(sampling.last.token[SLOT]) == expected
+        assert int(sampling.last.position[SLOT]) == 6 + step and int(sampling.workspace[0]) == 0
 
 
 @pytest.mark.gpu
@@ -297,20 +320,20 @@ def test_programs_that_meet(options: Sampling) -> None:
 def test_replay_reads_new_values() -> None:
     arguments = Arguments(Sampling())
     logits = draw_logits("random", VOCAB)
-    position, token = torch.tensor([0], device=DEVICE), torch.tensor([[0]], device=DEVICE)
-    sample_triton.sample_next(logits, position, token, arguments.how, arguments.workspace)
+    positions, slots = numbers(0), numbers(SLOT)
+    sample_triton.sample_next(logits, positions, slots, arguments.last, arguments.how, arguments.workspace)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sample_triton.sample_next(logits, position, token, arguments.how, arguments.workspace)
+        sample_triton.sample_next(logits, positions, slots, arguments.last, arguments.how, arguments.workspace)
     for step, options in enumerate(OPTIONS * 5):
         fresh = Arguments(options, seed=step)
         for kept, new in zip(arguments.how, fresh.how, strict=True):
             kept.copy_(new)
         logits.copy_(draw_logits(KINDS[step % 4], VOCAB, step))
-        position.fill_(step)
+        positions.fill_(step)
         graph.replay()
-        assert int(position) == step + 1
-        assert int(token) == fresh.sample(reference.sample_next, logits, step + 1)
+        assert int(arguments.last.position[SLOT]) == step + 1
+        assert int(arguments.last.token[SLOT]) == fresh.sample(reference.sample_next, logits, step + 1)
 
 
 @pytest.fixture(scope="module")
@@ -333,6 +356,7 @@ def test_exactly_what_changes_is_written(report: list[dict[str, Any]]) -> None:
 LAYER = """
 import torch
 from ostinato.delegate.sampling import Sampling, SamplingInputs
+from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.sampling.reference import workspace_size
 from ostinato.export.kernels.sampling.sample_triton import sample_next
 
@@ -340,16 +364,17 @@ class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()
         for name, value in Sampling().inputs()._asdict().items():
-            self.register_buffer(name, value)
-        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
-        self.register_buffer("token", torch.zeros(1, 1, dtype=torch.int64))
+            self.register_buffer(name, value.repeat(2))
+        self.register_buffer("position", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("token", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("workspace", torch.zeros(workspace_size(), dtype=torch.int64))
 
-    def forward(self, logits):
+    def forward(self, logits, positions):
         how = SamplingInputs(*(getattr(self, name) for name in SamplingInputs._fields))
-        return sample_next(logits, self.position, self.token, how, self.workspace)
+        last = LastTokens(self.token, self.position)
+        return sample_next(logits, positions, positions, last, how, self.workspace)
 
-inputs = (torch.zeros(1, 300),)
+inputs = (torch.zeros(1, 300), torch.arange(1))
 """
 
 
@@ -358,4 +383,4 @@ def test_traced() -> None:
     operators, buffers, shapes = traced_layer(LAYER)
     assert operators == ["ostinato.sample_next.default"]
     assert buffers == ["position", "token", "workspace"]
-    assert shapes == [(1, 1)]
+    assert shapes == [(1,)]

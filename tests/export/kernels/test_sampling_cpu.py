@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,22 +12,29 @@ from torch import Tensor
 
 from ostinato.delegate.sampling import Sampling, SamplingInputs
 from ostinato.export.kernels import Kernels
+from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.sampling import reference
 
 from .sampling_cases import OPTIONS as COMMON
 
 VOCAB = 248_320
 OPTIONS = [*COMMON, Sampling(1.0, 1000, 0.999)]
+WORKSPACE = torch.zeros(reference.workspace_size(), dtype=torch.int64)
 
 
 def draw(kernels: type[Kernels], logits: Tensor, options: Sampling, position: int, seed: int) -> int:
-    how = SamplingInputs(*replace(options, seed=seed % 2**64).inputs())
-    place, kept = torch.tensor([position - 1]), torch.tensor([[-1]])
-    workspace = torch.zeros(reference.workspace_size(), dtype=torch.int64)
-    token = kernels.sample_next(logits, place, kept, how, workspace)
-    assert token.shape == (1, 1) and token.dtype == torch.int64
-    assert int(kept) == int(token) and int(place) == position
-    return int(token)
+    """What is drawn for `position` from logits [1, V], in the second of three slots."""
+    how = [SamplingInputs(*replace(each, seed=seed % 2**64).inputs()) for each in (Sampling(), options, Sampling(2.0))]
+    last = LastTokens(torch.tensor([-5, -6, -7]), torch.tensor([-8, -9, -10]))
+    tokens = kernels.sample_next(logits, torch.tensor([position - 1]), torch.tensor([1]), last, joined(how), WORKSPACE)
+    assert tokens.shape == (1,) and tokens.dtype == torch.int64
+    assert last.token.tolist() == [-5, int(tokens), -7] and last.position.tolist() == [-8, position, -10]
+    return int(tokens)
+
+
+def joined(how: Sequence[SamplingInputs]) -> SamplingInputs:
+    """Options of a slot each, together."""
+    return SamplingInputs(*map(torch.cat, zip(*how, strict=True)))
 
 
 def logits_of(kind: str, vocab: int) -> Tensor:
@@ -56,3 +64,43 @@ def test_logits_that_are_not_finite(cpu_kernels: type[Kernels], options: Samplin
     logits[0, ::3], logits[0, 1::7], logits[0, 50], logits[0, 51] = math.nan, -math.inf, math.inf, math.inf
     for some in (logits, torch.full_like(logits, math.nan), torch.full_like(logits, -math.inf)):
         assert draw(cpu_kernels, some, options, 5, 1) == draw(Kernels, some, options, 5, 1)
+
+
+class Rows:
+    """Rows of slots with options of their own, among them slots without rows."""
+
+    def __init__(self, slots: Sequence[int], vocab: int = 20_000) -> None:
+        self.how = joined([replace(options, seed=3 * slot).inputs() for slot, options in enumerate(OPTIONS)])
+        generator = torch.Generator().manual_seed(vocab)
+        self.slots = torch.tensor(slots)
+        self.logits = torch.randn(len(slots), vocab, generator=generator)
+        self.logits[self.slots < 0] = torch.nan
+        self.positions = torch.randint(-1, 2**40, (len(slots),), generator=generator)
+        self.last = LastTokens(*(-100 - torch.arange(2 * len(OPTIONS)).view(2, -1)))
+
+    def run(self, kernels: type[Kernels]) -> tuple[Tensor, LastTokens]:
+        last = LastTokens(self.last.token.clone(), self.last.position.clone())
+        return kernels.sample_next(self.logits, self.positions, self.slots, last, self.how, WORKSPACE), last
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [[3], [-1], [0, 1], [*range(14, -1, -1)], [5, -1, 2, 2, 2, -1], [-1, -1], [*range(15)] * 3, [7] * 20],
+    ids=str,
+)
+def test_rows_of_several_slots(cpu_kernels: type[Kernels], slots: list[int]) -> None:
+    """Each by its slot's options; of a slot with several rows the last one's token is kept."""
+    rows = Rows(slots)
+    (tokens, last), (expected, kept) = rows.run(cpu_kernels), rows.run(Kernels)
+    mine = rows.slots >= 0
+    assert tokens.shape == expected.shape and torch.equal(tokens[mine], expected[mine])
+    assert torch.equal(last.token, kept.token) and torch.equal(last.position, kept.position)
+    without = sorted(set(range(len(OPTIONS))) - set(slots))
+    assert torch.equal(last.token[without], rows.last.token[without])
+
+
+@pytest.mark.parametrize("slot", (len(OPTIONS), 2**40))
+def test_a_slot_that_there_is_not(cpu_kernels: type[Kernels], slot: int) -> None:
+    rows = Rows([1, slot, 2])
+    with pytest.raises(AssertionError, match="sample_next failed"):
+        rows.run(cpu_kernels)

@@ -5,35 +5,65 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
-from ostinato.delegate.artifact import StateKind
+from ostinato.delegate.artifact import Growth, StateForm, StateKind
 from ostinato.delegate.sampling import SamplingInputs
 from ostinato.export.artifact.records import Constants
 from ostinato.export.compile.trace import trace_method
-from ostinato.export.layers.state import state_kinds
+from ostinato.export.kernels import Kernels, kernels_for
+from ostinato.export.layers.state import state_forms
 from ostinato.export.models import build_network, read_config
 from ostinato.export.models.methods import language_model_methods
 from ostinato.export.weights.stream import allocate_untouched
 
 
-def test_state_of_a_model(capitals_checkpoint: Path) -> None:
-    """What moves the model writes all of its state; what draws a token writes all of the sampling's."""
+@pytest.mark.parametrize("kernels", [Kernels, kernels_for("cpu")])
+def test_state_of_a_model(capitals_checkpoint: Path, kernels: type[Kernels]) -> None:
+    """What moves the model writes all of its state; what draws a token writes all of the sampling's. Nobody writes where
+    pages are."""
     config = replace(read_config(capitals_checkpoint)[1], layer_types=("linear_attention", "full_attention"))
-    network = build_network(config, 64, torch.float32, group_size=32)
+    network = build_network(config, 64, torch.float32, group_size=32, kernels=kernels)
     allocate_untouched(network)
-    kinds = state_kinds(network)
-    begun = {name for name, kind in kinds.items() if kind is StateKind.SAMPLING}
+    forms = state_forms(network)
+    begun = {name for name, form in forms.items() if form.kind is StateKind.SAMPLING}
     assert begun == {f"sampling.{name}" for name in ("token", "position", *SamplingInputs._fields)}
-    state = {name for name, kind in kinds.items() if kind not in (StateKind.SAMPLING, StateKind.WORKSPACE)}
+    others = (StateKind.SAMPLING, StateKind.WORKSPACE, StateKind.BLOCK_TABLE)
+    state = {name for name, form in forms.items() if form.kind not in others}
     assert len(state) == 4
     moved = {"sampling.token", "sampling.position"}
     written = {"prefill": state, "decode": state, "sample": begun, "decode_sample": state | moved}
+    if kernels.most_rows:
+        written |= {"rows": state | moved, "rows_logits": state}
     methods = language_model_methods(network)
     assert methods.keys() == written.keys()
+    tables = {name for name, form in forms.items() if form.kind is StateKind.BLOCK_TABLE}
     for name, chain in methods.items():
         method = trace_method(name, chain)
         constants = Constants()
         constants.name_after(network)
         constants.add(method)
         assert constants.mutable == written[name], name
+        # Declared, a table is mutable although no method writes it.
+        declared = Constants(forms)
+        declared.name_after(network)
+        declared.add(method)
+        assert tables & declared.tensors.keys() <= declared.mutable, name
+
+
+def test_forms_of_state(capitals_checkpoint: Path) -> None:
+    """Which buffers count slots, and which pages; layers share one table."""
+    config = replace(read_config(capitals_checkpoint)[1], layer_types=("linear_attention", "full_attention") * 2)
+    network = build_network(config, 200, torch.float32)
+    forms = state_forms(network)
+    table = "model.layers.1.self_attn.block_table"
+    assert {name for name, form in forms.items() if form.growth is Growth.PAGES} == {
+        f"model.layers.{index}.self_attn.{name}_cache" for index in (1, 3) for name in "kv"
+    }
+    assert {name for name, form in forms.items() if form.growth is Growth.FIXED} == {"sampling.scratch"}
+    assert forms[table] == StateForm(StateKind.BLOCK_TABLE, Growth.SLOTS)
+    assert sum(form.kind is StateKind.BLOCK_TABLE for form in forms.values()) == 1
+    # 200 positions are four pages of 64.
+    assert network.get_buffer(table).shape[1] == 4
+    assert network.get_buffer("model.layers.3.self_attn.block_table") is network.get_buffer(table)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,11 @@ from torch import Tensor
 from transformers import Qwen3_5ForConditionalGeneration
 from transformers.models.qwen3_5 import Qwen3_5Config
 
+from ostinato.delegate.artifact import StateKind
+from ostinato.export.kernels import Kernels
+from ostinato.export.layers.state import state_of_kind
 from ostinato.export.models import LanguageModel
+from ostinato.export.models.methods import language_model_methods
 
 from ..references import (
     BASE,
@@ -27,6 +32,8 @@ from ..references import (
 )
 
 MAX_SEQ_LEN, STEPS, TOLERANCE = 256, 3, 1e-4
+# Of the two sessions that a network has room for.
+SLOT = 1
 # Where rounding cannot choose other experts: how far the worst position may be off. Measured are 0.036 and 0.077, and for
 # transformers' own bfloat16 0.05 and 0.12.
 EACH_CLOSE = {"every-expert": 5e-2, "dense": 0.15}
@@ -47,18 +54,16 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Get:
 
 
 @torch.no_grad()
-def run(model: LanguageModel, tokens: Tensor, begin: int, end: int, method: str = "forward") -> Tensor:
-    """Logits [vocab] after tokens `begin` to `end`, as one call of the layers' `method`."""
-    values = {"tokens": tokens[:, begin:end], "input_pos": torch.arange(begin, end)}
-    for link in model.links(method):
+def run(model: LanguageModel, tokens: Tensor, begin: int, end: int, step: bool = False) -> Tensor:
+    """Logits [vocab] after tokens `begin` to `end` of one session, as one call; layers take it as a step if asked to."""
+    values = {"tokens": tokens[:, begin:end], "input_pos": torch.arange(begin, end), "slot": torch.tensor([SLOT])}
+    for link in model.prompt_links(step):
         link.run(values)
     return values["logits"][0]
 
 
-def converse(
-    model: LanguageModel, tokens: Tensor, length: int, steps: int = STEPS, step: str = "forward"
-) -> list[Tensor]:
-    """Prefill of `length` tokens, then `steps` decode steps by the layers' method `step`; the logits of each call."""
+def converse(model: LanguageModel, tokens: Tensor, length: int, steps: int = STEPS, step: bool = False) -> list[Tensor]:
+    """Prefill of `length` tokens, then `steps` decode steps, with `step` as layers take a step; the logits of each call."""
     prefill = run(model, tokens, 0, length)
     return [prefill, *(run(model, tokens, at, at + 1, step) for at in range(length, length + steps))]
 
@@ -89,22 +94,74 @@ def test_prefill_and_decode(reference: Get, case: str, length: int) -> None:
     tokens = ref.tokens(length + STEPS, seed=length)
     expected = ref.logits(tokens)[length - 1 :]
     check(converse(load_ours(ref.folder, MAX_SEQ_LEN), tokens, length), expected, f"{case}, {length} tokens")
-    folded = converse(load_ours(ref.folder, MAX_SEQ_LEN), tokens, length, step="step")
+    folded = converse(load_ours(ref.folder, MAX_SEQ_LEN), tokens, length, step=True)
     check(folded, expected, f"{case}, {length} tokens, then steps as GPUs take them")
 
 
-@pytest.mark.parametrize("step", ("forward", "step"))
+@pytest.mark.parametrize("step", (False, True), ids=("forward", "step"))
 @pytest.mark.parametrize("on_host", range(6))
-def test_routed_experts_of_the_first_layers_on_the_host(reference: Get, on_host: int, step: str) -> None:
+def test_routed_experts_of_the_first_layers_on_the_host(reference: Get, on_host: int, step: bool) -> None:
     ref = reference("five-layers")
     for length in (1, 2, 64, 65, 130):
         tokens = ref.tokens(length + STEPS, seed=length)
         model = load_ours(ref.folder, MAX_SEQ_LEN, cpu_moe=on_host)
-        places = [link.device for link in model.links(step)]
+        places = [link.device for link in model.prompt_links(step)]
         assert (places.count("cpu"), places.count(None)) == (on_host, 7 + 2 * on_host)
         found = converse(model, tokens, length, step=step)
         plain = converse(load_ours(ref.folder, MAX_SEQ_LEN), tokens, length, step=step)
         check(found, torch.stack(plain), f"{on_host} of 5 layers on the host, {length} tokens")
+
+
+class RowKernels(Kernels):
+    """The references, in a network whose prompts and rows take what folds a step."""
+
+    folds_steps, folds_prompts, most_rows = True, True, (256,)
+
+
+@torch.no_grad()
+def call(model: LanguageModel, method: str, runs: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
+    """What a method for rows gives for the last row of each run: its slot, first position and tokens; slot -1 is padding."""
+    values = {
+        "tokens": torch.tensor([token for _, _, tokens in runs for token in tokens]),
+        "input_pos": torch.tensor([max(first + row, -1) for _, first, tokens in runs for row in range(len(tokens))]),
+        "slots": torch.tensor([slot for slot, _, tokens in runs for _ in tokens]),
+    }
+    ends = itertools.accumulate(len(tokens) for _, _, tokens in runs)
+    values["drawn"] = torch.tensor([end - 1 for (slot, _, _), end in zip(runs, ends, strict=True) if slot >= 0])
+    chain = language_model_methods(model)[method]
+    for link in chain.links:
+        link.run(values)
+    return values[chain.outputs[0]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_several_sessions(reference: Get, case: str) -> None:
+    """Prompts, parts of them and single tokens in one call, in any order; then tokens that the device keeps."""
+    ref = reference(case)
+    prompts = {slot: ref.tokens(80, seed=slot)[0].tolist() for slot in (2, 0, 1)}
+    expected = {slot: ref.logits(torch.tensor([tokens])) for slot, tokens in prompts.items()}
+    model = load_ours(ref.folder, MAX_SEQ_LEN, kernels=RowKernels, slots=4)
+    state = state_of_kind(model, StateKind.CONVOLUTION, StateKind.RECURRENT)
+    for tensor in (*state, *state_of_kind(model, StateKind.KV_CACHE)):
+        tensor.fill_(torch.nan)
+    seen = dict.fromkeys(prompts, 0)
+    for counts in ({2: 70, 0: 1, 1: 3}, {0: 65, 2: 1, 1: 1}, {1: 30, 0: 2}, {1: 1, 2: 1, 0: 1}):
+        runs: list[tuple[int, int, Sequence[int]]] = [
+            (slot, seen[slot], prompts[slot][seen[slot] : seen[slot] + count]) for slot, count in counts.items()
+        ]
+        runs.insert(1, (-1, 3, (5, 6)))
+        found = call(model, "rows_logits", runs)
+        seen |= {slot: seen[slot] + count for slot, count in counts.items()}
+        check([*found], torch.stack([expected[slot][seen[slot] - 1] for slot in counts]), f"{case}, {counts} tokens")
+    # Of the fourth session nothing was written.
+    assert all(tensor[3].isnan().all() for tensor in state)
+    answers = {slot: prompts[slot][: seen[slot] + 1] for slot in prompts}
+    drawn = call(model, "rows", [(slot, seen[slot], tokens[-1:]) for slot, tokens in answers.items()])
+    for _ in range(3):
+        for tokens, token in zip(answers.values(), drawn.tolist(), strict=True):
+            assert token == ref.logits(torch.tensor([tokens]))[-1].argmax()
+            tokens.append(token)
+        drawn = call(model, "rows", [*((slot, -1, [-1]) for slot in answers), (-1, -1, [-1])])
 
 
 def test_text_model_of_a_multimodal_dense_checkpoint(tmp_path: Path) -> None:

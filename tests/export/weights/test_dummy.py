@@ -28,7 +28,9 @@ def test_dummy_weights_are_the_seeds(family: str) -> None:
     assert len(norms) == 8 and len({tuple(norm.tolist()) for norm in norms}) == 8
 
 
-PROMPT, STEP = (torch.arange(100)[None], torch.arange(100)), (torch.tensor([[3]]), torch.tensor([100]))
+SLOT = torch.tensor([0])
+PROMPT = torch.arange(100)[None], torch.arange(100), SLOT
+STEP = torch.tensor([[3]]), torch.tensor([100]), SLOT
 
 
 @torch.no_grad()
@@ -45,8 +47,8 @@ def test_dummy_logits_are_of_order_one(family: str, group_size: int | None, dtyp
             added.append(relative_error(output.float(), inputs[0].float()))
 
         layer.register_forward_hook(keep)
-    for tokens, positions in (PROMPT, STEP):
-        logits = network(tokens, positions)
+    for inputs in (PROMPT, STEP):
+        logits = network(*inputs)
         assert logits.isfinite().all()
         assert 0.5 < logits.std() < 2
     # Measured: 0.10 to 0.26.
@@ -64,5 +66,5 @@ def test_rounding_does_not_grow_from_layer_to_layer(family: str) -> None:
     assert config.num_hidden_layers >= 24
     # Measured: 0.03 (a token may choose other experts) and 0.01 (dense). With additions as large as the embedding it would
     # be 0.87 and 0.29.
-    for tokens, positions in (PROMPT, STEP):
-        assert relative_error(rounded(tokens, positions), exact(tokens, positions)) < 0.1
+    for inputs in (PROMPT, STEP):
+        assert relative_error(rounded(*inputs), exact(*inputs)) < 0.1

@@ -26,7 +26,8 @@ from ostinato.export.weights.quantize import quantize_int4, quantize_int8
 from ostinato.export.weights.stream import QuantizedWeights, materialise
 from ostinato.runner.tokenizer import Tokenizer
 
-from ..references import relative_error
+from ...comparison import relative_error
+from ..networks import with_room
 
 CPU = torch.device("cpu")
 ROWS = (1, 2, 3, 17, 64, 65)
@@ -237,20 +238,20 @@ def answers(capitals_checkpoint: Path, questions: list[list[int]]) -> Callable[[
         network = build_network(config, 48, torch.float32, group_size=None if quant is None else quant.group_size)
         source = family.checkpoint_weights(network, capitals_checkpoint)
         materialise(network, QuantizedWeights(network, source, CPU, hqq=quant is not None and quant.hqq))
-        return network
+        return with_room(network)
 
     @torch.no_grad()
     def get(quant: Quantization | None) -> Answers:
         if quant not in made:
-            network = build(quant)
+            network, slot = build(quant), torch.tensor([0])
             first, tokens = [], []
             for question in questions:
-                logits = network(torch.tensor([question]), torch.arange(len(question)))
+                logits = network(torch.tensor([question]), torch.arange(len(question)), slot)
                 first.append(logits)
                 answer = [int(logits.argmax())]
                 while answer[-1] not in ends and len(answer) < 12:
                     at = len(question) + len(answer) - 1
-                    answer.append(int(network(torch.tensor([answer[-1:]]), torch.tensor([at])).argmax()))
+                    answer.append(int(network(torch.tensor([answer[-1:]]), torch.tensor([at]), slot).argmax()))
                 tokens.append(answer)
             made[quant] = Answers(torch.cat(first), tokens)
         return made[quant]

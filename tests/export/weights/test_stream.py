@@ -12,7 +12,7 @@ from ostinato.delegate.artifact import StateKind
 from ostinato.delegate.errors import CheckpointError
 from ostinato.export.artifact.records import Constants
 from ostinato.export.compile.trace import trace_method
-from ostinato.export.layers.state import state_kinds
+from ostinato.export.layers.state import state_forms
 from ostinato.export.models import LanguageModel, build_network, read_config
 from ostinato.export.models.methods import language_model_methods
 from ostinato.export.program import _value
@@ -164,9 +164,8 @@ def test_every_untouched_tensor_of_a_program_has_a_value(group_size: int | None)
         assert network.lm_head.weight is network.model.embed_tokens.weight
     buffers = {name for name, _ in network.named_buffers()}
     found = constants_of(network)
-    assert found.mutable == {
-        name for name, kind in state_kinds(network).items() if kind not in (StateKind.SAMPLING, StateKind.WORKSPACE)
-    }
+    others = (StateKind.SAMPLING, StateKind.WORKSPACE, StateKind.BLOCK_TABLE)
+    assert found.mutable == {name for name, form in state_forms(network).items() if form.kind not in others}
     assert set(found.tensors) - buffers == parameters
     weights = QuantizedWeights(network, dummy_weights(network), CPU)
     assert parameters == set(weights)

@@ -1,0 +1,342 @@
+"""The gated attention of several rows, of any sessions, in three kernels: place, attend, combine.
+
+First every row's key and value go to their pages, and its queries are normed and rotated. Then a *tile* is up to ROWS rows of
+one run with the heads that share a key head, so that its pages are read once for all of them; its positions are split over
+programs. Last, the splits' sums are brought to one peak, and the gate is applied.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
+from ostinato.export.kernels.launch import MEDIUM, SMALL, fitting, launcher, starts_early
+from ostinato.export.kernels.operands import KVCache, Norm, Place
+
+from . import step_triton
+from .block_triton import TileConfig, attend_range, normed_and_rotated, padded_group, score_scale
+from .prefill_triton import config_for as prompt_config
+from .step_triton import check_step
+
+# For bfloat16, by the shared memory of the GPU.
+CONFIGS = {
+    MEDIUM: TileConfig(64, keys=64, warps=8, stages=2),
+    SMALL: TileConfig(64, keys=32, warps=8, stages=2),
+}
+# Splits of all rows together, and of one row at most; and the positions that a split has at least.
+PARTS = 1024
+MOST_SPLITS = 64
+LEAST = 256
+# The most rows of a call: each program looks at all slots.
+MOST_ROWS = 256
+COMBINE_WARPS = 4
+
+
+def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KVCache, heads: int) -> Tensor:
+    """See `reference.attend_step`; all tensors contiguous. One row has kernels of its own.
+
+    Raises:
+        ExportError: as `step_triton.attend_step`.
+    """
+    if isinstance(qkv.shape[0], int) and qkv.shape[0] == 1:
+        return step_triton.attend_step(qkv, q_norm, k_norm, place, cache, heads)
+    check_step(q_norm, k_norm, place, cache, heads)
+    norms = q_norm.weight, k_norm.weight, q_norm.eps
+    return _attend_rows(
+        qkv, *norms, place.positions, place.slots, place.cos, place.sin, cache.keys, cache.values, cache.table, heads
+    )
+
+
+@torch.library.triton_op("ostinato::attend_rows", mutates_args={"keys", "values"})
+def _attend_rows(
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    positions: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    heads: int,
+) -> Tensor:
+    rows = qkv.shape[0]
+    kv_heads, page_size, head_dim = keys.shape[1:]
+    group = padded_group(heads // kv_heads)
+    config = fitting(CONFIGS) if keys.dtype == torch.bfloat16 else prompt_config(head_dim, keys.dtype)
+    together = max(1, config.queries // group)
+    splits = PARTS // torch.sym_max(rows, PARTS // MOST_SPLITS)
+    query = torch.empty((rows, heads, head_dim), dtype=keys.dtype, device=qkv.device)
+    sums = torch.empty((rows, splits, heads, head_dim), dtype=torch.float32, device=qkv.device)
+    # The peak and the weight of each sum.
+    scales = torch.empty((rows, splits, heads, 2), dtype=torch.float32, device=qkv.device)
+    out = torch.empty((rows, heads * head_dim), dtype=keys.dtype, device=qkv.device)
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "EARLY": starts_early()}
+    pages = {"PAGES": table.shape[1], "PAGE": page_size}
+    tiles = {"ROWS": together, "KEYS": config.keys, "LEAST": LEAST, "MOST_ROWS": MOST_ROWS}
+    launcher(place_rows_early)[(rows, kv_heads)](
+        qkv,
+        q_norm,
+        k_norm,
+        positions,
+        slots,
+        cos,
+        sin,
+        keys,
+        values,
+        table,
+        query,
+        ROTARY=cos.shape[1],
+        EPS=eps,
+        GROUP=max(8, group),
+        num_warps=4,
+        **pages,
+        **sizes,
+    )
+    launcher(attend_rows_early)[(kv_heads, rows, splits)](
+        query,
+        keys,
+        values,
+        table,
+        positions,
+        slots,
+        sums,
+        scales,
+        rows,
+        splits,
+        GROUP=group,
+        SCALE=score_scale(head_dim),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **pages,
+        **tiles,
+        **sizes,
+    )
+    launcher(combine_rows_early)[(rows, heads)](
+        qkv,
+        positions,
+        slots,
+        sums,
+        scales,
+        out,
+        rows,
+        splits,
+        SPLITS=MOST_SPLITS,
+        num_warps=COMBINE_WARPS,
+        **tiles,
+        **sizes,
+    )
+    return out
+
+
+@triton.jit
+def place_rows_early(
+    qkv: tl.tensor,
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    table: tl.tensor,
+    query: tl.tensor,
+    PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    ROTARY: tl.constexpr,
+    EPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Program (row, key head): its queries, normed and rotated, to query [R, HEADS, D]; its key and value to their page."""
+    start_next(EARLY)
+    HEADS_OF_KEY: tl.constexpr = HEADS // KV_HEADS
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    slot = tl.load(slots + row)
+    position = tl.maximum(tl.load(positions + row), 0)
+    page = tl.load(table + tl.maximum(slot, 0) * PAGES + position // PAGE).to(tl.int64)
+    head = tl.arange(0, GROUP)
+    real = (head < HEADS_OF_KEY)[:, None]
+    every = tl.zeros([GROUP, D], tl.int32) + tl.arange(0, D)[None, :]
+    rotated = every < ROTARY
+    # Element i is rotated with the element that is ROTARY / 2 after or before it.
+    other = tl.where(every < ROTARY // 2, every + ROTARY // 2, every - ROTARY // 2)
+    norm = tl.load(q_norm + every)
+    other_norm = tl.load(q_norm + other, mask=rotated, other=0.0)
+    key_norm = tl.load(k_norm + every)
+    other_key_norm = tl.load(k_norm + other, mask=rotated, other=0.0)
+    cosine = tl.load(cos + row * ROTARY + every, mask=rotated, other=1.0)
+    sine = tl.load(sin + row * ROTARY + every, mask=rotated, other=0.0)
+    sine = tl.where(every < ROTARY // 2, -sine, sine)
+
+    wait_for_previous(EARLY)
+    of_row = qkv + row * (2 * (HEADS + KV_HEADS) * D)
+    start = (kv_head * HEADS_OF_KEY + head)[:, None] * (2 * D)
+    x = tl.load(of_row + start + every, mask=real, other=0.0)
+    other_x = tl.load(of_row + start + other, mask=real & rotated, other=0.0)
+    own = (2 * HEADS + kv_head) * D
+    key = tl.load(of_row + own + every)
+    other_key = tl.load(of_row + own + other, mask=rotated, other=0.0)
+    value = tl.load(of_row + own + KV_HEADS * D + every)
+    q = normed_and_rotated(x, other_x, norm, other_norm, cosine, sine, EPS).to(query.dtype.element_ty)
+    k = normed_and_rotated(key, other_key, key_norm, other_key_norm, cosine, sine, EPS).to(k_cache.dtype.element_ty)
+    to = (row * HEADS + kv_head * HEADS_OF_KEY + head[:, None]) * D + every
+    tl.store(query + to, q, mask=real)
+    kept = ((head == 0) & (slot >= 0))[:, None]
+    new = (page * KV_HEADS + kv_head) * (PAGE * D) + position % PAGE * D + every
+    tl.store(k_cache + new, k, mask=kept)
+    tl.store(v_cache + new, value.to(v_cache.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def attend_rows_early(
+    query: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    table: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    sums: tl.tensor,
+    scales: tl.tensor,
+    rows: tl.tensor,
+    splits: tl.tensor,
+    PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Program (key head, row, split): one split of the tile that the row begins, if it begins one; else nothing."""
+    start_next(EARLY)
+    HEADS_OF_KEY: tl.constexpr = HEADS // KV_HEADS
+    rows = tl.cast(rows, tl.int32)
+    splits = tl.cast(splits, tl.int32)
+    kv_head = tl.program_id(0)
+    first = tl.program_id(1)
+    slot, begins, count, seen, share = tile_of(
+        first, first, positions, slots, rows, splits, ROWS, KEYS, LEAST, MOST_ROWS
+    )
+    begin = tl.program_id(2) * share
+    wait_for_previous(EARLY)
+    if begins & (slot >= 0) & (begin < seen):
+        member = tl.arange(0, ROWS * GROUP)
+        row = first + member // GROUP
+        head = member % GROUP
+        real = (member // GROUP < count) & (head < HEADS_OF_KEY)
+        cell = tl.arange(0, D)[None, :]
+        of_head = row.to(tl.int64) * HEADS + kv_head * HEADS_OF_KEY + head
+        q = tl.load(query + of_head[:, None] * D + cell, mask=real[:, None], other=0.0)
+        start = seen - count
+        total, weight, peak = attend_range(
+            q,
+            k_cache + kv_head * PAGE * D,
+            v_cache + kv_head * PAGE * D,
+            table + slot * PAGES,
+            begin,
+            (start + 1) // KEYS * KEYS,
+            tl.minimum(begin + share, seen),
+            start + member // GROUP,
+            SCALE,
+            KV_HEADS * PAGE * D,
+            PAGE,
+            KEYS,
+        )
+        part = (row.to(tl.int64) * splits + tl.program_id(2)) * HEADS + kv_head * HEADS_OF_KEY + head
+        tl.store(sums + part[:, None] * D + cell, total, mask=real[:, None])
+        tl.store(scales + part * 2, peak, mask=real)
+        tl.store(scales + part * 2 + 1, weight, mask=real)
+
+
+@triton.jit
+def combine_rows_early(
+    qkv: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    sums: tl.tensor,
+    scales: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    splits: tl.tensor,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Program (row, head): the sums of the splits that its tile has, brought to one peak, and the gate; zeros for padding."""
+    start_next(EARLY)
+    rows = tl.cast(rows, tl.int32)
+    splits = tl.cast(splits, tl.int32)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    own = row - offset_in_run(row, slots, rows, MOST_ROWS) % ROWS
+    slot, _, _, seen, share = tile_of(own, row, positions, slots, rows, splits, ROWS, KEYS, LEAST, MOST_ROWS)
+    split = tl.arange(0, SPLITS)
+    used = (split * share < seen) & (slot >= 0)
+    cell = tl.arange(0, D)
+
+    wait_for_previous(EARLY)
+    part = (row.to(tl.int64) * splits + split) * HEADS + head
+    total = tl.load(sums + part[:, None] * D + cell[None, :], mask=used[:, None], other=0.0)
+    peak = tl.load(scales + part * 2, mask=used, other=float("-inf"))
+    weight = tl.load(scales + part * 2 + 1, mask=used, other=0.0)
+    gate = tl.load(qkv + row.to(tl.int64) * (2 * (HEADS + KV_HEADS) * D) + (2 * head + 1) * D + cell)
+    # Every token sees position 0, so there is a highest peak.
+    highest = tl.where(slot >= 0, tl.max(peak, 0), 0.0)
+    factor = tl.exp2(peak - highest)
+    whole = tl.where(slot >= 0, tl.sum(weight * factor, 0), 1.0)
+    result = tl.sum(total * factor[:, None], 0) / whole * tl.sigmoid(gate.to(tl.float32))
+    result = tl.where(slot >= 0, result, 0.0)
+    tl.store(out + (row.to(tl.int64) * HEADS + head) * D + cell, result.to(out.dtype.element_ty))
+
+
+@triton.jit
+def offset_in_run(row: tl.tensor, slots: tl.tensor, rows: tl.tensor, MOST_ROWS: tl.constexpr) -> tl.tensor:
+    """How many rows of its slot stand before a row: a slot has one run."""
+    each = tl.arange(0, MOST_ROWS)
+    known = tl.load(slots + each, mask=each < rows, other=-1)
+    return tl.sum(((known == tl.load(slots + row)) & (each < row)).to(tl.int32), 0)
+
+
+@triton.jit
+def tile_of(
+    first: tl.tensor,
+    row: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    rows: tl.tensor,
+    splits: tl.tensor,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """(slot of `row`, whether `first` begins a tile, its rows, positions that its last row sees, those of one split)."""
+    each = tl.arange(0, MOST_ROWS)
+    slot = tl.load(slots + row)
+    mine = tl.load(slots + each, mask=each < rows, other=-1) == slot
+    before = tl.sum((mine & (each < first)).to(tl.int32), 0)
+    count = tl.minimum(ROWS, tl.sum((mine & (each >= first)).to(tl.int32), 0))
+    seen = tl.load(positions + first).to(tl.int32) + count
+    return slot, before % ROWS == 0, count, seen, tl.maximum(tl.cdiv(seen, splits * KEYS) * KEYS, LEAST)

@@ -1,0 +1,191 @@
+# mypy: allow-untyped-defs
+"""Products of int4 experts, in groups of 128, with blocks of rows in fixed point: on the tensor cores for bytes.
+
+Numbers that share a scale are integers of two signed bytes, up to 127 * 256 + 127: a plane of upper bytes and one of lower
+bytes. A row's two planes are two neighbouring columns of a product, so that a thread holds both. Weights are the left
+operand, unpacked in registers with three instructions for eight; their sums over a group are exact integers. The error of an
+input is at most 2^-16 of the largest that shares its scale: 128 of a normed row, 64 inner activations of one program.
+
+H200, 2026-11-23, 256 experts, 8 per row, [2048] and [512], us at 8/16/32/64/128/256 rows:
+
+| | blocks of | gate and up | down |
+| --- | --- | --- | --- |
+| fixed point | 8 | 20.4/35.4/53.1/69.2/81.9/99.4 | 16.2/24.2/37.3/49.3/59.3/82.7 |
+| fixed point | 16 | 29.2/44.6/65.0/82.3/92.3/96.6 | 18.3/28.2/43.9/57.2/67.2/73.1 |
+| bfloat16 | 16 | 31.8/43.0/65.6/83.2/94.8/101.5 | 18.2/26.4/39.5/51.3/59.9/64.8 |
+
+The bytes alone take 15.3/25.8/42.6/56.3/64.6/65.4 and half of that.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
+from ostinato.export.kernels.linear.rows_tiles_triton import of_pair, unpack_bytes
+from ostinato.export.kernels.linear.step_fixed_point_triton import ROUNDING, larger
+
+from .rows_plan_triton import BLOCK, PLAN, PLAN_PARTS, PLAN_ROWS, of_expert
+
+# The largest integer of two signed bytes.
+LARGEST = tl.constexpr(127.0 * 256.0 + 127.0)
+# The bits of ROUNDING: taken from those of the sum with a number, they leave the nearest integer.
+ROUNDING_BITS = tl.constexpr(0x4B400000)
+# Weight rows of a program. Of gate and up it has half as many each, whose inner activations share a scale.
+TILE = tl.constexpr(128)
+HALF = tl.constexpr(64)
+
+
+@triton.jit
+def gate_up_fixed_rows_early(
+    planes,
+    planes_scale,
+    plan,
+    gate_up,
+    gate_up_scale,
+    shared,
+    shared_scale,
+    hidden,
+    hidden_scale,
+    SIZE: tl.constexpr,
+    INNER: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """silu(gate) * up: hidden [places, 2, INNER] int8 and its scales [places, INNER / HALF]. Program (HALF columns, block).
+
+    Args:
+        planes: [R, 2, SIZE] int8, and their scales [R, SIZE / 128].
+        SIZE: a multiple of 256.
+        INNER: a multiple of HALF.
+    """
+    start_next(EARLY)
+    piece = tl.program_id(0)
+    record = plan + tl.program_id(1) * PLAN
+    number = tl.arange(0, BLOCK)
+    column = tl.arange(0, 2 * BLOCK)
+    wait_for_previous(EARLY)
+    expert = tl.load(record)
+    place = tl.load(record + 1)
+    row = tl.load(record + PLAN_ROWS + number)
+    row_of_column = tl.load(record + PLAN_ROWS + column // 2)
+    if expert < 0:
+        return
+    line = tl.arange(0, TILE)
+    line = piece * HALF + line % HALF + line // HALF * INNER
+    byte = tl.arange(0, 64)
+    weight = of_expert(gate_up, shared, expert, INNER * SIZE, EXPERTS) + line[:, None] * (SIZE // 2) + byte[None, :]
+    scale = of_expert(gate_up_scale, shared_scale, expert, INNER * SIZE // 64, EXPERTS) + line * (SIZE // 128)
+    scale = scale.to(tl.pointer_type(tl.int32))
+    # Two spans of 64: bytes 0 to 31 have the first, their high nibbles its second half.
+    element = byte // 32 * 64 + byte % 32
+    inputs = planes + (row_of_column * 2 + column % 2)[None, :] * SIZE + element[:, None]
+    inputs_scale = planes_scale + row * (SIZE // 128)
+    filled = (row_of_column >= 0)[None, :]
+    total = tl.zeros([TILE, BLOCK], tl.float32)
+    for pair in tl.range(0, SIZE // 256, num_stages=STAGES):
+        factors = tl.load(scale + pair)
+        for half in tl.static_range(2):
+            group = pair * 2 + half
+            factor = tl.load(inputs_scale + group, mask=row >= 0, other=0.0)
+            low, high = unpack_bytes(tl.load(weight + group * 64))
+            sums = tl.dot(low, tl.load(inputs + group * 128, mask=filled, other=0), out_dtype=tl.int32)
+            other = tl.load(inputs + (group * 128 + 32), mask=filled, other=0)
+            sums = tl.dot(high, other, sums, out_dtype=tl.int32)
+            total += joined(sums) * (of_pair(factors, half)[:, None] * factor[None, :])
+    gates, ups = tl.split(tl.permute(tl.reshape(total, [2, HALF, BLOCK]), (1, 2, 0)))
+    to = hidden + (place + number)[None, :] * (2 * INNER) + (piece * HALF + tl.arange(0, HALF))[:, None]
+    scales = hidden_scale + (place + number) * (INNER // HALF) + piece
+    results = gates * tl.sigmoid(gates) * ups
+    store_planes(to, scales, results, 0, (row >= 0)[None, :], row >= 0, INNER)
+
+
+@triton.jit
+def down_fixed_rows_early(
+    hidden,
+    hidden_scale,
+    plan,
+    down,
+    down_scale,
+    shared,
+    shared_scale,
+    parts,
+    SIZE: tl.constexpr,
+    INNER: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """parts [R (k (+ 1)), SIZE], outputs without their shares. Program (TILE of SIZE, block).
+
+    Args:
+        SIZE: a multiple of TILE.
+        INNER: a multiple of 256.
+    """
+    start_next(EARLY)
+    record = plan + tl.program_id(1) * PLAN
+    number = tl.arange(0, BLOCK)
+    column = tl.arange(0, 2 * BLOCK)
+    wait_for_previous(EARLY)
+    expert = tl.load(record)
+    place = tl.load(record + 1)
+    part = tl.load(record + PLAN_PARTS + number)
+    part_of_column = tl.load(record + PLAN_PARTS + column // 2)
+    if expert < 0:
+        return
+    line = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    byte = tl.arange(0, 32)
+    weight = of_expert(down, shared, expert, SIZE * INNER // 2, EXPERTS) + line[:, None] * (INNER // 2) + byte[None, :]
+    scale = of_expert(down_scale, shared_scale, expert, SIZE * INNER // 128, EXPERTS) + line * (INNER // 128)
+    scale = scale.to(tl.pointer_type(tl.int32))
+    inputs = hidden + ((place + column // 2) * 2 + column % 2)[None, :] * INNER + byte[:, None]
+    inputs_scale = hidden_scale + (place + number) * (INNER // HALF)
+    filled = (part_of_column >= 0)[None, :]
+    total = tl.zeros([TILE, BLOCK], tl.float32)
+    for group in tl.range(0, INNER // 128, num_stages=STAGES):
+        # A word of two scales, which a copy in the background takes; two bytes it does not.
+        factor = (tl.load(scale + group // 2) << (16 - group % 2 * 16)) & -0x10000
+        first = tl.load(inputs_scale + group * 2, mask=part >= 0, other=0.0)[None, :]
+        second = tl.load(inputs_scale + (group * 2 + 1), mask=part >= 0, other=0.0)[None, :]
+        product = span_product(weight + group * 64, inputs + group * 128, filled) * first
+        product += span_product(weight + (group * 64 + 32), inputs + (group * 128 + 64), filled) * second
+        total += product * factor.to(tl.float32, bitcast=True)[:, None]
+    to = parts + (part.to(tl.int64) * SIZE)[None, :] + line[:, None]
+    tl.store(to, total.to(parts.dtype.element_ty), mask=(part >= 0)[None, :])
+
+
+@triton.jit
+def span_product(weight, inputs, filled):
+    """32 bytes of TILE rows of weights times 64 elements -> [TILE, BLOCK] float32."""
+    low, high = unpack_bytes(tl.load(weight))
+    sums = tl.dot(low, tl.load(inputs, mask=filled, other=0), out_dtype=tl.int32)
+    sums = tl.dot(high, tl.load(inputs + 32, mask=filled, other=0), sums, out_dtype=tl.int32)
+    return joined(sums)
+
+
+@triton.jit
+def joined(sums):
+    """[TILE, 2 BLOCK] int32 of upper and lower bytes -> [TILE, BLOCK] float32."""
+    upper, lower = tl.split(tl.reshape(sums, [TILE, BLOCK, 2]))
+    return (upper * 256 + lower).to(tl.float32)
+
+
+@triton.jit
+def store_planes(to, scale, values, AXIS: tl.constexpr, here, where, DISTANCE: tl.constexpr):
+    """Stores values as two planes and, at `where`, a scale for all along AXIS.
+
+    Args:
+        to: where the upper bytes stand; the lower ones stand DISTANCE behind.
+        here: which values are stored.
+    """
+    largest = tl.reduce(tl.abs(values), AXIS, larger)
+    # In a row of zeros and tiny numbers as zeros, without a division by 0.
+    factor = LARGEST / tl.maximum(largest, 2.0**-100)
+    integer = (values * tl.expand_dims(factor, AXIS) + ROUNDING).to(tl.int32, bitcast=True) - ROUNDING_BITS
+    upper = (integer + 128) >> 8
+    tl.store(to, upper.to(tl.int8), mask=here)
+    tl.store(to + DISTANCE, (integer - upper * 256).to(tl.int8), mask=here)
+    # Weights count 16 times (`unpack_bytes`). NaN and infinity show in the product, as the scale is one.
+    tl.store(scale, largest * (1.0 / (16.0 * LARGEST)), mask=where)

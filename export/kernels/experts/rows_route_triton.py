@@ -1,0 +1,180 @@
+# mypy: allow-untyped-defs
+"""The router of `rows_triton`: logits, the choice of experts, and the rows as the experts take them.
+
+Both kernels start early (`early_start_triton`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
+
+from .rows_fixed_triton import store_planes
+from .rows_plan_triton import WORD
+from .step_route_triton import LANES, expert_of, key_of, largest_keys, softmax_of
+
+
+@triton.jit
+def route_rows_early(
+    x,
+    norm,
+    gate,
+    logits,
+    squares,
+    members,
+    rows,
+    SIZE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TILE: tl.constexpr,
+    SLICE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Each program multiplies a slice of WORD rows of `x * (1 + norm)` with that of TILE experts' rows of `gate`.
+
+    Args:
+        logits: [slices, R, EXPERTS] float32, of each SLICE of SIZE, without the rows' factors 1 / rms.
+        squares: [slices, R] float32, the sums of x^2.
+        members: [R / WORD, EXPERTS] int32, set to zeros for `choose_rows_early`.
+    """
+    start_next(EARLY)
+    SLICES: tl.constexpr = (SIZE + SLICE - 1) // SLICE
+    part = tl.program_id(0)
+    expert = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    word = tl.program_id(2)
+    row = word * WORD + tl.arange(0, WORD)
+    column = part * SLICE + tl.arange(0, SLICE)
+    inside = column < SIZE
+    here = inside[:, None] & (expert < EXPERTS)[None, :]
+    weights = tl.load(gate + expert[None, :] * SIZE + column[:, None], mask=here, other=0.0)
+    factor = 1.0 + tl.load(norm + column, mask=inside, other=0.0)
+    wait_for_previous(EARLY)
+    values = tl.load(x + row[:, None] * SIZE + column[None, :], mask=inside[None, :] & (row < rows)[:, None], other=0.0)
+    values = values.to(tl.float32)
+    products = tl.dot((values * factor[None, :]).to(weights.dtype), weights, input_precision="tf32x3")
+    first = logits + (part * rows + row) * EXPERTS
+    tl.store(first[:, None] + expert[None, :], products, mask=(row < rows)[:, None] & (expert < EXPERTS)[None, :])
+    if tl.program_id(1) == 0:
+        tl.store(squares + part * rows + row, tl.sum(values * values, 1), mask=row < rows)
+    if part == SLICES - 1:
+        tl.store(members + word * EXPERTS + expert, tl.zeros([TILE], tl.int32), mask=expert < EXPERTS)
+
+
+@triton.jit
+def choose_rows_early(
+    x,
+    norm,
+    shared_gate,
+    logits,
+    squares,
+    slots,
+    prepared,
+    x_scale,
+    members,
+    ranks,
+    shares,
+    rows,
+    EPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    SLICES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FIXED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """For each row a program that chooses its experts, and one that prepares it for them.
+
+    Args:
+        prepared: with FIXED [R, 2, SIZE] int8, the rows' upper and lower bytes, and x_scale [R, SIZE / 128] their scales;
+            otherwise [R, SIZE] in x's dtype, and x_scale is not used.
+        members: bit r % WORD of [r // WORD, e] says whether row r takes expert e.
+        ranks: [R, EXPERTS] uint8, where it does: the how largest of the row's logits this one is.
+        shares: [R, k (+ 1)] float32: the chosen experts' softmax weights, and the shared expert's with SHARED.
+        SLOTS: without them no row is padding.
+        WIDTH: SIZE or more, a power of two.
+    """
+    start_next(EARLY)
+    row = tl.program_id(0)
+    wait_for_previous(EARLY)
+    total = 0.0
+    for part in tl.static_range(SLICES):
+        total += tl.load(squares + part * rows + row)
+    factor = tl.rsqrt(total / SIZE + EPS)
+    if tl.program_id(1) == 0:
+        NARROW: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+        filled = tl.load(slots + row) >= 0 if SLOTS else row < rows
+        _choose(logits, factor, filled, members, ranks, shares, row, rows, EXPERTS, TOP_K, SHARED, SLICES, NARROW)
+    else:
+        _prepare(x, norm, shared_gate, factor, prepared, x_scale, shares, row, SIZE, TOP_K, SHARED, WIDTH, FIXED)
+
+
+@triton.jit
+def _choose(
+    logits,
+    factor,
+    filled,
+    members,
+    ranks,
+    shares,
+    row,
+    rows,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    SLICES: tl.constexpr,
+    NARROW: tl.constexpr,
+):
+    """NARROW: logits are rounded to bfloat16, as those of one token are."""
+    keys = ()
+    for start in tl.static_range(0, EXPERTS, LANES):
+        expert = start + tl.arange(0, LANES)
+        value = tl.zeros([LANES], tl.float32)
+        for part in tl.static_range(SLICES):
+            value += tl.load(logits + (part * rows + row) * EXPERTS + expert, mask=expert < EXPERTS, other=0.0)
+        key = key_of((value * factor).to(tl.bfloat16 if NARROW else tl.float32), expert)
+        keys = keys + (tl.where(expert < EXPERTS, key, 0),)  # type: ignore[assignment]  # noqa: RUF005
+    chosen = largest_keys(keys, TOP_K)
+    weights = softmax_of(chosen)
+    for i in tl.static_range(TOP_K):
+        expert = expert_of(chosen[i])
+        # Each sets a bit of its own, so the order in which rows come does not matter.
+        tl.atomic_or(members + row // WORD * EXPERTS + expert, 1 << row % WORD, mask=filled, sem="relaxed")
+        tl.store(ranks + row * EXPERTS + expert, i, mask=filled)
+        tl.store(shares + row * (TOP_K + 1 if SHARED else TOP_K) + i, weights[i])
+
+
+@triton.jit
+def _prepare(
+    x,
+    norm,
+    shared_gate,
+    factor,
+    prepared,
+    x_scale,
+    shares,
+    row,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIXED: tl.constexpr,
+):
+    column = tl.arange(0, WIDTH)
+    inside = column < SIZE
+    weight = 1.0 + tl.load(norm + column, mask=inside, other=0.0)
+    normed = tl.load(x + row * SIZE + column, mask=inside, other=0.0).to(tl.float32) * factor * weight
+    if FIXED:
+        group = tl.arange(0, WIDTH // 128)
+        to = prepared + row * (2 * SIZE) + tl.reshape(column, [WIDTH // 128, 128])
+        here = tl.reshape(inside, [WIDTH // 128, 128])
+        scales = x_scale + row * (SIZE // 128) + group
+        store_planes(to, scales, tl.reshape(normed, [WIDTH // 128, 128]), 1, here, group < SIZE // 128, SIZE)
+    else:
+        tl.store(prepared + row * SIZE + column, normed.to(prepared.dtype.element_ty), mask=inside)
+    if SHARED:
+        gate = tl.load(shared_gate + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(shares + row * (TOP_K + 1) + TOP_K, tl.sigmoid(tl.sum(normed * gate, 0)))

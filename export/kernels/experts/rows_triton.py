@@ -1,0 +1,278 @@
+"""A mixture of experts for several rows as six Triton kernels that start early; each chosen expert's weights are read once.
+
+1. The router's logits, in parts (`rows_route_triton`).
+2. Each row chooses its experts, and is normed and made what the experts take.
+3. Blocks of one expert's rows (`rows_plan_triton`).
+4. Gate and up projection of these blocks, and SwiGLU (`rows_fixed_triton`, or `rows_general_triton`).
+5. Their down projections.
+6. The sum of each row's experts, times their shares, and of the residual stream.
+
+Nothing here counts with atomics: the order of every sum is the same in each run.
+
+H200, 2026-11-23, the flagship's experts (256, 8 of them per row and a shared one, [2048] and [512], int4), before the rows
+were prepared in 2. instead of 1.: a layer took 47/71/101/133/157/195 us at 8/16/32/64/128/256 rows, of which 2. to 6.
+without the projections were 5 to 9.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from ostinato.delegate.errors import ExportError
+from ostinato.export.kernels.launch import launcher, starts_early
+from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
+
+from . import rows_fixed_triton as fixed
+from . import rows_general_triton as general
+from . import rows_plan_triton as planned
+from . import rows_route_triton as routing
+from . import step_triton
+from .step_triton import check_weights, weight_pointers, weight_tensors
+
+# Experts and elements of a program that makes a part of the logits, by the model's dtype.
+# In bfloat16 the router and the choice take 5.8/7.0/5.9 us with (64, 512) at 8/16/32 rows and 6.6/6.1/8.6 with (32, 256).
+ROUTER = {torch.bfloat16: (64, 512), torch.float32: (16, 128)}
+# Turns of the loop whose weights are on their way, and one; a turn is two groups of 128 of gate and up, and one of down.
+GATE_UP_STAGES = 2
+DOWN_STAGES = 4
+# Columns per program of the last kernel.
+SUM_COLUMNS = 1024
+
+
+def sparse_moe(
+    x: Tensor,
+    norm: Norm,
+    gate: Tensor,
+    shared_gate: Tensor | None,
+    top_k: int,
+    routed: ExpertWeights,
+    shared: ExpertWeights | None,
+    slots: Tensor | None,
+) -> Tensor:
+    """See `reference.sparse_moe`; 1 to 256 rows in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes.
+
+    What is traced for one row is the operations of `step_triton`.
+
+    Raises:
+        ExportError: see `limits.check_experts` and `check_weight`; or a shared expert that does not match, or more rows.
+    """
+    if isinstance(x.shape[0], int):
+        if x.shape[0] == 1:
+            return step_triton.sparse_moe(x, norm, gate, shared_gate, top_k, routed, shared, slots)
+        if x.shape[0] > planned.MOST_ROWS.value:
+            raise ExportError(f"a step's experts take up to {planned.MOST_ROWS.value} rows, not {x.shape[0]}")
+    sizes = x.shape[1], routed.down.columns, 0 if shared is None else shared.down.columns
+    gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
+    check_weights(routed.gate_up, gate_up, x.dtype, sizes, top_k)
+    check_weights(routed.down, down, x.dtype, sizes, top_k)
+    weights = (*weight_tensors(routed.gate_up, gate_up), *weight_tensors(routed.down, down))
+    return _sparse_moe_rows(x, norm.weight, norm.eps, gate, shared_gate, top_k, *weights, slots)
+
+
+@torch.library.triton_op("ostinato::sparse_moe_rows", mutates_args={})
+def _sparse_moe_rows(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate: Tensor,
+    shared_gate: Tensor | None,
+    top_k: int,
+    gate_up: Tensor,
+    gate_up_scale: Tensor | None,
+    shared_gate_up: Tensor | None,
+    shared_gate_up_scale: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor | None,
+    shared_down: Tensor | None,
+    shared_down_scale: Tensor | None,
+    slots: Tensor | None,
+) -> Tensor:
+    inner = Weight(down, down_scale).columns
+    shared_inner = 0 if shared_down is None else Weight(shared_down, shared_down_scale).columns
+    group = Weight(gate_up, gate_up_scale).group_size or 0
+    in_fixed_point = takes_fixed_point(x.shape[1], inner, shared_inner, group, x.dtype)
+    prepared, x_scale, members, ranks, shares = _route(
+        x, norm_weight, eps, gate, shared_gate, top_k, slots, in_fixed_point
+    )
+    plan, places = _plan(members, ranks, top_k, shared_gate is not None)
+    gate_ups = weight_pointers(gate_up, gate_up_scale, shared_gate_up, shared_gate_up_scale)
+    downs = weight_pointers(down, down_scale, shared_down, shared_down_scale)
+    parts = torch.empty(shares.shape[0] * shares.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
+    if in_fixed_point:
+        _multiply_fixed(prepared, x_scale, plan, places, gate_ups, downs, parts)
+    else:
+        _multiply_general(prepared, plan, places, gate_ups, downs, parts, inner, shared_inner, group)
+    return _sum(parts, shares, slots, x)
+
+
+def takes_fixed_point(size: int, inner: int, shared_inner: int, group: int, dtype: torch.dtype) -> bool:
+    """Whether `rows_fixed_triton` takes experts of these sizes; shared_inner: 0 without a shared expert."""
+    return group == 128 and dtype == torch.bfloat16 and (size | inner) % 256 == 0 and shared_inner in (0, inner)
+
+
+def _route(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate: Tensor,
+    shared_gate: Tensor | None,
+    top_k: int,
+    slots: Tensor | None,
+    in_fixed_point: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """prepared, x_scale, members, ranks and shares, as `rows_route_triton.choose_rows_early` says."""
+    (rows, size), experts = x.shape, gate.shape[0]
+    tile, width = ROUTER[x.dtype]
+    slices, words = _blocks(size, width), _blocks(rows, planned.WORD.value)
+    logits, squares, members = _floats(x, slices, rows, experts), _floats(x, slices, rows), _integers(x, words, experts)
+    launcher(routing.route_rows_early)[(slices, _blocks(experts, tile), words)](
+        x,
+        norm_weight,
+        gate,
+        logits,
+        squares,
+        members,
+        rows,
+        SIZE=size,
+        EXPERTS=experts,
+        TILE=tile,
+        SLICE=width,
+        EARLY=starts_early(),
+        num_warps=4,
+    )
+    prepared = x_scale = torch.empty_like(x)
+    if in_fixed_point:
+        prepared = torch.empty(rows, 2, size, dtype=torch.int8, device=x.device)
+        x_scale = _floats(x, rows, size // 128)
+    ranks = torch.empty(rows, experts, dtype=torch.uint8, device=x.device)
+    shares = _floats(x, rows, top_k + (shared_gate is not None))
+    launcher(routing.choose_rows_early)[(rows, 2)](
+        x,
+        norm_weight,
+        gate if shared_gate is None else shared_gate,
+        logits,
+        squares,
+        squares if slots is None else slots,
+        prepared,
+        x_scale,
+        members,
+        ranks,
+        shares,
+        rows,
+        EPS=eps,
+        SIZE=size,
+        EXPERTS=experts,
+        TOP_K=top_k,
+        SHARED=shared_gate is not None,
+        SLICES=slices,
+        WIDTH=max(128, triton.next_power_of_2(size)),
+        SLOTS=slots is not None,
+        FIXED=in_fixed_point,
+        EARLY=starts_early(),
+        num_warps=4,
+    )
+    return prepared, x_scale, members, ranks, shares
+
+
+def _plan(members: Tensor, ranks: Tensor, top_k: int, shared: bool) -> tuple[Tensor, int]:
+    """The plan [blocks, PLAN], and how many places there are; see `rows_plan_triton`."""
+    rows, experts = ranks.shape
+    block = planned.BLOCK.value
+    # As many as all choices, if each is of another expert; and an expert's last block may be all but empty.
+    blocks = torch.sym_min(rows * top_k, (rows * top_k + experts * (block - 1)) // block)
+    places = rows * top_k
+    if shared:
+        blocks, places = blocks + _blocks(rows, block), places + rows
+    plan = _integers(ranks, blocks, planned.PLAN.value)
+    launcher(planned.plan_rows_early)[(blocks,)](
+        members,
+        ranks,
+        plan,
+        rows,
+        EXPERTS=experts,
+        TOP_K=top_k,
+        WIDTH=max(32, triton.next_power_of_2(experts)),
+        SHARED=shared,
+        EARLY=starts_early(),
+        num_warps=4,
+    )
+    return plan, places
+
+
+def _multiply_fixed(
+    prepared: Tensor,
+    x_scale: Tensor,
+    plan: Tensor,
+    places: int,
+    gate_up: tuple[Tensor, ...],
+    down: tuple[Tensor, ...],
+    parts: Tensor,
+) -> None:
+    """Writes parts [R (k (+ 1)), H]; weights: what `weight_pointers` gives."""
+    experts, size = down[0].shape[:2]
+    inner, blocks, half = down[0].shape[2] * 2, plan.shape[0], fixed.HALF.value
+    common = {"SIZE": size, "INNER": inner, "EXPERTS": experts, "EARLY": starts_early(), "num_warps": 4}
+    hidden = torch.empty(places, 2, inner, dtype=torch.int8, device=plan.device)
+    hidden_scale = _floats(plan, places, inner // half)
+    launcher(fixed.gate_up_fixed_rows_early)[(inner // half, blocks)](
+        prepared, x_scale, plan, *gate_up, hidden, hidden_scale, STAGES=GATE_UP_STAGES, **common
+    )
+    launcher(fixed.down_fixed_rows_early)[(size // fixed.TILE.value, blocks)](
+        hidden, hidden_scale, plan, *down, parts, STAGES=DOWN_STAGES, **common
+    )
+
+
+def _multiply_general(
+    prepared: Tensor,
+    plan: Tensor,
+    places: int,
+    gate_up: tuple[Tensor, ...],
+    down: tuple[Tensor, ...],
+    parts: Tensor,
+    inner: int,
+    shared_inner: int,
+    group: int,
+) -> None:
+    """As `_multiply_fixed`."""
+    experts, size = down[0].shape[:2]
+    widest, blocks = max(inner, shared_inner), plan.shape[0]
+    common = {"SIZE": size, "INNER": inner, "SHARED_INNER": shared_inner, "WIDEST": widest, "EXPERTS": experts}
+    common |= {"GROUP": group, "EARLY": starts_early(), "num_warps": 4}
+    hidden = torch.empty(places, widest, dtype=prepared.dtype, device=plan.device)
+    launcher(general.gate_up_rows_early)[(_blocks(widest, general.HALF.value), blocks)](
+        prepared, plan, *gate_up, hidden, **common
+    )
+    launcher(general.down_rows_early)[(_blocks(size, general.TILE.value), blocks)](hidden, plan, *down, parts, **common)
+
+
+def _sum(parts: Tensor, shares: Tensor, slots: Tensor | None, x: Tensor) -> Tensor:
+    rows, size = x.shape
+    out = torch.empty_like(x)
+    launcher(planned.sum_rows_early)[(_blocks(size, SUM_COLUMNS), rows)](
+        parts,
+        shares,
+        shares if slots is None else slots,
+        x,
+        out,
+        SIZE=size,
+        PARTS=shares.shape[1],
+        COLUMNS=SUM_COLUMNS,
+        SLOTS=slots is not None,
+        EARLY=starts_early(),
+        num_warps=4,
+    )
+    return out
+
+
+def _floats(like: Tensor, *sizes: int) -> Tensor:
+    return torch.empty(sizes, dtype=torch.float32, device=like.device)
+
+
+def _integers(like: Tensor, *sizes: int) -> Tensor:
+    return torch.empty(sizes, dtype=torch.int32, device=like.device)
+
+
+def _blocks(count: int, size: int) -> int:
+    return (count + size - 1) // size

@@ -1,0 +1,121 @@
+# mypy: allow-untyped-defs
+"""Rows in fixed point, as `rows_fixed_triton` multiplies them: normed, and in the order in which weights are unpacked.
+
+A block of 128 elements is [2 halves of a byte][64 bytes] and has a scale, a power of two that brings its largest element to
+between 2^14 and 2^15. An element is rounded to an integer, which is 256 times a signed byte plus another: a plane of upper
+bytes and one of lower bytes. The error is at most 2^-15 of the block's largest element, and zero for a bfloat16 within a
+factor of 2^7 of it. The scales are divided by 16, as weights count 16 times (`rows_tiles_triton.unpack_bytes`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
+
+from .rows_tiles_triton import BLOCK
+from .step_fixed_point_triton import ROUNDING
+
+
+@triton.jit
+def prepare_rows_early(
+    x_ptr,
+    norm_ptr,
+    squares_ptr,
+    normed_ptr,
+    counters_ptr,
+    planes_ptr,
+    factors_ptr,
+    EPS: tl.constexpr,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    NORMED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Rows x [R, K] -> planes [R, 2, K] int8 and their blocks' scales factors [R, K / 128] float32; a program has one row.
+
+    Args:
+        NORM: whether x is normed over K elements.
+        HEADS: of a row, to be divided by their root mean squares; 0: they are not.
+        PARTS: of which a head's sum of squares consists.
+        NORMED: whether normed [R, K] is written, the rows in x's dtype and order.
+        COUNTERS: how many counters are set to zero for each COLUMNS rows.
+    """
+    start_next(EARLY)
+    BLOCKS: tl.constexpr = K // BLOCK
+    PADDED: tl.constexpr = triton.next_power_of_2(BLOCKS)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, PADDED)
+    within = tl.arange(0, BLOCK)
+    place = block[:, None] * BLOCK + within[None, :]
+    # Bytes 0 to 31 of a block hold its first span of 64, the others its second one; a span's halves are nibbles.
+    element = block[:, None] * BLOCK + (within // 32 % 2 * 64 + within // 64 * 32 + within % 32)[None, :]
+    inside = element < K
+    factor = 1.0
+    if NORM:
+        factor += tl.load(norm_ptr + element, mask=inside, other=0.0)
+    wait_for_previous(EARLY)
+    x = tl.load(x_ptr + row * K + element, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        mean = tl.sum(tl.sum(x * x, 1), 0) / K
+        x = x * factor * tl.rsqrt(mean + EPS)
+    if HEADS > 0:
+        x = x * head_factors(
+            squares_ptr + row * (HEADS * PARTS), block, element, inside, EPS, K // HEADS, PARTS, PADDED
+        )
+    upper, lower, scale = fixed_point(x)
+    planes = planes_ptr + row * (2 * K) + place
+    tl.store(planes, upper, mask=inside)
+    tl.store(planes + K, lower, mask=inside)
+    tl.store(factors_ptr + row * BLOCKS + block, scale / 16, mask=block < BLOCKS)
+    if NORMED:
+        tl.store(normed_ptr + row * K + element, x.to(normed_ptr.dtype.element_ty), mask=inside)
+    if COUNTERS > 0 and row % COLUMNS == 0:
+        counter = tl.arange(0, triton.next_power_of_2(COUNTERS))
+        zeros = tl.zeros([triton.next_power_of_2(COUNTERS)], tl.int32)
+        tl.store(counters_ptr + row // COLUMNS * COUNTERS + counter, zeros, mask=counter < COUNTERS)
+
+
+@triton.jit
+def fixed_point(x):
+    """x [BLOCKS, 128] float32 -> (upper bytes, lower bytes [BLOCKS, 128] int8, the blocks' scales [BLOCKS])."""
+    # The bits of numbers without sign are in the numbers' order, and NaN comes after infinity.
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    largest = tl.maximum(bits, 27 << 23).to(tl.float32, bitcast=True)
+    # A little more than the largest, so that no upper byte is above 127.
+    exponent = (largest * (1.0 + 2.0**-7)).to(tl.int32, bitcast=True) & 0x7F800000
+    inverse = (((127 + 14) << 23) - exponent + (127 << 23)).to(tl.float32, bitcast=True)
+    # Infinity and NaN must show in the product.
+    scale = (exponent - (14 << 23)).to(tl.float32, bitcast=True) + (largest - largest)
+    integer = (x * inverse[:, None] + ROUNDING).to(tl.int32, bitcast=True)
+    return ((integer + 128) >> 8).to(tl.int8), integer.to(tl.int8), scale
+
+
+@triton.jit
+def head_factors(
+    squares,
+    block,
+    element,
+    inside,
+    EPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """1 / rms of the head of SIZE elements that each element is in: [PADDED, 128], or [PADDED, 1] if a block has one head."""
+    if SIZE % 128 == 0:
+        AT_ONCE: tl.constexpr = triton.next_power_of_2(PARTS)
+        part = tl.arange(0, AT_ONCE)[None, :]
+        head = block[:, None] * BLOCK // SIZE
+        known = (part < PARTS) & (tl.max(inside.to(tl.int32), 1, keep_dims=True) > 0)
+        square = tl.sum(tl.load(squares + head * PARTS + part, mask=known, other=0.0), 1, keep_dims=True)
+    else:
+        square = tl.zeros([PADDED, BLOCK], tl.float32)
+        for part in tl.static_range(PARTS):
+            square += tl.load(squares + element // SIZE * PARTS + part, mask=inside, other=0.0)
+    return tl.rsqrt(square / SIZE + EPS)

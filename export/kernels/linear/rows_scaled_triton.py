@@ -1,0 +1,60 @@
+# mypy: allow-untyped-defs
+"""Rows times int4 weights of any group size, each multiplied by its scale in registers: what is not in fixed point."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
+
+
+@triton.jit
+def scaled_rows_early(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """out [R, N] float32 of x [R, K] in bfloat16 or float32; a program has COLUMNS of the rows and ROWS of the weight's.
+
+    K is a multiple of 64. Program (block of rows, tile of weight rows). In bfloat16 weights times scales are rounded; float32
+    products are of three tf32 ones each.
+    """
+    start_next(EARLY)
+    row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    output = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    half = tl.arange(0, 32)
+    # Rows past the last are the last one again.
+    at = tl.minimum(output, N - 1)
+    weights_at = weight_ptr + at[:, None] * (K // 2) + half[None, :]
+    scales_at = scale_ptr + at * (K // GROUP)
+    x_at = x_ptr + row[None, :].to(tl.int64) * K + half[:, None]
+    filled = (row < rows)[None, :]
+    wait_for_previous(EARLY)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for element in range(0, K, 64):
+        # 32 bytes of a span of 64: low nibbles are its first half, high ones its second.
+        packed = tl.load(weights_at + element // 2).to(tl.int32)
+        scale = tl.load(scales_at + element // GROUP).to(tl.float32)[:, None]
+        weights = (((packed & 15) - 8).to(tl.float32) * scale).to(x_ptr.dtype.element_ty)
+        x = tl.load(x_at + element, mask=filled, other=0.0)
+        sums = tl.dot(weights, x, sums, input_precision="tf32x3")
+        if GROUP == 32:
+            scale = tl.load(scales_at + (element // GROUP + 1)).to(tl.float32)[:, None]
+        weights = (((packed >> 4) - 8).to(tl.float32) * scale).to(x_ptr.dtype.element_ty)
+        x = tl.load(x_at + (element + 32), mask=filled, other=0.0)
+        sums = tl.dot(weights, x, sums, input_precision="tf32x3")
+    if BIAS:
+        sums += tl.load(bias_ptr + at).to(tl.float32)[:, None]
+    place = row[None, :].to(tl.int64) * N + output[:, None]
+    tl.store(out_ptr + place, sums, mask=filled & (output < N)[:, None])

@@ -1,0 +1,319 @@
+"""The linear layers of a step of R rows as Triton kernels; R is known only when a kernel is launched.
+
+Bfloat16 rows and int4 weights in groups of 128, K a multiple of 256, are multiplied in *fixed point*, in two kernels: one
+writes the rows as the product reads them, normed where that is asked for; the other is the product with what stands behind
+it. On an H200, 2026-11-23, in microseconds for 2, 8, 16, 32 and 64 rows: 12,288 x 2,048 takes 7.9, 8.0, 8.4, 12.9 and 15.5,
+with products in bfloat16 11.3, 11.6, 12.3, 15.9 and 16.4, dequantised for torch's product 30; 248,320 x 2,048 takes 76, 78,
+79, 110 and 202. The error before rounding is 5e-5 of the largest output, with products in bfloat16 1.6e-3.
+
+All other int4 weights have one plain kernel, and floating ones torch's product, with the norm and the rest left to Inductor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from ostinato.delegate.errors import ExportError
+from ostinato.export.kernels.delta_rule.rows_triton import conv_rows
+from ostinato.export.kernels.launch import launcher, pointers, starts_early
+from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Place, Weight
+
+from . import reference, step_triton
+from .limits import check_weight
+from .rows_fixed_triton import fixed_rows_early
+from .rows_prepare_triton import prepare_rows_early
+from .rows_scaled_triton import scaled_rows_early
+
+# Rows of a weight per program. With 128, 12,288 x 2,048 takes 9.6 us with 8 rows, 8.7 with 64.
+ROWS = 64
+# Rows of inputs per program where there may be no more than FEW, else MANY.
+FEW, MANY = 16, 32
+# Turns of the loop in flight, by rows of inputs. With 3 for FEW, 12,288 x 2,048 takes as long; with 6, 248,320 x 2,048 94 us.
+STAGES = {FEW: 4, MANY: 3}
+# Up to so many outputs a program has one of SPLITS parts of K. 12,288 x 2,048 in 2 parts takes 9.9 us with 8 rows, not 8.7;
+# 2,048 x 4,096 in 2, 4 and 8 parts 7.6, 6.8 and 7.1.
+SPLIT_OUTPUTS, SPLITS = 4096, 4
+
+
+def columns_for(x: Tensor) -> int:
+    """Rows of x [R, ..] per program, by the most that R may be where it is a symbol in a trace."""
+    rows = x.shape[0]
+    if not isinstance(rows, int):
+        rows = rows.node.shape_env.bound_sympy(rows.node.expr).upper
+    return FEW if rows <= FEW else MANY
+
+
+def norm_linear(x: Tensor, norm: Norm, weight: Weight, out_dtype: torch.dtype) -> Tensor:
+    """See `reference.norm_linear`; all tensors contiguous and aligned to 16 bytes. One row is `step_triton`'s.
+
+    Raises:
+        ExportError: see `check_weight`.
+    """
+    if _is_one_row(x):
+        return step_triton.norm_linear(x, norm, weight, out_dtype)
+    check_weight(weight, x.dtype)
+    if weight.scale is None or not _in_fixed_point(x, weight):
+        return _product(norm(x).to(x.dtype), weight).to(out_dtype)
+    return _norm_product(x, norm.weight, norm.eps, weight.values, weight.scale, weight.bias, out_dtype, columns_for(x))
+
+
+def norm_swiglu(x: Tensor, norm: Norm, weight: Weight) -> Tensor:
+    """See `reference.norm_swiglu`; all tensors contiguous and aligned to 16 bytes. One row is `step_triton`'s.
+
+    Raises:
+        ExportError: see `check_weight`.
+    """
+    if _is_one_row(x):
+        return step_triton.norm_swiglu(x, norm, weight)
+    check_weight(weight, x.dtype)
+    if weight.scale is None or not _in_fixed_point(x, weight):
+        gate, up = _product(norm(x).to(x.dtype), weight).float().chunk(2, dim=1)
+        return (F.silu(gate) * up).to(x.dtype)
+    return _norm_swiglu(x, norm.weight, norm.eps, weight.values, weight.scale, weight.bias, columns_for(x))
+
+
+def norm_linear_conv(
+    x: Tensor, norm: Norm, weight: Weight, gates: Tensor, conv: Convolution, place: Place
+) -> tuple[Tensor, Tensor]:
+    """See `reference.norm_linear_conv`; all tensors contiguous and aligned to 16 bytes. One row is `step_triton`'s.
+
+    Raises:
+        ExportError: see `check_weight`.
+    """
+    if _is_one_row(x):
+        return step_triton.norm_linear_conv(x, norm, weight, gates, conv, place)
+    product, gated = norm_linear_gates(x, norm, weight, gates)
+    return conv_rows(product, conv, place), gated
+
+
+def norm_linear_gates(x: Tensor, norm: Norm, weight: Weight, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """x [R, K] -> (normed x @ w.T + bias [R, N] in x's dtype, normed x @ gates.T [R, M] float32), for any R.
+
+    Args:
+        gates: [M, K] in x's dtype. For them normed x is rounded to it.
+
+    Raises:
+        ExportError: see `check_weight`.
+    """
+    check_weight(weight, x.dtype)
+    if weight.scale is None or not _in_fixed_point(x, weight):
+        normed = norm(x).to(x.dtype)
+        return _product(normed, weight).to(x.dtype), F.linear(normed, gates).float()
+    return _norm_gates(x, norm.weight, norm.eps, weight.values, weight.scale, weight.bias, gates, columns_for(x))
+
+
+def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares | None = None) -> Tensor:
+    """See `reference.linear_add`; all tensors contiguous and aligned to 16 bytes. One row is `step_triton`'s.
+
+    Raises:
+        ExportError: see `check_weight`; or K is not a multiple of the number of heads.
+    """
+    if _is_one_row(x):
+        return step_triton.linear_add(x, weight, residual, squares)
+    check_weight(weight, x.dtype)
+    heads = 0 if squares is None else _heads(x, squares)
+    if weight.scale is None or not _in_fixed_point(x, weight):
+        product = _product(x if squares is None else _divided(x, squares, heads), weight)
+        return (residual.float() + product.float()).to(residual.dtype)
+    sums, eps = (None, 0.0) if squares is None else (squares.sums, squares.eps)
+    return _product_add(x, sums, eps, heads, weight.values, weight.scale, weight.bias, residual, columns_for(x))
+
+
+def _is_one_row(x: Tensor) -> bool:
+    """Whether it is known to be: to ask this of a symbol would make it a constant."""
+    return isinstance(x.shape[0], int) and x.shape[0] == 1
+
+
+def _in_fixed_point(x: Tensor, weight: Weight) -> bool:
+    """Of an int4 weight."""
+    return x.dtype == torch.bfloat16 and weight.group_size == 128 and weight.columns % 256 == 0
+
+
+def _heads(x: Tensor, squares: HeadSquares) -> int:
+    """Of a row. Raises ExportError: the row does not divide into them."""
+    heads = int(squares.sums.shape[0] // x.shape[0])
+    if x.shape[1] % heads:
+        raise ExportError(f"an input of {x.shape[1]} elements cannot be divided into {heads} heads")
+    return heads
+
+
+def _divided(x: Tensor, squares: HeadSquares, heads: int) -> Tensor:
+    """x [R, K] with its heads divided by their root mean squares."""
+    of_heads = x.float().unflatten(1, (heads, -1))
+    mean = squares.sums.sum(1).view(-1, heads, 1) / of_heads.shape[2]
+    return (of_heads * torch.rsqrt(mean + squares.eps)).flatten(1).to(x.dtype)
+
+
+def _product(x: Tensor, weight: Weight) -> Tensor:
+    """x [R, K] @ w.T + bias [R, N]: in float32 of an int4 weight, in x's dtype of another."""
+    if weight.scale is None:
+        return reference.linear(x, weight)
+    return _scaled_product(x.contiguous(), weight.values, weight.scale, weight.bias, columns_for(x))
+
+
+@torch.library.triton_op("ostinato::rows_scaled_product", mutates_args={})
+def _scaled_product(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None, columns: int) -> Tensor:
+    weight = Weight(values, scale, bias)
+    rows, n = x.shape[0], weight.rows
+    out = torch.empty((rows, n), dtype=torch.float32, device=x.device)
+    launcher(scaled_rows_early)[((rows + columns - 1) // columns, triton.cdiv(n, ROWS))](
+        *pointers(x, values, scale, bias),
+        out,
+        rows,
+        N=n,
+        K=weight.columns,
+        GROUP=weight.group_size,
+        BIAS=bias is not None,
+        ROWS=ROWS,
+        COLUMNS=columns,
+        EARLY=starts_early(),
+        num_warps=4,
+        num_stages=2,
+    )
+    return out
+
+
+@torch.library.triton_op("ostinato::rows_norm_linear", mutates_args={})
+def _norm_product(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    values: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    columns: int,
+) -> Tensor:
+    product = _FixedProduct(Weight(values, scale, bias), columns)
+    return product.of(x, out_dtype, norm=norm, eps=eps)
+
+
+@torch.library.triton_op("ostinato::rows_norm_swiglu", mutates_args={})
+def _norm_swiglu(
+    x: Tensor, norm: Tensor, eps: float, values: Tensor, scale: Tensor, bias: Tensor | None, columns: int
+) -> Tensor:
+    product = _FixedProduct(Weight(values, scale, bias), columns, swiglu=True)
+    return product.of(x, x.dtype, norm=norm, eps=eps)
+
+
+@torch.library.triton_op("ostinato::rows_norm_linear_gates", mutates_args={})
+def _norm_gates(
+    x: Tensor, norm: Tensor, eps: float, values: Tensor, scale: Tensor, bias: Tensor | None, gates: Tensor, columns: int
+) -> tuple[Tensor, Tensor]:
+    gated = torch.empty((x.shape[0], gates.shape[0]), dtype=torch.float32, device=x.device)
+    product = _FixedProduct(Weight(values, scale, bias), columns, gates=gates, gated=gated)
+    return product.of(x, x.dtype, norm=norm, eps=eps), gated
+
+
+@torch.library.triton_op("ostinato::rows_linear_add", mutates_args={})
+def _product_add(
+    x: Tensor,
+    squares: Tensor | None,
+    eps: float,
+    heads: int,
+    values: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    columns: int,
+) -> Tensor:
+    product = _FixedProduct(Weight(values, scale, bias), columns, residual=residual)
+    return product.of(x, residual.dtype, squares=squares, eps=eps, heads=heads)
+
+
+@dataclass(frozen=True)
+class _FixedProduct:
+    """A product in fixed point with what stands behind it; see `fixed_rows_early`.
+
+    Attributes:
+        columns: rows of inputs per program.
+        gated: what the products with `gates` are written to.
+    """
+
+    weight: Weight
+    columns: int
+    swiglu: bool = False
+    residual: Tensor | None = None
+    gates: Tensor | None = None
+    gated: Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.rows // 2 if self.swiglu else self.weight.rows
+
+    @property
+    def tile(self) -> int:
+        """Outputs per program. A SwiGLU's are two products, for which few registers are left with 64 and many rows."""
+        return ROWS // 2 if self.swiglu and self.columns == MANY else ROWS
+
+    @property
+    def tiles(self) -> int:
+        return triton.cdiv(self.outputs, self.tile)
+
+    @property
+    def splits(self) -> int:
+        """Parts of K. A SwiGLU's gates and ups are already two products per program."""
+        many = self.swiglu or self.outputs > SPLIT_OUTPUTS
+        return 1 if many else min(SPLITS, self.weight.columns // 256)
+
+    def of(
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype,
+        norm: Tensor | None = None,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        heads: int = 0,
+    ) -> Tensor:
+        """x [R, K] in bfloat16 -> [R, outputs] in `out_dtype`."""
+        rows, k = x.shape
+        blocks, split = (rows + self.columns - 1) // self.columns, self.splits > 1
+
+        def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(sizes, dtype=dtype, device=x.device)
+
+        planes, factors = empty(rows, 2, k, dtype=torch.int8), empty(rows, k // 128)
+        out = empty(rows, self.outputs, dtype=out_dtype)
+        normed = None if self.gates is None else empty(rows, k, dtype=x.dtype)
+        counters = empty(blocks * self.tiles, dtype=torch.int32) if split else None
+        parts = empty(self.splits, rows, self.outputs) if split else None
+        launcher(prepare_rows_early)[(rows,)](
+            *pointers(x, norm, squares, normed, counters),
+            planes,
+            factors,
+            EPS=eps,
+            K=k,
+            NORM=norm is not None,
+            HEADS=heads,
+            PARTS=0 if squares is None else squares.shape[1],
+            NORMED=normed is not None,
+            COLUMNS=self.columns,
+            COUNTERS=self.tiles if split else 0,
+            EARLY=starts_early(),
+            num_warps=min(16, max(4, triton.next_power_of_2(k // 256))),
+        )
+        optional = self.residual, self.gates, normed, self.gated, counters, parts
+        gates = 0 if self.gates is None else self.gates.shape[0]
+        launcher(fixed_rows_early)[(blocks, self.splits, self.tiles + triton.cdiv(gates, 16))](
+            *pointers(planes, factors, *self.weight.tensors, *optional),
+            out,
+            rows,
+            N=self.outputs,
+            K=k,
+            BIAS=self.weight.bias is not None,
+            RESIDUAL=self.residual is not None,
+            SWIGLU=self.swiglu,
+            GATES=gates,
+            ROWS=self.tile,
+            COLUMNS=self.columns,
+            SPLITS=self.splits,
+            EARLY=starts_early(),
+            num_warps=4,
+            num_stages=STAGES[self.columns],
+        )
+        return out

@@ -1,0 +1,255 @@
+"""The speed of several sessions that step together, measured as llama-batched-bench does: all of them start at once.
+
+Each session prefills a prompt of its own, one after the other, and draws its first token; then all of them step together.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ostinato.delegate.errors import OptionError
+from ostinato.delegate.memory import size_text
+from ostinato.delegate.program import Program
+
+from .bench import MODE_NAMES
+from .device import device_name, synchronize
+from .model import Model
+from .sessions import Session, Sessions
+from .tables import Side, table
+
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What to measure: numbers of sessions, and of each session the tokens of prompt and answer.
+
+    Raises:
+        OptionError: a number that is none.
+    """
+
+    batches: tuple[int, ...]
+    prompt: int
+    answer: int
+    repetitions: int
+
+    def __post_init__(self) -> None:
+        if not self.batches or min(self.batches) < 1 or self.prompt < 1 or self.answer < 1:
+            raise OptionError("--batch takes numbers of sessions from 1 on, and needs a prompt (-p) and an answer (-n)")
+        if self.repetitions < 1:
+            raise OptionError(f"-r must be 1 or more, got {self.repetitions}")
+
+    @property
+    def most(self) -> int:
+        """Sessions of the largest batch."""
+        return max(self.batches)
+
+    def kv_tokens(self, page_size: int) -> int:
+        """Positions that the largest batch needs, in whole pages of each session."""
+        return self.most * -(-self.positions // page_size) * page_size
+
+    @property
+    def positions(self) -> int:
+        """Of one session."""
+        return self.prompt + self.answer + 1
+
+
+@dataclass(frozen=True)
+class BatchMeasurement:
+    """One batch in one mode: nanoseconds of each repetition for all prompts, and for all steps after them."""
+
+    batch: int
+    cuda_graph: bool
+    prompt: int
+    answer: int
+    prompt_ns: tuple[int, ...]
+    answer_ns: tuple[int, ...]
+    pool_bytes: int
+
+    @property
+    def prompt_speed(self) -> float:
+        """Tokens per second of all prompts; the median."""
+        return self.batch * self.prompt / statistics.median(self.prompt_ns) * 1e9
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of all answers together; the median."""
+        return self.batch * self.answer / statistics.median(self.answer_ns) * 1e9
+
+    @property
+    def speeds(self) -> list[float]:
+        """Of each repetition."""
+        return [self.batch * self.answer / nanoseconds * 1e9 for nanoseconds in self.answer_ns]
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds that a step takes, in which each session gets a token."""
+        return statistics.median(self.answer_ns) / self.answer / 1e6
+
+
+def check_length(plan: BatchPlan, max_seq_len: int) -> None:
+    """Raises OptionError: prompt and answer have no room in max_seq_len."""
+    if plan.positions > max_seq_len:
+        raise OptionError(
+            f"a session would have {plan.positions} tokens, max_seq_len is {max_seq_len}: ask for less, or export with a "
+            "larger --max-seq-len"
+        )
+
+
+def measure_batches(
+    model: Model, plan: BatchPlan, vocabulary: int, say: Callable[[str], None]
+) -> list[BatchMeasurement]:
+    """Measure all batches with one loaded model, each after a warm-up; `say` gets a line after each."""
+    generator = torch.Generator().manual_seed(_SEED)
+    prompts = torch.randint(vocabulary, (plan.most, plan.prompt), generator=generator).tolist()
+    sessions = Sessions(model)
+    found = []
+    # A prompt and a step may have graphs, which are captured then.
+    warm, rounds = replace(plan, answer=1), model.warmup_steps + 1 if model.cuda_graph else 1
+    for batch in plan.batches:
+        for _ in range(rounds):
+            _once(sessions, model, prompts[:batch], warm)
+        samples = [_once(sessions, model, prompts[:batch], plan) for _ in range(plan.repetitions)]
+        prompt_ns, answer_ns = zip(*samples, strict=True)
+        one = BatchMeasurement(
+            batch, model.cuda_graph, plan.prompt, plan.answer, prompt_ns, answer_ns, _pool_bytes(model)
+        )
+        found.append(one)
+        say(f"{MODE_NAMES[model.cuda_graph]:<14}batch {batch:<6}{one.speed:>10,.1f} tokens/s{one.step_ms:>10.3f} ms")
+    return found
+
+
+def _once(sessions: Sessions, model: Model, prompts: Sequence[Sequence[int]], plan: BatchPlan) -> tuple[int, int]:
+    """Nanoseconds of the prompts, with the first token after each, and of the steps."""
+    device = model.program.device
+    opened = [sessions.open() for _ in prompts]
+    try:
+        synchronize(device)
+        begin = time.perf_counter_ns()
+        for session, prompt in zip(opened, prompts, strict=True):
+            session.prefill(prompt)
+        sessions.step(opened)
+        synchronize(device)
+        prompted = time.perf_counter_ns()
+        _step(sessions, opened, plan.answer)
+        synchronize(device)
+        return prompted - begin, time.perf_counter_ns() - prompted
+    finally:
+        for session in opened:
+            session.close()
+
+
+def _step(sessions: Sessions, opened: Sequence[Session], count: int) -> None:
+    for left in reversed(range(count)):
+        sessions.step(opened, more=left > 0)
+
+
+def _pool_bytes(model: Model) -> int:
+    return sum(plan["pool_bytes"] for stats in model.method_stats.values() for plan in stats["plans"])
+
+
+def records(program: Program, rows: Sequence[BatchMeasurement]) -> list[dict[str, Any]]:
+    """One flat record per measurement, with llama-batched-bench's names where it has one: times in s, speeds in tokens/s."""
+    capacity = program.capacity
+    return [
+        {
+            "pp": row.prompt,
+            "tg": row.answer,
+            "pl": row.batch,
+            "n_kv": row.batch * (row.prompt + row.answer),
+            "cuda_graph": row.cuda_graph,
+            "t_pp": statistics.median(row.prompt_ns) / 1e9,
+            "speed_pp": row.prompt_speed,
+            "t_tg": statistics.median(row.answer_ns) / 1e9,
+            "speed_tg": row.speed,
+            "min_tg": min(row.speeds),
+            "max_tg": max(row.speeds),
+            "step_ms": row.step_ms,
+            "graph_pool_bytes": row.pool_bytes,
+            "slots": capacity.slots,
+            "kv_tokens": capacity.kv_tokens,
+            "slot_bytes": capacity.slot_bytes,
+            "page_bytes": capacity.page_bytes,
+            "device": device_name(program.device),
+            "torch": torch.__version__,
+        }
+        for row in rows
+    ]
+
+
+def render_batches(program: Program, rows: Sequence[BatchMeasurement], style: str) -> str:
+    """In one of `report.FORMATS`, without a newline at its end."""
+    if style == "json":
+        return "[\n" + ",\n".join(map(json.dumps, records(program, rows))) + "\n]"
+    if style == "csv":
+        text = io.StringIO()
+        flat = records(program, rows)
+        writer = csv.DictWriter(text, list(flat[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(flat)
+        return text.getvalue().rstrip("\n")
+    columns: dict[str, Side] = {"sessions": "right", "mode": "left"}
+    columns |= dict.fromkeys(
+        ("prompts, tokens/s", "answers, tokens/s", "min .. max", "ms per step", "speed-up"), "right"
+    )
+    first = {row.cuda_graph: row for row in reversed(rows)}
+    cells = [
+        [
+            str(row.batch),
+            MODE_NAMES[row.cuda_graph],
+            f"{row.prompt_speed:,.0f}",
+            f"{row.speed:,.1f}",
+            f"{min(row.speeds):,.1f} .. {max(row.speeds):,.1f}",
+            f"{row.step_ms:.3f}",
+            f"{row.speed / first[row.cuda_graph].speed:.2f}",
+        ]
+        for row in rows
+    ]
+    capacity = program.capacity
+    notes = [
+        f"each session: a prompt of {rows[0].prompt} tokens, and {rows[0].answer} steps behind it, all sessions together",
+        "speed-up: of the answers, over the fewest sessions in the same mode",
+        f"room: {capacity.slots} sessions of {size_text(capacity.slot_bytes)}, {capacity.pages} pages of "
+        f"{capacity.page_size} positions, {size_text(capacity.page_bytes)} each",
+        f"machine: {device_name(program.device)}, torch {torch.__version__}",
+    ]
+    if style == "md":
+        return "\n".join([table(columns, cells, markdown=True), "", *(f"- {note}" for note in notes)])
+    return "\n".join([table(columns, cells), "", *notes])
+
+
+def draw_batches(program: Program, rows: Sequence[BatchMeasurement], path: Path) -> None:
+    """Write the picture: throughput, and time per token of a session, over the number of sessions."""
+    from matplotlib.figure import Figure
+
+    from .plot import MODE_COLOURS, legend_below
+
+    figure = Figure(figsize=(10.0, 4.4), layout="constrained")
+    figure.suptitle(f"{rows[0].prompt} + {rows[0].answer} tokens each, on {device_name(program.device)}", fontsize=11)
+    left, right = figure.subplots(1, 2)
+    batches = sorted({row.batch for row in rows})
+    for cuda_graph in dict.fromkeys(row.cuda_graph for row in rows):
+        mine = [row for row in rows if row.cuda_graph == cuda_graph]
+        style = {"label": MODE_NAMES[cuda_graph], "color": MODE_COLOURS[cuda_graph], "marker": "o", "markersize": 5}
+        left.plot([row.batch for row in mine], [row.speed for row in mine], **style)
+        right.plot([row.batch for row in mine], [row.step_ms for row in mine], **style)
+    for axis, title, unit in ((left, "throughput", "tokens/s"), (right, "time per token of a session", "milliseconds")):
+        axis.set_title(title, fontsize=10)
+        axis.set(xlabel="sessions that step together", ylabel=unit)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(batches, [str(batch) for batch in batches])
+        axis.set_ylim(bottom=0)
+        axis.yaxis.set_major_formatter("{x:,g}")
+        axis.grid(axis="y", alpha=0.25)
+        legend_below(axis, 2)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,98 @@
+"""Which pages of the KV caches belong to which session: dealt out as tokens come, shared until one of the sharers writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ostinato.delegate import Program, StateKind
+from ostinato.delegate.artifact import Growth
+from ostinato.delegate.errors import CapacityError
+
+
+class Pages:
+    """The pages of one program. A session's pages are a list of their numbers, in the order of its positions.
+
+    Device memory is changed on the current stream: the block table where a page is dealt out, a page that is copied.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._size = program.capacity.page_size
+        self._users = [0] * program.capacity.pages
+        self._free = list(reversed(range(program.capacity.pages)))
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody has."""
+        return len(self._free)
+
+    @property
+    def free_tokens(self) -> int:
+        """Positions in them."""
+        return self.free * self._size
+
+    def cover(self, slot: int, owned: list[int], first: int, end: int) -> int:
+        """Make the positions `first` to `end` - 1 of a session its own to write.
+
+        Args:
+            slot: the session's.
+            owned: its pages, which have all positions before `first`; changed in place.
+            first, end: positions.
+
+        Returns:
+            The position up to which it may write.
+
+        Raises:
+            CapacityError: no page is left; nothing has changed.
+        """
+        if not self._users:
+            return end
+        begin, stop = first // self._size, -(-end // self._size)
+        shared = [index for index in range(begin, min(stop, len(owned))) if self._users[owned[index]] > 1]
+        wanted = len(shared) + max(0, stop - len(owned))
+        if wanted > self.free:
+            raise CapacityError(
+                f"the sessions' keys and values need {wanted} more pages of {self._size} positions, {self.free} of "
+                f"{len(self._users)} are free: close a session, or load the program with more kv_tokens"
+            )
+        for index in shared:
+            page = self._take()
+            self._copy(owned[index], page)
+            self.release([owned[index]])
+            owned[index] = page
+        before = len(owned)
+        owned += [self._take() for _ in range(stop - before)]
+        if shared or stop > before:
+            self.place(slot, owned, min([*shared, before]))
+        return len(owned) * self._size
+
+    def share(self, owned: Sequence[int]) -> list[int]:
+        """The same pages for one more session: each sharer then copies a page before it writes to it."""
+        for page in owned:
+            self._users[page] += 1
+        return list(owned)
+
+    def release(self, owned: Sequence[int]) -> None:
+        """Take a session's pages back; those that nobody else has are free, its first one to be taken next."""
+        for page in reversed(owned):
+            self._users[page] -= 1
+            if not self._users[page]:
+                self._free.append(page)
+
+    def place(self, slot: int, owned: Sequence[int], first: int = 0) -> None:
+        """Write a session's pages from the `first` on into the block table."""
+        if len(owned) > first:
+            numbers = torch.tensor(owned[first:], dtype=torch.int32)
+            for table in self._program.buffers_of(StateKind.BLOCK_TABLE).values():
+                table[slot, first : len(owned)].copy_(numbers, non_blocking=True)
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._users[page] = 1
+        return page
+
+    def _copy(self, source: int, target: int) -> None:
+        for cache in self._program.buffers_that_grow(Growth.PAGES).values():
+            cache[target].copy_(cache[source])

@@ -1,0 +1,55 @@
+"""Attention of several rows: any runs, pages in any order, and nothing read or written that is not theirs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ostinato.export.kernels.attention import reference, rows_triton
+from ostinato.export.kernels.operands import KVCache, Norm, Place
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN = float("nan")
+# (slot, first position, rows) of each run.
+RUNS = {
+    "batch": [(2, 0, 1), (0, 5, 1), (3, 40, 1), (1, 63, 1)],
+    "mixed": [(1, 0, 3), (-1, 7, 2), (3, 30, 5), (0, 64, 1), (-1, 0, 1)],
+    "prompt": [(2, 20, 19), (-1, 38, 3)],
+    "padding": [(-1, 0, 2)],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("page", "heads", "kv_heads", "size"), [(16, 4, 2, 32), (64, 6, 2, 16), (32, 2, 2, 64)])
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
+def test_rows(
+    runs: list[tuple[int, int, int]], page: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    slots, most = 4, -(-100 // page)
+    rows = torch.tensor([slot for slot, _, count in runs for _ in range(count)])
+    positions = torch.tensor([first + step for _, first, count in runs for step in range(count)])
+    rotary = size // 2
+    place = Place(positions, rows, *torch.rand(2, len(rows), rotary, generator=generator))
+    table = torch.randperm(slots * most + 3, generator=generator)[: slots * most].view(slots, most).int()
+    qkv = torch.randn(len(rows), 2 * (heads + kv_heads) * size, generator=generator).to(dtype)
+    # What nobody has written yet is NaN.
+    pools = torch.full((2, slots * most + 3, kv_heads, page, size), NAN)
+    for slot, first, _ in runs:
+        for position in range(first if slot >= 0 else 0):
+            values = torch.randn(2, kv_heads, size, generator=generator)
+            pools[:, table[slot, position // page], :, position % page] = values
+    norms = [Norm(torch.rand(size, generator=generator), 1e-6) for _ in range(2)]
+    found_cache = KVCache(*(pool.to(DEVICE, dtype) for pool in pools), table.to(DEVICE))
+    known_cache = KVCache(*(pool.to(dtype) for pool in pools), table)
+    known = reference.attend_step(qkv, *norms, place, known_cache, heads)
+    on_device = [Norm(norm.weight.to(DEVICE), norm.eps) for norm in norms]
+    there = Place(*(value.to(DEVICE) for value in place))
+    found = rows_triton.attend_step(qkv.to(DEVICE), *on_device, there, found_cache, heads).cpu()
+    real = rows >= 0
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found[real], known[real], atol=tolerance, rtol=tolerance)
+    assert found.isfinite().all()
+    for ours, theirs in ((found_cache.keys, known_cache.keys), (found_cache.values, known_cache.values)):
+        torch.testing.assert_close(ours.cpu(), theirs, atol=tolerance, rtol=tolerance, equal_nan=True)
+        assert torch.equal(ours.cpu().isnan(), theirs.isnan())

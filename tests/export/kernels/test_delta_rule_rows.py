@@ -1,0 +1,230 @@
+"""The delta rule and the convolution for rows of several sessions, against their definitions in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from ostinato.export.kernels.delta_rule import reference, rows_triton
+from ostinato.export.kernels.linear import reference as linear_reference
+from ostinato.export.kernels.operands import Convolution, Decay, Place
+
+from ...comparison import relative_error
+from .conftest import report_of, traced_layer
+from .row_cases import DEVICE, MIXTURES, SLOTS, Run, place_of, real_rows, rows_of
+
+BF16, F32 = torch.bfloat16, torch.float32
+TOLERANCE = {F32: 1e-5, BF16: 4e-3}
+WRITTEN = {"delta_rows_early": ["out", "squares", "state"], "conv_rows_early": ["mixed", "state"]}
+# (key heads, heads, K, V)
+SHAPES = [(2, 4, 32, 16), (1, 3, 16, 32)]
+MAIN = (16, 32, 128, 128) if DEVICE == "cuda" else SHAPES[0]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs them one after another."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(rows_triton, "DELTA", rows_triton.DeltaConfig(values=8, warps=1, programs=20))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of `delta_step`, in its order."""
+
+    mixed: Tensor
+    gates: Tensor
+    decay: Decay
+    state: Tensor
+    place: Place
+    norm_weight: Tensor
+    key_heads: int
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, squares summed over P, state after); the case can be used again."""
+        arguments = vars(self) | {"state": self.state.clone()}
+        out, squares = rows_triton.delta_rows(**arguments)
+        _, heads, _, value_dim = self.state.shape
+        rows = len(self.mixed)
+        assert out.dtype == self.mixed.dtype and out.shape == (rows, heads * value_dim)
+        assert squares.dtype == F32 and squares.shape[0] == rows * heads and squares.dim() == 2
+        return out, squares.sum(1).view(rows, heads), arguments["state"]
+
+    @property
+    def exact(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `run` should give, row after row, in float64; zeros for padding."""
+        _, heads, key_dim, value_dim = self.state.shape
+        rows, keys, values = len(self.mixed), self.key_heads * key_dim, heads * value_dim
+        out, squares = torch.zeros(rows, values).double(), torch.zeros(rows, heads).double()
+        state = self.state.double()
+
+        def of_heads(x: Tensor) -> Tensor:
+            return reference.l2_normalize(x.view(-1, key_dim)).repeat_interleave(heads // self.key_heads, dim=0)
+
+        for row in real_rows(self.place).tolist():
+            slot = int(self.place.slots[row])
+            q, k, v, z = self.mixed[row].double().split((keys, keys, values, values))
+            b, a = self.gates[row].double().chunk(2)
+            g = -self.decay.a_log.double().exp() * F.softplus(a + self.decay.dt_bias.double())
+            before = torch.zeros_like(state[slot]) if self.place.positions[row] == 0 else state[slot]
+            o, state[slot] = reference.recurrent_step(
+                of_heads(q) * key_dim**-0.5, of_heads(k), v.view(heads, -1), g, b.sigmoid(), before
+            )
+            out[row] = (o * self.norm_weight.double() * F.silu(z.view(heads, -1))).flatten()
+            squares[row] = o.square().sum(1)
+        return out.to(DEVICE), squares.to(DEVICE), state
+
+
+def draw(shape: tuple[int, int, int, int], runs: list[Run], dtype: torch.dtype) -> Case:
+    """Heads of slow and of fast decay; states that no row needs are NaN, and so are the rows of padding."""
+    key_heads, heads, key_dim, value_dim = shape
+    place, rows = place_of(runs), rows_of(runs)
+    generator = torch.Generator().manual_seed(heads + rows)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(DEVICE)
+
+    mixed, gates = normal(rows, 2 * key_heads * key_dim + 2 * heads * value_dim).to(dtype), normal(rows, 2 * heads)
+    mixed[place.slots < 0] = torch.nan
+    gates[place.slots < 0] = torch.nan
+    state = torch.full((SLOTS, heads, key_dim, value_dim), torch.nan, device=DEVICE)
+    for run in runs:
+        if run.slot >= 0 and run.first:
+            state[run.slot] = normal(heads, key_dim, value_dim)
+    decay = Decay(torch.linspace(-6, 2, heads, device=DEVICE), normal(heads))
+    return Case(mixed, gates, decay, state, place, normal(value_dim), key_heads)
+
+
+def check(case: Case) -> None:
+    rows, untouched = real_rows(case.place), set(range(SLOTS)) - set(case.place.slots.tolist())
+    out, squares, state = case.run()
+    if len(rows):
+        for ours, exact, limit in zip((out, squares), case.exact, (TOLERANCE[case.mixed.dtype], 1e-5), strict=False):
+            assert relative_error(ours[rows], exact[rows]) < limit
+    for slot, (ours, exact) in enumerate(zip(state, case.exact[2], strict=True)):
+        if slot in untouched:
+            assert ours.isnan().all()
+        else:
+            assert relative_error(ours, exact) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_definition(mixture: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    check(draw(shape, MIXTURES[mixture], dtype))
+
+
+@pytest.mark.parametrize(("values", "programs"), [(4, 1), (8, 7), (16, 40)])
+def test_configurations(values: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that go through one run and through all of them; several columns."""
+    monkeypatch.setattr(rows_triton, "DELTA", rows_triton.DeltaConfig(values, 1, programs))
+    check(draw(MAIN, MIXTURES["padding between"], BF16))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter is too slow")
+@pytest.mark.parametrize("runs", [[Run(3, 500, 256)], [Run(slot, 9, 40) for slot in range(5)]], ids=["one", "five"])
+def test_true_shape(runs: list[Run]) -> None:
+    check(draw(MAIN, runs, BF16))
+
+
+def test_repeated_bit_for_bit() -> None:
+    case = draw(MAIN, MIXTURES["short runs"], BF16)
+    rows = real_rows(case.place)
+    first, second = (case.run() for _ in range(2))
+    assert torch.equal(first[0][rows], second[0][rows]) and torch.equal(first[2].nan_to_num(), second[2].nan_to_num())
+
+
+def convolved(runs: list[Run], columns: int, channels: int, taps: int, dtype: torch.dtype) -> None:
+    """Compare with the reference, over states that are NaN where no row needs them."""
+    place = place_of(runs)
+    generator = torch.Generator().manual_seed(columns)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(DEVICE, dtype)
+
+    product, weight = normal(rows_of(runs), columns), normal(channels, 1, taps)
+    product[place.slots < 0] = torch.nan
+    state = normal(SLOTS, taps - 1, channels).fill_(torch.nan)
+    for run in runs:
+        if run.slot >= 0 and run.first:
+            state[run.slot] = normal(taps - 1, channels)
+    expected, wide = state.double(), Convolution(weight.double(), state.double())
+    wide = replace(wide, state=expected)
+    exact = linear_reference.conv_rows(product.double(), wide, place)
+    found = state.clone()
+    mixed = rows_triton.conv_rows(product, Convolution(weight, found), place)
+    rows = real_rows(place)
+    assert mixed.dtype == dtype and mixed.shape == product.shape
+    assert not len(rows) or relative_error(mixed[rows], exact[rows]) < TOLERANCE[dtype]
+    assert torch.equal(mixed[rows][:, channels:], product[rows][:, channels:])
+    # Inputs are moved, not computed.
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("columns", "channels", "taps"), [(12, 12, 4), (40, 33, 4), (9, 6, 2), (70, 66, 3)])
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_convolution(mixture: str, columns: int, channels: int, taps: int, dtype: torch.dtype) -> None:
+    convolved(MIXTURES[mixture], columns, channels, taps, dtype)
+
+
+@pytest.mark.parametrize("rows", (4, 8))
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_convolution_in_small_tiles(mixture: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that begin at every place of a tile, and end in another one."""
+    monkeypatch.setattr(rows_triton, "CONV", rows_triton.ConvConfig(rows, 16, 1))
+    convolved(MIXTURES[mixture], 20, 17, 4, F32)
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """See `compiling_delta_rule_rows`."""
+    return report_of("delta_rule_rows")
+
+
+def test_nothing_spills(report: dict[str, Any]) -> None:
+    assert {entry["kernel"] for entry in report["compiled"]} == set(WRITTEN)
+    assert [entry for entry in report["compiled"] if entry["spilled"] or entry["shared"] > entry["room"]] == []
+
+
+def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
+    """As Inductor sees it where kernels do not start early: what it takes for written, it copies and keeps in order."""
+    assert report["written"] == WRITTEN
+
+
+LAYER = """
+import torch
+from ostinato.export.kernels.delta_rule.rows_triton import conv_rows, delta_rows
+from ostinato.export.kernels.operands import Convolution, Decay, Place
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("state", torch.zeros(2, 4, 32, 32))
+        self.register_buffer("conv", torch.zeros(2, 3, 256))
+
+    def forward(self, product, gates, head, norm, taps, positions):
+        place = Place(positions, positions, product, product)
+        mixed = conv_rows(product, Convolution(taps, self.conv), place)
+        return delta_rows(mixed, gates, Decay(head, head), self.state, place, norm, 2)
+
+shapes = ((7, 384), (7, 8), (4,), (32,), (256, 1, 4))
+inputs = (*map(torch.zeros, shapes), torch.arange(7))
+rows = {0: torch.export.Dim("R", min=1, max=256)}
+dynamic = (rows, rows, None, None, None, rows)
+"""
+
+
+def test_traced_for_any_number_of_rows() -> None:
+    operators, buffers, shapes = traced_layer(LAYER)
+    assert operators == ["ostinato.conv_rows.default", "ostinato.delta_rows.default"]
+    assert buffers == ["conv", "state"]
+    assert shapes == [("R", 128), ("4*R", 4)]

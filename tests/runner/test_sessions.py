@@ -1,0 +1,409 @@
+"""Sessions: what one generates does not depend on the others, whoever joins, leaves, forks or goes back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from torch import Tensor
+
+from ostinato.delegate import CapacityError, ClosedError, InputError, OptionError, StateKind
+from ostinato.delegate.artifact import Growth
+from ostinato.runner import Engine, Sampling
+from ostinato.runner.sessions import Session, Snapshot
+from ostinato.runner.steps import _Known
+
+from ..conftest import CAPITALS, CAPITALS_LENGTH
+
+HOT = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=11)
+# Four sessions of at most 251 tokens need 16 pages of 64; fewer, so that they run out.
+SESSIONS, KV_TOKENS = 4, 9 * 64
+BUCKETS = (2, 4)
+LONG = [(7 * place + 3) % 1500 for place in range(130)]
+
+Greedy = Callable[[list[int]], int]
+
+
+@pytest.fixture(scope="module")
+def greedy() -> Greedy:
+    """transformers' most likely token after a sequence; what was asked once is kept."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(CAPITALS, dtype=torch.float32).eval()
+    known: dict[tuple[int, ...], int] = {}
+
+    def after(tokens: list[int]) -> int:
+        key = tuple(tokens)
+        if key not in known:
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
+            # The tokens before, too: they may be asked for later.
+            known.update({key[: place + 1]: int(row.argmax()) for place, row in enumerate(logits)})
+        return known[key]
+
+    return after
+
+
+@pytest.fixture(scope="module", params=["no graph", "graph", "ahead"])
+def engine(request: pytest.FixtureRequest, capitals_artifact: Path) -> Iterator[Engine]:
+    """With plans, numbers of rows are padded. As a GPU does, "ahead" begins a step before the last one's tokens are taken."""
+    graph = request.param == "graph"
+    buckets = BUCKETS if graph else None
+    with Engine.load(
+        capitals_artifact,
+        cuda_graph=graph,
+        warmup_steps=1,
+        sessions=SESSIONS,
+        kv_tokens=KV_TOKENS,
+        prefill_buckets=(8, 32) if graph else None,
+        row_buckets=buckets,
+    ) as loaded:
+        if request.param == "ahead":
+            steps: Any = loaded.sessions.steps
+            steps.goes_ahead, steps._flight = True, lambda token, count: _Known(token[:count].tolist())
+        yield loaded
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test all slots and pages are free."""
+    yield
+    if "engine" in request.fixturenames:
+        gc.collect()
+        engine = request.getfixturevalue("engine")
+        assert engine.sessions.free == SESSIONS
+        assert engine.sessions.pages.free == KV_TOKENS // 64
+
+
+def opened(engine: Engine, *prompts: list[int], sampling: Sampling | None = None) -> list[Session]:
+    sessions = []
+    for prompt in prompts:
+        sessions.append(engine.open_session(sampling))
+        sessions[-1].prefill(prompt)
+    return sessions
+
+
+def close(*sessions: Session | Snapshot) -> None:
+    for session in sessions:
+        session.close()
+
+
+@dataclass
+class Known:
+    """A session, or a snapshot, and what its history must be."""
+
+    it: Any
+    tokens: list[int]
+
+
+class Conversations(RuleBasedStateMachine):
+    """Joins, leaves, forks, snapshots and steps in any order: each session's tokens are transformers' own."""
+
+    engine: Engine
+    greedy: Greedy
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sessions: list[Known] = []
+        self.snapshots: list[Known] = []
+
+    def teardown(self) -> None:
+        close(*(known.it for known in [*self.sessions, *self.snapshots]))
+
+    @rule(length=st.integers(1, 40), first=st.integers(0, 1499))
+    def join(self, length: int, first: int) -> None:
+        if not self.engine.sessions.free:
+            with pytest.raises(CapacityError, match=f"all {SESSIONS} sessions are open"):
+                self.engine.open_session()
+            return
+        session = Known(self.engine.open_session(), [])
+        self.sessions.append(session)
+        self._prefill(session, [(first + 31 * place) % 1500 for place in range(length)])
+
+    @precondition(lambda self: self.sessions)
+    @rule(which=st.integers(0), length=st.integers(1, 70), first=st.integers(0, 1499))
+    def go_on(self, which: int, length: int, first: int) -> None:
+        session = self.sessions[which % len(self.sessions)]
+        tokens = [(first + 17 * place) % 1500 for place in range(length)]
+        if len(session.tokens) + length > CAPITALS_LENGTH - 1:
+            return
+        self._prefill(session, tokens)
+
+    @precondition(lambda self: self.sessions)
+    @rule(chosen=st.sets(st.integers(0, SESSIONS - 1), min_size=1), more=st.booleans(), count=st.integers(1, 5))
+    def step(self, chosen: set[int], more: bool, count: int) -> None:
+        some = [session for place, session in enumerate(self.sessions) if place in chosen and session.tokens]
+        some = [session for session in some if len(session.tokens) + count < CAPITALS_LENGTH]
+        if not some:
+            return
+        for _ in range(count):
+            try:
+                found = self.engine.step([session.it for session in some], more)
+            except CapacityError:
+                break
+            expected = [self.greedy(session.tokens) for session in some]
+            assert found == expected
+            for session, token in zip(some, found, strict=True):
+                session.tokens.append(token)
+
+    @precondition(lambda self: self.sessions)
+    @rule(which=st.integers(0))
+    def fork(self, which: int) -> None:
+        session = self.sessions[which % len(self.sessions)]
+        if self.engine.sessions.free:
+            self.sessions.append(Known(session.it.fork(), list(session.tokens)))
+
+    @precondition(lambda self: self.sessions)
+    @rule(which=st.integers(0))
+    def keep(self, which: int) -> None:
+        session = self.sessions[which % len(self.sessions)]
+        self.snapshots.append(Known(session.it.snapshot(), list(session.tokens)))
+
+    @precondition(lambda self: self.sessions and self.snapshots)
+    @rule(which=st.integers(0), kept=st.integers(0))
+    def go_back(self, which: int, kept: int) -> None:
+        session, snapshot = self.sessions[which % len(self.sessions)], self.snapshots[kept % len(self.snapshots)]
+        session.it.restore(snapshot.it)
+        session.tokens = list(snapshot.tokens)
+
+    @precondition(lambda self: self.snapshots)
+    @rule(kept=st.integers(0))
+    def forget(self, kept: int) -> None:
+        close(self.snapshots.pop(kept % len(self.snapshots)).it)
+
+    @precondition(lambda self: self.sessions)
+    @rule(which=st.integers(0))
+    def leave(self, which: int) -> None:
+        close(self.sessions.pop(which % len(self.sessions)).it)
+
+    @invariant()
+    def histories_are_theirs(self) -> None:
+        for session in self.sessions:
+            assert session.it.tokens == session.tokens
+
+    def _prefill(self, session: Known, tokens: list[int]) -> None:
+        try:
+            session.it.prefill(tokens)
+        except CapacityError as error:
+            assert "are free: close a session, or load the program with more kv_tokens" in str(error)
+        else:
+            session.tokens += tokens
+
+
+def test_in_any_company(engine: Engine, greedy: Greedy) -> None:
+    machine = type("Machine", (Conversations,), {"engine": engine, "greedy": staticmethod(greedy)})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+def walk(engine: Engine, garbage: float | None) -> tuple[list[list[int]], dict[str, Tensor]]:
+    """Two sessions that step, fork and step; with `garbage` in every other slot, page and position before each step.
+
+    Returns:
+        their tokens, and all state that belongs to them.
+    """
+
+    def fill(*sessions: Session) -> None:
+        if garbage is None:
+            return
+        program, pages = engine.program, {page for session in sessions for page in session._open.pages}
+        slots = {session.slot for session in sessions}
+        for growth, mine in ((Growth.SLOTS, slots), (Growth.PAGES, pages)):
+            for key, buffer in program.buffers_that_grow(growth).items():
+                if key in program.buffers_of(StateKind.BLOCK_TABLE):
+                    continue
+                others = [row for row in range(buffer.shape[0]) if row not in mine]
+                buffer[others] = garbage if buffer.is_floating_point() else 1499
+        for session in sessions:
+            seen = session._open.seen
+            for cache in program.buffers_of(StateKind.KV_CACHE).values():
+                if seen % 64:
+                    cache[session._open.pages[seen // 64], :, seen % 64 :] = garbage
+
+    fill()
+    first, second = engine.open_session(HOT), engine.open_session(Sampling(seed=1))
+    fill()
+    first.prefill(LONG[:70])
+    fill(first)
+    second.prefill(LONG[5:11])
+    for _ in range(3):
+        fill(first, second)
+        engine.step([first, second])
+    third = first.fork()
+    for sessions in ([third], [first, second, third], [second], [first, second, third], [third, first]):
+        fill(first, second, third)
+        engine.step(sessions)
+    everybody = (first, second, third)
+    state: dict[str, Tensor] = {}
+    for key, buffer in engine.program.buffers_that_grow(Growth.SLOTS).items():
+        if key not in engine.program.buffers_of(StateKind.BLOCK_TABLE):
+            state |= {f"{key} {place}": buffer[one.slot].clone() for place, one in enumerate(everybody)}
+    for key, cache in engine.program.buffers_of(StateKind.KV_CACHE).items():
+        for place, one in enumerate(everybody):
+            kept = torch.cat([cache[page] for page in one._open.pages], dim=1)
+            state[f"{key} {place}"] = kept[:, : one._open.seen].clone()
+    tokens = [one.tokens for one in everybody]
+    close(*everybody)
+    return tokens, state
+
+
+def test_nothing_bleeds(engine: Engine) -> None:
+    """Bit by bit, whatever stands in the slots, the pages and the places that are not theirs."""
+    walk(engine, None)
+    tokens, state = walk(engine, None)
+    for garbage in (float("nan"), 1e30):
+        other_tokens, other_state = walk(engine, garbage)
+        assert other_tokens == tokens
+        assert other_state.keys() == state.keys()
+        for key, tensor in state.items():
+            assert torch.equal(tensor, other_state[key]), key
+
+
+def test_each_samples_as_it_says(engine: Engine) -> None:
+    """A batch of different options draws what each draws alone."""
+    options = [HOT, Sampling(), Sampling(3.0, top_k=5, seed=4), Sampling(2.0, min_p=0.2, seed=2**64 - 1)]
+    alone = []
+    for sampling in options:
+        (session,) = opened(engine, LONG[:9], sampling=sampling)
+        alone.append(list(session.generate(12, eos_ids=())))
+        close(session)
+    sessions = [opened(engine, LONG[:9], sampling=sampling)[0] for sampling in options]
+    found = [engine.step(sessions, more=True) for _ in range(12)]
+    assert [list(column) for column in zip(*found, strict=True)] == alone
+    close(*sessions)
+
+
+def test_a_fork_draws_by_itself(engine: Engine) -> None:
+    """From one prompt, by other seeds; and without a seed each draws others."""
+    (session,) = opened(engine, LONG[:9], sampling=Sampling(2.0, seed=1))
+    others = [session.fork() for _ in range(2)]
+    others[0].sampling = Sampling(2.0, seed=2)
+    found = [engine.step([session, *others]) for _ in range(12)]
+    columns = [list(column) for column in zip(*found, strict=True)]
+    assert columns[0] == columns[2] != columns[1]
+    close(session, *others)
+    (session,) = opened(engine, LONG[:9], sampling=Sampling(3.0))
+    other = session.fork()
+    found = [engine.step([session, other]) for _ in range(12)]
+    assert len({tuple(column) for column in zip(*found, strict=True)}) == 2
+    close(session, other)
+
+
+def test_pages_are_shared_until_written(engine: Engine) -> None:
+    pages = engine.sessions.pages
+    (session,) = opened(engine, LONG)
+    assert pages.free == 6
+    forks = [session.fork() for _ in range(3)]
+    assert pages.free == 6
+    engine.step([session, *forks])
+    # Drawn from the prompt's logits; the next step writes to the third page, which all have.
+    assert pages.free == 6
+    engine.step([forks[0]])
+    assert pages.free == 5
+    engine.step([session, *forks[1:]])
+    assert pages.free == 3
+    close(*forks)
+    assert pages.free == 6
+    snapshot = session.snapshot()
+    close(session)
+    assert pages.free == 6
+    close(snapshot)
+    assert pages.free == 9
+
+
+def test_a_session_goes_on_after_its_answer(engine: Engine, greedy: Greedy) -> None:
+    (session,) = opened(engine, LONG[:5])
+    answer = list(session.generate(4, eos_ids=()))
+    session.prefill(LONG[20:30])
+    answer = list(session.generate(3, eos_ids=()))
+    assert session.tokens[-3:] == answer
+    for place in range(19, 22):
+        assert session.tokens[place] == greedy(session.tokens[:place])
+    assert session.position == 22
+    # A token of the caller's in place of a drawn one.
+    session.prefill([8])
+    with pytest.raises(InputError, match=r"'tokens': values must lie in 0\.\.1535, got 1536"):
+        session.append(1536)
+    session.append(9)
+    (token,) = engine.step([session])
+    assert token == greedy(session.tokens[:-1]) and session.tokens[-3:] == [8, 9, token]
+    close(session)
+
+
+def test_what_there_is_no_room_for(engine: Engine) -> None:
+    sessions = opened(engine, LONG, LONG, LONG)
+    assert engine.sessions.pages.free == 0
+    last = engine.open_session()
+    with pytest.raises(CapacityError, match=r"need 1 more pages of 64 positions, 0 of 9 are free: close a session"):
+        last.prefill([1])
+    assert last.tokens == [] and sessions[0].position == 130
+    with pytest.raises(InputError, match=r"the session would have 261 tokens, max_seq_len is 251"):
+        sessions[0].prefill([*LONG, 1])
+    assert sessions[0].tokens == LONG
+    with pytest.raises(InputError, match="a session stands in the step twice"):
+        engine.step([sessions[0], sessions[0]])
+    close(*sessions, last)
+
+
+def test_pages_run_out_within_an_answer(engine: Engine, greedy: Greedy) -> None:
+    """All tokens come that there are pages for, whether or not the step behind them has begun; and more when others leave."""
+    first, second, other = opened(engine, LONG + LONG[:70], LONG[:120] + LONG[:80], LONG[:63])
+    assert engine.sessions.pages.free == 0
+    tokens = [engine.step([other], more=True)[0] for _ in range(2)]
+    for _ in range(2):
+        with pytest.raises(CapacityError, match="need 1 more pages of 64 positions, 0 of 9 are free"):
+            engine.step([other], more=True)
+        assert other.tokens == LONG[:63] + tokens
+    close(second)
+    tokens += [engine.step([other], more=True)[0] for _ in range(2)]
+    assert [greedy(LONG[:63] + tokens[:place]) for place in range(4)] == tokens
+    close(first, other)
+
+
+def test_a_session_of_another_engine(engine: Engine, capitals_artifact: Path) -> None:
+    with Engine.load(capitals_artifact) as foreign, foreign.open_session() as session:
+        session.prefill([1, 2])
+        with pytest.raises(InputError, match="a session of another engine"):
+            engine.step([session])
+        with engine.open_session() as mine, pytest.raises(ClosedError, match="is closed, or of another engine"):
+            mine.restore(session.snapshot())
+
+
+def test_a_closed_session(engine: Engine) -> None:
+    with engine.open_session() as session:
+        with pytest.raises(InputError, match="the session has no token: prefill first"):
+            engine.step([session])
+        with pytest.raises(InputError, match="there is no token to prefill"):
+            session.prefill([])
+        with pytest.raises(OptionError, match="max_new_tokens must be 1 or more, got 0"):
+            session.generate(0)
+        snapshot = session.snapshot()
+    session.close()
+    for use in (lambda: session.prefill([1]), lambda: engine.step([session]), session.fork, session.snapshot):
+        with pytest.raises(ClosedError, match="the session is closed"):
+            use()
+    snapshot.close()
+    with engine.open_session() as other, pytest.raises(ClosedError, match="the snapshot is closed"):
+        other.restore(snapshot)
+
+
+def test_a_session_fills_its_length(engine: Engine) -> None:
+    with engine.open_session() as session:
+        session.prefill((LONG + LONG)[: CAPITALS_LENGTH - 2])
+        assert len(list(session.generate(eos_ids=()))) == 2
+        assert session.position == CAPITALS_LENGTH
+        # What follows the last token can still be drawn, and has no place.
+        engine.step([session])
+        with pytest.raises(InputError, match="the session has 251 tokens, max_seq_len is 251"):
+            engine.step([session])
