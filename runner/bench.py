@@ -97,8 +97,10 @@ class ModeResult:
 
     def fallback_reason(self, kind: str) -> str | None:
         """Why something that tests of this kind run has no graph; None when all went well."""
-        stats = self._stats(kind)
-        return stats["fallback_reason"] if stats and stats["fallbacks"] else None
+        stats = list(self.methods.values())
+        # What decodes comes last; a prompt goes through any of the others.
+        mine = stats[-1:] if kind == "tg" else stats[:-1] or stats
+        return next((one["fallback_reason"] for one in mine if one["fallbacks"]), None)
 
     @property
     def host_us(self) -> float | None:
@@ -109,14 +111,9 @@ class ModeResult:
     @property
     def plan(self) -> dict[str, Any] | None:
         """`PlanStats` of the decode step; None without a CUDA graph."""
-        decode = self._stats("tg")
+        decode = list(self.methods.values())[-1] if self.methods else None
         plan = decode["plans"][-1] if decode and decode["plans"] else None
         return plan if plan and (plan["graph_kernels"] is not None or plan["graph_note"] is not None) else None
-
-    def _stats(self, kind: str) -> dict[str, Any] | None:
-        """`MethodStats` of the method that tests of this kind run: what takes prompts comes first, what decodes last."""
-        stats = list(self.methods.values())
-        return stats[0 if kind == "pp" else -1] if stats else None
 
 
 def make_plan(

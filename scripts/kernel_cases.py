@@ -155,13 +155,13 @@ def _attention(shapes: Shapes, layers: int, depths: tuple[int, ...]) -> list[Cas
     def step(depth: int) -> Case:
         def arguments(draw: Draw) -> Arguments:
             pages = -(-shapes.positions // PAGE_SIZE)
-            pools = (draw.normal(pages, kv_heads, PAGE_SIZE, head_dim) for _ in range(2))
+            keys, values = (draw.normal(pages, kv_heads, PAGE_SIZE, head_dim) for _ in range(2))
             return {
                 "qkv": draw.normal(1, rows),
                 "q_norm": draw.norm(head_dim),
                 "k_norm": draw.norm(head_dim),
                 "place": draw.place(depth),
-                "cache": KVCache(*pools, draw.order(pages)),
+                "cache": KVCache(keys, values, draw.order(pages)),
                 "heads": heads,
             }
 

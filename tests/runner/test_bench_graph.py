@@ -65,6 +65,18 @@ def test_without_a_cuda_graph_no_kernels_are_said(bench: Bench, recurrent_artifa
         assert (row["kernels_per_token"], row["early_kernels_per_token"]) == (None, None)
 
 
+def test_a_failed_capture_of_any_method_that_takes_prompts_is_said() -> None:
+    well, failed = ({"fallbacks": count, "fallback_reason": f"reason {count}"} for count in (0, 1))
+    for methods, reasons in (
+        ({"prefill": well, "rows_logits": failed, "decode_sample": well}, ("reason 1", None)),
+        ({"prefill": well, "rows_logits": well, "decode_sample": failed}, (None, "reason 1")),
+        ({"forward": failed}, ("reason 1", "reason 1")),
+        ({}, (None, None)),
+    ):
+        mode = ModeResult(True, methods=methods)
+        assert (mode.fallback_reason("pp"), mode.fallback_reason("tg")) == reasons
+
+
 def test_what_python_takes() -> None:
     times = (None, 12.34, 9.0)
     mode = ModeResult(True, [Measurement(Case("tg", 4, depth), True, (1,), us) for depth, us in enumerate(times)])

@@ -56,7 +56,9 @@ def test_a_refused_prompt_moves_nothing(int4_artifact: Path) -> None:
                     with pytest.raises(InputError, match=r"'tokens': values must lie in 0\.\.1535, got 15\.\.1536"):
                         session.prefill([*range(15, 45), 1536])
                 session.prefill(tokens[15:])
-                answers.append([session._open.logits.tolist(), *session.generate(5, eos_ids=())])
+                logits = session._open.logits
+                assert logits is not None
+                answers.append([logits.tolist(), *session.generate(5, eos_ids=())])
     assert answers[0] == answers[1]
 
 

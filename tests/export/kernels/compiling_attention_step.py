@@ -24,12 +24,13 @@ def launches(dtype: torch.dtype, projected: torch.dtype, early: bool) -> list[La
     """At the flagship's shapes."""
     empty = torch.empty
     with recorded() as found, mock.patch.object(step_triton, "starts_early", lambda: early):
+        pages = [empty(4, 2, 64, 256, dtype=dtype) for _ in range(2)]
         step_triton.attend_step(
             empty(1, 9216, dtype=projected),
             Norm(empty(256), 1e-6),
             Norm(empty(256), 1e-6),
             Place(empty(1, dtype=torch.int64), empty(1, dtype=torch.int64), empty(1, 64), empty(1, 64)),
-            KVCache(*(empty(4, 2, 64, 256, dtype=dtype) for _ in range(2)), empty(2, 64, dtype=torch.int32)),
+            KVCache(pages[0], pages[1], empty(2, 64, dtype=torch.int32)),
             heads=16,
         )
     return found

@@ -58,8 +58,9 @@ class Layer(torch.nn.Module):
         self.shared = ExpertWeights(weight(2 * shared, SIZE), weight(SIZE, shared)) if shared else None
 
     def forward(self, x: Tensor, slots: Tensor) -> Tensor:
-        norm, gates = Norm(self.norm, 1e-6), (self.gate, self.shared_gate)
-        return CudaKernels.sparse_moe(x, norm, *gates, TOP_K, self.routed, self.shared, slots)
+        norm, gate, shared_gate = map(self.get_buffer, ("norm", "gate", "shared_gate"))
+        arguments = Norm(norm, 1e-6), gate, shared_gate, TOP_K, self.routed, self.shared, slots
+        return CudaKernels.sparse_moe(x, *arguments)
 
 
 def inputs(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -39,13 +39,13 @@ def test_rows(
         for position in range(first if slot >= 0 else 0):
             values = torch.randn(2, kv_heads, size, generator=generator)
             pools[:, table[slot, position // page], :, position % page] = values
-    norms = [Norm(torch.rand(size, generator=generator), 1e-6) for _ in range(2)]
-    found_cache = KVCache(*(pool.to(DEVICE, dtype) for pool in pools), table.to(DEVICE))
-    known_cache = KVCache(*(pool.to(dtype) for pool in pools), table)
-    known = reference.attend_step(qkv, *norms, place, known_cache, heads)
-    on_device = [Norm(norm.weight.to(DEVICE), norm.eps) for norm in norms]
+    q_norm, k_norm = torch.rand(2, size, generator=generator)
+    found_cache = KVCache(pools[0].to(DEVICE, dtype), pools[1].to(DEVICE, dtype), table.to(DEVICE))
+    known_cache = KVCache(pools[0].to(dtype), pools[1].to(dtype), table)
+    known = reference.attend_step(qkv, Norm(q_norm, 1e-6), Norm(k_norm, 1e-6), place, known_cache, heads)
     there = Place(*(value.to(DEVICE) for value in place))
-    found = rows_triton.attend_step(qkv.to(DEVICE), *on_device, there, found_cache, heads).cpu()
+    norms = Norm(q_norm.to(DEVICE), 1e-6), Norm(k_norm.to(DEVICE), 1e-6)
+    found = rows_triton.attend_step(qkv.to(DEVICE), *norms, there, found_cache, heads).cpu()
     real = rows >= 0
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found[real], known[real], atol=tolerance, rtol=tolerance)
