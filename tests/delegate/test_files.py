@@ -168,8 +168,7 @@ RECORD = MethodRecord(
     method="decode",
     inputs=(
         TensorSpec("tokens", "int64", (Dim(1, 1), Dim(2, 31, "T")), (0, 10)),
-        TensorSpec("x", "bfloat16", ()),
-        TensorSpec("slot", "int64", (Dim(1, 1),), (0, 0), Growth.SLOTS),
+        TensorSpec("slot", "int64", (), (0, 0), Growth.SLOTS),
     ),
     outputs=(TensorSpec("logits", "float32", (Dim(1, 1), Dim(11, 11))),),
     # The first gives values 2 and 3, and each of the others takes what the one before gave.

@@ -58,8 +58,8 @@ def test_route_of_nan_stays_in_range() -> None:
 def test_padding_reaches_no_expert() -> None:
     logits = torch.randn(9, 10, device=DEVICE)
     logits[6:] = torch.nan
-    positions = torch.tensor([30, 31, 32, 33, 34, 35, 35, 35, 35], device=DEVICE)
-    weights, chosen = route(logits, 4, positions)
-    expected, found = reference.route(logits, 4, positions)
+    slots = torch.tensor([2, 2, 2, 2, 2, 2, -1, -1, -1], device=DEVICE)
+    weights, chosen = route(logits, 4, slots)
+    expected, found = reference.route(logits, 4, slots)
     assert (chosen[6:] == 10).all() and torch.equal(chosen, found.int())
     torch.testing.assert_close(weights[:6], expected[:6])
