@@ -308,7 +308,7 @@ def test_every_growth(growth: Growth) -> None:
 
 
 @pytest.mark.parametrize("growth", ["rows", "", "SLOTS", None, 3, [], ["slots"], {}])
-@pytest.mark.parametrize("path", [("buffer_specs", "cache", "growth"), ("inputs", 2, "counts")], ids=str)
+@pytest.mark.parametrize("path", [("buffer_specs", "cache", "growth"), ("inputs", 1, "counts")], ids=str)
 def test_unknown_growth(path: Sequence[str | int], growth: object) -> None:
     with pytest.raises(
         ArtifactError, match=r"record in model\.pte cannot be read: unknown growth of state .*are: fixed, slots, pages"
@@ -316,7 +316,7 @@ def test_unknown_growth(path: Sequence[str | int], growth: object) -> None:
         MethodRecord.from_bytes(changed(path, growth))
 
 
-@pytest.mark.parametrize("path", [("buffer_specs", "cache"), ("inputs", 2)], ids=str)
+@pytest.mark.parametrize("path", [("buffer_specs", "cache"), ("inputs", 1)], ids=str)
 def test_growth_is_not_said(path: Sequence[str | int]) -> None:
     data: Any = json.loads(RECORD.to_bytes())
     del data[path[0]][path[1]]["counts" if path[0] == "inputs" else "growth"]

@@ -185,7 +185,7 @@ def test_replay_is_bit_equal_to_disabled_on_a_language_model(capitals_artifact: 
         method, disabled = program.load_method("decode", options), other.load_method("decode")
         token = 5
         for index in range(66):
-            inputs = torch.tensor([[token]]), torch.tensor([index])
+            inputs = torch.tensor([[token]]), torch.tensor([index]), torch.tensor([0])
             (logits,), (expected,) = method.execute(inputs), disabled.execute(inputs)
             assert torch.equal(logits, expected), f"step {index}"
             token = int(logits.argmax())

@@ -319,7 +319,8 @@ def test_caches_and_experts_are_never_copied(artifact: Get, spec: Spec) -> None:
         assert [tensor.numel() for tensor in caches] == [cache, cache]
     for method in ("decode", "prefill", *ROWS):
         shapes = allocations(kept_source(made.path, method))
-        assert shapes and "aoti_torch_cpu_attend_step(" in kept_source(made.path, method)
+        # All that rows allocate has as many rows as they have: sizes that are not fixed.
+        assert bool(shapes) is (method not in ROWS) and "aoti_torch_cpu_attend_step(" in kept_source(made.path, method)
         large = [shape for shape in shapes if math.prod(shape) >= min(cache, experts)]
         assert not large, f"{method} allocates {large}"
 
