@@ -1,7 +1,9 @@
 """A gated delta-net's convolution and delta rule for rows of several sessions, R of them, known when kernels are launched.
 
-A program of the delta rule keeps a few columns of a head's state in registers while it goes through the rows of a run, one
-after another, so the state is read and written once, however long the run is. The next row is loaded meanwhile.
+A program of either has the rows of one run for a part of the channels, so that state is read and written once, by one program,
+however long the run is; programs of rows that begin no run end at once. The delta rule takes the rows of a short run one after
+another, those of a long one in chunks (rows_chunk_triton.py). The convolution's other rows, which need no state, are taken by
+programs of their own.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from torch import Tensor
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import launcher, starts_early
 from ostinato.export.kernels.operands import Convolution, Decay, Place
-from ostinato.export.kernels.runs_triton import MOST_ROWS, numbers_of_runs, run_at
+from ostinato.export.kernels.runs_triton import MOST_ROWS
 
 from .limits import check_delta_rule
 from .math_triton import inverse_length, log_decay, write_strength
+from .rows_chunk_triton import CHUNK, take_chunk
 
 
 @dataclass(frozen=True)
@@ -27,27 +30,26 @@ class DeltaConfig:
     """What one program of the delta rule does.
 
     Attributes:
-        values: columns of a head's state.
-        warps: with one, the sums over keys need no barrier.
-        programs: that an H200 runs at once, about; each goes through runs.
+        values: columns of a head's state; 32 are 128 bytes of each of its rows.
+        warps: more of them leave fewer registers to a thread.
+        long: rows from which on a run is taken in chunks.
     """
 
     values: int
     warps: int
-    programs: int
+    long: int
 
 
 @dataclass(frozen=True)
 class ConvConfig:
-    """Rows and channels of a program of the convolution, and its warps."""
+    """Channels of a program of the convolution, and its warps."""
 
-    rows: int
     channels: int
     warps: int
 
 
-DELTA = DeltaConfig(values=8, warps=1, programs=132 * 16)
-CONV = ConvConfig(rows=32, channels=64, warps=4)
+DELTA = DeltaConfig(values=32, warps=4, long=4)
+CONV = ConvConfig(channels=512, warps=2)
 
 
 def delta_rows(
@@ -82,7 +84,7 @@ def _delta_rows(
     rows, blocks = mixed.shape[0], value_dim // DELTA.values
     out = torch.empty((rows, heads * value_dim), dtype=mixed.dtype, device=mixed.device)
     squares = torch.empty((rows * heads, blocks), dtype=torch.float32, device=mixed.device)
-    launcher(delta_rows_early)[(blocks, heads, max(1, DELTA.programs // (blocks * heads)))](
+    launcher(delta_rows_early)[(blocks, heads, rows)](
         mixed,
         gates,
         a_log,
@@ -100,6 +102,8 @@ def _delta_rows(
         V=value_dim,
         BLOCK=DELTA.values,
         ROWS=MOST_ROWS,
+        LONG=DELTA.long,
+        PARTS=2 if mixed.dtype == torch.bfloat16 else 1,
         EARLY=starts_early(),
         num_warps=DELTA.warps,
     )
@@ -125,76 +129,106 @@ def delta_rows_early(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    LONG: tl.constexpr,
+    PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (block of values, head, z): the runs z, z + Z, ..., Z being the size of the grid."""
+    """Program (block of values, head, row): the run that begins with the row, if one does."""
     start_next(EARLY)
     rows = tl.cast(rows, tl.int32)
     head = tl.program_id(1)
+    first = tl.program_id(2)
+    slot = tl.load(slots + first)
+    # No slot is -2. The first row of padding goes on: one program must wait.
+    if tl.load(slots + tl.maximum(first - 1, 0), mask=first > 0, other=-2) == slot:
+        return
+    filled = slot >= 0
+    fresh = tl.load(positions + first) == 0
     keys = tl.arange(0, K)
     values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    cells = state + head * K * V + keys[:, None] * V + values[None, :]
-    every = tl.arange(0, ROWS)
-    slot_of = tl.load(slots + every, mask=every < rows, other=-1).to(tl.int32)
-    slot_ahead = tl.load(slots + every - 1, mask=(every > 0) & (every < rows), other=-1).to(tl.int32)
-    numbers, runs = numbers_of_runs(slot_of, slot_ahead, rows)
-    run = tl.program_id(2)
-    first, length, slot = run_at(run, numbers, slot_of)
-    s = tl.load(cells + tl.maximum(slot, 0).to(tl.int64) * (HEADS * K * V), mask=slot >= 0, other=0.0)
+    cells = state + (tl.maximum(slot, 0) * HEADS + head) * (K * V) + keys[:, None] * V + values[None, :]
+    s = tl.load(cells, mask=filled & (fresh == 0), other=0.0)
     rate = tl.load(a_log + head)
     bias = tl.load(dt_bias + head)
     norm = tl.load(norm_weight + values)
+    every = tl.arange(0, ROWS)
+    others = tl.load(slots + every, mask=every < rows, other=-1)
+    # A slot has one run.
+    length = tl.sum((filled & (others == slot)).to(tl.int32), 0)
 
     wait_for_previous(EARLY)
-    while run < runs:
-        s = tl.where(tl.load(positions + first) == 0, 0.0, s)
-        q, k, v, z, b, a = row_of(mixed, gates, first, head, values, HEADS, KEY_HEADS, K, V)
-        last = tl.where(slot < 0, first, first + length) - 1
-        for row in range(first, last + 1):
-            ahead = row_of(mixed, gates, tl.minimum(row + 1, last), head, values, HEADS, KEY_HEADS, K, V)
-            q = q.to(tl.float32)
-            k = k.to(tl.float32)
-            z = z.to(tl.float32)
-            decay = tl.exp(log_decay(a, rate, bias))
-            # As in `step_triton`: no sum waits for another.
-            q_length = inverse_length(tl.sum(q * q, 0)) * K**-0.5
-            k_length = inverse_length(tl.sum(k * k, 0))
-            predicted = tl.sum(s * k[:, None], 0) * (decay * k_length)
-            delta = (v.to(tl.float32) - predicted) * (write_strength(b) * k_length)
-            o = (tl.sum(s * q[:, None], 0) * decay + tl.sum(q * k, 0) * delta) * q_length
-            s = s * decay + k[:, None] * delta[None, :]
-            of_head = tl.cast(row, tl.int64) * HEADS + head
-            tl.store(out + of_head * V + values, (o * norm * z * tl.sigmoid(z)).to(out.dtype.element_ty))
-            tl.store(squares + of_head * tl.num_programs(0) + tl.program_id(0), tl.sum(o * o, 0))
-            q, k, v, z, b, a = ahead
-        tl.store(cells + tl.maximum(slot, 0).to(tl.int64) * (HEADS * K * V), s, mask=slot >= 0)
-        run += tl.num_programs(2)
-        first, length, slot = run_at(run, numbers, slot_of)
-        s = tl.load(cells + tl.maximum(slot, 0).to(tl.int64) * (HEADS * K * V), mask=slot >= 0, other=0.0)
+    end = first + length
+    if LONG == 0 or length < LONG:
+        for row in range(first, end):
+            s = take_row(s, mixed, gates, out, squares, row, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V)
+    else:
+        # Products of chunks are faster with fewer keys per thread, so the state is turned over.
+        turned = tl.trans(s)
+        for start in range(first, end, CHUNK):
+            turned = take_chunk(
+                turned, mixed, gates, out, squares, start, end, head, values, rate, bias, norm,
+                HEADS, KEY_HEADS, K, V, PARTS,
+            )  # fmt: skip
+        s = tl.trans(turned)
+    tl.store(cells, s, mask=filled)
 
 
 @triton.jit
-def row_of(
+def take_row(
+    s: tl.tensor,
     mixed: tl.tensor,
     gates: tl.tensor,
+    out: tl.tensor,
+    squares: tl.tensor,
     row: tl.tensor,
     head: tl.tensor,
     values: tl.tensor,
+    rate: tl.tensor,
+    bias: tl.tensor,
+    norm: tl.tensor,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """A row's q and k [K], v and z [BLOCK], b and a, as a head takes them."""
+) -> tl.tensor:
+    """The state s [K, BLOCK] after a row; stores its outputs."""
     keys = tl.arange(0, K)
     key_head = head // (HEADS // KEY_HEADS)
-    mixed += tl.cast(row, tl.int64) * (2 * KEY_HEADS * K + 2 * HEADS * V)
-    gates += tl.cast(row, tl.int64) * (2 * HEADS)
-    q = tl.load(mixed + key_head * K + keys)
-    k = tl.load(mixed + (KEY_HEADS + key_head) * K + keys)
-    v = tl.load(mixed + 2 * KEY_HEADS * K + head * V + values)
-    z = tl.load(mixed + 2 * KEY_HEADS * K + HEADS * V + head * V + values)
-    return q, k, v, z, tl.load(gates + head), tl.load(gates + HEADS + head)
+    of_row = mixed + tl.cast(row, tl.int64) * (2 * KEY_HEADS * K + 2 * HEADS * V)
+    of_head = tl.cast(row, tl.int64) * HEADS + head
+    q = tl.load(of_row + key_head * K + keys)
+    k = tl.load(of_row + (KEY_HEADS + key_head) * K + keys)
+    v = tl.load(of_row + 2 * KEY_HEADS * K + head * V + values)
+    z = tl.load(of_row + 2 * KEY_HEADS * K + HEADS * V + head * V + values)
+    b = tl.load(gates + of_head + row * HEADS)
+    a = tl.load(gates + of_head + row * HEADS + HEADS)
+
+    q = q.to(tl.float32)
+    k = k.to(tl.float32)
+    z = z.to(tl.float32)
+    decay = tl.exp(log_decay(a, rate, bias))
+    # As in `step_triton`: no sum waits for another.
+    q_square, k_square, both = tl.reduce((q * q, k * k, q * k), 0, add_triples)
+    of_keys, of_queries = tl.reduce((s * k[:, None], s * q[:, None]), 0, add_pairs)
+    q_length = inverse_length(q_square) * K**-0.5
+    k_length = inverse_length(k_square)
+    delta = (v.to(tl.float32) - of_keys * (decay * k_length)) * (write_strength(b) * k_length)
+    o = (of_queries * decay + both * delta) * q_length
+    tl.store(out + of_head * V + values, (o * norm * z * tl.sigmoid(z)).to(out.dtype.element_ty))
+    tl.store(squares + of_head * tl.num_programs(0) + tl.program_id(0), tl.sum(o * o, 0))
+    return s * decay + k[:, None] * delta[None, :]
+
+
+@triton.jit
+def add_pairs(a0: tl.tensor, a1: tl.tensor, b0: tl.tensor, b1: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def add_triples(
+    a0: tl.tensor, a1: tl.tensor, a2: tl.tensor, b0: tl.tensor, b1: tl.tensor, b2: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    return a0 + b0, a1 + b1, a2 + b2
 
 
 def conv_rows(product: Tensor, conv: Convolution, place: Place) -> Tensor:
@@ -210,9 +244,8 @@ def _conv_rows(product: Tensor, weight: Tensor, state: Tensor, positions: Tensor
     rows, columns = product.shape
     channels, _, taps = weight.shape
     mixed = torch.empty_like(product)
-    # Each tile overlaps with the next one by as many rows as read what a run's first row replaces.
-    step = CONV.rows - (taps - 2)
-    launcher(conv_rows_early)[((columns + CONV.channels - 1) // CONV.channels, (rows + step - 1) // step)](
+    blocks = triton.cdiv(channels, CONV.channels) + triton.cdiv(columns - channels, CONV.channels)
+    launcher(conv_rows_early)[(blocks, rows)](
         product,
         weight,
         state,
@@ -223,7 +256,6 @@ def _conv_rows(product: Tensor, weight: Tensor, state: Tensor, positions: Tensor
         N=columns,
         CHANNELS=channels,
         TAPS=taps,
-        TILE=CONV.rows,
         BLOCK=CONV.channels,
         ROWS=MOST_ROWS,
         EARLY=starts_early(),
@@ -244,63 +276,72 @@ def conv_rows_early(
     N: tl.constexpr,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
-    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (block of columns, tile of rows). With a run's first row a program has all rows that need the old state, and so
-    it alone reads and writes that."""
+    """Program (block of columns, row). That of a run's first row takes all rows that need the old state, and writes the new one;
+    blocks behind the channels are copied."""
     start_next(EARLY)
     rows = tl.cast(rows, tl.int32)
-    STEP: tl.constexpr = TILE - (TAPS - 2)
-    column = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    row = tl.program_id(1) * STEP + tl.arange(0, TILE)
-    slot = tl.load(slots + row, mask=row < rows, other=-1)
-    # Rows of its run ahead of each row, as far as its taps reach.
-    ahead = tl.zeros([TILE], tl.int32)
+    CONVOLVED: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
+    row = tl.program_id(1)
+    product += row.to(tl.int64) * N
+    mixed += row.to(tl.int64) * N
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(0) >= CONVOLVED:
+        column += CHANNELS - CONVOLVED * BLOCK
+        wait_for_previous(EARLY)
+        tl.store(mixed + column, tl.load(product + column, mask=column < N, other=0.0), mask=column < N)
+        return
+    slot = tl.load(slots + row)
+    # Rows of its run ahead of this one, as far as its taps reach.
+    ahead = 0
     for tap in tl.static_range(1, TAPS):
-        before = tl.load(slots + row - tap, mask=(row >= tap) & (row < rows), other=-2)
+        before = tl.load(slots + tl.maximum(row - tap, 0), mask=row >= tap, other=-2)
         ahead += ((before == slot) & (ahead == tap - 1)).to(tl.int32)
-    anchor = tl.where(ahead < TAPS - 1, row - ahead, row)
-    mine = (row < rows) & (anchor >= tl.program_id(1) * STEP) & (anchor < tl.program_id(1) * STEP + STEP)
-    old = mine & (slot >= 0) & (tl.load(positions + row, mask=row < rows, other=0) > ahead)
-    convolved = column < CHANNELS
-    state += (tl.maximum(slot, 0) * (TAPS - 1) * CHANNELS)[:, None] + column
+    if (ahead > 0) & (ahead < TAPS - 1):
+        return
+    inside = column < CHANNELS
     taps = weight + column * TAPS
-    total = tl.zeros([TILE, BLOCK], tl.float32)
-    # Inputs of the sessions before this call: the last one is at TAPS - 2.
-    for tap in tl.static_range(1, TAPS):
-        place = ((TAPS - 1 - tap + ahead) * CHANNELS)[:, None]
-        past = tl.load(state + place, mask=(old & (ahead < tap))[:, None] & convolved, other=0.0)
-        factor = tl.load(taps + (TAPS - 1 - tap), mask=convolved, other=0.0)
-        total += past.to(tl.float32) * factor.to(tl.float32)
-    # Rows of its run behind each row; a slot has one run.
-    every = tl.arange(0, ROWS)
-    others = tl.load(slots + every, mask=every < rows, other=-1)
-    behind = tl.sum((slot[:, None] == others[None, :]).to(tl.int32), 1) - 1
-    begins = mine & (slot >= 0) & (ahead == 0)
-
-    wait_for_previous(EARLY)
-    here = product + row[:, None].to(tl.int64) * N + column
-    newest = tl.load(here, mask=mine[:, None] & (column < N), other=0.0)
+    factors = ()
     for tap in tl.static_range(0, TAPS):
-        inputs = tl.load(here - tap * N, mask=(mine & (ahead >= tap))[:, None] & convolved, other=0.0)
-        factor = tl.load(taps + (TAPS - 1 - tap), mask=convolved, other=0.0)
-        total += inputs.to(tl.float32) * factor.to(tl.float32)
-    total = tl.where(convolved, total * tl.sigmoid(total), newest.to(tl.float32))
-    out = mixed + row[:, None].to(tl.int64) * N + column
-    tl.store(out, total.to(mixed.dtype.element_ty), mask=mine[:, None] & (column < N))
-
-    # The new state: the inputs of the run's last row, and of the rows ahead of that, be they of this call or older.
-    moved = ()
-    for tap in tl.static_range(0, TAPS - 1):
-        of_call = (begins & (tap <= behind))[:, None] & convolved
-        inputs = tl.load(here + ((behind - tap) * N)[:, None], mask=of_call, other=0.0)
-        place = ((TAPS - 1 - tap + behind) * CHANNELS)[:, None]
-        past = tl.load(state + place, mask=(begins & old & (tap > behind))[:, None] & convolved, other=0.0)
-        moved += (tl.where((tap <= behind)[:, None], inputs, past),)  # type: ignore[assignment]
-    # Before all rows of the tile have read the old one, none is replaced.
-    tl.debug_barrier()
-    for tap in tl.static_range(0, TAPS - 1):
-        tl.store(state + (TAPS - 2 - tap) * CHANNELS, moved[tap], mask=begins[:, None] & convolved)
+        # Of the input so many rows ago.
+        factors += (tl.load(taps + (TAPS - 1 - tap), mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    if ahead == 0:
+        every = tl.arange(0, ROWS)
+        others = tl.load(slots + every, mask=every < rows, other=-2)
+        # A slot has one run; padding may have several.
+        length = tl.where(slot >= 0, tl.sum((others == slot).to(tl.int32), 0), 1)
+        old = inside & (slot >= 0) & (tl.load(positions + row) > 0)
+        state += tl.maximum(slot, 0) * ((TAPS - 1) * CHANNELS) + column
+        past = ()
+        for tap in tl.static_range(1, TAPS):
+            past += (tl.load(state + (TAPS - 1 - tap) * CHANNELS, mask=old, other=0.0),)  # type: ignore[assignment]
+        wait_for_previous(EARLY)
+        inputs = ()
+        for index in tl.static_range(0, TAPS - 1):
+            here = inside & (index < length)
+            inputs += (tl.load(product + index * N + column, mask=here, other=0.0),)  # type: ignore[assignment]
+        last = ()
+        for back in tl.static_range(1, TAPS):
+            here = inside & (back <= length)
+            last += (tl.load(product + (length - back) * N + column, mask=here, other=0.0),)  # type: ignore[assignment]
+        for index in tl.static_range(0, TAPS - 1):
+            total = tl.zeros([BLOCK], tl.float32)
+            for tap in tl.static_range(TAPS - 1, -1, -1):
+                value = inputs[index - tap] if tap <= index else past[tap - index - 1]
+                total += value.to(tl.float32) * factors[tap]
+            result = (total * tl.sigmoid(total)).to(mixed.dtype.element_ty)
+            tl.store(mixed + index * N + column, result, mask=inside & (index < length))
+        for back in tl.static_range(1, TAPS):
+            value = last[back - 1]
+            for length_ in tl.static_range(1, back):
+                value = tl.where(length == length_, past[back - length_ - 1], value)
+            tl.store(state + (TAPS - 1 - back) * CHANNELS, value, mask=inside & (slot >= 0))
+    else:
+        wait_for_previous(EARLY)
+        total = tl.zeros([BLOCK], tl.float32)
+        for tap in tl.static_range(TAPS - 1, -1, -1):
+            total += tl.load(product - tap * N + column, mask=inside, other=0.0).to(tl.float32) * factors[tap]
+        tl.store(mixed + column, (total * tl.sigmoid(total)).to(mixed.dtype.element_ty), mask=inside)

@@ -29,10 +29,11 @@ MAIN = (16, 32, 128, 128) if DEVICE == "cuda" else SHAPES[0]
 
 
 @pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs them one after another."""
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of a CPU are narrower than the blocks of a GPU."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(rows_triton, "DELTA", rows_triton.DeltaConfig(values=8, warps=1, programs=20))
+        monkeypatch.setattr(rows_triton, "DELTA", rows_triton.DeltaConfig(values=8, warps=1, long=4))
+        monkeypatch.setattr(rows_triton, "CONV", rows_triton.ConvConfig(channels=16, warps=1))
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,12 @@ def test_definition(mixture: str, shape: tuple[int, int, int, int], dtype: torch
     check(draw(shape, MIXTURES[mixture], dtype))
 
 
-@pytest.mark.parametrize(("values", "programs"), [(4, 1), (8, 7), (16, 40)])
-def test_configurations(values: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that go through one run and through all of them; several columns."""
-    monkeypatch.setattr(rows_triton, "DELTA", rows_triton.DeltaConfig(values, 1, programs))
-    check(draw(MAIN, MIXTURES["padding between"], BF16))
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize(("values", "long"), [(4, 1000), (16, 1), (16, 2)])
+def test_configurations(values: int, long: int, mixture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run row by row, and every run in chunks."""
+    monkeypatch.setattr(rows_triton, "DELTA", rows_triton.DeltaConfig(values, 1, long))
+    check(draw(MAIN, MIXTURES[mixture], BF16))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter is too slow")
@@ -174,14 +176,6 @@ def convolved(runs: list[Run], columns: int, channels: int, taps: int, dtype: to
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_convolution(mixture: str, columns: int, channels: int, taps: int, dtype: torch.dtype) -> None:
     convolved(MIXTURES[mixture], columns, channels, taps, dtype)
-
-
-@pytest.mark.parametrize("rows", (4, 8))
-@pytest.mark.parametrize("mixture", MIXTURES)
-def test_convolution_in_small_tiles(mixture: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that begin at every place of a tile, and end in another one."""
-    monkeypatch.setattr(rows_triton, "CONV", rows_triton.ConvConfig(rows, 16, 1))
-    convolved(MIXTURES[mixture], 20, 17, 4, F32)
 
 
 @pytest.fixture(scope="module")
