@@ -314,10 +314,10 @@ def conv_rows_early(
         # A slot has one run; padding may have several.
         length = tl.where(slot >= 0, tl.sum((others == slot).to(tl.int32), 0), 1)
         old = inside & (slot >= 0) & (tl.load(positions + row) > 0)
-        state += tl.maximum(slot, 0) * ((TAPS - 1) * CHANNELS) + column
+        cells = state + tl.maximum(slot, 0) * ((TAPS - 1) * CHANNELS) + column
         past = ()
         for tap in tl.static_range(1, TAPS):
-            past += (tl.load(state + (TAPS - 1 - tap) * CHANNELS, mask=old, other=0.0),)  # type: ignore[assignment]
+            past += (tl.load(cells + (TAPS - 1 - tap) * CHANNELS, mask=old, other=0.0),)  # type: ignore[assignment]
         wait_for_previous(EARLY)
         inputs = ()
         for index in tl.static_range(0, TAPS - 1):
@@ -338,7 +338,7 @@ def conv_rows_early(
             value = last[back - 1]
             for length_ in tl.static_range(1, back):
                 value = tl.where(length == length_, past[back - length_ - 1], value)
-            tl.store(state + (TAPS - 1 - back) * CHANNELS, value, mask=inside & (slot >= 0))
+            tl.store(cells + (TAPS - 1 - back) * CHANNELS, value, mask=inside & (slot >= 0))
     else:
         wait_for_previous(EARLY)
         total = tl.zeros([BLOCK], tl.float32)
