@@ -30,6 +30,11 @@ def is_one(rows: int | torch.SymInt) -> bool:
     return isinstance(rows, int) and rows == 1
 
 
+def most(rows: int | torch.SymInt) -> int:
+    """The most that a number of rows may be, where it is a symbol in a trace."""
+    return rows if isinstance(rows, int) else int(rows.node.shape_env.bound_sympy(rows.node.expr).upper)
+
+
 def pointers(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
     """All of them, the first again for what is missing, which the kernel then does not read."""
     return first, *(first if tensor is None else tensor for tensor in others)

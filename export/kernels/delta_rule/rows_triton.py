@@ -1,9 +1,9 @@
 """A gated delta-net's convolution and delta rule for rows of several sessions, R of them, known when kernels are launched.
 
-A program of either has the rows of one run for a part of the channels, so that state is read and written once, by one program,
-however long the run is; programs of rows that begin no run end at once. The delta rule takes the rows of a short run one after
-another, those of a long one in chunks (rows_chunk_triton.py). The convolution's other rows, which need no state, are taken by
-programs of their own.
+A program of either has a part of the channels of one run, and alone reads and writes the state of that, once, however long the
+run is. The delta rule takes the rows of a short run one after another, those of a long one in chunks (rows_chunk_triton.py).
+Chunks need so many registers that where there may be many sessions, which need room for their states on the way, another
+kernel takes them. Of the convolution, rows that need no state have programs of their own.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import launcher, starts_early
+from ostinato.export.kernels.launch import launcher, most, starts_early
 from ostinato.export.kernels.operands import Convolution, Decay, Place
 from ostinato.export.kernels.runs_triton import MOST_ROWS
 
 from .limits import check_delta_rule
 from .math_triton import inverse_length, log_decay, write_strength
-from .rows_chunk_triton import CHUNK, take_chunk
+from .rows_chunk_triton import take_run
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,18 @@ class DeltaConfig:
     """What one program of the delta rule does.
 
     Attributes:
-        values: columns of a head's state; 32 are 128 bytes of each of its rows.
-        warps: more of them leave fewer registers to a thread.
+        values: columns of a head's state, or all where it has fewer.
+        warps: of a program.
         long: rows from which on a run is taken in chunks.
+        chunk: rows of one.
+        programs: for a block of values of a head, of the kernel that takes long runs; 0 where the one for rows does.
     """
 
     values: int
     warps: int
     long: int
+    chunk: int
+    programs: int
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,21 @@ class ConvConfig:
     warps: int
 
 
-DELTA = DeltaConfig(values=32, warps=4, long=4)
-CONV = ConvConfig(channels=512, warps=2)
+# For calls of up to FEW rows, and for others. H200, 2026-11-23, the flagship's shape, us: 8 single rows 12.0 with FEW, 11.7
+# with MANY without its second kernel; 64 rows 89 and 76, a copy of as many bytes takes 63. A run of 16: 11.7 and 9.4.
+FEW = 16
+CONFIGS = {
+    FEW: DeltaConfig(values=16, warps=1, long=10, chunk=16, programs=0),
+    MOST_ROWS: DeltaConfig(values=64, warps=4, long=6, chunk=16, programs=4),
+}
+# 1.5/1.8/5.6/9.1 us at 8/16/64/128 single rows, 6.4 for a run of 128; with 2 warps 1.9/2.8/8.2/12.9 and 10.9.
+CONV = ConvConfig(channels=512, warps=4)
 
 
 def delta_rows(
     mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, place: Place, norm_weight: Tensor, key_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.delta_step`; all tensors contiguous, R <= MOST_ROWS, P = V / DELTA.values.
+    """See `reference.delta_step`; all tensors contiguous, R <= MOST_ROWS, P = V / `DeltaConfig.values`.
 
     Positions, slots and the state are read before the kernel ahead has ended (rule R2 in `delegate/graph_nodes.py`).
 
@@ -81,32 +92,23 @@ def _delta_rows(
     key_heads: int,
 ) -> tuple[Tensor, Tensor]:
     _, heads, key_dim, value_dim = state.shape
-    rows, blocks = mixed.shape[0], value_dim // DELTA.values
+    rows = mixed.shape[0]
+    config = CONFIGS[FEW if most(rows) <= FEW else MOST_ROWS]
+    values = min(config.values, value_dim)
+    blocks = value_dim // values
     out = torch.empty((rows, heads * value_dim), dtype=mixed.dtype, device=mixed.device)
     squares = torch.empty((rows * heads, blocks), dtype=torch.float32, device=mixed.device)
+    common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "BLOCK": values, "ROWS": MOST_ROWS}
+    common |= {"LONG": config.long, "CHUNK": config.chunk, "PARTS": 2 if mixed.dtype == torch.bfloat16 else 1}
+    common |= {"EARLY": starts_early(), "num_warps": config.warps}
     launcher(delta_rows_early)[(blocks, heads, rows)](
-        mixed,
-        gates,
-        a_log,
-        dt_bias,
-        state,
-        positions,
-        slots,
-        norm_weight,
-        out,
-        squares,
-        rows,
-        HEADS=heads,
-        KEY_HEADS=key_heads,
-        K=key_dim,
-        V=value_dim,
-        BLOCK=DELTA.values,
-        ROWS=MOST_ROWS,
-        LONG=DELTA.long,
-        PARTS=2 if mixed.dtype == torch.bfloat16 else 1,
-        EARLY=starts_early(),
-        num_warps=DELTA.warps,
-    )
+        mixed, gates, a_log, dt_bias, state, positions, slots, norm_weight, out, squares, rows,
+        ALL=config.programs == 0, **common,
+    )  # fmt: skip
+    if config.programs:
+        launcher(delta_runs_early)[(blocks, heads, config.programs)](
+            mixed, gates, a_log, dt_bias, state, positions, slots, norm_weight, out, squares, rows, **common
+        )
     return out, squares
 
 
@@ -130,23 +132,25 @@ def delta_rows_early(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     LONG: tl.constexpr,
+    CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
+    ALL: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (block of values, head, row): the run that begins with the row, if one does."""
+    """Program (block of values, head, row): the run that begins with the row, if one does, a short one unless ALL."""
     start_next(EARLY)
     rows = tl.cast(rows, tl.int32)
     head = tl.program_id(1)
     first = tl.program_id(2)
     slot = tl.load(slots + first)
-    # No slot is -2. The first row of padding goes on: one program must wait.
+    # No slot is -2. The first row goes on, be it padding: one program must wait.
     if tl.load(slots + tl.maximum(first - 1, 0), mask=first > 0, other=-2) == slot:
         return
     filled = slot >= 0
     fresh = tl.load(positions + first) == 0
-    keys = tl.arange(0, K)
     values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    cells = state + (tl.maximum(slot, 0) * HEADS + head) * (K * V) + keys[:, None] * V + values[None, :]
+    of_head = state + (tl.maximum(slot, 0) * HEADS + head) * (K * V)
+    cells = of_head + tl.arange(0, K)[:, None] * V + values[None, :]
     s = tl.load(cells, mask=filled & (fresh == 0), other=0.0)
     rate = tl.load(a_log + head)
     bias = tl.load(dt_bias + head)
@@ -158,19 +162,65 @@ def delta_rows_early(
 
     wait_for_previous(EARLY)
     end = first + length
-    if LONG == 0 or length < LONG:
+    if length < LONG:
         for row in range(first, end):
             s = take_row(s, mixed, gates, out, squares, row, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V)
-    else:
-        # Products of chunks are faster with fewer keys per thread, so the state is turned over.
-        turned = tl.trans(s)
-        for start in range(first, end, CHUNK):
-            turned = take_chunk(
-                turned, mixed, gates, out, squares, start, end, head, values, rate, bias, norm,
-                HEADS, KEY_HEADS, K, V, PARTS,
-            )  # fmt: skip
-        s = tl.trans(turned)
-    tl.store(cells, s, mask=filled)
+        tl.store(cells, s, mask=filled)
+    elif ALL:
+        take_run(
+            of_head, fresh, mixed, gates, out, squares, first, end, head, values, rate, bias, norm,
+            HEADS, KEY_HEADS, K, V, CHUNK, PARTS,
+        )  # fmt: skip
+
+
+@triton.jit
+def delta_runs_early(
+    mixed: tl.tensor,
+    gates: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    state: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    norm_weight: tl.tensor,
+    out: tl.tensor,
+    squares: tl.tensor,
+    rows: tl.tensor,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    LONG: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Program (block of values, head, z): the long runs z, z + Z, ..., Z being the size of the grid."""
+    start_next(EARLY)
+    rows = tl.cast(rows, tl.int32)
+    head = tl.program_id(1)
+    values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rate = tl.load(a_log + head)
+    bias = tl.load(dt_bias + head)
+    norm = tl.load(norm_weight + values)
+    every = tl.arange(0, ROWS)
+    others = tl.load(slots + every, mask=every < rows, other=-1)
+    before = tl.load(slots + every - 1, mask=(every > 0) & (every < rows), other=-2)
+    later = tl.load(slots + every + (LONG - 1), mask=every + (LONG - 1) < rows, other=-2)
+    begins = (others >= 0) & (others != before) & (others == later)
+    numbers = tl.cumsum(begins.to(tl.int32), 0)
+    wait_for_previous(EARLY)
+    for number in range(tl.program_id(2) + 1, tl.max(numbers, 0) + 1, tl.num_programs(2)):
+        here = begins & (numbers == number)
+        first = tl.sum(tl.where(here, every, 0), 0)
+        slot = tl.sum(tl.where(here, others, 0), 0)
+        end = first + tl.sum((others == slot).to(tl.int32), 0)
+        take_run(
+            state + (slot * HEADS + head) * (K * V), tl.load(positions + first) == 0, mixed, gates, out, squares,
+            first, end, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, CHUNK, PARTS,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -18,19 +18,21 @@ from .compiling import BF16, F32, Launch, compile_all, recorded, without_a_drive
 
 # (compute capability, dtype of the model, whether kernels start early)
 CASES = [(90, BF16, True), (90, F32, True), (89, BF16, False), (80, BF16, False)]
-ROWS = 7
+# Of calls with few rows, and with many.
+ROWS = (7, 20)
 
 
 def launches(dtype: torch.dtype, early: bool) -> list[Launch]:
     """At the flagship's shapes."""
     empty = torch.empty
     with recorded() as found, mock.patch.object(rows_triton, "starts_early", lambda: early):
-        number = empty(ROWS, dtype=torch.int64)
-        place = Place(number, number, empty(ROWS, 64), empty(ROWS, 64))
         conv = Convolution(empty(8192, 1, 4, dtype=dtype), empty(2, 3, 8192, dtype=dtype))
-        mixed = rows_triton.conv_rows(empty(ROWS, 12288, dtype=dtype), conv, place)
         decay, state = Decay(empty(32), empty(32)), empty(2, 32, 128, 128)
-        rows_triton.delta_rows(mixed, empty(ROWS, 64), decay, state, place, empty(128), key_heads=16)
+        for rows in ROWS:
+            number = empty(rows, dtype=torch.int64)
+            place = Place(number, number, empty(rows, 64), empty(rows, 64))
+            mixed = rows_triton.conv_rows(empty(rows, 12288, dtype=dtype), conv, place)
+            rows_triton.delta_rows(mixed, empty(rows, 64), decay, state, place, empty(128), key_heads=16)
     return found
 
 
