@@ -30,9 +30,11 @@ def is_one(rows: int | torch.SymInt) -> bool:
     return isinstance(rows, int) and rows == 1
 
 
-def most(rows: int | torch.SymInt) -> int:
-    """The most that a number of rows may be, where it is a symbol in a trace."""
-    return rows if isinstance(rows, int) else int(rows.node.shape_env.bound_sympy(rows.node.expr).upper)
+def at_most(rows: int | torch.SymInt, count: int) -> bool:
+    """Whether a number of rows, which may be a symbol in a trace, is never more than `count`."""
+    if isinstance(rows, int):
+        return rows <= count
+    return bool(rows.node.shape_env.bound_sympy(rows.node.expr).upper <= count)
 
 
 def pointers(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import launcher, most, starts_early
+from ostinato.export.kernels.launch import at_most, launcher, starts_early
 from ostinato.export.kernels.operands import Convolution, Decay, Place
 from ostinato.export.kernels.runs_triton import MOST_ROWS
 
@@ -93,7 +93,7 @@ def _delta_rows(
 ) -> tuple[Tensor, Tensor]:
     _, heads, key_dim, value_dim = state.shape
     rows = mixed.shape[0]
-    config = CONFIGS[FEW if most(rows) <= FEW else MOST_ROWS]
+    config = CONFIGS[FEW if at_most(rows, FEW) else MOST_ROWS]
     values = min(config.values, value_dim)
     blocks = value_dim // values
     out = torch.empty((rows, heads * value_dim), dtype=mixed.dtype, device=mixed.device)

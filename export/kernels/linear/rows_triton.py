@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels.delta_rule.rows_triton import conv_rows
-from ostinato.export.kernels.launch import launcher, most, pointers, starts_early
+from ostinato.export.kernels.launch import at_most, launcher, pointers, starts_early
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Place, Weight
 
 from . import reference, step_triton
@@ -42,7 +42,7 @@ SPLIT_OUTPUTS, SPLITS = 4096, 4
 
 def columns_for(x: Tensor) -> int:
     """Rows of x [R, ..] per program, by the most that R may be where it is a symbol in a trace."""
-    return FEW if most(x.shape[0]) <= FEW else MANY
+    return FEW if at_most(x.shape[0], FEW) else MANY
 
 
 def norm_linear(x: Tensor, norm: Norm, weight: Weight, out_dtype: torch.dtype) -> Tensor:
