@@ -1,13 +1,19 @@
 #!/usr/bin/env python3
 """Time every kernel of a decode step alone, at a model's shapes, against the time that its bytes take.
 
-    python scripts/bench_kernels.py [--config DIR] [--quant none] [--kernels NAME,...] [--json FILE] [--markdown]
+    python scripts/bench_kernels.py [--config DIR] [--quant none] [--rows 1,8,64] [--kernels NAME,...] [--markdown]
+                                    [--json FILE]
 
 Each operation is launched some hundred times in one captured CUDA graph, over weights and states that together exceed the
 GPU's L2 cache, and over the same activations, which in a step lie in L2 as well; a time is the median over repetitions. Its
 floor is its bytes over the speed of a copy within the device's memory, measured in the same run; "of copy" is floor / time.
 "early": with programmatic edges in the graph, so that a kernel fetches its weights while the one ahead of it ends, as the
 runtime does it. "per token" is how often a token needs the operation; one with no figure there is measured for comparison.
+
+With --rows there is a table for each number of rows: one row of each of so many sessions, all at the same depth. "per step"
+is how often such a step needs the operation. Of the routed experts those count that so many rows are expected to choose, if
+all are as likely. Several rows of weights in a floating dtype are torch's products: what stands around them, which Inductor
+compiles in a program, is torch's own operators here.
 
 Before it is timed, each operation is compared with its reference in float64, its outputs holding NaN before; "error" is
 the largest difference over the largest number.
@@ -41,10 +47,12 @@ from ostinato.runner.tables import Side, table
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B"
 IN_L2 = "*"
+# What a step's kernels take.
+MOST_ROWS = 256
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """What was found of a case. `ordinary` and `early` are None where it failed, or this machine has no such edges."""
 
     case: Case
@@ -64,8 +72,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Total:
-    """All operations of a token at one depth. Times in microseconds; None where one of them has none."""
+    """All operations of a step at one depth. Times in microseconds; None where one of them has none."""
 
+    rows: int
     depth: int
     floor: float
     ordinary: float | None
@@ -85,19 +94,27 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     speed = copy_speed(torch.device("cuda")).bytes_per_second
-    rows = []
-    for case in cases:
-        rows.append(measure(case, shapes, speed, arguments.reps))
-        say(progress(rows[-1]))
-    totals = [total(rows, depth) for depth in arguments.depth if complete(cases, shapes, arguments.depth)]
-    print(render(rows, totals, markdown=arguments.markdown))
-    print("\n".join(["", *notes(shapes, speed, rows)]))
+    found: list[Measurement] = []
+    totals: list[Total] = []
+    for rows in arguments.rows:
+        some = [case for case in cases if case.rows == rows]
+        if not some:
+            continue
+        ours = []
+        for case in some:
+            ours.append(measure(case, shapes, speed, arguments.reps))
+            say(progress(ours[-1]))
+        sums = [total(ours, depth) for depth in arguments.depth if complete(some, shapes, arguments.depth, rows)]
+        print(f"{rows} rows\n\n" * (rows > 1) + render(ours, sums, markdown=arguments.markdown) + "\n", flush=True)
+        found += ours
+        totals += sums
+    print("\n".join(notes(shapes, speed, found)))
     if arguments.json:
-        arguments.json.write_text(json.dumps(record(arguments, speed, rows, totals), indent=1) + "\n")
-    for row in rows:
-        if row.failure:
-            print(f"failed: {row.case.name}: {row.failure}", file=sys.stderr)
-    return 1 if any(row.failure for row in rows) else 0
+        arguments.json.write_text(json.dumps(record(arguments, speed, found, totals), indent=1) + "\n")
+    for one in found:
+        if one.failure:
+            print(f"failed: {one.case.name} of {one.case.rows} rows: {one.failure}", file=sys.stderr)
+    return 1 if any(one.failure for one in found) else 0
 
 
 def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -114,6 +131,7 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--max-seq-len", type=positive, default=5120, help="positions of the KV caches (default: %(default)s)")
     add("--depth", type=numbers, default=(0, 4000), metavar="N,N", help="positions before the step (default: 0,4000)")
+    add("--rows", type=row_numbers, default=(1,), metavar="N,N", help="rows of the step, up to 256 (default: 1)")
     add("--kernels", metavar="NAME,NAME", help="only these: operations, or rows of the table by name")
     add("--reps", type=positive, default=20, help="how often each is timed (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write all figures to a file as well")
@@ -133,13 +151,20 @@ def numbers(text: str) -> tuple[int, ...]:
     raise argparse.ArgumentTypeError(f"takes whole numbers separated by commas, got {text!r}")
 
 
+def row_numbers(text: str) -> tuple[int, ...]:
+    found = numbers(text)
+    if all(1 <= rows <= MOST_ROWS for rows in found):
+        return found
+    raise argparse.ArgumentTypeError(f"takes numbers of rows from 1 to {MOST_ROWS}, got {text!r}")
+
+
 def chosen_cases(shapes: Shapes, arguments: argparse.Namespace) -> list[Case]:
     """Raises OptionError where there is no such kernel, or no room for a depth."""
     if max(arguments.depth) >= shapes.positions:
         raise OptionError(f"--depth {max(arguments.depth)} needs a --max-seq-len above it, got {shapes.positions}")
     if arguments.json and not arguments.json.absolute().parent.is_dir():
         raise OptionError(f"--json: no such folder: {arguments.json.absolute().parent}")
-    cases = decode_cases(shapes, arguments.depth)
+    cases = [case for rows in arguments.rows for case in decode_cases(shapes, arguments.depth, rows)]
     if arguments.kernels is None:
         return cases
     wanted = set(arguments.kernels.split(","))
@@ -149,14 +174,14 @@ def chosen_cases(shapes: Shapes, arguments: argparse.Namespace) -> list[Case]:
     return [case for case in cases if wanted & {case.function, case.name}]
 
 
-def complete(cases: Sequence[Case], shapes: Shapes, depths: tuple[int, ...]) -> bool:
-    """Whether there is all that a token needs."""
+def complete(cases: Sequence[Case], shapes: Shapes, depths: tuple[int, ...], rows: int) -> bool:
+    """Whether there is all that a step needs."""
     names = {case.name for case in cases}
-    return all(case.name in names for case in decode_cases(shapes, depths) if case.calls)
+    return all(case.name in names for case in decode_cases(shapes, depths, rows) if case.calls)
 
 
-def measure(case: Case, shapes: Shapes, speed: float, repetitions: int) -> Row:
-    """Check and time one case; what goes wrong stands in its row, and the next one follows."""
+def measure(case: Case, shapes: Shapes, speed: float, repetitions: int) -> Measurement:
+    """Check and time one case; what goes wrong stands in what it returns, and the next one follows."""
     moved = case.bytes_moved(shapes)
     floor = moved / speed * 1e6
     torch.manual_seed(0)
@@ -166,7 +191,7 @@ def measure(case: Case, shapes: Shapes, speed: float, repetitions: int) -> Row:
             found = check(case, shapes, "cuda")
             error = found.error
             if found.failure:
-                return Row(case, moved, floor, error, found.failure)
+                return Measurement(case, moved, floor, error, found.failure)
             torch.cuda.empty_cache()
             l2_bytes = torch.cuda.get_device_properties().L2_cache_size
             copies, in_l2 = copies_of(case, shapes, l2_bytes, torch.cuda.mem_get_info()[0])
@@ -174,8 +199,8 @@ def measure(case: Case, shapes: Shapes, speed: float, repetitions: int) -> Row:
             ordinary = time_case(case, sets, repetitions, early=False)
             early = time_case(case, sets, repetitions, early=True) if has_early_edges() else None
     except Exception as problem:  # of Triton's compiler, the driver, memory: the table says what any of them says
-        return Row(case, moved, floor, error, first_line(problem))
-    return Row(case, moved, floor, error, None, in_l2, ordinary, early)
+        return Measurement(case, moved, floor, error, first_line(problem))
+    return Measurement(case, moved, floor, error, None, in_l2, ordinary, early)
 
 
 def argument_sets(case: Case, shapes: Shapes, copies: int) -> list[Arguments]:
@@ -190,19 +215,21 @@ def has_early_edges() -> bool:
     return torch.cuda.get_device_capability() >= (9, 0)
 
 
-def total(rows: Sequence[Row], depth: int) -> Total:
-    needed = [row for row in rows if row.case.calls and row.case.depth in (None, depth)]
+def total(found: Sequence[Measurement], depth: int) -> Total:
+    """`found` is of one number of rows."""
+    needed = [one for one in found if one.case.calls and one.case.depth in (None, depth)]
 
     def time(timings: Sequence[Timing | None]) -> float | None:
-        known = [timing.microseconds * row.case.calls for timing, row in zip(timings, needed, strict=True) if timing]
+        known = [timing.microseconds * one.case.calls for timing, one in zip(timings, needed, strict=True) if timing]
         return sum(known) if len(known) == len(needed) else None
 
-    kernels = [row.best.kernels * row.case.calls for row in needed if row.best and row.best.kernels is not None]
+    kernels = [one.best.kernels * one.case.calls for one in needed if one.best and one.best.kernels is not None]
     return Total(
+        found[0].case.rows,
         depth,
-        sum(row.floor * row.case.calls for row in needed),
-        time([row.ordinary for row in needed]),
-        time([row.early for row in needed]),
+        sum(one.floor * one.case.calls for one in needed),
+        time([one.ordinary for one in needed]),
+        time([one.early for one in needed]),
         sum(kernels) if len(kernels) == len(needed) else None,
     )
 
@@ -222,31 +249,34 @@ COLUMNS: dict[str, Side] = {
 }
 
 
-def render(rows: Sequence[Row], totals: Sequence[Total], *, markdown: bool) -> str:
-    """One line per case, and one per depth for the whole token, without a newline at the end."""
-    return table(COLUMNS, [*map(cells_of, rows), *map(total_cells, totals)], markdown)
+def render(found: Sequence[Measurement], totals: Sequence[Total], *, markdown: bool) -> str:
+    """One line per case, and one per depth for the whole step, without a newline at the end; all of one number of rows."""
+    columns = COLUMNS
+    if found[0].case.rows > 1:
+        columns = {name.replace("per token", "per step"): side for name, side in COLUMNS.items()}
+    return table(columns, [*map(cells_of, found), *map(total_cells, totals)], markdown)
 
 
-def cells_of(row: Row) -> tuple[str, ...]:
-    best = row.best
+def cells_of(found: Measurement) -> tuple[str, ...]:
+    best, case = found.best, found.case
     return (
-        row.case.name + IN_L2 * row.in_l2,
-        row.case.shape,
-        str(row.case.calls) if row.case.calls else "",
-        size_text(row.bytes_moved, 2),
-        f"{row.floor:.2f}",
-        *timing_cells(row.floor, microseconds(row.ordinary)),
-        *timing_cells(row.floor, microseconds(row.early)),
-        f"{best.microseconds * row.case.calls:,.1f}" if best and row.case.calls else "",
-        "" if row.error is None else f"{row.error:.1e}",
+        case.name + IN_L2 * found.in_l2,
+        case.shape,
+        str(case.calls) if case.calls else "",
+        size_text(found.bytes_moved, 2),
+        f"{found.floor:.2f}",
+        *timing_cells(found.floor, microseconds(found.ordinary)),
+        *timing_cells(found.floor, microseconds(found.early)),
+        f"{best.microseconds * case.calls:,.1f}" if best and case.calls else "",
+        "" if found.error is None else f"{found.error:.1e}",
     )
 
 
 def total_cells(total: Total) -> tuple[str, ...]:
     best = total.early or total.ordinary
     return (
-        f"one token at depth {total.depth}",
-        "" if best is None else f"{1e6 / best:,.0f} tokens/s",
+        f"{'one token' if total.rows == 1 else f'{total.rows} tokens'} at depth {total.depth}",
+        "" if best is None else f"{total.rows * 1e6 / best:,.0f} tokens/s",
         "" if total.kernels is None else f"{total.kernels} kernels",
         "",
         f"{total.floor:,.1f}",
@@ -265,25 +295,28 @@ def timing_cells(floor: float, time: float | None) -> tuple[str, str]:
     return ("", "") if time is None else (f"{time:,.2f}", f"{floor / time:.0%}")
 
 
-def notes(shapes: Shapes, speed: float, rows: Sequence[Row]) -> list[str]:
+def notes(shapes: Shapes, speed: float, found: Sequence[Measurement]) -> list[str]:
     weights = f"{shapes.config.dtype} weights" if shapes.group is None else f"int4 in groups of {shapes.group}"
     lines = [
         f"{device_name(torch.device('cuda'))}, torch {torch.__version__}, triton {importlib.metadata.version('triton')}, "
         f"{datetime.now().astimezone().date()}; copy {speed / 1e9:,.1f} GB/s, read and written",
         f"{weights}, {shapes.config.dtype} activations, max_seq_len {shapes.positions}",
     ]
-    if any(row.in_l2 for row in rows):
+    if any(one.in_l2 for one in found):
         lines.append(f"{IN_L2} its buffers fit in L2 together: the floor is not what holds it")
     return lines
 
 
-def progress(row: Row) -> str:
-    if row.best is None:
-        return f"{row.case.name}: failed"
-    return f"{row.case.name}: {row.best.microseconds:.2f} us, floor {row.floor:.2f} us"
+def progress(found: Measurement) -> str:
+    name = f"{found.case.name}, {found.case.rows} rows" if found.case.rows > 1 else found.case.name
+    if found.best is None:
+        return f"{name}: failed"
+    return f"{name}: {found.best.microseconds:.2f} us, floor {found.floor:.2f} us"
 
 
-def record(arguments: argparse.Namespace, speed: float, rows: Sequence[Row], totals: Sequence[Total]) -> dict[str, Any]:
+def record(
+    arguments: argparse.Namespace, speed: float, found: Sequence[Measurement], totals: Sequence[Total]
+) -> dict[str, Any]:
     """What --json writes. Times in microseconds, null where there is none."""
     return {
         "config": str(arguments.config),
@@ -296,23 +329,25 @@ def record(arguments: argparse.Namespace, speed: float, rows: Sequence[Row], tot
         "copy_bytes_per_second": speed,
         "kernels": [
             {
-                "name": row.case.name,
-                "shape": row.case.shape,
-                "depth": row.case.depth,
-                "calls": row.case.calls,
-                "bytes": row.bytes_moved,
-                "floor_us": row.floor,
-                "us": microseconds(row.ordinary),
-                "early_us": microseconds(row.early),
-                "kernels_per_call": row.best.kernels if row.best else None,
-                "in_l2": row.in_l2,
-                "error": row.error,
-                "failure": row.failure,
+                "name": one.case.name,
+                "shape": one.case.shape,
+                "rows": one.case.rows,
+                "depth": one.case.depth,
+                "calls": one.case.calls,
+                "bytes": one.bytes_moved,
+                "floor_us": one.floor,
+                "us": microseconds(one.ordinary),
+                "early_us": microseconds(one.early),
+                "kernels_per_call": one.best.kernels if one.best else None,
+                "in_l2": one.in_l2,
+                "error": one.error,
+                "failure": one.failure,
             }
-            for row in rows
+            for one in found
         ],
         "totals": [
             {
+                "rows": one.rows,
                 "depth": one.depth,
                 "floor_us": one.floor,
                 "us": one.ordinary,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check an exported language model on the machine that it was compiled for, without a tokenizer and without a reference.
 
-    python scripts/check_artifact.py ARTIFACT [--steps 64] [--prompt 200] [--tolerance 0.1]
+    python scripts/check_artifact.py ARTIFACT [--steps 64] [--prompt 200] [--tolerance 0.1] [--buckets [2,4,...]]
 
 Loads it (timed, to the first token), then checks that
   - no logit is NaN or infinite,
@@ -9,6 +9,10 @@ Loads it (timed, to the first token), then checks that
   - prefill of PROMPT tokens leaves the model where PROMPT single steps leave it: logits within TOLERANCE (norm of the
     difference over the norm), there and for 16 steps after it,
   - prefill of PROMPT tokens with padding after them leaves it there too, where the program says that it takes padding.
+With --buckets also
+  - a step of as many rows as each bucket has gives each session the logits that a step of one row gives it: the largest
+    difference is at most TOLERANCE times the session's largest logit. A table has it for each bucket. This needs room for
+    one session less than the largest bucket has rows, twice.
 
 Exit status: 0 all held, 1 something did not, 2 an error.
 """
@@ -18,16 +22,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from bucket_logits import bucket_differences, render, sessions_for
 from torch import Tensor
 
 from ostinato.delegate import Method, OstinatoError, Program, load_program
 from ostinato.delegate.artifact import META_PADDED_PREFILL, META_VOCAB_SIZE
 from ostinato.delegate.memory import size_text
-from ostinato.runner.buckets import padded_inputs
+from ostinato.runner import Engine
+from ostinato.runner.buckets import ROW_BUCKETS, padded_inputs
 from ostinato.runner.device import device_memory, device_name
 from ostinato.runner.tables import table
 
@@ -50,6 +57,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=64, help="decode steps to compare (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=200, help="tokens to prefill (default: %(default)s)")
     parser.add_argument("--tolerance", type=float, default=0.1, help="relative error (default: %(default)s)")
+    parser.add_argument(
+        "--buckets",
+        nargs="?",
+        const=ROW_BUCKETS,
+        default=(),
+        type=lambda text: tuple(int(word) for word in text.split(",")),
+        metavar="N,N",
+        help=f"numbers of rows to compare with one; without any, {ROW_BUCKETS[0]} to {ROW_BUCKETS[-1]}",
+    )
     arguments = parser.parse_args()
     begin = time.perf_counter()
     with load_program(arguments.artifact) as program:
@@ -69,6 +85,8 @@ def main() -> int:
         ]
         if program.metadata.get(META_PADDED_PREFILL):
             findings.append(check_padding(prefill, plain, tokens, arguments.prompt, arguments.tolerance))
+    if arguments.buckets:
+        findings.append(check_buckets(arguments.artifact, arguments.buckets, arguments.tolerance))
     rows = [(one.what, "yes" if one.held else "NO", one.detail) for one in findings]
     print(f"\n{table(dict.fromkeys(('check', 'held', 'detail'), 'left'), rows)}")
     return 0 if all(one.held for one in findings) else 1
@@ -154,6 +172,17 @@ def check_padding(prefill: Method, decode: Method, tokens: list[int], prompt: in
     padded = torch.cat([run(prefill, tokens[:prompt], 0, rows - prompt)[None], walk(decode, after, prompt)])
     alone = torch.cat([run(prefill, tokens[:prompt], 0)[None], walk(decode, after, prompt)])
     return compared(f"prefill of {prompt} padded to {rows} is prefill of {prompt}", padded, alone, tolerance)
+
+
+def check_buckets(artifact: str, buckets: Sequence[int], tolerance: float) -> Finding:
+    sessions = sessions_for(buckets)
+    # A page each, of 64 positions.
+    with Engine.load(artifact, sessions=sessions, kv_tokens=64 * sessions) as engine:
+        found = bucket_differences(engine, buckets)
+    print(f"\n{render(found)}", flush=True)
+    worst = max(found, key=lambda one: one.largest)
+    detail = f"at most {worst.largest:.1e} of the largest logit, with {worst.bucket} rows (tolerance {tolerance})"
+    return Finding(f"a step of up to {max(buckets)} rows is that of one", worst.largest <= tolerance, detail)
 
 
 def compared(what: str, found: Tensor, expected: Tensor, tolerance: float) -> Finding:

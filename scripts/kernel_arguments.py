@@ -21,6 +21,8 @@ from ostinato.export.models.qwen3_5 import Qwen3_5Config
 
 # Partial sums of squares per head: `delta_step` chooses how many, `linear_add` takes any number, and they count in no bytes.
 PARTIAL_SUMS = 16
+# Between a router's logits that are about normal times two: in bfloat16 those near 4 are rounded to 1 / 64.
+CLEARANCE = 0.1
 
 # By name, in the order of the function's parameters.
 Arguments = dict[str, Any]
@@ -96,17 +98,22 @@ class Draw:
         """In float32."""
         return self.normal(*size, dtype=torch.float32, scale=scale)
 
-    def whole(self, value: int) -> Tensor:
-        return torch.full((1,), value, dtype=torch.int64, device=self.device)
+    def whole(self, value: int, rows: int) -> Tensor:
+        """[rows] int64."""
+        return torch.full((rows,), value, dtype=torch.int64, device=self.device)
 
-    def place(self, position: int) -> Place:
-        """Of one row of slot 0."""
-        angles = self.wide(1, self.shapes.config.rotary_dim)
-        return Place(self.whole(position), self.whole(0), angles.cos(), angles.sin())
+    def slots(self, rows: int) -> Tensor:
+        """[rows] int64: each row is of a session of its own."""
+        return torch.arange(rows, device=self.device)
 
-    def order(self, pages: int) -> Tensor:
-        """[1, pages] int32: the pages of slot 0, shuffled."""
-        return torch.randperm(pages, device=self.device).to(torch.int32)[None]
+    def place(self, position: int, rows: int) -> Place:
+        """Of rows that all stand at `position`, each in its own slot."""
+        angles = self.wide(rows, self.shapes.config.rotary_dim)
+        return Place(self.whole(position, rows), self.slots(rows), angles.cos(), angles.sin())
+
+    def order(self, pages: int, rows: int) -> Tensor:
+        """[rows, pages] int32: the pages of each slot, all of them shuffled."""
+        return torch.randperm(rows * pages, device=self.device).to(torch.int32).view(rows, pages)
 
     def weight(self, *size: int) -> Weight:
         """A weight [..., N, K] whose products with a normal input are about normal; int4 if there is a group size."""
@@ -121,14 +128,28 @@ class Draw:
         return Norm(self.wide(size, scale=0.4), self.shapes.config.rms_norm_eps)
 
     def squares(self, heads: int, size: int) -> HeadSquares:
-        """Partial sums over heads of `size` numbers that are about normal."""
+        """Partial sums over heads, all rows' together, of `size` numbers that are about normal."""
         sums = self.wide(heads, PARTIAL_SUMS).square() * (size / PARTIAL_SUMS)
         return HeadSquares(sums, self.shapes.config.rms_norm_eps)
+
+    def clear_choices(self, rows: int, norm: Norm, gate: Tensor, top_k: int) -> Tensor:
+        """[rows, H] whose `top_k` largest of the router's logits stand clear of the others, so that the same experts are
+        chosen in every precision."""
+        size = gate.shape[1]
+        if self.device == "meta" or top_k == gate.shape[0]:
+            return self.normal(rows, size)
+        kept: list[Tensor] = []
+        while len(kept) < rows:
+            x = self.normal(8 * rows, size)
+            largest = (norm(x) @ gate.float().t()).sort(descending=True).values
+            kept += x[largest[:, top_k - 1] - largest[:, top_k] > CLEARANCE]
+        return torch.stack(kept[:rows])
 
     def distinct(self, count: int) -> Tensor:
         """[1, count], all different in bfloat16 up to 512, so that the largest are the same ones in every precision."""
         order = torch.randperm(count, device=self.device) - count // 2
         return (order / 32)[None].to(self.shapes.dtype)
 
-    def sampling(self, how: Sampling) -> SamplingInputs:
-        return with_tensors(how.inputs(), lambda value: value.to(self.device))
+    def sampling(self, how: Sampling, rows: int) -> SamplingInputs:
+        """The same for each row, [rows] each."""
+        return with_tensors(how.inputs(), lambda value: value.to(self.device).repeat(rows))

@@ -1,13 +1,14 @@
-"""The operations of a decode step as cases to measure: arguments at a model's shapes, bytes that must move, calls per token.
+"""The operations of a step as cases to measure: arguments at a model's shapes, bytes that must move, calls per step.
 
-What each operation computes, and its arguments in order, is said by its reference in export/kernels. The embedding's row
-and the rotary angles, which no kernel here computes, are not among the cases.
+A step has one row, or several, of as many sessions. What each operation computes, and its arguments in order, is said by its
+reference in export/kernels. The embedding's rows and the rotary angles, which no kernel here computes, are not among the
+cases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,12 +17,15 @@ from torch import Tensor
 
 from ostinato.delegate.sampling import Sampling
 from ostinato.export.kernels import Kernels, kernels_for
-from ostinato.export.kernels.operands import Convolution, Decay, KVCache, LastTokens
+from ostinato.export.kernels.linear import reference as linear_reference
+from ostinato.export.kernels.operands import Convolution, Decay, ExpertWeights, KVCache, LastTokens
 from ostinato.export.kernels.sampling.reference import workspace_size
 from ostinato.export.layers.build import PAGE_SIZE
 
 # The step that the convolution and the delta rule are measured at: any except 0, where the state counts as zeros.
 POSITION = 7
+# What is behind the product of `norm_linear_conv` for several rows, no operation of its own.
+CONV_ROWS = "conv_rows"
 # Of a place only positions and slots are read.
 UNROTATED = {"place.cos": 0.0, "place.sin": 0.0}
 
@@ -36,7 +40,7 @@ class Case:
         function: its name in `ostinato.export.kernels.Kernels`.
         arguments: draws one set of arguments.
         written: bytes of what it returns.
-        calls: how often a token needs it; 0 for what is measured only for comparison.
+        calls: how often a step needs it; 0 for what is measured only for comparison.
         activations: arguments that kernels of the same step have just written: in the step they are in L2, and so they are
             here, as the same tensors in every set of arguments.
         depth: positions before it, where that matters.
@@ -44,6 +48,9 @@ class Case:
             less than 1 for experts of which few are used, 0 for scratch memory.
         writes: names of the arguments that it writes.
         comparable: turns results into what kernel and reference have in common.
+        rows: of the step.
+        rounded: numbers of results whose inputs kernels for several rows round to the model's dtype, so that they may be off
+            as far as numbers of that dtype, whatever their own is.
     """
 
     name: str
@@ -57,14 +64,20 @@ class Case:
     moves: Mapping[str, float] = field(default_factory=dict)
     writes: tuple[str, ...] = ()
     comparable: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = tuple
+    rows: int = 1
+    rounded: tuple[int, ...] = ()
 
     @property
     def kernel(self) -> Callable[..., Any]:
+        if self.function == CONV_ROWS:
+            from ostinato.export.kernels.delta_rule.rows_triton import conv_rows
+
+            return conv_rows
         return getattr(kernels_for("cuda"), self.function)
 
     @property
     def reference(self) -> Callable[..., Any]:
-        return getattr(Kernels, self.function)
+        return linear_reference.conv_rows if self.function == CONV_ROWS else getattr(Kernels, self.function)
 
     def bytes_moved(self, shapes: Shapes) -> int:
         """Bytes that one call reads and writes at least."""
@@ -79,42 +92,57 @@ class Case:
         return round(sum(tensor.nbytes * weight(self.moves.get(name, 1.0)) for name, tensor in tensors.items()))
 
 
-def decode_cases(shapes: Shapes, depths: tuple[int, ...]) -> list[Case]:
-    """Every operation of a decode step, in the order of the step. Those that the model has no layer for are left out."""
+def decode_cases(shapes: Shapes, depths: tuple[int, ...], rows: int = 1) -> list[Case]:
+    """Every operation of a step, in the order of the step. Those that the model has no layer for are left out."""
     config = shapes.config
     linear = config.layer_types.count("linear_attention")
     full = config.layer_types.count("full_attention")
-    cases = [*_delta_net(shapes, linear), *_attention(shapes, full, depths)]
-    cases += _moe(shapes) if config.is_moe else _dense(shapes)
-    cases += [_norm_linear(shapes, "lm_head", config.vocab_size, 1, torch.float32), *_sampling(shapes)]
-    return [case for case in cases if case.calls or case.function == "sample_next"]
+    cases = [*_delta_net(shapes, rows, linear), *_attention(shapes, rows, full, depths)]
+    if config.is_moe:
+        cases += _moe(shapes) if rows == 1 else [_moe_rows(shapes, rows)]
+    else:
+        cases += _dense(shapes, rows)
+    cases += [_norm_linear(shapes, rows, "lm_head", config.vocab_size, 1, torch.float32), *_sampling(shapes, rows)]
+    compared = {"sample_next", *[CONV_ROWS] * (rows > 1 and linear > 0)}
+    return [replace(case, rows=rows) for case in cases if case.calls or case.function in compared]
 
 
-def _delta_net(shapes: Shapes, layers: int) -> list[Case]:
+def distinct_experts(experts: int, top_k: int, rows: int) -> float:
+    """How many experts so many rows are expected to choose, if each chooses `top_k` and all are as likely."""
+    return experts * (1 - (1 - top_k / experts) ** rows)
+
+
+def _delta_net(shapes: Shapes, rows: int, layers: int) -> list[Case]:
     config = shapes.config
     heads, value_dim = config.linear_num_value_heads, config.delta_net.values
     key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
     size, channels = config.hidden_size, config.delta_net.channels
-    rows = channels + value_dim
+    outputs, itemsize = channels + value_dim, shapes.dtype.itemsize
+
+    def convolution(draw: Draw) -> Convolution:
+        width = config.linear_conv_kernel_dim
+        return Convolution(draw.normal(channels, 1, width, scale=0.6), draw.normal(rows, width - 1, channels))
 
     def projection(draw: Draw) -> Arguments:
-        width = config.linear_conv_kernel_dim
         return {
-            "x": draw.normal(1, size),
+            "x": draw.normal(rows, size),
             "norm": draw.norm(size),
-            "weight": draw.weight(rows, size),
+            "weight": draw.weight(outputs, size),
             "gates": draw.normal(2 * heads, size, scale=size**-0.5),
-            "conv": Convolution(draw.normal(channels, 1, width, scale=0.6), draw.normal(1, width - 1, channels)),
-            "place": draw.place(POSITION),
+            "conv": convolution(draw),
+            "place": draw.place(POSITION, rows),
         }
+
+    def convolved(draw: Draw) -> Arguments:
+        return {"product": draw.normal(rows, outputs), "conv": convolution(draw), "place": draw.place(POSITION, rows)}
 
     def step(draw: Draw) -> Arguments:
         return {
-            "mixed": draw.normal(1, rows),
-            "gates": draw.wide(1, 2 * heads),
+            "mixed": draw.normal(rows, outputs),
+            "gates": draw.wide(rows, 2 * heads),
             "decay": Decay(draw.wide(heads) - 1, draw.wide(heads)),
-            "state": draw.wide(1, heads, key_size, value_size),
-            "place": draw.place(POSITION),
+            "state": draw.wide(rows, heads, key_size, value_size),
+            "place": draw.place(POSITION, rows),
             "norm_weight": 1 + draw.wide(value_size, scale=0.3),
             "key_heads": config.linear_num_key_heads,
         }
@@ -122,12 +150,24 @@ def _delta_net(shapes: Shapes, layers: int) -> list[Case]:
     return [
         Case(
             "norm_linear_conv",
-            f"{_product(rows, size)}, conv {channels:,}",
+            f"{_product(outputs, size)}, conv {channels:,}",
             "norm_linear_conv",
             projection,
-            rows * shapes.dtype.itemsize + 2 * heads * 4,
+            rows * (outputs * itemsize + 2 * heads * 4),
             layers,
             ("x", "place"),
+            moves={"conv.state": 2, **UNROTATED},
+            writes=("conv.state",),
+            rounded=(1,) if rows > 1 else (),
+        ),
+        Case(
+            CONV_ROWS,
+            f"{channels:,} of {outputs:,}",
+            CONV_ROWS,
+            convolved,
+            rows * outputs * itemsize,
+            0,
+            ("product", "place"),
             moves={"conv.state": 2, **UNROTATED},
             writes=("conv.state",),
         ),
@@ -136,42 +176,42 @@ def _delta_net(shapes: Shapes, layers: int) -> list[Case]:
             f"{heads} heads of {key_size} x {value_size}",
             "delta_step",
             step,
-            value_dim * shapes.dtype.itemsize,
+            rows * value_dim * itemsize,
             layers,
             ("mixed", "gates", "place"),
             moves={"state": 2, **UNROTATED},
             writes=("state",),
             comparable=lambda results: (results[0], results[1].sum(1)),
         ),
-        _linear_add(shapes, "delta_net", size, value_dim, layers, heads),
+        _linear_add(shapes, rows, "delta_net", size, value_dim, layers, heads),
     ]
 
 
-def _attention(shapes: Shapes, layers: int, depths: tuple[int, ...]) -> list[Case]:
+def _attention(shapes: Shapes, rows: int, layers: int, depths: tuple[int, ...]) -> list[Case]:
     config = shapes.config
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    rows = 2 * (heads + kv_heads) * head_dim
+    outputs = 2 * (heads + kv_heads) * head_dim
+    pages = -(-shapes.positions // PAGE_SIZE)
 
     def step(depth: int) -> Case:
         def arguments(draw: Draw) -> Arguments:
-            pages = -(-shapes.positions // PAGE_SIZE)
-            keys, values = (draw.normal(pages, kv_heads, PAGE_SIZE, head_dim) for _ in range(2))
+            keys, values = (draw.normal(rows * pages, kv_heads, PAGE_SIZE, head_dim) for _ in range(2))
             return {
-                "qkv": draw.normal(1, rows),
+                "qkv": draw.normal(rows, outputs),
                 "q_norm": draw.norm(head_dim),
                 "k_norm": draw.norm(head_dim),
-                "place": draw.place(depth),
-                "cache": KVCache(keys, values, draw.order(pages)),
+                "place": draw.place(depth, rows),
+                "cache": KVCache(keys, values, draw.order(pages, rows)),
                 "heads": heads,
             }
 
-        used = (depth + 1) / (-(-shapes.positions // PAGE_SIZE) * PAGE_SIZE)
+        used = (depth + 1) / (pages * PAGE_SIZE)
         return Case(
             f"attend_step@{depth}",
             f"{heads} heads, {kv_heads} for keys, of {head_dim}",
             "attend_step",
             arguments,
-            heads * head_dim * shapes.dtype.itemsize,
+            rows * heads * head_dim * shapes.dtype.itemsize,
             layers,
             ("qkv", "place"),
             depth,
@@ -181,9 +221,9 @@ def _attention(shapes: Shapes, layers: int, depths: tuple[int, ...]) -> list[Cas
         )
 
     return [
-        _norm_linear(shapes, "qkv", rows, layers),
+        _norm_linear(shapes, rows, "qkv", outputs, layers),
         *map(step, depths),
-        _linear_add(shapes, "attention", config.hidden_size, heads * head_dim, layers),
+        _linear_add(shapes, rows, "attention", config.hidden_size, heads * head_dim, layers),
     ]
 
 
@@ -257,38 +297,74 @@ def _moe(shapes: Shapes) -> list[Case]:
     ]
 
 
-def _dense(shapes: Shapes) -> list[Case]:
+def _moe_rows(shapes: Shapes, rows: int) -> Case:
+    """All of a layer's experts at once. Of the routed ones those count that are expected to be chosen by some row."""
+    config = shapes.config
+    size, experts, top_k = config.hidden_size, config.num_experts, config.num_experts_per_tok
+    inner, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
+    distinct = distinct_experts(experts, top_k, rows)
+
+    def arguments(draw: Draw) -> Arguments:
+        norm, gate = draw.norm(size), draw.normal(experts, size, scale=2 * size**-0.5)
+        return {
+            "x": draw.clear_choices(rows, norm, gate, top_k),
+            "norm": norm,
+            "gate": gate,
+            "shared_gate": draw.normal(1, size, scale=size**-0.5),
+            "top_k": top_k,
+            "routed": ExpertWeights(draw.weight(experts, 2 * inner, size), draw.weight(experts, size, inner)),
+            "shared": ExpertWeights(draw.weight(2 * shared, size), draw.weight(size, shared)),
+            "slots": draw.slots(rows),
+        }
+
+    return Case(
+        "sparse_moe",
+        f"{distinct:.0f} of {experts} of {_product(inner, size)} + {_product(shared, size)}, three products each",
+        "sparse_moe",
+        arguments,
+        rows * size * shapes.dtype.itemsize,
+        config.num_hidden_layers,
+        ("x", "slots"),
+        moves={
+            f"routed.{product}.{part}": distinct / experts
+            for product in ("gate_up", "down")
+            for part in ("values", "scale")
+        },
+    )
+
+
+def _dense(shapes: Shapes, rows: int) -> list[Case]:
     config = shapes.config
     size, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
 
     def gate_up(draw: Draw) -> Arguments:
-        return {"x": draw.normal(1, size), "norm": draw.norm(size), "weight": draw.weight(2 * inner, size)}
+        return {"x": draw.normal(rows, size), "norm": draw.norm(size), "weight": draw.weight(2 * inner, size)}
 
-    shape, written = _product(2 * inner, size), inner * shapes.dtype.itemsize
+    shape, written = _product(2 * inner, size), rows * inner * shapes.dtype.itemsize
     return [
         Case("norm_swiglu", shape, "norm_swiglu", gate_up, written, layers, ("x",)),
-        _linear_add(shapes, "down", size, inner, layers),
+        _linear_add(shapes, rows, "down", size, inner, layers),
     ]
 
 
-def _sampling(shapes: Shapes) -> list[Case]:
-    """Greedy sampling counts for a token; sampling with top-k and top-p is measured beside it."""
+def _sampling(shapes: Shapes, rows: int) -> list[Case]:
+    """Greedy sampling counts for a step; sampling with top-k and top-p is measured beside it."""
     vocabulary = shapes.config.vocab_size
 
     def case(name: str, how: Sampling, calls: int) -> Case:
         def arguments(draw: Draw) -> Arguments:
             return {
-                "logits": draw.wide(1, vocabulary, scale=3.0),
-                "positions": draw.whole(POSITION),
-                "slots": draw.whole(0),
-                "last": LastTokens(draw.whole(0), draw.whole(0)),
-                "how": draw.sampling(how),
+                "logits": draw.wide(rows, vocabulary, scale=3.0),
+                "positions": draw.whole(POSITION, rows),
+                "slots": draw.slots(rows),
+                "last": LastTokens(draw.whole(0, rows), draw.whole(0, rows)),
+                "how": draw.sampling(how, rows),
                 "workspace": torch.zeros(workspace_size(), dtype=torch.int64, device=draw.device),
             }
 
         activations, moves = ("logits", "positions", "slots"), {"workspace": 0.0}
         shape = f"{vocabulary:,} logits"
-        return Case(f"sample/{name}", shape, "sample_next", arguments, 8, calls, activations, moves=moves)
+        return Case(f"sample/{name}", shape, "sample_next", arguments, 8 * rows, calls, activations, moves=moves)
 
     return [
         case("greedy", Sampling(seed=0), 1),
@@ -296,28 +372,41 @@ def _sampling(shapes: Shapes) -> list[Case]:
     ]
 
 
-def _norm_linear(shapes: Shapes, name: str, n: int, calls: int, out_dtype: torch.dtype | None = None) -> Case:
+def _norm_linear(
+    shapes: Shapes, rows: int, name: str, n: int, calls: int, out_dtype: torch.dtype | None = None
+) -> Case:
     k, dtype = shapes.config.hidden_size, out_dtype or shapes.dtype
 
     def arguments(draw: Draw) -> Arguments:
-        return {"x": draw.normal(1, k), "norm": draw.norm(k), "weight": draw.weight(n, k), "out_dtype": dtype}
+        return {"x": draw.normal(rows, k), "norm": draw.norm(k), "weight": draw.weight(n, k), "out_dtype": dtype}
 
-    written = n * dtype.itemsize
-    return Case(f"norm_linear/{name}", _product(n, k), "norm_linear", arguments, written, calls, ("x",))
+    written = rows * n * dtype.itemsize
+    # But for those in fixed point.
+    rounded = rows > 1 and (shapes.group != 128 or k % 256 != 0)
+    return Case(
+        f"norm_linear/{name}",
+        _product(n, k),
+        "norm_linear",
+        arguments,
+        written,
+        calls,
+        ("x",),
+        rounded=(0,) if rounded else (),
+    )
 
 
-def _linear_add(shapes: Shapes, name: str, n: int, k: int, calls: int, heads: int | None = None) -> Case:
+def _linear_add(shapes: Shapes, rows: int, name: str, n: int, k: int, calls: int, heads: int | None = None) -> Case:
     """With `heads`, the inputs of each head are divided by their rms."""
 
     def arguments(draw: Draw) -> Arguments:
         return {
-            "x": draw.normal(1, k),
+            "x": draw.normal(rows, k),
             "weight": draw.weight(n, k),
-            "residual": draw.normal(1, n),
-            "squares": draw.squares(heads, k // heads) if heads else None,
+            "residual": draw.normal(rows, n),
+            "squares": draw.squares(rows * heads, k // heads) if heads else None,
         }
 
-    written = n * shapes.dtype.itemsize
+    written = rows * n * shapes.dtype.itemsize
     activations, moves = ("x", "residual", "squares"), {"squares.sums": 0.0}
     return Case(f"linear_add/{name}", _product(n, k), "linear_add", arguments, written, calls, activations, moves=moves)
 

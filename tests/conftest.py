@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CAPITALS = ROOT / "tests" / "assets" / "capitals"
 # A prime, so that no other size in the model is a multiple of the caches' length.
 CAPITALS_LENGTH = 251
+WIDE_LAYERS, WIDE_MAX_SEQ_LEN = 4, 512
 
 Fails = Callable[..., str]
 
@@ -115,6 +117,70 @@ def capitals_artifact(exported: Callable[..., Path]) -> Path:
         keep_sources(export_model(CAPITALS, path, max_seq_len=CAPITALS_LENGTH), path)
 
     return exported("capitals", build, str(CAPITALS_LENGTH))
+
+
+@pytest.fixture(scope="session")
+def capitals_cuda(exported: Callable[..., Path]) -> Path:
+    """The shipped checkpoint on a GPU: float32, CAPITALS_LENGTH."""
+    return _capitals_on_a_gpu(exported, "capitals-cuda")
+
+
+@pytest.fixture(scope="session")
+def capitals_bfloat16(exported: Callable[..., Path]) -> Path:
+    """The same in bfloat16."""
+    return _capitals_on_a_gpu(exported, "capitals-cuda-bfloat16", dtype="bfloat16")
+
+
+@pytest.fixture(scope="session")
+def capitals_int4(exported: Callable[..., Path]) -> Path:
+    """The same in int4 and float32."""
+    from ostinato.export import Quantization
+
+    return _capitals_on_a_gpu(exported, "capitals-cuda-int4", quant=Quantization(group_size=32))
+
+
+def _capitals_on_a_gpu(exported: Callable[..., Path], name: str, **options: Any) -> Path:
+    from ostinato.export import export_model
+
+    def build(path: Path) -> None:
+        export_model(CAPITALS, path, device="cuda", max_seq_len=CAPITALS_LENGTH, **options)
+
+    return exported(name, build, repr((CAPITALS_LENGTH, options)))
+
+
+@pytest.fixture(scope="session")
+def wide_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the config of the flagship's shape, with three delta-net layers and one of attention."""
+    config = json.loads((ROOT / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B" / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] = WIDE_LAYERS
+    config["text_config"].pop("layer_types", None)
+    folder = tmp_path_factory.mktemp("wide")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session", params=(128, None), ids=("int4", "bfloat16"))
+def group_size(request: pytest.FixtureRequest) -> int | None:
+    """Of the wide artifact."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def wide_artifact(exported: Callable[..., Path], wide_config: Path, group_size: int | None) -> Path:
+    """`wide_config` on a GPU with random weights, WIDE_MAX_SEQ_LEN."""
+    from ostinato.export import Quantization, export_model
+
+    def build(path: Path) -> None:
+        export_model(
+            wide_config,
+            path,
+            device="cuda",
+            max_seq_len=WIDE_MAX_SEQ_LEN,
+            quant=None if group_size is None else Quantization(group_size),
+            load_format="dummy",
+        )
+
+    return exported(f"wide-cuda-{group_size}", build)
 
 
 @pytest.fixture(scope="session")

@@ -26,9 +26,9 @@ sys.path.append(str(ROOT / "scripts"))
 
 import bench_kernels
 import kernel_timing
-from bench_kernels import Row
+from bench_kernels import Measurement
 from kernel_arguments import Draw, Shapes, tensors_of, with_tensors
-from kernel_cases import Case, decode_cases
+from kernel_cases import CONV_ROWS, Case, decode_cases, distinct_experts
 from kernel_timing import Timing, check, copies_of, difference
 
 from ostinato.delegate.sampling import Sampling
@@ -50,9 +50,9 @@ TINY: dict[str, Any] = {
     "head_dim": 16,
     "partial_rotary_factor": 0.5,
     "linear_num_key_heads": 1,
-    "linear_num_value_heads": 4,
+    "linear_num_value_heads": 2,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
     "num_experts": 8,
     "num_experts_per_tok": 1,
@@ -85,9 +85,28 @@ FLAGSHIP_BYTES = {
 }  # fmt: skip
 
 
-def flagship(depths: tuple[int, ...] = (0, 4000)) -> tuple[Shapes, list[Case]]:
+# Of 8 rows: weights once, what is a row's eight times.
+EIGHT_BYTES = {
+    "norm_linear_conv": 12288 * (1024 + 32) + 64 * 2048 * 2 + 8192 * 4 * 2 + 8192
+    + 8 * (2 * (3 * 8192 * 2) + 4096 + 2 * 8 + 12288 * 2 + 64 * 4),
+    "conv_rows": 8192 * 4 * 2 + 8 * (2 * (3 * 8192 * 2) + 2 * 8 + 2 * 12288 * 2),
+    "delta_step": 2 * 32 * 4 + 128 * 4 + 8 * (2 * (32 * 128 * 128 * 4) + 12288 * 2 + 64 * 4 + 2 * 8 + 4096 * 2),
+    "linear_add/delta_net": 2048 * (2048 + 64) + 8 * (4096 * 2 + 2048 * 2 + 2048 * 2),
+    "norm_linear/qkv": 9216 * (1024 + 32) + 8192 + 8 * (4096 + 9216 * 2),
+    "attend_step@4000": 2 * 256 * 4 + 8 * (9216 * 2 + 2 * 64 * 4 + 2 * 8 + 4001 * 2 * 2 * 256 * 2 + 4096 * 2) + 2000,
+    "linear_add/attention": 2048 * (2048 + 64) + 8 * (4096 * 2 + 2048 * 2 + 2048 * 2),
+    # 57.4 of the 256 routed experts are expected to be chosen, and there is the shared one.
+    "sparse_moe": (256 * (1 - (31 / 32) ** 8) + 1) * (1024 * (1024 + 32) + 2048 * (256 + 8)) + 257 * 2048 * 2 + 8192
+    + 8 * (2 * 4096 + 8),
+    "norm_linear/lm_head": 248320 * (1024 + 32) + 8192 + 8 * (4096 + 248320 * 4),
+    "sample/greedy": 8 * (248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8),
+    "sample/top_p": 8 * (248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8),
+}  # fmt: skip
+
+
+def flagship(depths: tuple[int, ...] = (0, 4000), rows: int = 1) -> tuple[Shapes, list[Case]]:
     shapes = Shapes.of_folder(FLAGSHIP, 128, 5120)
-    return shapes, decode_cases(shapes, depths)
+    return shapes, decode_cases(shapes, depths, rows)
 
 
 def tiny_shapes(group: int | None = 32, **changes: Any) -> Shapes:
@@ -95,22 +114,40 @@ def tiny_shapes(group: int | None = 32, **changes: Any) -> Shapes:
 
 
 def tiny_cases() -> dict[str, tuple[Shapes, Case]]:
-    """Every kernel by a name, over int4 weights and over bfloat16 ones, in a model with experts and in a dense one."""
+    """Every kernel by a name, of one row and of three, over int4 weights and over bfloat16 ones, in a model with experts and
+    in a dense one."""
     found: dict[str, tuple[Shapes, Case]] = {}
-    for group, quant in ((32, "int4"), (None, "none")):
+    for rows, group, quant in ((1, 32, "int4"), (1, None, "none"), (3, 32, "int4"), (3, None, "none")):
         for changes in ({}, {"model_type": "qwen3_5_text", "intermediate_size": 64}):
             shapes = tiny_shapes(group, **changes)
-            for case in decode_cases(shapes, (0, 40)):
+            for case in decode_cases(shapes, (0, 40), rows):
                 if group is not None or any(
                     name.startswith(("weight.", "routed.")) for name in tensors_of(case.arguments(Draw(shapes, "meta")))
                 ):
-                    found.setdefault(f"{case.name}-{quant}", (shapes, case))
+                    found.setdefault(f"{case.name}-{quant}-{rows}", (shapes, case))
     return found
 
 
 def test_bytes_of_the_flagship() -> None:
     shapes, cases = flagship()
     assert {case.name: case.bytes_moved(shapes) for case in cases} == FLAGSHIP_BYTES
+
+
+def test_bytes_of_eight_rows() -> None:
+    shapes, cases = flagship((4000,), rows=8)
+    found = {case.name: case.bytes_moved(shapes) for case in cases}
+    assert found.keys() == EIGHT_BYTES.keys()
+    for name, wanted in EIGHT_BYTES.items():
+        assert found[name] == round(wanted), name
+
+
+def test_distinct_experts() -> None:
+    assert distinct_experts(256, 8, 1) == 8
+    assert distinct_experts(4, 4, 3) == 4
+    # By counting: what 64 rows of 8 draws each leave out.
+    generator = torch.Generator().manual_seed(0)
+    counts = [len(torch.rand(64, 256, generator=generator).topk(8).indices.unique()) for _ in range(50)]
+    assert distinct_experts(256, 8, 64) == pytest.approx(sum(counts) / 50, rel=5e-3)
 
 
 def test_bytes_read_count_a_state_once() -> None:
@@ -127,6 +164,9 @@ def test_calls_of_the_flagship() -> None:
     _, cases = flagship()
     linear, full, every = (30, 10, 40)
     assert [case.calls for case in cases] == [linear] * 3 + [full] * 4 + [every] * 3 + [1, 1, 0]
+    _, cases = flagship(rows=8)
+    assert [case.calls for case in cases] == [linear, 0, linear, linear] + [full] * 4 + [every] + [1, 1, 0]
+    assert {case.rows for case in cases} == {8}
 
 
 @pytest.mark.parametrize("group", (128, None), ids=["int4", "bfloat16"])
@@ -150,12 +190,31 @@ def test_a_model_without_experts_has_two_products_instead() -> None:
 
 def test_a_kind_of_layer_that_is_not_there_has_no_cases() -> None:
     shapes = tiny_shapes(layer_types=["full_attention"] * 2)
-    assert not {"norm_linear_conv", "delta_step"} & {case.function for case in decode_cases(shapes, (0,))}
+    for rows in (1, 2):
+        functions = {case.function for case in decode_cases(shapes, (0,), rows)}
+        assert not {"norm_linear_conv", "delta_step", CONV_ROWS} & functions
 
 
 def test_drawn_logits_have_no_ties() -> None:
     shapes, _ = flagship()
     assert len(Draw(shapes, "cpu").distinct(257).unique()) == 257
+
+
+def test_drawn_rows_choose_the_same_experts_when_rounded() -> None:
+    torch.manual_seed(0)
+    draw = Draw(flagship()[0], "cpu")
+    norm, gate = draw.norm(2048), draw.normal(256, 2048, scale=2 * 2048**-0.5)
+    x = draw.clear_choices(16, norm, gate, 8)
+    assert x.shape == (16, 2048) and x.dtype == torch.bfloat16
+    exact = norm(x.double()) @ gate.double().t()
+    rounded = (norm(x).bfloat16().float() @ gate.float().t()).bfloat16()
+    for one, other in zip(exact.topk(8).indices, rounded.topk(8).indices, strict=True):
+        assert set(one.tolist()) == set(other.tolist())
+
+
+def test_each_row_has_pages_of_its_own() -> None:
+    table = Draw(flagship()[0], "cpu").order(5, 3)
+    assert table.shape == (3, 5) and sorted(table.flatten().tolist()) == list(range(15))
 
 
 def test_tensors_of_records() -> None:
@@ -175,11 +234,12 @@ def test_records_with_other_tensors() -> None:
     assert with_tensors(torch.bfloat16, lambda tensor: tensor + 1) is torch.bfloat16
 
 
+@pytest.mark.parametrize("rows", (1, 8))
 @pytest.mark.parametrize("folder", [FLAGSHIP, DENSE], ids=["moe", "dense"])
-def test_cases_name_their_own_arguments(folder: Path) -> None:
+def test_cases_name_their_own_arguments(folder: Path, rows: int) -> None:
     """A wrong name would be left out without a word."""
     shapes = Shapes.of_folder(folder, 128, 5120)
-    for case in decode_cases(shapes, (0,)):
+    for case in decode_cases(shapes, (0,), rows):
         arguments = case.arguments(Draw(shapes, "meta"))
         assert set(case.activations) <= set(arguments), case.name
         assert {*case.moves, *case.writes} - {"squares.sums"} <= set(tensors_of(arguments)), case.name
@@ -265,18 +325,18 @@ def test_copies_exceed_the_cache() -> None:
     assert copies_of(by_name["attend_step@0"], shapes, l2_bytes, free) == (kernel_timing.MAX_COPIES, True)
 
 
-def rows_of(*names: str) -> list[Row]:
-    _, cases = flagship()
+def measurements(*names: str, rows: int = 1) -> list[Measurement]:
+    _, cases = flagship(rows=rows)
     by_name = {case.name: case for case in cases}
     return [
-        Row(by_name[name], 4_330_496, 1.0, 2e-3, None, False, Timing(2.0, 1), Timing(1.25, 1))
+        Measurement(by_name[name], 4_330_496, 1.0, 2e-3, None, False, Timing(2.0, 1), Timing(1.25, 1))
         for name in names or by_name
     ]
 
 
 def test_table() -> None:
-    rows = rows_of("linear_add/attention")
-    lines = bench_kernels.render(rows, [bench_kernels.total(rows, 0)], markdown=False).splitlines()
+    found = measurements("linear_add/attention")
+    lines = bench_kernels.render(found, [bench_kernels.total(found, 0)], markdown=False).splitlines()
     cells = [re.split(r" {2,}", line) for line in lines]
     assert cells[0] == list(bench_kernels.COLUMNS)
     assert cells[2:] == [
@@ -297,8 +357,16 @@ def test_table() -> None:
     ]
 
 
+def test_table_of_several_rows() -> None:
+    found = measurements("linear_add/attention", rows=8)
+    lines = bench_kernels.render(found, [bench_kernels.total(found, 0)], markdown=False).splitlines()
+    cells = [re.split(r" {2,}", line) for line in lines]
+    assert [cells[0][2], cells[0][-2]] == ["per step", "us per step"]
+    assert cells[3][:3] == ["8 tokens at depth 0", "640,000 tokens/s", "10 kernels"]
+
+
 def test_markdown() -> None:
-    lines = bench_kernels.render(rows_of("route_logits"), [], markdown=True).splitlines()
+    lines = bench_kernels.render(measurements("route_logits"), [], markdown=True).splitlines()
     assert lines[1].count("|") == lines[0].count("|") == lines[2].count("|")
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0] == list(bench_kernels.COLUMNS)
@@ -307,16 +375,16 @@ def test_markdown() -> None:
 
 
 def test_a_total_takes_one_depth_and_what_a_token_needs() -> None:
-    found = bench_kernels.total(rows_of(), 4000)
+    found = bench_kernels.total(measurements(), 4000)
     # Six a delta-net layer, six and the attention a full one, head and greedy sampling.
     calls = 30 * 6 + 10 * 6 + 2
-    assert found == bench_kernels.Total(4000, calls, 2.0 * calls, 1.25 * calls, calls)
+    assert found == bench_kernels.Total(1, 4000, calls, 2.0 * calls, 1.25 * calls, calls)
 
 
 def test_a_total_without_a_time_for_each_has_none() -> None:
-    rows = rows_of("route_logits", "experts_down")
-    broken = Row(rows[1].case, 1, 1.0, None, "failed")
-    found = bench_kernels.total([rows[0], broken], 0)
+    whole, other = measurements("route_logits", "experts_down")
+    broken = Measurement(other.case, 1, 1.0, None, "failed")
+    found = bench_kernels.total([whole, broken], 0)
     assert (found.floor, found.ordinary, found.early, found.kernels) == (80.0, None, None, None)
 
 
@@ -327,6 +395,10 @@ def test_a_total_without_a_time_for_each_has_none() -> None:
         (["--depth", "0,5120"], "--depth 5120 needs a --max-seq-len above it, got 5120"),
         (["--config", "nowhere"], "no such folder: nowhere"),
         (["--json", "no/where.json"], "--json: no such folder"),
+        (
+            ["--rows", "8,64", "--kernels", "experts_down"],
+            "--kernels: no experts_down; there are: norm_linear_conv, conv_rows",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,7 +406,17 @@ def test_what_cannot_be_done_is_said(words: list[str], complaint: str, capsys: p
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--depth", "0,x"], ["--depth", ""], ["--reps", "0"], ["--group-size", "48"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--depth", "0,x"],
+        ["--depth", ""],
+        ["--reps", "0"],
+        ["--group-size", "48"],
+        ["--rows", "0"],
+        ["--rows", "8,257"],
+    ],
+)
 def test_words_that_are_no_numbers(words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         bench_kernels.main(words)
@@ -352,11 +434,15 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run(quant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     words = ["--config", str(tmp_path), "--group-size", "32", "--max-seq-len", "64", "--depth", "0,40", "--reps", "2"]
+    words += ["--rows", "1,8,20"]
     assert bench_kernels.main([*words, "--quant", quant, "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert all(kernel["us"] > 0 and kernel["failure"] is None for kernel in found["kernels"])
-    assert [one["depth"] for one in found["totals"]] == [0, 40]
-    assert "one token at depth 40" in capsys.readouterr().out
+    assert [(one["rows"], one["depth"]) for one in found["totals"]] == [
+        (rows, depth) for rows in (1, 8, 20) for depth in (0, 40)
+    ]
+    printed = capsys.readouterr().out
+    assert "one token at depth 40" in printed and "20 tokens at depth 40" in printed
 
 
 @pytest.mark.gpu
@@ -364,4 +450,4 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     wrong = fake_case(monkeypatch, lambda x, state: x - state)
     monkeypatch.setattr(bench_kernels, "chosen_cases", lambda shapes, arguments: [wrong])
     assert bench_kernels.main([]) == 1
-    assert "failed: operation: output 0 is off by" in capsys.readouterr().err
+    assert "failed: operation of 1 rows: output 0 is off by" in capsys.readouterr().err

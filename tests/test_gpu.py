@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ostinato.delegate import Method, Program, load_program
 from ostinato.delegate.files import artifact_paths, open_artifact
-from ostinato.export import export_model, export_program
+from ostinato.export import export_program
 from ostinato.runner import Engine
 
 from .conftest import CAPITALS
@@ -39,19 +39,6 @@ def recurrent_cuda(exported: Callable[..., Path]) -> Path:
         )
 
     return exported("recurrent-cuda", build)
-
-
-@pytest.fixture(scope="session")
-def capitals_cuda(exported: Callable[..., Path]) -> Path:
-    return exported("capitals-cuda", lambda path: export_model(CAPITALS, path, device="cuda", max_seq_len=256))
-
-
-@pytest.fixture(scope="session")
-def capitals_bfloat16(exported: Callable[..., Path]) -> Path:
-    def build(path: Path) -> None:
-        export_model(CAPITALS, path, device="cuda", dtype="bfloat16", max_seq_len=256)
-
-    return exported("capitals-cuda-bfloat16", build)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,61 +11,16 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import Method, load_program
+from ostinato.delegate.artifact import FEW_ROWS, FEW_ROWS_LOGITS, ROWS, ROWS_LOGITS
 from ostinato.runner import Engine, Sampling
 
-from .conftest import CAPITALS, ROOT
+from .conftest import CAPITALS, WIDE_MAX_SEQ_LEN
 from .wrappers import allocations
 
 pytestmark = pytest.mark.gpu
 
-FLAGSHIP = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B" / "config.json"
 GRAPH = {"enable_cuda_graph_for_method": "decode"}
 LENGTHS = (1, 2, 31, 64, 65, 130, 200)
-WIDE_LAYERS, WIDE_MAX_SEQ_LEN = 4, 512
-
-
-@pytest.fixture(scope="session")
-def capitals_int4(exported: Callable[..., Path]) -> Path:
-    from ostinato.export import Quantization, export_model
-
-    def build(path: Path) -> None:
-        export_model(CAPITALS, path, device="cuda", max_seq_len=256, quant=Quantization(group_size=32))
-
-    return exported("capitals-cuda-int4", build)
-
-
-@pytest.fixture(scope="session")
-def wide_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The flagship's shape with three delta-net layers and one of attention."""
-    config = json.loads(FLAGSHIP.read_text())
-    config["text_config"]["num_hidden_layers"] = WIDE_LAYERS
-    config["text_config"].pop("layer_types", None)
-    folder = tmp_path_factory.mktemp("wide")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-@pytest.fixture(scope="session", params=(128, None), ids=("int4", "bfloat16"))
-def group_size(request: pytest.FixtureRequest) -> int | None:
-    """Of the wide artifact."""
-    return request.param
-
-
-@pytest.fixture(scope="session")
-def wide_artifact(exported: Callable[..., Path], wide_config: Path, group_size: int | None) -> Path:
-    from ostinato.export import Quantization, export_model
-
-    def build(path: Path) -> None:
-        export_model(
-            wide_config,
-            path,
-            device="cuda",
-            max_seq_len=WIDE_MAX_SEQ_LEN,
-            quant=None if group_size is None else Quantization(group_size),
-            load_format="dummy",
-        )
-
-    return exported(f"wide-cuda-{group_size}", build)
 
 
 def reference(
@@ -242,8 +196,9 @@ def test_no_state_is_copied_by_the_compiled_code(wide_config: Path, tmp_path: Pa
     cache, state = (EXAMPLE_PAGES, 2, PAGE_SIZE, 256), (32, 128, 128)
     for method, source in report.sources.items():
         shapes = allocations(source)
-        # Sampling makes a token and nothing else.
-        assert len(shapes) >= (1 if method == "sample" else 6), method
+        # Sampling makes a token and nothing else; what a step of several rows makes has as many of them, no fixed number.
+        least = {"sample": 1, **dict.fromkeys((ROWS, ROWS_LOGITS, FEW_ROWS, FEW_ROWS_LOGITS), 0)}
+        assert len(shapes) >= least.get(method, 6), method
         # Neither one session's nor all of them.
         assert not {cache, state, (1, *state), (EXAMPLE_SLOTS, *state)} & {*shapes}, method
     # Beyond the logits a step has nothing that large.

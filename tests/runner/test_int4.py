@@ -20,6 +20,7 @@ from ostinato.runner import Engine
 from ..comparison import relative_error
 from ..conftest import CAPITALS, ROOT
 from ..export.networks import with_room
+from ..test_bucket_logits import FLOAT32, differences
 
 GROUP_SIZE = 32
 
@@ -60,6 +61,11 @@ def test_a_refused_prompt_moves_nothing(int4_artifact: Path) -> None:
                 assert logits is not None
                 answers.append([logits.tolist(), *session.generate(5, eos_ids=())])
     assert answers[0] == answers[1]
+
+
+def test_several_rows_have_the_logits_of_one(int4_artifact: Path) -> None:
+    """A row's inputs are bytes with scales of their own, whatever rows are beside it."""
+    assert max(one.largest for one in differences(int4_artifact, most=16)) < FLOAT32
 
 
 @pytest.fixture(scope="session")

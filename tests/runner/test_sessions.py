@@ -27,6 +27,7 @@ HOT = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=11)
 # Four sessions of at most 251 tokens need 16 pages of 64; fewer, so that they run out.
 SESSIONS, KV_TOKENS = 4, 9 * 64
 BUCKETS = (2, 4)
+GPU = pytest.mark.gpu
 LONG = [(7 * place + 3) % 1500 for place in range(130)]
 
 Greedy = Callable[[list[int]], int]
@@ -51,24 +52,27 @@ def greedy() -> Greedy:
     return after
 
 
-@pytest.fixture(scope="module", params=["no graph", "graph", "ahead"])
-def engine(request: pytest.FixtureRequest, capitals_artifact: Path) -> Iterator[Engine]:
+@pytest.fixture(
+    scope="module",
+    params=["no graph", "graph", "ahead", *(pytest.param(f"GPU, {how}", marks=GPU) for how in ("no graph", "graph"))],
+)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """With plans, numbers of rows are padded. As a GPU does, "ahead" begins a step before the last one's tokens are taken."""
-    graph = request.param == "graph"
-    buckets = BUCKETS if graph else None
+    on_gpu, how = request.param.startswith("GPU"), request.param.removeprefix("GPU, ")
     with Engine.load(
-        capitals_artifact,
-        cuda_graph=graph,
+        request.getfixturevalue("capitals_cuda" if on_gpu else "capitals_artifact"),
+        cuda_graph=how == "graph",
         warmup_steps=1,
         sessions=SESSIONS,
         kv_tokens=KV_TOKENS,
-        prefill_buckets=(8, 32) if graph else None,
-        row_buckets=buckets,
+        prefill_buckets=(8, 32) if how == "graph" else None,
+        row_buckets=BUCKETS if how == "graph" else None,
     ) as loaded:
-        if request.param == "ahead":
+        if how == "ahead":
             steps: Any = loaded.sessions.steps
             steps.goes_ahead, steps._flight = True, lambda token, count: _Known(token[:count].tolist())
         yield loaded
+        assert all(stats["fallbacks"] == 0 for stats in loaded.model.method_stats.values())
 
 
 @pytest.fixture(autouse=True)

@@ -137,7 +137,7 @@ def test_divided_by_the_root_mean_square_it_is_the_gated_norm() -> None:
     rest = (
         case.decay,
         case.state[None].clone(),
-        prompt_place(7, 1)._replace(slots=torch.zeros(1, dtype=torch.int64)),
+        prompt_place(7, 1)._replace(slots=torch.zeros(1, dtype=torch.int64, device=DEVICE)),
         case.key_heads,
         1,
     )

@@ -1,0 +1,114 @@
+"""How far logits depend on the number of rows of a step: each session's alone, against those in a batch of each bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ostinato.delegate import Method
+from ostinato.delegate.artifact import FEW_ROWS_LOGITS, META_VOCAB_SIZE, ROWS_LOGITS
+from ostinato.delegate.errors import OptionError
+from ostinato.runner import Engine
+from ostinato.runner.tables import table
+
+# Tokens of the sessions, from one on. Each fits in a page with the one that follows.
+MOST_TOKENS = 60
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What was found of one bucket.
+
+    Attributes:
+        bucket: rows of the call.
+        compared: sessions whose logits were compared.
+        largest: of all of them, the largest difference of a logit over the largest magnitude of the session's logits alone.
+        other_tokens: of how many another token is the most likely one.
+    """
+
+    bucket: int
+    compared: int
+    largest: float
+    other_tokens: int
+
+
+def sessions_for(buckets: Iterable[int]) -> int:
+    """How many sessions an engine needs to have free for `bucket_differences`: the last call of each bucket is padded."""
+    return max(buckets) - 1
+
+
+def bucket_differences(engine: Engine, buckets: Sequence[int]) -> list[Difference]:
+    """Compare the logits of a step of one row with those of steps of as many rows as each bucket has.
+
+    The same sessions, behind prompts of 1 to MOST_TOKENS random tokens, take the same next tokens: first one after the other
+    by `decode`, then, from the same state, all of them in calls of as many rows as the bucket has, the last of which has rows
+    of padding.
+
+    Args:
+        engine: of the artifact; `sessions_for(buckets)` sessions and as many pages are free.
+        buckets: numbers of rows, each 2 or more and even, so that no bucket is always full.
+
+    Raises:
+        OptionError: the program has no method for several rows, or none that takes so many; or a bucket that is odd.
+    """
+    methods = [
+        engine.program.load_method(name, {"skip_copy_output_to_cpu_for_method": name})
+        for name in (FEW_ROWS_LOGITS, ROWS_LOGITS)
+        if name in engine.program.method_names
+    ]
+    most = max((method.inputs[0].shape[0].max for method in methods), default=0)
+    if max(buckets) > most or any(bucket < 2 or bucket % 2 for bucket in buckets):
+        raise OptionError(f"buckets are even numbers of rows from 2 to {most} of this program, got {list(buckets)}")
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = int(engine.program.metadata[META_VOCAB_SIZE])
+    sessions = [engine.open_session() for _ in range(sessions_for(buckets))]
+    for number, session in enumerate(sessions):
+        session.prefill(torch.randint(vocabulary, (1 + number % MOST_TOKENS,), generator=generator).tolist())
+    slots, positions = (torch.tensor([getattr(one, name) for one in sessions]) for name in ("slot", "position"))
+    following = torch.randint(vocabulary, (len(sessions),), generator=generator)
+    buffers = engine.program.mutable_buffers
+    state = {key: tensor.clone() for key, tensor in buffers.items()}
+
+    def restore() -> None:
+        for key, tensor in state.items():
+            buffers[key].copy_(tensor)
+
+    alone = torch.stack(
+        [
+            engine.model.decode_one_token([*session.tokens, token], session.slot).clone()
+            for session, token in zip(sessions, following.tolist(), strict=True)
+        ]
+    )
+    scale, likely = alone.abs().amax(1), alone.argmax(1)
+    found = []
+    for bucket in buckets:
+        restore()
+        method = next(one for one in methods if bucket <= one.inputs[0].shape[0].max)
+        logits = torch.cat(
+            [
+                _rows(method, bucket, *(values[first : first + bucket] for values in (following, positions, slots)))
+                for first in range(0, len(sessions), bucket)
+            ]
+        )
+        largest = ((logits - alone).abs().amax(1) / scale).max().item()
+        found.append(Difference(bucket, len(sessions), largest, int((logits.argmax(1) != likely).sum())))
+    for session in sessions:
+        session.close()
+    return found
+
+
+def _rows(method: Method, bucket: int, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    """Logits [rows, vocab] of rows of as many sessions, padded to the bucket; a copy on the device."""
+    padding = torch.full((bucket - len(slots),), -1)
+    inputs = [torch.cat((values, padding)) for values in (tokens, positions, slots)]
+    return method.execute((*inputs, torch.arange(bucket)))[0][: len(slots)].clone()
+
+
+def render(found: Sequence[Difference]) -> str:
+    """A line for each bucket, without a newline at the end."""
+    columns = ("rows", "largest difference", "other token")
+    rows = [(str(one.bucket), f"{one.largest:.1e}", f"{one.other_tokens} of {one.compared}") for one in found]
+    return table(dict.fromkeys(columns, "right"), rows)

@@ -1,0 +1,266 @@
+"""A soak: many steps with batches that change in every step, and each token held against the one that is drawn alone.
+
+Sessions follow scripts of which it is known what comes out, whoever else there is. They join and leave at any length, fork,
+keep where they stand and go back, and take part in some steps and not in others.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+
+from ostinato.delegate import CapacityError
+from ostinato.runner import Engine, Sampling
+from ostinato.runner.sessions import Session, Snapshot
+
+from ..export.memory import anonymous_memory
+
+# How often, in a step, somebody forks, keeps where they stand, goes back there, or leaves too early.
+FORKS, KEEPS, RETURNS, LEAVES = 0.06, 0.03, 0.06, 0.03
+# How often somebody joins where there is room.
+JOINS = 0.35
+MOST_KEPT = 6
+
+
+@dataclass(frozen=True)
+class Script:
+    """A conversation: a prompt, `first` drawn tokens, what is `said` then, and `second` more."""
+
+    prompt: list[int]
+    first: int
+    said: list[int]
+    second: int
+    sampling: Sampling
+
+    @property
+    def turn(self) -> int:
+        """Tokens at which `said` comes."""
+        return len(self.prompt) + self.first
+
+    @property
+    def length(self) -> int:
+        return self.turn + len(self.said) + self.second
+
+    def alone(self, engine: Engine) -> list[int]:
+        """All its tokens, drawn by a session that nobody else is beside."""
+        with engine.open_session(self.sampling) as session:
+            session.prefill(self.prompt)
+            for _ in range(self.first):
+                engine.step([session])
+            session.prefill(self.said)
+            for _ in range(self.second):
+                engine.step([session])
+            return list(session.tokens)
+
+
+def scripts(draw: Random, count: int, vocabulary: int) -> list[Script]:
+    """Of several lengths and ways to sample; together a prompt is no longer than 48 tokens."""
+    ways = (
+        Sampling(),
+        Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=11),
+        Sampling(3.0, top_k=5, seed=4),
+        Sampling(2.0, min_p=0.2, seed=2**64 - 1),
+    )
+
+    def tokens(most: int) -> list[int]:
+        return [draw.randrange(vocabulary) for _ in range(draw.randint(2, most))]
+
+    return [
+        Script(tokens(48), draw.randint(1, 60), tokens(12), draw.randint(1, 60), ways[number % len(ways)])
+        for number in range(count)
+    ]
+
+
+@dataclass
+class Member:
+    """A session, or a snapshot of one, its script, and the length at which it leaves."""
+
+    it: Any
+    script: Script
+    expected: list[int]
+    end: int
+
+
+@dataclass
+class Soak:
+    """Steps of an engine.
+
+    Args:
+        engine: with graphs; no session is open.
+        known: scripts, and what each gives alone.
+        draw: chooses all that happens.
+
+    Attributes:
+        steps, tokens, finished, refused: how many there were, refused being those that found no page.
+        sizes: rows of a step -> how many steps had so many.
+    """
+
+    engine: Engine
+    known: Sequence[tuple[Script, list[int]]]
+    draw: Random
+    members: list[Member] = field(default_factory=list)
+    kept: list[Member] = field(default_factory=list)
+    steps: int = 0
+    tokens: int = 0
+    finished: int = 0
+    refused: int = 0
+    sizes: dict[int, int] = field(default_factory=dict)
+
+    def run(self, steps: int) -> None:
+        """So many steps; in the end all sessions and snapshots are closed."""
+        last: set[int] = set()
+        while self.steps < steps:
+            self._happen()
+            chosen = self._some()
+            if {id(member) for member in chosen} == last:
+                continue
+            if self._step(chosen):
+                last = {id(member) for member in chosen}
+        for member in [*self.members, *self.kept]:
+            member.it.close()
+        self.members, self.kept = [], []
+
+    def _happen(self) -> None:
+        """What changes between two steps."""
+        draw, sessions = self.draw, self.engine.sessions
+        if sessions.free and (draw.random() < JOINS or len(self.members) < 2):
+            self._join()
+        if self.members and sessions.free and draw.random() < FORKS:
+            one = draw.choice(self.members)
+            self.members.append(self._of(one, one.it.fork()))
+        if self.members and draw.random() < KEEPS:
+            one = draw.choice(self.members)
+            self.kept.append(self._of(one, one.it.snapshot()))
+            if len(self.kept) > MOST_KEPT:
+                self.kept.pop(draw.randrange(MOST_KEPT)).it.close()
+        if self.members and self.kept and draw.random() < RETURNS:
+            place, kept = draw.randrange(len(self.members)), draw.choice(self.kept)
+            session: Session = self.members[place].it
+            snapshot: Snapshot = kept.it
+            session.restore(snapshot)
+            self.members[place] = self._of(kept, session)
+        if self.members and draw.random() < LEAVES:
+            self._leave(draw.choice(self.members))
+
+    def _join(self) -> None:
+        script, expected = self.draw.choice(self.known)
+        session = self.engine.open_session(script.sampling)
+        try:
+            session.prefill(script.prompt)
+        except CapacityError:
+            self.refused += 1
+            session.close()
+            return
+        end = self.draw.randint(len(script.prompt) + 1, script.length)
+        self.members.append(Member(session, script, expected, end))
+
+    def _of(self, other: Member, it: Any) -> Member:
+        """One that stands where `other` does, to leave at some later length."""
+        end = self.draw.randint(min(other.end, other.script.length), other.script.length)
+        return Member(it, other.script, other.expected, end)
+
+    def _some(self) -> list[Member]:
+        """Small batches as often as large ones."""
+        if not self.members:
+            return []
+        most = min(len(self.members), self.draw.choice((1, 2, 4, 8, 16, 24, 32, 48)))
+        return self.draw.sample(self.members, self.draw.randint(1, most))
+
+    def _step(self, chosen: list[Member]) -> bool:
+        """Whether there was one: without pages somebody leaves, and nobody has moved."""
+        try:
+            for member in chosen:
+                if member.it.position == member.script.turn:
+                    member.it.prefill(member.script.said)
+            found = self.engine.step([member.it for member in chosen], more=self.draw.random() < 0.5)
+        except CapacityError:
+            self.refused += 1
+            self._leave(self.draw.choice(self.members))
+            return False
+        self.steps += 1
+        self.tokens += len(found)
+        self.sizes[len(found)] = self.sizes.get(len(found), 0) + 1
+        for member, token in zip(chosen, found, strict=True):
+            position = member.it.position
+            assert token == member.expected[position - 1], (
+                f"step {self.steps} of {len(found)} sessions gave {token} at {position - 1} where alone there is "
+                f"{member.expected[position - 1]}, after {member.it.tokens[:-1]} with {member.script.sampling}"
+            )
+            if position >= member.end:
+                assert member.it.tokens == member.expected[:position]
+                self.finished += 1
+                self._leave(member)
+        return True
+
+    def _leave(self, member: Member) -> None:
+        member.it.close()
+        self.members = [other for other in self.members if other is not member]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What an engine is and holds while no session is open; two are equal if nothing was lost, made or given up between.
+
+    Attributes:
+        described: `Engine.describe`, without what counts calls.
+        calls: of each method without a graph, by its name.
+    """
+
+    described: dict[str, Any]
+    calls: dict[str, tuple[int, int, int]]
+
+    @classmethod
+    def of(cls, engine: Engine) -> Standing:
+        described = engine.describe()
+        methods = described.pop("methods")
+        calls = {name: (stats["runs"], stats["warmups"], stats["captures"]) for name, stats in methods.items()}
+        # `sample` has no graph.
+        calls.pop("sample")
+        described["methods"] = {
+            name: {
+                "fallbacks": stats["fallbacks"],
+                "dropped": stats["dropped"],
+                "plans": sorted(
+                    (
+                        plan["shapes"],
+                        plan["pieces"],
+                        plan["captured"],
+                        plan["updates"],
+                        plan["pool_bytes"],
+                        plan["given_up"],
+                    )
+                    for plan in stats["plans"]
+                ),
+            }
+            for name, stats in methods.items()
+        }
+        return cls(described, calls)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: of the host that no file stands behind; of a GPU's tensors, and all that is in use there (0 on a CPU)."""
+
+    host: int
+    tensors: int
+    device: int
+
+    @classmethod
+    def now(cls, device: torch.device) -> Memory:
+        gc.collect()
+        if device.type == "cpu":
+            return cls(anonymous_memory(), 0, 0)
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(anonymous_memory(), torch.cuda.memory_allocated(device), total - free)
+
+
+def replays(engine: Engine) -> dict[str, int]:
+    """Of each method, by its name."""
+    return {name: stats["replays"] for name, stats in engine.model.method_stats.items()}

@@ -1,0 +1,75 @@
+"""Logits of a step of several rows, against those of a step of one: scripts/bucket_logits.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ostinato.delegate.errors import OptionError
+from ostinato.runner import Engine
+from ostinato.runner.buckets import ROW_BUCKETS
+
+from .conftest import ROOT
+
+sys.path.append(str(ROOT / "scripts"))
+
+from bucket_logits import Difference, bucket_differences, render, sessions_for
+
+# The largest difference of a logit, over the largest logit. A number has 24 bits in float32 and 8 in bfloat16, and each
+# layer rounds the residual stream twice. Where experts are about as good as each other, other rounding chooses others: the
+# random weights of the wide model have many such, and a trained model few.
+FLOAT32, BFLOAT16, RANDOM_EXPERTS = 1e-4, 2e-2, 1e-1
+
+
+def differences(artifact: Path, most: int = ROW_BUCKETS[-1]) -> list[Difference]:
+    buckets = [bucket for bucket in ROW_BUCKETS if bucket <= most]
+    sessions = sessions_for(buckets)
+    with Engine.load(artifact, sessions=sessions, kv_tokens=64 * sessions) as engine:
+        found = bucket_differences(engine, buckets)
+        assert engine.sessions.free == engine.sessions.pages.free == sessions
+    print(f"\n{render(found)}")
+    assert [one.bucket for one in found] == buckets
+    return found
+
+
+def test_float32_on_a_cpu(capitals_artifact: Path) -> None:
+    found = differences(capitals_artifact, most=64)
+    assert max(one.largest for one in found) < FLOAT32
+    assert sum(one.other_tokens for one in found) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("fixture", "most"),
+    [("capitals_cuda", FLOAT32), ("capitals_int4", FLOAT32), ("capitals_bfloat16", BFLOAT16)],
+)
+def test_a_trained_model_on_a_gpu(fixture: str, most: float, request: pytest.FixtureRequest) -> None:
+    assert max(one.largest for one in differences(request.getfixturevalue(fixture))) < most
+
+
+@pytest.mark.gpu
+def test_the_flagships_width_on_a_gpu(wide_artifact: Path) -> None:
+    assert max(one.largest for one in differences(wide_artifact)) < RANDOM_EXPERTS
+
+
+def test_a_wrong_row_is_seen(capitals_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each session's next position belongs to it: with another's, its logits are others."""
+    import bucket_logits
+
+    rows = bucket_logits._rows
+
+    def swapped(method, bucket, tokens, positions, slots):  # type: ignore[no-untyped-def]
+        return rows(method, bucket, tokens, positions.roll(1), slots)
+
+    monkeypatch.setattr(bucket_logits, "_rows", swapped)
+    assert differences(capitals_artifact, most=4)[-1].largest > 10 * FLOAT32
+
+
+def test_buckets_that_cannot_be_compared(capitals_artifact: Path) -> None:
+    with Engine.load(capitals_artifact, sessions=3) as engine:
+        for buckets in ([3], [2, 512], [0, 2]):
+            with pytest.raises(OptionError, match=r"buckets are even numbers of rows from 2 to \d+ of this program"):
+                bucket_differences(engine, buckets)
+        assert engine.sessions.free == 3
