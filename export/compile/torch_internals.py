@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Node
+
+from ostinato.delegate.errors import ExportError, first_line
 
 # The argument by which kernels that start early are known: kernels/early_start_triton.py.
 _EARLY = "EARLY"
@@ -68,6 +71,10 @@ class Generated:
 
 class _Linking(Exception):
     """Raised where Inductor would link: all commands are known."""
+
+
+class _GivenUp(Exception):
+    """Raised where torch would go on with a kernel that it could not analyse."""
 
 
 def generate_library(
@@ -297,6 +304,57 @@ def early_kernels_analysed_as_pure() -> Iterator[None]:
         mock.patch.object(triton_kernel_wrap, "Op", operation_of),
     ):
         yield
+
+
+@contextmanager
+def failed_analyses_raised() -> Iterator[None]:
+    """While it is open, a Triton kernel whose written arguments torch cannot find out is an error.
+
+    torch reads a kernel's intermediate code to see which of its arguments it writes. Where that fails it logs a warning and
+    takes all of them as written. Then weights become outputs of the compiled code, which has more than its record says and
+    fails when it runs.
+
+    Raises, inside it:
+        ExportError: names the kernel; torch's own error is the cause.
+
+    Needs `generate_ttir` of `torch._higher_order_ops.triton_kernel_wrap`, which comes first in that analysis, and the `log`
+    that it warns by where it gives up, and nowhere else. Without it such kernels are exported as before.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    generate, log = triton_kernel_wrap.generate_ttir, triton_kernel_wrap.log
+    name = ""
+    failures: list[ExportError] = []
+
+    def generate_named(kernel: Any, *rest: Any) -> Any:
+        nonlocal name
+        name = kernel.fn.__name__
+        return generate(kernel, *rest)
+
+    def fail(*_: Any, **__: Any) -> None:
+        error = sys.exc_info()[1]
+        why = "" if error is None else f" ({first_line(error)})"
+        failures.append(
+            ExportError(
+                f"torch cannot find out which arguments the Triton kernel {name!r} writes{why}: write it without what torch "
+                "does not know; inline assembly must be marked `is_pure=True`"
+            )
+        )
+        failures[-1].__cause__ = error
+        raise _GivenUp
+
+    try:
+        with (
+            mock.patch.object(triton_kernel_wrap, "generate_ttir", generate_named),
+            mock.patch.object(triton_kernel_wrap, "log", mock.Mock(wraps=log, warning=fail)),
+        ):
+            yield
+    except Exception:
+        # `_GivenUp`, in other words or with a graph's in it.
+        if not failures:
+            raise
+    if failures:
+        raise failures[0]
 
 
 def is_metadata_check(node: Node) -> bool:

@@ -18,6 +18,8 @@ from ostinato.delegate.ptd import parse_constants
 from ostinato.delegate.torch_internals import load_container
 from ostinato.export.compile import torch_internals
 
+from ..kernels.conftest import report_of
+
 
 class Scale(nn.Module):
     total: Tensor
@@ -187,6 +189,15 @@ def test_early_kernels_analysed_as_pure() -> None:
     assert (triton_kernel_wrap.generate_ttir, triton_kernel_wrap.Op) == before
     source = Path(triton_kernel_wrap.__file__).read_text()
     assert "generate_ttir(" in source and "is_pure" in source
+
+
+def test_failed_analyses_raised() -> None:
+    """An export with a kernel that torch cannot analyse ends with an error of one line, which names the kernel."""
+    pytest.importorskip("triton")
+    report = report_of("opaque")
+    assert report["written"] == ["out"]
+    assert "kernel 'opaque_kernel' writes" in report["refused"] and "is_pure=True" in report["refused"]
+    assert len(report["refused"].splitlines()) == 1
 
 
 def test_is_metadata_check() -> None:
