@@ -167,7 +167,7 @@ def _route(
         TOP_K=top_k,
         SHARED=shared_gate is not None,
         SLICES=slices,
-        WIDTH=max(128, triton.next_power_of_2(size)),
+        GROUPS=triton.next_power_of_2(_blocks(size, 128)),
         SLOTS=slots is not None,
         FIXED=in_fixed_point,
         EARLY=starts_early(),
