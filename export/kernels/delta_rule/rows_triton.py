@@ -14,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import launcher, starts_early
+from ostinato.export.kernels.launch import is_one, launcher, starts_early
 from ostinato.export.kernels.operands import Convolution, Decay, Place
 from ostinato.export.kernels.runs_triton import MOST_ROWS, numbers_of_runs, run_at
 
+from . import step_triton
 from .limits import check_delta_rule
 from .math_triton import inverse_length, log_decay, write_strength
 
@@ -48,6 +49,18 @@ class ConvConfig:
 
 DELTA = DeltaConfig(values=8, warps=1, programs=132 * 16)
 CONV = ConvConfig(rows=32, channels=64, warps=4)
+
+
+def delta_step(
+    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, place: Place, norm_weight: Tensor, key_heads: int
+) -> tuple[Tensor, Tensor]:
+    """See `reference.delta_step`, and `delta_rows` for what it takes. One row is `step_triton`'s.
+
+    Raises:
+        ExportError: see `check_delta_rule`.
+    """
+    form = step_triton.delta_step if is_one(mixed.shape[0]) else delta_rows
+    return form(mixed, gates, decay, state, place, norm_weight, key_heads)
 
 
 def delta_rows(
