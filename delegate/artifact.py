@@ -17,14 +17,12 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from .errors import ArtifactError
-from .json_files import parse_json
-
-E = TypeVar("E", bound=Enum)
+from .json_files import as_flag, as_names, as_numbers, as_text, one_of, parse_json
 
 FORMAT_VERSION = 8
 
@@ -92,20 +90,6 @@ CODE_KEY_PREFIX = "ostinato.code."
 # Then the name of the file.
 KERNELS_KEY_PREFIX = "ostinato.kernels."
 EXTERN_KEY_PREFIX = "ostinato.extern."
-
-# ScalarType of executorch's scalar_type.fbs, the same codes as c10::ScalarType.
-SCALAR_TYPES: dict[int, torch.dtype] = {
-    0: torch.uint8,
-    1: torch.int8,
-    2: torch.int16,
-    3: torch.int32,
-    4: torch.int64,
-    5: torch.float16,
-    6: torch.float32,
-    7: torch.float64,
-    11: torch.bool,
-    15: torch.bfloat16,
-}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -176,7 +160,7 @@ class TensorSpec:
             dtype=data["dtype"],
             shape=tuple(Dim(**dim) for dim in data["shape"]),
             value_range=(int(bounds[0]), int(bounds[1])) if bounds else None,
-            counts=_one_of(Growth, data["counts"], "growth of state"),
+            counts=one_of(Growth, data["counts"], "growth of state"),
         )
 
 
@@ -233,11 +217,11 @@ class BufferSpec:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> BufferSpec:
         return cls(
-            shape=_numbers(data["shape"]),
-            dtype=_text(data["dtype"]),
+            shape=as_numbers(data["shape"]),
+            dtype=as_text(data["dtype"]),
             initialised=bool(data["initialised"]),
-            kind=_one_of(StateKind, data["kind"], "kind of state"),
-            growth=_one_of(Growth, data["growth"], "growth of state"),
+            kind=one_of(StateKind, data["kind"], "kind of state"),
+            growth=one_of(Growth, data["growth"], "growth of state"),
         )
 
 
@@ -282,17 +266,17 @@ class Segment:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Segment:
         return cls(
-            code_key=_text(data["code_key"]),
-            code_sha256=_text(data["code_sha256"]),
-            extern_key=_text(data["extern_key"]),
-            prefix=_text(data["prefix"]),
-            inputs=_numbers(data["inputs"]),
-            outputs=_numbers(data["outputs"]),
-            kernels_key=_text(data["kernels_key"]),
-            kernels_sha256=_text(data["kernels_sha256"]),
-            capture=_flag(data["capture"]),
+            code_key=as_text(data["code_key"]),
+            code_sha256=as_text(data["code_sha256"]),
+            extern_key=as_text(data["extern_key"]),
+            prefix=as_text(data["prefix"]),
+            inputs=as_numbers(data["inputs"]),
+            outputs=as_numbers(data["outputs"]),
+            kernels_key=as_text(data["kernels_key"]),
+            kernels_sha256=as_text(data["kernels_sha256"]),
+            capture=as_flag(data["capture"]),
             device=_device(data["device"]),
-            streamed_by=None if data["streamed_by"] is None else _numbers([data["streamed_by"]])[0],
+            streamed_by=None if data["streamed_by"] is None else as_numbers([data["streamed_by"]])[0],
         )
 
 
@@ -328,13 +312,13 @@ class MethodRecord:
         try:
             _check_version(raw["version"])
             record = cls(
-                method=_text(raw["method"]),
+                method=as_text(raw["method"]),
                 inputs=tuple(TensorSpec.from_json(item) for item in raw["inputs"]),
                 outputs=tuple(TensorSpec.from_json(item) for item in raw["outputs"]),
                 segments=tuple(Segment.from_json(item) for item in raw["segments"]),
-                results=_numbers(raw["results"]),
-                constants=_names(raw["constants"]),
-                buffers=_names(raw["buffers"]),
+                results=as_numbers(raw["results"]),
+                constants=as_names(raw["constants"]),
+                buffers=as_names(raw["buffers"]),
                 buffer_specs={key: BufferSpec.from_json(item) for key, item in raw["buffer_specs"].items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -377,41 +361,10 @@ class MethodRecord:
         return ""
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a string")
-    return value
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{value!r} is not true or false")
-    return value
-
-
 def _device(value: object) -> str:
     if value not in ("", HOST):
         raise ValueError(f"unknown device {value!r} of a segment")
-    return _text(value)
-
-
-def _one_of(choices: type[E], value: object, what: str) -> E:
-    values = [choice.value for choice in choices]
-    if value not in values:
-        raise ValueError(f"unknown {what} {value!r}; the known ones are: {', '.join(values)}")
-    return choices(value)
-
-
-def _numbers(values: object) -> tuple[int, ...]:
-    if not isinstance(values, list) or any(type(value) is not int for value in values):
-        raise TypeError(f"{values!r} is not a list of numbers")
-    return tuple(values)
-
-
-def _names(data: object) -> dict[str, str]:
-    if not isinstance(data, dict):
-        raise TypeError(f"{data!r} is not a table of names")
-    return {name: _text(key) for name, key in data.items()}
+    return as_text(value)
 
 
 def constant_digest(data: memoryview | bytes, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> str:

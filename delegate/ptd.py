@@ -14,11 +14,25 @@ from pathlib import Path
 
 import torch
 
-from .artifact import MANIFEST_KEY, SCALAR_TYPES, Manifest
+from .artifact import MANIFEST_KEY, Manifest
 from .errors import ArtifactError
 from .flatbuffer import Table, damaged
 
 _SEGMENTS, _NAMED_DATA = 1, 2
+
+# ScalarType of executorch's scalar_type.fbs, the same codes as c10::ScalarType.
+SCALAR_TYPES: dict[int, torch.dtype] = {
+    0: torch.uint8,
+    1: torch.int8,
+    2: torch.int16,
+    3: torch.int32,
+    4: torch.int64,
+    5: torch.float16,
+    6: torch.float32,
+    7: torch.float64,
+    11: torch.bool,
+    15: torch.bfloat16,
+}
 
 
 @dataclass(frozen=True)

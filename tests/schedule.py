@@ -14,6 +14,7 @@ LONGEST: tuple[str, ...] = (
     "tests/export/kernels/test_experts_step.py",
     "tests/export/kernels/test_linear_step.py",
     "tests/export/kernels/test_linear_rows.py",
+    "tests/export/kernels/test_experts_rows.py",
     "tests/export/test_program.py",
     "tests/test_bad_checkpoints.py",
     "tests/test_bench_hybrid.py",

@@ -21,8 +21,8 @@ from ostinato.delegate import artifact
 from ostinato.delegate.artifact import Dim as ArtifactDim
 from ostinato.delegate.artifact import MethodRecord, dtype_from_name
 from ostinato.delegate.target import Target
-from ostinato.export.compile.torch_internals import delegated_module, edge_config
 
+from .executorch_internals import delegated_module, edge_config
 from .records import UNBOUNDED, CompiledMethod
 
 

@@ -18,7 +18,8 @@ import torch
 from ostinato.delegate.artifact import MANIFEST_KEY, PROGRAM_FILE, Manifest, constant_digest, dtype_name
 from ostinato.delegate.errors import ExportError
 from ostinato.delegate.memory import size_text
-from ostinato.export.compile.torch_internals import Blob, write_flat_tensor
+
+from .executorch_internals import Blob, write_flat_tensor
 
 _ALIGNMENT = 128
 

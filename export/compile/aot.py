@@ -19,6 +19,7 @@ from .torch_internals import (
     Generated,
     constant_names,
     early_kernels_analysed_as_pure,
+    failed_analyses_raised,
     generate_library,
     is_metadata_check,
     is_reserved_name,
@@ -60,8 +61,8 @@ def generate_code(
     `declarations`: operator -> the declaration of its C function, for those that have one. `grows`: as of `generate_library`.
 
     Raises:
-        ExportError: an operator's code would not be in the artifact, or, for a GPU, a tensor has a name that Inductor
-            reserves.
+        ExportError: an operator's code would not be in the artifact; or, for a GPU, a tensor has a name that Inductor
+            reserves, or torch cannot find out what a Triton kernel writes.
     """
     if device != "cpu":
         _check_names(graph)
@@ -108,7 +109,7 @@ def _generate(
     arguments = tuple(
         node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user_inputs
     )
-    with torch.no_grad(), early_kernels_analysed_as_pure():
+    with torch.no_grad(), early_kernels_analysed_as_pure(), failed_analyses_raised():
         return generate_library(module, arguments, device, folder, declarations, grows)
 
 

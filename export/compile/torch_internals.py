@@ -1,27 +1,27 @@
-"""Every call of the export into private parts of torch, Inductor and executorch.
+"""Every call of the export into private parts of torch and Inductor.
 
 One function each. Its docstring says what it needs, and what breaks where that is gone; `tests/export/compile/
-test_torch_internals.py` has a test for each that fails by its name. Seen to work with torch 2.11 to 2.15, and
-executorch 1.5.1. Private uses of triton are in `kernels/launch.py`, that of torchao in `weights/quantize.py`. A script
-that measures ExecuTorch's own model uses its private parts itself.
+test_torch_internals.py` has a test for each that fails by its name. Seen to work with torch 2.11 to 2.15. Those of
+executorch are in `artifact/executorch_internals.py`, of triton in `kernels/launch.py`, of torchao in `weights/quantize.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.export import ExportedProgram
 from torch.fx import Node
+
+from ostinato.delegate.errors import ExportError, first_line
 
 # The argument by which kernels that start early are known: kernels/early_start_triton.py.
 _EARLY = "EARLY"
@@ -68,6 +68,10 @@ class Generated:
 
 class _Linking(Exception):
     """Raised where Inductor would link: all commands are known."""
+
+
+class _GivenUp(Exception):
+    """Raised where torch would go on with a kernel that it could not analyse."""
 
 
 def generate_library(
@@ -299,6 +303,57 @@ def early_kernels_analysed_as_pure() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def failed_analyses_raised() -> Iterator[None]:
+    """While it is open, a Triton kernel whose written arguments torch cannot find out is an error.
+
+    torch reads a kernel's intermediate code to see which of its arguments it writes. Where that fails it logs a warning and
+    takes all of them as written. Then weights become outputs of the compiled code, which has more than its record says and
+    fails when it runs.
+
+    Raises, inside it:
+        ExportError: names the kernel; torch's own error is the cause.
+
+    Needs `generate_ttir` of `torch._higher_order_ops.triton_kernel_wrap`, which comes first in that analysis, and the `log`
+    that it warns by where it gives up, and nowhere else. Without it such kernels are exported as before.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    generate, log = triton_kernel_wrap.generate_ttir, triton_kernel_wrap.log
+    name = ""
+    failures: list[ExportError] = []
+
+    def generate_named(kernel: Any, *rest: Any) -> Any:
+        nonlocal name
+        name = kernel.fn.__name__
+        return generate(kernel, *rest)
+
+    def fail(*_: Any, **__: Any) -> None:
+        error = sys.exc_info()[1]
+        why = "" if error is None else f" ({first_line(error)})"
+        failures.append(
+            ExportError(
+                f"torch cannot find out which arguments the Triton kernel {name!r} writes{why}: write it without what torch "
+                "does not know; inline assembly must be marked `is_pure=True`"
+            )
+        )
+        failures[-1].__cause__ = error
+        raise _GivenUp
+
+    try:
+        with (
+            mock.patch.object(triton_kernel_wrap, "generate_ttir", generate_named),
+            mock.patch.object(triton_kernel_wrap, "log", mock.Mock(wraps=log, warning=fail)),
+        ):
+            yield
+    except Exception:
+        # `_GivenUp`, in other words or with a graph's in it.
+        if not failures:
+            raise
+    if failures:
+        raise failures[0]
+
+
 def is_metadata_check(node: Node) -> bool:
     """Whether a node is the tracer's check of its own dtypes and devices, which names the device that it traced on.
 
@@ -367,90 +422,3 @@ def size_bounds(expression: Any, program_ranges: Mapping[str, Any]) -> tuple[Any
     }
     bounds = bound_sympy(expression, ranges)
     return bounds.lower, bounds.upper
-
-
-def edge_config() -> Any:
-    """exir's settings for graphs that are only a shell around the delegate call.
-
-    Needs the private fields `_check_ir_validity` and `_skip_dim_order` of `EdgeCompileConfig`. Without them exir refuses
-    dtypes that its portable operators do not have, or inserts copies between dimension orders.
-    """
-    from executorch.exir import EdgeCompileConfig
-
-    return EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
-
-
-def delegated_module(
-    shell: ExportedProgram,
-    backend_id: str,
-    processed: bytes,
-    specs: Mapping[str, bytes],
-    named_data: Mapping[str, bytes],
-) -> torch.nn.Module:
-    """A module that is one call of a delegate, with what the delegate gets, as `to_backend` would make it.
-
-    Args:
-        shell: a program in exir's edge dialect, of the call's inputs and outputs.
-        backend_id: of the delegate.
-        processed: its processed bytes.
-        specs: its compile specs.
-        named_data: key -> bytes that the program carries beside it.
-
-    Needs `LoweredBackendModule`, its `meta`, and `exir._serialize._named_data_store.NamedDataStore`: exir has no public
-    way to give bytes to a delegate without a partitioner, which copies every weight. Without it nothing can be exported.
-    """
-    from executorch.exir._serialize._named_data_store import NamedDataStore
-    from executorch.exir.backend.compile_spec_schema import CompileSpec
-    from executorch.exir.lowered_backend_module import LoweredBackendModule
-
-    store = NamedDataStore()
-    for key, data in named_data.items():
-        store.add_named_data(key, data, alignment=1)
-    compile_specs = [CompileSpec(key, value) for key, value in specs.items()]
-    lowered = LoweredBackendModule(shell, backend_id, processed, compile_specs, store.get_named_data_store_output())
-    lowered.meta = {"debug_handle_map": {}}
-    return lowered
-
-
-@dataclass(frozen=True)
-class Blob:
-    """One entry of a FlatTensor file, whose bytes are produced when the file is written.
-
-    Attributes:
-        key: its name.
-        nbytes: how many bytes `write` will write.
-        write: writes them to the open file.
-        like: a tensor of the entry's shape and dtype, contiguous; None for bytes that are not a tensor.
-    """
-
-    key: str
-    nbytes: int
-    write: Callable[[BinaryIO], None]
-    like: Tensor | None
-
-
-def write_flat_tensor(file: BinaryIO, blobs: Sequence[Blob], alignment: int) -> None:
-    """Write a FlatTensor file (`.ptd`) whose blobs are made one after the other, in order: none waits in memory.
-
-    Needs executorch's `FlatTensorSerializer` with `exir._serialize`: `_cord.FileBackedData`, `data_serializer.DataEntry` and
-    `DataPayload`. executorch has no public writer that streams. Without it nothing can be exported.
-    """
-    from executorch.exir._serialize._cord import FileBackedData
-    from executorch.exir._serialize.data_serializer import DataEntry, DataPayload
-    from executorch.exir.tensor_layout import TensorLayout
-    from executorch.extension.flat_tensor.serialize.serialize import FlatTensorSerializer
-
-    class Data(FileBackedData):
-        def __init__(self, blob: Blob) -> None:
-            self._blob = blob
-            self._size = blob.nbytes
-
-        def write_to_file(self, outfile: io.BufferedIOBase) -> None:
-            self._blob.write(outfile)  # type: ignore[arg-type]
-
-    buffers: list[FileBackedData] = [Data(blob) for blob in blobs]
-    named = {
-        blob.key: DataEntry(index, alignment, None if blob.like is None else TensorLayout.from_tensor(blob.like))
-        for index, blob in enumerate(blobs)
-    }
-    FlatTensorSerializer().serialize(DataPayload(buffers, named)).write_to_file(file)

@@ -6,7 +6,7 @@ from . import Kernels
 from .attention import prefill_triton as attention_prefill
 from .attention import rows_triton as attention_rows
 from .delta_rule import prefill_triton as delta_rule_prefill
-from .delta_rule import step_triton as delta_rule_step
+from .delta_rule import rows_triton as delta_rule_rows
 from .experts import prefill_triton as experts_prefill
 from .experts import route_triton
 from .experts import rows_triton as experts_rows
@@ -32,7 +32,7 @@ class CudaKernels(Kernels):
     norm_linear = staticmethod(linear_rows.norm_linear)
     norm_swiglu = staticmethod(linear_rows.norm_swiglu)
     norm_linear_conv = staticmethod(linear_rows.norm_linear_conv)
-    delta_step = staticmethod(delta_rule_step.delta_step)
+    delta_step = staticmethod(delta_rule_rows.delta_step)
     attend_step = staticmethod(attention_rows.attend_step)
     linear_add = staticmethod(linear_rows.linear_add)
     route_logits = staticmethod(experts_step.route_logits)

@@ -26,7 +26,7 @@ def launcher(kernel: Any) -> Any:
 
 
 def is_one(rows: int | torch.SymInt) -> bool:
-    """Whether a call is known to have one row. A symbol may stand for one as well, but nothing asks what it is."""
+    """Whether a call is known to have one row. A symbol is not asked whether it is one: that would make it a constant."""
     return isinstance(rows, int) and rows == 1
 
 

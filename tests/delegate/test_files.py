@@ -18,7 +18,6 @@ from ostinato.delegate import ArtifactError, CheckpointError, Dim, Target, Tenso
 from ostinato.delegate.artifact import (
     FORMAT_VERSION,
     MANIFEST_KEY,
-    SCALAR_TYPES,
     BufferSpec,
     Growth,
     Manifest,
@@ -28,7 +27,7 @@ from ostinato.delegate.artifact import (
 )
 from ostinato.delegate.flatbuffer import Table, damaged, map_file
 from ostinato.delegate.json_files import read_json
-from ostinato.delegate.ptd import parse_constants
+from ostinato.delegate.ptd import SCALAR_TYPES, parse_constants
 from ostinato.delegate.pte import parse_program
 from ostinato.delegate.target import host_isa, host_target
 

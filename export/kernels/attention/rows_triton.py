@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import MEDIUM, SMALL, fitting, launcher, starts_early
+from ostinato.export.kernels.launch import MEDIUM, SMALL, fitting, is_one, launcher, starts_early
 from ostinato.export.kernels.operands import KVCache, Norm, Place
 
 from . import step_triton
@@ -41,7 +41,7 @@ def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KV
     Raises:
         ExportError: as `step_triton.attend_step`.
     """
-    if isinstance(qkv.shape[0], int) and qkv.shape[0] == 1:
+    if is_one(qkv.shape[0]):
         return step_triton.attend_step(qkv, q_norm, k_norm, place, cache, heads)
     check_step(q_norm, k_norm, place, cache, heads)
     norms = q_norm.weight, k_norm.weight, q_norm.eps

@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import at_most, launcher, starts_early
+from ostinato.export.kernels.launch import at_most, is_one, launcher, starts_early
 from ostinato.export.kernels.operands import Convolution, Decay, Place
 from ostinato.export.kernels.runs_triton import MOST_ROWS
 
+from . import step_triton
 from .limits import check_delta_rule
 from .math_triton import inverse_length, log_decay, write_strength
 from .rows_chunk_triton import take_run
@@ -61,6 +62,18 @@ CONFIGS = {
 }
 # 1.5/1.8/5.6/9.1 us at 8/16/64/128 single rows, 6.4 for a run of 128; with 2 warps 1.9/2.8/8.2/12.9 and 10.9.
 CONV = ConvConfig(channels=512, warps=4)
+
+
+def delta_step(
+    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, place: Place, norm_weight: Tensor, key_heads: int
+) -> tuple[Tensor, Tensor]:
+    """See `reference.delta_step`, and `delta_rows` for what it takes. One row is `step_triton`'s.
+
+    Raises:
+        ExportError: see `check_delta_rule`.
+    """
+    form = step_triton.delta_step if is_one(mixed.shape[0]) else delta_rows
+    return form(mixed, gates, decay, state, place, norm_weight, key_heads)
 
 
 def delta_rows(

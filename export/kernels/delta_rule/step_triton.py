@@ -10,12 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import is_one, launcher, starts_early
+from ostinato.export.kernels.launch import launcher, starts_early
 from ostinato.export.kernels.operands import Decay, Place
 
 from .limits import check_delta_rule
 from .math_triton import inverse_length, log_decay, write_strength
-from .rows_triton import delta_rows
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ CONFIG = DeltaConfig(values=8, warps=1)
 def delta_step(
     mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, place: Place, norm_weight: Tensor, key_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.delta_step`; one row, or as `rows_triton.delta_rows`; all tensors contiguous, P = V / CONFIG.values.
+    """See `reference.delta_step`; R = 1, all tensors contiguous, P = V / CONFIG.values.
 
     Positions and slots are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
     `delegate/graph_nodes.py`).
@@ -47,8 +46,6 @@ def delta_step(
     """
     _, heads, key_dim, value_dim = state.shape
     check_delta_rule(key_heads, heads, key_dim, value_dim)
-    if not is_one(mixed.shape[0]):
-        return delta_rows(mixed, gates, decay, state, place, norm_weight, key_heads)
     return _delta_step(
         mixed, gates, decay.a_log, decay.dt_bias, state, place.positions, place.slots, norm_weight, key_heads
     )

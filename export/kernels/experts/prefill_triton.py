@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
 """The routed experts on the GPU, for any number of tokens.
 
-They sort the tokens by expert, then multiply blocks of one expert's tokens with tensor cores. A *slot* is one choice of one
-token, `t * k + j`; there are S = T k of them. Nothing here counts with atomics: the order of slots, and so every sum, is the
-same in each run.
+They sort the tokens by expert, then multiply blocks of one expert's tokens with tensor cores. A *choice* is one expert of
+one token, `t * k + j`; there are C = T k of them. Nothing here counts with atomics: the order of choices, and so every sum,
+is the same in each run.
 
 In a product the weights are the left operand: a tile [weight rows, K] is unpacked in the registers from which the tensor
 cores read it, and the block of tokens is the narrow side, so that 16 tokens per expert (512 tokens, 8 of 256) waste
@@ -23,12 +23,12 @@ from ostinato.export.kernels.operands import ExpertWeights
 
 from .limits import check_experts
 
-# Slots of one expert per program: an expert that has more is unpacked once for every BLOCK_SLOTS.
-BLOCK_SLOTS = 32
+# Choices of one expert per program: an expert that has more is unpacked once for every BLOCK_CHOICES.
+BLOCK_CHOICES = 32
 # Weight rows per program, of gate and of up each, and of the down projection. 64 rows are what four warps multiply at once.
 BLOCK_GATE_UP = 64
 BLOCK_DOWN = 128
-# Slots that the sorting kernel looks at together.
+# Choices that the sorting kernel looks at together.
 BLOCK_SORT = 4096
 STAGES = 3
 # Tokens and columns per program of the kernel that adds the experts' parts up.
@@ -63,16 +63,16 @@ def _experts(
     """`experts` for contiguous x [T, H], weights [T, k] and chosen [T, k]."""
     tokens, size = x.shape
     count, top_k, inner = gate_up.shape[0], chosen.shape[1], gate_up.shape[1] // 2
-    slots = tokens * top_k
-    blocks = (slots + BLOCK_SLOTS - 1) // BLOCK_SLOTS + count
-    order = torch.empty(slots, dtype=torch.int32, device=x.device)
+    choices = tokens * top_k
+    blocks = (choices + BLOCK_CHOICES - 1) // BLOCK_CHOICES + count
+    order = torch.empty(choices, dtype=torch.int32, device=x.device)
     counts = torch.empty(count, dtype=torch.int32, device=x.device)
     plan = torch.empty(blocks, 3, dtype=torch.int32, device=x.device)
-    launcher(_sort_kernel)[(count,)](chosen, order, counts, slots, BLOCK_SORT, num_warps=8)
+    launcher(_sort_kernel)[(count,)](chosen, order, counts, choices, BLOCK_SORT, num_warps=8)
     padded = max(32, triton.next_power_of_2(count))
-    launcher(_plan_kernel)[(blocks,)](counts, plan, count, padded, BLOCK_SLOTS, num_warps=1)
+    launcher(_plan_kernel)[(blocks,)](counts, plan, count, padded, BLOCK_CHOICES, num_warps=1)
 
-    hidden = torch.empty(slots, inner, dtype=x.dtype, device=x.device)
+    hidden = torch.empty(choices, inner, dtype=x.dtype, device=x.device)
     group_size = 0 if gate_up_scale is None else size // gate_up_scale.shape[2]
     launcher(_gate_up_kernel)[(blocks, triton.cdiv(inner, BLOCK_GATE_UP))](
         x,
@@ -85,7 +85,7 @@ def _experts(
         inner,
         top_k,
         group_size,
-        BLOCK_SLOTS,
+        BLOCK_CHOICES,
         BLOCK_GATE_UP,
         _step(group_size, x.dtype),
         num_warps=4,
@@ -105,7 +105,7 @@ def _experts(
         size,
         inner,
         group_size,
-        BLOCK_SLOTS,
+        BLOCK_CHOICES,
         block,
         _step(group_size, x.dtype),
         num_warps=4,
@@ -127,42 +127,42 @@ def _step(group_size: int, dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def _sort_kernel(chosen, order, counts, slots, BLOCK: tl.constexpr):
-    """Program e: writes to order [S] the slots that chose expert e, ascending, after those of lower experts; counts [E].
+def _sort_kernel(chosen, order, counts, choices, BLOCK: tl.constexpr):
+    """Program e: writes to order [C] the choices of expert e, ascending, after those of lower experts; counts [E].
 
-    Slots of no expert, whose index is E, are in neither.
+    Choices of no expert, whose index is E, are in neither.
     """
     expert = tl.program_id(0)
     lower = tl.zeros([BLOCK], tl.int32)
     equal = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, slots, BLOCK):
-        slot = start + tl.arange(0, BLOCK)
-        found = tl.load(chosen + slot, mask=slot < slots, other=0x7FFFFFFF)
+    for start in range(0, choices, BLOCK):
+        choice = start + tl.arange(0, BLOCK)
+        found = tl.load(chosen + choice, mask=choice < choices, other=0x7FFFFFFF)
         lower += (found < expert).to(tl.int32)
         equal += (found == expert).to(tl.int32)
     place = tl.sum(lower, 0)
     tl.store(counts + expert, tl.sum(equal, 0))
-    for start in range(0, slots, BLOCK):
-        slot = start + tl.arange(0, BLOCK)
-        found = tl.load(chosen + slot, mask=slot < slots, other=0x7FFFFFFF)
+    for start in range(0, choices, BLOCK):
+        choice = start + tl.arange(0, BLOCK)
+        found = tl.load(chosen + choice, mask=choice < choices, other=0x7FFFFFFF)
         hit = (found == expert).to(tl.int32)
-        tl.store(order + place + tl.cumsum(hit, 0) - 1, slot, mask=hit > 0)
+        tl.store(order + place + tl.cumsum(hit, 0) - 1, choice, mask=hit > 0)
         place += tl.sum(hit, 0)
 
 
 @triton.jit
-def _plan_kernel(counts, plan, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_SLOTS: tl.constexpr):
+def _plan_kernel(counts, plan, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_CHOICES: tl.constexpr):
     """Program b: plan[b] = the b-th block's expert, or -1, its first place in `order` and where that expert's places end."""
     block = tl.program_id(0)
     expert = tl.arange(0, PADDED)
     count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
-    blocks = (count + BLOCK_SLOTS - 1) // BLOCK_SLOTS
+    blocks = (count + BLOCK_CHOICES - 1) // BLOCK_CHOICES
     mine = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
     earlier = block - tl.sum(tl.where(expert < mine, blocks, 0), 0)
     start = tl.sum(tl.where(expert < mine, count, 0), 0)
     end = start + tl.sum(tl.where(expert == mine, count, 0), 0)
     tl.store(plan + block * 3, tl.where(mine < EXPERTS, mine, -1))
-    tl.store(plan + block * 3 + 1, start + earlier * BLOCK_SLOTS)
+    tl.store(plan + block * 3 + 1, start + earlier * BLOCK_CHOICES)
     tl.store(plan + block * 3 + 2, end)
 
 
@@ -234,21 +234,21 @@ def _gate_up_kernel(
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_CHOICES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """hidden [S, I] = silu(gate) * up, in the order of `order`. Program (block of the plan, BLOCK_ROWS columns of hidden)."""
+    """hidden [C, I] = silu(gate) * up, in the order of `order`. Program (block of the plan, BLOCK_ROWS columns of hidden)."""
     block = tl.program_id(0)
     expert = tl.load(plan + block * 3).to(tl.int64)
     if expert < 0:
         return
-    place = tl.load(plan + block * 3 + 1) + tl.arange(0, BLOCK_SLOTS)
+    place = tl.load(plan + block * 3 + 1) + tl.arange(0, BLOCK_CHOICES)
     filled = place < tl.load(plan + block * 3 + 2)
     token = tl.load(order + place, mask=filled, other=0).to(tl.int64) // TOP_K
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    gates = tl.zeros([BLOCK_ROWS, BLOCK_SLOTS], tl.float32)
-    ups = tl.zeros([BLOCK_ROWS, BLOCK_SLOTS], tl.float32)
+    gates = tl.zeros([BLOCK_ROWS, BLOCK_CHOICES], tl.float32)
+    ups = tl.zeros([BLOCK_ROWS, BLOCK_CHOICES], tl.float32)
     column = tl.arange(0, STEP)
     if GROUP == 0:
         inputs = x + token[None, :] * SIZE + column[:, None]
@@ -293,21 +293,21 @@ def _down_kernel(
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_CHOICES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """parts [S, H]: each slot's expert's output times the slot's weight. Program (block of the plan, BLOCK_ROWS columns)."""
+    """parts [C, H]: each choice's output times its weight. Program (block of the plan, BLOCK_ROWS columns)."""
     block = tl.program_id(0)
     expert = tl.load(plan + block * 3).to(tl.int64)
     if expert < 0:
         return
-    place = tl.load(plan + block * 3 + 1) + tl.arange(0, BLOCK_SLOTS)
+    place = tl.load(plan + block * 3 + 1) + tl.arange(0, BLOCK_CHOICES)
     filled = place < tl.load(plan + block * 3 + 2)
-    slot = tl.load(order + place, mask=filled, other=0).to(tl.int64)
-    share = tl.load(weights + slot, mask=filled, other=0)
+    choice = tl.load(order + place, mask=filled, other=0).to(tl.int64)
+    share = tl.load(weights + choice, mask=filled, other=0)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    sums = tl.zeros([BLOCK_ROWS, BLOCK_SLOTS], tl.float32)
+    sums = tl.zeros([BLOCK_ROWS, BLOCK_CHOICES], tl.float32)
     column = tl.arange(0, STEP)
     if GROUP == 0:
         inputs = hidden + place.to(tl.int64)[None, :] * INNER + column[:, None]
@@ -329,7 +329,7 @@ def _down_kernel(
             sums = _add_product(high, high_tokens, _add_product(low, low_tokens, sums))
     here = filled[None, :] & (row < SIZE)[:, None]
     results = (sums * share[None, :]).to(parts.dtype.element_ty)
-    tl.store(parts + slot[None, :] * SIZE + row[:, None], results, mask=here)
+    tl.store(parts + choice[None, :] * SIZE + row[:, None], results, mask=here)
 
 
 @triton.jit

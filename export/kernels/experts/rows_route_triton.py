@@ -81,7 +81,7 @@ def choose_rows_early(
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
     SLICES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
     FIXED: tl.constexpr,
     EARLY: tl.constexpr,
@@ -95,21 +95,40 @@ def choose_rows_early(
         ranks: [R, EXPERTS] uint8, where it does: the how largest of the row's logits this one is.
         shares: [R, k (+ 1)] float32: the chosen experts' softmax weights, and the shared expert's with SHARED.
         SLOTS: without them no row is padding.
-        WIDTH: SIZE or more, a power of two.
+        GROUPS: of 128 numbers, for SIZE or more, a power of two.
     """
     start_next(EARLY)
     row = tl.program_id(0)
-    wait_for_previous(EARLY)
-    total = 0.0
-    for part in tl.static_range(SLICES):
-        total += tl.load(squares + part * rows + row)
-    factor = tl.rsqrt(total / SIZE + EPS)
+    # Loads stand here and not in a function: with what it returns, torch would take `squares` as written.
+    part = tl.arange(0, triton.next_power_of_2(SLICES))
     if tl.program_id(1) == 0:
         NARROW: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+        wait_for_previous(EARLY)
         filled = tl.load(slots + row) >= 0 if SLOTS else row < rows
+        sums = tl.load(squares + part * rows + row, mask=part < SLICES, other=0.0)
+        factor = tl.rsqrt(tl.sum(sums, 0) / SIZE + EPS)
         _choose(logits, factor, filled, members, ranks, shares, row, rows, EXPERTS, TOP_K, SHARED, SLICES, NARROW)
     else:
-        _prepare(x, norm, shared_gate, factor, prepared, x_scale, shares, row, SIZE, TOP_K, SHARED, WIDTH, FIXED)
+        # In two dimensions from the beginning: reshaped to them, numbers would be stored byte by byte.
+        group = tl.arange(0, GROUPS)
+        column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        inside = column < SIZE
+        weight = 1.0 + tl.load(norm + column, mask=inside, other=0.0)
+        gate = weight
+        if SHARED:
+            gate = tl.load(shared_gate + column, mask=inside, other=0.0).to(tl.float32)
+        wait_for_previous(EARLY)
+        sums = tl.load(squares + part * rows + row, mask=part < SLICES, other=0.0)
+        normed = tl.load(x + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+        normed *= tl.rsqrt(tl.sum(sums, 0) / SIZE + EPS) * weight
+        if FIXED:
+            to, scales = prepared + row * (2 * SIZE) + column, x_scale + row * (SIZE // 128) + group
+            store_planes(to, scales, normed, 1, inside, group < SIZE // 128, SIZE)
+        else:
+            tl.store(prepared + row * SIZE + column, normed.to(prepared.dtype.element_ty), mask=inside)
+        if SHARED:
+            share = tl.sigmoid(tl.sum(tl.sum(normed * gate, 1), 0))
+            tl.store(shares + row * (TOP_K + 1) + TOP_K, share)
 
 
 @triton.jit
@@ -145,36 +164,3 @@ def _choose(
         tl.atomic_or(members + row // WORD * EXPERTS + expert, 1 << row % WORD, mask=filled, sem="relaxed")
         tl.store(ranks + row * EXPERTS + expert, i, mask=filled)
         tl.store(shares + row * (TOP_K + 1 if SHARED else TOP_K) + i, weights[i])
-
-
-@triton.jit
-def _prepare(
-    x,
-    norm,
-    shared_gate,
-    factor,
-    prepared,
-    x_scale,
-    shares,
-    row,
-    SIZE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FIXED: tl.constexpr,
-):
-    column = tl.arange(0, WIDTH)
-    inside = column < SIZE
-    weight = 1.0 + tl.load(norm + column, mask=inside, other=0.0)
-    normed = tl.load(x + row * SIZE + column, mask=inside, other=0.0).to(tl.float32) * factor * weight
-    if FIXED:
-        group = tl.arange(0, WIDTH // 128)
-        to = prepared + row * (2 * SIZE) + tl.reshape(column, [WIDTH // 128, 128])
-        here = tl.reshape(inside, [WIDTH // 128, 128])
-        scales = x_scale + row * (SIZE // 128) + group
-        store_planes(to, scales, tl.reshape(normed, [WIDTH // 128, 128]), 1, here, group < SIZE // 128, SIZE)
-    else:
-        tl.store(prepared + row * SIZE + column, normed.to(prepared.dtype.element_ty), mask=inside)
-    if SHARED:
-        gate = tl.load(shared_gate + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(shares + row * (TOP_K + 1) + TOP_K, tl.sigmoid(tl.sum(normed * gate, 0)))

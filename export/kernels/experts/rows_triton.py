@@ -7,7 +7,8 @@
 5. Their down projections.
 6. The sum of each row's experts, times their shares, and of the residual stream.
 
-Nothing here counts with atomics: the order of every sum is the same in each run.
+Rows set bits of words with atomics, and nothing else: the order of every sum is the same in each run. What a row gives is
+the same bits whatever rows stand beside it.
 
 H200, 2026-11-23, the flagship's experts (256, 8 of them per row and a shared one, [2048] and [512], int4), before the rows
 were prepared in 2. instead of 1.: a layer took 47/71/101/133/157/195 us at 8/16/32/64/128/256 rows, of which 2. to 6.
@@ -21,7 +22,7 @@ import triton
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.kernels.launch import launcher, starts_early
+from ostinato.export.kernels.launch import is_one, launcher, starts_early
 from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
 
 from . import rows_fixed_triton as fixed
@@ -58,11 +59,10 @@ def sparse_moe(
     Raises:
         ExportError: see `limits.check_experts` and `check_weight`; or a shared expert that does not match, or more rows.
     """
-    if isinstance(x.shape[0], int):
-        if x.shape[0] == 1:
-            return step_triton.sparse_moe(x, norm, gate, shared_gate, top_k, routed, shared, slots)
-        if x.shape[0] > planned.MOST_ROWS.value:
-            raise ExportError(f"a step's experts take up to {planned.MOST_ROWS.value} rows, not {x.shape[0]}")
+    if is_one(x.shape[0]):
+        return step_triton.sparse_moe(x, norm, gate, shared_gate, top_k, routed, shared, slots)
+    if isinstance(x.shape[0], int) and x.shape[0] > planned.MOST_ROWS.value:
+        raise ExportError(f"a step's experts take up to {planned.MOST_ROWS.value} rows, not {x.shape[0]}")
     sizes = x.shape[1], routed.down.columns, 0 if shared is None else shared.down.columns
     gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
     check_weights(routed.gate_up, gate_up, x.dtype, sizes, top_k)
@@ -167,7 +167,7 @@ def _route(
         TOP_K=top_k,
         SHARED=shared_gate is not None,
         SLICES=slices,
-        WIDTH=max(128, triton.next_power_of_2(size)),
+        GROUPS=triton.next_power_of_2(_blocks(size, 128)),
         SLOTS=slots is not None,
         FIXED=in_fixed_point,
         EARLY=starts_early(),

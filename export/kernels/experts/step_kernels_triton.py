@@ -78,16 +78,16 @@ def experts_gate_up_early(
         x = load_inputs(h, SIZE, GROUP, UNITS)
         store_swiglu(hidden + TOP_K * INNER + first, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, LANE, INTEGER)
     else:
-        slot = TOP_K - 1 - (program - SHARED_BLOCKS) // BLOCKS
+        choice = TOP_K - 1 - (program - SHARED_BLOCKS) // BLOCKS
         first = (program - SHARED_BLOCKS) % BLOCKS * ROWS
         wait_for_previous(EARLY)
         start_next(EARLY)
         keys = load_keys(logits, EXPERTS, "")
         x = load_inputs(h, SIZE, GROUP, UNITS)
-        first_row = expert_of(largest_key(keys, slot)) * (2 * INNER) + first
+        first_row = expert_of(largest_key(keys, choice)) * (2 * INNER) + first
         # In one block with the products: so the compiler knows that the weights take longest and waits for them last.
         tiles = load_pairs(gate_up, gate_up_scale, first_row, INNER, SIZE, GROUP, ROWS, UNITS)
-        store_swiglu(hidden + slot * INNER + first, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, LANE, INTEGER)
+        store_swiglu(hidden + choice * INNER + first, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, LANE, INTEGER)
 
 
 @triton.jit
@@ -146,16 +146,16 @@ def experts_down_early(
     wait_for_previous(EARLY)
     inputs = ()
     for start in tl.static_range(0, TOP_K * WIDTH, UNITS):
-        slot, unit = slot_units(start, 1, UNITS, WIDTH)
-        inside = (slot < TOP_K) & (unit < ROW)
+        choice, unit = choice_units(start, 1, UNITS, WIDTH)
+        inside = (choice < TOP_K) & (unit < ROW)
         # Where the compiler sees a plain range, loads are of 16 bytes, otherwise of 8.
-        position = start + tl.arange(0, UNITS) if ROW == WIDTH else slot * ROW + unit
+        position = start + tl.arange(0, UNITS) if ROW == WIDTH else choice * ROW + unit
         x = load_input_at(hidden, position, inside, GROUP)
         inputs = inputs + (x,)  # type: ignore[assignment]  # noqa: RUF005
     shared_inputs = ()
     if SHARED_INNER > 0:
         for start in tl.static_range(0, ROWS * SHARED_WIDTH, UNITS):
-            _, unit = slot_units(start, 1, UNITS, SHARED_WIDTH)
+            _, unit = choice_units(start, 1, UNITS, SHARED_WIDTH)
             x = load_input_at(hidden + TOP_K * INNER, unit, unit < SHARED_ROW, GROUP)
             shared_inputs = shared_inputs + (x,)  # type: ignore[assignment]  # noqa: RUF005
     sums = zeros(ROWS, 32 * WARPS)
@@ -164,8 +164,8 @@ def experts_down_early(
         product = multiply_tile(alone, shared_tiles[i], shared_inputs[i], shared_share, GROUP, 1, LANE, INTEGER)
         sums = add_to_rows(sums, product[0], i * UNITS, ROWS, UNITS, SHARED_WIDTH, LANE)
     for i in tl.static_range(len(tiles)):
-        slot, _ = slot_units(i * UNITS, LANE, UNITS, WIDTH)
-        share = of_slot(shares, slot, i * UNITS, UNITS, WIDTH)
+        choice, _ = choice_units(i * UNITS, LANE, UNITS, WIDTH)
+        share = of_choice(shares, choice, i * UNITS, UNITS, WIDTH)
         sums = multiply_tile(sums, tiles[i], inputs[i], share, GROUP, ROWS, LANE, INTEGER)
     totals, _ = sum_rows(sums, tl.zeros([32 * WARPS], tl.float32), ROWS, WARPS)
     tl.store(out + row, (total.to(tl.float32) + totals).to(out.dtype.element_ty), mask=mine)
@@ -226,20 +226,20 @@ def store_swiglu(
 
 
 @triton.jit
-def slot_units(START: tl.constexpr, STEP: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr):
+def choice_units(START: tl.constexpr, STEP: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr):
     """Every STEP-th unit of the tile from START, in runs of WIDTH units: which run, and which unit of it."""
     unit = START + tl.arange(0, UNITS // STEP) * STEP
     return unit // WIDTH, unit % WIDTH
 
 
 @triton.jit
-def of_slot(values, slot, START: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr):
-    """The number of a tuple that each element of `slot`, in the tile from START, selects; past the tuple's end its last."""
+def of_choice(values, choice, START: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr):
+    """The number of a tuple that each element of `choice`, in the tile from START, selects; past the tuple's end its last."""
     FIRST: tl.constexpr = START // WIDTH
     LAST: tl.constexpr = min(len(values), (START + UNITS + WIDTH - 1) // WIDTH)
-    picked = tl.broadcast_to(values[LAST - 1], slot.shape)
+    picked = tl.broadcast_to(values[LAST - 1], choice.shape)
     for i in tl.static_range(FIRST, LAST - 1):
-        picked = tl.where(slot == i, values[i], picked)
+        picked = tl.where(choice == i, values[i], picked)
     return picked
 
 
@@ -259,19 +259,19 @@ def load_chosen(
 ):
     """`load_tile` of ROWS rows of the experts with `keys`, one expert after another."""
     ROW: tl.constexpr = INNER // 8 if GROUP > 0 else INNER
-    slot, unit = slot_units(START, 1, UNITS, WIDTH)
-    expert = expert_of(of_slot(keys, slot, START, UNITS, WIDTH)).to(tl.int64) * SIZE + first_row
+    choice, unit = choice_units(START, 1, UNITS, WIDTH)
+    expert = expert_of(of_choice(keys, choice, START, UNITS, WIDTH)).to(tl.int64) * SIZE + first_row
     units = unit_pointer(weight, GROUP) + (expert * ROW + unit)
-    inside = (slot < len(keys)) & (unit < ROW)
+    inside = (choice < len(keys)) & (unit < ROW)
     tiles = ()
     for row in tl.static_range(ROWS):
         tiles = extended(tiles, tl.load(units + row * ROW, mask=inside, other=0))
     scale_tiles = ()
     if GROUP > 0:
-        slot, word = slot_units(START, 4, UNITS, WIDTH)
-        expert = expert_of(of_slot(keys, slot, START, UNITS, WIDTH)).to(tl.int64) * SIZE + first_row
+        choice, word = choice_units(START, 4, UNITS, WIDTH)
+        expert = expert_of(of_choice(keys, choice, START, UNITS, WIDTH)).to(tl.int64) * SIZE + first_row
         scales += expert * (INNER // GROUP) + word // 8 * 64 // GROUP
-        inside = (slot < len(keys)) & (word < ROW)
+        inside = (choice < len(keys)) & (word < ROW)
         for half in tl.static_range(2 if GROUP == 32 else 1):
             for row in tl.static_range(ROWS):
                 here = scales + (row * (INNER // GROUP) + half)
@@ -293,13 +293,13 @@ def load_shared(
 ):
     """ROWS rows of the shared expert, one after another as if they were one row: `load_tile` of that."""
     ROW: tl.constexpr = INNER // 8 if GROUP > 0 else INNER
-    row, unit = slot_units(START, 1, UNITS, WIDTH)
+    row, unit = choice_units(START, 1, UNITS, WIDTH)
     inside = (row < ROWS) & (unit < ROW)
     units = unit_pointer(weight, GROUP) + first_row.to(tl.int64) * ROW
     tile = tl.load(units + (row * ROW + unit), mask=inside, other=0)
     scale_tiles = ()
     if GROUP > 0:
-        row, word = slot_units(START, 4, UNITS, WIDTH)
+        row, word = choice_units(START, 4, UNITS, WIDTH)
         inside = (row < ROWS) & (word < ROW)
         scales += first_row.to(tl.int64) * (INNER // GROUP) + row * (INNER // GROUP) + word // 8 * 64 // GROUP
         for half in tl.static_range(2 if GROUP == 32 else 1):
@@ -318,7 +318,7 @@ def add_to_rows(
     LANE: tl.constexpr,
 ):
     """The lanes' sums per row, with the products of a tile of `load_shared` added, each to the sum of its row."""
-    row, _ = slot_units(START, LANE, UNITS, WIDTH)
+    row, _ = choice_units(START, LANE, UNITS, WIDTH)
     added = ()
     for i in tl.static_range(ROWS):
         if i * WIDTH >= START + UNITS or (i + 1) * WIDTH <= START:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels.delta_rule.rows_triton import conv_rows
-from ostinato.export.kernels.launch import at_most, launcher, pointers, starts_early
+from ostinato.export.kernels.launch import at_most, is_one, launcher, pointers, starts_early
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Place, Weight
 
 from . import reference, step_triton
@@ -51,7 +51,7 @@ def norm_linear(x: Tensor, norm: Norm, weight: Weight, out_dtype: torch.dtype) -
     Raises:
         ExportError: see `check_weight`.
     """
-    if _is_one_row(x):
+    if is_one(x.shape[0]):
         return step_triton.norm_linear(x, norm, weight, out_dtype)
     check_weight(weight, x.dtype)
     if weight.scale is None or not _in_fixed_point(x, weight):
@@ -65,7 +65,7 @@ def norm_swiglu(x: Tensor, norm: Norm, weight: Weight) -> Tensor:
     Raises:
         ExportError: see `check_weight`.
     """
-    if _is_one_row(x):
+    if is_one(x.shape[0]):
         return step_triton.norm_swiglu(x, norm, weight)
     check_weight(weight, x.dtype)
     if weight.scale is None or not _in_fixed_point(x, weight):
@@ -82,7 +82,7 @@ def norm_linear_conv(
     Raises:
         ExportError: see `check_weight`.
     """
-    if _is_one_row(x):
+    if is_one(x.shape[0]):
         return step_triton.norm_linear_conv(x, norm, weight, gates, conv, place)
     product, gated = norm_linear_gates(x, norm, weight, gates)
     return conv_rows(product, conv, place), gated
@@ -110,7 +110,7 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
     Raises:
         ExportError: see `check_weight`; or K is not a multiple of the number of heads.
     """
-    if _is_one_row(x):
+    if is_one(x.shape[0]):
         return step_triton.linear_add(x, weight, residual, squares)
     check_weight(weight, x.dtype)
     heads = 0 if squares is None else _heads(x, squares)
@@ -119,11 +119,6 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
         return (residual.float() + product.float()).to(residual.dtype)
     sums, eps = (None, 0.0) if squares is None else (squares.sums, squares.eps)
     return _product_add(x, sums, eps, heads, weight.values, weight.scale, weight.bias, residual, columns_for(x))
-
-
-def _is_one_row(x: Tensor) -> bool:
-    """Whether it is known to be: to ask this of a symbol would make it a constant."""
-    return isinstance(x.shape[0], int) and x.shape[0] == 1
 
 
 def _in_fixed_point(x: Tensor, weight: Weight) -> bool:

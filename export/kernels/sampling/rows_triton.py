@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ostinato.delegate.sampling import SamplingInputs
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import launcher, starts_early
+from ostinato.export.kernels.launch import is_one, launcher, starts_early
 from ostinato.export.kernels.operands import LastTokens
 
 from . import sample_triton
@@ -65,7 +65,7 @@ def sample_next(
     `delegate/graph_nodes.py`). A row of padding gives token 0; its logits and options are not read. Several rows do not use
     the workspace.
     """
-    if isinstance(logits.shape[0], int) and logits.shape[0] == 1:
+    if is_one(logits.shape[0]):
         return sample_triton.sample_next(logits, positions, slots, last, how, workspace)
     return _sample_rows(logits, positions, slots, last.token, last.position, list(how))
 

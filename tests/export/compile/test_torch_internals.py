@@ -1,22 +1,22 @@
-"""Each private part of torch, Inductor and executorch that the export relies on: one test each, which fails by its name."""
+"""Each private part of torch and Inductor that the export relies on: one test each, which fails by its name."""
 
 from __future__ import annotations
 
 import inspect
-import io
 import json
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ostinato.delegate.ptd import parse_constants
 from ostinato.delegate.torch_internals import load_container
 from ostinato.export.compile import torch_internals
+
+from ..kernels.conftest import report_of
 
 
 class Scale(nn.Module):
@@ -189,6 +189,15 @@ def test_early_kernels_analysed_as_pure() -> None:
     assert "generate_ttir(" in source and "is_pure" in source
 
 
+def test_failed_analyses_raised() -> None:
+    """An export with a kernel that torch cannot analyse ends with an error of one line, which names the kernel."""
+    pytest.importorskip("triton")
+    report = report_of("opaque")
+    assert report["written"] == ["out"]
+    assert "kernel 'opaque_kernel' writes" in report["refused"] and "is_pure=True" in report["refused"]
+    assert len(report["refused"].splitlines()) == 1
+
+
 def test_is_metadata_check() -> None:
     class Cast(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -227,68 +236,3 @@ def test_size_bounds() -> None:
     ranges = {str(symbol): bounds for symbol, bounds in program.range_constraints.items()}
     low, high = torch_internals.size_bounds(torch_internals.size_expression(output_size(program)), ranges)
     assert (int(low), int(high)) == (4, 18)
-
-
-def test_edge_config() -> None:
-    from executorch.exir import to_edge
-
-    class Complex(nn.Module):
-        """An operator that exir's validity check does not know."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.fft.rfft(x).abs()
-
-    program = torch.export.export(Complex(), (torch.ones(8),), strict=False)
-    assert to_edge(program, compile_config=torch_internals.edge_config()).methods == {"forward"}
-
-
-def test_delegated_module() -> None:
-    from executorch.exir import to_edge
-
-    class Shell(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 1
-
-    config = torch_internals.edge_config()
-    shell = to_edge(torch.export.export(Shell(), (torch.ones(3),), strict=False), compile_config=config)
-    module = torch_internals.delegated_module(
-        shell.exported_program(), "SomeBackend", b"processed", {"key": b"value"}, {"data": b"12345"}
-    )
-
-    class Call(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lowered = module
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.lowered(x)
-
-    called = torch.export.export(Call(), (torch.ones(3),), strict=False)
-    program = bytes(to_edge(called, compile_config=config).to_executorch().buffer)
-    assert all(part in program for part in (b"SomeBackend", b"processed", b"12345", b"value"))
-
-
-def test_write_flat_tensor() -> None:
-    """Blobs are asked for in order, while the file is written."""
-    from ostinato.delegate.artifact import MANIFEST_KEY, Manifest
-
-    asked: list[str] = []
-    manifest = Manifest("id", "hash", {}).to_bytes()
-
-    def blob(key: str, data: bytes, like: Tensor | None) -> torch_internals.Blob:
-        def write(file: BinaryIO) -> None:
-            asked.append(key)
-            file.write(data)
-
-        return torch_internals.Blob(key, len(data), write, like)
-
-    values = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([7], dtype=torch.int64)}
-    blobs = [blob(key, value.numpy().tobytes(), torch.empty_like(value)) for key, value in values.items()]
-    blobs.append(blob(MANIFEST_KEY, manifest, None))
-    file = io.BytesIO()
-    torch_internals.write_flat_tensor(file, blobs, 128)
-    assert asked == ["a", "b", MANIFEST_KEY]
-    found = parse_constants(memoryview(bytearray(file.getvalue())), Path("model.ptd"))
-    assert found.manifest.export_id == "id"
-    for key, value in values.items():
-        assert torch.equal(found.entries[key].tensor(), value)

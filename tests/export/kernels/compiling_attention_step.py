@@ -1,6 +1,7 @@
 """The attention of a decode step compiled for GPUs that are not there; a script, see `compiling`.
 
-Prints {"compiled": [`compiling.Compiled`], "written": kernel -> arguments that it writes}, as JSON.
+Prints {"compiled": [`compiling.Compiled`], "written": kernel -> arguments that it writes, "written by rows": the same for
+several rows}, as JSON.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from ostinato.export.kernels.attention import step_triton
+from ostinato.export.kernels.attention import rows_triton, step_triton
 from ostinato.export.kernels.operands import KVCache, Norm, Place
 
 from .compiling import BF16, F32, Launch, compile_all, recorded, without_a_driver, written
@@ -20,16 +21,21 @@ from .compiling import BF16, F32, Launch, compile_all, recorded, without_a_drive
 CASES = [(90, BF16, BF16, True), (90, BF16, F32, True), (90, F32, F32, True), (89, BF16, BF16, False)]
 
 
-def launches(dtype: torch.dtype, projected: torch.dtype, early: bool) -> list[Launch]:
+def launches(dtype: torch.dtype, projected: torch.dtype, early: bool, rows: int = 1) -> list[Launch]:
     """At the flagship's shapes."""
     empty = torch.empty
-    with recorded() as found, mock.patch.object(step_triton, "starts_early", lambda: early):
+    with (
+        recorded() as found,
+        mock.patch.object(step_triton, "starts_early", lambda: early),
+        mock.patch.object(rows_triton, "starts_early", lambda: early),
+    ):
+        number = empty(rows, dtype=torch.int64)
         pages = [empty(4, 2, 64, 256, dtype=dtype) for _ in range(2)]
-        step_triton.attend_step(
-            empty(1, 9216, dtype=projected),
+        rows_triton.attend_step(
+            empty(rows, 9216, dtype=projected),
             Norm(empty(256), 1e-6),
             Norm(empty(256), 1e-6),
-            Place(empty(1, dtype=torch.int64), empty(1, dtype=torch.int64), empty(1, 64), empty(1, 64)),
+            Place(number, number, empty(rows, 64), empty(rows, 64)),
             KVCache(pages[0], pages[1], empty(2, 64, dtype=torch.int32)),
             heads=16,
         )
@@ -45,4 +51,5 @@ if __name__ == "__main__":
     ]
     # Torch's analysis assumes that a kernel with impure inline assembly, such as an early start, writes everything.
     outputs = {found.kernel.__name__: written(found) for found in launches(BF16, BF16, early=False)}
-    json.dump({"compiled": compile_all(chosen), "written": outputs}, sys.stdout)
+    by_rows = {found.kernel.__name__: written(found) for found in launches(BF16, BF16, early=False, rows=8)}
+    json.dump({"compiled": compile_all(chosen), "written": outputs, "written by rows": by_rows}, sys.stdout)

@@ -42,6 +42,10 @@ CASES: tuple[tuple[int, torch.dtype, int | None, int], ...] = (
 class Layer(torch.nn.Module):
     """The operator as a model calls it, with weights that have no values."""
 
+    norm: Tensor
+    gate: Tensor
+    shared_gate: Tensor | None
+
     def __init__(self, dtype: torch.dtype, group: int | None, shared: int) -> None:
         super().__init__()
         self.register_buffer("norm", torch.empty(SIZE))

@@ -1,7 +1,7 @@
 """The linear layers of a decode step compiled for compute capability 9.0; a script, see `compiling`.
 
 At the flagship's shapes, at those of a model in bfloat16 and at a small model's, with kernels that start early. Prints
-[`compiling.Compiled`], as JSON.
+{"compiled": [`compiling.Compiled`], "written": kernel -> arguments that it writes}, as JSON.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from unittest import mock
 
 import torch
 
+from ostinato.export.compile.torch_internals import early_kernels_analysed_as_pure
 from ostinato.export.kernels.linear import step_triton
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Place, Weight
 
-from .compiling import BF16, F32, Launch, compile_all, recorded, without_a_driver
+from .compiling import BF16, F32, Launch, compile_all, recorded, without_a_driver, written
 
 EPS = 1e-6
 # (N, K, group size or 0, dtype); the head alone has float32 outputs where its inputs are bfloat16.
@@ -71,4 +72,8 @@ def launches() -> list[Launch]:
 
 if __name__ == "__main__":
     without_a_driver()
-    json.dump(compile_all((found, found.arguments["x_ptr"].dtype, 90) for found in launches()), sys.stdout)
+    every = launches()
+    with early_kernels_analysed_as_pure():
+        outputs = {found.kernel.__name__: written(found) for found in every}
+    compiled = compile_all((found, found.arguments["x_ptr"].dtype, 90) for found in every)
+    json.dump({"compiled": compiled, "written": outputs}, sys.stdout)

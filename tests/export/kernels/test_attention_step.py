@@ -33,6 +33,11 @@ EPS = 1e-6
 SPILLED = {("attend_split_early", "fp32"): 224}
 SPILLED_NEWER = {("attend_split_early", "fp32"): 304}
 WRITTEN = {"attend_split_early": ["k_cache", "scales", "sums", "v_cache"], "attend_combine_early": ["out"]}
+WRITTEN_BY_ROWS = {
+    "place_rows_early": ["k_cache", "query", "v_cache"],
+    "attend_rows_early": ["scales", "sums"],
+    "combine_rows_early": ["out"],
+}
 MAIN = (16, 2, 256, 64) if DEVICE == "cuda" else (4, 2, 32, 8)
 SLOTS, SLOT = 3, 1
 
@@ -260,6 +265,7 @@ def test_nothing_more_spills(report: dict[str, Any]) -> None:
 def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
     """As Inductor sees it where kernels do not start early: what it takes for written, it copies and keeps in order."""
     assert report["written"] == WRITTEN
+    assert report["written by rows"] == WRITTEN_BY_ROWS
 
 
 LAYER = """

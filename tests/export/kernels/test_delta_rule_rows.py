@@ -214,7 +214,7 @@ def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
 
 LAYER = """
 import torch
-from ostinato.export.kernels.delta_rule.rows_triton import conv_rows, delta_rows
+from ostinato.export.kernels.delta_rule.rows_triton import conv_rows, delta_step
 from ostinato.export.kernels.operands import Convolution, Decay, Place
 
 class Layer(torch.nn.Module):
@@ -226,17 +226,24 @@ class Layer(torch.nn.Module):
     def forward(self, product, gates, head, norm, taps, positions):
         place = Place(positions, positions, product, product)
         mixed = conv_rows(product, Convolution(taps, self.conv), place)
-        return delta_rows(mixed, gates, Decay(head, head), self.state, place, norm, 2)
+        return delta_step(mixed, gates, Decay(head, head), self.state, place, norm, 2)
 
-shapes = ((7, 384), (7, 8), (4,), (32,), (256, 1, 4))
-inputs = (*map(torch.zeros, shapes), torch.arange(7))
+shapes = ((ROWS, 384), (ROWS, 8), (4,), (32,), (256, 1, 4))
+inputs = (*map(torch.zeros, shapes), torch.arange(ROWS))
 rows = {0: torch.export.Dim("R", min=1, max=256)}
-dynamic = (rows, rows, None, None, None, rows)
+dynamic = (rows, rows, None, None, None, rows) if ROWS > 1 else None
 """
 
 
 def test_traced_for_any_number_of_rows() -> None:
-    operators, buffers, shapes = traced_layer(LAYER)
+    operators, buffers, shapes = traced_layer(LAYER.replace("ROWS", "7"))
     assert operators == ["ostinato.conv_rows.default", "ostinato.delta_rows.default"]
     assert buffers == ["conv", "state"]
     assert shapes == [("R", 128), ("4*R", 1)]
+
+
+def test_traced_for_one_row() -> None:
+    """Then it has the step's kernel."""
+    operators, _, shapes = traced_layer(LAYER.replace("ROWS", "1"))
+    assert operators == ["ostinato.conv_rows.default", "ostinato.delta_step.default"]
+    assert shapes == [(1, 128), (4, 4)]

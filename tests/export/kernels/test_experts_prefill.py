@@ -135,7 +135,7 @@ def test_awkward_shapes(shape: Shape, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", (1, 70))
 @pytest.mark.parametrize("group_size", (None, 32))
 def test_several_steps(monkeypatch: pytest.MonkeyPatch, tokens: int, group_size: int | None) -> None:
-    """Rows and slots that no block holds at once."""
+    """Rows and choices that no block holds at once."""
     monkeypatch.setattr(prefill_triton, "BLOCK_SORT", 32)
     check(draw(Shape(hidden=192, top_k=3, group_size=group_size), tokens))
 

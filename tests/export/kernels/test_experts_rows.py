@@ -201,8 +201,10 @@ def test_plan(shared: int) -> None:
     block, rows_at, parts_at = (
         one.value for one in (rows_plan_triton.BLOCK, rows_plan_triton.PLAN_ROWS, rows_plan_triton.PLAN_PARTS)
     )
-    found, known_parts, experts = [], [], []
+    found: list[tuple[int, int]] = []
+    known_parts: list[int] = []
     known_places: list[int] = []
+    experts: list[int] = []
     for record in plan.tolist():
         expert, place, rows, parts = record[0], record[1], record[rows_at:][:block], record[parts_at:][:block]
         if expert >= 0:

@@ -31,6 +31,12 @@ TOLERANCE = {F32: 5e-6, BF16: 4e-3}
 FIXED = {F32: 0.0, BF16: 1e-4}
 TWICE = {F32: 5e-6, BF16: 8e-3}
 EPS = 1e-6
+WRITTEN = {
+    "norm_linear_early": ["out_ptr"],
+    "norm_swiglu_early": ["out_ptr"],
+    "norm_linear_conv_early": ["gated_ptr", "mixed_ptr", "state_ptr"],
+    "linear_add_early": ["out_ptr"],
+}
 # (N, K, group size, 0 for weights in the dtype of the inputs). Small weights have a row per program, of which the interpreter
 # takes up to ten in a second: `test_configurations` has programs with several.
 SHAPES = [(1, 64, 32), (3, 64, 64), (5, 320, 32), (7, 1088, 64), (5, 128, 128), (3, 2048, 128)]
@@ -371,14 +377,19 @@ def test_refusals() -> None:
             step_triton.linear_add(bad.x, bad.weight, residual)
 
 
-def test_nothing_spills() -> None:
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """See `compiling_linear_step`."""
+    return report_of("linear_step")
+
+
+def test_nothing_spills(report: dict[str, Any]) -> None:
     """Compiled for compute capability 9.0 with kernels starting early, at the flagship's shapes and at small ones."""
-    compiled = report_of("linear_step")
-    assert {entry["kernel"] for entry in compiled} == {
-        "norm_linear_early",
-        "norm_swiglu_early",
-        "norm_linear_conv_early",
-        "linear_add_early",
-    }
-    assert all(entry["constants"]["EARLY"] for entry in compiled)
-    assert [entry for entry in compiled if entry["spilled"]] == []
+    assert {entry["kernel"] for entry in report["compiled"]} == set(WRITTEN)
+    assert all(entry["constants"]["EARLY"] for entry in report["compiled"])
+    assert [entry for entry in report["compiled"] if entry["spilled"]] == []
+
+
+def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
+    """As Inductor sees it within `early_kernels_analysed_as_pure`: what it takes for written it copies and keeps in order."""
+    assert report["written"] == WRITTEN

@@ -1,0 +1,104 @@
+"""Every call of the export into private parts of executorch.
+
+One function each. Its docstring says what it needs, and what breaks where that is gone; `tests/export/artifact/
+test_executorch_internals.py` has a test for each that fails by its name. Seen to work with executorch 1.5.1. A script that
+measures ExecuTorch's own model uses its private parts itself.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+
+def edge_config() -> Any:
+    """exir's settings for graphs that are only a shell around the delegate call.
+
+    Needs the private fields `_check_ir_validity` and `_skip_dim_order` of `EdgeCompileConfig`. Without them exir refuses
+    dtypes that its portable operators do not have, or inserts copies between dimension orders.
+    """
+    from executorch.exir import EdgeCompileConfig
+
+    return EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
+
+
+def delegated_module(
+    shell: ExportedProgram,
+    backend_id: str,
+    processed: bytes,
+    specs: Mapping[str, bytes],
+    named_data: Mapping[str, bytes],
+) -> torch.nn.Module:
+    """A module that is one call of a delegate, with what the delegate gets, as `to_backend` would make it.
+
+    Args:
+        shell: a program in exir's edge dialect, of the call's inputs and outputs.
+        backend_id: of the delegate.
+        processed: its processed bytes.
+        specs: its compile specs.
+        named_data: key -> bytes that the program carries beside it.
+
+    Needs `LoweredBackendModule`, its `meta`, and `exir._serialize._named_data_store.NamedDataStore`: exir has no public
+    way to give bytes to a delegate without a partitioner, which copies every weight. Without it nothing can be exported.
+    """
+    from executorch.exir._serialize._named_data_store import NamedDataStore
+    from executorch.exir.backend.compile_spec_schema import CompileSpec
+    from executorch.exir.lowered_backend_module import LoweredBackendModule
+
+    store = NamedDataStore()
+    for key, data in named_data.items():
+        store.add_named_data(key, data, alignment=1)
+    compile_specs = [CompileSpec(key, value) for key, value in specs.items()]
+    lowered = LoweredBackendModule(shell, backend_id, processed, compile_specs, store.get_named_data_store_output())
+    lowered.meta = {"debug_handle_map": {}}
+    return lowered
+
+
+@dataclass(frozen=True)
+class Blob:
+    """One entry of a FlatTensor file, whose bytes are produced when the file is written.
+
+    Attributes:
+        key: its name.
+        nbytes: how many bytes `write` will write.
+        write: writes them to the open file.
+        like: a tensor of the entry's shape and dtype, contiguous; None for bytes that are not a tensor.
+    """
+
+    key: str
+    nbytes: int
+    write: Callable[[BinaryIO], None]
+    like: Tensor | None
+
+
+def write_flat_tensor(file: BinaryIO, blobs: Sequence[Blob], alignment: int) -> None:
+    """Write a FlatTensor file (`.ptd`) whose blobs are made one after the other, in order: none waits in memory.
+
+    Needs executorch's `FlatTensorSerializer` with `exir._serialize`: `_cord.FileBackedData`, `data_serializer.DataEntry` and
+    `DataPayload`. executorch has no public writer that streams. Without it nothing can be exported.
+    """
+    from executorch.exir._serialize._cord import FileBackedData
+    from executorch.exir._serialize.data_serializer import DataEntry, DataPayload
+    from executorch.exir.tensor_layout import TensorLayout
+    from executorch.extension.flat_tensor.serialize.serialize import FlatTensorSerializer
+
+    class Data(FileBackedData):
+        def __init__(self, blob: Blob) -> None:
+            self._blob = blob
+            self._size = blob.nbytes
+
+        def write_to_file(self, outfile: io.BufferedIOBase) -> None:
+            self._blob.write(outfile)  # type: ignore[arg-type]
+
+    buffers: list[FileBackedData] = [Data(blob) for blob in blobs]
+    named = {
+        blob.key: DataEntry(index, alignment, None if blob.like is None else TensorLayout.from_tensor(blob.like))
+        for index, blob in enumerate(blobs)
+    }
+    FlatTensorSerializer().serialize(DataPayload(buffers, named)).write_to_file(file)

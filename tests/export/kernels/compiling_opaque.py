@@ -1,0 +1,71 @@
+"""A kernel in which torch's analysis meets what it does not know, see `compiling`.
+
+Prints {"written": arguments that it writes where its assembly is marked pure, "refused": how an export ends where it is not}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from ostinato.delegate.errors import ExportError
+from ostinato.export.compile.aot import generate_code
+from ostinato.export.compile.trace import trace_method
+
+from .compiling import Launch, without_a_driver, written
+
+SIZE = 16
+
+
+@triton.jit
+def opaque_kernel(x: tl.tensor, out: tl.tensor, SIZE: tl.constexpr, PURE: tl.constexpr) -> None:
+    at = tl.arange(0, SIZE)
+    value = tl.load(x + at)
+    value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=PURE, pack=1)
+    tl.store(out + at, value)
+
+
+@torch.library.triton_op("ostinato_test::opaque", mutates_args={})
+def opaque(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    torch.library.wrap_triton(opaque_kernel)[(1,)](x, out, SIZE=SIZE, PURE=False)
+    return out
+
+
+class Opaque(nn.Module):
+    """`forward(x [SIZE] int32) -> [SIZE] int32`: a copy, by a kernel with an inline instruction."""
+
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(SIZE, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return opaque(self.weight) + x
+
+
+def refusal() -> str:
+    """The error of an export of it; the analysis comes before anything that depends on a device."""
+    module, x = Opaque(), torch.zeros(SIZE, dtype=torch.int32)
+    (link,) = trace_method("forward", (module, (x,), None)).links
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            generate_code(link.graph, "cpu", Path(folder), {})
+        except ExportError as error:
+            return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    without_a_driver()
+    x = torch.zeros(SIZE, dtype=torch.int32)
+    pure = Launch(opaque_kernel, {"x": x, "out": x.clone(), "SIZE": SIZE, "PURE": True}, {})
+    json.dump({"written": written(pure), "refused": refusal()}, sys.stdout)
