@@ -1,7 +1,7 @@
 """A gated delta-net's convolution and delta rule for rows of several sessions, R of them, known when kernels are launched.
 
-A program of either has a part of the channels of one run, and alone reads and writes the state of that, once, however long the
-run is. The delta rule takes the rows of a short run one after another, those of a long one in chunks (rows_chunk_triton.py).
+A program of either has a part of the channels of one run, and alone reads and writes the state of that, once, however long
+the run is. The delta rule takes the rows of a short run one after another, those of a long one in chunks (rows_chunk_triton.py).
 Chunks need so many registers that where there may be many sessions, which need room for their states on the way, another
 kernel takes them. Of the convolution, rows that need no state have programs of their own.
 """
@@ -343,8 +343,8 @@ def conv_rows_early(
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (block of columns, row). That of a run's first row takes all rows that need the old state, and writes the new one;
-    blocks behind the channels are copied."""
+    """Program (block of columns, row). That of a run's first row takes all rows that need the old state, and writes the new
+    one; blocks behind the channels are copied."""
     start_next(EARLY)
     rows = tl.cast(rows, tl.int32)
     CONVOLVED: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK

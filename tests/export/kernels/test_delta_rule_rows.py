@@ -22,8 +22,11 @@ from .row_cases import DEVICE, MIXTURES, SLOTS, Run, place_of, real_rows, rows_o
 
 BF16, F32 = torch.bfloat16, torch.float32
 TOLERANCE = {F32: 1e-5, BF16: 4e-3}
-WRITTEN = dict.fromkeys(("delta_rows_early", "delta_runs_early"), ["out", "squares", "state"])
-WRITTEN["conv_rows_early"] = ["mixed", "state"]
+WRITTEN = {
+    "delta_rows_early": ["out", "squares", "state"],
+    "delta_runs_early": ["out", "squares", "state"],
+    "conv_rows_early": ["mixed", "state"],
+}
 # Bytes per thread that chunks may spill.
 SPILLED = {"bf16": 32, "fp32": 1024}
 # (key heads, heads, K, V)
