@@ -33,6 +33,8 @@ LEAST = 256
 # The most rows of a call: each program looks at all slots.
 MOST_ROWS = 256
 COMBINE_WARPS = 4
+# Splits whose sums are loaded at once: short contexts have one.
+SUMS_TOGETHER = 4
 
 
 def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KVCache, heads: int) -> Tensor:
@@ -127,6 +129,7 @@ def _attend_rows(
         rows,
         splits,
         SPLITS=MOST_SPLITS,
+        TOGETHER=SUMS_TOGETHER,
         num_warps=COMBINE_WARPS,
         **tiles,
         **sizes,
@@ -282,6 +285,7 @@ def combine_rows_early(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     SPLITS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Program (row, head): the sums of the splits that its tile has, brought to one peak, and the gate; zeros for padding."""
@@ -292,21 +296,27 @@ def combine_rows_early(
     head = tl.program_id(1)
     own = row - offset_in_run(row, slots, rows, MOST_ROWS) % ROWS
     slot, _, _, seen, share = tile_of(own, row, positions, slots, rows, splits, ROWS, KEYS, LEAST, MOST_ROWS)
+    used = tl.where(slot >= 0, tl.cdiv(seen, share), 0)
     split = tl.arange(0, SPLITS)
-    used = (split * share < seen) & (slot >= 0)
+    few = tl.arange(0, TOGETHER)
     cell = tl.arange(0, D)
 
     wait_for_previous(EARLY)
-    part = (row.to(tl.int64) * splits + split) * HEADS + head
-    total = tl.load(sums + part[:, None] * D + cell[None, :], mask=used[:, None], other=0.0)
-    peak = tl.load(scales + part * 2, mask=used, other=float("-inf"))
-    weight = tl.load(scales + part * 2 + 1, mask=used, other=0.0)
+    first = row.to(tl.int64) * splits * HEADS + head
+    peak = tl.load(scales + (first + split * HEADS) * 2, mask=split < used, other=float("-inf"))
+    weight = tl.load(scales + (first + split * HEADS) * 2 + 1, mask=split < used, other=0.0)
     gate = tl.load(qkv + row.to(tl.int64) * (2 * (HEADS + KV_HEADS) * D) + (2 * head + 1) * D + cell)
     # Every token sees position 0, so there is a highest peak.
     highest = tl.where(slot >= 0, tl.max(peak, 0), 0.0)
-    factor = tl.exp2(peak - highest)
-    whole = tl.where(slot >= 0, tl.sum(weight * factor, 0), 1.0)
-    result = tl.sum(total * factor[:, None], 0) / whole * tl.sigmoid(gate.to(tl.float32))
+    whole = tl.where(slot >= 0, tl.sum(weight * tl.exp2(peak - highest), 0), 1.0)
+    total = tl.zeros([D], tl.float32)
+    for begin in range(0, used, TOGETHER):
+        here = begin + few < used
+        part = first + (begin + few) * HEADS
+        factor = tl.exp2(tl.load(scales + part * 2, mask=here, other=float("-inf")) - highest)
+        of_splits = tl.load(sums + part[:, None] * D + cell[None, :], mask=here[:, None], other=0.0)
+        total += tl.sum(of_splits * factor[:, None], 0)
+    result = total / whole * tl.sigmoid(gate.to(tl.float32))
     result = tl.where(slot >= 0, result, 0.0)
     tl.store(out + (row.to(tl.int64) * HEADS + head) * D + cell, result.to(out.dtype.element_ty))
 
