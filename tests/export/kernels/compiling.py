@@ -28,7 +28,7 @@ from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitiv
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ostinato.export.compile.torch_internals import failed_analyses_raised
+from ostinato.export.compile.torch_internals import early_kernels_analysed_as_pure, failed_analyses_raised
 from ostinato.export.kernels import launch
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -164,11 +164,11 @@ def compile_all(launches: Iterable[tuple[Launch, torch.dtype, int]]) -> list[dic
 
 
 def written(found: Launch) -> list[str]:
-    """Arguments that the kernel writes, as torch's own analysis sees it; ExportError where it cannot tell."""
+    """Arguments that the kernel writes, as torch's own analysis sees it in an export; ExportError where it cannot tell."""
     tensors = {name: value for name, value in found.arguments.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in found.arguments.items() if name not in tensors}
     kernel, constants = kernel_side_table.add_kernel(found.kernel), kernel_side_table.add_constant_args(others)
-    with failed_analyses_raised():
+    with early_kernels_analysed_as_pure(), failed_analyses_raised():
         return sorted(get_mutated_tensors(kernel, constants, tensors, {}))
 
 

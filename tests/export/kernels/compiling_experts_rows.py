@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ostinato.export.compile.torch_internals import early_kernels_analysed_as_pure
 from ostinato.export.kernels.cuda import CudaKernels
 from ostinato.export.kernels.experts import rows_triton
 from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
@@ -96,8 +95,7 @@ if __name__ == "__main__":
     without_a_driver()
     # Each code once.
     chosen = {(case[0], case[1], found.key): found for case in CASES for found in launches(*case)}
-    with early_kernels_analysed_as_pure():
-        # One after the other, so that kernels of both are as the latter has them.
-        outputs = {one.kernel.__name__: written(one) for case in (CASES[6], CASES[0]) for one in launches(*case)}
+    # One after the other, so that kernels of both are as the latter has them.
+    outputs = {one.kernel.__name__: written(one) for case in (CASES[6], CASES[0]) for one in launches(*case)}
     compiled = compile_all((found, dtype, capability) for (capability, dtype, _), found in chosen.items())
     json.dump({"compiled": compiled, "written": outputs, "traced": [traced(16), traced(256)]}, sys.stdout)

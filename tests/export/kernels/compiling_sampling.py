@@ -45,12 +45,11 @@ def report() -> list[dict[str, Any]]:
     compiled = compile_all((launch, F32, case[1]) for launch, case in zip(found, CASES, strict=True))
     return [
         {
-            "capability": capability,
             "processors": processors,
             "spilled": entry["spilled"],
             "written": written(launch),
         }
-        for (_, capability, processors), launch, entry in zip(CASES, found, compiled, strict=True)
+        for (_, _, processors), launch, entry in zip(CASES, found, compiled, strict=True)
     ]
 
 

@@ -227,7 +227,7 @@ def test_kernels_fit_their_gpus(report: dict[str, Any]) -> None:
 
 
 def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
-    """As Inductor sees it where kernels do not start early: what it takes for written, it copies and keeps in order."""
+    """As Inductor sees it: what it takes for written it copies and keeps in order."""
     assert report["written"] == WRITTEN
 
 

@@ -391,5 +391,5 @@ def test_nothing_spills(report: dict[str, Any]) -> None:
 
 
 def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
-    """As Inductor sees it within `early_kernels_analysed_as_pure`: what it takes for written it copies and keeps in order."""
+    """As Inductor sees it: what it takes for written it copies and keeps in order."""
     assert report["written"] == WRITTEN
