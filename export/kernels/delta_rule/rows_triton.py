@@ -1,9 +1,9 @@
 """A gated delta-net's convolution and delta rule for rows of several sessions, R of them, known when kernels are launched.
 
 A program of either has a part of the channels of one run, and alone reads and writes the state of that, once, however long
-the run is. The delta rule takes the rows of a short run one after another, those of a long one in chunks (rows_chunk_triton.py).
-Chunks need so many registers that where there may be many sessions, which need room for their states on the way, another
-kernel takes them. Of the convolution, rows that need no state have programs of their own.
+the run is. The delta rule takes the rows of a short run one after another, those of a long one in chunks
+(rows_chunk_triton.py). Chunks need so many registers that where there may be many sessions, whose states need room on the way,
+another kernel takes them. Of the convolution, rows that need no state have programs of their own.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class ConvConfig:
     warps: int
 
 
-# For calls of up to FEW rows, and for others. H200, 2026-11-23, the flagship's shape, us: 8 single rows 12.0 with FEW, 11.7
-# with MANY without its second kernel; 64 rows 89 and 76, a copy of as many bytes takes 63. A run of 16: 11.7 and 9.4.
+# For calls of up to FEW rows, and for others. H200, 2026-11-23, the flagship's shape, one kernel: 8 single rows take 12.0 us
+# with 16 values and 11.7 with 64, 64 rows 89 and 76 (a copy of as many bytes takes 63), a run of 16 in chunks 11.7 and 9.4.
 FEW = 16
 CONFIGS = {
     FEW: DeltaConfig(values=16, warps=1, long=10, chunk=16, programs=0),
