@@ -2,8 +2,8 @@
 
 A program of either has a part of the channels of one run, and alone reads and writes the state of that, once, however long
 the run is. The delta rule takes the rows of a short run one after another, those of a long one in chunks
-(rows_chunk_triton.py). Chunks need so many registers that where there may be many sessions, whose states need room on the way,
-another kernel takes them. Of the convolution, rows that need no state have programs of their own.
+(rows_chunk_triton.py). Chunks need so many registers that another kernel takes them where there may be many sessions: those
+need room for their states on the way. Of the convolution, rows that need no state have programs of their own.
 """
 
 from __future__ import annotations
