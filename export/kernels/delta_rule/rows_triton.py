@@ -393,15 +393,16 @@ def conv_rows_early(
         for index in tl.static_range(0, TAPS - 1):
             total = tl.zeros([BLOCK], tl.float32)
             for tap in tl.static_range(TAPS - 1, -1, -1):
-                value = inputs[index - tap] if tap <= index else past[tap - index - 1]
+                value = inputs[index - tap] if tap <= index else past[tap - index - 1]  # type: ignore[var-annotated]
                 total += value.to(tl.float32) * factors[tap]
             result = (total * tl.sigmoid(total)).to(mixed.dtype.element_ty)
             tl.store(mixed + index * N + column, result, mask=inside & (index < length))
         for back in tl.static_range(1, TAPS):
-            value = last[back - 1]
-            for length_ in tl.static_range(1, back):
-                value = tl.where(length == length_, past[back - length_ - 1], value)
-            tl.store(cells + (TAPS - 1 - back) * CHANNELS, value, mask=inside & (slot >= 0))
+            newest = last[back - 1]  # type: ignore[var-annotated]
+            # Of a run with fewer rows, inputs that the state had.
+            for fewer in tl.static_range(1, back):
+                newest = tl.where(length == fewer, past[back - fewer - 1], newest)
+            tl.store(cells + (TAPS - 1 - back) * CHANNELS, newest, mask=inside & (slot >= 0))
     else:
         wait_for_previous(EARLY)
         total = tl.zeros([BLOCK], tl.float32)
