@@ -6,8 +6,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,17 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench_commands import ROOT, SLOWER, ostinato, output_of, threads_of
+
 from ostinato.runner.tables import Side, table
 
-ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-0.8B"
 # Its tokens are among those of any model with a larger vocabulary: what a first token needs, where there is only a config.
 TOKENIZER = ROOT / "tests" / "assets" / "capitals"
 FORMATS = ("int4", "bfloat16", "float32")
 QUESTION = "What is the capital of France?"
 STARTS = 5
-# A run of one and the next differ by this much.
-SLOWER = 0.97
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ def bench(artifact: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
 
 def llama(model: str, arguments: argparse.Namespace) -> dict[str, float]:
     """llama.cpp's tokens/s by the same names."""
-    threads = ["-t", str(arguments.threads or len(os.sched_getaffinity(0)))]
+    threads = threads_of(arguments.threads)
     lengths = ["-p", arguments.n_prompt, "-n", arguments.n_gen, "-d", arguments.n_depth, "-r", arguments.repetitions]
     command = [str(arguments.llama_bench), "-m", model, *threads, *lengths, "-o", "json"]
     return {name_of(test): test["avg_ts"] for test in json.loads(output_of(command))}
@@ -136,25 +133,6 @@ def timed(command: list[str]) -> float:
     begin = time.perf_counter()
     output_of(command)
     return time.perf_counter() - begin
-
-
-def output_of(command: list[str]) -> str:
-    """What a quiet command writes to stdout; ends this script if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode < 0:
-        sys.exit(f"{' '.join(command)} was ended by {signal.Signals(-done.returncode).name}: {done.stderr}")
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed: {done.stderr}")
-    return done.stdout
-
-
-def ostinato(*words: str) -> str:
-    command = [sys.executable, "-m", "ostinato.runner.cli", *words]
-    print(f"$ ostinato {' '.join(words)}", file=sys.stderr, flush=True)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.returncode)
-    return done.stdout
 
 
 def report(rows: list[Row], starts: dict[str, float], imports: float) -> None:
