@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 # A run of one and the next differ by this much.
@@ -24,13 +25,18 @@ def ostinato(*words: str) -> str:
 
 
 def output_of(command: list[str]) -> str:
-    """What a quiet command writes to stdout; ends this script if it fails."""
+    """What a quiet command writes to stdout; ends this script with exit status 2 if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode < 0:
-        sys.exit(f"{' '.join(command)} was ended by {signal.Signals(-done.returncode).name}: {done.stderr}")
+        fail(f"{' '.join(command)} was ended by {signal.Signals(-done.returncode).name}: {done.stderr}")
     if done.returncode:
-        sys.exit(f"{' '.join(command)} failed: {done.stderr}")
+        fail(f"{' '.join(command)} failed: {done.stderr}")
     return done.stdout
+
+
+def fail(reason: str) -> NoReturn:
+    print(f"error: {reason}", file=sys.stderr)
+    sys.exit(2)
 
 
 def threads_of(threads: int | None) -> list[str]:
