@@ -251,7 +251,8 @@ def findings(rows: Sequence[Row], goals: Mapping[str, float]) -> list[Finding]:
 def render(rows: Sequence[Row], goals: Mapping[str, float]) -> str:
     """The table; columns that nothing is known for are left out."""
     columns: dict[str, Side] = {"sessions": "right"}
-    columns |= dict.fromkeys(("tokens/s", "llama.cpp", "ratio", "ms per token", "goal"), "right") | {"held": "left"}
+    columns |= dict.fromkeys(("tokens/s", "llama.cpp", "ratio", "ms per token", "goal"), "right")
+    columns["held"] = "left"
     cells = []
     for row in rows:
         goal = goals.get(row.name)

@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import bench_batch
+from bench_batch import Row as BatchRow
 from bench_commands import ROOT, SLOWER, ostinato, output_of, threads_of
 
+from ostinato.delegate.errors import OptionError
+from ostinato.runner.batch_bench import BatchPlan
 from ostinato.runner.tables import Side, table
 
 CONFIG = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-0.8B"
@@ -60,16 +64,22 @@ def main() -> int:
     parser.add_argument("-n", "--n-gen", default="32")
     parser.add_argument("-d", "--n-depth", default="0")
     parser.add_argument("-r", "--repetitions", default="3")
+    parser.add_argument("--batch", type=bench_batch.numbers, default=[1, 2, 4, 8, 16])
     parser.add_argument("--threads", type=int)
     parser.add_argument("--llama-bench", type=Path)
+    parser.add_argument("--llama-batched-bench", type=Path)
     parser.add_argument("--gguf", action="append", default=[])
     arguments = parser.parse_args()
     unknown = [name for name in arguments.formats if name not in FORMATS]
     if unknown:
         parser.error(f"unknown formats {', '.join(unknown)}; the formats are: {', '.join(FORMATS)}")
     models = dict(pair.partition("=")[::2] for pair in arguments.gguf)
-    if bool(models) != (arguments.llama_bench is not None):
-        parser.error("--llama-bench and --gguf go together")
+    if bool(models) != bool(arguments.llama_bench or arguments.llama_batched_bench):
+        parser.error("--llama-bench or --llama-batched-bench, and --gguf, go together")
+    try:
+        plan = batch_plan(arguments)
+    except OptionError as error:
+        parser.error(str(error))
     arguments.output.mkdir(parents=True, exist_ok=True)
     if arguments.threads:
         os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
@@ -77,12 +87,16 @@ def main() -> int:
     rows = []
     for name, artifact in artifacts.items():
         tests = bench(artifact, arguments)
-        peers = llama(models[name], arguments) if name in models else {}
+        peers = llama(models[name], arguments) if name in models and arguments.llama_bench else {}
         rows += [Row(name, test, peers.get(name_of(test))) for test in tests]
+    batches = {}
+    if plan:
+        batches = {name: bench_batches(path, models.get(name), plan, arguments) for name, path in artifacts.items()}
     starts = {name: seconds_to_first_token(artifact) for name, artifact in artifacts.items()}
     imports = min(timed([sys.executable, "-c", "import torch"]) for _ in range(STARTS))
-    report(rows, starts, imports)
-    return 1 if any(row.ratio is not None and row.ratio < SLOWER for row in rows) else 0
+    report(rows, batches, starts, imports)
+    ratios = [row.ratio for row in rows] + [row.ratio for together in batches.values() for row in together]
+    return 1 if any(ratio is not None and ratio < SLOWER for ratio in ratios) else 0
 
 
 def export(name: str, arguments: argparse.Namespace) -> Path:
@@ -90,7 +104,8 @@ def export(name: str, arguments: argparse.Namespace) -> Path:
     if artifact.exists():
         return artifact
     longest = max(map(int, arguments.n_prompt.split(","))) + max(map(int, arguments.n_gen.split(",")))
-    length = max(map(int, arguments.n_depth.split(","))) + longest
+    # A batch's answer ends with one token more.
+    length = max(map(int, arguments.n_depth.split(","))) + longest + 1
     quant = ["--quant", "int4", "--group-size", arguments.group_size] if name == "int4" else ["--dtype", name]
     with tempfile.TemporaryDirectory() as folder:
         for path in (*arguments.model.glob("*.json"), *TOKENIZER.glob("tokenizer*"), *TOKENIZER.glob("*.jinja")):
@@ -107,6 +122,20 @@ def bench(artifact: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
         ostinato("bench", str(artifact), *lengths, "--cuda-graph", "off", "--output", "json")
     )
     return tests
+
+
+def batch_plan(arguments: argparse.Namespace) -> BatchPlan | None:
+    """Several sessions together, with the first of the prompts' and of the answers' lengths. Raises OptionError."""
+    batches = tuple(sorted(set(arguments.batch) - {0}))
+    prompt, answer = (int(lengths.split(",")[0]) for lengths in (arguments.n_prompt, arguments.n_gen))
+    return BatchPlan(batches, prompt, answer, int(arguments.repetitions)) if batches else None
+
+
+def bench_batches(artifact: Path, model: str | None, plan: BatchPlan, arguments: argparse.Namespace) -> list[BatchRow]:
+    """Ours, and llama.cpp's where it is given with a model."""
+    program = arguments.llama_batched_bench
+    command = bench_batch.llama_command(program, model, "cpu", arguments.threads) if model and program else None
+    return bench_batch.measure(artifact, plan, False, command)
 
 
 def llama(model: str, arguments: argparse.Namespace) -> dict[str, float]:
@@ -135,7 +164,7 @@ def timed(command: list[str]) -> float:
     return time.perf_counter() - begin
 
 
-def report(rows: list[Row], starts: dict[str, float], imports: float) -> None:
+def report(rows: list[Row], batches: dict[str, list[BatchRow]], starts: dict[str, float], imports: float) -> None:
     columns: dict[str, Side] = {"format": "left", "test": "left"}
     columns |= dict.fromkeys(("tokens/s", "llama.cpp", "ratio", "GB/s", "of copy"), "right")
     subject = rows[0].test
@@ -143,6 +172,9 @@ def report(rows: list[Row], starts: dict[str, float], imports: float) -> None:
         f"\n{subject['device']}, {subject['copy_bytes_per_second'] / 1e9:.1f} GB/s copied, torch {subject['torch']}\n"
     )
     print(table(columns, [row.cells() for row in rows]))
+    for name, together in batches.items():
+        print(f"\nsessions that step together, {name}\n\n{bench_batch.render(together, {})}")
+    print()
     for name, seconds in starts.items():
         print(f"start to first token, {name}: {seconds:.2f} s, of which `import torch` {imports:.2f} s")
 
