@@ -9,13 +9,14 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import bench_batch
 from bench_batch import Row as BatchRow
-from bench_commands import ROOT, SLOWER, ostinato, output_of, threads_of
+from bench_commands import ROOT, SLOWER, fail, ostinato, output_of, threads_of
 
 from ostinato.delegate.errors import OptionError
 from ostinato.runner.batch_bench import BatchPlan
@@ -54,7 +55,7 @@ class Row:
         ]
 
 
-def main() -> int:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=CONFIG)
     parser.add_argument("--formats", type=lambda text: text.split(","), default=["int4", "bfloat16"])
@@ -69,17 +70,22 @@ def main() -> int:
     parser.add_argument("--llama-bench", type=Path)
     parser.add_argument("--llama-batched-bench", type=Path)
     parser.add_argument("--gguf", action="append", default=[])
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     unknown = [name for name in arguments.formats if name not in FORMATS]
     if unknown:
         parser.error(f"unknown formats {', '.join(unknown)}; the formats are: {', '.join(FORMATS)}")
-    models = dict(pair.partition("=")[::2] for pair in arguments.gguf)
-    if bool(models) != bool(arguments.llama_bench or arguments.llama_batched_bench):
+    if bool(arguments.gguf) != bool(arguments.llama_bench or arguments.llama_batched_bench):
         parser.error("--llama-bench or --llama-batched-bench, and --gguf, go together")
+    return arguments
+
+
+def main() -> int:
+    arguments = parse()
     try:
         plan = batch_plan(arguments)
     except OptionError as error:
-        parser.error(str(error))
+        fail(str(error))
+    models = dict(pair.partition("=")[::2] for pair in arguments.gguf)
     arguments.output.mkdir(parents=True, exist_ok=True)
     if arguments.threads:
         os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
