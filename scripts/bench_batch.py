@@ -12,7 +12,8 @@ logits, and its next tokens are random.
 
 One session is measured in a process of its own that has room for no other. Where 1 and 64 are among the batches, it is
 measured once more in the process of 64, as "1 of 64": one slot is in use, the others are free. llama.cpp gets the same
-batches, in as many processes.
+batches, in as many processes. On a CPU nothing else may run: llama.cpp's threads wait for each other busily, and a core
+that is taken from one of them costs it much more than its share.
 
 The goals are for Qwen3.5-35B-A3B in int4 on one NVIDIA H200, with --cuda_graph and 128 tokens behind 128; other lengths
 and a CPU have none. --skip-goals is for another model or GPU.
