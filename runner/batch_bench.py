@@ -10,7 +10,7 @@ import io
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -229,22 +229,35 @@ def render_batches(program: Program, rows: Sequence[BatchMeasurement], style: st
 
 
 def draw_batches(program: Program, rows: Sequence[BatchMeasurement], path: Path) -> None:
-    """Write the picture: throughput, and time per token of a session, over the number of sessions."""
+    """Write the picture: one line per mode."""
+    from .plot import MODE_COLOURS
+
+    series: dict[str, tuple[str, dict[int, float]]] = {}
+    for row in rows:
+        series.setdefault(MODE_NAMES[row.cuda_graph], (MODE_COLOURS[row.cuda_graph], {}))[1][row.batch] = row.speed
+    draw_speeds(f"{rows[0].prompt} + {rows[0].answer} tokens each, on {device_name(program.device)}", series, path)
+
+
+def draw_speeds(title: str, series: Mapping[str, tuple[str, Mapping[int, float]]], path: Path) -> None:
+    """Write the picture: throughput, and time per token of a session, over the number of sessions.
+
+    Args:
+        series: name -> colour, and tokens per second of all sessions by their number.
+    """
     from matplotlib.figure import Figure
 
-    from .plot import MODE_COLOURS, legend_below
+    from .plot import legend_below
 
     figure = Figure(figsize=(10.0, 4.4), layout="constrained")
-    figure.suptitle(f"{rows[0].prompt} + {rows[0].answer} tokens each, on {device_name(program.device)}", fontsize=11)
+    figure.suptitle(title, fontsize=11)
     left, right = figure.subplots(1, 2)
-    batches = sorted({row.batch for row in rows})
-    for cuda_graph in dict.fromkeys(row.cuda_graph for row in rows):
-        mine = [row for row in rows if row.cuda_graph == cuda_graph]
-        style = {"label": MODE_NAMES[cuda_graph], "color": MODE_COLOURS[cuda_graph], "marker": "o", "markersize": 5}
-        left.plot([row.batch for row in mine], [row.speed for row in mine], **style)
-        right.plot([row.batch for row in mine], [row.step_ms for row in mine], **style)
-    for axis, title, unit in ((left, "throughput", "tokens/s"), (right, "time per token of a session", "milliseconds")):
-        axis.set_title(title, fontsize=10)
+    batches = sorted({batch for _, speeds in series.values() for batch in speeds})
+    for name, (colour, speeds) in series.items():
+        style: dict[str, Any] = {"label": name, "color": colour, "marker": "o", "markersize": 5}
+        left.plot(list(speeds), list(speeds.values()), **style)
+        right.plot(list(speeds), [1e3 * batch / speed for batch, speed in speeds.items()], **style)
+    for axis, what, unit in ((left, "throughput", "tokens/s"), (right, "time per token of a session", "milliseconds")):
+        axis.set_title(what, fontsize=10)
         axis.set(xlabel="sessions that step together", ylabel=unit)
         axis.set_xscale("log", base=2)
         axis.set_xticks(batches, [str(batch) for batch in batches])

@@ -6,26 +6,28 @@ import argparse
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import bench_batch
+from bench_batch import Row as BatchRow
+from bench_commands import ROOT, SLOWER, fail, ostinato, output_of, threads_of
+
+from ostinato.delegate.errors import OptionError
+from ostinato.runner.batch_bench import BatchPlan
 from ostinato.runner.tables import Side, table
 
-ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-0.8B"
 # Its tokens are among those of any model with a larger vocabulary: what a first token needs, where there is only a config.
 TOKENIZER = ROOT / "tests" / "assets" / "capitals"
 FORMATS = ("int4", "bfloat16", "float32")
 QUESTION = "What is the capital of France?"
 STARTS = 5
-# A run of one and the next differ by this much.
-SLOWER = 0.97
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Row:
         ]
 
 
-def main() -> int:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=CONFIG)
     parser.add_argument("--formats", type=lambda text: text.split(","), default=["int4", "bfloat16"])
@@ -63,16 +65,27 @@ def main() -> int:
     parser.add_argument("-n", "--n-gen", default="32")
     parser.add_argument("-d", "--n-depth", default="0")
     parser.add_argument("-r", "--repetitions", default="3")
+    parser.add_argument("--batch", type=bench_batch.numbers, default=[1, 2, 4, 8, 16])
     parser.add_argument("--threads", type=int)
     parser.add_argument("--llama-bench", type=Path)
+    parser.add_argument("--llama-batched-bench", type=Path)
     parser.add_argument("--gguf", action="append", default=[])
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     unknown = [name for name in arguments.formats if name not in FORMATS]
     if unknown:
         parser.error(f"unknown formats {', '.join(unknown)}; the formats are: {', '.join(FORMATS)}")
+    if bool(arguments.gguf) != bool(arguments.llama_bench or arguments.llama_batched_bench):
+        parser.error("--llama-bench or --llama-batched-bench, and --gguf, go together")
+    return arguments
+
+
+def main() -> int:
+    arguments = parse()
+    try:
+        plan = batch_plan(arguments)
+    except OptionError as error:
+        fail(str(error))
     models = dict(pair.partition("=")[::2] for pair in arguments.gguf)
-    if bool(models) != (arguments.llama_bench is not None):
-        parser.error("--llama-bench and --gguf go together")
     arguments.output.mkdir(parents=True, exist_ok=True)
     if arguments.threads:
         os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
@@ -80,12 +93,16 @@ def main() -> int:
     rows = []
     for name, artifact in artifacts.items():
         tests = bench(artifact, arguments)
-        peers = llama(models[name], arguments) if name in models else {}
+        peers = llama(models[name], arguments) if name in models and arguments.llama_bench else {}
         rows += [Row(name, test, peers.get(name_of(test))) for test in tests]
+    batches = {}
+    if plan:
+        batches = {name: bench_batches(path, models.get(name), plan, arguments) for name, path in artifacts.items()}
     starts = {name: seconds_to_first_token(artifact) for name, artifact in artifacts.items()}
     imports = min(timed([sys.executable, "-c", "import torch"]) for _ in range(STARTS))
-    report(rows, starts, imports)
-    return 1 if any(row.ratio is not None and row.ratio < SLOWER for row in rows) else 0
+    report(rows, batches, starts, imports)
+    ratios = [row.ratio for row in rows] + [row.ratio for together in batches.values() for row in together]
+    return 1 if any(ratio is not None and ratio < SLOWER for ratio in ratios) else 0
 
 
 def export(name: str, arguments: argparse.Namespace) -> Path:
@@ -93,7 +110,8 @@ def export(name: str, arguments: argparse.Namespace) -> Path:
     if artifact.exists():
         return artifact
     longest = max(map(int, arguments.n_prompt.split(","))) + max(map(int, arguments.n_gen.split(",")))
-    length = max(map(int, arguments.n_depth.split(","))) + longest
+    # A batch's answer ends with one token more.
+    length = max(map(int, arguments.n_depth.split(","))) + longest + 1
     quant = ["--quant", "int4", "--group-size", arguments.group_size] if name == "int4" else ["--dtype", name]
     with tempfile.TemporaryDirectory() as folder:
         for path in (*arguments.model.glob("*.json"), *TOKENIZER.glob("tokenizer*"), *TOKENIZER.glob("*.jinja")):
@@ -112,9 +130,23 @@ def bench(artifact: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
     return tests
 
 
+def batch_plan(arguments: argparse.Namespace) -> BatchPlan | None:
+    """Several sessions together, with the first of the prompts' and of the answers' lengths. Raises OptionError."""
+    batches = tuple(sorted(set(arguments.batch) - {0}))
+    prompt, answer = (int(lengths.split(",")[0]) for lengths in (arguments.n_prompt, arguments.n_gen))
+    return BatchPlan(batches, prompt, answer, int(arguments.repetitions)) if batches else None
+
+
+def bench_batches(artifact: Path, model: str | None, plan: BatchPlan, arguments: argparse.Namespace) -> list[BatchRow]:
+    """Ours, and llama.cpp's where it is given with a model."""
+    program = arguments.llama_batched_bench
+    command = bench_batch.llama_command(program, model, "cpu", arguments.threads) if model and program else None
+    return bench_batch.measure(artifact, plan, False, command)
+
+
 def llama(model: str, arguments: argparse.Namespace) -> dict[str, float]:
     """llama.cpp's tokens/s by the same names."""
-    threads = ["-t", str(arguments.threads or len(os.sched_getaffinity(0)))]
+    threads = threads_of(arguments.threads)
     lengths = ["-p", arguments.n_prompt, "-n", arguments.n_gen, "-d", arguments.n_depth, "-r", arguments.repetitions]
     command = [str(arguments.llama_bench), "-m", model, *threads, *lengths, "-o", "json"]
     return {name_of(test): test["avg_ts"] for test in json.loads(output_of(command))}
@@ -138,26 +170,7 @@ def timed(command: list[str]) -> float:
     return time.perf_counter() - begin
 
 
-def output_of(command: list[str]) -> str:
-    """What a quiet command writes to stdout; ends this script if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode < 0:
-        sys.exit(f"{' '.join(command)} was ended by {signal.Signals(-done.returncode).name}: {done.stderr}")
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed: {done.stderr}")
-    return done.stdout
-
-
-def ostinato(*words: str) -> str:
-    command = [sys.executable, "-m", "ostinato.runner.cli", *words]
-    print(f"$ ostinato {' '.join(words)}", file=sys.stderr, flush=True)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.returncode)
-    return done.stdout
-
-
-def report(rows: list[Row], starts: dict[str, float], imports: float) -> None:
+def report(rows: list[Row], batches: dict[str, list[BatchRow]], starts: dict[str, float], imports: float) -> None:
     columns: dict[str, Side] = {"format": "left", "test": "left"}
     columns |= dict.fromkeys(("tokens/s", "llama.cpp", "ratio", "GB/s", "of copy"), "right")
     subject = rows[0].test
@@ -165,6 +178,9 @@ def report(rows: list[Row], starts: dict[str, float], imports: float) -> None:
         f"\n{subject['device']}, {subject['copy_bytes_per_second'] / 1e9:.1f} GB/s copied, torch {subject['torch']}\n"
     )
     print(table(columns, [row.cells() for row in rows]))
+    for name, together in batches.items():
+        print(f"\nsessions that step together, {name}\n\n{bench_batch.render(together, {})}")
+    print()
     for name, seconds in starts.items():
         print(f"start to first token, {name}: {seconds:.2f} s, of which `import torch` {imports:.2f} s")
 

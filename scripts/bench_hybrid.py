@@ -23,7 +23,8 @@ from unittest import mock
 
 import hybrid_timeline
 import torch
-from bench_cpu import ROOT, SLOWER, name_of, ostinato, output_of
+from bench_commands import ROOT, SLOWER, ostinato, output_of
+from bench_cpu import name_of
 from check_artifact import anonymous_memory
 from check_speed import Finding
 

@@ -1,0 +1,287 @@
+#!/usr/bin/env python3
+"""Several sessions that step together, beside llama.cpp's llama-batched-bench on the same shape, on a GPU or a CPU.
+
+    python scripts/bench_batch.py ARTIFACT [--cuda_graph] [--batch 1,2,4,8,16,32,64,128] [-p 128] [-n 128] [-r 3]
+                                  [--llama-batched-bench FILE --gguf FILE] [--threads N]
+                                  [--json FILE] [--plot FILE] [--skip-goals]
+
+All sessions start at once, each with a prompt of -p tokens of its own, and then all generate -n tokens together. What is
+compared is this generation alone, in tokens per second of all sessions together: speed_tg of `ostinato bench --batch`, and
+S_TG of llama-batched-bench. Both are medians of -r repetitions. Ours draws each token; llama.cpp's step ends with the
+logits, and its next tokens are random.
+
+One session is measured in a process of its own that has room for no other. Where 1 and 64 are among the batches, it is
+measured once more in the process of 64, as "1 of 64": one slot is in use, the others are free. llama.cpp gets the same
+batches, in as many processes. On a CPU nothing else may run: llama.cpp's threads wait for each other busily, and a core
+that is taken from one of them costs it much more than its share.
+
+The goals are for Qwen3.5-35B-A3B in int4 on one NVIDIA H200, with --cuda_graph and 128 tokens behind 128; other lengths
+and a CPU have none. --skip-goals is for another model or GPU.
+
+Exit status: 0 all was measured, nothing is slower than llama.cpp, and every goal held; 1 not so; 2 an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench_commands import SLOWER, fail, ostinato, output_of, threads_of
+from check_speed import Finding
+
+from ostinato.delegate.errors import OptionError, OstinatoError
+from ostinato.delegate.files import artifact_paths, open_artifact
+from ostinato.runner.batch_bench import BatchPlan, draw_speeds
+from ostinato.runner.plot import check_plot
+from ostinato.runner.tables import Side, table
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+# Slots of which one is in use.
+SLOTS = 64
+# Tokens/s by `Row.name`, of prompts and answers of GOAL_TOKENS.
+GOALS = {"1": 1000, f"1 of {SLOTS}": 970, "8": 2600, "16": 3600, "32": 5000, "64": 7000, "128": 9500}
+GOAL_TOKENS = 128
+OURS, PEER = "#0072b2", "#d55e00"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One batch.
+
+    Attributes:
+        sessions: that step together.
+        slots: sessions that there is room for.
+        speed: tokens/s of all sessions together.
+        peer: llama.cpp's; None if it was not measured.
+        machine: what ours ran on.
+    """
+
+    sessions: int
+    slots: int
+    speed: float
+    peer: float | None
+    machine: str
+
+    @property
+    def name(self) -> str:
+        alone = self.sessions == 1 and self.slots > 1
+        return f"1 of {self.slots}" if alone else str(self.sessions)
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.peer is None else self.speed / self.peer
+
+    @property
+    def token_ms(self) -> float:
+        """Milliseconds from one token of a session to its next: of a step."""
+        return 1e3 * self.sessions / self.speed
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = parse(words)
+    try:
+        plan = BatchPlan(
+            tuple(sorted(set(arguments.batch))), arguments.n_prompt, arguments.n_gen, arguments.repetitions
+        )
+        check_files(arguments)
+        device = device_of(arguments.artifact)
+    except OstinatoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if arguments.threads:
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    llama = None
+    if arguments.gguf:
+        llama = llama_command(arguments.llama_batched_bench, arguments.gguf, device, arguments.threads)
+    rows = measure(arguments.artifact, plan, arguments.cuda_graph, llama)
+    goals = goals_of(plan, device, arguments.skip_goals)
+    print(f"\n{rows[0].machine}; each session: {plan.prompt} + {plan.answer} tokens\n\n{render(rows, goals)}\n")
+    found = findings(rows, goals)
+    if arguments.json:
+        records = [asdict(row) | {"ratio": row.ratio, "token_ms": row.token_ms} for row in rows]
+        arguments.json.write_text(
+            json.dumps({"batches": records, "goals": [asdict(one) for one in found]}, indent=1) + "\n"
+        )
+    if arguments.plot:
+        draw(rows, plan, arguments.plot)
+    missed = [one for one in found if not one.held]
+    for one in missed:
+        print(f"MISSED: {one.what}: {one.found}, wanted: {one.wanted}")
+    return 1 if missed else 0
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--cuda_graph", "--cuda-graph", action="store_true")
+    parser.add_argument("--batch", type=numbers, default=BATCHES, metavar="N,N")
+    parser.add_argument("-p", "--n-prompt", type=int, default=GOAL_TOKENS)
+    parser.add_argument("-n", "--n-gen", type=int, default=GOAL_TOKENS)
+    parser.add_argument("-r", "--repetitions", type=int, default=3)
+    parser.add_argument("--llama-batched-bench", type=Path, metavar="FILE")
+    parser.add_argument("--gguf", type=Path, metavar="FILE")
+    parser.add_argument("--threads", type=int, help="of both on a CPU (default: as many as there are cores)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE")
+    parser.add_argument("--skip-goals", action="store_true")
+    arguments = parser.parse_args(words)
+    if (arguments.llama_batched_bench is None) != (arguments.gguf is None):
+        parser.error("--llama-batched-bench and --gguf go together")
+    return arguments
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def check_files(arguments: argparse.Namespace) -> None:
+    """Raises OptionError: a file that is missing, or could not be written."""
+    if arguments.plot:
+        check_plot(arguments.plot)
+    if arguments.json and not arguments.json.absolute().parent.is_dir():
+        raise OptionError(f"--json: no such folder: {arguments.json.absolute().parent}")
+    for file in (arguments.llama_batched_bench, arguments.gguf):
+        if file is not None and not file.is_file():
+            raise OptionError(f"no such file: {file}")
+
+
+def device_of(artifact: Path) -> str:
+    """`cpu` or `cuda`: what it was compiled for. Raises ArtifactError."""
+    parsed, _ = open_artifact(*artifact_paths(artifact), verify=False)
+    return next(iter(parsed.methods.values())).target.device
+
+
+def goals_of(plan: BatchPlan, device: str, skip: bool) -> dict[str, float]:
+    """Tokens/s by `Row.name`; empty where there are none."""
+    known = device == "cuda" and plan.prompt == plan.answer == GOAL_TOKENS
+    return {} if skip or not known else dict(GOALS)
+
+
+# --- measuring
+
+
+def measure(artifact: Path, plan: BatchPlan, cuda_graph: bool, llama: Sequence[str] | None) -> list[Row]:
+    """All batches of a plan, ours and llama.cpp's; `llama` is a `llama_command`."""
+    rows = []
+    for batches in groups(plan.batches):
+        part = replace(plan, batches=batches)
+        records = ours(artifact, part, cuda_graph)
+        peers = {} if llama is None else llama_speeds(llama, part)
+        rows += [row_of(record, peers.get(record["pl"])) for record in records]
+    return rows
+
+
+def row_of(record: Mapping[str, Any], peer: float | None) -> Row:
+    """Of one of `ours`."""
+    machine = f"{record['device']}, torch {record['torch']}, {'--cuda_graph' if record['cuda_graph'] else 'no graph'}"
+    return Row(record["pl"], record["slots"], record["speed_tg"], peer, machine)
+
+
+def groups(batches: Sequence[int]) -> list[tuple[int, ...]]:
+    """Rising batches by the process that measures them: it has room for the largest."""
+    one, several = [batch for batch in batches if batch == 1], [batch for batch in batches if batch > 1]
+    split = [one, several]
+    if one and SLOTS in several:
+        few, many = ([batch for batch in several if (batch <= SLOTS) == wanted] for wanted in (True, False))
+        split = [one, [1, *few], many]
+    return [tuple(group) for group in split if group]
+
+
+def ours(artifact: Path, plan: BatchPlan, cuda_graph: bool) -> list[dict[str, Any]]:
+    """The records of `ostinato bench --batch`, one per batch."""
+    lengths = ["-p", str(plan.prompt), "-n", str(plan.answer), "-r", str(plan.repetitions)]
+    words = ["--batch", ",".join(map(str, plan.batches)), *lengths, "--cuda_graph", "on" if cuda_graph else "off"]
+    records: list[dict[str, Any]] = json.loads(ostinato("bench", str(artifact), *words, "--output", "json"))
+    return records
+
+
+def llama_command(program: Path, gguf: str | Path, device: str, threads: int | None) -> list[str]:
+    """llama-batched-bench with a model, on all of a GPU or on so many threads of the CPU."""
+    where = ["-ngl", "99", "-b", "2048", "-ub", "2048"] if device == "cuda" else threads_of(threads)
+    return [str(program), "-m", str(gguf), *where, "-fa", "on"]
+
+
+def llama_speeds(command: Sequence[str], plan: BatchPlan) -> dict[int, float]:
+    """S_TG by batch, the median of the repetitions: a batch is asked for as often."""
+    room = plan.most * (plan.prompt + plan.answer)
+    asked = ",".join(str(batch) for batch in plan.batches for _ in range(plan.repetitions))
+    lengths = ["-c", str(room), "-npp", str(plan.prompt), "-ntg", str(plan.answer), "-npl", asked]
+    words = [*command, *lengths, "--output-format", "jsonl"]
+    print(f"$ {' '.join(words)}", file=sys.stderr, flush=True)
+    samples = read_llama(output_of(words))
+    missing = [str(batch) for batch in plan.batches if len(samples.get(batch, ())) != plan.repetitions]
+    if missing:
+        fail(f"llama-batched-bench did not measure batches of {', '.join(missing)}: {' '.join(words)}")
+    return {batch: statistics.median(speeds) for batch, speeds in samples.items()}
+
+
+def read_llama(text: str) -> dict[int, list[float]]:
+    """S_TG of each run by batch, from what llama-batched-bench writes with `--output-format jsonl`."""
+    samples: dict[int, list[float]] = {}
+    for line in text.splitlines():
+        if line.startswith("{"):
+            record = json.loads(line)
+            samples.setdefault(record["pl"], []).append(record["speed_tg"])
+    return samples
+
+
+# --- what was found
+
+
+def findings(rows: Sequence[Row], goals: Mapping[str, float]) -> list[Finding]:
+    """The goals of the batches that were measured, then that nothing is slower than llama.cpp."""
+    found = []
+    for row in rows:
+        if row.name in goals:
+            wanted = goals[row.name]
+            found.append(Finding(row.name, f"{row.speed:,.1f} tokens/s", row.speed >= wanted, f"{wanted:,.0f} or more"))
+    for row in rows:
+        if row.ratio is not None:
+            what, wanted_ratio = f"{row.name} over llama.cpp", f"{SLOWER} or more: two runs differ by 3%"
+            found.append(Finding(what, f"{row.ratio:.3f}", row.ratio >= SLOWER, wanted_ratio))
+    return found
+
+
+def render(rows: Sequence[Row], goals: Mapping[str, float]) -> str:
+    """The table; columns that nothing is known for are left out."""
+    columns: dict[str, Side] = {"sessions": "right"}
+    columns |= dict.fromkeys(("tokens/s", "llama.cpp", "ratio", "ms per token", "goal"), "right")
+    columns["held"] = "left"
+    cells = []
+    for row in rows:
+        goal = goals.get(row.name)
+        cells.append(
+            {
+                "sessions": row.name,
+                "tokens/s": f"{row.speed:,.1f}",
+                "llama.cpp": "" if row.peer is None else f"{row.peer:,.1f}",
+                "ratio": "" if row.ratio is None else f"{row.ratio:.2f}",
+                "ms per token": f"{row.token_ms:.3f}",
+                "goal": "" if goal is None else f"{goal:,.0f}",
+                "held": "" if goal is None else "yes" if row.speed >= goal else "NO",
+            }
+        )
+    used = {name: side for name, side in columns.items() if any(cell[name] for cell in cells)}
+    return table(used, [[cell[name] for name in used] for cell in cells])
+
+
+def draw(rows: Sequence[Row], plan: BatchPlan, path: Path) -> None:
+    """Write the picture, without the slots that are not in use."""
+    shown = [row for row in rows if row.name == str(row.sessions)]
+    series = {"Ostinato": (OURS, {row.sessions: row.speed for row in shown})}
+    peers = {row.sessions: row.peer for row in shown if row.peer is not None}
+    if peers:
+        series["llama.cpp"] = (PEER, peers)
+    draw_speeds(f"{plan.prompt} + {plan.answer} tokens each, on {rows[0].machine}", series, path)
+    print(f"wrote {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
