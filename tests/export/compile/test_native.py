@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,9 @@ def test_name_is_of_what_is_in_it(tmp_path: Path) -> None:
     names = {library.build().library, library.build(("-march=haswell",)).library}
     (tmp_path / "b_cpu.h").write_text("#pragma once")
     names.add(library.build().library)
-    assert len(names) == 3 and library.build().library in names
+    (tmp_path / "b_cpu.h").rename(tmp_path / "c_cpu.h")
+    names |= {library.build().library, replace(library, sources=("a_cpu.cpp", "c_cpu.h")).build().library}
+    assert len(names) == 5 and library.build().library in names
 
 
 @pytest.mark.skipif("g++" not in CXX, reason="the names are those of g++")

@@ -165,6 +165,12 @@ def test_every_function_has_its_test() -> None:
     assert [name for name in functions if f"test_{name}" not in globals()] == []
 
 
+def test_kept_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    folder = torch_internals.kept_folder()
+    assert folder.is_dir() and folder.parent == tmp_path / "cache"
+
+
 def test_is_reserved_name() -> None:
     """The rule stands in the source of Inductor's wrapper as it is repeated here."""
     from torch._inductor.codegen import wrapper
