@@ -164,9 +164,9 @@ class Libraries:
         for made in objects:
             made.result()
         self._compilers.run(build.link, folder)
-        made = folder / build.library
-        _keep(made, kept)
-        return made
+        library = folder / build.library
+        _keep(library, kept)
+        return library
 
     def _make_header(self, make: Callable[..., None], *arguments: Any) -> None:
         self._headers.append(self._compilers.start(make, *arguments))
