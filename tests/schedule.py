@@ -11,13 +11,16 @@ LONGEST: tuple[str, ...] = (
     "tests/export/test_cpu_moe.py",
     "tests/runner/test_cpu_moe.py",
     "tests/runner/test_int4.py",
+    "tests/export/kernels/test_attention_prefill.py",
+    "tests/export/compile/test_native.py",
     "tests/export/kernels/test_experts_step.py",
-    "tests/export/kernels/test_linear_step.py",
-    "tests/export/kernels/test_linear_rows.py",
+    "tests/export/kernels/test_delta_rule_rows.py",
     "tests/export/kernels/test_experts_rows.py",
-    "tests/export/test_program.py",
-    "tests/test_bad_checkpoints.py",
+    "tests/export/kernels/test_linear_step.py",
     "tests/test_bench_hybrid.py",
+    "tests/export/test_program.py",
+    "tests/export/kernels/test_linear_rows.py",
+    "tests/test_bad_checkpoints.py",
 )
 # Their tests go to several processes, by what stands in brackets: each has an export of its own.
 BY_PARAMETER = frozenset({"tests/export/test_model.py"})

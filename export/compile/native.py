@@ -83,10 +83,10 @@ class NativeLibrary:
         home = Path(str(torch.__file__)).parent
         command = (compiler, *_FLAGS, *flags, f"-I{home / 'include'}")
         digest = hashlib.sha256(
-            "\0".join((compiler_version(compiler), _processor(), *command, torch.__version__)).encode()
+            "\0".join((compiler_version(compiler), _processor(), *command, torch.__version__, *self.sources)).encode()
         )
         for path in sorted(path for path in self.folder.rglob("*_cpu.*") if path.suffix in (".cpp", ".h")):
-            digest.update(path.read_bytes())
+            digest.update(f"\0{path.relative_to(self.folder)}\0".encode() + path.read_bytes())
         library = f"lib{self.name}-{digest.hexdigest()[:16]}.so"
         objects = {f"{Path(source).stem}.o": str(self.folder / source) for source in self.sources}
         compiled = tuple((*command, "-c", source, "-o", made) for made, source in objects.items())

@@ -254,6 +254,20 @@ def choose_vector_instructions() -> None:
     pick_vec_isa()
 
 
+def kept_folder() -> Path:
+    """Where libraries lie that later exports take, in Inductor's cache. Their names must cover all that they are made of.
+
+    Needs `torch._inductor.runtime.cache_dir_utils.cache_dir`. Without it each export that has code for CPUs compiles the
+    kernels, which takes 12 s on two cores.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = Path(cache_dir()) / "ostinato"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def is_reserved_name(name: str) -> bool:
     """Whether Inductor takes a kernel's argument of this name for its own, and leaves it out of the generated code.
 

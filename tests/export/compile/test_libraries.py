@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from ostinato.delegate.errors import ExportError
 from ostinato.export import Progress
 from ostinato.export.compile import libraries as libraries_module
-from ostinato.export.compile import torch_internals
 from ostinato.export.compile.compilers import CompilerError, Compilers, CompilersStopped
 from ostinato.export.compile.libraries import Libraries
+from ostinato.export.compile.native import NativeLibrary
+from ostinato.export.compile.toolchain import find_compiler
 from ostinato.export.compile.torch_internals import Interface
 from ostinato.export.compile.trace import TracedGraph, trace_method
 
@@ -98,30 +99,70 @@ def test_the_interface_is_kept_for_the_next_export(
 ) -> None:
     """It is compiled once, by the first of two exports; where there is no place for it, by each."""
     compiled: list[Path] = []
-    run, apart = Compilers.run, torch_internals._interface_apart
+    run = Compilers.run
 
     def counted(compilers: Compilers, command: Sequence[str], folder: Path) -> None:
-        if Interface.SOURCE in command:
-            compiled.append(folder)
+        compiled.append(folder)
         run(compilers, command, folder)
 
-    def export(kept: Path) -> None:
-        def moved(wrapper: Path, objects: list[list[str]]) -> Interface:
-            interface = apart(wrapper, objects)
-            assert interface is not None and interface.kept is not None
-            return replace(interface, kept=kept)
-
-        monkeypatch.setattr(torch_internals, "_interface_apart", moved)
+    def export(kept: Path) -> bytes:
+        command = (find_compiler(), "-c", Interface.SOURCE, "-o", Interface.OBJECT)
         with Libraries("cpu", Progress()) as libraries:
-            libraries.generate(graphs("weight"))
-            (code,) = libraries.codes()
-        assert code.names == {"weight": "weight"}
+            libraries._ready.result()
+            compiled.clear()
+            interface = Interface("int shared() { return 1; }", command, kept)
+            made = [libraries._interface(interface).result() for _ in range(3)]
+            assert len(set(made)) == 1
+            return made[0].read_bytes()
 
     monkeypatch.setattr(Compilers, "run", counted)
+    counts, objects = [], set()
     for kept in (tmp_path / "kept.o", tmp_path / "kept.o", tmp_path / "nowhere" / "kept.o"):
-        export(kept)
-    assert len(compiled) == 2
+        objects.add(export(kept))
+        counts.append(len(compiled))
+    assert counts == [1, 0, 1] and len(objects) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.o", "temporary"]
+
+
+@pytest.fixture
+def doubling(tmp_path: Path) -> NativeLibrary:
+    """A library of one operator, in C++ of a line."""
+    folder = tmp_path / "doubling"
+    folder.mkdir()
+    (folder / "twice_cpu.cpp").write_text('extern "C" int aoti_torch_cpu_twice(void*, void**) { return 1; }\n')
+    library = NativeLibrary(f"doubling_{os.getpid()}", folder, ("twice_cpu.cpp",))
+    library.operator("twice(Tensor x) -> Tensor")(torch.empty_like)
+    return library
+
+
+def test_operators_are_kept_for_the_next_export(
+    monkeypatch: pytest.MonkeyPatch, temporary: Path, tmp_path: Path, doubling: NativeLibrary
+) -> None:
+    """Their library is compiled by the first of two exports, and by each where there is no place for it."""
+    compiled: list[Sequence[str]] = []
+    run = Compilers.run
+
+    def counted(compilers: Compilers, command: Sequence[str], folder: Path) -> None:
+        if any(word.endswith("twice_cpu.cpp") for word in command):
+            compiled.append(command)
+        run(compilers, command, folder)
+
+    def export() -> bytes:
+        with Libraries("cpu", Progress()) as libraries:
+            library = libraries._begin_native(doubling).result()
+            assert library.name == doubling.build().library and libraries._folder in library.parents
+            return library.read_bytes()
+
+    monkeypatch.setattr(Compilers, "run", counted)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    made = []
+    for folder in (kept, kept, tmp_path / "nowhere"):
+        monkeypatch.setattr(libraries_module, "kept_folder", lambda folder=folder: folder)
+        made.append(export())
+    assert len(compiled) == 2
+    (path,) = kept.iterdir()
+    assert path.name == doubling.build().library and {path.read_bytes()} == set(made[:2])
 
 
 FAILING = """

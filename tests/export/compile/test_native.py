@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ PROCESSORS = {
     "sapphirerapids": ("tdpbssd", "tdpfp16ps"),
 }
 PRODUCT = "linear/product_cpu.cpp"
+# Beside the one before them, only products have other code: by this macro or function.
+PRODUCTS_ALONE = {"alderlake": "add_dot", "cooperlake": "__AVX512BF16__"}
 
 
 def test_declarations() -> None:
@@ -73,7 +76,21 @@ def test_name_is_of_what_is_in_it(tmp_path: Path) -> None:
     names = {library.build().library, library.build(("-march=haswell",)).library}
     (tmp_path / "b_cpu.h").write_text("#pragma once")
     names.add(library.build().library)
-    assert len(names) == 3 and library.build().library in names
+    (tmp_path / "b_cpu.h").rename(tmp_path / "c_cpu.h")
+    names |= {library.build().library, replace(library, sources=("a_cpu.cpp", "c_cpu.h")).build().library}
+    assert len(names) == 5 and library.build().library in names
+
+
+def test_only_products_have_code_for_these() -> None:
+    using = {path.name for path in LIBRARY.folder.rglob("*_cpu.cpp") if uses(path, *PRODUCTS_ALONE.values())}
+    headers = {path.name for path in LIBRARY.folder.rglob("*_cpu.h") if uses(path, *PRODUCTS_ALONE.values())}
+    assert using == {Path(PRODUCT).name}
+    # Which says what the macro and the function stand for.
+    assert headers == {"vectors_cpu.h"}
+
+
+def uses(path: Path, *words: str) -> bool:
+    return any(word in path.read_text() for word in words)
 
 
 @pytest.mark.skipif("g++" not in CXX, reason="the names are those of g++")
@@ -85,6 +102,9 @@ def test_instruction_sets(processor: str, tmp_path: Path) -> None:
     if objdump is None:
         pytest.skip("no objdump")
     commands = LIBRARY.build((f"-march={processor}",)).objects
+    if processor in PRODUCTS_ALONE:
+        commands = tuple(command for command in commands if str(LIBRARY.folder / PRODUCT) in command)
+        assert len(commands) == 1
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda command: subprocess.run(command, cwd=tmp_path, check=True), commands))
     found = tmp_path / f"{Path(PRODUCT).stem}.o"

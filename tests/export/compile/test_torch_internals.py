@@ -67,20 +67,28 @@ def generated(folder: Path) -> torch_internals.Generated:
         return torch_internals.generate_library(module, example, "cpu", folder, {})
 
 
-def test_generate_library(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch_internals.Generated, list[Path], Any]:
+    """What is generated, which files of a library there are then, and the library when it is built and loaded."""
+    found = generated(tmp_path_factory.mktemp("built"))
+    files = list(found.path.parent.rglob("*"))
+    made = [path for path in files if path.name.endswith((".kernel.o", ".wrapper.o", ".so"))]
+    return found, made, load_built(found)
+
+
+def test_generate_library(built: tuple[torch_internals.Generated, list[Path], Any]) -> None:
     """Its source, the operators that it calls by name, and commands that build a library of which nothing is there before."""
-    found = generated(tmp_path)
-    assert found.path.parent == tmp_path and not found.path.exists()
-    assert list(tmp_path.rglob("*.kernel.o")) == list(tmp_path.rglob("*.wrapper.o")) == []
+    found, made, container = built
+    assert made == []
     assert "AOTInductorModel::run_impl" in found.source
     targets = {node["node"]["target"] for node in json.loads(found.extern)["nodes"]}
     assert targets == {"aten::linalg_solve_triangular"}
     # This torch's wrappers have the text that is compiled once for all.
     assert found.interface is not None
-    (wrapper,) = tmp_path.glob("*.wrapper.cpp")
+    (wrapper,) = found.path.parent.glob("*.wrapper.cpp")
     assert "AOTInductorModelContainerCreateWithDevice(" not in wrapper.read_text()
     assert len(found.objects) == 2
-    assert load_built(found).get_call_spec()
+    assert container.get_call_spec()
 
 
 class Table(nn.Module):
@@ -120,9 +128,9 @@ def load_built(found: torch_internals.Generated) -> Any:
     return load_container(str(found.path), torch.device("cpu"))
 
 
-def test_constant_names(tmp_path: Path) -> None:
+def test_constant_names(built: tuple[torch_internals.Generated, list[Path], Any]) -> None:
     """A buffer of one element is there by its name; folded into the code it would never change."""
-    container = load_built(generated(tmp_path))
+    _, _, container = built
     assert set(torch_internals.constant_names(container).values()) == {"lower", "count"}
 
 
@@ -163,6 +171,12 @@ def test_every_function_has_its_test() -> None:
     ]
     assert len(functions) > 10
     assert [name for name in functions if f"test_{name}" not in globals()] == []
+
+
+def test_kept_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    folder = torch_internals.kept_folder()
+    assert folder.is_dir() and folder.parent == tmp_path / "cache"
 
 
 def test_is_reserved_name() -> None:

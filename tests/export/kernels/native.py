@@ -1,4 +1,4 @@
-"""Operators in C++, callable from Python: the library is built as an export builds it, once for all tests.
+"""Operators in C++, callable from Python: the library is an export's, or built as an export builds it, once for all tests.
 
 An exported program calls their C functions with handles of tensors; here torch's dispatcher does, by way of ctypes.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ostinato.export.compile.native import NativeBuild, NativeLibrary, Operator
+from ostinato.export.compile.torch_internals import kept_folder
 
 _DTYPES = {torch.float32: 6, torch.bfloat16: 15}
 _NEW = ctypes.pythonapi.PyCapsule_New
@@ -34,10 +36,14 @@ def build(native: NativeBuild, folder: Path) -> Path:
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
+            kept = kept_folder() / native.library
             with TemporaryDirectory(dir=folder) as made:
-                with ThreadPoolExecutor() as pool:
-                    list(pool.map(partial(run, folder=Path(made)), native.objects))
-                run(native.link, Path(made))
+                if kept.exists():
+                    shutil.copyfile(kept, Path(made) / native.library)
+                else:
+                    with ThreadPoolExecutor() as pool:
+                        list(pool.map(partial(run, folder=Path(made)), native.objects))
+                    run(native.link, Path(made))
                 (Path(made) / native.library).rename(path)
     return path
 

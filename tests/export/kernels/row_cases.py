@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +41,18 @@ MIXTURES = {
     "a long run among rows": [Run(0, 30), Run(3, 11, 40), Run(1, 0), Run(-1, 0), Run(4, 17)],
     "only padding": [Run(-1, 0, 3)],
 }
+
+
+def checkered(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """All combinations of the axes' values. In the interpreter, which takes a second for each, the black squares of a
+    chessboard: any two values of three axes still meet.
+    """
+    numbered = product(*map(enumerate, axes))
+    return [
+        tuple(value for _, value in square)
+        for square in numbered
+        if DEVICE == "cuda" or sum(index for index, _ in square) % 2 == 0
+    ]
 
 
 def rows_of(runs: list[Run]) -> int:

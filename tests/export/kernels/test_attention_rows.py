@@ -8,7 +8,8 @@ import torch
 from ostinato.export.kernels.attention import reference, rows_triton
 from ostinato.export.kernels.operands import KVCache, Norm, Place
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from .row_cases import DEVICE, checkered
+
 NAN = float("nan")
 # (slot, first position, rows) of each run.
 RUNS = {
@@ -17,14 +18,13 @@ RUNS = {
     "prompt": [(2, 20, 19), (-1, 38, 3)],
     "padding": [(-1, 0, 2)],
 }
+# (page, heads, key heads, D)
+SHAPES = [(16, 4, 2, 32), (64, 6, 2, 16), (32, 2, 2, 64)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("page", "heads", "kv_heads", "size"), [(16, 4, 2, 32), (64, 6, 2, 16), (32, 2, 2, 64)])
-@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
-def test_rows(
-    runs: list[tuple[int, int, int]], page: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("name", "shape", "dtype"), checkered(RUNS, SHAPES, (torch.float32, torch.bfloat16)), ids=str)
+def test_rows(name: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    runs, (page, heads, kv_heads, size) = RUNS[name], shape
     generator = torch.Generator().manual_seed(0)
     slots, most = 4, -(-100 // page)
     rows = torch.tensor([slot for slot, _, count in runs for _ in range(count)])

@@ -18,7 +18,7 @@ from ostinato.export.kernels.operands import Convolution, Decay, Place
 
 from ...comparison import relative_error
 from .conftest import report_of, spilling, traced_layer
-from .row_cases import DEVICE, MIXTURES, SLOTS, Run, place_of, real_rows, rows_of
+from .row_cases import DEVICE, MIXTURES, SLOTS, Run, checkered, place_of, real_rows, rows_of
 
 BF16, F32 = torch.bfloat16, torch.float32
 TOLERANCE = {F32: 1e-5, BF16: 4e-3}
@@ -131,24 +131,22 @@ def check(case: Case) -> None:
             assert relative_error(ours, exact) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize(("mixture", "shape", "dtype"), checkered(MIXTURES, SHAPES, TOLERANCE), ids=str)
 def test_definition(mixture: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     check(draw(shape, MIXTURES[mixture], dtype))
 
 
-@pytest.mark.parametrize("mixture", ("one run", "padding between", "short runs", "a long run among rows"))
 @pytest.mark.parametrize(
-    ("values", "long", "programs", "chunk"),
-    [(4, 1000, 0, 16), (16, 1, 0, 16), (16, 2, 0, 8), (16, 1, 1, 16), (8, 2, 40, 32)],
+    ("config", "mixture"),
+    checkered(
+        ((4, 1000, 0, 16), (16, 1, 0, 16), (16, 2, 0, 8), (16, 1, 1, 16), (8, 2, 40, 32)),
+        ("one run", "padding between", "short runs", "a long run among rows"),
+    ),
     ids=str,
 )
-def test_configurations(
-    values: int, long: int, programs: int, chunk: int, mixture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configurations(config: tuple[int, int, int, int], mixture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All runs row by row, all of them in chunks, by the kernel for rows or by the other; programs with several runs."""
-    configure(monkeypatch, values, long, programs, chunk)
+    configure(monkeypatch, *config)
     check(draw(MAIN, MIXTURES[mixture], BF16))
 
 
