@@ -60,9 +60,10 @@ def test_a_run(llama: Path, capitals_artifact: Path, tmp_path: Path, capfd: pyte
     assert row["token_ms"] == pytest.approx(3e3 / row["speed"])
     # The machine may be busy.
     assert finding["held"] == (row["ratio"] >= 0.97) and status == (0 if finding["held"] else 1)
-    lines = [line.split("  ") for line in out.splitlines()]
-    assert [cell.strip() for cell in lines[3] if cell] == ["sessions", "tokens/s", "llama.cpp", "ratio", "ms per token"]
-    assert "".join(lines[5]).split()[:1] == ["3"] and " 46.8 " in out
+    lines = out.splitlines()
+    columns = [cell.strip() for cell in lines[3].split("  ") if cell]
+    assert columns == ["sessions", "tokens/s", "llama.cpp", "ratio", "ms per token"]
+    assert lines[5].split()[:1] == ["3"] and " 46.8 " in out
     assert plot.read_bytes()[:4] == b"\x89PNG"
     assert "--batch 3 -p 16 -n 8 -r 2 --cuda_graph off" in err
     asked = json.loads((tmp_path / "asked.json").read_text())

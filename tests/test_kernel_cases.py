@@ -1,0 +1,214 @@
+"""scripts/kernel_cases.py: which kernels a step has, the bytes that they move, and that they agree with their references."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ostinato.export.kernels.operands import KVCache, Norm, Place, Weight
+from ostinato.export.models import build_network
+from ostinato.export.models.traffic import decode_bytes, kv_bytes_per_token
+
+from .conftest import ROOT
+from .export.kernels.conftest import repaired_interpreter  # noqa: F401  (a fixture, for the kernels on a CPU)
+
+pytest.importorskip("triton")
+sys.path.append(str(ROOT / "scripts"))
+
+from kernel_arguments import Draw, Shapes, tensors_of, with_tensors
+from kernel_cases import CONV_ROWS, Case, decode_cases, distinct_experts
+from kernel_timing import TOLERANCE, check
+
+from ostinato.delegate.sampling import Sampling
+
+from .kernel_shapes import FLAGSHIP, flagship, tiny_shapes
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SAMPLING_BYTES = sum(value.nbytes for value in Sampling().inputs())
+DENSE = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-0.8B"
+# With --max-seq-len 5120 and --group-size 128, bytes: weights at half a byte + scales at two for 128, then the rest.
+FLAGSHIP_BYTES = {
+    # 12,288 rows of 2,048; the gates' rows and taps in bfloat16; the convolution's state read and written; x, the norm,
+    # position and slot; out, gates.
+    "norm_linear_conv": 12288 * (1024 + 32) + 64 * 2048 * 2 + 8192 * 4 * 2 + 2 * (3 * 8192 * 2) + 4096 + 8192 + 2 * 8
+    + 12288 * 2 + 64 * 4,
+    # 32 states of 128 x 128 in float32, read and written; q, k, v and z, gates, two numbers a head, norm, place; out.
+    "delta_step": 2 * (32 * 128 * 128 * 4) + 12288 * 2 + 64 * 4 + 2 * 32 * 4 + 128 * 4 + 2 * 8 + 4096 * 2,
+    "linear_add/delta_net": 2048 * (2048 + 64) + 4096 * 2 + 2048 * 2 + 2048 * 2,
+    "norm_linear/qkv": 9216 * (1024 + 32) + 4096 + 8192 + 9216 * 2,
+    # At position 0 one key and one value of two heads of 256 are written. A page of 64 positions has a number of four bytes.
+    "attend_step@0": 9216 * 2 + 2 * 256 * 4 + 2 * 64 * 4 + 2 * 8 + 1 * 2 * 2 * 256 * 2 + 0 + 4096 * 2,
+    "attend_step@4000": 9216 * 2 + 2 * 256 * 4 + 2 * 64 * 4 + 2 * 8 + 4001 * 2 * 2 * 256 * 2 + 250 + 4096 * 2,
+    "linear_add/attention": 2048 * (2048 + 64) + 4096 * 2 + 2048 * 2 + 2048 * 2,
+    "route_logits": 257 * 2048 * 2 + 4096 + 8192 + 257 * 2,
+    # Eight routed experts and the shared one, 1,024 rows of 2,048 each; x, the norm, logits; hidden.
+    "experts_gate_up": 9 * 1024 * (1024 + 32) + 4096 + 8192 + 257 * 2 + 9 * 512 * 2,
+    "experts_down": 9 * 2048 * (256 + 8) + 9 * 512 * 2 + 257 * 2 + 4096 + 4096,
+    "norm_linear/lm_head": 248320 * (1024 + 32) + 4096 + 8192 + 248320 * 4,
+    # Beside the logits position and slot, the options, the last token and its position; the token.
+    "sample/greedy": 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8,
+    "sample/top_p": 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8,
+}  # fmt: skip
+
+
+# Of 8 rows: weights once, what is a row's eight times.
+EIGHT_BYTES = {
+    "norm_linear_conv": 12288 * (1024 + 32) + 64 * 2048 * 2 + 8192 * 4 * 2 + 8192
+    + 8 * (2 * (3 * 8192 * 2) + 4096 + 2 * 8 + 12288 * 2 + 64 * 4),
+    "conv_rows": 8192 * 4 * 2 + 8 * (2 * (3 * 8192 * 2) + 2 * 8 + 2 * 12288 * 2),
+    "delta_step": 2 * 32 * 4 + 128 * 4 + 8 * (2 * (32 * 128 * 128 * 4) + 12288 * 2 + 64 * 4 + 2 * 8 + 4096 * 2),
+    "linear_add/delta_net": 2048 * (2048 + 64) + 8 * (4096 * 2 + 2048 * 2 + 2048 * 2),
+    "norm_linear/qkv": 9216 * (1024 + 32) + 8192 + 8 * (4096 + 9216 * 2),
+    "attend_step@4000": 2 * 256 * 4 + 8 * (9216 * 2 + 2 * 64 * 4 + 2 * 8 + 4001 * 2 * 2 * 256 * 2 + 4096 * 2) + 2000,
+    "linear_add/attention": 2048 * (2048 + 64) + 8 * (4096 * 2 + 2048 * 2 + 2048 * 2),
+    # 57.4 of the 256 routed experts are expected to be chosen, and there is the shared one.
+    "sparse_moe": (256 * (1 - (31 / 32) ** 8) + 1) * (1024 * (1024 + 32) + 2048 * (256 + 8)) + 257 * 2048 * 2 + 8192
+    + 8 * (2 * 4096 + 8),
+    "norm_linear/lm_head": 248320 * (1024 + 32) + 8192 + 8 * (4096 + 248320 * 4),
+    "sample/greedy": 8 * (248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8),
+    "sample/top_p": 8 * (248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8),
+}  # fmt: skip
+
+
+def tiny_cases() -> dict[str, tuple[Shapes, Case]]:
+    """Every kernel by a name, of one row and of three, over int4 weights and over bfloat16 ones, in a model with experts and
+    in a dense one."""
+    found: dict[str, tuple[Shapes, Case]] = {}
+    for rows, group, quant in ((1, 32, "int4"), (1, None, "none"), (3, 32, "int4"), (3, None, "none")):
+        for changes in ({}, {"model_type": "qwen3_5_text", "intermediate_size": 64}):
+            shapes = tiny_shapes(group, **changes)
+            for case in decode_cases(shapes, (0, 40), rows):
+                if group is not None or any(
+                    name.startswith(("weight.", "routed.")) for name in tensors_of(case.arguments(Draw(shapes, "meta")))
+                ):
+                    found.setdefault(f"{case.name}-{quant}-{rows}", (shapes, case))
+    return found
+
+
+def test_bytes_of_the_flagship() -> None:
+    shapes, cases = flagship()
+    assert {case.name: case.bytes_moved(shapes) for case in cases} == FLAGSHIP_BYTES
+
+
+def test_bytes_of_eight_rows() -> None:
+    shapes, cases = flagship((4000,), rows=8)
+    found = {case.name: case.bytes_moved(shapes) for case in cases}
+    assert found.keys() == EIGHT_BYTES.keys()
+    for name, wanted in EIGHT_BYTES.items():
+        assert found[name] == round(wanted), name
+
+
+def test_distinct_experts() -> None:
+    assert distinct_experts(256, 8, 1) == 8
+    assert distinct_experts(4, 4, 3) == 4
+    # By counting: what 64 rows of 8 draws each leave out.
+    generator = torch.Generator().manual_seed(0)
+    counts = [len(torch.rand(64, 256, generator=generator).topk(8).indices.unique()) for _ in range(50)]
+    assert distinct_experts(256, 8, 64) == pytest.approx(sum(counts) / 50, rel=5e-3)
+
+
+def test_bytes_read_count_a_state_once() -> None:
+    shapes, cases = flagship()
+    by_name = {case.name: case for case in cases}
+    step = by_name["delta_step"]
+    written = 32 * 128 * 128 * 4 + 4096 * 2
+    assert step.bytes_read(shapes) == step.bytes_moved(shapes) - written
+    down = by_name["experts_down"]
+    assert down.bytes_read(shapes) == down.bytes_moved(shapes) - 4096
+
+
+def test_calls_of_the_flagship() -> None:
+    _, cases = flagship()
+    linear, full, every = (30, 10, 40)
+    assert [case.calls for case in cases] == [linear] * 3 + [full] * 4 + [every] * 3 + [1, 1, 0]
+    _, cases = flagship(rows=8)
+    assert [case.calls for case in cases] == [linear, 0, linear, linear] + [full] * 4 + [every] + [1, 1, 0]
+    assert {case.rows for case in cases} == {8}
+
+
+@pytest.mark.parametrize("group", (128, None), ids=["int4", "bfloat16"])
+@pytest.mark.parametrize("folder", [FLAGSHIP, DENSE], ids=["moe", "dense"])
+def test_bytes_are_those_that_the_program_states(folder: Path, group: int | None) -> None:
+    """Apart from activations, which stay in the cache, and the embedding's row."""
+    depth = 99
+    shapes = Shapes.of_folder(folder, group, depth + 1)
+    network = build_network(shapes.config, depth + 1, torch.bfloat16, group_size=group)
+    stated = decode_bytes(network, "cuda") + (depth + 1) * kv_bytes_per_token(network)
+    counted = sum(case.calls * case.bytes_moved(shapes) for case in decode_cases(shapes, (depth,)))
+    assert stated < counted < 1.012 * stated
+
+
+def test_a_model_without_experts_has_two_products_instead() -> None:
+    shapes = Shapes.of_folder(DENSE, 128, 64)
+    names = [case.name for case in decode_cases(shapes, (0,))]
+    assert [name for name in names if name.endswith(("swiglu", "/down"))] == ["norm_swiglu", "linear_add/down"]
+    assert not any("expert" in name or "route" in name for name in names)
+
+
+def test_a_kind_of_layer_that_is_not_there_has_no_cases() -> None:
+    shapes = tiny_shapes(layer_types=["full_attention"] * 2)
+    for rows in (1, 2):
+        functions = {case.function for case in decode_cases(shapes, (0,), rows)}
+        assert not {"norm_linear_conv", "delta_step", CONV_ROWS} & functions
+
+
+def test_drawn_logits_have_no_ties() -> None:
+    shapes, _ = flagship()
+    assert len(Draw(shapes, "cpu").distinct(257).unique()) == 257
+
+
+def test_drawn_rows_choose_the_same_experts_when_rounded() -> None:
+    torch.manual_seed(0)
+    draw = Draw(flagship()[0], "cpu")
+    norm, gate = draw.norm(2048), draw.normal(256, 2048, scale=2 * 2048**-0.5)
+    x = draw.clear_choices(16, norm, gate, 8)
+    assert x.shape == (16, 2048) and x.dtype == torch.bfloat16
+    exact = norm(x.double()) @ gate.double().t()
+    rounded = (norm(x).bfloat16().float() @ gate.float().t()).bfloat16()
+    for one, other in zip(exact.topk(8).indices, rounded.topk(8).indices, strict=True):
+        assert set(one.tolist()) == set(other.tolist())
+
+
+def test_each_row_has_pages_of_its_own() -> None:
+    table = Draw(flagship()[0], "cpu").order(5, 3)
+    assert table.shape == (3, 5) and sorted(table.flatten().tolist()) == list(range(15))
+
+
+def test_tensors_of_records() -> None:
+    x, values, keys = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+    arguments = {"x": x, "weight": Weight(values), "place": Place(x, x, x, x), "cache": KVCache(keys, keys, x)}
+    names = ["x", "weight.values", *(f"place.{name}" for name in ("positions", "slots", "cos", "sin"))]
+    names += [f"cache.{name}" for name in ("keys", "values", "table")]
+    assert list(tensors_of(arguments)) == names
+    assert tensors_of(arguments)["cache.values"] is keys
+
+
+def test_records_with_other_tensors() -> None:
+    norm = with_tensors(Norm(torch.ones(2), 1e-6), lambda tensor: tensor + 1)
+    assert isinstance(norm, Norm) and norm.weight.tolist() == [2, 2] and norm.eps == 1e-6
+    place = with_tensors(Place(*torch.zeros(4, 1)), lambda tensor: tensor + 1)
+    assert isinstance(place, Place) and place.sin.tolist() == [1]
+    assert with_tensors(torch.bfloat16, lambda tensor: tensor + 1) is torch.bfloat16
+
+
+@pytest.mark.parametrize("rows", (1, 8))
+@pytest.mark.parametrize("folder", [FLAGSHIP, DENSE], ids=["moe", "dense"])
+def test_cases_name_their_own_arguments(folder: Path, rows: int) -> None:
+    """A wrong name would be left out without a word."""
+    shapes = Shapes.of_folder(folder, 128, 5120)
+    for case in decode_cases(shapes, (0,), rows):
+        arguments = case.arguments(Draw(shapes, "meta"))
+        assert set(case.activations) <= set(arguments), case.name
+        assert {*case.moves, *case.writes} - {"squares.sums"} <= set(tensors_of(arguments)), case.name
+
+
+@pytest.mark.parametrize("name", tiny_cases())
+def test_kernels_agree_with_their_references(name: str) -> None:
+    shapes, case = tiny_cases()[name]
+    torch.manual_seed(1)
+    outcome = check(case, shapes, DEVICE)
+    assert outcome.failure is None
+    assert outcome.error <= TOLERANCE[torch.bfloat16]
