@@ -54,14 +54,15 @@ class Capacity:
     def _grown(self, spec: BufferSpec) -> BufferSpec:
         if spec.growth is Growth.FIXED:
             return spec
-        count = self.slots if spec.growth is Growth.SLOTS else self.pages
-        return replace(spec, shape=(count, *spec.shape[1:]))
+        return replace(spec, shape=(self._count(spec.growth), *spec.shape[1:]))
 
     def _bounded(self, spec: TensorSpec) -> TensorSpec:
         if spec.counts is Growth.FIXED or spec.value_range is None:
             return spec
-        count = self.slots if spec.counts is Growth.SLOTS else self.pages
-        return replace(spec, value_range=(spec.value_range[0], count - 1))
+        return replace(spec, value_range=(spec.value_range[0], self._count(spec.counts) - 1))
+
+    def _count(self, growth: Growth) -> int:
+        return self.slots if growth is Growth.SLOTS else self.pages
 
 
 @dataclass(frozen=True)

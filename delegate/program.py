@@ -329,6 +329,4 @@ def load_program(
     pool = ConstantPool(constants, device, verify, on_load)
     capacity = choose_capacity(records, parsed.metadata, options, device, pool.bytes_to_load(records, device))
     pool.pages = capacity.pages
-    for entry in entries:
-        parsed.methods[entry.name] = replace(entry, record=capacity.sized(entry.record))
-    return Program(parsed, pool, device, capacity)
+    return Program(parsed.sized(capacity), pool, device, capacity)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .artifact import BACKEND_ID, SPEC_EXPORT_ID, SPEC_TARGET, MethodRecord, TensorSpec
+from .capacity import Capacity
 from .errors import ArtifactError
 from .flatbuffer import Table, damaged
 from .target import Target
@@ -66,6 +67,11 @@ class ProgramFile:
     methods: dict[str, DelegateMethod] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     named_data: dict[str, memoryview] = field(default_factory=dict)
+
+    def sized(self, capacity: Capacity) -> ProgramFile:
+        """The same with records as of `Capacity.sized`."""
+        methods = {name: replace(one, record=capacity.sized(one.record)) for name, one in self.methods.items()}
+        return replace(self, methods=methods)
 
 
 def parse_program(data: memoryview, path: Path) -> ProgramFile:

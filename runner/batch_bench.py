@@ -5,9 +5,6 @@ Each session prefills a prompt of its own, one after the other, and draws its fi
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +18,11 @@ from ostinato.delegate.errors import OptionError
 from ostinato.delegate.memory import size_text
 from ostinato.delegate.program import Program
 
-from .bench import MODE_NAMES
+from .bench import MODE_NAMES, take_steps
 from .device import device_name, synchronize
 from .model import Model
-from .sessions import Session, Sessions
-from .tables import Side, table
+from .sessions import Sessions
+from .tables import Side, as_csv, as_json, table
 
 _SEED = 0
 
@@ -141,17 +138,12 @@ def _once(sessions: Sessions, model: Model, prompts: Sequence[Sequence[int]], pl
         sessions.step(opened)
         synchronize(device)
         prompted = time.perf_counter_ns()
-        _step(sessions, opened, plan.answer)
+        take_steps(sessions, opened, plan.answer)
         synchronize(device)
         return prompted - begin, time.perf_counter_ns() - prompted
     finally:
         for session in opened:
             session.close()
-
-
-def _step(sessions: Sessions, opened: Sequence[Session], count: int) -> None:
-    for left in reversed(range(count)):
-        sessions.step(opened, more=left > 0)
 
 
 def _pool_bytes(model: Model) -> int:
@@ -190,14 +182,9 @@ def records(program: Program, rows: Sequence[BatchMeasurement]) -> list[dict[str
 def render_batches(program: Program, rows: Sequence[BatchMeasurement], style: str) -> str:
     """In one of `report.FORMATS`, without a newline at its end."""
     if style == "json":
-        return "[\n" + ",\n".join(map(json.dumps, records(program, rows))) + "\n]"
+        return as_json(records(program, rows))
     if style == "csv":
-        text = io.StringIO()
-        flat = records(program, rows)
-        writer = csv.DictWriter(text, list(flat[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(flat)
-        return text.getvalue().rstrip("\n")
+        return as_csv(records(program, rows))
     columns: dict[str, Side] = {"sessions": "right", "mode": "left"}
     columns |= dict.fromkeys(
         ("prompts, tokens/s", "answers, tokens/s", "min .. max", "ms per step", "speed-up"), "right"

@@ -22,7 +22,7 @@ from ostinato.delegate.state_machine import PHASE_OF_COUNTER
 
 from .device import synchronize
 from .model import Model
-from .sessions import Sessions, Snapshot
+from .sessions import Session, Sessions, Snapshot
 
 DEFAULT_PROMPTS = (512,)
 DEFAULT_ANSWERS = (128,)
@@ -155,6 +155,11 @@ def make_plan(
     return Plan(tuple(cases), repetitions, tuple(skipped))
 
 
+def metadata_of(source: Source) -> dict[str, Any]:
+    """The results of a program's constant methods, which say how to load it. Raises ArtifactError."""
+    return open_artifact(*artifact_paths(source), verify=False)[0].metadata
+
+
 def load_for_bench(source: Source) -> Program:
     """`load_program`, with one more page of the KV caches than a session needs: what is kept at a depth may end within a
     page, and the session that goes on from there writes to a copy of it.
@@ -162,7 +167,7 @@ def load_for_bench(source: Source) -> Program:
     Raises:
         ArtifactError, TargetError: as `load_program`.
     """
-    metadata = open_artifact(*artifact_paths(source), verify=False)[0].metadata
+    metadata = metadata_of(source)
     if META_PAGE_SIZE not in metadata:
         return load_program(source)
     return load_program(source, kv_tokens=int(metadata[META_MAX_SEQ_LEN]) + int(metadata[META_PAGE_SIZE]))
@@ -205,6 +210,12 @@ def measure(model: Model, plan: Plan, vocabulary: int, say: Callable[[str], None
         say(f"{MODE_NAMES[model.cuda_graph]:<14}{case.name:<14}{measurement.median:>10,.1f} tokens/s")
     result.methods = model.method_stats
     return result
+
+
+def take_steps(sessions: Sessions, together: Sequence[Session], count: int) -> None:
+    """So many steps of these sessions, each of which begins before the tokens of the one ahead are here, where that goes."""
+    for left in reversed(range(count)):
+        sessions.step(together, more=left > 0)
 
 
 class _Bench:
@@ -285,16 +296,12 @@ class _Bench:
         if case.kind == "pp":
             return self._timed(lambda: self._prefill(after))
         self._session.append(after[0])
-        return self._timed(lambda: self._decode(case.tokens))
+        return self._timed(lambda: take_steps(self._sessions, [self._session], case.tokens))
 
     def _prefill(self, tokens: Sequence[int]) -> None:
         begin = time.perf_counter()
         self._session.prefill(tokens)
         self._prefill_seconds += time.perf_counter() - begin
-
-    def _decode(self, count: int) -> None:
-        for left in reversed(range(count)):
-            self._sessions.step([self._session], more=left > 0)
 
     def _timed(self, work: Callable[[], object]) -> int:
         synchronize(self._device)

@@ -26,7 +26,6 @@ import torch
 from ostinato.delegate import Program, load_program
 from ostinato.delegate.artifact import META_DTYPE, META_MODEL_TYPE, META_N_LAYERS, META_PAGE_SIZE
 from ostinato.delegate.errors import OptionError
-from ostinato.delegate.files import artifact_paths, open_artifact
 
 from .batch_bench import BatchMeasurement, BatchPlan, check_length, draw_batches, measure_batches, render_batches
 from .bench import (
@@ -38,6 +37,7 @@ from .bench import (
     load_for_bench,
     make_plan,
     measure,
+    metadata_of,
     sizes_of,
 )
 from .buckets import DEFAULT_BUCKETS, choose_buckets
@@ -140,8 +140,7 @@ def _main_of_batches(arguments: argparse.Namespace) -> int:
     modes, buckets = arguments.cuda_graph, _buckets(arguments)
     plan = BatchPlan(tuple(sorted(set(batches))), prompts[0], answers[0], arguments.repetitions)
     _check_files(arguments)
-    parsed, _ = open_artifact(*artifact_paths(arguments.artifact), verify=False)
-    kv_tokens = plan.kv_tokens(int(parsed.metadata.get(META_PAGE_SIZE, 1)))
+    kv_tokens = plan.kv_tokens(int(metadata_of(arguments.artifact).get(META_PAGE_SIZE, 1)))
     with load_program(arguments.artifact, sessions=plan.most, kv_tokens=kv_tokens) as program:
         max_seq_len, vocabulary = sizes_of(program)
         check_length(plan, max_seq_len)

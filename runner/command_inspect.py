@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -46,9 +46,9 @@ def describe(path: str) -> dict[str, Any]:
     parsed, constants = open_artifact(program_path, constants_path)
     records = [entry.record for entry in parsed.methods.values()]
     capacity = choose_capacity(records, parsed.metadata, CapacityOptions(), torch.device("cpu"), 0)
-    entries = {name: replace(entry, record=capacity.sized(entry.record)) for name, entry in parsed.methods.items()}
+    parsed = parsed.sized(capacity)
     methods = {}
-    for name, entry in sorted(entries.items()):
+    for name, entry in sorted(parsed.methods.items()):
         record = entry.record
         methods[name] = {
             "inputs": [_tensor(spec) for spec in entry.inputs],
@@ -61,8 +61,8 @@ def describe(path: str) -> dict[str, Any]:
                 len(parsed.named_data.get(key, b"")) for key in {segment.code_key for segment in record.segments}
             ),
         }
-    buffers = {key: spec for entry in entries.values() for key, spec in entry.record.buffer_specs.items()}
-    target = next(iter(entries.values())).target
+    buffers = {key: spec for entry in parsed.methods.values() for key, spec in entry.record.buffer_specs.items()}
+    target = next(iter(parsed.methods.values())).target
     largest = sorted(constants.entries.items(), key=lambda item: -item[1].nbytes)
     return {
         "target": asdict(target),

@@ -28,11 +28,6 @@ class Pages:
         """Pages that nobody has."""
         return len(self._free)
 
-    @property
-    def free_tokens(self) -> int:
-        """Positions in them."""
-        return self.free * self._size
-
     def cover(self, slot: int, owned: list[int], first: int, end: int) -> int:
         """Make the positions `first` to `end` - 1 of a session its own to write.
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +12,7 @@ from ostinato.delegate.program import Program
 
 from .bench import MODE_NAMES, Measurement, ModeResult
 from .device import CopySpeed, DeviceMemory
-from .tables import Side, table
+from .tables import Side, as_csv, as_json, table
 
 FORMATS = ("table", "md", "csv", "json")
 
@@ -99,7 +96,9 @@ class Report:
 
 def render(report: Report, style: str) -> str:
     """The report in one of FORMATS, without a newline at its end."""
-    return {"table": _as_table, "md": _as_markdown, "csv": _as_csv, "json": _as_json}[style](report)
+    if style in ("csv", "json"):
+        return (as_csv if style == "csv" else as_json)(records(report))
+    return _as_markdown(report) if style == "md" else _as_table(report)
 
 
 def records(report: Report) -> list[dict[str, Any]]:
@@ -157,22 +156,6 @@ def _graph_counts(row: Measurement, mode: ModeResult) -> dict[str, int | None]:
         "kernels_per_token": plan["graph_kernels"] if plan else None,
         "early_kernels_per_token": plan["early_kernels"] if plan else None,
     }
-
-
-def _as_json(report: Report) -> str:
-    return "[\n" + ",\n".join(json.dumps(record, ensure_ascii=False) for record in records(report)) + "\n]"
-
-
-def _as_csv(report: Report) -> str:
-    flat = [
-        {key: value for key, value in record.items() if not isinstance(value, (list, dict))}
-        for record in records(report)
-    ]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(flat[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return text.getvalue().rstrip("\n")
 
 
 def _as_table(report: Report) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -270,20 +270,14 @@ class Sessions:
         """See `Session.fork`."""
         place, slot = session._open, self._take_slot()
         other = Session(self, slot, self._shared(place))
-        place.writable = 0
-        here = self._rows(session.slot)
-        for key, row in self._rows(slot).items():
-            row.copy_(here[key])
-        self.pages.place(slot, other._open.pages)
+        self._put(other, self._rows(session.slot))
         return other
 
     def snapshot(self, session: Session) -> Snapshot:
         """See `Session.snapshot`."""
         place = session._open
         rows = {key: row.clone() for key, row in self._rows(session.slot).items()}
-        kept = self._shared(place)
-        place.writable = 0
-        return Snapshot(self, kept, rows)
+        return Snapshot(self, self._shared(place), rows)
 
     def restore(self, session: Session, snapshot: Snapshot) -> None:
         """See `Session.restore`."""
@@ -292,9 +286,7 @@ class Sessions:
             raise ClosedError("the snapshot is closed, or of another engine")
         self.pages.release(place.pages)
         session._place = self._shared(snapshot._place)
-        for key, row in self._rows(session.slot).items():
-            row.copy_(snapshot._rows[key])
-        self.pages.place(session.slot, session._open.pages)
+        self._put(session, snapshot._rows)
 
     def close(self, session: Session) -> None:
         """See `Session.close`."""
@@ -343,7 +335,8 @@ class Sessions:
             place.writable = self.pages.cover(session.slot, place.pages, place.seen, end)
 
     def _shared(self, place: _Place) -> _Place:
-        """The same place for one more session, or to go back to."""
+        """The same place for one more session, or to go back to. Neither may write the pages as they are now."""
+        place.writable = 0
         return _Place(
             list(place.tokens),
             place.seen,
@@ -354,6 +347,12 @@ class Sessions:
             is_put=False,
             pages=self.pages.share(place.pages),
         )
+
+    def _put(self, session: Session, rows: Mapping[str, torch.Tensor]) -> None:
+        """Give a session's slot these rows of the state, and its pages."""
+        for key, row in self._rows(session.slot).items():
+            row.copy_(rows[key])
+        self.pages.place(session.slot, session._open.pages)
 
     def _rows(self, slot: int) -> dict[str, torch.Tensor]:
         """What buffers hold of one session, but for where its pages are; all that they hold where state does not grow."""

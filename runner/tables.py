@@ -1,9 +1,12 @@
-"""Tables as all commands and scripts print them; tabulate does the work."""
+"""Tables and records as all commands and scripts print them; tabulate does the work of tables."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 Side = Literal["left", "right"]
 
@@ -27,3 +30,18 @@ def table(columns: Mapping[str, Side], rows: Iterable[Sequence[str]], markdown: 
         disable_numparse=True,
     )
     return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def as_json(records: Iterable[Mapping[str, Any]]) -> str:
+    """A list with a record on each line, without a newline at its end."""
+    return "[\n" + ",\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n]"
+
+
+def as_csv(records: Iterable[Mapping[str, Any]]) -> str:
+    """A line for each record, under one of names, without a newline at its end; what is a list or a table is left out."""
+    flat = [{key: value for key, value in record.items() if not isinstance(value, (list, dict))} for record in records]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(flat[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue().rstrip("\n")

@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench_commands import SLOWER, fail, ostinato, output_of, threads_of
+from bench_commands import SLOWER, fail, numbers, ostinato, output_of, threads_of
 from check_speed import Finding
 
 from ostinato.delegate.errors import OptionError, OstinatoError
@@ -135,10 +135,6 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     if (arguments.llama_batched_bench is None) != (arguments.gguf is None):
         parser.error("--llama-batched-bench and --gguf go together")
     return arguments
-
-
-def numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
 
 
 def check_files(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Commands that the benchmarks run in processes of their own: ours, and llama.cpp's."""
+"""What the benchmarks run in processes of their own, ours and llama.cpp's, and how they are told."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ def output_of(command: list[str]) -> str:
 def fail(reason: str) -> NoReturn:
     print(f"error: {reason}", file=sys.stderr)
     sys.exit(2)
+
+
+def numbers(text: str) -> list[int]:
+    """Those of an option, separated by commas."""
+    return [int(word) for word in text.split(",")]
 
 
 def threads_of(threads: int | None) -> list[str]:

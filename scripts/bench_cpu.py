@@ -16,7 +16,7 @@ from typing import Any
 
 import bench_batch
 from bench_batch import Row as BatchRow
-from bench_commands import ROOT, SLOWER, fail, ostinato, output_of, threads_of
+from bench_commands import ROOT, SLOWER, fail, numbers, ostinato, output_of, threads_of
 
 from ostinato.delegate.errors import OptionError
 from ostinato.runner.batch_bench import BatchPlan
@@ -65,7 +65,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-n", "--n-gen", default="32")
     parser.add_argument("-d", "--n-depth", default="0")
     parser.add_argument("-r", "--repetitions", default="3")
-    parser.add_argument("--batch", type=bench_batch.numbers, default=[1, 2, 4, 8, 16])
+    parser.add_argument("--batch", type=numbers, default=[1, 2, 4, 8, 16])
     parser.add_argument("--threads", type=int)
     parser.add_argument("--llama-bench", type=Path)
     parser.add_argument("--llama-batched-bench", type=Path)

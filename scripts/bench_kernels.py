@@ -42,13 +42,12 @@ from kernel_timing import Timing, check, copies_of, time_case
 from ostinato.delegate.errors import OptionError, OstinatoError, first_line
 from ostinato.delegate.memory import size_text
 from ostinato.export.formats import GROUP_SIZES
+from ostinato.export.kernels.operands import MOST_ROWS
 from ostinato.runner.device import copy_speed, device_name
 from ostinato.runner.tables import Side, table
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B"
 IN_L2 = "*"
-# What a step's kernels take.
-MOST_ROWS = 256
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from bench_commands import numbers
 from torch.autograd import DeviceType
 
 from ostinato.delegate.memory import size_text
@@ -141,10 +142,6 @@ def main() -> int:
 
 def given_up(reason: str | None) -> str:
     return f", without a graph: {reason}" if reason else ""
-
-
-def numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
 
 
 def cases_of(lengths: Sequence[int], depths: Sequence[int], max_seq_len: int) -> list[tuple[int, int]]:

@@ -31,9 +31,10 @@ from bucket_logits import bucket_differences, render, sessions_for
 from torch import Tensor
 
 from ostinato.delegate import Method, OstinatoError, Program, load_program
-from ostinato.delegate.artifact import META_PADDED_PREFILL, META_VOCAB_SIZE
+from ostinato.delegate.artifact import META_PADDED_PREFILL, META_PAGE_SIZE, META_VOCAB_SIZE
 from ostinato.delegate.memory import size_text
 from ostinato.runner import Engine
+from ostinato.runner.bench import metadata_of
 from ostinato.runner.buckets import ROW_BUCKETS, padded_inputs
 from ostinato.runner.device import device_memory, device_name
 from ostinato.runner.tables import table
@@ -176,8 +177,9 @@ def check_padding(prefill: Method, decode: Method, tokens: list[int], prompt: in
 
 def check_buckets(artifact: str, buckets: Sequence[int], tolerance: float) -> Finding:
     sessions = sessions_for(buckets)
-    # A page each, of 64 positions.
-    with Engine.load(artifact, sessions=sessions, kv_tokens=64 * sessions) as engine:
+    # A page each.
+    kv_tokens = sessions * int(metadata_of(artifact)[META_PAGE_SIZE])
+    with Engine.load(artifact, sessions=sessions, kv_tokens=kv_tokens) as engine:
         found = bucket_differences(engine, buckets)
     print(f"\n{render(found)}", flush=True)
     worst = max(found, key=lambda one: one.largest)

@@ -436,3 +436,12 @@ def size_bounds(expression: Any, program_ranges: Mapping[str, Any]) -> tuple[Any
     }
     bounds = bound_sympy(expression, ranges)
     return bounds.lower, bounds.upper
+
+
+def upper_bound(size: int | torch.SymInt) -> Any:
+    """The most that a size may be: of a symbol in a trace a sympy number, infinite where there is no bound.
+
+    Needs `expr` and `shape_env` of `SymInt.node`, and that environment's `bound_sympy`. Without it no method with a dynamic
+    dimension can be exported for a GPU.
+    """
+    return size if isinstance(size, int) else size.node.shape_env.bound_sympy(size.node.expr).upper

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from ostinato.delegate.errors import ExportError
+from ostinato.export.compile.torch_internals import upper_bound
 
 C = TypeVar("C")
 
@@ -32,9 +33,7 @@ def is_one(rows: int | torch.SymInt) -> bool:
 
 def at_most(rows: int | torch.SymInt, count: int) -> bool:
     """Whether a number of rows, which may be a symbol in a trace, is never more than `count`."""
-    if isinstance(rows, int):
-        return rows <= count
-    return bool(rows.node.shape_env.bound_sympy(rows.node.expr).upper <= count)
+    return bool(upper_bound(rows) <= count)
 
 
 def pointers(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
@@ -47,11 +46,6 @@ def shared_memory() -> int:
     if not torch.cuda.is_available():
         return LARGE
     return torch.cuda.get_device_properties().shared_memory_per_block_optin  # type: ignore[attr-defined]
-
-
-def processors() -> int:
-    """Multiprocessors of this process's GPU, those of an H200 without one."""
-    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
 
 
 def fitting(configs: Mapping[int, C]) -> C:

@@ -83,6 +83,11 @@ class Norm:
         return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * (1.0 + self.weight)
 
 
+# The most rows of several sessions in one call, as GPU kernels hold something about each of them; and the most of a call that
+# counts as one of few rows, for which there are kernels of their own.
+MOST_ROWS, FEW_ROWS = 256, 16
+
+
 class Place(NamedTuple):
     """Where the T rows of a call stand.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import MEDIUM, SMALL, fitting, is_one, launcher, starts_early
-from ostinato.export.kernels.operands import KVCache, Norm, Place
+from ostinato.export.kernels.operands import MOST_ROWS, KVCache, Norm, Place
 
 from . import step_triton
 from .block_triton import TileConfig, attend_range, normed_and_rotated, padded_group, score_scale
@@ -30,8 +30,6 @@ CONFIGS = {
 PARTS = 1024
 MOST_SPLITS = 64
 LEAST = 256
-# The most rows of a call: each program looks at all slots.
-MOST_ROWS = 256
 COMBINE_WARPS = 4
 # Splits whose sums are loaded at once: short contexts have one.
 SUMS_TOGETHER = 4

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import at_most, is_one, launcher, starts_early
-from ostinato.export.kernels.operands import Convolution, Decay, Place
-from ostinato.export.kernels.runs_triton import MOST_ROWS
+from ostinato.export.kernels.operands import FEW_ROWS, MOST_ROWS, Convolution, Decay, Place
 
 from . import step_triton
 from .limits import check_delta_rule
@@ -53,11 +52,10 @@ class ConvConfig:
     warps: int
 
 
-# For calls of up to FEW rows, and for others. H200, 2026-11-23, the flagship's shape, one kernel: 8 single rows take 12.0 us
+# For calls of up to so many rows. H200, 2026-11-23, the flagship's shape, one kernel: 8 single rows take 12.0 us
 # with 16 values and 11.7 with 64, 64 rows 89 and 76 (a copy of as many bytes takes 63), a run of 16 in chunks 11.7 and 9.4.
-FEW = 16
 CONFIGS = {
-    FEW: DeltaConfig(values=16, warps=1, long=10, chunk=16, programs=0),
+    FEW_ROWS: DeltaConfig(values=16, warps=1, long=10, chunk=16, programs=0),
     MOST_ROWS: DeltaConfig(values=64, warps=4, long=6, chunk=16, programs=4),
 }
 # 1.5/1.8/5.6/9.1 us at 8/16/64/128 single rows, 6.4 for a run of 128; with 2 warps 1.9/2.8/8.2/12.9 and 10.9.
@@ -106,7 +104,7 @@ def _delta_rows(
 ) -> tuple[Tensor, Tensor]:
     _, heads, key_dim, value_dim = state.shape
     rows = mixed.shape[0]
-    config = CONFIGS[FEW if at_most(rows, FEW) else MOST_ROWS]
+    config = CONFIGS[FEW_ROWS if at_most(rows, FEW_ROWS) else MOST_ROWS]
     values = min(config.values, value_dim)
     blocks = value_dim // values
     out = torch.empty((rows, heads * value_dim), dtype=mixed.dtype, device=mixed.device)
@@ -114,14 +112,10 @@ def _delta_rows(
     common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "BLOCK": values, "ROWS": MOST_ROWS}
     common |= {"LONG": config.long, "CHUNK": config.chunk, "PARTS": 2 if mixed.dtype == torch.bfloat16 else 1}
     common |= {"EARLY": starts_early(), "num_warps": config.warps}
-    launcher(delta_rows_early)[(blocks, heads, rows)](
-        mixed, gates, a_log, dt_bias, state, positions, slots, norm_weight, out, squares, rows,
-        ALL=config.programs == 0, **common,
-    )  # fmt: skip
+    arguments = mixed, gates, a_log, dt_bias, state, positions, slots, norm_weight, out, squares, rows
+    launcher(delta_rows_early)[(blocks, heads, rows)](*arguments, ALL=config.programs == 0, **common)
     if config.programs:
-        launcher(delta_runs_early)[(blocks, heads, config.programs)](
-            mixed, gates, a_log, dt_bias, state, positions, slots, norm_weight, out, squares, rows, **common
-        )
+        launcher(delta_runs_early)[(blocks, heads, config.programs)](*arguments, **common)
     return out, squares
 
 

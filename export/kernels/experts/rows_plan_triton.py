@@ -15,11 +15,12 @@ import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.linear.rows_tiles_triton import INTERPRETED
+from ostinato.export.kernels.operands import MOST_ROWS
 
 from .step_route_triton import add_pairs
 
 # The most rows of a step.
-MOST_ROWS = tl.constexpr(256)
+ALL_ROWS = tl.constexpr(MOST_ROWS)
 # Rows that have one bit each in a word of `members`.
 WORD = tl.constexpr(32)
 # Integers per block in a plan: the expert, EXPERTS for the shared one, -1 for none; the first place; and two lists, of the
@@ -60,11 +61,11 @@ def plan_rows_early(
         every = tl.arange(0, WIDTH)
         count = tl.zeros([WIDTH], tl.int32)
         # Not in a function: with what it returns, torch would take `members` as written.
-        for i in tl.static_range(MOST_ROWS // WORD):
+        for i in tl.static_range(ALL_ROWS // WORD):
             here = (every < EXPERTS) & (i * WORD < rows)
             count += _bits(tl.load(members + i * EXPERTS + every, mask=here, other=0))
         expert, index, place = _expert_of_block(count, block - shared_blocks)
-        row = tl.arange(0, MOST_ROWS)
+        row = tl.arange(0, ALL_ROWS)
         word = tl.load(members + row // WORD * EXPERTS + expert, mask=(row < rows) & (expert >= 0), other=0)
         member = word >> (row % WORD) & 1
         rank = tl.cumsum(member, 0) - member - index * BLOCK

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels.launch import is_one, launcher, starts_early
-from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
+from ostinato.export.kernels.operands import MOST_ROWS, ExpertWeights, Norm, Weight
 
 from . import rows_fixed_triton as fixed
 from . import rows_general_triton as general
@@ -61,8 +61,8 @@ def sparse_moe(
     """
     if is_one(x.shape[0]):
         return step_triton.sparse_moe(x, norm, gate, shared_gate, top_k, routed, shared, slots)
-    if isinstance(x.shape[0], int) and x.shape[0] > planned.MOST_ROWS.value:
-        raise ExportError(f"a step's experts take up to {planned.MOST_ROWS.value} rows, not {x.shape[0]}")
+    if isinstance(x.shape[0], int) and x.shape[0] > MOST_ROWS:
+        raise ExportError(f"a step's experts take up to {MOST_ROWS} rows, not {x.shape[0]}")
     sizes = x.shape[1], routed.down.columns, 0 if shared is None else shared.down.columns
     gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
     check_weights(routed.gate_up, gate_up, x.dtype, sizes, top_k)

@@ -250,3 +250,18 @@ def test_size_bounds() -> None:
     ranges = {str(symbol): bounds for symbol, bounds in program.range_constraints.items()}
     low, high = torch_internals.size_bounds(torch_internals.size_expression(output_size(program)), ranges)
     assert (int(low), int(high)) == (4, 18)
+
+
+def test_upper_bound() -> None:
+    """In a trace, where what is traced depends on it."""
+    found = []
+
+    class Bounded(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            found.append([torch_internals.upper_bound(size) <= 18 for size in (*x.shape, 2 * x.shape[0])])
+            return x + 1
+
+    rows = torch.export.Dim("R", min=2, max=18)
+    torch.export.export(Bounded(), (torch.ones(4, 3),), dynamic_shapes=({0: rows},), strict=False)
+    torch.export.export(Bounded(), (torch.ones(4, 3),), dynamic_shapes=({0: torch.export.Dim("R")},), strict=False)
+    assert found == [[True, True, False], [False, True, False]]
