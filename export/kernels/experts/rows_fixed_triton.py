@@ -23,18 +23,29 @@ import triton
 import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.linear.rows_tiles_triton import of_pair, unpack_bytes
+from ostinato.export.kernels.linear.rows_tiles_triton import (
+    ROUNDING_BITS,
+    WARPS,
+    joined,
+    load_blocks,
+    of_pair,
+    operand,
+    operand_offsets,
+    sum_of_warps,
+    unpack_bytes,
+)
 from ostinato.export.kernels.linear.step_fixed_point_triton import ROUNDING, larger
 
 from .rows_plan_triton import BLOCK, PLAN, PLAN_PARTS, PLAN_ROWS, of_expert
 
 # The largest integer of two signed bytes.
 LARGEST = tl.constexpr(127.0 * 256.0 + 127.0)
-# The bits of ROUNDING: taken from those of the sum with a number, they leave the nearest integer.
-ROUNDING_BITS = tl.constexpr(0x4B400000)
-# Weight rows of a program. Of gate and up it has half as many each, whose inner activations share a scale.
+# Inner activations that share a scale, those of one program of gate and up, and its weight rows.
+SHARE = tl.constexpr(64)
 TILE = tl.constexpr(128)
-HALF = tl.constexpr(64)
+# Weight rows of a program of down, and of one of its products.
+DOWN_TILE = tl.constexpr(128)
+DOWN_ROWS = tl.constexpr(32)
 
 
 @triton.jit
@@ -54,12 +65,15 @@ def gate_up_fixed_rows_early(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """silu(gate) * up: hidden [places, 2, INNER] int8 and its scales [places, INNER / HALF]. Program (HALF columns, block).
+    """silu(gate) * up: hidden [places, 2, INNER] int8 and its scales [places, INNER / SHARE]. Program (SHARE columns, block).
+
+    The columns of a program, and so those that share a scale, are what the low nibbles of a group of down weights multiply,
+    or its high ones; hidden has them in this order.
 
     Args:
-        planes: [R, 2, SIZE] int8, and their scales [R, SIZE / 128].
+        planes: [R, 2, SIZE] int8, in the order of `nibble_order`, and their scales [R, SIZE / 128].
         SIZE: a multiple of 256.
-        INNER: a multiple of HALF.
+        INNER: a multiple of 128.
     """
     start_next(EARLY)
     piece = tl.program_id(0)
@@ -74,30 +88,30 @@ def gate_up_fixed_rows_early(
     if expert < 0:
         return
     line = tl.arange(0, TILE)
-    line = piece * HALF + line % HALF + line // HALF * INNER
+    inner = line % SHARE
+    line = piece // 2 * 128 + piece % 2 * 32 + inner // 32 * 64 + inner % 32 + line // SHARE * INNER
     byte = tl.arange(0, 64)
     weight = of_expert(gate_up, shared, expert, INNER * SIZE, EXPERTS) + line[:, None] * (SIZE // 2) + byte[None, :]
     scale = of_expert(gate_up_scale, shared_scale, expert, INNER * SIZE // 64, EXPERTS) + line * (SIZE // 128)
     scale = scale.to(tl.pointer_type(tl.int32))
-    # Two spans of 64: bytes 0 to 31 have the first, their high nibbles its second half.
-    element = byte // 32 * 64 + byte % 32
-    inputs = planes + (row_of_column * 2 + column % 2)[None, :] * SIZE + element[:, None]
+    inputs = planes + (row_of_column * 2 + column % 2)[None, :] * SIZE + byte[:, None]
     inputs_scale = planes_scale + row * (SIZE // 128)
     filled = (row_of_column >= 0)[None, :]
     total = tl.zeros([TILE, BLOCK], tl.float32)
+    start = tl.full([TILE, 2 * BLOCK], ROUNDING_BITS, tl.int32)
     for pair in tl.range(0, SIZE // 256, num_stages=STAGES):
         factors = tl.load(scale + pair)
         for half in tl.static_range(2):
             group = pair * 2 + half
             factor = tl.load(inputs_scale + group, mask=row >= 0, other=0.0)
             low, high = unpack_bytes(tl.load(weight + group * 64))
-            sums = tl.dot(low, tl.load(inputs + group * 128, mask=filled, other=0), out_dtype=tl.int32)
-            other = tl.load(inputs + (group * 128 + 32), mask=filled, other=0)
+            sums = tl.dot(low, tl.load(inputs + group * 128, mask=filled, other=0), start, out_dtype=tl.int32)
+            other = tl.load(inputs + (group * 128 + 64), mask=filled, other=0)
             sums = tl.dot(high, other, sums, out_dtype=tl.int32)
             total += joined(sums) * (of_pair(factors, half)[:, None] * factor[None, :])
-    gates, ups = tl.split(tl.permute(tl.reshape(total, [2, HALF, BLOCK]), (1, 2, 0)))
-    to = hidden + (place + number)[None, :] * (2 * INNER) + (piece * HALF + tl.arange(0, HALF))[:, None]
-    scales = hidden_scale + (place + number) * (INNER // HALF) + piece
+    gates, ups = tl.split(tl.permute(tl.reshape(total, [2, SHARE, BLOCK]), (1, 2, 0)))
+    to = hidden + (place + number)[None, :] * (2 * INNER) + (piece * SHARE + tl.arange(0, SHARE))[:, None]
+    scales = hidden_scale + (place + number) * (INNER // SHARE) + piece
     results = gates * tl.sigmoid(gates) * ups
     store_planes(to, scales, results, 0, (row >= 0)[None, :], row >= 0, INNER)
 
@@ -115,61 +129,70 @@ def down_fixed_rows_early(
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
     EXPERTS: tl.constexpr,
-    STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """parts [R (k (+ 1)), SIZE], outputs without their shares. Program (TILE of SIZE, block).
+    """parts [R (k (+ 1)), SIZE], outputs without their shares. Program (DOWN_TILE of SIZE, block); its warps divide INNER.
+
+    Behind a block's last place stand those of the next block, or what nobody wrote: their products are not stored.
 
     Args:
-        SIZE: a multiple of TILE.
-        INNER: a multiple of 256.
+        hidden: as `gate_up_fixed_rows_early` writes it, with room for BLOCK places more.
+        SIZE: a multiple of DOWN_TILE.
+        INNER: a multiple of 128.
     """
+    GROUPS: tl.constexpr = INNER // 128
+    TURNS: tl.constexpr = (GROUPS + WARPS - 1) // WARPS
     start_next(EARLY)
     record = plan + tl.program_id(1) * PLAN
     number = tl.arange(0, BLOCK)
-    column = tl.arange(0, 2 * BLOCK)
+    group = tl.arange(0, WARPS)
+    column, group_of_column, byte_of_column = operand_offsets(2 * BLOCK)
+    row, group_of_row, byte_of_row = operand_offsets(DOWN_ROWS)
     wait_for_previous(EARLY)
     expert = tl.load(record)
     place = tl.load(record + 1)
     part = tl.load(record + PLAN_PARTS + number)
-    part_of_column = tl.load(record + PLAN_PARTS + column // 2)
     if expert < 0:
         return
-    line = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    byte = tl.arange(0, 32)
-    weight = of_expert(down, shared, expert, SIZE * INNER // 2, EXPERTS) + line[:, None] * (INNER // 2) + byte[None, :]
-    scale = of_expert(down_scale, shared_scale, expert, SIZE * INNER // 128, EXPERTS) + line * (INNER // 128)
-    scale = scale.to(tl.pointer_type(tl.int32))
-    inputs = hidden + ((place + column // 2) * 2 + column % 2)[None, :] * INNER + byte[:, None]
-    inputs_scale = hidden_scale + (place + number) * (INNER // HALF)
-    filled = (part_of_column >= 0)[None, :]
-    total = tl.zeros([TILE, BLOCK], tl.float32)
-    for group in tl.range(0, INNER // 128, num_stages=STAGES):
-        # A word of two scales, which a copy in the background takes; two bytes it does not.
-        factor = (tl.load(scale + group // 2) << (16 - group % 2 * 16)) & -0x10000
-        first = tl.load(inputs_scale + group * 2, mask=part >= 0, other=0.0)[None, :]
-        second = tl.load(inputs_scale + (group * 2 + 1), mask=part >= 0, other=0.0)[None, :]
-        product = span_product(weight + group * 64, inputs + group * 128, filled) * first
-        product += span_product(weight + (group * 64 + 32), inputs + (group * 128 + 64), filled) * second
-        total += product * factor.to(tl.float32, bitcast=True)[:, None]
-    to = parts + (part.to(tl.int64) * SIZE)[None, :] + line[:, None]
-    tl.store(to, total.to(parts.dtype.element_ty), mask=(part >= 0)[None, :])
+    inputs = hidden + ((place * 2 + column) * INNER + group_of_column * 128 + byte_of_column)
+    inputs_scale = hidden_scale + ((place + number)[None, :] * (INNER // SHARE) + group[:, None] * 2)
+    lows = ()
+    highs = ()
+    low_scales = ()
+    high_scales = ()
+    for turn in tl.static_range(TURNS):
+        first = turn * WARPS
+        tile = load_blocks(inputs + first * 128, group_of_column, first, GROUPS)
+        lows = lows + (tl.permute(operand(tile), (0, 2, 1)),)
+        tile = load_blocks(inputs + (first * 128 + 64), group_of_column, first, GROUPS)
+        highs = highs + (tl.permute(operand(tile), (0, 2, 1)),)
+        low_scales = low_scales + (load_blocks(inputs_scale + first * 2, group[:, None], first, GROUPS),)
+        high_scales = high_scales + (load_blocks(inputs_scale + (first * 2 + 1), group[:, None], first, GROUPS),)
+    line = tl.program_id(0) * DOWN_TILE
+    weight = of_expert(down, shared, expert, SIZE * INNER // 2, EXPERTS) + line * (INNER // 2)
+    weight = weight + (row * (INNER // 2) + group_of_row * 64 + byte_of_row)
+    line = line + tl.arange(0, DOWN_ROWS)
+    scale = of_expert(down_scale, shared_scale, expert, SIZE * INNER // 128, EXPERTS)
+    scale = scale + (line[None, :] * GROUPS + group[:, None])
+    start = tl.full([WARPS, DOWN_ROWS, 2 * BLOCK], ROUNDING_BITS, tl.int32)
+    for rows in tl.static_range(0, DOWN_TILE, DOWN_ROWS):
+        for turn in tl.static_range(TURNS):
+            first = turn * WARPS
+            words = load_blocks(weight + (rows * (INNER // 2) + first * 64), group_of_row, first, GROUPS)
+            factor = load_blocks(scale + (rows * GROUPS + first), group[:, None], first, GROUPS)
+            low, high = unpack_bytes(words)
+            sums = joined(tl.dot(operand(low), lows[turn], start, out_dtype=tl.int32)) * low_scales[turn][:, None, :]
+            sums += joined(tl.dot(operand(high), highs[turn], start, out_dtype=tl.int32)) * high_scales[turn][:, None, :]
+            sums *= factor.to(tl.float32)[:, :, None]
+            total = sums if turn == 0 else total + sums
+        to = parts + (part.to(tl.int64) * SIZE)[None, :] + (line + rows)[:, None]
+        tl.store(to, sum_of_warps(total).to(parts.dtype.element_ty), mask=(part >= 0)[None, :])
 
 
 @triton.jit
-def span_product(weight, inputs, filled):
-    """32 bytes of TILE rows of weights times 64 elements -> [TILE, BLOCK] float32."""
-    low, high = unpack_bytes(tl.load(weight))
-    sums = tl.dot(low, tl.load(inputs, mask=filled, other=0), out_dtype=tl.int32)
-    sums = tl.dot(high, tl.load(inputs + 32, mask=filled, other=0), sums, out_dtype=tl.int32)
-    return joined(sums)
-
-
-@triton.jit
-def joined(sums):
-    """[TILE, 2 BLOCK] int32 of upper and lower bytes -> [TILE, BLOCK] float32."""
-    upper, lower = tl.split(tl.reshape(sums, [TILE, BLOCK, 2]))
-    return (upper * 256 + lower).to(tl.float32)
+def nibble_order(element):
+    """Where an element of a group of 128 stands: those that low nibbles multiply, in the order of bytes, then the others."""
+    return element // 32 % 2 * 64 + element // 64 * 32 + element % 32
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
-from .rows_fixed_triton import store_planes
+from .rows_fixed_triton import nibble_order, store_planes
 from .rows_plan_triton import WORD
 from .step_route_triton import LANES, expert_of, key_of, largest_keys, softmax_of
 
@@ -89,7 +89,7 @@ def choose_rows_early(
     """For each row a program that chooses its experts, and one that prepares it for them.
 
     Args:
-        prepared: with FIXED [R, 2, SIZE] int8, the rows' upper and lower bytes, and x_scale [R, SIZE / 128] their scales;
+        prepared: with FIXED [R, 2, SIZE] int8, the rows' upper and lower bytes in `nibble_order`, and x_scale [R, SIZE / 128] their scales;
             otherwise [R, SIZE] in x's dtype, and x_scale is not used.
         members: bit r % WORD of [r // WORD, e] says whether row r takes expert e.
         ranks: [R, EXPERTS] uint8, where it does: the how largest of the row's logits this one is.
@@ -111,7 +111,8 @@ def choose_rows_early(
     else:
         # In two dimensions from the beginning: reshaped to them, numbers would be stored byte by byte.
         group = tl.arange(0, GROUPS)
-        column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        element = tl.arange(0, 128)[None, :]
+        column = group[:, None] * 128 + element
         inside = column < SIZE
         weight = 1.0 + tl.load(norm + column, mask=inside, other=0.0)
         gate = weight
@@ -122,7 +123,8 @@ def choose_rows_early(
         normed = tl.load(x + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
         normed *= tl.rsqrt(tl.sum(sums, 0) / SIZE + EPS) * weight
         if FIXED:
-            to, scales = prepared + row * (2 * SIZE) + column, x_scale + row * (SIZE // 128) + group
+            to = prepared + row * (2 * SIZE) + group[:, None] * 128 + nibble_order(element)
+            scales = x_scale + row * (SIZE // 128) + group
             store_planes(to, scales, normed, 1, inside, group < SIZE // 128, SIZE)
         else:
             tl.store(prepared + row * SIZE + column, normed.to(prepared.dtype.element_ty), mask=inside)

@@ -22,8 +22,8 @@ import triton
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.kernels.launch import is_one, launcher, starts_early
-from ostinato.export.kernels.operands import MOST_ROWS, ExpertWeights, Norm, Weight
+from ostinato.export.kernels.launch import at_most, is_one, launcher, starts_early
+from ostinato.export.kernels.operands import FEW_ROWS, MOST_ROWS, ExpertWeights, Norm, Weight
 
 from . import rows_fixed_triton as fixed
 from . import rows_general_triton as general
@@ -35,9 +35,9 @@ from .step_triton import check_weights, weight_pointers, weight_tensors
 # Experts and elements of a program that makes a part of the logits, by the model's dtype.
 # In bfloat16 the router and the choice take 5.8/7.0/5.9 us with (64, 512) at 8/16/32 rows and 6.6/6.1/8.6 with (32, 256).
 ROUTER = {torch.bfloat16: (64, 512), torch.float32: (16, 128)}
-# Turns of the loop whose weights are on their way, and one; a turn is two groups of 128 of gate and up, and one of down.
-GATE_UP_STAGES = 2
-DOWN_STAGES = 4
+# Turns of the gate and up projections' loop whose weights are on their way, and one; for up to FEW_ROWS rows, and for more.
+# 21.4/36.9/54.2/71.1/83.4 us with 2 at 8/16/32/64/128 rows, 24.5/38.2/54.5/69.9/78.9 with 3.
+STAGES = {FEW_ROWS: 2, MOST_ROWS: 3}
 # Columns per program of the last kernel.
 SUM_COLUMNS = 1024
 
@@ -212,15 +212,18 @@ def _multiply_fixed(
 ) -> None:
     """Writes parts [R (k (+ 1)), H]; weights: what `weight_pointers` gives."""
     experts, size = down[0].shape[:2]
-    inner, blocks, half = down[0].shape[2] * 2, plan.shape[0], fixed.HALF.value
+    inner, blocks, share = down[0].shape[2] * 2, plan.shape[0], fixed.SHARE.value
     common = {"SIZE": size, "INNER": inner, "EXPERTS": experts, "EARLY": starts_early(), "num_warps": 4}
+    stages = STAGES[FEW_ROWS if at_most(prepared.shape[0], FEW_ROWS) else MOST_ROWS]
+    # Down projections read BLOCK places of each block.
+    places = places + planned.BLOCK.value
     hidden = torch.empty(places, 2, inner, dtype=torch.int8, device=plan.device)
-    hidden_scale = _floats(plan, places, inner // half)
-    launcher(fixed.gate_up_fixed_rows_early)[(inner // half, blocks)](
-        prepared, x_scale, plan, *gate_up, hidden, hidden_scale, STAGES=GATE_UP_STAGES, **common
+    hidden_scale = _floats(plan, places, inner // share)
+    launcher(fixed.gate_up_fixed_rows_early)[(inner // share, blocks)](
+        prepared, x_scale, plan, *gate_up, hidden, hidden_scale, STAGES=stages, **common
     )
-    launcher(fixed.down_fixed_rows_early)[(size // fixed.TILE.value, blocks)](
-        hidden, hidden_scale, plan, *down, parts, STAGES=DOWN_STAGES, **common
+    launcher(fixed.down_fixed_rows_early)[(size // fixed.DOWN_TILE.value, blocks)](
+        hidden, hidden_scale, plan, *down, parts, **common
     )
 
 

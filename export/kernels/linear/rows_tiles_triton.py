@@ -3,6 +3,10 @@
 
 As bytes, for inputs in fixed point: a block is 64 bytes of two nibbles, two tiles of 16 times the weights, one of its low
 nibbles and one of its high ones. Inputs must be in that order: `rows_prepare_triton`.
+
+Where few rows share a weight, a program's warps divide its blocks: each has one of WARPS neighbouring blocks, of all rows. A
+product of three dimensions is one for each warp, and its operands go from memory to registers with no shared memory between
+(`operand`).
 """
 
 from __future__ import annotations
@@ -10,7 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .step_fixed_point_triton import ROUNDING
+
 BLOCK = tl.constexpr(128)
+# Of a program whose warps divide blocks.
+WARPS = tl.constexpr(4)
+# The bits of ROUNDING. Sums of products that begin there are, as float32, the sums plus ROUNDING, if they are below 2^22.
+ROUNDING_BITS = tl.constexpr(0x4B400000)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -51,3 +61,53 @@ def load_scale_pairs(scale_ptr, weight_row, pair, K: tl.constexpr):
 def of_pair(pairs, SECOND: tl.constexpr):
     """The first or the second bfloat16 of each int32, as float32."""
     return ((pairs & -65536) if SECOND else (pairs << 16)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def operand_offsets(ROWS: tl.constexpr):
+    """Which row, block and byte each element of a tile [8, WARPS, ROWS / 8, 64] is: three tensors that broadcast to it."""
+    row = tl.arange(0, ROWS // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
+    return row, tl.arange(0, WARPS)[None, :, None, None], tl.arange(0, 64)[None, None, None, :]
+
+
+@triton.jit
+def operand(tile):
+    """A tile of bytes as `operand_offsets` has it -> [WARPS, ROWS, 64], one operand of a product; the other one transposed.
+
+    A lane loads 16 neighbouring bytes of a row, four lanes a block. Of a product's inner dimension a lane holds four bytes
+    in each of four places, so the 16 bytes count as these four: the order is the same in both operands, and no byte has to
+    move to another lane.
+    """
+    ROWS: tl.constexpr = tile.shape[2] * 8
+    tile = tl.reshape(tl.permute(tile, (1, 2, 0, 3)), [WARPS, ROWS, 4, 4, 4])
+    return tl.reshape(tl.permute(tile, (0, 1, 3, 2, 4)), [WARPS, ROWS, 64])
+
+
+@triton.jit
+def load_blocks(pointers, block, FIRST: tl.constexpr, BLOCKS: tl.constexpr):
+    """Of the blocks FIRST to FIRST + WARPS, zeros for those past the last; `block` counts from FIRST."""
+    if FIRST + WARPS <= BLOCKS:
+        values = tl.load(pointers)
+    else:
+        values = tl.load(pointers, mask=block + FIRST < BLOCKS, other=0)
+    return values
+
+
+@triton.jit
+def joined(sums):
+    """[.., 2 N] int32, sums from ROUNDING_BITS on of upper and of lower bytes -> [.., N] float32, rounded once."""
+    floats = sums.to(tl.float32, bitcast=True) - ROUNDING
+    if len(sums.shape) == 3:
+        upper, lower = tl.split(tl.reshape(floats, [sums.shape[0], sums.shape[1], sums.shape[2] // 2, 2]))
+    else:
+        upper, lower = tl.split(tl.reshape(floats, [sums.shape[0], sums.shape[1] // 2, 2]))
+    return upper * 256.0 + lower
+
+
+@triton.jit
+def sum_of_warps(values):
+    """[WARPS, M, N] -> [M, N]: warps 0 and 2, 1 and 3, then both."""
+    parts = tl.reshape(tl.permute(values, (1, 2, 0)), [values.shape[1], values.shape[2], 2, 2])
+    first, second = tl.split(parts)
+    first, second = tl.split(first + second)
+    return first + second
