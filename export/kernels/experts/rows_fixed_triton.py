@@ -156,18 +156,16 @@ def down_fixed_rows_early(
         return
     inputs = hidden + ((place * 2 + column) * INNER + group_of_column * 128 + byte_of_column)
     inputs_scale = hidden_scale + ((place + number)[None, :] * (INNER // SHARE) + group[:, None] * 2)
-    lows = ()
-    highs = ()
-    low_scales = ()
-    high_scales = ()
+    columns = ()
     for turn in tl.static_range(TURNS):
         first = turn * WARPS
-        tile = load_blocks(inputs + first * 128, group_of_column, first, GROUPS)
-        lows = lows + (tl.permute(operand(tile), (0, 2, 1)),)
-        tile = load_blocks(inputs + (first * 128 + 64), group_of_column, first, GROUPS)
-        highs = highs + (tl.permute(operand(tile), (0, 2, 1)),)
-        low_scales = low_scales + (load_blocks(inputs_scale + first * 2, group[:, None], first, GROUPS),)
-        high_scales = high_scales + (load_blocks(inputs_scale + (first * 2 + 1), group[:, None], first, GROUPS),)
+        low = operand(load_blocks(inputs + first * 128, group_of_column, first, GROUPS))
+        high = operand(load_blocks(inputs + (first * 128 + 64), group_of_column, first, GROUPS))
+        low_scale = load_blocks(inputs_scale + first * 2, group[:, None], first, GROUPS)[:, None, :]
+        high_scale = load_blocks(inputs_scale + (first * 2 + 1), group[:, None], first, GROUPS)[:, None, :]
+        low = tl.permute(low, (0, 2, 1))
+        high = tl.permute(high, (0, 2, 1))
+        columns = columns + ((low, high, low_scale, high_scale),)  # type: ignore[assignment]  # noqa: RUF005
     line = tl.program_id(0) * DOWN_TILE
     weight = of_expert(down, shared, expert, SIZE * INNER // 2, EXPERTS) + line * (INNER // 2)
     weight = weight + (row * (INNER // 2) + group_of_row * 64 + byte_of_row)
@@ -176,15 +174,19 @@ def down_fixed_rows_early(
     scale = scale + (line[None, :] * GROUPS + group[:, None])
     start = tl.full([WARPS, DOWN_ROWS, 2 * BLOCK], ROUNDING_BITS, tl.int32)
     for rows in tl.static_range(0, DOWN_TILE, DOWN_ROWS):
+        products = ()
         for turn in tl.static_range(TURNS):
             first = turn * WARPS
             words = load_blocks(weight + (rows * (INNER // 2) + first * 64), group_of_row, first, GROUPS)
             factor = load_blocks(scale + (rows * GROUPS + first), group[:, None], first, GROUPS)
             low, high = unpack_bytes(words)
-            sums = joined(tl.dot(operand(low), lows[turn], start, out_dtype=tl.int32)) * low_scales[turn][:, None, :]
-            sums += joined(tl.dot(operand(high), highs[turn], start, out_dtype=tl.int32)) * high_scales[turn][:, None, :]
-            sums *= factor.to(tl.float32)[:, :, None]
-            total = sums if turn == 0 else total + sums
+            low_column, high_column, low_scale, high_scale = columns[turn]  # type: ignore[var-annotated]
+            sums = joined(tl.dot(operand(low), low_column, start, out_dtype=tl.int32)) * low_scale
+            sums += joined(tl.dot(operand(high), high_column, start, out_dtype=tl.int32)) * high_scale
+            products = products + (sums * factor.to(tl.float32)[:, :, None],)  # type: ignore[assignment]  # noqa: RUF005
+        total = products[0]  # type: ignore[misc]
+        for turn in tl.static_range(1, TURNS):
+            total += products[turn]
         to = parts + (part.to(tl.int64) * SIZE)[None, :] + (line + rows)[:, None]
         tl.store(to, sum_of_warps(total).to(parts.dtype.element_ty), mask=(part >= 0)[None, :])
 

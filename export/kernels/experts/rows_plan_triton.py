@@ -52,11 +52,7 @@ def plan_rows_early(
     shared_blocks = (rows + BLOCK - 1) // BLOCK if SHARED else 0
     wait_for_previous(EARLY)
     if block < shared_blocks:
-        own = block * BLOCK + number
-        tl.store(record, EXPERTS)
-        tl.store(record + 1, rows * TOP_K + block * BLOCK)
-        tl.store(record + PLAN_ROWS + number, tl.where(own < rows, own, -1))
-        tl.store(record + PLAN_PARTS + number, tl.where(own < rows, own * (TOP_K + 1) + TOP_K, -1))
+        plan_shared_block(record, block, rows, EXPERTS, TOP_K)
     else:
         every = tl.arange(0, WIDTH)
         count = tl.zeros([WIDTH], tl.int32)
@@ -64,7 +60,7 @@ def plan_rows_early(
         for i in tl.static_range(ALL_ROWS // WORD):
             here = (every < EXPERTS) & (i * WORD < rows)
             count += _bits(tl.load(members + i * EXPERTS + every, mask=here, other=0))
-        expert, index, place = _expert_of_block(count, block - shared_blocks)
+        expert, index, place = expert_of_block(count, block - shared_blocks)
         row = tl.arange(0, ALL_ROWS)
         word = tl.load(members + row // WORD * EXPERTS + expert, mask=(row < rows) & (expert >= 0), other=0)
         member = word >> (row % WORD) & 1
@@ -81,7 +77,17 @@ def plan_rows_early(
 
 
 @triton.jit
-def _expert_of_block(count, block):
+def plan_shared_block(record, block, rows, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
+    """Writes the plan of a block of the shared expert, which all rows have."""
+    own = block * BLOCK + tl.arange(0, BLOCK)
+    tl.store(record, EXPERTS)
+    tl.store(record + 1, rows * TOP_K + block * BLOCK)
+    tl.store(record + PLAN_ROWS + tl.arange(0, BLOCK), tl.where(own < rows, own, -1))
+    tl.store(record + PLAN_PARTS + tl.arange(0, BLOCK), tl.where(own < rows, own * (TOP_K + 1) + TOP_K, -1))
+
+
+@triton.jit
+def expert_of_block(count, block):
     """Whose block it is, -1 for nobody's; the how many-th of that expert's it is; its first place.
 
     count: rows of each expert, a power of two of them.

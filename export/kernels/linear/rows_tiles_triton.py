@@ -86,11 +86,7 @@ def operand(tile):
 @triton.jit
 def load_blocks(pointers, block, FIRST: tl.constexpr, BLOCKS: tl.constexpr):
     """Of the blocks FIRST to FIRST + WARPS, zeros for those past the last; `block` counts from FIRST."""
-    if FIRST + WARPS <= BLOCKS:
-        values = tl.load(pointers)
-    else:
-        values = tl.load(pointers, mask=block + FIRST < BLOCKS, other=0)
-    return values
+    return tl.load(pointers) if FIRST + WARPS <= BLOCKS else tl.load(pointers, mask=block + FIRST < BLOCKS, other=0)
 
 
 @triton.jit

@@ -20,8 +20,8 @@ from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
 from .compiling import BF16, F32, Launch, compile_all, recorded, without_a_driver, written
 
 EXPERTS, TOP_K, SIZE, INNER = 256, 8, 2048, 512
-# Not a multiple of 16.
-ROWS = 17
+# Not multiples of 16; the former few.
+FEW, MANY = 15, 17
 # (compute capability, dtype of the model, group size or None, the shared expert's inner size, 0 without one)
 CASES: tuple[tuple[int, torch.dtype, int | None, int], ...] = (
     (90, BF16, 128, INNER),
@@ -71,8 +71,10 @@ def inputs(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def launches(capability: int, dtype: torch.dtype, group: int | None, shared: int) -> list[Launch]:
+    layer = Layer(dtype, group, shared)
     with recorded() as found, mock.patch.object(rows_triton, "starts_early", lambda: capability >= 90):
-        Layer(dtype, group, shared)(*inputs(ROWS, dtype))
+        for rows in (FEW, MANY):
+            layer(*inputs(rows, dtype))
     return found
 
 
@@ -80,7 +82,7 @@ def traced(most: int) -> dict[str, Any]:
     """Of an export for 2 to `most` rows: the operators of ours, the range of each dimension, and the rows of its result."""
     rows = torch.export.Dim("rows", min=2, max=most)
     with torch.device("meta"):
-        layer, arguments = Layer(BF16, 128, INNER), inputs(min(ROWS, most - 1), BF16)
+        layer, arguments = Layer(BF16, 128, INNER), inputs(FEW, BF16)
         program = torch.export.export(layer, arguments, dynamic_shapes=({0: rows}, {0: rows}), strict=False)
     nodes = list(program.run_decompositions({}).graph.nodes)
     count = nodes[-1].args[0][0].meta["val"].shape[0]

@@ -32,6 +32,7 @@ TOLERANCE = {F32: 1e-5, BF16: 1e-2}
 WRITTEN = {
     "route_rows_early": ["logits", "members", "squares"],
     "choose_rows_early": ["members", "prepared", "ranks", "shares", "x_scale"],
+    "choose_few_rows_early": ["plan", "prepared", "shares", "x_scale"],
     "plan_rows_early": ["plan"],
     "gate_up_fixed_rows_early": ["hidden", "hidden_scale"],
     "gate_up_rows_early": ["hidden"],
@@ -39,6 +40,10 @@ WRITTEN = {
     "down_rows_early": ["parts"],
     "sum_rows_early": ["out"],
 }
+
+
+# See `spilling`: at 8.0 and 8.9.
+SPILLED = {("down_fixed_rows_early", "bf16"): 72}
 
 
 @dataclass(frozen=True)
@@ -188,16 +193,16 @@ def test_padding_changes_nothing(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shared", (0, 256))
-def test_plan(shared: int) -> None:
+@pytest.mark.parametrize("count", (33, 15))
+def test_plan(count: int, shared: int) -> None:
     """Each choice of a row that is not padding stands in one block of its expert, and has a place of its own."""
     layer = Layer(Shape(experts=40, top_k=3, shared=shared or None))
-    x = layer.rows(33)
-    slots = torch.arange(33, device=DEVICE) % 7 - 1
-    routed = rows_triton._route(x, layer.norm.weight, EPS, layer.gate, layer.shared_gate, 3, slots, True)
-    plan, places = rows_triton._plan(routed[2], routed[3], 3, shared > 0)
+    x = layer.rows(count)
+    slots = torch.arange(count, device=DEVICE) % 7 - 1
+    *_, plan, places = rows_triton._choose(x, layer.norm.weight, EPS, layer.gate, layer.shared_gate, 3, slots, True)
     chosen = layer.logits(x).topk(3).indices.tolist()
-    expected = [(expert, row) for row in range(33) for expert in chosen[row] if slots[row] >= 0]
-    expected += [(40, row) for row in range(33) if shared]
+    expected = [(expert, row) for row in range(count) for expert in chosen[row] if slots[row] >= 0]
+    expected += [(40, row) for row in range(count) if shared]
     block, rows_at, parts_at = (
         one.value for one in (rows_plan_triton.BLOCK, rows_plan_triton.PLAN_ROWS, rows_plan_triton.PLAN_PARTS)
     )
@@ -208,12 +213,12 @@ def test_plan(shared: int) -> None:
     for record in plan.tolist():
         expert, place, rows, parts = record[0], record[1], record[rows_at:][:block], record[parts_at:][:block]
         if expert >= 0:
-            count = sum(row >= 0 for row in rows)
-            assert rows[count:] == parts[count:] == [-1] * (block - count)
-            assert [part // (4 if shared else 3) for part in parts[:count]] == rows[:count]
-            found += [(expert, row) for row in rows[:count]]
-            known_parts += parts[:count]
-            known_places += range(place, place + count)
+            filled = sum(row >= 0 for row in rows)
+            assert rows[filled:] == parts[filled:] == [-1] * (block - filled)
+            assert [part // (4 if shared else 3) for part in parts[:filled]] == rows[:filled]
+            found += [(expert, row) for row in rows[:filled]]
+            known_parts += parts[:filled]
+            known_places += range(place, place + filled)
             experts.append(expert)
     assert sorted(found) == sorted(expected)
     assert len(set(known_parts)) == len(set(known_places)) == len(found)
@@ -240,7 +245,7 @@ def report() -> dict[str, Any]:
 
 def test_what_is_compiled_fits(report: dict[str, Any]) -> None:
     assert {entry["kernel"] for entry in report["compiled"]} == set(WRITTEN)
-    assert spilling(report, {}, {}) == []
+    assert spilling(report, SPILLED, {}) == []
     assert all(entry["shared"] <= entry["room"] for entry in report["compiled"])
 
 
