@@ -105,14 +105,14 @@ def run_compiled(code: str) -> str:
     """What a script prints in a process without Triton's interpreter.
 
     A trace needs that: the interpreter would run the kernels on its fake tensors. All such processes come from one that has
-    imported what they need.
+    imported what they need, but where there is a GPU: a process that asked for it cannot be forked for one that uses it.
     """
     from .compiling import printed
 
-    forking = multiprocessing.get_context("forkserver")
-    forking.set_forkserver_preload([printed.__module__])
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    context.set_forkserver_preload([printed.__module__])
     without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with mock.patch.dict(os.environ, without, clear=True), forking.Pool(1) as pool:
+    with mock.patch.dict(os.environ, without, clear=True), context.Pool(1) as pool:
         return pool.apply_async(printed, (code,)).get(timeout=900)
 
 
