@@ -2,7 +2,7 @@
 
 1. The router's logits, in parts (`rows_route_triton`).
 2. Each row chooses its experts, and is normed and made what the experts take.
-3. Blocks of one expert's rows (`rows_plan_triton`).
+3. Blocks of one expert's rows (`rows_plan_triton`); up to FEW_ROWS rows, 2. and 3. are one kernel (`rows_few_triton`).
 4. Gate and up projection of these blocks, and SwiGLU (`rows_fixed_triton`, or `rows_general_triton`).
 5. Their down projections.
 6. The sum of each row's experts, times their shares, and of the residual stream.
@@ -10,9 +10,8 @@
 Rows set bits of words with atomics, and nothing else: the order of every sum is the same in each run. What a row gives is
 the same bits whatever rows stand beside it.
 
-H200, 2026-11-23, the flagship's experts (256, 8 of them per row and a shared one, [2048] and [512], int4), before the rows
-were prepared in 2. instead of 1.: a layer took 47/71/101/133/157/195 us at 8/16/32/64/128/256 rows, of which 2. to 6.
-without the projections were 5 to 9.
+H200, 2026-11-23, the flagship's experts (256, 8 of them per row and a shared one, [2048] and [512], int4): a layer takes
+46.6/70.7/129/145 us at 8/16/64/128 rows, of which 1. to 3. take 8 to 12.
 """
 
 from __future__ import annotations
