@@ -12,6 +12,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from ostinato.delegate.errors import ExportError
 from ostinato.export.compile.torch_internals import upper_bound
 
+from .operands import FEW_ROWS, MOST_ROWS
+
 C = TypeVar("C")
 
 # Bytes of shared memory that a block may have at most, by compute capability: CUDA C++ Programming Guide, technical
@@ -34,6 +36,11 @@ def is_one(rows: int | torch.SymInt) -> bool:
 def at_most(rows: int | torch.SymInt, count: int) -> bool:
     """Whether a number of rows, which may be a symbol in a trace, is never more than `count`."""
     return bool(upper_bound(rows) <= count)
+
+
+def row_class(rows: int | torch.SymInt) -> int:
+    """What configurations are chosen by: FEW_ROWS where a number of rows is never more, else MOST_ROWS."""
+    return FEW_ROWS if at_most(rows, FEW_ROWS) else MOST_ROWS
 
 
 def pointers(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:

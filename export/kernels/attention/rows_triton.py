@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, at_most, fitting, is_one, launcher, starts_early
+from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, is_one, launcher, row_class, starts_early
 from ostinato.export.kernels.operands import FEW_ROWS, MOST_ROWS, KVCache, Norm, Place
 
 from . import step_triton
@@ -78,7 +78,7 @@ def _attend_rows(
     rows = qkv.shape[0]
     kv_heads, page_size, head_dim = keys.shape[1:]
     group = padded_group(heads // kv_heads)
-    most = FEW_ROWS if at_most(rows, FEW_ROWS) else MOST_ROWS
+    most = row_class(rows)
     config = fitting(CONFIGS[most]) if keys.dtype == torch.bfloat16 else prompt_config(head_dim, keys.dtype)
     together = max(1, config.queries // group)
     splits = PARTS // torch.sym_max(rows, PARTS // MOST_SPLITS)

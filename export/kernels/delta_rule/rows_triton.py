@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import at_most, is_one, launcher, starts_early
+from ostinato.export.kernels.launch import is_one, launcher, row_class, starts_early
 from ostinato.export.kernels.operands import FEW_ROWS, MOST_ROWS, Convolution, Decay, Place
 
 from . import step_triton
@@ -104,7 +104,7 @@ def _delta_rows(
 ) -> tuple[Tensor, Tensor]:
     _, heads, key_dim, value_dim = state.shape
     rows = mixed.shape[0]
-    config = CONFIGS[FEW_ROWS if at_most(rows, FEW_ROWS) else MOST_ROWS]
+    config = CONFIGS[row_class(rows)]
     values = min(config.values, value_dim)
     blocks = value_dim // values
     out = torch.empty((rows, heads * value_dim), dtype=mixed.dtype, device=mixed.device)

@@ -12,7 +12,7 @@ import triton.language as tl
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.operands import FEW_ROWS
 
-from .rows_plan_triton import BLOCK, PLAN, PLAN_PARTS, PLAN_ROWS, expert_of_block, plan_shared_block
+from .rows_plan_triton import BLOCK, PLAN, expert_of_block, plan_routed_block, plan_shared_block
 from .rows_route_triton import choose_row, prepare_row
 from .step_route_triton import key_of
 
@@ -91,14 +91,5 @@ def choose_few_rows_early(
         mine, index, place = expert_of_block(tl.reshape(count, [WIDTH]), block - shared_blocks)
         own = tl.max(tl.max(tl.where(expert == mine, key, 0), 1), 1)
         member = ((own >= least) & filled & (mine >= 0)).to(tl.int32)
-        rank = tl.cumsum(member, 0) - member - index * BLOCK
-        taken = (member > 0) & (rank >= 0) & (rank < BLOCK)
         order = tl.sum(tl.sum((key > own[:, None, None]).to(tl.int32), 1), 1)
-        tl.store(record, mine)
-        tl.store(record + 1, place)
-        tl.store(record + PLAN_ROWS + rank, row, mask=taken)
-        tl.store(record + PLAN_PARTS + rank, row * (TOP_K + 1 if SHARED else TOP_K) + order, mask=taken)
-        number = tl.arange(0, BLOCK)
-        empty = number >= tl.sum(member, 0) - index * BLOCK
-        tl.store(record + PLAN_ROWS + number, -1, mask=empty)
-        tl.store(record + PLAN_PARTS + number, -1, mask=empty)
+        plan_routed_block(record, mine, index, place, row, member, order, TOP_K + 1 if SHARED else TOP_K)

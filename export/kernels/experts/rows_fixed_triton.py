@@ -72,7 +72,7 @@ def gate_up_fixed_rows_early(
     or its high ones; hidden has them in this order.
 
     Args:
-        planes: [R, 2, SIZE] int8, in the order of `nibble_order`, and their scales [R, SIZE / 128].
+        planes: [R, 2, SIZE] int8, in the order of `rows_tiles_triton.nibble_order`, and their scales [R, SIZE / 128].
         SIZE: a multiple of 256.
         INNER: a multiple of 128.
     """
@@ -190,12 +190,6 @@ def down_fixed_rows_early(
             total += products[turn]
         to = parts + (part.to(tl.int64) * SIZE)[None, :] + (line + rows)[:, None]
         tl.store(to, sum_of_warps(total).to(parts.dtype.element_ty), mask=(part >= 0)[None, :])
-
-
-@triton.jit
-def nibble_order(element):
-    """Where an element of a group of 128 stands: those that low nibbles multiply, in the order of bytes, then the others."""
-    return element // 32 % 2 * 64 + element // 64 * 32 + element % 32
 
 
 @triton.jit

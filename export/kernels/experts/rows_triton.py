@@ -21,7 +21,7 @@ import triton
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.kernels.launch import at_most, is_one, launcher, starts_early
+from ostinato.export.kernels.launch import at_most, is_one, launcher, row_class, starts_early
 from ostinato.export.kernels.operands import FEW_ROWS, MOST_ROWS, ExpertWeights, Norm, Weight
 
 from . import rows_few_triton as few
@@ -189,7 +189,7 @@ def _multiply_fixed(
     experts, size = down[0].shape[:2]
     inner, blocks, share = down[0].shape[2] * 2, plan.shape[0], fixed.SHARE.value
     common = {"SIZE": size, "INNER": inner, "EXPERTS": experts, "EARLY": starts_early(), "num_warps": 4}
-    stages = STAGES[FEW_ROWS if at_most(prepared.shape[0], FEW_ROWS) else MOST_ROWS]
+    stages = STAGES[row_class(prepared.shape[0])]
     # Down projections read BLOCK places of each block.
     places = places + planned.BLOCK.value
     hidden = torch.empty(places, 2, inner, dtype=torch.int8, device=plan.device)

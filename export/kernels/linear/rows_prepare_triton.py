@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
-from .rows_tiles_triton import BLOCK
+from .rows_tiles_triton import BLOCK, nibble_order
 from .step_fixed_point_triton import ROUNDING
 
 
@@ -54,7 +54,7 @@ def prepare_rows_early(
     within = tl.arange(0, BLOCK)
     place = block[:, None] * BLOCK + within[None, :]
     # Bytes 0 to 31 of a block hold its first span of 64, the others its second one; a span's halves are nibbles.
-    element = block[:, None] * BLOCK + (within // 32 % 2 * 64 + within // 64 * 32 + within % 32)[None, :]
+    element = block[:, None] * BLOCK + nibble_order(within)[None, :]
     inside = element < K
     factor = 1.0
     if NORM:

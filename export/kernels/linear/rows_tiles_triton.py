@@ -52,6 +52,15 @@ def unpack_bytes(packed):
 
 
 @triton.jit
+def nibble_order(element):
+    """Where an element of a block stands: those that low nibbles multiply, in the order of bytes, then the others.
+
+    Taken twice it gives the element again: it is also which element stands in a place.
+    """
+    return element // 32 % 2 * 64 + element // 64 * 32 + element % 32
+
+
+@triton.jit
 def load_scale_pairs(scale_ptr, weight_row, pair, K: tl.constexpr):
     """The scales [ROWS] of two neighbouring groups of 128, as one int32."""
     return tl.load(scale_ptr.to(tl.pointer_type(tl.int32)) + weight_row * (K // 256) + pair)
