@@ -80,7 +80,10 @@ META_PAGE_SIZE = "get_page_size"
 EARLY_KERNEL = "_early"
 # Rule R5 there: a kernel with the name on the left in its own may start early only directly behind one with the name on the
 # right.
-REQUIRED_AHEAD = {"experts_down_early": "experts_gate_up_early"}
+REQUIRED_AHEAD = {
+    "experts_down_early": "experts_gate_up_early",
+    "down_fixed_rows_early": "gate_up_fixed_rows_early",
+}
 
 # `Segment.device` of those that run on the host.
 HOST = "cpu"

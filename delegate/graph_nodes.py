@@ -8,27 +8,29 @@ changed here, after the capture: `start_early` changes the edge between two *mar
 
 Marked kernels keep these rules, with the functions of export/kernels/early_start_triton.py:
 
-R1. Every program calls `start_next` and `wait_for_previous` once each, on every path.
-    Why: the next kernel starts when all programs have called `start_next` or have ended. And a kernel that did not wait could
-    end before the kernel ahead, so that kernels behind it could read what is not written yet.
-R2. Before its wait a program writes nothing, and reads only constants, state that its kernel alone writes, and what only
-    unmarked kernels write.
+R1. Every program calls `start_next` once, and `wait_for_previous` before it writes or reads what R2 forbids; a program that
+    does neither may end without a wait, but at least one of each launch waits.
+    Why: the next kernel starts when all programs have called `start_next` or have ended. And a kernel none of whose programs
+    waited could end before the kernel ahead, so that kernels behind it could read what is not written yet.
+R2. Before its wait a program writes nothing, and reads only constants, cells of state that no kernel ahead of its own
+    writes, and what only unmarked kernels write.
     Why: marked kernels ahead of it may still be running. Unmarked ones have ended: the edges from and to them are full.
-R3. A *late* kernel calls `start_next` directly after its wait; all others call it first.
-    Why: R4 needs it of `experts_gate_up_early`. `fixed_rows_early` is late because it is faster so; nothing relies on that.
+R3. A *late* kernel calls `start_next` directly after its wait, which all its programs have; all others call it first.
+    Why: R4 needs it of `experts_gate_up_early` and `gate_up_fixed_rows_early`. `fixed_rows_early` is late because it is
+    faster so; nothing relies on that.
 R4. The kernel directly behind a late one may also read, before its wait, what kernels ahead of the late one wrote, past the
     first-level cache (`cache_modifier=".cg"`). Nothing stands between the two, and neither of them writes that.
     Why: when it starts, every program of the late kernel is past its wait, so all kernels ahead of the late one have ended
     with their writes in memory. This holds whichever of the edges are programmatic. The first-level cache may be old: only a
     kernel's own wait is known to renew it.
-R5. `experts_down_early` stands directly behind `experts_gate_up_early`.
-    Why: it relies on R4. `start_early` checks it on the captured graph (`artifact.REQUIRED_AHEAD`): anywhere else the edge
-    into `experts_down_early` stays full.
+R5. A kernel that relies on R4 stands directly behind the late one: `experts_down_early` behind `experts_gate_up_early`,
+    `down_fixed_rows_early` behind `gate_up_fixed_rows_early`.
+    `start_early` checks it on the captured graph (`artifact.REQUIRED_AHEAD`): anywhere else the edge into them stays full.
 
 Why no kernel reads too early or writes too early. A stream's capture is a chain; take its kernels in order.
 
 1. A kernel ends only after all kernels ahead have ended. Behind a full edge it starts after that; behind a programmatic one
-   each of its programs waits for the kernel ahead to end (R1), which by this same step ended after all those ahead of it.
+   a program of it waits for the kernel ahead to end (R1), which by this same step ended after all those ahead of it.
 2. So whatever a kernel does after its wait, or behind a full edge, comes after all writes and reads of all kernels ahead.
 3. What a marked kernel reads before its wait is there (R2): the last unmarked kernel ahead of it is followed by a full edge,
    and no kernel starts before the one ahead of it has started. So all unmarked kernels ahead have ended.

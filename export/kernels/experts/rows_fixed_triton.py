@@ -69,19 +69,19 @@ def gate_up_fixed_rows_early(
     """silu(gate) * up: hidden [places, 2, INNER] int8 and its scales [places, INNER / SHARE]. Program (SHARE columns, block).
 
     The columns of a program, and so those that share a scale, are what the low nibbles of a group of down weights multiply,
-    or its high ones; hidden has them in this order.
+    or its high ones; hidden has them in this order. The next kernel starts after the wait (R3 in `delegate/graph_nodes.py`).
 
     Args:
         planes: [R, 2, SIZE] int8, in the order of `rows_tiles_triton.nibble_order`, and their scales [R, SIZE / 128].
         SIZE: a multiple of 256.
         INNER: a multiple of 128.
     """
-    start_next(EARLY)
     piece = tl.program_id(0)
     record = plan + tl.program_id(1) * PLAN
     number = tl.arange(0, BLOCK)
     column = tl.arange(0, 2 * BLOCK)
     wait_for_previous(EARLY)
+    start_next(EARLY)
     expert = tl.load(record)
     place = tl.load(record + 1)
     row = tl.load(record + PLAN_ROWS + number)
@@ -134,6 +134,8 @@ def down_fixed_rows_early(
 ):
     """parts [R (k (+ 1)), SIZE], outputs without their shares. Program (DOWN_TILE of SIZE, block); its warps divide INNER.
 
+    It reads the plan before its wait (R4 in `delegate/graph_nodes.py`).
+
     Behind a block's last place stand those of the next block, or what nobody wrote: their products are not stored.
 
     Args:
@@ -149,12 +151,19 @@ def down_fixed_rows_early(
     group = tl.arange(0, WARPS)
     column, group_of_column, byte_of_column = operand_offsets(2 * BLOCK)
     row, group_of_row, byte_of_row = operand_offsets(DOWN_ROWS)
-    wait_for_previous(EARLY)
-    expert = tl.load(record)
-    place = tl.load(record + 1)
-    part = tl.load(record + PLAN_PARTS + number)
+    expert = tl.load(record, cache_modifier=".cg")
     if expert < 0:
+        wait_for_previous(EARLY)
         return
+    line = tl.program_id(0) * DOWN_TILE
+    weight = of_expert(down, shared, expert, SIZE * INNER // 2, EXPERTS) + line * (INNER // 2)
+    weight = weight + (row * (INNER // 2) + group_of_row * 64 + byte_of_row)
+    line = line + tl.arange(0, DOWN_ROWS)
+    scale = of_expert(down_scale, shared_scale, expert, SIZE * INNER // 128, EXPERTS)
+    scale = scale + (line[None, :] * GROUPS + group[:, None])
+    place = tl.load(record + 1, cache_modifier=".cg")
+    part = tl.load(record + PLAN_PARTS + number, cache_modifier=".cg")
+    wait_for_previous(EARLY)
     inputs = hidden + ((place * 2 + column) * INNER + group_of_column * 128 + byte_of_column)
     inputs_scale = hidden_scale + ((place + number)[None, :] * (INNER // SHARE) + group[:, None] * 2)
     columns = ()
@@ -167,12 +176,6 @@ def down_fixed_rows_early(
         low = tl.permute(low, (0, 2, 1))
         high = tl.permute(high, (0, 2, 1))
         columns = columns + ((low, high, low_scale, high_scale),)  # type: ignore[assignment]  # noqa: RUF005
-    line = tl.program_id(0) * DOWN_TILE
-    weight = of_expert(down, shared, expert, SIZE * INNER // 2, EXPERTS) + line * (INNER // 2)
-    weight = weight + (row * (INNER // 2) + group_of_row * 64 + byte_of_row)
-    line = line + tl.arange(0, DOWN_ROWS)
-    scale = of_expert(down_scale, shared_scale, expert, SIZE * INNER // 128, EXPERTS)
-    scale = scale + (line[None, :] * GROUPS + group[:, None])
     start = tl.full([WARPS, DOWN_ROWS, 2 * BLOCK], ROUNDING_BITS, tl.int32)
     for rows in tl.static_range(0, DOWN_TILE, DOWN_ROWS):
         products = ()

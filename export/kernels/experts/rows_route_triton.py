@@ -102,7 +102,7 @@ def choose_rows_early(
     row = tl.program_id(0)
     if tl.program_id(1) == 0:
         choose_row(
-            logits, squares, slots, members, ranks, shares, row, rows, x.dtype.element_ty == tl.bfloat16, True, EPS, SIZE,
+            logits, squares, slots, members, ranks, shares, row, rows, x.dtype.element_ty == tl.bfloat16, EPS, SIZE,
             EXPERTS, TOP_K, SHARED, SLICES, SLOTS, EARLY,
         )  # fmt: skip
     else:
@@ -169,7 +169,6 @@ def choose_row(
     row,
     rows,
     NARROW: tl.constexpr,
-    MEMBERS: tl.constexpr,
     EPS: tl.constexpr,
     SIZE: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -179,7 +178,7 @@ def choose_row(
     SLOTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Writes the shares of a row's experts, with MEMBERS also where the row stands in `members` and `ranks`.
+    """Writes the shares of a row's experts, and where the row stands in `members` and `ranks`.
 
     NARROW: logits are rounded to bfloat16, as those of one token are.
     """
@@ -199,9 +198,8 @@ def choose_row(
     chosen = largest_keys(keys, TOP_K)
     weights = softmax_of(chosen)
     for i in tl.static_range(TOP_K):
-        if MEMBERS:
-            expert = expert_of(chosen[i])
-            # Each sets a bit of its own, so the order in which rows come does not matter.
-            tl.atomic_or(members + row // WORD * EXPERTS + expert, 1 << row % WORD, mask=filled, sem="relaxed")
-            tl.store(ranks + row * EXPERTS + expert, i, mask=filled)
+        expert = expert_of(chosen[i])
+        # Each sets a bit of its own, so the order in which rows come does not matter.
+        tl.atomic_or(members + row // WORD * EXPERTS + expert, 1 << row % WORD, mask=filled, sem="relaxed")
+        tl.store(ranks + row * EXPERTS + expert, i, mask=filled)
         tl.store(shares + row * (TOP_K + 1 if SHARED else TOP_K) + i, weights[i])

@@ -2,7 +2,7 @@
 
 1. The router's logits, in parts (`rows_route_triton`).
 2. Each row chooses its experts, and is normed and made what the experts take.
-3. Blocks of one expert's rows (`rows_plan_triton`); up to FEW_ROWS rows, 2. and 3. are one kernel (`rows_few_triton`).
+3. Blocks of one expert's rows (`rows_plan_triton`).
 4. Gate and up projection of these blocks, and SwiGLU (`rows_fixed_triton`, or `rows_general_triton`).
 5. Their down projections.
 6. The sum of each row's experts, times their shares, and of the residual stream.
@@ -11,7 +11,7 @@ Rows set bits of words with atomics, and nothing else: the order of every sum is
 the same bits whatever rows stand beside it.
 
 H200, 2026-11-23, the flagship's experts (256, 8 of them per row and a shared one, [2048] and [512], int4): a layer takes
-46.6/70.7/129/145 us at 8/16/64/128 rows, of which 1. to 3. take 8 to 12.
+42.2/64.5/125/142 us at 8/16/64/128 rows, of which 1. to 3. take 8 to 12.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import triton
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.kernels.launch import at_most, is_one, launcher, row_class, starts_early
+from ostinato.export.kernels.launch import is_one, launcher, row_class, starts_early
 from ostinato.export.kernels.operands import FEW_ROWS, MOST_ROWS, ExpertWeights, Norm, Weight
 
-from . import rows_few_triton as few
 from . import rows_fixed_triton as fixed
 from . import rows_general_triton as general
 from . import rows_plan_triton as planned
@@ -152,18 +151,13 @@ def _choose(
     common = {"EXPERTS": experts, "TOP_K": top_k, "SHARED": shared, "EARLY": starts_early(), "num_warps": 4}
     of_rows = {"EPS": eps, "SIZE": size, "SLICES": slices, "SLOTS": slots is not None, "FIXED": in_fixed_point}
     of_rows |= {"GROUPS": triton.next_power_of_2(_blocks(size, 128)), **common}
-    of_plan = {"WIDTH": max(32, triton.next_power_of_2(experts))}
     inputs = x, norm_weight, shared_gate if shared else gate, logits, squares, squares if slots is None else slots
-    if at_most(rows, FEW_ROWS):
-        launcher(few.choose_few_rows_early)[(2 * rows + blocks,)](
-            *inputs, prepared, x_scale, shares, plan, rows, **of_plan, **of_rows
-        )
-    else:
-        ranks = torch.empty(rows, experts, dtype=torch.uint8, device=x.device)
-        launcher(routing.choose_rows_early)[(rows, 2)](
-            *inputs, prepared, x_scale, members, ranks, shares, rows, **of_rows
-        )
-        launcher(planned.plan_rows_early)[(blocks,)](members, ranks, plan, rows, **of_plan, **common)
+    ranks = torch.empty(rows, experts, dtype=torch.uint8, device=x.device)
+    launcher(routing.choose_rows_early)[(rows, 2)](
+        *inputs, prepared, x_scale, members, ranks, shares, rows, **of_rows
+    )
+    width = max(32, triton.next_power_of_2(experts))
+    launcher(planned.plan_rows_early)[(blocks,)](members, ranks, plan, rows, WIDTH=width, **common)
     return prepared, x_scale, shares, plan, places
 
 
