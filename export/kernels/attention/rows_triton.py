@@ -246,8 +246,12 @@ def attend_rows_early(
         first, first, positions, slots, rows, splits, ROWS, KEYS, LEAST, MOST_ROWS
     )
     begin = tl.program_id(2) * share
+    # One program must wait; others with nothing to do leave their room.
+    nothing = (begins == 0) | (slot < 0) | (begin >= seen)
+    if nothing & (first + kv_head + tl.program_id(2) > 0):
+        return
     wait_for_previous(EARLY)
-    if begins & (slot >= 0) & (begin < seen):
+    if nothing == 0:
         member = tl.arange(0, ROWS * GROUP)
         row = first + member // GROUP
         head = member % GROUP
