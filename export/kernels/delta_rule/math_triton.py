@@ -55,8 +55,11 @@ def inverse_length(square: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def multiply(x: tl.tensor, y: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
-    """`x @ y`, both float32, from operands of 16 bits where PARTS is 2, else of about 22 bits."""
-    z = tl.zeros((x.shape[0], y.shape[1]), tl.float32)
+    """`x @ y`, both float32, of two dimensions or three, from operands of 16 bits where PARTS is 2, else of about 22 bits."""
+    if len(x.shape) == 3:
+        z = tl.zeros((x.shape[0], x.shape[1], y.shape[2]), tl.float32)
+    else:
+        z = tl.zeros((x.shape[0], y.shape[1]), tl.float32)
     if PARTS == 2:
         high, low = split(y)
         return multiply_add(x, high, tl.dot(split(x)[0], low, z))
@@ -75,6 +78,17 @@ def multiply_add(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def multiply_parts(
+    x: tl.tensor, cells: tl.tensor, size: tl.tensor, inside: tl.tensor, z: tl.tensor, PARTS: tl.constexpr
+) -> tl.tensor:
+    """`x @ y + z`, x float32, of the y that `store_parts` has stored, zeros where not `inside`."""
+    z = multiply_add(x, tl.load(cells, mask=inside, other=0.0), z)
+    if PARTS == 2:
+        z = tl.dot(split(x)[0], tl.load(cells + size, mask=inside, other=0.0), z)
+    return z
+
+
+@triton.jit
 def split(x: tl.tensor) -> tl.tensor:
     """float32 -> (nearest bfloat16, bfloat16 of the rest).
 
@@ -86,11 +100,13 @@ def split(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def store_parts(cells: tl.tensor, x: tl.tensor, size: tl.tensor, PARTS: tl.constexpr) -> None:
+def store_parts(
+    cells: tl.tensor, x: tl.tensor, size: tl.tensor, PARTS: tl.constexpr, inside: tl.tensor | None = None
+) -> None:
     """Stores x rounded to the dtype of `cells` and, where PARTS is 2, the rest of x `size` elements after it."""
     if PARTS == 2:
         high, low = split(x)
-        tl.store(cells, high)
-        tl.store(cells + size, low)
+        tl.store(cells, high, mask=inside)
+        tl.store(cells + size, low, mask=inside)
     else:
-        tl.store(cells, x)
+        tl.store(cells, x, mask=inside)

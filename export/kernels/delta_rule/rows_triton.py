@@ -22,7 +22,7 @@ from ostinato.export.kernels.operands import FEW_ROWS, MOST_ROWS, Convolution, D
 from . import step_triton
 from .limits import check_delta_rule
 from .math_triton import inverse_length, log_decay, write_strength
-from .rows_chunk_triton import take_run
+from .rows_chunk_triton import FACTORS, take_run
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class DeltaConfig:
         warps: of a program.
         long: rows from which on a run is taken in chunks.
         chunk: rows of one.
+        chunks: taken at once as far as they do not depend on the state.
         programs: for a block of values of a head, of the kernel that takes long runs; 0 where the one for rows does.
     """
 
@@ -41,6 +42,7 @@ class DeltaConfig:
     warps: int
     long: int
     chunk: int
+    chunks: int
     programs: int
 
 
@@ -52,12 +54,15 @@ class ConvConfig:
     warps: int
 
 
-# For calls of up to so many rows. H200, 2026-11-23, the flagship's shape, one kernel: 8 single rows take 12.0 us
-# with 16 values and 11.7 with 64, 64 rows 89 and 76 (a copy of as many bytes takes 63), a run of 16 in chunks 11.7 and 9.4.
+# For calls of up to so many rows. H200, 2026-11-23, the flagship's shape: with the linear layers around it 8 and 16 single
+# rows and a run of 16 take 33.3, 49.0 and 30.0 us with 16 values and one warp, 31.0, 43.2 and 29.2 with 32 and two, 31.7,
+# 44.3 and 28.3 with 64 and four. 64 rows take 81 us with 64 values, 92 with 32, 134 with 128 (a copy of the bytes 63).
 CONFIGS = {
-    FEW_ROWS: DeltaConfig(values=16, warps=1, long=10, chunk=16, programs=0),
-    MOST_ROWS: DeltaConfig(values=64, warps=4, long=6, chunk=16, programs=4),
+    FEW_ROWS: DeltaConfig(values=32, warps=2, long=10, chunk=16, chunks=1, programs=0),
+    MOST_ROWS: DeltaConfig(values=64, warps=4, long=6, chunk=16, chunks=8, programs=4),
 }
+# Programs for a block of values of a head that take short runs.
+MOST_PROGRAMS = 64
 # 1.5/1.8/5.6/9.1 us at 8/16/64/128 single rows, 6.4 for a run of 128; with 2 warps 1.9/2.8/8.2/12.9 and 10.9.
 CONV = ConvConfig(channels=512, warps=4)
 
@@ -109,13 +114,20 @@ def _delta_rows(
     blocks = value_dim // values
     out = torch.empty((rows, heads * value_dim), dtype=mixed.dtype, device=mixed.device)
     squares = torch.empty((rows * heads, blocks), dtype=torch.float32, device=mixed.device)
+    parts = 2 if mixed.dtype == torch.bfloat16 else 1
+    solved = torch.empty((parts, rows, heads, config.chunk), dtype=mixed.dtype, device=mixed.device)
+    pairs = torch.empty_like(solved)
+    factors = torch.empty((rows, heads, FACTORS.value), dtype=torch.float32, device=mixed.device)
     common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "BLOCK": values, "ROWS": MOST_ROWS}
-    common |= {"LONG": config.long, "CHUNK": config.chunk, "PARTS": 2 if mixed.dtype == torch.bfloat16 else 1}
+    common |= {"LONG": config.long, "CHUNK": config.chunk, "CHUNKS": config.chunks, "PARTS": parts}
     common |= {"EARLY": starts_early(), "num_warps": config.warps}
-    arguments = mixed, gates, a_log, dt_bias, state, positions, slots, norm_weight, out, squares, rows
-    launcher(delta_rows_early)[(blocks, heads, rows)](*arguments, ALL=config.programs == 0, **common)
+    arguments = mixed, gates, a_log, dt_bias, state, positions, slots, norm_weight
+    arguments = *arguments, solved, pairs, factors, out, squares, rows
     if config.programs:
         launcher(delta_runs_early)[(blocks, heads, config.programs)](*arguments, **common)
+    # Behind the long runs, so that programs that have none but rows of those end while they are still taken.
+    grid = blocks, heads, torch.sym_min(rows, MOST_PROGRAMS)
+    launcher(delta_rows_early)[grid](*arguments, ALL=config.programs == 0, **common)
     return out, squares
 
 
@@ -129,6 +141,9 @@ def delta_rows_early(
     positions: tl.tensor,
     slots: tl.tensor,
     norm_weight: tl.tensor,
+    solved: tl.tensor,
+    pairs: tl.tensor,
+    factors: tl.tensor,
     out: tl.tensor,
     squares: tl.tensor,
     rows: tl.tensor,
@@ -140,44 +155,44 @@ def delta_rows_early(
     ROWS: tl.constexpr,
     LONG: tl.constexpr,
     CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
     ALL: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (block of values, head, row): the run that begins with the row, if one does, a short one unless ALL."""
+    """Program (block of values, head, z): runs that begin with the rows z, z + Z, ..., short ones unless ALL."""
     start_next(EARLY)
     rows = tl.cast(rows, tl.int32)
     head = tl.program_id(1)
-    first = tl.program_id(2)
-    slot = tl.load(slots + first)
-    # No slot is -2. The first row goes on, be it padding: one program must wait.
-    if tl.load(slots + tl.maximum(first - 1, 0), mask=first > 0, other=-2) == slot:
-        return
-    filled = slot >= 0
-    fresh = tl.load(positions + first) == 0
     values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    of_head = state + (tl.maximum(slot, 0) * HEADS + head) * (K * V)
-    cells = of_head + tl.arange(0, K)[:, None] * V + values[None, :]
-    s = tl.load(cells, mask=filled & (fresh == 0), other=0.0)
-    rate = tl.load(a_log + head)
-    bias = tl.load(dt_bias + head)
-    norm = tl.load(norm_weight + values)
-    every = tl.arange(0, ROWS)
-    others = tl.load(slots + every, mask=every < rows, other=-1)
-    # A slot has one run.
-    length = tl.sum((filled & (others == slot)).to(tl.int32), 0)
+    for first in tl.range(tl.program_id(2), rows, tl.num_programs(2), num_stages=1):
+        slot = tl.load(slots + first)
+        # No slot is -2. The first row goes on, be it padding: one program must wait.
+        if tl.load(slots + tl.maximum(first - 1, 0), mask=first > 0, other=-2) != slot:
+            filled = slot >= 0
+            fresh = tl.load(positions + first) == 0
+            of_head = state + (tl.maximum(slot, 0) * HEADS + head) * (K * V)
+            cells = of_head + tl.arange(0, K)[:, None] * V + values[None, :]
+            s = tl.load(cells, mask=filled & (fresh == 0), other=0.0)
+            rate = tl.load(a_log + head)
+            bias = tl.load(dt_bias + head)
+            norm = tl.load(norm_weight + values)
+            every = tl.arange(0, ROWS)
+            others = tl.load(slots + every, mask=every < rows, other=-1)
+            # A slot has one run.
+            length = tl.sum((filled & (others == slot)).to(tl.int32), 0)
 
-    wait_for_previous(EARLY)
-    end = first + length
-    if length < LONG:
-        for row in range(first, end):
-            s = take_row(s, mixed, gates, out, squares, row, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V)
-        tl.store(cells, s, mask=filled)
-    elif ALL:
-        take_run(
-            of_head, fresh, mixed, gates, out, squares, first, end, head, values, rate, bias, norm,
-            HEADS, KEY_HEADS, K, V, CHUNK, PARTS,
-        )  # fmt: skip
+            wait_for_previous(EARLY)
+            end = first + length
+            if length < LONG:
+                for row in range(first, end):
+                    s = take_row(s, mixed, gates, out, squares, row, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V)
+                tl.store(cells, s, mask=filled)
+            elif ALL:
+                take_run(
+                    of_head, fresh, mixed, gates, solved, pairs, factors, out, squares, rows, first, end, head, values, rate,
+                    bias, norm, HEADS, KEY_HEADS, K, V, CHUNK, CHUNKS, PARTS,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -190,6 +205,9 @@ def delta_runs_early(
     positions: tl.tensor,
     slots: tl.tensor,
     norm_weight: tl.tensor,
+    solved: tl.tensor,
+    pairs: tl.tensor,
+    factors: tl.tensor,
     out: tl.tensor,
     squares: tl.tensor,
     rows: tl.tensor,
@@ -201,6 +219,7 @@ def delta_runs_early(
     ROWS: tl.constexpr,
     LONG: tl.constexpr,
     CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -218,15 +237,19 @@ def delta_runs_early(
     later = tl.load(slots + every + (LONG - 1), mask=every + (LONG - 1) < rows, other=-2)
     begins = (others >= 0) & (others != before) & (others == later)
     numbers = tl.cumsum(begins.to(tl.int32), 0)
+    count = tl.max(numbers, 0)
+    # One program must wait; the others leave their room to the next kernel.
+    if (tl.program_id(2) >= count) & (tl.program_id(0) + head + tl.program_id(2) > 0):
+        return
     wait_for_previous(EARLY)
-    for number in range(tl.program_id(2) + 1, tl.max(numbers, 0) + 1, tl.num_programs(2)):
+    for number in range(tl.program_id(2) + 1, count + 1, tl.num_programs(2)):
         here = begins & (numbers == number)
         first = tl.sum(tl.where(here, every, 0), 0)
         slot = tl.sum(tl.where(here, others, 0), 0)
         end = first + tl.sum((others == slot).to(tl.int32), 0)
         take_run(
-            state + (slot * HEADS + head) * (K * V), tl.load(positions + first) == 0, mixed, gates, out, squares,
-            first, end, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, CHUNK, PARTS,
+            state + (slot * HEADS + head) * (K * V), tl.load(positions + first) == 0, mixed, gates, solved, pairs, factors,
+            out, squares, rows, first, end, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, CHUNK, CHUNKS, PARTS,
         )  # fmt: skip
 
 

@@ -24,14 +24,14 @@ BF16, F32 = torch.bfloat16, torch.float32
 TOLERANCE = {F32: 1e-5, BF16: 4e-3}
 WRITTEN = {
     "delta_rows_early": ["out", "squares", "state"],
-    "delta_runs_early": ["out", "squares", "state"],
+    "delta_runs_early": ["factors", "out", "pairs", "solved", "squares", "state"],
     "conv_rows_early": ["mixed", "state"],
 }
-# Bytes per thread that chunks spill: with smaller tiles they take longer.
+# Bytes per thread that chunks spill, on a 9.0 no more than 80 in bfloat16: with smaller tiles they take longer.
 SPILLED = {
     (kernel, dtype): spilled
     for kernel in ("delta_rows_early", "delta_runs_early")
-    for dtype, spilled in (("bf16", 32), ("fp32", 1024))
+    for dtype, spilled in (("bf16", 280), ("fp32", 1656))
 }
 # (key heads, heads, K, V)
 SHAPES = [(2, 4, 32, 16), (1, 3, 16, 32)]
@@ -39,7 +39,7 @@ MAIN = (16, 32, 128, 128) if DEVICE == "cuda" else SHAPES[0]
 
 
 def configure(monkeypatch: pytest.MonkeyPatch, values: int, long: int, programs: int, chunk: int = 16) -> None:
-    config = rows_triton.DeltaConfig(values, 1, long, chunk, programs)
+    config = rows_triton.DeltaConfig(values, 1, long, chunk, 2, programs)
     monkeypatch.setattr(rows_triton, "CONFIGS", dict.fromkeys(rows_triton.CONFIGS, config))
 
 
