@@ -205,9 +205,7 @@ def take_chunk(
         delta = multiply_parts(v - of_keys * k_factor[None, :], solved + cells, size, inside[None, :], nothing, PARTS)
         o = multiply_parts(delta, pairs + cells, size, inside[None, :], of_queries * q_factor[None, :], PARTS)
     else:
-        x, p, f = solve_chunks(
-            mixed, gates, start, end, head, rate, bias, HEADS, KEY_HEADS, K, V, CHUNK, CHUNKS, PARTS
-        )
+        x, p, f = solve_chunks(mixed, gates, start, end, head, rate, bias, HEADS, KEY_HEADS, K, V, CHUNK, CHUNKS, PARTS)
         x = tl.trans(tl.reshape(x, (CHUNK, CHUNK)))
         p = tl.trans(tl.reshape(p, (CHUNK, CHUNK)))
         k_factor = tl.reshape(f[1], (CHUNK,))

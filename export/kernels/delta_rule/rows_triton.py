@@ -186,7 +186,9 @@ def delta_rows_early(
             end = first + length
             if length < LONG:
                 for row in range(first, end):
-                    s = take_row(s, mixed, gates, out, squares, row, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V)
+                    s = take_row(
+                        s, mixed, gates, out, squares, row, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V
+                    )
                 tl.store(cells, s, mask=filled)
             elif ALL:
                 take_run(

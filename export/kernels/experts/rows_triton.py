@@ -153,9 +153,7 @@ def _choose(
     of_rows |= {"GROUPS": triton.next_power_of_2(_blocks(size, 128)), **common}
     inputs = x, norm_weight, shared_gate if shared else gate, logits, squares, squares if slots is None else slots
     ranks = torch.empty(rows, experts, dtype=torch.uint8, device=x.device)
-    launcher(routing.choose_rows_early)[(rows, 2)](
-        *inputs, prepared, x_scale, members, ranks, shares, rows, **of_rows
-    )
+    launcher(routing.choose_rows_early)[(rows, 2)](*inputs, prepared, x_scale, members, ranks, shares, rows, **of_rows)
     width = max(32, triton.next_power_of_2(experts))
     launcher(planned.plan_rows_early)[(blocks,)](members, ranks, plan, rows, WIDTH=width, **common)
     return prepared, x_scale, shares, plan, places
