@@ -121,8 +121,8 @@ def _delta_rows(
     common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "BLOCK": values, "ROWS": MOST_ROWS}
     common |= {"LONG": config.long, "CHUNK": config.chunk, "CHUNKS": config.chunks, "PARTS": parts}
     common |= {"EARLY": starts_early(), "num_warps": config.warps}
-    arguments = mixed, gates, a_log, dt_bias, state, positions, slots, norm_weight
-    arguments = *arguments, solved, pairs, factors, out, squares, rows
+    inputs = mixed, gates, a_log, dt_bias, state, positions, slots, norm_weight
+    arguments = *inputs, solved, pairs, factors, out, squares, rows
     if config.programs:
         launcher(delta_runs_early)[(blocks, heads, config.programs)](*arguments, **common)
     # Behind the long runs, so that programs that have none but rows of those end while they are still taken.
