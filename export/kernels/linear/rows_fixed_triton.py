@@ -53,7 +53,10 @@ def fixed_rows_early(
 
     The next kernel starts after the wait (R3 in `delegate/graph_nodes.py` calls that *late*): 12,288 x 2,048 then takes 7.9,
     8.0 and 8.4 us with 2, 8 and 16 rows, 10.0 to 10.9 if it starts first, and 8.5 to 8.8 if it starts after the loop.
+
+    planes and factors have room for all COLUMNS of the last block. Up to 16 COLUMNS those past the last row are not read.
     """
+    rows = tl.cast(rows, tl.int32)
     GATE_TILES: tl.constexpr = (GATES + GATE_ROWS - 1) // GATE_ROWS
     tile = tl.program_id(2) - GATE_TILES
     row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -65,19 +68,21 @@ def fixed_rows_early(
     else:
         output = tile * ROWS + tl.arange(0, ROWS)
         sums, ups = multiply_part(
-            planes_ptr, factors_ptr, weight_ptr, scale_ptr, output, row, rows, N, K, SWIGLU, COLUMNS, SPLITS, EARLY
-        )
+            planes_ptr, factors_ptr, weight_ptr, scale_ptr, output, row, rows, N, K, SWIGLU, ROWS, COLUMNS,
+            SPLITS, EARLY,
+        )  # fmt: skip
         inside = (output < N)[:, None] & (row < rows)[None, :]
+        begin = tl.program_id(0).to(tl.int64) * (COLUMNS * N)
+        place = tl.arange(0, COLUMNS)[None, :] * N + output[:, None]
         if SPLITS > 1:
             counter = counters_ptr + tl.program_id(0) * (tl.num_programs(2) - GATE_TILES) + tile
-            sums, inside = sum_of_parts(sums, parts_ptr, counter, output, row, inside, rows, N, SPLITS)
+            sums, inside = sum_of_parts(sums, parts_ptr + begin, counter, place, inside, rows, N, SPLITS)
         sums = with_bias(sums, bias_ptr, output, N, BIAS)
         if SWIGLU:
             sums *= tl.sigmoid(sums) * with_bias(ups, bias_ptr + N, output, N, BIAS)
-        place = row[None, :].to(tl.int64) * N + output[:, None]
         if RESIDUAL:
-            sums += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out_ptr + place, sums.to(out_ptr.dtype.element_ty), mask=inside)
+            sums += tl.load(residual_ptr + begin + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + begin + place, sums.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -92,25 +97,28 @@ def multiply_part(
     N: tl.constexpr,
     K: tl.constexpr,
     SWIGLU: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """This program's part of K: the products of outputs [ROWS] and rows [COLUMNS], with SWIGLU those of outputs + N too."""
+    # Masks of more columns take registers that a third program on a multiprocessor needs.
+    MASKED: tl.constexpr = COLUMNS <= 16
     PAIRS: tl.constexpr = K // 256
     AT_ONCE: tl.constexpr = (PAIRS + SPLITS - 1) // SPLITS
     begin = tl.program_id(1) * AT_ONCE
     end = tl.minimum(begin + AT_ONCE, PAIRS)
     first = tl.minimum(begin, PAIRS - 1)
     # Rows past the last are the last one again.
-    at = tl.minimum(output, N - 1)
+    at = output if N % ROWS == 0 else tl.minimum(output, N - 1)
     scales = load_scale_pairs(scale_ptr, at, first, K)
     up_scales = scales
     if SWIGLU:
         up_scales = load_scale_pairs(scale_ptr, at + N, first, K)
     wait_for_previous(EARLY)
     start_next(EARLY)
-    factors = load_factors(factors_ptr, row, first, rows, K)
+    factors = load_factors(factors_ptr, row, first, rows, K, MASKED)
     weights_at = weight_ptr + at[:, None] * (K // 2) + tl.arange(0, BLOCK // 2)[None, :]
     column = tl.program_id(0) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)
     planes_at = planes_ptr + column[None, :] * K + tl.arange(0, BLOCK)[:, None]
@@ -121,13 +129,13 @@ def multiply_part(
         # A pair's scales are loaded while the one before it is multiplied.
         following = tl.minimum(pair + 1, PAIRS - 1)
         next_scales = load_scale_pairs(scale_ptr, at, following, K)
-        next_factors = load_factors(factors_ptr, row, following, rows, K)
+        next_factors = load_factors(factors_ptr, row, following, rows, K, MASKED)
         next_up_scales = next_scales
         if SWIGLU:
             next_up_scales = load_scale_pairs(scale_ptr, at + N, following, K)
         for half in tl.static_range(2):
             block = pair * 2 + half
-            planes = tl.load(planes_at + block * BLOCK, mask=filled, other=0)
+            planes = tl.load(planes_at + block * BLOCK, mask=filled if MASKED else None, other=0 if MASKED else None)
             factor = of_float_pair(factors, half)[None, :]
             weights = tl.load(weights_at + block * (BLOCK // 2))
             sums += products(weights, planes) * (of_pair(scales, half)[:, None] * factor)
@@ -150,10 +158,10 @@ def products(weights, planes):
 
 
 @triton.jit
-def load_factors(factors_ptr, row, pair, rows, K: tl.constexpr):
+def load_factors(factors_ptr, row, pair, rows, K: tl.constexpr, MASKED: tl.constexpr):
     """The rows' scales [COLUMNS] of two neighbouring blocks, as one int64."""
     pointers = factors_ptr.to(tl.pointer_type(tl.int64)) + row * (K // 256) + pair
-    return tl.load(pointers, mask=row < rows, other=0)
+    return tl.load(pointers, mask=row < rows, other=0) if MASKED else tl.load(pointers)
 
 
 @triton.jit
@@ -163,25 +171,25 @@ def of_float_pair(pairs, SECOND: tl.constexpr):
 
 
 @triton.jit
-def sum_of_parts(sums, parts_ptr, counter, output, row, inside, rows, N: tl.constexpr, SPLITS: tl.constexpr):
+def sum_of_parts(sums, parts_ptr, counter, place, inside, rows, N: tl.constexpr, SPLITS: tl.constexpr):
     """Write this program's sums [ROWS, COLUMNS] to parts [SPLITS, R, N] float32, and add up the parts if it is the last.
 
     Args:
         counter: of this tile, 0 at first: how many of its programs have written.
+        place: of the sums in [R, N], from `parts_ptr` on.
         inside: which of the sums are of an output and a row.
 
     Returns:
         The parts' sum, in their order whichever program comes last, and `inside`, nowhere true in another program.
     """
     every = tl.cast(rows, tl.int64) * N
-    place = parts_ptr + row[None, :].to(tl.int64) * N + output[:, None]
-    tl.store(place + tl.program_id(1) * every, sums, mask=inside)
+    tl.store(parts_ptr + tl.program_id(1) * every + place, sums, mask=inside)
     tl.debug_barrier()
     last = inside & (tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1)
     total = tl.zeros(sums.shape, tl.float32)
     for split in tl.static_range(SPLITS):
         # Past the first-level cache, which other programs' writes do not reach.
-        total += tl.load(place + split * every, mask=last, other=0.0, cache_modifier=".cg")
+        total += tl.load(parts_ptr + split * every + place, mask=last, other=0.0, cache_modifier=".cg")
     return total, last
 
 

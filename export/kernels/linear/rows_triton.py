@@ -269,7 +269,9 @@ class _FixedProduct:
         def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(sizes, dtype=dtype, device=x.device)
 
-        planes, factors = empty(rows, 2, k, dtype=torch.int8), empty(rows, k // 128)
+        # A program reads all of its columns.
+        padded = blocks * self.columns
+        planes, factors = empty(padded, 2, k, dtype=torch.int8), empty(padded, k // 128)
         out = empty(rows, self.outputs, dtype=out_dtype)
         normed = None if self.gates is None else empty(rows, k, dtype=x.dtype)
         counters = empty(blocks * self.tiles, dtype=torch.int32) if split else None

@@ -34,6 +34,8 @@ from ostinato.export.kernels import launch
 BF16, F32 = torch.bfloat16, torch.float32
 # Compute capability -> bytes of shared memory that a block may have.
 SHARED = {80: launch.MEDIUM, 89: launch.SMALL, 90: launch.LARGE}
+# Of a multiprocessor.
+REGISTERS = 65536
 TYPES = {BF16: "bf16", F32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.int8: "i8"}
 
 
@@ -83,6 +85,7 @@ class Compiled:
         shared: bytes of shared memory per block.
         room: the most that the GPU can give it.
         spilled: bytes per thread that do not fit its registers.
+        programs: how many of it a multiprocessor has registers and shared memory for.
         constants: what it was compiled for.
     """
 
@@ -92,6 +95,7 @@ class Compiled:
     shared: int
     room: int
     spilled: int
+    programs: int
     constants: dict[str, Any]
 
 
@@ -143,10 +147,12 @@ def compile_for(found: Launch, kernel: Any, dtype: torch.dtype, capability: int,
     binary.write_bytes(compiled.asm["cubin"])
     command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    (stack,) = re.findall(r"STACK:(\d+)", usage)
-    name = kernel.__name__
-    shared = compiled.metadata.shared
-    return Compiled(name, TYPES[dtype], capability, shared, SHARED[capability], int(stack), found.constants)
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    name, shared, room = kernel.__name__, compiled.metadata.shared, SHARED[capability]
+    # A thread gets registers by eights; a block takes 1 KB of shared memory for itself, which `room` leaves out once.
+    of_block = -(-int(registers) // 8) * 8 * 32 * found.options["num_warps"]
+    programs = min(REGISTERS // of_block, (room + 1024) // (shared + 1024))
+    return Compiled(name, TYPES[dtype], capability, shared, room, int(stack), programs, found.constants)
 
 
 def compile_all(launches: Iterable[tuple[Launch, torch.dtype, int]]) -> list[dict[str, Any]]:

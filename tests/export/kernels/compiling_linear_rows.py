@@ -18,15 +18,17 @@ from ostinato.export.kernels.operands import HeadSquares, Norm, Weight
 from .compiling import BF16, F32, Launch, compile_all, recorded, without_a_driver, written
 
 EPS = 1e-6
-# (N, K, group size, dtype, rows); the head alone has float32 outputs where its inputs are bfloat16.
-LINEAR = ((248320, 2048, 128, BF16, 64), (97, 192, 32, F32, 3), (1024, 1024, 64, BF16, 64))
+# (N, K, group size, dtype, rows); the head alone has float32 outputs where its inputs are bfloat16. No number of rows is a
+# multiple of 16: in an export that is not known of them.
+LINEAR = ((248320, 2048, 128, BF16, 65), (97, 192, 32, F32, 3), (1024, 1024, 64, BF16, 65))
 SWIGLU = ((7168, 1024, 128, BF16, 8), (34816, 5120, 128, BF16, 33), (256, 192, 64, F32, 33))
 # (N, K, dtype, rows, rows of gates)
-GATES = ((12288, 2048, BF16, 16, 64), (8192, 1024, BF16, 33, 32))
+GATES = ((12288, 2048, BF16, 15, 64), (8192, 1024, BF16, 33, 32))
 # (N, K, group size, dtype, rows, heads); the second is a dense model's last product.
 ADD = (
-    (2048, 4096, 128, BF16, 16, 32),
-    (5120, 17408, 128, BF16, 64, None),
+    (2048, 4096, 128, BF16, 15, 32),
+    (2048, 4096, 128, BF16, 65, 32),
+    (5120, 17408, 128, BF16, 65, None),
     (192, 512, 128, BF16, 2, 8),
     (192, 384, 32, BF16, 2, 6),
 )

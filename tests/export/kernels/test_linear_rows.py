@@ -226,6 +226,18 @@ def test_kernels_fit_their_gpus(report: dict[str, Any]) -> None:
     assert spilling(report, SPILLED, {}) == []
 
 
+def test_how_many_programs_fit_a_multiprocessor(report: dict[str, Any]) -> None:
+    """On a 9.0, where the number of rows is not known to be a multiple of 16, as in an export. Two of the longest K."""
+    found = {
+        entry["constants"]["K"]: entry["programs"]
+        for entry in report["compiled"]
+        if entry["capability"] == 90
+        and entry["constants"].get("SWIGLU") is False
+        and entry["constants"]["COLUMNS"] == 32
+    }
+    assert found == {1024: 3, 2048: 3, 4096: 3, 17408: 2}
+
+
 def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
     """As Inductor sees it: what it takes for written it copies and keeps in order."""
     assert report["written"] == WRITTEN
