@@ -28,11 +28,14 @@ def route_rows_early(
     rows,
     SIZE: tl.constexpr,
     EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SLICE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Each program multiplies a slice of WORD rows of `x * (1 + norm)` with that of TILE experts' rows of `gate`.
+    """Each program multiplies a slice of ROWS rows of `x * (1 + norm)` with that of TILE experts' rows of `gate`.
+
+    ROWS is WORD, or less if there are no more rows.
 
     Args:
         logits: [slices, R, EXPERTS] float32, of each SLICE of SIZE, without the rows' factors 1 / rms.
@@ -44,7 +47,7 @@ def route_rows_early(
     part = tl.program_id(0)
     expert = tl.program_id(1) * TILE + tl.arange(0, TILE)
     word = tl.program_id(2)
-    row = word * WORD + tl.arange(0, WORD)
+    row = word * WORD + tl.arange(0, ROWS)
     column = part * SLICE + tl.arange(0, SLICE)
     inside = column < SIZE
     here = inside[:, None] & (expert < EXPERTS)[None, :]

@@ -135,6 +135,7 @@ def _choose(
         rows,
         SIZE=size,
         EXPERTS=experts,
+        ROWS=min(planned.WORD.value, row_class(rows)),
         TILE=tile,
         SLICE=width,
         EARLY=starts_early(),
