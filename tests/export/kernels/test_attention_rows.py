@@ -16,12 +16,21 @@ RUNS = {
     "batch": [(2, 0, 1), (0, 5, 1), (3, 40, 1), (1, 63, 1)],
     "mixed": [(1, 0, 3), (-1, 7, 2), (3, 30, 5), (0, 64, 1), (-1, 0, 1)],
     "prompt": [(2, 20, 19), (-1, 38, 3)],
+    "behind many": [(0, 93, 5), (1, 5, 1), (3, 70, 2)],
     "padding": [(-1, 0, 2)],
 }
 # (page, heads, key heads, D)
 SHAPES = [(16, 4, 2, 32), (64, 6, 2, 16), (32, 2, 2, 64)]
 
 
+@pytest.fixture(params=(False, True), ids=("together", "split"))
+def in_splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short contexts as long ones are: in splits."""
+    if request.param:
+        monkeypatch.setattr(rows_triton, "LEAST", dict.fromkeys(rows_triton.LEAST, 16))
+
+
+@pytest.mark.usefixtures("in_splits")
 @pytest.mark.parametrize(("name", "shape", "dtype"), checkered(RUNS, SHAPES, (torch.float32, torch.bfloat16)), ids=str)
 def test_rows(name: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     runs, (page, heads, kv_heads, size) = RUNS[name], shape
