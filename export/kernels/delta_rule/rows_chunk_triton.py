@@ -21,7 +21,7 @@ from .math_triton import (
     write_strength,
 )
 
-# Keys whose products are made at once where there are many chunks.
+# Keys that are loaded at once to solve chunks.
 PIECE = tl.constexpr(32)
 # Numbers of each row and head in `factors`.
 FACTORS = tl.constexpr(4)
