@@ -47,11 +47,16 @@ def plan_rows_early(
     """plan [blocks, PLAN], a block per program. WIDTH: EXPERTS or more, a power of two."""
     start_next(EARLY)
     block = tl.program_id(0)
+    number = tl.arange(0, BLOCK)
     record = plan + block * PLAN
     shared_blocks = (rows + BLOCK - 1) // BLOCK if SHARED else 0
     wait_for_previous(EARLY)
     if block < shared_blocks:
-        plan_shared_block(record, block, rows, EXPERTS, TOP_K)
+        own = block * BLOCK + number
+        tl.store(record, EXPERTS)
+        tl.store(record + 1, rows * TOP_K + block * BLOCK)
+        tl.store(record + PLAN_ROWS + number, tl.where(own < rows, own, -1))
+        tl.store(record + PLAN_PARTS + number, tl.where(own < rows, own * (TOP_K + 1) + TOP_K, -1))
     else:
         every = tl.arange(0, WIDTH)
         count = tl.zeros([WIDTH], tl.int32)
@@ -59,48 +64,24 @@ def plan_rows_early(
         for i in tl.static_range(ALL_ROWS // WORD):
             here = (every < EXPERTS) & (i * WORD < rows)
             count += _bits(tl.load(members + i * EXPERTS + every, mask=here, other=0))
-        expert, index, place = expert_of_block(count, block - shared_blocks)
+        expert, index, place = _expert_of_block(count, block - shared_blocks)
         row = tl.arange(0, ALL_ROWS)
         word = tl.load(members + row // WORD * EXPERTS + expert, mask=(row < rows) & (expert >= 0), other=0)
         member = word >> (row % WORD) & 1
-        order = tl.load(ranks + row * EXPERTS + expert, mask=member > 0, other=0).to(tl.int32)
-        plan_routed_block(record, expert, index, place, row, member, order, TOP_K + 1 if SHARED else TOP_K)
+        rank = tl.cumsum(member, 0) - member - index * BLOCK
+        mine = (member > 0) & (rank >= 0) & (rank < BLOCK)
+        order = tl.load(ranks + row * EXPERTS + expert, mask=mine, other=0).to(tl.int32)
+        tl.store(record, expert)
+        tl.store(record + 1, place)
+        tl.store(record + PLAN_ROWS + rank, row, mask=mine)
+        tl.store(record + PLAN_PARTS + rank, row * (TOP_K + 1 if SHARED else TOP_K) + order, mask=mine)
+        empty = number >= tl.sum(member, 0) - index * BLOCK
+        tl.store(record + PLAN_ROWS + number, -1, mask=empty)
+        tl.store(record + PLAN_PARTS + number, -1, mask=empty)
 
 
 @triton.jit
-def plan_shared_block(record, block, rows, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
-    """Writes the plan of a block of the shared expert, which all rows have."""
-    own = block * BLOCK + tl.arange(0, BLOCK)
-    tl.store(record, EXPERTS)
-    tl.store(record + 1, rows * TOP_K + block * BLOCK)
-    tl.store(record + PLAN_ROWS + tl.arange(0, BLOCK), tl.where(own < rows, own, -1))
-    tl.store(record + PLAN_PARTS + tl.arange(0, BLOCK), tl.where(own < rows, own * (TOP_K + 1) + TOP_K, -1))
-
-
-@triton.jit
-def plan_routed_block(record, expert, index, place, row, member, order, PARTS: tl.constexpr):
-    """Writes the plan of a block of a routed expert.
-
-    Args:
-        expert, index, place: see `expert_of_block`.
-        member: of each `row`, 1 if it takes the expert, else 0.
-        order: then the how largest of the row's logits the expert's is.
-        PARTS: of a row.
-    """
-    rank = tl.cumsum(member, 0) - member - index * BLOCK
-    mine = (member > 0) & (rank >= 0) & (rank < BLOCK)
-    tl.store(record, expert)
-    tl.store(record + 1, place)
-    tl.store(record + PLAN_ROWS + rank, row, mask=mine)
-    tl.store(record + PLAN_PARTS + rank, row * PARTS + order, mask=mine)
-    number = tl.arange(0, BLOCK)
-    empty = number >= tl.sum(member, 0) - index * BLOCK
-    tl.store(record + PLAN_ROWS + number, -1, mask=empty)
-    tl.store(record + PLAN_PARTS + number, -1, mask=empty)
-
-
-@triton.jit
-def expert_of_block(count, block):
+def _expert_of_block(count, block):
     """Whose block it is, -1 for nobody's; the how many-th of that expert's it is; its first place.
 
     count: rows of each expert, a power of two of them.

@@ -103,99 +103,63 @@ def choose_rows_early(
     """
     start_next(EARLY)
     row = tl.program_id(0)
-    if tl.program_id(1) == 0:
-        choose_row(
-            logits, squares, slots, members, ranks, shares, row, rows, x.dtype.element_ty == tl.bfloat16, EPS, SIZE,
-            EXPERTS, TOP_K, SHARED, SLICES, SLOTS, EARLY,
-        )  # fmt: skip
-    else:
-        prepare_row(
-            x, norm, shared_gate, squares, prepared, x_scale, shares, row, rows, EPS, SIZE, TOP_K, SHARED, SLICES, GROUPS,
-            FIXED, EARLY,
-        )  # fmt: skip
-
-
-@triton.jit
-def prepare_row(
-    x,
-    norm,
-    shared_gate,
-    squares,
-    prepared,
-    x_scale,
-    shares,
-    row,
-    rows,
-    EPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    SLICES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FIXED: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Writes a row of `prepared` and `x_scale`, and the shared expert's share of it."""
+    # Loads stand here and not in a function: with what it returns, torch would take `squares` as written.
     part = tl.arange(0, triton.next_power_of_2(SLICES))
-    # In two dimensions from the beginning: reshaped to them, numbers would be stored byte by byte.
-    group = tl.arange(0, GROUPS)
-    element = tl.arange(0, 128)[None, :]
-    column = group[:, None] * 128 + element
-    inside = column < SIZE
-    weight = 1.0 + tl.load(norm + column, mask=inside, other=0.0)
-    gate = weight
-    if SHARED:
-        gate = tl.load(shared_gate + column, mask=inside, other=0.0).to(tl.float32)
-    wait_for_previous(EARLY)
-    sums = tl.load(squares + part * rows + row, mask=part < SLICES, other=0.0)
-    normed = tl.load(x + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    normed *= tl.rsqrt(tl.sum(sums, 0) / SIZE + EPS) * weight
-    if FIXED:
-        to = prepared + row * (2 * SIZE) + group[:, None] * 128 + nibble_order(element)
-        scales = x_scale + row * (SIZE // 128) + group
-        store_planes(to, scales, normed, 1, inside, group < SIZE // 128, SIZE)
+    if tl.program_id(1) == 0:
+        NARROW: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+        wait_for_previous(EARLY)
+        filled = tl.load(slots + row) >= 0 if SLOTS else row < rows
+        sums = tl.load(squares + part * rows + row, mask=part < SLICES, other=0.0)
+        factor = tl.rsqrt(tl.sum(sums, 0) / SIZE + EPS)
+        _choose(logits, factor, filled, members, ranks, shares, row, rows, EXPERTS, TOP_K, SHARED, SLICES, NARROW)
     else:
-        tl.store(prepared + row * SIZE + column, normed.to(prepared.dtype.element_ty), mask=inside)
-    if SHARED:
-        share = tl.sigmoid(tl.sum(tl.sum(normed * gate, 1), 0))
-        tl.store(shares + row * (TOP_K + 1) + TOP_K, share)
+        # In two dimensions from the beginning: reshaped to them, numbers would be stored byte by byte.
+        group = tl.arange(0, GROUPS)
+        element = tl.arange(0, 128)[None, :]
+        column = group[:, None] * 128 + element
+        inside = column < SIZE
+        weight = 1.0 + tl.load(norm + column, mask=inside, other=0.0)
+        gate = weight
+        if SHARED:
+            gate = tl.load(shared_gate + column, mask=inside, other=0.0).to(tl.float32)
+        wait_for_previous(EARLY)
+        sums = tl.load(squares + part * rows + row, mask=part < SLICES, other=0.0)
+        normed = tl.load(x + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+        normed *= tl.rsqrt(tl.sum(sums, 0) / SIZE + EPS) * weight
+        if FIXED:
+            to = prepared + row * (2 * SIZE) + group[:, None] * 128 + nibble_order(element)
+            scales = x_scale + row * (SIZE // 128) + group
+            store_planes(to, scales, normed, 1, inside, group < SIZE // 128, SIZE)
+        else:
+            tl.store(prepared + row * SIZE + column, normed.to(prepared.dtype.element_ty), mask=inside)
+        if SHARED:
+            share = tl.sigmoid(tl.sum(tl.sum(normed * gate, 1), 0))
+            tl.store(shares + row * (TOP_K + 1) + TOP_K, share)
 
 
 @triton.jit
-def choose_row(
+def _choose(
     logits,
-    squares,
-    slots,
+    factor,
+    filled,
     members,
     ranks,
     shares,
     row,
     rows,
-    NARROW: tl.constexpr,
-    EPS: tl.constexpr,
-    SIZE: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
     SLICES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
-    """Writes the shares of a row's experts, and where the row stands in `members` and `ranks`.
-
-    NARROW: logits are rounded to bfloat16, as those of one token are.
-    """
-    part = tl.arange(0, triton.next_power_of_2(SLICES))
-    wait_for_previous(EARLY)
-    filled = tl.load(slots + row) >= 0 if SLOTS else row < rows
-    sums = tl.load(squares + part * rows + row, mask=part < SLICES, other=0.0)
-    factor = tl.rsqrt(tl.sum(sums, 0) / SIZE + EPS)
+    """NARROW: logits are rounded to bfloat16, as those of one token are."""
     keys = ()
     for start in tl.static_range(0, EXPERTS, LANES):
         expert = start + tl.arange(0, LANES)
         value = tl.zeros([LANES], tl.float32)
-        for slice in tl.static_range(SLICES):
-            value += tl.load(logits + (slice * rows + row) * EXPERTS + expert, mask=expert < EXPERTS, other=0.0)
+        for part in tl.static_range(SLICES):
+            value += tl.load(logits + (part * rows + row) * EXPERTS + expert, mask=expert < EXPERTS, other=0.0)
         key = key_of((value * factor).to(tl.bfloat16 if NARROW else tl.float32), expert)
         keys = keys + (tl.where(expert < EXPERTS, key, 0),)  # type: ignore[assignment]  # noqa: RUF005
     chosen = largest_keys(keys, TOP_K)

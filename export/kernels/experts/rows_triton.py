@@ -92,9 +92,10 @@ def _sparse_moe_rows(
     shared_inner = 0 if shared_down is None else Weight(shared_down, shared_down_scale).columns
     group = Weight(gate_up, gate_up_scale).group_size or 0
     in_fixed_point = takes_fixed_point(x.shape[1], inner, shared_inner, group, x.dtype)
-    prepared, x_scale, shares, plan, places = _choose(
+    prepared, x_scale, members, ranks, shares = _route(
         x, norm_weight, eps, gate, shared_gate, top_k, slots, in_fixed_point
     )
+    plan, places = _plan(members, ranks, top_k, shared_gate is not None)
     gate_ups = weight_pointers(gate_up, gate_up_scale, shared_gate_up, shared_gate_up_scale)
     downs = weight_pointers(down, down_scale, shared_down, shared_down_scale)
     parts = torch.empty(shares.shape[0] * shares.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
@@ -110,7 +111,7 @@ def takes_fixed_point(size: int, inner: int, shared_inner: int, group: int, dtyp
     return group == 128 and dtype == torch.bfloat16 and (size | inner) % 256 == 0 and shared_inner in (0, inner)
 
 
-def _choose(
+def _route(
     x: Tensor,
     norm_weight: Tensor,
     eps: float,
@@ -119,8 +120,8 @@ def _choose(
     top_k: int,
     slots: Tensor | None,
     in_fixed_point: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """prepared, x_scale and shares, as `rows_route_triton.choose_rows_early` says; the plan [blocks, PLAN]; its places."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """prepared, x_scale, members, ranks and shares, as `rows_route_triton.choose_rows_early` says."""
     (rows, size), experts = x.shape, gate.shape[0]
     tile, width = ROUTER[x.dtype]
     slices, words = _blocks(size, width), _blocks(rows, planned.WORD.value)
@@ -145,28 +146,59 @@ def _choose(
     if in_fixed_point:
         prepared = torch.empty(rows, 2, size, dtype=torch.int8, device=x.device)
         x_scale = _floats(x, rows, size // 128)
-    shared = shared_gate is not None
-    shares = _floats(x, rows, top_k + shared)
-    blocks, places = _plan_sizes(rows, experts, top_k, shared)
-    plan = _integers(x, blocks, planned.PLAN.value)
-    common = {"EXPERTS": experts, "TOP_K": top_k, "SHARED": shared, "EARLY": starts_early(), "num_warps": 4}
-    of_rows = {"EPS": eps, "SIZE": size, "SLICES": slices, "SLOTS": slots is not None, "FIXED": in_fixed_point}
-    of_rows |= {"GROUPS": triton.next_power_of_2(_blocks(size, 128)), **common}
-    inputs = x, norm_weight, shared_gate if shared else gate, logits, squares, squares if slots is None else slots
     ranks = torch.empty(rows, experts, dtype=torch.uint8, device=x.device)
-    launcher(routing.choose_rows_early)[(rows, 2)](*inputs, prepared, x_scale, members, ranks, shares, rows, **of_rows)
-    width = max(32, triton.next_power_of_2(experts))
-    launcher(planned.plan_rows_early)[(blocks,)](members, ranks, plan, rows, WIDTH=width, **common)
-    return prepared, x_scale, shares, plan, places
+    shares = _floats(x, rows, top_k + (shared_gate is not None))
+    launcher(routing.choose_rows_early)[(rows, 2)](
+        x,
+        norm_weight,
+        gate if shared_gate is None else shared_gate,
+        logits,
+        squares,
+        squares if slots is None else slots,
+        prepared,
+        x_scale,
+        members,
+        ranks,
+        shares,
+        rows,
+        EPS=eps,
+        SIZE=size,
+        EXPERTS=experts,
+        TOP_K=top_k,
+        SHARED=shared_gate is not None,
+        SLICES=slices,
+        GROUPS=triton.next_power_of_2(_blocks(size, 128)),
+        SLOTS=slots is not None,
+        FIXED=in_fixed_point,
+        EARLY=starts_early(),
+        num_warps=4,
+    )
+    return prepared, x_scale, members, ranks, shares
 
 
-def _plan_sizes(rows: int, experts: int, top_k: int, shared: bool) -> tuple[int, int]:
-    """The most blocks that a plan may have, and how many places there are; see `rows_plan_triton`."""
+def _plan(members: Tensor, ranks: Tensor, top_k: int, shared: bool) -> tuple[Tensor, int]:
+    """The plan [blocks, PLAN], and how many places there are; see `rows_plan_triton`."""
+    rows, experts = ranks.shape
     block = planned.BLOCK.value
     # As many as all choices, if each is of another expert; and an expert's last block may be all but empty.
     blocks = torch.sym_min(rows * top_k, (rows * top_k + experts * (block - 1)) // block)
     places = rows * top_k
-    return (blocks + _blocks(rows, block), places + rows) if shared else (blocks, places)
+    if shared:
+        blocks, places = blocks + _blocks(rows, block), places + rows
+    plan = _integers(ranks, blocks, planned.PLAN.value)
+    launcher(planned.plan_rows_early)[(blocks,)](
+        members,
+        ranks,
+        plan,
+        rows,
+        EXPERTS=experts,
+        TOP_K=top_k,
+        WIDTH=max(32, triton.next_power_of_2(experts)),
+        SHARED=shared,
+        EARLY=starts_early(),
+        num_warps=4,
+    )
+    return plan, places
 
 
 def _multiply_fixed(

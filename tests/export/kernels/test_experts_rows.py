@@ -198,7 +198,8 @@ def test_plan(count: int, shared: int) -> None:
     layer = Layer(Shape(experts=40, top_k=3, shared=shared or None))
     x = layer.rows(count)
     slots = torch.arange(count, device=DEVICE) % 7 - 1
-    *_, plan, places = rows_triton._choose(x, layer.norm.weight, EPS, layer.gate, layer.shared_gate, 3, slots, True)
+    routed = rows_triton._route(x, layer.norm.weight, EPS, layer.gate, layer.shared_gate, 3, slots, True)
+    plan, places = rows_triton._plan(routed[2], routed[3], 3, shared > 0)
     chosen = layer.logits(x).topk(3).indices.tolist()
     expected = [(expert, row) for row in range(count) for expert in chosen[row] if slots[row] >= 0]
     expected += [(40, row) for row in range(count) if shared]
