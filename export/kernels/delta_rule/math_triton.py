@@ -79,12 +79,13 @@ def multiply_add(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def multiply_parts(
-    x: tl.tensor, cells: tl.tensor, size: tl.tensor, inside: tl.tensor, z: tl.tensor, PARTS: tl.constexpr
+    x: tl.tensor, cells: tl.tensor, size: tl.tensor, z: tl.tensor, PARTS: tl.constexpr, inside: tl.tensor | None = None
 ) -> tl.tensor:
     """`x @ y + z`, x float32, of the y that `store_parts` has stored, zeros where not `inside`."""
-    z = multiply_add(x, tl.load(cells, mask=inside, other=0.0), z)
+    other: tl.constexpr = None if inside is None else 0.0
+    z = multiply_add(x, tl.load(cells, mask=inside, other=other), z)
     if PARTS == 2:
-        z = tl.dot(split(x)[0], tl.load(cells + size, mask=inside, other=0.0), z)
+        z = tl.dot(split(x)[0], tl.load(cells + size, mask=inside, other=other), z)
     return z
 
 

@@ -32,7 +32,7 @@ from ostinato.export.kernels.length_triton import length_of
 from ostinato.export.kernels.operands import Decay, Place
 
 from .limits import check_delta_rule
-from .math_triton import multiply_add, split
+from .math_triton import multiply_add, multiply_parts
 from .prepare_triton import prepare_kernel
 
 CHUNK = 64
@@ -231,17 +231,12 @@ def scan_kernel(
         decay = tl.load(decays + chunk * CHUNK + CHUNK - 1)
 
         w_cells = w + places[None, :] * K + keys[:, None]
-        new = multiply_add(s, tl.load(w_cells), nothing)
-        if PARTS == 2:
-            new = tl.dot(split(s)[0], tl.load(w_cells + padded * HEADS * K), new)
-        new += written
+        new = multiply_parts(s, w_cells, padded * HEADS * K, nothing, PARTS) + written
 
         q_cells = mixed + rows[None, :] * MIXED_STRIDE + key_head * K + keys[:, None]
         output = multiply_add(s, tl.load(q_cells, mask=inside[None, :], other=0.0), nothing) * q_factor[None, :]
         p_cells = pairs + places[None, :] * CHUNK + token[:, None]
-        output = multiply_add(new, tl.load(p_cells), output)
-        if PARTS == 2:
-            output = tl.dot(split(new)[0], tl.load(p_cells + padded * HEADS * CHUNK), output)
+        output = multiply_parts(new, p_cells, padded * HEADS * CHUNK, output, PARTS)
         out_cells = out + places[None, :] * V + values[:, None]
         tl.store(out_cells, output.to(out.dtype.element_ty), mask=inside[None, :])
 

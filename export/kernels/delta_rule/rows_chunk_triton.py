@@ -202,8 +202,8 @@ def take_chunk(
         # [CHUNK, CHUNK], a row's in a column
         cells = of_head[None, :] * CHUNK + token[:, None]
         nothing = tl.zeros((values.shape[0], CHUNK), tl.float32)
-        delta = multiply_parts(v - of_keys * k_factor[None, :], solved + cells, size, inside[None, :], nothing, PARTS)
-        o = multiply_parts(delta, pairs + cells, size, inside[None, :], of_queries * q_factor[None, :], PARTS)
+        delta = multiply_parts(v - of_keys * k_factor[None, :], solved + cells, size, nothing, PARTS, inside[None, :])
+        o = multiply_parts(delta, pairs + cells, size, of_queries * q_factor[None, :], PARTS, inside[None, :])
     else:
         x, p, f = solve_chunks(mixed, gates, start, end, head, rate, bias, HEADS, KEY_HEADS, K, V, CHUNK, CHUNKS, PARTS)
         x = tl.trans(tl.reshape(x, (CHUNK, CHUNK)))
