@@ -39,7 +39,7 @@ MAIN = (16, 32, 128, 128) if DEVICE == "cuda" else SHAPES[0]
 
 
 def configure(monkeypatch: pytest.MonkeyPatch, values: int, long: int, programs: int, chunk: int = 16) -> None:
-    config = rows_triton.DeltaConfig(values, 1, long, chunk, 2, programs)
+    config = rows_triton.DeltaConfig(values, warps=1, long=long, chunk=chunk, chunks=2, programs=programs)
     monkeypatch.setattr(rows_triton, "CONFIGS", dict.fromkeys(rows_triton.CONFIGS, config))
 
 
