@@ -23,6 +23,7 @@ import torch
 
 from .errors import InputError
 from .graph_recorders import GraphRecorder
+from .inputs import StaticInputs
 from .memory import MemoryWatch
 from .method_code import ALIGNMENT
 from .plans import MOST_CHANGES, Code, Plan, PlanStats
@@ -81,6 +82,7 @@ class _ShapeState:
     phase: Phase
     warmups: int = 0
     plan: Plan | None = None
+    inputs: StaticInputs | None = None
     stats: PlanStats | None = None
 
 
@@ -163,7 +165,7 @@ class StateMachine:
             return self._replay(state, inputs)
         if state.phase is Phase.CAPTURE:
             recorder.begin_step()
-            return self._capture(state, list(map(_static, inputs, self._input_devices)))
+            return self._capture(state, StaticInputs(inputs, self._input_devices, self._device))
         if state.phase is Phase.WARMUP:
             return self._warm_up(recorder, state, inputs)
         return self._run_disabled(inputs)
@@ -207,10 +209,10 @@ class StateMachine:
             state.phase = Phase.CAPTURE
         return outputs
 
-    def _capture(self, state: _ShapeState, static: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _capture(self, state: _ShapeState, inputs: StaticInputs) -> list[torch.Tensor]:
         assert self._recorder is not None
-        stats = state.stats or PlanStats([list(tensor.shape) for tensor in static])
-        plan = Plan(self._code, self._recorder, static, stats, self._call, self._watch, self._device)
+        stats = state.stats or PlanStats([list(tensor.shape) for tensor in inputs.buffers])
+        plan = Plan(self._code, self._recorder, inputs.buffers, stats, self._call, self._watch, self._device)
         try:
             outputs = plan.capture()
         except BaseException:
@@ -234,31 +236,25 @@ class StateMachine:
             plan.release()
             self._stats.runs += 1
             return outputs
-        state.plan, state.phase = plan, Phase.REPLAY
+        state.plan, state.inputs, state.phase = plan, inputs, Phase.REPLAY
         self._forget_oldest(with_plan=True)
         self._stats.captures += 1
         return outputs
 
     def _replay(self, state: _ShapeState, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        plan = state.plan
-        assert plan is not None
-        copies = []
-        for name, tensor, static in zip(self._input_names, inputs, plan.inputs, strict=True):
-            if tensor is static:
-                continue
-            if tensor.dtype != static.dtype:
+        plan, static = state.plan, state.inputs
+        assert plan is not None and static is not None
+        for name, tensor, buffer in zip(self._input_names, inputs, static.buffers, strict=True):
+            if tensor.dtype != buffer.dtype:
                 raise InputError(
-                    f"input {name!r} does not fit the captured graph: expected {static.dtype}, got {tensor.dtype}"
+                    f"input {name!r} does not fit the captured graph: expected {buffer.dtype}, got {tensor.dtype}"
                 )
             if not tensor.is_cpu and tensor.device != self._device:
                 raise InputError(
                     f"input {name!r} is on {tensor.device}, the captured graph reads {self._device}: "
                     f"pass a tensor on {self._device} or on the host"
                 )
-            copies.append((static, tensor))
-        for static, tensor in copies:
-            # Code on the host reads its inputs at once.
-            static.copy_(tensor, non_blocking=not static.is_cpu)
+        static.fill(inputs)
         if not plan.is_current():
             if not plan.may_change():
                 reason = f"constants or buffers were bound anew on more than {MOST_CHANGES} calls in a row"
@@ -268,10 +264,9 @@ class StateMachine:
                 return self._give_up(state, plan, refusal.reason)
             if refusal is not None:
                 logger.warning("a plan cannot be updated, it is made anew: %s", refusal.reason)
-                static_inputs = list(plan.inputs)
                 self._free(state)
                 state.phase = Phase.CAPTURE
-                return self._capture(state, static_inputs)
+                return self._capture(state, static)
         outputs = plan.run()
         self._stats.replays += 1
         return outputs
@@ -291,11 +286,7 @@ class StateMachine:
     def _free(self, state: _ShapeState) -> None:
         if state.plan is not None:
             state.plan.release()
-        state.plan = None
-
-
-def _static(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor)
+        state.plan = state.inputs = None
 
 
 def _as_compiled_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -27,7 +27,7 @@ from typing import Protocol
 import torch
 
 # Bytes of a line of the CPU's caches, on which copies begin.
-_LINE = 64
+LINE = 64
 # Bytes up to which one kernel writes all that leaves a graph to pinned memory: of so few a copy for each value takes longer.
 _BY_KERNEL = 1 << 18
 # Bytes on which each of these begins.
@@ -84,7 +84,7 @@ class Transfers:
         aligned = all(size % _ALIGNMENT == 0 for size in sizes[:-1])
         if len(missing) == len(values) > 1 and aligned and sum(sizes) <= _BY_KERNEL:
             whole = _empty_on_host((sum(sizes),), torch.uint8, self._device)
-            self._to_host |= _places(whole, missing, _ALIGNMENT)
+            self._to_host |= places(whole, missing, _ALIGNMENT)
             self._together[tuple(missing)] = seen_by(self._device, whole)
         else:
             self._together.pop(tuple(values), None)
@@ -126,7 +126,7 @@ class Transfers:
             self._read.wait()
             self._may_be_read = False
         for number, value in values.items():
-            _fill(self._buffer(self._from_host, number, value), value)
+            fill(self._buffer(self._from_host, number, value), value)
             if number not in self._on_device:
                 self._on_device[number] = seen_by(self._device, self._from_host[number])
         return {number: self._on_device[number] for number in values}
@@ -187,8 +187,8 @@ class Sent:
     def __init__(
         self, values: Mapping[int, torch.Tensor], device: torch.device, behind: list[torch.Tensor], pool: PinnedPool
     ) -> None:
-        self._pool, self._piece = pool, pool.take(sum(_aligned(value.nbytes, _LINE) for value in values.values()))
-        self._copies = _places(self._piece, values, _LINE)
+        self._pool, self._piece = pool, pool.take(size_of(values, LINE))
+        self._copies = places(self._piece, values, LINE)
         for number, copy in self._copies.items():
             copy.copy_(values[number], non_blocking=True)
         self._mark = Mark(device)
@@ -213,7 +213,7 @@ def to_device_once(value: torch.Tensor, device: torch.device) -> tuple[torch.Ten
     been read."""
     if device.type == "cpu":
         return value, value
-    pinned = value if value.is_pinned() else _fill(_empty_on_host(value.shape, value.dtype, device), value)
+    pinned = value if value.is_pinned() else fill(_empty_on_host(value.shape, value.dtype, device), value)
     return seen_by(device, pinned), pinned
 
 
@@ -269,25 +269,30 @@ def _aligned(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
 
 
-def _places(memory: torch.Tensor, values: Mapping[int, torch.Tensor], alignment: int) -> dict[int, torch.Tensor]:
+def size_of(values: Mapping[int, torch.Tensor], alignment: int) -> int:
+    """Bytes of memory that `places` needs."""
+    return sum(_aligned(value.nbytes, alignment) for value in values.values())
+
+
+def places(memory: torch.Tensor, values: Mapping[int, torch.Tensor], alignment: int) -> dict[int, torch.Tensor]:
     """Tensors like the values over bytes of memory, one behind the other, each on a multiple of so many bytes."""
-    places: dict[int, torch.Tensor] = {}
+    found: dict[int, torch.Tensor] = {}
     at = 0
     for number, value in values.items():
-        places[number] = memory[at : at + value.nbytes].view(value.dtype).view(value.shape)
+        found[number] = memory[at : at + value.nbytes].view(value.dtype).view(value.shape)
         at += _aligned(value.nbytes, alignment)
-    return places
+    return found
 
 
-def _fill(pinned: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Copy what code on the host gave.
+def fill(buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Copy a value on the host to a contiguous buffer there; returns that.
 
     By one thread: torch's copy of more than 32,768 elements starts a team of OpenMP threads, which go on looking for work for
     milliseconds, on the cores that the next code on the host needs.
     """
     value = value.contiguous()
-    ctypes.memmove(pinned.data_ptr(), value.data_ptr(), value.nbytes)
-    return pinned
+    ctypes.memmove(buffer.data_ptr(), value.data_ptr(), value.nbytes)
+    return buffer
 
 
 def results_of(values: Mapping[int, torch.Tensor], results: Sequence[int], seen: Collection[int]) -> list[torch.Tensor]:

@@ -143,9 +143,9 @@ def rows_inputs(tokens: Sequence[int], position: int, slot: int, rows: int) -> l
     """What `rows_logits` takes of a session's tokens that stand from `position` on: tokens, positions and slots [rows], and
     the number of the last token's row [1], int64. Rows of padding have no slot."""
     ids, positions = padded_inputs(tokens, position, rows)
-    slots = torch.full((rows,), -1)
-    slots[: len(tokens)] = slot
-    return [ids[0], positions, slots, torch.tensor([len(tokens) - 1])]
+    slots = array("q", [slot]) * len(tokens) + array("q", [-1]) * (rows - len(tokens))
+    last = array("q", [len(tokens) - 1])
+    return [ids[0], positions, *(torch.frombuffer(one, dtype=torch.int64) for one in (slots, last))]
 
 
 def _positions(first: int, end: int) -> array[int]:
