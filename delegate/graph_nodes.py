@@ -38,6 +38,10 @@ Why no kernel reads too early or writes too early. A stream's capture is a chain
    that program's wait (R3). So by step 1 all kernels ahead of the late one have ended, and what they wrote is there (R4).
 5. Before its wait a kernel writes nothing (R2), so it disturbs no kernel ahead.
 6. The graph has ended when its last kernel has, and by step 1 all others have ended then.
+
+A multiprocessor has one memory for its first-level cache and its shared memory. The driver divides it for each kernel, and
+a program only starts on a multiprocessor that is divided for its kernel: a kernel that starts early would have to wait until
+the one ahead has left. So `start_early` asks for one division for all marked kernels.
 """
 
 from __future__ import annotations
@@ -53,6 +57,8 @@ from .errors import OstinatoError, first_line
 # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC of cuda.h: the edge opens when all programs have said so, or have ended.
 _WHEN_ALL_PROGRAMS_SAY_SO = 1
 _TYPE_PREFIX = "CU_GRAPH_NODE_TYPE_"
+# Of the largest shared memory, in percent; a kernel that needs more of it gets that.
+_SHARED_MEMORY = 60
 
 
 class DriverError(OstinatoError):
@@ -95,15 +101,15 @@ def look_into(graph: int) -> GraphNodes:
     """
     try:
         driver = cuda_driver()
-        count = call_driver(driver, "cuGraphGetNodes", driver.CUgraph(graph), 0)[-1]
-        nodes = call_driver(driver, "cuGraphGetNodes", driver.CUgraph(graph), count)[0] if count else []
+        nodes = _nodes(driver, driver.CUgraph(graph))
         return GraphNodes(dict(Counter(_node_type(driver, node) for node in nodes).most_common()))
     except Exception as error:  # Whatever is wrong with the package, the step itself is right.
         return GraphNodes(note=first_line(error))
 
 
 def start_early(graph: int, required_ahead: Mapping[str, str] = REQUIRED_AHEAD) -> EarlyStarts:
-    """Make the edge into each marked kernel programmatic where it comes from a marked one that may stand there (R5).
+    """Make the edge into each marked kernel programmatic where it comes from a marked one that may stand there (R5), and have
+    all marked kernels divide a multiprocessor's memory alike.
 
     Args:
         graph: as in `look_into`; not instantiated yet, and of a GPU of compute capability 9.0 or newer.
@@ -136,7 +142,18 @@ def start_early(graph: int, required_ahead: Mapping[str, str] = REQUIRED_AHEAD) 
         call_driver(driver, "cuGraphRemoveDependencies", handle, [before], [after], [data], 1)
         call_driver(driver, "cuGraphAddDependencies", handle, [before], [after], [programmatic], 1)
         changed += 1
+    _divide_alike(driver, handle)
     return EarlyStarts(changed, _note(misplaced))
+
+
+def _divide_alike(driver: Any, graph: Any) -> None:
+    """Ask for one division of a multiprocessor's memory for all marked kernels."""
+    kind = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    value = driver.CUkernelNodeAttrValue()
+    value.sharedMemCarveout = _SHARED_MEMORY
+    for node in _nodes(driver, graph):
+        if EARLY_KERNEL in _kernel_name(driver, node):
+            call_driver(driver, "cuGraphKernelNodeSetAttribute", node, kind, value)
 
 
 def update_executable(executable: int, graph: int) -> bool:
@@ -171,6 +188,11 @@ def cuda_driver() -> Any:
     except ImportError as error:
         raise DriverError(f"the package cuda-bindings is missing ({error})") from error
     return driver
+
+
+def _nodes(driver: Any, graph: Any) -> list[Any]:
+    count = call_driver(driver, "cuGraphGetNodes", graph, 0)[-1]
+    return list(call_driver(driver, "cuGraphGetNodes", graph, count)[0]) if count else []
 
 
 def _edges(driver: Any, handle: Any) -> list[tuple[Any, Any, Any]]:
