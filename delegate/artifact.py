@@ -78,6 +78,8 @@ META_PAGE_SIZE = "get_page_size"
 # GPU kernels with this in their name may be started while the kernel ahead still runs: graph_nodes.py has the rules that they
 # keep.
 EARLY_KERNEL = "_early"
+# Those of them for several rows have this in their names.
+ROWS_KERNEL = "rows_early"
 # Rule R5 there: a kernel with the name on the left in its own may start early only directly behind one with the name on the
 # right.
 REQUIRED_AHEAD = {

@@ -10,6 +10,8 @@ from .artifact import TensorSpec, dtype_from_name, dtype_name
 from .errors import InputError
 from .transfers import LINE, fill, places, size_of
 
+# Numbers up to which Python finds the least and the largest sooner than torch does after a wait for the GPU.
+_LISTED = 256
 # Bytes of an input up to which it is copied together with others.
 _SMALL = 1 << 14
 
@@ -70,8 +72,9 @@ class InputCheck:
             )
 
     def _check_values(self, spec: TensorSpec, bounds: tuple[int, int], tensor: torch.Tensor) -> None:
-        if tensor.numel() == 1:
-            low = high = int(tensor.item())
+        if tensor.dim() == 1 and 0 < tensor.numel() <= _LISTED:
+            values = tensor.tolist()
+            low, high = min(values), max(values)
         elif tensor.numel():
             low, high = (int(value) for value in torch.aminmax(tensor))
         else:

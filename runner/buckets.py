@@ -130,22 +130,32 @@ def known_buckets(buckets: Sequence[int], wanted: Sequence[int] | None) -> tuple
 
 def padded_inputs(tokens: Sequence[int], position: int, bucket: int) -> list[torch.Tensor]:
     """Tokens [1, bucket] and positions [bucket], int64, of tokens that stand from `position` on."""
-    # Each operator of torch takes 10 to 20 us after a wait for the GPU, and all of a launch should take 100 us.
-    ids, positions = array("q", tokens), _positions(position, position + len(tokens))
-    if len(ids) < bucket:
-        padding = bucket - len(ids)
-        ids.extend(ids[-1:] * padding)
-        positions.extend(positions[-1:] * padding)
-    return [torch.frombuffer(ids, dtype=torch.int64).view(1, bucket), torch.frombuffer(positions, dtype=torch.int64)]
+    ids, positions = map(_tensor, _padded(tokens, position, bucket))
+    return [ids.view(1, bucket), positions]
 
 
 def rows_inputs(tokens: Sequence[int], position: int, slot: int, rows: int) -> list[torch.Tensor]:
     """What `rows_logits` takes of a session's tokens that stand from `position` on: tokens, positions and slots [rows], and
     the number of the last token's row [1], int64. Rows of padding have no slot."""
-    ids, positions = padded_inputs(tokens, position, rows)
-    slots = array("q", [slot]) * len(tokens) + array("q", [-1]) * (rows - len(tokens))
-    last = array("q", [len(tokens) - 1])
-    return [ids[0], positions, *(torch.frombuffer(one, dtype=torch.int64) for one in (slots, last))]
+    count = len(tokens)
+    slots = array("q", [slot]) * count + array("q", [-1]) * (rows - count)
+    return list(map(_tensor, (*_padded(tokens, position, rows), slots, array("q", [count - 1]))))
+
+
+def _padded(tokens: Sequence[int], position: int, size: int) -> tuple[array[int], array[int]]:
+    """Tokens and positions, the last of each repeated."""
+    ids, positions = array("q", tokens), _positions(position, position + len(tokens))
+    if len(ids) < size:
+        padding = size - len(ids)
+        ids.extend(ids[-1:] * padding)
+        positions.extend(positions[-1:] * padding)
+    return ids, positions
+
+
+def _tensor(numbers: array[int]) -> torch.Tensor:
+    """Over the same memory. Each operator of torch takes 10 to 20 us after a wait for the GPU; all of a launch should take
+    100 us."""
+    return torch.frombuffer(numbers, dtype=torch.int64)
 
 
 def _positions(first: int, end: int) -> array[int]:

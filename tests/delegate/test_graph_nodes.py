@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.delegate.artifact import EARLY_KERNEL, REQUIRED_AHEAD
+from ostinato.delegate.artifact import EARLY_KERNEL, REQUIRED_AHEAD, ROWS_KERNEL
 from ostinato.delegate.graph_nodes import DriverError, EarlyStarts, GraphNodes, look_into, start_early
 
 from .helpers import FULL, PROGRAMMATIC, use_driver
@@ -52,12 +52,16 @@ class Driver:
     CUresult = Result
     CUgraphEdgeData = EdgeData
     CUgraphDependencyType = SimpleNamespace(CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC=1)
+    CUkernelNodeAttrID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=14)
+    CUkernelNodeAttrValue = SimpleNamespace
 
     def __init__(
         self, nodes: Sequence[str | None], edges: Sequence[tuple[int, int]], suffix: str = "", refuses: str = ""
     ) -> None:
         self._nodes = nodes
         self.edges = {edge: EdgeData() for edge in edges}
+        # Node -> percent of the shared memory that is asked for.
+        self.divided: dict[int, int] = {}
         self._refuses = refuses
         self._refused_calls = 0
         for name in ("GetEdges", "AddDependencies", "RemoveDependencies"):
@@ -103,6 +107,12 @@ class Driver:
         if self._is_refused("cuGraphRemoveDependencies") or self.edges.get((before, after)) is not data:
             return (Result.CUDA_ERROR_INVALID_VALUE,)
         del self.edges[before, after]
+        return (Result.CUDA_SUCCESS,)
+
+    def cuGraphKernelNodeSetAttribute(self, node: int, kind: int, value: Any) -> tuple[Any, ...]:
+        if self._is_refused("cuGraphKernelNodeSetAttribute") or kind != 14:
+            return (Result.CUDA_ERROR_INVALID_VALUE,)
+        self.divided[node] = value.sharedMemCarveout
         return (Result.CUDA_SUCCESS,)
 
     def _is_refused(self, name: str) -> bool:
@@ -195,6 +205,7 @@ def test_a_benchmark_of_one_kernel_does_without_the_rule(monkeypatch: pytest.Mon
 def test_every_required_kernel_is_a_marked_one() -> None:
     """The edges of others never change, so that nothing would be checked for them."""
     assert all(EARLY_KERNEL in name for pair in REQUIRED_AHEAD.items() for name in pair)
+    assert EARLY_KERNEL in ROWS_KERNEL
 
 
 def test_graphs_without_edges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,9 +215,21 @@ def test_graphs_without_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (look_into(7).kernels, start_early(7)) == (1, EarlyStarts(0))
 
 
-@pytest.mark.parametrize("function", ["cuGraphRemoveDependencies", "cuGraphAddDependencies"])
+def test_kernels_of_rows_divide_the_memory_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["sum_rows_early", "norm_linear_early", "", "delta_rows_early_2", "triton_poi_rows_0", None]
+    driver = Driver(names, line(len(names)))
+    use_driver(monkeypatch, driver)
+    assert start_early(7) == EarlyStarts(1)
+    assert set(driver.divided) == {1, 4}
+    (percent,) = set(driver.divided.values())
+    assert 0 < percent < 100
+
+
+@pytest.mark.parametrize(
+    "function", ["cuGraphRemoveDependencies", "cuGraphAddDependencies", "cuGraphKernelNodeSetAttribute"]
+)
 def test_a_driver_that_refuses(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    use_driver(monkeypatch, Driver(["a_early", "b_early", "c_early"], line(3), refuses=function))
+    use_driver(monkeypatch, Driver(["a_rows_early", "b_rows_early", "c_rows_early"], line(3), refuses=function))
     with pytest.raises(DriverError, match=f"{function}: CUDA_ERROR_"):
         start_early(7)
 

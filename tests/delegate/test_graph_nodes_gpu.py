@@ -59,13 +59,18 @@ def captured(
     return machine
 
 
+def graph_of(machine: StateMachine) -> int:
+    """The one captured graph, as a number."""
+    plan: Any = machine._last.plan
+    (piece,) = plan._pieces
+    return int(piece.graph._last.graph.raw_cuda_graph())
+
+
 def edges_of(machine: StateMachine) -> list[tuple[str, tuple[int, int, int]]]:
     """Along the chain, each node but the first: its kernel's name or its type, and (type, ports) of the edge into it."""
     from cuda.bindings import driver
 
-    plan: Any = machine._last.plan
-    (piece,) = plan._pieces
-    edges = graph_nodes._edges(driver, driver.CUgraph(piece.graph._last.graph.raw_cuda_graph()))
+    edges = graph_nodes._edges(driver, driver.CUgraph(graph_of(machine)))
     following = {int(before): (after, data) for before, after, data in edges}
     assert len(following) == len(edges), "the graph is not a chain"
     (node,) = set(following) - {int(after) for _, after, _ in edges}
@@ -103,6 +108,30 @@ def test_marked_kernels_start_early(kernels: ModuleType, weight: Tensor) -> None
     stats = machine.stats
     assert (stats.last_plan.graph_kernels, stats.last_plan.early_kernels) == (8, 2 if kernels.starts_early() else 0)
     assert (stats.last_plan.graph_nodes, stats.last_plan.graph_note) == ({"kernel": 8}, None)
+
+
+def test_kernels_of_rows_divide_the_memory_alike(
+    kernels: ModuleType, weight: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels.starts_early():
+        pytest.skip("this GPU starts no kernel early")
+    from cuda.bindings import driver
+
+    monkeypatch.setattr(graph_nodes, "ROWS_KERNEL", "turn_early")
+    chain = [kernels.turn_early, kernels.turn_plainly, kernels.turn_early]
+    machine = captured(lambda inputs: [kernels.run_chain(chain, inputs[0], weight)], [draw(kernels)])
+    kind = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    found: dict[str, set[int]] = {}
+    for node in graph_nodes._nodes(driver, driver.CUgraph(graph_of(machine))):
+        (value,) = graph_nodes.call_driver(driver, "cuGraphKernelNodeGetAttribute", node, kind)
+        found.setdefault(graph_nodes._kernel_name(driver, node), set()).add(value.sharedMemCarveout)
+    assert found["turn_early"] == {graph_nodes._SHARED_MEMORY}
+    assert found["turn_plainly"] != found["turn_early"]
+    x = draw(kernels)
+    expected = x
+    for _ in chain:
+        expected = kernels.turned(expected, weight)
+    assert torch.equal(replayed(machine, x), expected)
 
 
 def test_results_are_those_of_torch_and_the_same_each_time(kernels: ModuleType, weight: Tensor) -> None:

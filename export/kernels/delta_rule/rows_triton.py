@@ -26,6 +26,23 @@ from .rows_chunk_triton import FACTORS, take_run
 
 
 @dataclass(frozen=True)
+class RunsConfig:
+    """The kernel that takes long runs.
+
+    Attributes:
+        values: columns of a head's state in a program, or all where it has fewer; no fewer than one for rows has.
+        warps: of a program.
+        chunks: taken at once as far as they do not depend on the state.
+        programs: for a block of values of a head.
+    """
+
+    values: int
+    warps: int
+    chunks: int
+    programs: int
+
+
+@dataclass(frozen=True)
 class DeltaConfig:
     """What one program of the delta rule does.
 
@@ -34,16 +51,14 @@ class DeltaConfig:
         warps: of a program.
         long: rows from which on a run is taken in chunks.
         chunk: rows of one.
-        chunks: taken at once as far as they do not depend on the state.
-        programs: for a block of values of a head, of the kernel that takes long runs; 0 where the one for rows does.
+        runs: None where the kernel for rows takes long runs too.
     """
 
     values: int
     warps: int
     long: int
     chunk: int
-    chunks: int
-    programs: int
+    runs: RunsConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -56,10 +71,11 @@ class ConvConfig:
 
 # For calls of up to so many rows. H200, 2026-11-23, the flagship's shape: with the linear layers around it 8 and 16 single
 # rows and a run of 16 take 33.3, 49.0 and 30.0 us with 16 values and one warp, 31.0, 43.2 and 29.2 with 32 and two, 31.7,
-# 44.3 and 28.3 with 64 and four. 64 rows take 81 us with 64 values, 92 with 32, 134 with 128 (a copy of the bytes 63).
+# 44.3 and 28.3 with 64 and four. 32, 64 and 128 single rows take 63.2, 111.5 and 216.8 with 32 and two, 67.1, 116.5 and 215.0
+# with 64 and four; runs of 64 and 128 take 33.0 and 46.1 with 32 and two, 23.5 and 36.0 with 64 and four, by themselves.
 CONFIGS = {
-    FEW_ROWS: DeltaConfig(values=32, warps=2, long=10, chunk=16, chunks=1, programs=0),
-    MOST_ROWS: DeltaConfig(values=64, warps=4, long=6, chunk=16, chunks=8, programs=4),
+    FEW_ROWS: DeltaConfig(values=32, warps=2, long=10, chunk=16),
+    MOST_ROWS: DeltaConfig(values=32, warps=2, long=6, chunk=16, runs=RunsConfig(64, warps=4, chunks=8, programs=4)),
 }
 # Programs for a block of values of a head that take short runs.
 MOST_PROGRAMS = 64
@@ -111,23 +127,27 @@ def _delta_rows(
     rows = mixed.shape[0]
     config = CONFIGS[row_class(rows)]
     values = min(config.values, value_dim)
-    blocks = value_dim // values
+    sums = value_dim // values
     out = torch.empty((rows, heads * value_dim), dtype=mixed.dtype, device=mixed.device)
-    squares = torch.empty((rows * heads, blocks), dtype=torch.float32, device=mixed.device)
+    squares = torch.empty((rows * heads, sums), dtype=torch.float32, device=mixed.device)
     parts = 2 if mixed.dtype == torch.bfloat16 else 1
     solved = torch.empty((parts, rows, heads, config.chunk), dtype=mixed.dtype, device=mixed.device)
     pairs = torch.empty_like(solved)
     factors = torch.empty((rows, heads, FACTORS.value), dtype=torch.float32, device=mixed.device)
-    common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "BLOCK": values, "ROWS": MOST_ROWS}
-    common |= {"LONG": config.long, "CHUNK": config.chunk, "CHUNKS": config.chunks, "PARTS": parts}
-    common |= {"EARLY": starts_early(), "num_warps": config.warps}
+    common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "SUMS": sums, "ROWS": MOST_ROWS}
+    common |= {"LONG": config.long, "CHUNK": config.chunk, "PARTS": parts, "EARLY": starts_early()}
     inputs = mixed, gates, a_log, dt_bias, state, positions, slots, norm_weight
     arguments = *inputs, solved, pairs, factors, out, squares, rows
-    if config.programs:
-        launcher(delta_runs_early)[(blocks, heads, config.programs)](*arguments, **common)
+    runs = config.runs
+    if runs is not None:
+        block = min(runs.values, value_dim)
+        grid = value_dim // block, heads, runs.programs
+        launcher(delta_run_rows_early)[grid](
+            *arguments, BLOCK=block, CHUNKS=runs.chunks, num_warps=runs.warps, **common
+        )
     # Behind the long runs, so that programs that have none but rows of those end while they are still taken.
-    grid = blocks, heads, torch.sym_min(rows, MOST_PROGRAMS)
-    launcher(delta_rows_early)[grid](*arguments, ALL=config.programs == 0, **common)
+    grid = sums, heads, torch.sym_min(rows, MOST_PROGRAMS)
+    launcher(delta_rows_early)[grid](*arguments, BLOCK=values, ALL=runs is None, num_warps=config.warps, **common)
     return out, squares
 
 
@@ -151,11 +171,11 @@ def delta_rows_early(
     KEY_HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     LONG: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
     ALL: tl.constexpr,
     EARLY: tl.constexpr,
@@ -187,18 +207,18 @@ def delta_rows_early(
             if length < LONG:
                 for row in range(first, end):
                     s = take_row(
-                        s, mixed, gates, out, squares, row, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V
+                        s, mixed, gates, out, squares, row, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, SUMS
                     )
                 tl.store(cells, s, mask=filled)
             elif ALL:
                 take_run(
                     of_head, fresh, mixed, gates, solved, pairs, factors, out, squares, rows, first, end, head, values, rate,
-                    bias, norm, HEADS, KEY_HEADS, K, V, CHUNK, CHUNKS, PARTS,
+                    bias, norm, HEADS, KEY_HEADS, K, V, SUMS, CHUNK, 1, PARTS,
                 )  # fmt: skip
 
 
 @triton.jit
-def delta_runs_early(
+def delta_run_rows_early(
     mixed: tl.tensor,
     gates: tl.tensor,
     a_log: tl.tensor,
@@ -217,6 +237,7 @@ def delta_runs_early(
     KEY_HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     LONG: tl.constexpr,
@@ -251,7 +272,8 @@ def delta_runs_early(
         end = first + tl.sum((others == slot).to(tl.int32), 0)
         take_run(
             state + (slot * HEADS + head) * (K * V), tl.load(positions + first) == 0, mixed, gates, solved, pairs, factors,
-            out, squares, rows, first, end, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, CHUNK, CHUNKS, PARTS,
+            out, squares, rows, first, end, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, SUMS, CHUNK, CHUNKS,
+            PARTS,
         )  # fmt: skip
 
 
@@ -272,6 +294,7 @@ def take_row(
     KEY_HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    SUMS: tl.constexpr,
 ) -> tl.tensor:
     """The state s [K, BLOCK] after a row; stores its outputs."""
     keys = tl.arange(0, K)
@@ -297,7 +320,7 @@ def take_row(
     delta = (v.to(tl.float32) - of_keys * (decay * k_length)) * (write_strength(b) * k_length)
     o = (of_queries * decay + both * delta) * q_length
     tl.store(out + of_head * V + values, (o * norm * z * tl.sigmoid(z)).to(out.dtype.element_ty))
-    tl.store(squares + of_head * tl.num_programs(0) + tl.program_id(0), tl.sum(o * o, 0))
+    tl.store(squares + of_head * SUMS + tl.program_id(0), tl.sum(o * o, 0))
     return s * decay + k[:, None] * delta[None, :]
 
 
