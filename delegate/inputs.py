@@ -72,7 +72,9 @@ class InputCheck:
             )
 
     def _check_values(self, spec: TensorSpec, bounds: tuple[int, int], tensor: torch.Tensor) -> None:
-        if tensor.dim() == 1 and 0 < tensor.numel() <= _LISTED:
+        if tensor.numel() == 1:
+            low = high = int(tensor.item())
+        elif tensor.dim() == 1 and 0 < tensor.numel() <= _LISTED:
             values = tensor.tolist()
             low, high = min(values), max(values)
         elif tensor.numel():
