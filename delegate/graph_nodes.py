@@ -128,15 +128,16 @@ def start_early(graph: int, required_ahead: Mapping[str, str] = REQUIRED_AHEAD) 
     programmatic.type = int(driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
     programmatic.from_port = _WHEN_ALL_PROGRAMS_SAY_SO
     handle = driver.CUgraph(graph)
-    edges = _edges(driver, handle)
+    nodes, edges = _nodes(driver, handle), _edges(driver, handle)
+    names = {int(node): _kernel_name(driver, node) for node in nodes}
     ways_in = Counter(int(after) for _, after, _ in edges)
     changed = 0
     misplaced: list[str] = []
     for before, after, data in edges:
         # An edge of another type was made by a launch with attributes of its own.
-        if data.type or EARLY_KERNEL not in (name := _kernel_name(driver, after)):
+        if data.type or EARLY_KERNEL not in (name := names[int(after)]):
             continue
-        ahead = _kernel_name(driver, before)
+        ahead = names[int(before)]
         required = next((other for marked, other in required_ahead.items() if marked in name), "")
         if required not in ahead:
             misplaced.append(f"{name} stands behind {ahead or 'a node without a name'}, not behind {required}")
@@ -146,18 +147,17 @@ def start_early(graph: int, required_ahead: Mapping[str, str] = REQUIRED_AHEAD) 
         call_driver(driver, "cuGraphRemoveDependencies", handle, [before], [after], [data], 1)
         call_driver(driver, "cuGraphAddDependencies", handle, [before], [after], [programmatic], 1)
         changed += 1
-    _divide_alike(driver, handle)
+    _divide_alike(driver, [node for node in nodes if ROWS_KERNEL in names[int(node)]])
     return EarlyStarts(changed, _note(misplaced))
 
 
-def _divide_alike(driver: Any, graph: Any) -> None:
-    """Ask for one division of a multiprocessor's memory for all kernels of rows."""
+def _divide_alike(driver: Any, kernels: list[Any]) -> None:
+    """Ask for one division of a multiprocessor's memory for these kernels' nodes."""
     kind = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     value = driver.CUkernelNodeAttrValue()
     value.sharedMemCarveout = _SHARED_MEMORY
-    for node in _nodes(driver, graph):
-        if ROWS_KERNEL in _kernel_name(driver, node):
-            call_driver(driver, "cuGraphKernelNodeSetAttribute", node, kind, value)
+    for node in kernels:
+        call_driver(driver, "cuGraphKernelNodeSetAttribute", node, kind, value)
 
 
 def update_executable(executable: int, graph: int) -> bool:

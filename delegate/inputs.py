@@ -116,8 +116,8 @@ class StaticInputs:
         given = list(zip(inputs, devices, strict=True))
         small = {
             number: tensor
-            for number, (tensor, place) in enumerate(given)
-            if tensor.is_cpu and place == device and tensor.nbytes <= _SMALL
+            for number, (tensor, reader) in enumerate(given)
+            if tensor.is_cpu and reader == device and tensor.nbytes <= _SMALL
         }
         # They are written again in other modes.
         with torch.inference_mode(False):
@@ -127,8 +127,8 @@ class StaticInputs:
             self._places = places(self._on_host, small, LINE)
             together = places(self._whole, small, LINE)
             self.buffers = [
-                together[number] if number in small else torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
-                for number, (tensor, place) in enumerate(given)
+                together[number] if number in small else torch.empty(tensor.shape, dtype=tensor.dtype, device=reader)
+                for number, (tensor, reader) in enumerate(given)
             ]
         self.fill(inputs)
 
