@@ -70,7 +70,7 @@ class Case:
     @property
     def kernel(self) -> Callable[..., Any]:
         if self.function == CONV_ROWS:
-            from ostinato.export.kernels.delta_rule.rows_triton import conv_rows
+            from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
 
             return conv_rows
         return getattr(kernels_for("cuda"), self.function)

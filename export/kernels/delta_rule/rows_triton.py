@@ -1,9 +1,8 @@
-"""A gated delta-net's convolution and delta rule for rows of several sessions, R of them, known when kernels are launched.
+"""The gated delta rule for rows of several sessions, R of them, known when kernels are launched.
 
-A program of either has a part of the channels of one run, and alone reads and writes the state of that, once, however long
-the run is. The delta rule takes the rows of a short run one after another, those of a long one in chunks
-(rows_chunk_triton.py). Chunks need so many registers that another kernel takes them where there may be many sessions: those
-need room for their states on the way. Of the convolution, rows that need no state have programs of their own.
+A program has a part of a head's values in one run, and alone reads and writes the state of that, once, however long the run
+is. It takes the rows of a short run one after another, those of a long one in chunks (rows_chunk_triton.py). Chunks need so
+many registers that another kernel takes them where there may be many sessions: those need room for their states on the way.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import is_one, launcher, row_class, starts_early
-from ostinato.export.kernels.operands import FEW_ROWS, MOST_ROWS, Convolution, Decay, Place
+from ostinato.export.kernels.operands import FEW_ROWS, MOST_ROWS, Decay, Place
 
 from . import step_triton
 from .limits import check_delta_rule
@@ -61,14 +60,6 @@ class DeltaConfig:
     runs: RunsConfig | None = None
 
 
-@dataclass(frozen=True)
-class ConvConfig:
-    """Channels of a program of the convolution, and its warps."""
-
-    channels: int
-    warps: int
-
-
 # For calls of up to so many rows. H200, 2026-11-23, the flagship's shape: with the linear layers around it 8 and 16 single
 # rows and a run of 16 take 33.3, 49.0 and 30.0 us with 16 values and one warp, 31.0, 43.2 and 29.2 with 32 and two, 31.7,
 # 44.3 and 28.3 with 64 and four. 32, 64 and 128 single rows take 63.2, 111.5 and 216.8 with 32 and two, 67.1, 116.5 and 215.0
@@ -79,8 +70,6 @@ CONFIGS = {
 }
 # Programs for a block of values of a head that take short runs.
 MOST_PROGRAMS = 64
-# 1.5/1.8/5.6/9.1 us at 8/16/64/128 single rows, 6.4 for a run of 128; with 2 warps 1.9/2.8/8.2/12.9 and 10.9.
-CONV = ConvConfig(channels=512, warps=4)
 
 
 def delta_step(
@@ -334,120 +323,3 @@ def add_triples(
     a0: tl.tensor, a1: tl.tensor, a2: tl.tensor, b0: tl.tensor, b1: tl.tensor, b2: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     return a0 + b0, a1 + b1, a2 + b2
-
-
-def conv_rows(product: Tensor, conv: Convolution, place: Place) -> Tensor:
-    """See `linear.reference.conv_rows`; all tensors contiguous, R <= MOST_ROWS.
-
-    Positions, slots and the state are read before the kernel ahead has ended (rule R2 in `delegate/graph_nodes.py`).
-    """
-    return _conv_rows(product, conv.weight, conv.state, place.positions, place.slots)
-
-
-@torch.library.triton_op("ostinato::conv_rows", mutates_args={"state"})
-def _conv_rows(product: Tensor, weight: Tensor, state: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-    rows, columns = product.shape
-    channels, _, taps = weight.shape
-    mixed = torch.empty_like(product)
-    blocks = triton.cdiv(channels, CONV.channels) + triton.cdiv(columns - channels, CONV.channels)
-    launcher(conv_rows_early)[(blocks, rows)](
-        product,
-        weight,
-        state,
-        positions,
-        slots,
-        mixed,
-        rows,
-        N=columns,
-        CHANNELS=channels,
-        TAPS=taps,
-        BLOCK=CONV.channels,
-        ROWS=MOST_ROWS,
-        EARLY=starts_early(),
-        num_warps=CONV.warps,
-    )
-    return mixed
-
-
-@triton.jit
-def conv_rows_early(
-    product: tl.tensor,
-    weight: tl.tensor,
-    state: tl.tensor,
-    positions: tl.tensor,
-    slots: tl.tensor,
-    mixed: tl.tensor,
-    rows: tl.tensor,
-    N: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """Program (block of columns, row). That of a run's first row takes all rows that need the old state, and writes the new
-    one; blocks behind the channels are copied."""
-    start_next(EARLY)
-    rows = tl.cast(rows, tl.int32)
-    CONVOLVED: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
-    row = tl.program_id(1)
-    product += row.to(tl.int64) * N
-    mixed += row.to(tl.int64) * N
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if tl.program_id(0) >= CONVOLVED:
-        column += CHANNELS - CONVOLVED * BLOCK
-        wait_for_previous(EARLY)
-        tl.store(mixed + column, tl.load(product + column, mask=column < N, other=0.0), mask=column < N)
-        return
-    slot = tl.load(slots + row)
-    # Rows of its run ahead of this one, as far as its taps reach.
-    ahead = 0
-    for tap in tl.static_range(1, TAPS):
-        before = tl.load(slots + tl.maximum(row - tap, 0), mask=row >= tap, other=-2)
-        ahead += ((before == slot) & (ahead == tap - 1)).to(tl.int32)
-    if (ahead > 0) & (ahead < TAPS - 1):
-        return
-    inside = column < CHANNELS
-    taps = weight + column * TAPS
-    factors = ()
-    for tap in tl.static_range(0, TAPS):
-        # Of the input so many rows ago.
-        factors += (tl.load(taps + (TAPS - 1 - tap), mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-    if ahead == 0:
-        every = tl.arange(0, ROWS)
-        others = tl.load(slots + every, mask=every < rows, other=-2)
-        # A slot has one run; padding may have several.
-        length = tl.where(slot >= 0, tl.sum((others == slot).to(tl.int32), 0), 1)
-        old = inside & (slot >= 0) & (tl.load(positions + row) > 0)
-        cells = state + tl.maximum(slot, 0) * ((TAPS - 1) * CHANNELS) + column
-        past = ()
-        for tap in tl.static_range(1, TAPS):
-            past += (tl.load(cells + (TAPS - 1 - tap) * CHANNELS, mask=old, other=0.0),)  # type: ignore[assignment]
-        wait_for_previous(EARLY)
-        inputs = ()
-        for index in tl.static_range(0, TAPS - 1):
-            here = inside & (index < length)
-            inputs += (tl.load(product + index * N + column, mask=here, other=0.0),)  # type: ignore[assignment]
-        last = ()
-        for back in tl.static_range(1, TAPS):
-            here = inside & (back <= length)
-            last += (tl.load(product + (length - back) * N + column, mask=here, other=0.0),)  # type: ignore[assignment]
-        for index in tl.static_range(0, TAPS - 1):
-            total = tl.zeros([BLOCK], tl.float32)
-            for tap in tl.static_range(TAPS - 1, -1, -1):
-                value = inputs[index - tap] if tap <= index else past[tap - index - 1]  # type: ignore[var-annotated]
-                total += value.to(tl.float32) * factors[tap]
-            result = (total * tl.sigmoid(total)).to(mixed.dtype.element_ty)
-            tl.store(mixed + index * N + column, result, mask=inside & (index < length))
-        for back in tl.static_range(1, TAPS):
-            newest = last[back - 1]  # type: ignore[var-annotated]
-            # Of a run with fewer rows, inputs that the state had.
-            for fewer in tl.static_range(1, back):
-                newest = tl.where(length == fewer, past[back - fewer - 1], newest)
-            tl.store(cells + (TAPS - 1 - back) * CHANNELS, newest, mask=inside & (slot >= 0))
-    else:
-        wait_for_previous(EARLY)
-        total = tl.zeros([BLOCK], tl.float32)
-        for tap in tl.static_range(TAPS - 1, -1, -1):
-            total += tl.load(product - tap * N + column, mask=inside, other=0.0).to(tl.float32) * factors[tap]
-        tl.store(mixed + column, (total * tl.sigmoid(total)).to(mixed.dtype.element_ty), mask=inside)

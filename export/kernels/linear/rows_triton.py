@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.kernels.delta_rule.rows_triton import conv_rows
+from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
 from ostinato.export.kernels.launch import at_most, is_one, launcher, pointers, starts_early
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Place, Weight
 

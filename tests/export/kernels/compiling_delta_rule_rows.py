@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from unittest import mock
 
 import torch
 
-from ostinato.export.kernels.delta_rule import rows_triton
+from ostinato.export.kernels.delta_rule import rows_conv_triton, rows_triton
 from ostinato.export.kernels.operands import Convolution, Decay, Place
 
 from .compiling import BF16, F32, Launch, compile_all, recorded, without_a_driver, written
@@ -25,13 +26,15 @@ ROWS = (7, 20)
 def launches(dtype: torch.dtype, early: bool) -> list[Launch]:
     """At the flagship's shapes."""
     empty = torch.empty
-    with recorded() as found, mock.patch.object(rows_triton, "starts_early", lambda: early):
+    with recorded() as found, ExitStack() as patched:
+        for module in (rows_conv_triton, rows_triton):
+            patched.enter_context(mock.patch.object(module, "starts_early", lambda: early))
         conv = Convolution(empty(8192, 1, 4, dtype=dtype), empty(2, 3, 8192, dtype=dtype))
         decay, state = Decay(empty(32), empty(32)), empty(2, 32, 128, 128)
         for rows in ROWS:
             number = empty(rows, dtype=torch.int64)
             place = Place(number, number, empty(rows, 64), empty(rows, 64))
-            mixed = rows_triton.conv_rows(empty(rows, 12288, dtype=dtype), conv, place)
+            mixed = rows_conv_triton.conv_rows(empty(rows, 12288, dtype=dtype), conv, place)
             rows_triton.delta_rows(mixed, empty(rows, 64), decay, state, place, empty(128), key_heads=16)
     return found
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from ostinato.export.kernels.delta_rule import reference, rows_triton
+from ostinato.export.kernels.delta_rule import reference, rows_conv_triton, rows_triton
 from ostinato.export.kernels.linear import reference as linear_reference
 from ostinato.export.kernels.operands import Convolution, Decay, Place
 
@@ -49,7 +49,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads and channels here are fewer than a GPU's blocks have."""
     if DEVICE == "cpu":
         configure(monkeypatch, values=8, long=4, programs=2)
-        monkeypatch.setattr(rows_triton, "CONV", rows_triton.ConvConfig(channels=16, warps=1))
+        monkeypatch.setattr(rows_conv_triton, "CONV", rows_conv_triton.ConvConfig(channels=16, warps=1))
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def convolved(runs: list[Run], columns: int, channels: int, taps: int, dtype: to
     wide = replace(wide, state=expected)
     exact = linear_reference.conv_rows(product.double(), wide, place)
     found = state.clone()
-    mixed = rows_triton.conv_rows(product, Convolution(weight, found), place)
+    mixed = rows_conv_triton.conv_rows(product, Convolution(weight, found), place)
     rows = real_rows(place)
     assert mixed.dtype == dtype and mixed.shape == product.shape
     assert not len(rows) or relative_error(mixed[rows], exact[rows]) < TOLERANCE[dtype]
@@ -220,7 +220,8 @@ def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
 
 LAYER = """
 import torch
-from ostinato.export.kernels.delta_rule.rows_triton import conv_rows, delta_step
+from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
+from ostinato.export.kernels.delta_rule.rows_triton import delta_step
 from ostinato.export.kernels.operands import Convolution, Decay, Place
 
 class Layer(torch.nn.Module):
