@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ostinato.delegate.json_files import read_json
 from ostinato.delegate.target import host_target
 
 from .artifact.records import ValueRange
+from .compile.trace import Chain
 from .formats import Quantization
 from .kernels import host_kernels_for, kernels_for
 from .layers.host_experts import STREAMED
@@ -99,8 +101,9 @@ def export_model(
     computes = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = _weight_source(family, network, folder, load_format, computes, progress)
     allocate_untouched(network)
+    methods = family.methods(network)
     return export_program(
-        family.methods(network),
+        methods,
         output,
         device=device,
         metadata=_metadata(folder, device, dtype, quant, network),
@@ -110,7 +113,7 @@ def export_model(
             "slot": (0, Growth.SLOTS),
             "slots": (0, Growth.SLOTS),
             STREAMED: (0, config.experts_per_layer),
-            **_row_ranges(config, length),
+            **_row_ranges(config, length, methods),
         },
         extra_files=[folder / name for name in artifact.TOKENIZER_FILES if (folder / name).exists()],
         root=network,
@@ -120,16 +123,18 @@ def export_model(
     )
 
 
-def _row_ranges(config: ModelConfig, length: int) -> dict[str, ValueRange]:
+def _row_ranges(config: ModelConfig, length: int, methods: Mapping[str, Chain]) -> dict[str, ValueRange]:
     """Of the inputs of methods that take rows: -1 is the kept token, the kept position, or no slot."""
     ranges: dict[str, ValueRange] = {
         "tokens": (-1, config.vocab_size - 1),
         "input_pos": (-1, length - 1),
         "slots": (-1, Growth.SLOTS),
-        "drawn": (0, length - 1),
     }
-    methods = (method for pair in ROWS_METHODS for method in pair)
-    return {f"{method}.{name}": bounds for method in methods for name, bounds in ranges.items()}
+    found: dict[str, ValueRange] = {}
+    for name in {name for pair in ROWS_METHODS for name in pair} & methods.keys():
+        rows = methods[name].dynamic_shapes["drawn"][0].max
+        found |= {f"{name}.{key}": bounds for key, bounds in (ranges | {"drawn": (0, rows - 1)}).items()}
+    return found
 
 
 def _weight_source(
