@@ -50,7 +50,6 @@ def take_run(
     KEY_HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    SUMS: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -61,7 +60,6 @@ def take_run(
         fresh: the state counts as zeros.
         solved, pairs: [PARTS, R, HEADS, CHUNK], and factors [R, HEADS, FACTORS] float32: what `solve_chunks` gives, of CHUNKS
             chunks at once; not used if these are one.
-        SUMS: of squares of a head's outputs.
     """
     size = tl.cast(rows, tl.int64) * (HEADS * CHUNK)
     if CHUNKS > 1:
@@ -84,7 +82,7 @@ def take_run(
     for start in tl.range(first, end, CHUNK, num_stages=3 if CHUNKS > 1 else 1):
         s = take_chunk(
             s, mixed, gates, solved, pairs, factors, out, squares, size, start, end, head, values, rate, bias, norm,
-            HEADS, KEY_HEADS, K, V, SUMS, CHUNK, CHUNKS, PARTS,
+            HEADS, KEY_HEADS, K, V, CHUNK, CHUNKS, PARTS,
         )  # fmt: skip
     tl.store(cells, s)
 
@@ -173,7 +171,6 @@ def take_chunk(
     KEY_HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    SUMS: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -220,12 +217,7 @@ def take_chunk(
         o = of_queries * q_factor[None, :] + multiply(delta, p, PARTS)
     result = o * norm[:, None] * z * tl.sigmoid(z)
     tl.store(out + of_head[None, :] * V + values[:, None], result.to(out.dtype.element_ty), mask=inside[None, :])
-    # The first of the sums that are for the program's values has all of them.
-    SHARE: tl.constexpr = SUMS * values.shape[0] // V
-    at = squares + of_head * SUMS + tl.program_id(0) * SHARE
-    tl.store(at, tl.sum(o * o, 0), mask=inside)
-    for other in tl.static_range(1, SHARE):
-        tl.store(at + other, 0.0, mask=inside)
+    tl.store(squares + of_head * tl.num_programs(0) + tl.program_id(0), tl.sum(o * o, 0), mask=inside)
     return multiply_add(delta * written[None, :], keys, s * kept)
 
 

@@ -29,13 +29,11 @@ class RunsConfig:
     """The kernel that takes long runs.
 
     Attributes:
-        values: columns of a head's state in a program, or all where it has fewer; no fewer than one for rows has.
         warps: of a program.
         chunks: taken at once as far as they do not depend on the state.
         programs: for a block of values of a head.
     """
 
-    values: int
     warps: int
     chunks: int
     programs: int
@@ -46,7 +44,7 @@ class DeltaConfig:
     """What one program of the delta rule does.
 
     Attributes:
-        values: columns of a head's state, or all where it has fewer.
+        values: columns of a head's state, or all where it has fewer; also where `runs` takes long ones.
         warps: of a program.
         long: rows from which on a run is taken in chunks.
         chunk: rows of one.
@@ -67,7 +65,7 @@ class DeltaConfig:
 # 46.1 with 32 and two, 23.5 and 36.0 with 64 and four, by themselves.
 CONFIGS = {
     FEW_ROWS: DeltaConfig(values=32, warps=2, long=10, chunk=16),
-    MOST_ROWS: DeltaConfig(values=64, warps=2, long=6, chunk=16, runs=RunsConfig(64, warps=4, chunks=8, programs=4)),
+    MOST_ROWS: DeltaConfig(values=64, warps=2, long=6, chunk=16, runs=RunsConfig(warps=4, chunks=8, programs=4)),
 }
 # Programs for a block of values of a head that take short runs.
 MOST_PROGRAMS = 64
@@ -117,27 +115,24 @@ def _delta_rows(
     rows = mixed.shape[0]
     config = CONFIGS[row_class(rows)]
     values = min(config.values, value_dim)
-    sums = value_dim // values
+    blocks = value_dim // values
     out = torch.empty((rows, heads * value_dim), dtype=mixed.dtype, device=mixed.device)
-    squares = torch.empty((rows * heads, sums), dtype=torch.float32, device=mixed.device)
+    squares = torch.empty((rows * heads, blocks), dtype=torch.float32, device=mixed.device)
     parts = 2 if mixed.dtype == torch.bfloat16 else 1
     solved = torch.empty((parts, rows, heads, config.chunk), dtype=mixed.dtype, device=mixed.device)
     pairs = torch.empty_like(solved)
     factors = torch.empty((rows, heads, FACTORS.value), dtype=torch.float32, device=mixed.device)
-    common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "SUMS": sums, "ROWS": MOST_ROWS}
+    common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "BLOCK": values, "ROWS": MOST_ROWS}
     common |= {"LONG": config.long, "CHUNK": config.chunk, "PARTS": parts, "EARLY": starts_early()}
     inputs = mixed, gates, a_log, dt_bias, state, positions, slots, norm_weight
     arguments = *inputs, solved, pairs, factors, out, squares, rows
     runs = config.runs
     if runs is not None:
-        block = min(runs.values, value_dim)
-        grid = value_dim // block, heads, runs.programs
-        launcher(delta_run_rows_early)[grid](
-            *arguments, BLOCK=block, CHUNKS=runs.chunks, num_warps=runs.warps, **common
-        )
+        grid = blocks, heads, runs.programs
+        launcher(delta_run_rows_early)[grid](*arguments, CHUNKS=runs.chunks, num_warps=runs.warps, **common)
     # Behind the long runs, so that programs that have none but rows of those end while they are still taken.
-    grid = sums, heads, torch.sym_min(rows, MOST_PROGRAMS)
-    launcher(delta_rows_early)[grid](*arguments, BLOCK=values, ALL=runs is None, num_warps=config.warps, **common)
+    grid = blocks, heads, torch.sym_min(rows, MOST_PROGRAMS)
+    launcher(delta_rows_early)[grid](*arguments, ALL=runs is None, num_warps=config.warps, **common)
     return out, squares
 
 
@@ -161,7 +156,6 @@ def delta_rows_early(
     KEY_HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     LONG: tl.constexpr,
@@ -197,13 +191,13 @@ def delta_rows_early(
             if length < LONG:
                 for row in range(first, end):
                     s = take_row(
-                        s, mixed, gates, out, squares, row, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, SUMS
+                        s, mixed, gates, out, squares, row, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V
                     )
                 tl.store(cells, s, mask=filled)
             elif ALL:
                 take_run(
                     of_head, fresh, mixed, gates, solved, pairs, factors, out, squares, rows, first, end, head, values, rate,
-                    bias, norm, HEADS, KEY_HEADS, K, V, SUMS, CHUNK, 1, PARTS,
+                    bias, norm, HEADS, KEY_HEADS, K, V, CHUNK, 1, PARTS,
                 )  # fmt: skip
 
 
@@ -227,7 +221,6 @@ def delta_run_rows_early(
     KEY_HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     LONG: tl.constexpr,
@@ -262,7 +255,7 @@ def delta_run_rows_early(
         end = first + tl.sum((others == slot).to(tl.int32), 0)
         take_run(
             state + (slot * HEADS + head) * (K * V), tl.load(positions + first) == 0, mixed, gates, solved, pairs, factors,
-            out, squares, rows, first, end, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, SUMS, CHUNK, CHUNKS,
+            out, squares, rows, first, end, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, CHUNK, CHUNKS,
             PARTS,
         )  # fmt: skip
 
@@ -284,7 +277,6 @@ def take_row(
     KEY_HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    SUMS: tl.constexpr,
 ) -> tl.tensor:
     """The state s [K, BLOCK] after a row; stores its outputs."""
     keys = tl.arange(0, K)
@@ -310,7 +302,7 @@ def take_row(
     delta = (v.to(tl.float32) - of_keys * (decay * k_length)) * (write_strength(b) * k_length)
     o = (of_queries * decay + both * delta) * q_length
     tl.store(out + of_head * V + values, (o * norm * z * tl.sigmoid(z)).to(out.dtype.element_ty))
-    tl.store(squares + of_head * SUMS + tl.program_id(0), tl.sum(o * o, 0))
+    tl.store(squares + of_head * tl.num_programs(0) + tl.program_id(0), tl.sum(o * o, 0))
     return s * decay + k[:, None] * delta[None, :]
 
 
