@@ -24,7 +24,6 @@ from .layers.state import state_forms
 from .models import LanguageModel, ModelConfig, build_network, read_config
 from .models.config import MAX_SIZE, short
 from .models.family import Family
-from .models.methods import ROWS_METHODS
 from .models.traffic import decode_bytes, kv_bytes_per_token
 from .program import ExportReport, export_program
 from .progress import Progress
@@ -131,9 +130,10 @@ def _row_ranges(config: ModelConfig, length: int, methods: Mapping[str, Chain]) 
         "slots": (-1, Growth.SLOTS),
     }
     found: dict[str, ValueRange] = {}
-    for name in {name for pair in ROWS_METHODS for name in pair} & methods.keys():
-        rows = methods[name].dynamic_shapes["drawn"][0].max
-        found |= {f"{name}.{key}": bounds for key, bounds in (ranges | {"drawn": (0, rows - 1)}).items()}
+    for name, method in methods.items():
+        if "drawn" in method.dynamic_shapes:
+            drawn = (0, method.dynamic_shapes["drawn"][0].max - 1)
+            found |= {f"{name}.{key}": bounds for key, bounds in {**ranges, "drawn": drawn}.items()}
     return found
 
 
