@@ -37,6 +37,7 @@ class Kernels:
     linear = staticmethod(linear_reference.linear)
     route = staticmethod(experts_reference.route)
     experts = staticmethod(experts_reference.experts)
+    convolve = staticmethod(delta_rule_reference.convolve)
     gated_delta_rule = staticmethod(delta_rule_reference.gated_delta_rule)
     attend = staticmethod(attention_reference.attend)
     sample_next = staticmethod(sampling_reference.sample_next)

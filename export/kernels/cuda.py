@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import Kernels
 from .attention import prefill_triton as attention_prefill
 from .attention import rows_triton as attention_rows
+from .delta_rule import prefill_conv_triton
 from .delta_rule import prefill_triton as delta_rule_prefill
 from .delta_rule import rows_triton as delta_rule_rows
 from .experts import prefill_triton as experts_prefill
@@ -26,6 +27,7 @@ class CudaKernels(Kernels):
     linear = staticmethod(linear_prefill.linear)
     route = staticmethod(route_triton.route)
     experts = staticmethod(experts_prefill.experts)
+    convolve = staticmethod(prefill_conv_triton.convolve)
     gated_delta_rule = staticmethod(delta_rule_prefill.gated_delta_rule)
     attend = staticmethod(attention_prefill.attend)
     sample_next = staticmethod(sampling_rows.sample_next)

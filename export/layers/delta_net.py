@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ostinato.delegate.artifact import StateKind
-from ostinato.export.kernels.operands import Convolution, Decay, HeadSquares, Place, length_of
+from ostinato.export.kernels.operands import Convolution, Decay, HeadSquares, Place
 
 from .build import Build, parameter
 from .linear import Linear
@@ -53,23 +52,6 @@ class CausalConv(nn.Module):
         super().__init__()
         self.weight = parameter(channels, 1, width, dtype=dtype)
 
-    def forward(self, x: Tensor, state: Tensor, place: Place) -> Tensor:
-        """A prompt's x [T, channels] after its slot's state, of [slots, width - 1, channels] -> SiLU of the convolution
-        [T, channels]; the state is moved on in place."""
-        slot = place.slots[:1]
-        before = state.index_select(0, slot)[0]
-        before = torch.where(place.positions[0] == 0, torch.zeros_like(before), before)
-        tokens = x.shape[0]
-        window = torch.cat((before, x), dim=0)
-        taps = self.weight[:, 0, :].float().t()
-        # One fused multiply-add per tap (there are about 4): faster than a convolution call, and no library kernel is needed.
-        out = sum(taps[i] * window[i : i + tokens].float() for i in range(taps.shape[0]))
-        assert isinstance(out, Tensor)
-        # As many inputs as the state has, up to the last token's.
-        last = length_of(place.positions) + torch.arange(before.shape[0], device=x.device)
-        state.index_copy_(0, slot, window.index_select(0, last).unsqueeze(0))
-        return F.silu(out).to(x.dtype)
-
 
 class GatedDeltaNet(nn.Module):
     """One layer's linear attention; each session's last inputs of the convolution and recurrent state are in its two buffers.
@@ -101,6 +83,10 @@ class GatedDeltaNet(nn.Module):
         register_state(self, StateKind.RECURRENT, recurrent_state=recurrent)
 
     @property
+    def convolution(self) -> Convolution:
+        return Convolution(self.conv1d.weight, self.conv_state)
+
+    @property
     def decay(self) -> Decay:
         return Decay(self.A_log, self.dt_bias)
 
@@ -109,7 +95,7 @@ class GatedDeltaNet(nn.Module):
         tokens = x.shape[0]
         qkv, z = self.in_proj_qkvz(x).split(self.split, dim=1)
         b, a = self.in_proj_ba(x).chunk(2, dim=1)
-        mixed = self.conv1d(qkv, self.conv_state, place)
+        mixed = self.kernels.convolve(qkv, self.convolution, place)
         out = self.kernels.gated_delta_rule(
             mixed, a, b, self.decay, self.recurrent_state, place, self.key_heads, self.max_chunk
         )
@@ -119,9 +105,8 @@ class GatedDeltaNet(nn.Module):
     def step(self, x: Tensor, norm: RMSNorm, place: Place) -> Tensor:
         """x [T, H] -> x + self(norm(x)), in three kernels."""
         kernels = self.kernels
-        conv = Convolution(self.conv1d.weight, self.conv_state)
         mixed, gates = kernels.norm_linear_conv(
-            x, norm.operand, self.in_proj_qkvz.operand, self.in_proj_ba.weight, conv, place
+            x, norm.operand, self.in_proj_qkvz.operand, self.in_proj_ba.weight, self.convolution, place
         )
         values, squares = kernels.delta_step(
             mixed, gates, self.decay, self.recurrent_state, place, self.norm.weight, self.key_heads

@@ -18,6 +18,11 @@ from .language_model import LanguageModel
 # Those that draw tokens, and those that give logits; for many rows, and for few.
 ROWS_METHODS = ((artifact.ROWS, artifact.ROWS_LOGITS), (artifact.FEW_ROWS, artifact.FEW_ROWS_LOGITS))
 
+# Tokens of the examples that methods are traced with. On a GPU Inductor tries out what it generates with that many, and
+# `prefill` takes the prompts that are too long for rows, which are 256 at most. Where a prompt's code is that of rows, both
+# have the examples of rows: for others, links would be compiled twice.
+EXAMPLE_PROMPT, EXAMPLE_ROWS = 512, 130
+
 
 def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     """The methods of a language model, from the same modules. Slots say whose rows these are, as in `Place`.
@@ -55,7 +60,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     length = Dim("T", min=2, max=longest)
     dynamic = {"tokens": {1: length}, "input_pos": {0: length}}
     logits = {"logits": torch.zeros(1, network.config.vocab_size), "input_pos": _positions(1), "slots": _positions(1)}
-    prompt = _prompt(min(130, longest))
+    prompt = _prompt(min(EXAMPLE_ROWS if folds else EXAMPLE_PROMPT, longest))
     methods = {artifact.PREFILL: Chain(many, prompt, ("logits",), dynamic)}
     if network.build.cpu_moe:
         split = {**prompt, STREAMED: torch.ones(1, dtype=torch.int64)}
@@ -82,7 +87,7 @@ def _rows(network: LanguageModel, layers: list[Link], rows: Any, names: tuple[st
     head = Link(network.head, ("logits",), "head", method="rows")
     draw = Link(network.sampling, ("token",), "sampling", method="next_of")
     drawn = Dim("D", min=1, max=rows.max)
-    count = min(130, rows.max)
+    count = min(EXAMPLE_ROWS, rows.max)
     inputs = {name: _positions(count) for name in ("tokens", "input_pos", "slots")} | {"drawn": _positions(5)}
     dynamic = {name: {0: drawn if name == "drawn" else rows} for name in inputs}
     return {

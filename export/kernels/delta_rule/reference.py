@@ -1,4 +1,4 @@
-"""The gated delta rule, token by token and in chunks, in plain PyTorch.
+"""The gated delta rule, token by token and in chunks, and the convolution ahead of it, in plain PyTorch.
 
 One head keeps a state `S` of shape [K, V]. For each token::
 
@@ -17,11 +17,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Decay, Place, is_padding, runs_of
+from ostinato.export.kernels.operands import Convolution, Decay, Place, is_padding, length_of, runs_of
 
 CHUNK = 64
 # The largest matrix that is cheaper to invert whole than in blocks: smaller products take no less time.
 SMALL = 8
+
+
+def convolve(x: Tensor, conv: Convolution, place: Place) -> Tensor:
+    """The causal convolution of a gated delta-net layer for a prompt, and SiLU.
+
+    Args:
+        x: [T, C], possibly columns of a wider tensor.
+        conv: of C channels, in x's dtype; its state is written in place where the slot is: the inputs up to the last token.
+        place: of one run, and perhaps padding behind it; where it begins at 0 the old state counts as zeros.
+
+    Returns:
+        [T, C] in x's dtype; sums are float32.
+    """
+    state, slot = conv.state, place.slots[:1]
+    before = state.index_select(0, slot)[0]
+    before = torch.where(place.positions[0] == 0, torch.zeros_like(before), before)
+    tokens = x.shape[0]
+    window = torch.cat((before, x), dim=0)
+    taps = conv.weight[:, 0, :].float().t()
+    # One fused multiply-add per tap (there are about 4): faster than a convolution call, and no library kernel is needed.
+    out = sum(taps[i] * window[i : i + tokens].float() for i in range(taps.shape[0]))
+    assert isinstance(out, Tensor)
+    # As many inputs as the state has, up to the last token's.
+    last = length_of(place.positions) + torch.arange(before.shape[0], device=x.device)
+    state.index_copy_(0, slot, window.index_select(0, last).unsqueeze(0))
+    return F.silu(out).to(x.dtype)
 
 
 def gated_delta_rule(

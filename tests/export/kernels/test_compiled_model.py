@@ -34,6 +34,7 @@ SPILLED_NEWER = {
 WRITTEN = {
     "dequantize_kernel": ["out_ptr"],
     "unpack_panels_kernel": ["out"],
+    "convolve_kernel": ["out", "state"],
     "prepare_kernel": ["factors", "pairs", "u", "w"],
     "scan_kernel": ["out", "state"],
     "prefill_kernel": ["out", "scales", "sums"],

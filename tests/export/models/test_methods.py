@@ -11,7 +11,7 @@ import torch
 from ostinato.delegate.artifact import Growth, StateForm, StateKind
 from ostinato.delegate.sampling import SamplingInputs
 from ostinato.export.artifact.records import Constants
-from ostinato.export.compile.trace import trace_method
+from ostinato.export.compile.trace import Known, trace_method
 from ostinato.export.kernels import Kernels, kernels_for
 from ostinato.export.layers.state import state_forms
 from ostinato.export.models import build_network, read_config
@@ -50,6 +50,22 @@ def test_state_of_a_model(capitals_checkpoint: Path, kernels: type[Kernels]) -> 
         declared.name_after(network)
         declared.add(method)
         assert tables & declared.tensors.keys() <= declared.mutable, name
+
+
+def test_prompts_and_rows_of_the_same_code(capitals_checkpoint: Path) -> None:
+    """On a CPU they share the graphs of layers, and would not if their examples had different sizes. Where prompts have code
+    of their own, the example is a long prompt."""
+    config = replace(read_config(capitals_checkpoint)[1], layer_types=("linear_attention", "full_attention"))
+    plain = language_model_methods(build_network(config, 1024, torch.float32))
+    assert plain["prefill"].inputs["tokens"].shape == (1, 512)
+    if not kernels_for("cpu").folds_prompts:
+        pytest.skip("this CPU does not have AVX2")
+    network = build_network(config, 1024, torch.float32, kernels=kernels_for("cpu"))
+    allocate_untouched(network)
+    methods, known = language_model_methods(network), Known()
+    prompt, rows = (trace_method(name, methods[name], known=known).graphs for name in ("prefill", "rows_logits"))
+    shared = {kind for kind, graph in prompt.items() if graph is rows.get(kind)}
+    assert shared == {"linear_attention layer", "full_attention layer"}
 
 
 def test_forms_of_state(capitals_checkpoint: Path) -> None:
