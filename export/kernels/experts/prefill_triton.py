@@ -7,7 +7,10 @@ is the same in each run.
 
 In a product the weights are the left operand: a tile [weight rows, K] is unpacked in the registers from which the tensor
 cores read it, and the block of tokens is the narrow side, so that 16 tokens per expert (512 tokens, 8 of 256) waste
-little.
+little. A lane reads neighbouring bytes of int4 weights with one load; which elements of a product these are decides the order
+in which the tokens' elements must be (`in_order`). A scale multiplies the sum of its group and not the weights, which stay
+exact; in groups of 32 it multiplies them. On an H200, 2026-11-23, a layer of the flagship's experts takes 200, 208, 279 and
+465 us for 300, 512, 1,024 and 2,048 tokens; with tokens as they are and weights times scales 226, 233, 322 and 532.
 """
 
 from __future__ import annotations
@@ -46,8 +49,17 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -
     gate_up, down = without_panels(routed.gate_up), without_panels(routed.down)
     count, top_k = gate_up.values.shape[0], chosen.shape[1]
     check_experts(x.shape[1], gate_up.rows // 2, count, top_k, gate_up.group_size)
+    if gate_up.group_size is not None:
+        x = in_order(x, _step(gate_up.group_size, x.dtype))
     arguments = (x.contiguous(), weights.contiguous(), chosen.contiguous())
     return _experts(*arguments, gate_up.values, gate_up.scale, down.values, down.scale)
+
+
+def in_order(x: Tensor, step: int) -> Tensor:
+    """x [T, H] as products with int4 weights of `step` bytes a step read it: `_stands_at` says which element stands where."""
+    bytes_of = x.reshape(x.shape[0], -1, step // 32, 2, 32).transpose(2, 3)
+    lanes = bytes_of.reshape(x.shape[0], -1, 2, 4, step // 16, 4).unflatten(5, (2, 2))
+    return lanes.permute(0, 1, 2, 4, 5, 3, 6).reshape(x.shape)
 
 
 @torch.library.triton_op("ostinato::experts", mutates_args={})
@@ -60,7 +72,7 @@ def _experts(
     down: Tensor,
     down_scale: Tensor | None,
 ) -> Tensor:
-    """`experts` for contiguous x [T, H], weights [T, k] and chosen [T, k]."""
+    """`experts` for contiguous x [T, H], weights [T, k] and chosen [T, k]; for int4 weights x is `in_order`."""
     tokens, size = x.shape
     count, top_k, inner = gate_up.shape[0], chosen.shape[1], gate_up.shape[1] // 2
     choices = tokens * top_k
@@ -74,6 +86,7 @@ def _experts(
 
     hidden = torch.empty(choices, inner, dtype=x.dtype, device=x.device)
     group_size = 0 if gate_up_scale is None else size // gate_up_scale.shape[2]
+    down_group_size = 0 if down_scale is None else inner // down_scale.shape[2]
     launcher(_gate_up_kernel)[(blocks, triton.cdiv(inner, BLOCK_GATE_UP))](
         x,
         order,
@@ -88,11 +101,11 @@ def _experts(
         BLOCK_CHOICES,
         BLOCK_GATE_UP,
         _step(group_size, x.dtype),
+        _step(down_group_size, x.dtype) if down_group_size else 0,
         num_warps=4,
         num_stages=STAGES,
     )
     parts = torch.empty(tokens, top_k, size, dtype=x.dtype, device=x.device)
-    group_size = 0 if down_scale is None else inner // down_scale.shape[2]
     block = BLOCK_DOWN if size % BLOCK_DOWN == 0 else BLOCK_DOWN // 2
     launcher(_down_kernel)[(blocks, triton.cdiv(size, block))](
         hidden,
@@ -104,10 +117,10 @@ def _experts(
         parts,
         size,
         inner,
-        group_size,
+        down_group_size,
         BLOCK_CHOICES,
         block,
-        _step(group_size, x.dtype),
+        _step(down_group_size, x.dtype),
         num_warps=4,
         num_stages=STAGES,
     )
@@ -167,49 +180,96 @@ def _plan_kernel(counts, plan, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOC
 
 
 @triton.jit
-def _unpack(packed, low_scale, high_scale, like):
-    """Packed bytes [N, B] -> the elements of their low and of their high nibbles, each [N, B] in the dtype `like` points to.
-
-    The result is that of `formats.dequantize_int4` bit by bit: nibble - 8 is exact in bfloat16, the product is rounded once.
-    """
-    if INTERPRETED or like.dtype.element_ty != tl.bfloat16:
-        low = ((packed & 15).to(tl.float32) - 8.0) * low_scale.to(tl.float32)[:, None]
-        high = ((packed >> 4).to(tl.float32) - 8.0) * high_scale.to(tl.float32)[:, None]
-        low = low.to(like.dtype.element_ty)
-        high = high.to(like.dtype.element_ty)
+def _unpack(packed, dtype: tl.constexpr):
+    """Packed bytes [N, B] -> the weights of their low and of their high nibbles, without scales: each [N, B], exact in the
+    dtype."""
+    if INTERPRETED or dtype != tl.bfloat16:
+        low = (packed & 15).to(tl.float32) - 8.0
+        high = (packed >> 4).to(tl.float32) - 8.0
+        return low.to(dtype), high.to(dtype)
     else:
-        # A nibble as the low bits of 128's mantissa gives the bfloat16 128 + nibble. Two bytes at a time: Triton's own code
-        # takes bytes apart one by one, and the whole loop then has 4.5 instructions per element, not 3.3.
-        low, high = tl.inline_asm_elementwise(
+        # A nibble as the low bits of 128's mantissa gives the bfloat16 128 + nibble. Four bytes at a time: Triton's own code
+        # takes bytes apart one by one.
+        return tl.inline_asm_elementwise(
             """{
-            .reg .b32 low, high, mask, magic, one, offset;
+            .reg .b32 first, second, mask, magic, one, offset;
             mov.b32 mask, 0x000f000f;
             mov.b32 magic, 0x43004300;
             mov.b32 one, 0x3f803f80;
             mov.b32 offset, 0xc308c308;
-            cvt.u32.u16 low, $2;
-            prmt.b32 low, low, 0, 0x4140;
-            shr.u32 high, low, 4;
-            lop3.b32 low, low, mask, magic, 0xEA;
-            lop3.b32 high, high, mask, magic, 0xEA;
-            fma.rn.bf16x2 $0, low, one, offset;
-            fma.rn.bf16x2 $1, high, one, offset;
+            prmt.b32 first, $4, 0, 0x4140;
+            prmt.b32 second, $4, 0, 0x4342;
+            lop3.b32 $0, first, mask, magic, 0xEA;
+            lop3.b32 $1, second, mask, magic, 0xEA;
+            shr.u32 first, first, 4;
+            shr.u32 second, second, 4;
+            lop3.b32 $2, first, mask, magic, 0xEA;
+            lop3.b32 $3, second, mask, magic, 0xEA;
+            fma.rn.bf16x2 $0, $0, one, offset;
+            fma.rn.bf16x2 $1, $1, one, offset;
+            fma.rn.bf16x2 $2, $2, one, offset;
+            fma.rn.bf16x2 $3, $3, one, offset;
             }""",
-            "=r,=r,h",
+            "=&r,=&r,=&r,=&r,r",
             [packed],
             dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True,
-            pack=2,
+            pack=4,
         )
-        low = low * low_scale[:, None]
-        high = high * high_scale[:, None]
-    return low, high
+
+
+@triton.jit
+def _in_lanes(weights):
+    """[N, B] -> the same with each row's elements in the order in which `_stands_at` has inputs: moves nothing."""
+    B: tl.constexpr = weights.shape[1]
+    parts = tl.reshape(weights, [weights.shape[0], 4, B // 16, 2, 2])
+    return tl.reshape(tl.permute(parts, (0, 2, 3, 1, 4)), [weights.shape[0], B])
+
+
+@triton.jit
+def _stands_at(element, STEP: tl.constexpr):
+    """Where an element of a row stands in the order in which the products read inputs, and weights of STEP bytes a step.
+
+    A tensor core's operand has, in lane c of four, elements 2c, 2c + 1, 2c + 8 and 2c + 9 of every 16. Four lanes that have
+    neighbouring STEP / 4 bytes of a weight row each read them with one load if those elements are where they are.
+    """
+    byte = element // 64 % (STEP // 32) * 32 + element % 32
+    lane = byte // (STEP // 4)
+    inside = byte % (STEP // 4)
+    return (
+        element // (2 * STEP) * (2 * STEP) + element // 32 % 2 * STEP + inside // 4 * 16 + inside // 2 % 2 * 8 + lane * 2
+        + inside % 2
+    )  # fmt: skip
 
 
 @triton.jit
 def _add_product(weights, inputs, sums):
     """sums [N, M] + weights [N, K] @ inputs [K, M]."""
     return tl.dot(weights, inputs, sums, input_precision="tf32x3")
+
+
+@triton.jit
+def _scaled(weights, scale):
+    """weights [N, B] times scale [N], in their dtype. The interpreter has no products of bfloat16."""
+    if INTERPRETED:
+        product = weights.to(tl.float32) * scale.to(tl.float32)[:, None]
+        return product.to(weights.dtype)
+    else:
+        return weights * scale.to(weights.dtype)[:, None]
+
+
+@triton.jit
+def _add_step(packed, low_scale, high_scale, low_inputs, high_inputs, sums, GROUP: tl.constexpr):
+    """sums [N, M] + the weights of packed bytes [N, B], times their scales [N], @ inputs [B, M] of low and high nibbles."""
+    low, high = _unpack(packed, low_inputs.dtype)
+    if GROUP == 32:
+        # Its two groups have two scales: with a product for each, a step takes 278 instructions, not 237.
+        low, high = _scaled(low, low_scale), _scaled(high, high_scale)
+        return _add_product(_in_lanes(high), high_inputs, _add_product(_in_lanes(low), low_inputs, sums))
+    else:
+        product = _add_product(_in_lanes(low), low_inputs, tl.zeros(sums.shape, tl.float32))
+        product = _add_product(_in_lanes(high), high_inputs, product)
+        return sums + product * low_scale.to(tl.float32)[:, None]
 
 
 @triton.jit
@@ -237,8 +297,12 @@ def _gate_up_kernel(
     BLOCK_CHOICES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    NEXT_STEP: tl.constexpr,
 ):
-    """hidden [C, I] = silu(gate) * up, in the order of `order`. Program (block of the plan, BLOCK_ROWS columns of hidden)."""
+    """hidden [C, I] = silu(gate) * up, in the order of `order`. Program (block of the plan, BLOCK_ROWS columns of hidden).
+
+    NEXT_STEP is that of the down projection; it reads hidden's columns in the order of x. 0: as they are.
+    """
     block = tl.program_id(0)
     expert = tl.load(plan + block * 3).to(tl.int64)
     if expert < 0:
@@ -260,7 +324,7 @@ def _gate_up_kernel(
             gates = _add_product(tl.load(tiles + start, mask=here, other=0), tokens, gates)
             ups = _add_product(tl.load(tiles + start + INNER * SIZE, mask=here, other=0), tokens, ups)
     else:
-        inputs = x + token[None, :] * SIZE + (column // 32 * 64 + column % 32)[:, None]
+        inputs = x + token[None, :] * SIZE + column[:, None]
         tiles = weight + expert * (INNER * SIZE) + row[:, None] * (SIZE // 2) + column[None, :]
         gate_scale = scale + expert * (2 * INNER * (SIZE // GROUP)) + row * (SIZE // GROUP)
         up_scale = gate_scale + INNER * (SIZE // GROUP)
@@ -271,14 +335,15 @@ def _gate_up_kernel(
             gate_pair = _scale_pair(gate_scale, 2 * start, GROUP)
             up_pair = _scale_pair(up_scale, 2 * start, GROUP)
             low_tokens = tl.load(inputs + 2 * start, mask=filled[None, :], other=0)
-            high_tokens = tl.load(inputs + 2 * start + 32, mask=filled[None, :], other=0)
-            low, high = _unpack(tl.load(tiles + start), gate_pair[0], gate_pair[1], x)
-            gates = _add_product(high, high_tokens, _add_product(low, low_tokens, gates))
-            low, high = _unpack(tl.load(tiles + start + INNER * (SIZE // 2)), up_pair[0], up_pair[1], x)
-            ups = _add_product(high, high_tokens, _add_product(low, low_tokens, ups))
+            high_tokens = tl.load(inputs + 2 * start + STEP, mask=filled[None, :], other=0)
+            packed = tl.load(tiles + start)
+            gates = _add_step(packed, gate_pair[0], gate_pair[1], low_tokens, high_tokens, gates, GROUP)
+            packed = tl.load(tiles + start + INNER * (SIZE // 2))
+            ups = _add_step(packed, up_pair[0], up_pair[1], low_tokens, high_tokens, ups, GROUP)
     results = (gates * tl.sigmoid(gates) * ups).to(hidden.dtype.element_ty)
     here = filled[None, :] & (row < INNER)[:, None]
-    tl.store(hidden + place.to(tl.int64)[None, :] * INNER + row[:, None], results, mask=here)
+    to = row if NEXT_STEP == 0 else _stands_at(row, NEXT_STEP)
+    tl.store(hidden + place.to(tl.int64)[None, :] * INNER + to[:, None], results, mask=here)
 
 
 @triton.jit
@@ -318,15 +383,14 @@ def _down_kernel(
             here = (row < SIZE)[:, None] & inside[None, :]
             sums = _add_product(tl.load(tiles + start, mask=here, other=0), tokens, sums)
     else:
-        inputs = hidden + place.to(tl.int64)[None, :] * INNER + (column // 32 * 64 + column % 32)[:, None]
+        inputs = hidden + place.to(tl.int64)[None, :] * INNER + column[:, None]
         tiles = weight + expert * (SIZE * (INNER // 2)) + row[:, None] * (INNER // 2) + column[None, :]
         row_scale = scale + expert * (SIZE * (INNER // GROUP)) + row * (INNER // GROUP)
         for start in range(0, INNER // 2, STEP):
             pair = _scale_pair(row_scale, 2 * start, GROUP)
             low_tokens = tl.load(inputs + 2 * start, mask=filled[None, :], other=0)
-            high_tokens = tl.load(inputs + 2 * start + 32, mask=filled[None, :], other=0)
-            low, high = _unpack(tl.load(tiles + start), pair[0], pair[1], hidden)
-            sums = _add_product(high, high_tokens, _add_product(low, low_tokens, sums))
+            high_tokens = tl.load(inputs + 2 * start + STEP, mask=filled[None, :], other=0)
+            sums = _add_step(tl.load(tiles + start), pair[0], pair[1], low_tokens, high_tokens, sums, GROUP)
     here = filled[None, :] & (row < SIZE)[:, None]
     results = (sums * share[None, :]).to(parts.dtype.element_ty)
     tl.store(parts + choice[None, :] * SIZE + row[:, None], results, mask=here)
