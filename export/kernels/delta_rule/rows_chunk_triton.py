@@ -1,14 +1,16 @@
-"""Long runs of rows in the gated delta rule: `prefill_triton` says what is computed in chunks, here by one program.
+"""Long runs of rows in the gated delta rule, in chunks: `prefill_triton` says what is computed.
 
-First what does not depend on the state, for several chunks at once, as each is a chain of small products; then the state
-goes from chunk to chunk. Each program that has some of the head's values makes all of the former again: another kernel would
-cost more. Products are those of `math_triton`.
+Where there may be many rows, one kernel first solves all chunks as far as they do not depend on the state, side by side: each
+is a chain of small products. Another one then takes the state from chunk to chunk. A program of few rows solves each chunk
+when the state gets there. Products are those of `math_triton`.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
 from .math_triton import (
     inverse_length,
@@ -21,10 +23,139 @@ from .math_triton import (
     write_strength,
 )
 
-# Keys that are loaded at once to solve chunks.
-PIECE = tl.constexpr(32)
+# Bytes of a key that are loaded at once to solve chunks.
+PIECE = tl.constexpr(64)
 # Numbers of each row and head in `factors`.
 FACTORS = tl.constexpr(4)
+
+
+@triton.jit
+def delta_solve_rows_early(
+    mixed: tl.tensor,
+    gates: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    slots: tl.tensor,
+    solved: tl.tensor,
+    pairs: tl.tensor,
+    factors: tl.tensor,
+    rows: tl.tensor,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    LONG: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Program (head, z): the chunks z, z + Z, ... of all long runs, Z being the size of the grid.
+
+    solved and pairs are [PARTS, R, HEADS, CHUNK], factors [R, HEADS, FACTORS] float32: what `solve_chunk` gives.
+    """
+    start_next(EARLY)
+    rows = tl.cast(rows, tl.int32)
+    head = tl.program_id(0)
+    rate = tl.load(a_log + head)
+    bias = tl.load(dt_bias + head)
+    every = tl.arange(0, ROWS)
+    slot_of = tl.load(slots + every, mask=every < rows, other=-1)
+    before = tl.load(slots + every - 1, mask=(every > 0) & (every < rows), other=-2)
+    later = tl.load(slots + every + (LONG - 1), mask=every + (LONG - 1) < rows, other=-2)
+    starts = (slot_of != before) | (slot_of < 0)
+    is_long = (slot_of >= 0) & (slot_of == later)
+    # Of each row the first one of its run, doubled, and one more where that is long.
+    marks = tl.associative_scan(tl.where(starts, 2 * every + is_long.to(tl.int32), 0), 0, larger)
+    of_run = marks // 2
+    begins = (marks % 2 == 1) & ((every - of_run) % CHUNK == 0) & (every < rows)
+    numbers = tl.cumsum(begins.to(tl.int32), 0)
+    count = tl.max(numbers, 0)
+    # One program must wait; the others leave their room to the next kernel.
+    if (tl.program_id(1) >= count) & (head + tl.program_id(1) > 0):
+        return
+    wait_for_previous(EARLY)
+    size = tl.cast(rows, tl.int64) * (HEADS * CHUNK)
+    for number in range(tl.program_id(1) + 1, count + 1, tl.num_programs(1)):
+        here = begins & (numbers == number)
+        start = tl.sum(tl.where(here, every, 0), 0)
+        slot = tl.sum(tl.where(here, slot_of, 0), 0)
+        # A slot has one run.
+        end = tl.sum(tl.where(here, of_run, 0), 0) + tl.sum((slot_of == slot).to(tl.int32), 0)
+        x, p, f = solve_chunk(mixed, gates, start, end, head, rate, bias, HEADS, KEY_HEADS, K, V, CHUNK, PARTS)
+        row = start + tl.arange(0, CHUNK)
+        inside = row < end
+        of_head = row.to(tl.int64) * HEADS + head
+        cells = of_head[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        store_parts(solved + cells, x, size, PARTS, inside[:, None])
+        store_parts(pairs + cells, p, size, PARTS, inside[:, None])
+        for i in tl.static_range(FACTORS):
+            tl.store(factors + of_head * FACTORS + i, f[i], mask=inside)
+
+
+@triton.jit
+def delta_run_rows_early(
+    mixed: tl.tensor,
+    gates: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    state: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    norm_weight: tl.tensor,
+    solved: tl.tensor,
+    pairs: tl.tensor,
+    factors: tl.tensor,
+    out: tl.tensor,
+    squares: tl.tensor,
+    rows: tl.tensor,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    LONG: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Program (block of values, head, z): the long runs z, z + Z, ..., Z being the size of the grid, whose chunks
+    `delta_solve_rows_early` has solved. The first one's state is loaded before the wait."""
+    start_next(EARLY)
+    rows = tl.cast(rows, tl.int32)
+    head = tl.program_id(1)
+    values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rate = tl.load(a_log + head)
+    bias = tl.load(dt_bias + head)
+    norm = tl.load(norm_weight + values)
+    every = tl.arange(0, ROWS)
+    slot_of = tl.load(slots + every, mask=every < rows, other=-1)
+    before = tl.load(slots + every - 1, mask=(every > 0) & (every < rows), other=-2)
+    later = tl.load(slots + every + (LONG - 1), mask=every + (LONG - 1) < rows, other=-2)
+    begins = (slot_of >= 0) & (slot_of != before) & (slot_of == later)
+    numbers = tl.cumsum(begins.to(tl.int32), 0)
+    count = tl.max(numbers, 0)
+    # One program must wait; the others leave their room to the next kernel.
+    if (tl.program_id(2) >= count) & (tl.program_id(0) + head + tl.program_id(2) > 0):
+        return
+    if count == 0:
+        wait_for_previous(EARLY)
+    for number in range(tl.program_id(2) + 1, count + 1, tl.num_programs(2)):
+        here = begins & (numbers == number)
+        first = tl.sum(tl.where(here, every, 0), 0)
+        slot = tl.sum(tl.where(here, slot_of, 0), 0)
+        end = first + tl.sum((slot_of == slot).to(tl.int32), 0)
+        take_run(
+            state + (slot * HEADS + head) * (K * V), tl.load(positions + first) == 0, mixed, gates, solved, pairs, factors,
+            out, squares, rows, first, end, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, CHUNK, True, PARTS,
+            EARLY,
+        )  # fmt: skip
+
+
+@triton.jit
+def larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.maximum(a, b)
 
 
 @triton.jit
@@ -51,44 +182,31 @@ def take_run(
     K: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    SOLVED: tl.constexpr,
     PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Moves a head's state [K, V] by the rows from `first` to `end`, and stores their outputs.
 
     Args:
         fresh: the state counts as zeros.
-        solved, pairs: [PARTS, R, HEADS, CHUNK], and factors [R, HEADS, FACTORS] float32: what `solve_chunks` gives, of CHUNKS
-            chunks at once; not used if these are one.
+        solved, pairs, factors: see `delta_solve_rows_early`; not used unless SOLVED.
+        EARLY: waits for the kernel ahead once the state is on its way.
     """
     size = tl.cast(rows, tl.int64) * (HEADS * CHUNK)
-    if CHUNKS > 1:
-        for start in tl.range(first, end, CHUNKS * CHUNK, num_stages=1):
-            x, p, f = solve_chunks(
-                mixed, gates, start, end, head, rate, bias, HEADS, KEY_HEADS, K, V, CHUNK, CHUNKS, PARTS
-            )
-            row = start + tl.arange(0, CHUNKS)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-            inside = row < end
-            of_head = row.to(tl.int64) * HEADS + head
-            cells = of_head[:, :, None] * CHUNK + tl.arange(0, CHUNK)[None, None, :]
-            store_parts(solved + cells, x, size, PARTS, inside[:, :, None])
-            store_parts(pairs + cells, p, size, PARTS, inside[:, :, None])
-            for i in tl.static_range(FACTORS):
-                tl.store(factors + of_head * FACTORS + i, f[i], mask=inside)
-        # All threads read what other threads have written.
-        tl.debug_barrier()
     cells = state + tl.arange(0, K)[None, :] * V + values[:, None]
     s = tl.load(cells, mask=fresh == 0, other=0.0)
-    for start in tl.range(first, end, CHUNK, num_stages=3 if CHUNKS > 1 else 1):
+    wait_for_previous(EARLY)
+    for start in tl.range(first, end, CHUNK, num_stages=3 if SOLVED else 1):
         s = take_chunk(
             s, mixed, gates, solved, pairs, factors, out, squares, size, start, end, head, values, rate, bias, norm,
-            HEADS, KEY_HEADS, K, V, CHUNK, CHUNKS, PARTS,
+            HEADS, KEY_HEADS, K, V, CHUNK, SOLVED, PARTS,
         )  # fmt: skip
     tl.store(cells, s)
 
 
 @triton.jit
-def solve_chunks(
+def solve_chunk(
     mixed: tl.tensor,
     gates: tl.tensor,
     start: tl.tensor,
@@ -101,51 +219,51 @@ def solve_chunks(
     K: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> tl.tuple:
-    """What CHUNKS chunks of rows from `start` on do whatever the state is.
+    """What the CHUNK rows from `start` on do whatever the state is.
 
     Rows from `end` on have q = k = 0: they decay nothing and write nothing.
 
     Returns:
-        [CHUNKS, CHUNK, CHUNK]: the inverses of the chunks' triangular systems, times the write strengths, and what each row's
-        output takes of the rows up to it; and FACTORS of each row: the decay so far, what its products of the state with its
-        key and with its query count, and what its write is worth at the chunk's end.
+        [CHUNK, CHUNK]: the inverse of the chunk's triangular system, times the write strengths, and what each row's output
+        takes of the rows up to it; and FACTORS of each row: the decay so far, what its products of the state with its key and
+        with its query count, and what its write is worth at the chunk's end.
     """
-    WIDTH: tl.constexpr = K if K < PIECE else PIECE
+    WIDE: tl.constexpr = PIECE * 8 // mixed.dtype.element_ty.primitive_bitwidth
+    WIDTH: tl.constexpr = K if K < WIDE else WIDE
     ROW: tl.constexpr = 2 * KEY_HEADS * K + 2 * HEADS * V
     token = tl.arange(0, CHUNK)
-    row = start + tl.arange(0, CHUNKS)[:, None] * CHUNK + token[None, :]
+    row = start + token
     inside = row < end
     row = row.to(tl.int64)
-    queries = mixed + row[:, :, None] * ROW + (head // (HEADS // KEY_HEADS) * K + tl.arange(0, WIDTH))[None, None, :]
-    kk = tl.zeros((CHUNKS, CHUNK, CHUNK), tl.float32)
-    qk = tl.zeros((CHUNKS, CHUNK, CHUNK), tl.float32)
-    k_square = tl.zeros((CHUNKS, CHUNK), tl.float32)
-    q_square = tl.zeros((CHUNKS, CHUNK), tl.float32)
+    queries = mixed + row[:, None] * ROW + (head // (HEADS // KEY_HEADS) * K + tl.arange(0, WIDTH))[None, :]
+    kk = tl.zeros((CHUNK, CHUNK), tl.float32)
+    qk = tl.zeros((CHUNK, CHUNK), tl.float32)
+    k_square = tl.zeros((CHUNK,), tl.float32)
+    q_square = tl.zeros((CHUNK,), tl.float32)
     for piece in tl.static_range(K // WIDTH):
-        q = tl.load(queries + piece * WIDTH, mask=inside[:, :, None], other=0.0)
-        k = tl.load(queries + (KEY_HEADS * K + piece * WIDTH), mask=inside[:, :, None], other=0.0)
-        kk = tl.dot(k, tl.permute(k, (0, 2, 1)), kk, input_precision="tf32x3")
-        qk = tl.dot(q, tl.permute(k, (0, 2, 1)), qk, input_precision="tf32x3")
-        k_square += sum_of_squares(k, 2)
-        q_square += sum_of_squares(q, 2)
+        q = tl.load(queries + piece * WIDTH, mask=inside[:, None], other=0.0)
+        k = tl.load(queries + (KEY_HEADS * K + piece * WIDTH), mask=inside[:, None], other=0.0)
+        kk = tl.dot(k, tl.trans(k), kk, input_precision="tf32x3")
+        qk = tl.dot(q, tl.trans(k), qk, input_precision="tf32x3")
+        k_square += sum_of_squares(k, 1)
+        q_square += sum_of_squares(q, 1)
     b = tl.load(gates + row * (2 * HEADS) + head, mask=inside, other=0.0)
     a = tl.load(gates + row * (2 * HEADS) + HEADS + head, mask=inside, other=0.0)
     g = tl.where(inside, log_decay(a, rate, bias), 0.0)
     beta = tl.where(inside, write_strength(b), 0.0)
-    d = tl.cumsum(g, 1)
+    d = tl.cumsum(g, 0)
     # That of the last token for all of them: a sum of the same terms, and below it none is positive.
-    left = tl.exp(tl.minimum(tl.sum(g, 1)[:, None] - d, 0.0))
+    left = tl.exp(tl.minimum(tl.sum(g, 0) - d, 0.0))
     so_far = tl.exp(d)
     k_length = inverse_length(k_square)
     q_length = inverse_length(q_square) * K**-0.5
     # Above the diagonal exponents are positive and could overflow. Those results are not used.
-    decay = tl.exp(tl.minimum(d[:, :, None] - d[:, None, :], 0.0)) * k_length[:, None, :]
-    below = token[None, :, None] > token[None, None, :]
-    x = inverse(tl.where(below, kk * decay * (beta * k_length)[:, :, None], 0.0), PARTS) * beta[:, None, :]
-    p = tl.where(below | (token[None, :, None] == token[None, None, :]), qk * decay * q_length[:, :, None], 0.0)
+    decay = tl.exp(tl.minimum(d[:, None] - d[None, :], 0.0)) * k_length[None, :]
+    below = token[:, None] > token[None, :]
+    x = inverse(tl.where(below, kk * decay * (beta * k_length)[:, None], 0.0), PARTS) * beta[None, :]
+    p = tl.where(below | (token[:, None] == token[None, :]), qk * decay * q_length[:, None], 0.0)
     return x, p, (so_far, so_far * k_length, so_far * q_length, k_length * left)
 
 
@@ -172,7 +290,7 @@ def take_chunk(
     K: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    SOLVED: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> tl.tensor:
     """The state s [BLOCK, K] after CHUNK rows from `start` on; stores the rows' outputs."""
@@ -194,7 +312,7 @@ def take_chunk(
     of_values = mixed + row[None, :] * ROW + (2 * KEY_HEADS * K + head * V + values)[:, None]
     v = tl.load(of_values, mask=inside[None, :], other=0.0).to(tl.float32)
     z = tl.load(of_values + HEADS * V, mask=inside[None, :], other=0.0).to(tl.float32)
-    if CHUNKS > 1:
+    if SOLVED:
         k_factor = tl.load(factors + of_head * FACTORS + 1, mask=inside, other=0.0)
         q_factor = tl.load(factors + of_head * FACTORS + 2, mask=inside, other=0.0)
         written = tl.load(factors + of_head * FACTORS + 3, mask=inside, other=0.0)
@@ -205,14 +323,11 @@ def take_chunk(
         delta = multiply_parts(v - of_keys * k_factor[None, :], solved + cells, size, nothing, PARTS, inside[None, :])
         o = multiply_parts(delta, pairs + cells, size, of_queries * q_factor[None, :], PARTS, inside[None, :])
     else:
-        x, p, f = solve_chunks(mixed, gates, start, end, head, rate, bias, HEADS, KEY_HEADS, K, V, CHUNK, CHUNKS, PARTS)
-        x = tl.trans(tl.reshape(x, (CHUNK, CHUNK)))
-        p = tl.trans(tl.reshape(p, (CHUNK, CHUNK)))
-        k_factor = tl.reshape(f[1], (CHUNK,))
-        q_factor = tl.reshape(f[2], (CHUNK,))
-        written = tl.reshape(f[3], (CHUNK,))
+        x, p, f = solve_chunk(mixed, gates, start, end, head, rate, bias, HEADS, KEY_HEADS, K, V, CHUNK, PARTS)
+        x, p = tl.trans(x), tl.trans(p)
+        k_factor, q_factor, written = f[1], f[2], f[3]
         # Rows behind the last one decay nothing.
-        kept = tl.sum(tl.where(token == CHUNK - 1, tl.reshape(f[0], (CHUNK,)), 0.0), 0)
+        kept = tl.sum(tl.where(token == CHUNK - 1, f[0], 0.0), 0)
         delta = multiply(v - of_keys * k_factor[None, :], x, PARTS)
         o = of_queries * q_factor[None, :] + multiply(delta, p, PARTS)
     result = o * norm[:, None] * z * tl.sigmoid(z)
@@ -223,10 +338,10 @@ def take_chunk(
 
 @triton.jit
 def inverse(below: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
-    """Inverses of `I + below` [CHUNKS, CHUNK, CHUNK], strictly lower, CHUNK a power of two: as `prepare_triton.invert`."""
-    SIZE: tl.constexpr = below.shape[1]
-    i = tl.arange(0, SIZE)[None, :, None]
-    j = tl.arange(0, SIZE)[None, None, :]
+    """Inverse of `I + below` [CHUNK, CHUNK], strictly lower, CHUNK a power of two: as `prepare_triton.invert`."""
+    SIZE: tl.constexpr = below.shape[0]
+    i = tl.arange(0, SIZE)[:, None]
+    j = tl.arange(0, SIZE)[None, :]
     x = tl.where(i == j, 1.0, 0.0) - tl.where((i == j + 1) & (i % 2 == 1), below, 0.0)
     # Levels of two rows, four, and so on.
     for level in tl.static_range(1, 5):

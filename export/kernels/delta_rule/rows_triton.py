@@ -2,7 +2,7 @@
 
 A program has a part of a head's values in one run, and alone reads and writes the state of that, once, however long the run
 is. It takes the rows of a short run one after another, those of a long one in chunks (rows_chunk_triton.py). Chunks need so
-many registers that another kernel takes them where there may be many sessions: those need room for their states on the way.
+many registers that other kernels take them where there may be many sessions: those need room for their states on the way.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from ostinato.export.kernels.operands import FEW_ROWS, MOST_ROWS, Decay, Place
 from . import step_triton
 from .limits import check_delta_rule
 from .math_triton import inverse_length, log_decay, write_strength
-from .rows_chunk_triton import FACTORS, take_run
+from .rows_chunk_triton import FACTORS, delta_run_rows_early, delta_solve_rows_early, take_run
 
 
 @dataclass(frozen=True)
 class RunsConfig:
-    """The kernel that takes long runs.
+    """The two kernels that take long runs: one does what does not depend on the state, and one moves it.
 
     Attributes:
-        warps: of a program.
-        chunks: taken at once as far as they do not depend on the state.
+        warps: of a program that moves the state.
         programs: for a block of values of a head.
+        solving_warps: of a program that solves chunks.
+        solving_programs: for a head.
     """
 
     warps: int
-    chunks: int
     programs: int
+    solving_warps: int
+    solving_programs: int
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,10 @@ class DeltaConfig:
 # 44.3 and 28.3 with 64 and four. 32, 64 and 128 single rows take 63.2, 110.6 and 213.9 with 32 and two, 62.2, 106.5 and 205.8
 # with 64 and two (255 registers, nothing spilled), 65.3, 113.2 and 200.0 with 128 and four; runs of 64 and 128 take 33.0 and
 # 46.1 with 32 and two, 23.5 and 36.0 with 64 and four, by themselves.
+RUNS = RunsConfig(warps=4, programs=4, solving_warps=1, solving_programs=16)
 CONFIGS = {
     FEW_ROWS: DeltaConfig(values=32, warps=2, long=10, chunk=16),
-    MOST_ROWS: DeltaConfig(values=64, warps=2, long=6, chunk=16, runs=RunsConfig(warps=4, chunks=8, programs=4)),
+    MOST_ROWS: DeltaConfig(values=64, warps=2, long=6, chunk=16, runs=RUNS),
 }
 # Programs for a block of values of a head that take short runs.
 MOST_PROGRAMS = 64
@@ -122,17 +125,20 @@ def _delta_rows(
     solved = torch.empty((parts, rows, heads, config.chunk), dtype=mixed.dtype, device=mixed.device)
     pairs = torch.empty_like(solved)
     factors = torch.empty((rows, heads, FACTORS.value), dtype=torch.float32, device=mixed.device)
-    common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "BLOCK": values, "ROWS": MOST_ROWS}
+    common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "ROWS": MOST_ROWS}
     common |= {"LONG": config.long, "CHUNK": config.chunk, "PARTS": parts, "EARLY": starts_early()}
     inputs = mixed, gates, a_log, dt_bias, state, positions, slots, norm_weight
     arguments = *inputs, solved, pairs, factors, out, squares, rows
     runs = config.runs
     if runs is not None:
+        launcher(delta_solve_rows_early)[(heads, runs.solving_programs)](
+            mixed, gates, a_log, dt_bias, slots, solved, pairs, factors, rows, num_warps=runs.solving_warps, **common
+        )
         grid = blocks, heads, runs.programs
-        launcher(delta_run_rows_early)[grid](*arguments, CHUNKS=runs.chunks, num_warps=runs.warps, **common)
+        launcher(delta_run_rows_early)[grid](*arguments, BLOCK=values, num_warps=runs.warps, **common)
     # Behind the long runs, so that programs that have none but rows of those end while they are still taken.
     grid = blocks, heads, torch.sym_min(rows, MOST_PROGRAMS)
-    launcher(delta_rows_early)[grid](*arguments, ALL=runs is None, num_warps=config.warps, **common)
+    launcher(delta_rows_early)[grid](*arguments, BLOCK=values, ALL=runs is None, num_warps=config.warps, **common)
     return out, squares
 
 
@@ -197,67 +203,8 @@ def delta_rows_early(
             elif ALL:
                 take_run(
                     of_head, fresh, mixed, gates, solved, pairs, factors, out, squares, rows, first, end, head, values, rate,
-                    bias, norm, HEADS, KEY_HEADS, K, V, CHUNK, 1, PARTS,
+                    bias, norm, HEADS, KEY_HEADS, K, V, CHUNK, False, PARTS, False,
                 )  # fmt: skip
-
-
-@triton.jit
-def delta_run_rows_early(
-    mixed: tl.tensor,
-    gates: tl.tensor,
-    a_log: tl.tensor,
-    dt_bias: tl.tensor,
-    state: tl.tensor,
-    positions: tl.tensor,
-    slots: tl.tensor,
-    norm_weight: tl.tensor,
-    solved: tl.tensor,
-    pairs: tl.tensor,
-    factors: tl.tensor,
-    out: tl.tensor,
-    squares: tl.tensor,
-    rows: tl.tensor,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    LONG: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """Program (block of values, head, z): the long runs z, z + Z, ..., Z being the size of the grid."""
-    start_next(EARLY)
-    rows = tl.cast(rows, tl.int32)
-    head = tl.program_id(1)
-    values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    rate = tl.load(a_log + head)
-    bias = tl.load(dt_bias + head)
-    norm = tl.load(norm_weight + values)
-    every = tl.arange(0, ROWS)
-    others = tl.load(slots + every, mask=every < rows, other=-1)
-    before = tl.load(slots + every - 1, mask=(every > 0) & (every < rows), other=-2)
-    later = tl.load(slots + every + (LONG - 1), mask=every + (LONG - 1) < rows, other=-2)
-    begins = (others >= 0) & (others != before) & (others == later)
-    numbers = tl.cumsum(begins.to(tl.int32), 0)
-    count = tl.max(numbers, 0)
-    # One program must wait; the others leave their room to the next kernel.
-    if (tl.program_id(2) >= count) & (tl.program_id(0) + head + tl.program_id(2) > 0):
-        return
-    wait_for_previous(EARLY)
-    for number in range(tl.program_id(2) + 1, count + 1, tl.num_programs(2)):
-        here = begins & (numbers == number)
-        first = tl.sum(tl.where(here, every, 0), 0)
-        slot = tl.sum(tl.where(here, others, 0), 0)
-        end = first + tl.sum((others == slot).to(tl.int32), 0)
-        take_run(
-            state + (slot * HEADS + head) * (K * V), tl.load(positions + first) == 0, mixed, gates, solved, pairs, factors,
-            out, squares, rows, first, end, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, CHUNK, CHUNKS,
-            PARTS,
-        )  # fmt: skip
 
 
 @triton.jit
