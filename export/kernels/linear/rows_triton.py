@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
-from ostinato.export.kernels.launch import at_most, is_one, launcher, pointers, starts_early
+from ostinato.export.kernels.launch import LARGE, SMALL, at_most, fitting, is_one, launcher, pointers, starts_early
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Place, Weight
 
 from . import reference, step_triton
@@ -31,6 +31,9 @@ from .rows_scaled_triton import scaled_rows_early
 
 # Rows of a weight per program. With 128, 12,288 x 2,048 takes 9.6 us with 8 rows, 8.7 with 64.
 ROWS = 64
+# From so many outputs on twice as many where inputs may be more than FEW and a GPU has the shared memory: with 64 rows of inputs
+# 32,768, 65,536 and 248,320 x 2,048 take 28.3, 52.0 and 183 us, not 34.1, 64.5 and 230; but 12,288 x 2,048 20.0, not 14.1.
+MANY_OUTPUTS = 32768
 # Rows of inputs per program where there may be no more than FEW, else MANY.
 FEW, MANY = 16, 32
 # Turns of the loop in flight, by rows of inputs. With 3 for FEW, 12,288 x 2,048 takes as long; with 6, 248,320 x 2,048 94 us.
@@ -241,7 +244,11 @@ class _FixedProduct:
     @property
     def tile(self) -> int:
         """Outputs per program. A SwiGLU's are two products, for which few registers are left with 64 and many rows."""
-        return ROWS // 2 if self.swiglu and self.columns == MANY else ROWS
+        if self.columns == MANY and self.swiglu:
+            return ROWS // 2
+        if self.columns == MANY and self.outputs >= MANY_OUTPUTS:
+            return fitting({LARGE: 2 * ROWS, SMALL: ROWS})
+        return ROWS
 
     @property
     def tiles(self) -> int:

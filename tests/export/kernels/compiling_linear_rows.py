@@ -12,10 +12,11 @@ from unittest import mock
 
 import torch
 
+from ostinato.export.kernels import launch
 from ostinato.export.kernels.linear import rows_triton
 from ostinato.export.kernels.operands import HeadSquares, Norm, Weight
 
-from .compiling import BF16, F32, Launch, compile_all, recorded, without_a_driver, written
+from .compiling import BF16, F32, SHARED, Launch, compile_all, recorded, without_a_driver, written
 
 EPS = 1e-6
 # (N, K, group size, dtype, rows); the head alone has float32 outputs where its inputs are bfloat16. No number of rows is a
@@ -41,7 +42,11 @@ def launches(capability: int) -> list[Launch]:
     def weight(n: int, k: int, group: int) -> Weight:
         return Weight(empty(n, k // 2, dtype=torch.uint8), empty(n, k // group, dtype=BF16), empty(n, dtype=BF16))
 
-    with recorded() as found, mock.patch.object(rows_triton, "starts_early", lambda: capability >= 90):
+    with (
+        recorded() as found,
+        mock.patch.object(rows_triton, "starts_early", lambda: capability >= 90),
+        mock.patch.object(launch, "shared_memory", lambda: SHARED[capability]),
+    ):
         for n, k, group, dtype, rows in LINEAR:
             out = F32 if n == 248320 else dtype
             rows_triton.norm_linear(empty(rows, k, dtype=dtype), Norm(empty(k), EPS), weight(n, k, group), out)

@@ -106,6 +106,15 @@ def test_norm_linear(case: Case) -> None:
     near(layer.product(), expected, case.tolerance)
 
 
+@each
+def test_many_outputs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program then has twice as many where there are more than 16 rows; to an output that is nothing."""
+    layer = draw(case)
+    fewer = layer.product()
+    monkeypatch.setattr(rows_triton, "MANY_OUTPUTS", case.n)
+    assert torch.equal(layer.product(), fewer)
+
+
 @pytest.mark.parametrize("case", CASES[1::2], ids=str)
 def test_norm_swiglu(case: Case) -> None:
     layer = draw(case)
@@ -218,7 +227,6 @@ def report() -> dict[str, Any]:
 
 
 def test_kernels_fit_their_gpus(report: dict[str, Any]) -> None:
-    """In fixed point with at most 80 KB of shared memory."""
     assert {(entry["kernel"], entry["capability"]) for entry in report["compiled"]} == {
         (kernel, capability) for kernel in WRITTEN for capability in (80, 89, 90)
     }
@@ -227,15 +235,16 @@ def test_kernels_fit_their_gpus(report: dict[str, Any]) -> None:
 
 
 def test_how_many_programs_fit_a_multiprocessor(report: dict[str, Any]) -> None:
-    """On a 9.0, where the number of rows is not known to be a multiple of 16, as in an export. Two of the longest K."""
+    """On a 9.0, where the number of rows is not known to be a multiple of 16, as in an export: two of a vocabulary's, and of
+    the longest K."""
     found = {
-        entry["constants"]["K"]: entry["programs"]
+        (entry["constants"]["ROWS"], entry["constants"]["K"]): entry["programs"]
         for entry in report["compiled"]
         if entry["capability"] == 90
         and entry["constants"].get("SWIGLU") is False
         and entry["constants"]["COLUMNS"] == 32
     }
-    assert found == {1024: 3, 2048: 3, 4096: 3, 17408: 2}
+    assert found == {(64, 1024): 3, (128, 2048): 2, (64, 4096): 3, (64, 17408): 2}
 
 
 def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
