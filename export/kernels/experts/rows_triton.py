@@ -32,8 +32,9 @@ from . import step_triton
 from .step_triton import check_weights, weight_pointers, weight_tensors
 
 # Experts and elements of a program that makes a part of the logits, by the model's dtype.
-# In bfloat16 the router and the choice take 5.8/7.0/5.9 us with (64, 512) at 8/16/32 rows and 6.6/6.1/8.6 with (32, 256).
-ROUTER = {torch.bfloat16: (64, 512), torch.float32: (16, 128)}
+# In bfloat16 a delta-net layer takes 71.1/108.1/159.1/226.9 us with (32, 512) at 8/16/32/64 rows, 72.6/108.3/161.0/226.8 with
+# (64, 512), and 73.4/108.2/158.7/226.9 with (16, 512).
+ROUTER = {torch.bfloat16: (32, 512), torch.float32: (16, 128)}
 # Turns of the gate and up projections' loop whose weights are on their way, and one; for up to FEW_ROWS rows, and for more.
 # 21.4/36.9/54.2/71.1/83.4 us with 2 at 8/16/32/64/128 rows, 24.5/38.2/54.5/69.9/78.9 with 3.
 STAGES = {FEW_ROWS: 2, MOST_ROWS: 3}
