@@ -31,7 +31,7 @@ from .rows_scaled_triton import scaled_rows_early
 
 # Rows of a weight per program. With 128, 12,288 x 2,048 takes 9.6 us with 8 rows, 8.7 with 64.
 ROWS = 64
-# From so many outputs on twice as many where inputs may be more than FEW and a GPU has the shared memory: with 64 rows of inputs
+# From so many outputs on twice as many where inputs may be more than FEW and a GPU has the shared memory. With 64 inputs
 # 32,768, 65,536 and 248,320 x 2,048 take 28.3, 52.0 and 183 us, not 34.1, 64.5 and 230; but 12,288 x 2,048 20.0, not 14.1.
 MANY_OUTPUTS = 32768
 # Rows of inputs per program where there may be no more than FEW, else MANY.
