@@ -24,13 +24,14 @@ class Difference:
 
     Attributes:
         bucket: rows of the call.
-        compared: sessions whose logits were compared.
-        largest: of all of them, the largest difference of a logit over the largest magnitude of the session's logits alone.
+        compared: sessions whose logits were compared; of each, the largest difference of a logit over its largest logit alone.
+        median, largest: of these.
         other_tokens: of how many another token is the most likely one.
     """
 
     bucket: int
     compared: int
+    median: float
     largest: float
     other_tokens: int
 
@@ -93,8 +94,9 @@ def bucket_differences(engine: Engine, buckets: Sequence[int]) -> list[Differenc
                 for first in range(0, len(sessions), bucket)
             ]
         )
-        largest = ((logits - alone).abs().amax(1) / scale).max().item()
-        found.append(Difference(bucket, len(sessions), largest, int((logits.argmax(1) != likely).sum())))
+        apart = (logits - alone).abs().amax(1) / scale
+        others = int((logits.argmax(1) != likely).sum())
+        found.append(Difference(bucket, len(sessions), apart.median().item(), apart.max().item(), others))
     for session in sessions:
         session.close()
     return found
@@ -109,6 +111,9 @@ def _rows(method: Method, bucket: int, tokens: Tensor, positions: Tensor, slots:
 
 def render(found: Sequence[Difference]) -> str:
     """A line for each bucket, without a newline at the end."""
-    columns = ("rows", "largest difference", "other token")
-    rows = [(str(one.bucket), f"{one.largest:.1e}", f"{one.other_tokens} of {one.compared}") for one in found]
+    columns = ("rows", "median difference", "largest", "other token")
+    rows = [
+        (str(one.bucket), f"{one.median:.1e}", f"{one.largest:.1e}", f"{one.other_tokens} of {one.compared}")
+        for one in found
+    ]
     return table(dict.fromkeys(columns, "right"), rows)
