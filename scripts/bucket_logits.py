@@ -24,7 +24,7 @@ class Difference:
 
     Attributes:
         bucket: rows of the call.
-        compared: sessions whose logits were compared; of each, the largest difference of a logit over its largest logit alone.
+        compared: sessions whose logits were compared; of each, the largest difference of a logit over its largest one alone.
         median, largest: of these.
         other_tokens: of how many another token is the most likely one.
     """
