@@ -5,12 +5,8 @@ Rows of padding repeat the position of the last token: they change nothing, so t
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import cache
-
-import torch
 
 from ostinato.delegate import InputError, Program
 from ostinato.delegate.artifact import META_MAX_SEQ_LEN, META_PADDED_PREFILL, PREFILL_STREAMED, ROWS
@@ -23,9 +19,6 @@ DEFAULT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
 
 # Numbers of sessions whose step has a graph. One session alone has a method of its own.
 ROW_BUCKETS = (2, 4, 8, 16, 24, 32, *range(48, 129, 16), *range(160, 257, 32))
-
-# Up to here integers are kept, in 16 MB.
-MOST_COUNTED = 1 << 20
 
 
 def choose_buckets(wanted: Sequence[int] | None, program: Program, prefill: str, cuda_graph: bool) -> tuple[int, ...]:
@@ -126,46 +119,3 @@ def known_buckets(buckets: Sequence[int], wanted: Sequence[int] | None) -> tuple
             known = ", ".join(map(str, buckets)) or "none"
             raise InputError(f"unknown prefill bucket {bucket!r}; the model's are: {known}")
     return tuple(buckets if wanted is None else wanted)
-
-
-def padded_inputs(tokens: Sequence[int], position: int, bucket: int) -> list[torch.Tensor]:
-    """Tokens [1, bucket] and positions [bucket], int64, of tokens that stand from `position` on."""
-    ids, positions = map(_tensor, _padded(tokens, position, bucket))
-    return [ids.view(1, bucket), positions]
-
-
-def rows_inputs(tokens: Sequence[int], position: int, slot: int, rows: int) -> list[torch.Tensor]:
-    """What `rows_logits` takes of a session's tokens that stand from `position` on: tokens, positions and slots [rows], and
-    the number of the last token's row [1], int64. Rows of padding have no slot."""
-    count = len(tokens)
-    slots = array("q", [slot]) * count + array("q", [-1]) * (rows - count)
-    return list(map(_tensor, (*_padded(tokens, position, rows), slots, array("q", [count - 1]))))
-
-
-def _padded(tokens: Sequence[int], position: int, size: int) -> tuple[array[int], array[int]]:
-    """Tokens and positions, the last of each repeated."""
-    ids, positions = array("q", tokens), _positions(position, position + len(tokens))
-    if len(ids) < size:
-        padding = size - len(ids)
-        ids.extend(ids[-1:] * padding)
-        positions.extend(positions[-1:] * padding)
-    return ids, positions
-
-
-def _tensor(numbers: array[int]) -> torch.Tensor:
-    """Over the same memory. Each operator of torch takes 10 to 20 us after a wait for the GPU; all of a launch should take
-    100 us."""
-    return torch.frombuffer(numbers, dtype=torch.int64)
-
-
-def _positions(first: int, end: int) -> array[int]:
-    """The integers from `first` to `end` - 1, which need not be positions that exist."""
-    if 0 <= first < end <= MOST_COUNTED:
-        # Counting 512 takes four times as long as copying them.
-        return _counted(1 << (end - 1).bit_length())[first:end]
-    return array("q", range(first, end))
-
-
-@cache
-def _counted(count: int) -> array[int]:
-    return array("q", range(count))

@@ -26,7 +26,8 @@ from ostinato.delegate.artifact import (
 from ostinato.delegate.errors import ArtifactError
 from ostinato.delegate.state_machine import Phase
 
-from .buckets import bucket_of, choose_buckets, choose_row_buckets, padded_inputs, rows_inputs, steps_several
+from .buckets import bucket_of, choose_buckets, choose_row_buckets, steps_several
+from .prompt_inputs import PromptInputs
 from .streamed import STREAM_FROM, streamed_experts
 
 DEFAULT_WARMUP_STEPS = BackendOptions.cuda_graph_warmup_steps
@@ -85,6 +86,8 @@ class Model:
         self.prefill_buckets = choose_buckets(prefill_buckets, program, prefill, cuda_graph)
         # Those of which it is known that they have a graph.
         self._captured: set[int] = set()
+        # By (rows, by row): those of single tokens and of buckets.
+        self._kept_inputs: dict[tuple[int, bool], PromptInputs] = {}
         # Method -> slots that its last step had.
         self._held: dict[str, list[int]] = {}
         self._decode_method: Method | None = None
@@ -111,8 +114,11 @@ class Model:
         for method in (self._prefill_method, self._decode_method):
             if method is not None:
                 _check_inputs(method)
+        self._lengths = _lengths(self._prefill_method)
+        # Ranges of tokens, positions and slots; empty without state, where a whole sequence may also be too long.
+        self._bounds = [spec.value_range for spec in self._prefill_method.inputs] if self.has_state else []
         limit = program.metadata.get(META_MAX_SEQ_LEN)
-        self.max_seq_len = int(limit) if limit is not None else _lengths(self._prefill_method)[1]
+        self.max_seq_len = int(limit) if limit is not None else self._lengths[1]
         eos = program.metadata.get(META_EOS_IDS, [])
         self.eos_ids = frozenset(eos if isinstance(eos, list) else [eos])
 
@@ -153,15 +159,11 @@ class Model:
         if len(parts) > 1:
             # Each call checks its own tokens, but the calls before it have moved the state by then.
             self.check_tokens(tokens)
-        logits = torch.empty(0)
         done = 0
-        for count, bucket in parts:
-            if count == 1:
-                logits = self._one(tokens[done], position + done, slot)
-            else:
-                logits = self._chunk(tokens[done : done + count], position + done, slot, bucket)
+        for count, bucket in parts[:-1]:
+            self._part(tokens[done : done + count], position + done, slot, bucket)
             done += count
-        return logits
+        return self._part(tokens[done:], position + done, slot, parts[-1][1])
 
     def decode_one_token(self, tokens: Sequence[int], slot: int = 0) -> torch.Tensor:
         """Logits [vocab] after a session's whole sequence `tokens`, of which the state has seen all but the last.
@@ -224,7 +226,7 @@ class Model:
 
     def _parts(self, count: int) -> Iterator[tuple[int, int | None]]:
         """The calls for a prompt of so many tokens: tokens of each, and its bucket if it has one."""
-        low, high = _lengths(self._prefill_method)
+        low, high = self._lengths
         while count:
             part = min(count, high)
             # A single token always goes through decode: that one may have its graph.
@@ -232,21 +234,23 @@ class Model:
             yield part, bucket_of(self.prefill_buckets, part) if part > 1 else None
             count -= part
 
+    def _part(self, tokens: Sequence[int], position: int, slot: int, bucket: int | None) -> torch.Tensor:
+        return self._one(tokens[0], position, slot) if len(tokens) == 1 else self._chunk(tokens, position, slot, bucket)
+
     def _chunk(self, tokens: Sequence[int], position: int, slot: int, bucket: int | None) -> torch.Tensor:
         if self._streamed_method is not None and len(tokens) >= STREAM_FROM:
             experts = _most(self._streamed_method.inputs[-1])
             streamed = torch.tensor([streamed_experts(len(tokens), experts)])
-            inputs = [*padded_inputs(tokens, position, len(tokens)), torch.tensor([slot]), streamed]
+            inputs = (*PromptInputs(len(tokens)).filled(tokens, position, slot), streamed)
             return _last_logits(self._streamed_method, inputs)
         rows = bucket or len(tokens)
         method = self._prompt_method(rows)
-        if method in self._prompt_rows:
+        by_row, fits = method in self._prompt_rows, self._fits(tokens, position, slot)
+        if by_row and not fits:
             # To this method -1 is the kept token.
             self.check_tokens(tokens)
-            inputs = rows_inputs(tokens, position, slot, rows)
-        else:
-            inputs = [*padded_inputs(tokens, position, rows), torch.tensor([slot])]
-        logits = _last_logits(method, inputs, graph=bucket is not None)
+        kept = PromptInputs(rows, by_row) if bucket is None else self._inputs_of(rows, by_row)
+        logits = _last_logits(method, kept.filled(tokens, position, slot), bucket is not None, fits)
         if bucket is not None and bucket not in self._captured:
             phase = method.stats.phase
             if phase == Phase.REPLAY.value:
@@ -260,7 +264,22 @@ class Model:
         return _for_rows(self._prompt_rows, rows) or self._prefill_method
 
     def _one(self, token: int, position: int, slot: int) -> torch.Tensor:
-        return _last_logits(self._decode(), [*padded_inputs([token], position, 1), torch.tensor([slot])])
+        fits = self._fits((token,), position, slot)
+        return _last_logits(self._decode(), self._inputs_of(1, False).filled((token,), position, slot), checked=fits)
+
+    def _inputs_of(self, rows: int, by_row: bool) -> PromptInputs:
+        kept = self._kept_inputs.get((rows, by_row))
+        if kept is None:
+            kept = self._kept_inputs[rows, by_row] = PromptInputs(rows, by_row)
+        return kept
+
+    def _fits(self, tokens: Sequence[int], position: int, slot: int) -> bool:
+        """Whether inputs are known to lie in the ranges that prefill and decode declare: `execute` need not look at them."""
+        found = (min(tokens), max(tokens)), (position, position + len(tokens) - 1), (slot, slot)
+        return bool(self._bounds) and all(
+            bounds is None or (bounds[0] <= low and high <= bounds[1])
+            for bounds, (low, high) in zip(self._bounds, found, strict=False)
+        )
 
     def _decode(self) -> Method:
         """What takes one token and gives logits. A program that samples seldom needs it, so it is loaded on first use."""
@@ -322,9 +341,11 @@ def _lengths(method: Method) -> tuple[int, int]:
     return dim.min, dim.max
 
 
-def _last_logits(method: Method, inputs: Sequence[torch.Tensor], graph: bool = True) -> torch.Tensor:
+def _last_logits(
+    method: Method, inputs: Sequence[torch.Tensor], graph: bool = True, checked: bool = False
+) -> torch.Tensor:
     """Run the method; the logits [vocab] of the last row, on the program's device."""
-    logits = method.execute(inputs[: len(method.inputs)], graph)[0]
+    logits = method.execute(inputs[: len(method.inputs)], graph, checked)[0]
     if logits.dim() == 2 and logits.shape[0] == 1:
         # One view in place of two.
         return logits[0]

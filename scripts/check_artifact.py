@@ -35,8 +35,9 @@ from ostinato.delegate.artifact import META_PADDED_PREFILL, META_PAGE_SIZE, META
 from ostinato.delegate.memory import size_text
 from ostinato.runner import Engine
 from ostinato.runner.bench import metadata_of
-from ostinato.runner.buckets import ROW_BUCKETS, padded_inputs
+from ostinato.runner.buckets import ROW_BUCKETS
 from ostinato.runner.device import device_memory, device_name
+from ostinato.runner.prompt_inputs import PromptInputs
 from ostinato.runner.tables import table
 
 GRAPH = {"enable_cuda_graph_for_method": "decode"}
@@ -100,7 +101,7 @@ def draw_tokens(program: Program, count: int) -> list[int]:
 
 def run(method: Method, tokens: list[int], position: int, padding: int = 0) -> Tensor:
     """Logits [vocab] after `tokens` with so many rows of padding after them, a copy on the device."""
-    inputs = [*padded_inputs(tokens, position, len(tokens) + padding), torch.tensor([0])]
+    inputs = PromptInputs(len(tokens) + padding).filled(tokens, position, slot=0)
     return method.execute(inputs)[0][0].clone()
 
 

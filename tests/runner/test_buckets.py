@@ -16,8 +16,9 @@ from torch import Tensor
 from ostinato.delegate import CapacityError, InputError, OptionError, StateKind
 from ostinato.delegate.graph_recorders import Graph, HostGraphRecorder, Work
 from ostinato.runner import Engine
-from ostinato.runner.buckets import bucket_of, padded_inputs
+from ostinato.runner.buckets import bucket_of
 from ostinato.runner.cli import main
+from ostinato.runner.prompt_inputs import PromptInputs
 
 from ..comparison import relative_error
 from ..conftest import CAPITALS, CAPITALS_LENGTH, Fails
@@ -53,8 +54,23 @@ def prefill(engine: Engine, tokens: list[int], begin: int, end: int) -> Tensor:
 
 
 def test_inputs() -> None:
-    tokens, positions = padded_inputs([5, 6, 7], 10, 5)
-    assert tokens.tolist() == [[5, 6, 7, 7, 7]] and positions.tolist() == [10, 11, 12, 12, 12]
+    inputs = PromptInputs(5)
+    found = [tensor.tolist() for tensor in inputs.filled([5, 6, 7], 10, 3)]
+    assert found == [[[5, 6, 7, 7, 7]], [10, 11, 12, 12, 12], [3]]
+    found = [tensor.tolist() for tensor in inputs.filled([1, 2, 3, 4, 5], 0, 0)]
+    assert found == [[[1, 2, 3, 4, 5]], [0, 1, 2, 3, 4], [0]]
+
+
+def test_inputs_by_row() -> None:
+    inputs = PromptInputs(9, by_row=True)
+    first = inputs.filled(list(range(9)), 7, 1)
+    assert [tensor.tolist() for tensor in first] == [list(range(9)), list(range(7, 16)), [1] * 9, [8]]
+    again = inputs.filled([5, 6], 10, 2)
+    assert [tensor.tolist() for tensor in again] == [[5] + [6] * 8, [10] + [11] * 8, [2] * 2 + [-1] * 7, [1]]
+    assert [one.data_ptr() for one in again] == [one.data_ptr() for one in first]
+
+
+def test_bucket_of() -> None:
     assert [bucket_of(BUCKETS, count) for count in (1, 4, 5, 8, 31, 32, 33)] == [4, 4, 8, 8, 32, 32, None]
     assert bucket_of((), 3) is None
 
@@ -69,6 +85,26 @@ def test_every_length(engine: Engine, tokens: list[int], expected: Tensor) -> No
     assert stats["fallbacks"] == 0
     assert {plan["shapes"][0][1] for plan in stats["plans"]} == set(BUCKETS)
     assert stats["runs"] >= 3 * (LONGEST - 1 - BUCKETS[-1])
+
+
+def test_values_out_of_range(engine: Engine, tokens: list[int]) -> None:
+    """Also where a bucket has its graph; the state is where it was."""
+    prompt, most = tokens[: BUCKETS[0]], engine.model.max_seq_len
+    for _ in range(3):
+        before = prefill(engine, tokens, 0, len(prompt))
+    wrong = (
+        ([-1, *prompt[1:]], 0, 0),
+        ([*prompt[1:], 10**9], 0, 0),
+        (prompt, -1, 0),
+        (prompt, most - 1, 0),
+        (prompt, 0, 99),
+    )
+    for inputs in wrong:
+        with pytest.raises(InputError, match="values must lie in"):
+            engine.model.prefill(*inputs)
+    with pytest.raises(InputError, match="values must lie in"):
+        engine.model.prefill(prompt[:1], 0, 99)
+    assert torch.equal(prefill(engine, tokens, 0, len(prompt)), before)
 
 
 def test_at_any_position(engine: Engine, tokens: list[int], expected: Tensor) -> None:
