@@ -17,13 +17,13 @@ sys.path.append(str(ROOT / "scripts"))
 
 from bucket_logits import Difference, bucket_differences, render, sessions_for
 
-# Differences over the largest logit: the largest one in float32, the median in bfloat16. A number there has 8 bits, and where
-# experts are about as good as each other, other rounding chooses others: of the trained model's 255 sessions transformers in
+# Differences over the largest logit: the largest one, but of the trained model in bfloat16 the median. A number there has 8
+# bits, and where experts are about as good as each other, other rounding chooses others: of the 255 sessions transformers in
 # bfloat16 gives logits that are off from its own in float32 arithmetic by 0.55 % in the median, by 35 % at most, and three
 # other tokens. The random weights of the wide model have more such experts.
 FLOAT32, BFLOAT16, RANDOM_EXPERTS = 1e-4, 1.5e-2, 1e-1
-# Of the trained model in bfloat16, sessions with another token, of 255.
-OTHERS = 8
+# Of the trained model in bfloat16: the largest difference (40 % on an H200), and sessions with another token, of 255.
+OTHER_EXPERTS, OTHER_TOKENS = 5e-1, 8
 
 
 def differences(artifact: Path, most: int = ROW_BUCKETS[-1]) -> list[Difference]:
@@ -55,12 +55,13 @@ def test_float32_on_a_gpu(fixture: str, request: pytest.FixtureRequest) -> None:
 def test_bfloat16_on_a_gpu(capitals_bfloat16: Path) -> None:
     found = differences(capitals_bfloat16)
     assert max(one.median for one in found) < BFLOAT16
-    assert max(one.other_tokens for one in found) <= OTHERS
+    assert max(one.largest for one in found) < OTHER_EXPERTS
+    assert max(one.other_tokens for one in found) <= OTHER_TOKENS
 
 
 @pytest.mark.gpu
 def test_the_flagships_width_on_a_gpu(wide_artifact: Path) -> None:
-    assert max(one.median for one in differences(wide_artifact)) < RANDOM_EXPERTS
+    assert max(one.largest for one in differences(wide_artifact)) < RANDOM_EXPERTS
 
 
 def test_a_wrong_row_is_seen(capitals_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
