@@ -14,8 +14,6 @@ import torch
 
 # Up to here integers are kept, in 16 MB.
 MOST_COUNTED = 1 << 20
-# Numbers at whose multiples a tensor begins: 64 bytes, more than compiled code asks for.
-_LINE = 8
 
 
 class PromptInputs:
@@ -24,40 +22,34 @@ class PromptInputs:
     Args:
         rows: of a call. A shorter prompt is padded: its last token and position are repeated.
         by_row: for `rows_logits`, in which each row has a slot, and those of padding have none; else for `prefill`.
-
-    Attributes:
-        tensors: int64, all of one memory, in the order of the method's inputs. By row tokens, positions and slots [rows] and
-            the number of the last token's row [1]; else tokens [1, rows], positions [rows] and the slot [1].
     """
 
     def __init__(self, rows: int, by_row: bool = False) -> None:
         self._rows = rows
         self._by_row = by_row
-        # Where each column of numbers begins, and where the single number stands.
-        self._stride = -(-rows // _LINE) * _LINE
-        self._single = (3 if by_row else 2) * self._stride
-        self._numbers = array("q", bytes(8 * (self._single + 1)))
-        whole = torch.frombuffer(self._numbers, dtype=torch.int64)
-        columns = [whole[first : first + rows] for first in range(0, self._single, self._stride)]
-        tokens = columns[0] if by_row else columns[0].view(1, rows)
-        self.tensors = (tokens, *columns[1:], whole[self._single :])
+        self._columns = [array("q", bytes(8 * rows)) for _ in range(3 if by_row else 2)]
+        self._single = array("q", [0])
+        tokens, *others = (torch.frombuffer(numbers, dtype=torch.int64) for numbers in (*self._columns, self._single))
+        self._tensors = (tokens if by_row else tokens.view(1, rows), *others)
 
     def filled(self, tokens: Sequence[int], position: int, slot: int) -> tuple[torch.Tensor, ...]:
-        """`tensors`, with tokens of a session's slot that stand from `position` on; they are overwritten by the next call."""
+        """The inputs of a call with tokens of a session's slot that stand from `position` on; the next call overwrites them.
+
+        Returns:
+            int64, in the order of the method's inputs. By row tokens, positions and slots [rows] and the number of the last
+            token's row [1]; else tokens [1, rows], positions [rows] and the slot [1].
+        """
         count = len(tokens)
-        self._put(0, self._padded(array("q", tokens)))
-        self._put(1, self._padded(_positions(position, position + count)))
+        self._columns[0][:] = self._padded(array("q", tokens))
+        self._columns[1][:] = self._padded(_positions(position, position + count))
         if self._by_row:
-            self._put(2, array("q", [slot]) * count + array("q", [-1]) * (self._rows - count))
-        self._numbers[self._single] = count - 1 if self._by_row else slot
-        return self.tensors
+            self._columns[2][:] = array("q", [slot]) * count + array("q", [-1]) * (self._rows - count)
+        self._single[0] = count - 1 if self._by_row else slot
+        return self._tensors
 
     def _padded(self, values: array[int]) -> array[int]:
         padding = self._rows - len(values)
         return values + values[-1:] * padding if padding else values
-
-    def _put(self, column: int, values: array[int]) -> None:
-        self._numbers[column * self._stride : column * self._stride + self._rows] = values
 
 
 def _positions(first: int, end: int) -> array[int]:
