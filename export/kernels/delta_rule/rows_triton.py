@@ -60,12 +60,12 @@ class DeltaConfig:
     runs: RunsConfig | None = None
 
 
+RUNS = RunsConfig(warps=4, programs=4, solving_warps=1, solving_programs=16)
 # For calls of up to so many rows. H200, 2026-11-23, the flagship's shape: with the linear layers around it 8 and 16 single
 # rows and a run of 16 take 33.3, 49.0 and 30.0 us with 16 values and one warp, 31.0, 43.2 and 29.2 with 32 and two, 31.7,
 # 44.3 and 28.3 with 64 and four. 32, 64 and 128 single rows take 63.2, 110.6 and 213.9 with 32 and two, 62.2, 106.5 and 205.8
 # with 64 and two (255 registers, nothing spilled), 65.3, 113.2 and 200.0 with 128 and four; runs of 64 and 128 take 33.0 and
 # 46.1 with 32 and two, 23.5 and 36.0 with 64 and four, by themselves.
-RUNS = RunsConfig(warps=4, programs=4, solving_warps=1, solving_programs=16)
 CONFIGS = {
     FEW_ROWS: DeltaConfig(values=32, warps=2, long=10, chunk=16),
     MOST_ROWS: DeltaConfig(values=64, warps=2, long=6, chunk=16, runs=RUNS),

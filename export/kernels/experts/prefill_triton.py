@@ -87,6 +87,7 @@ def _experts(
     hidden = torch.empty(choices, inner, dtype=x.dtype, device=x.device)
     group_size = 0 if gate_up_scale is None else size // gate_up_scale.shape[2]
     down_group_size = 0 if down_scale is None else inner // down_scale.shape[2]
+    down_step = _step(down_group_size, x.dtype)
     launcher(_gate_up_kernel)[(blocks, triton.cdiv(inner, BLOCK_GATE_UP))](
         x,
         order,
@@ -101,7 +102,7 @@ def _experts(
         BLOCK_CHOICES,
         BLOCK_GATE_UP,
         _step(group_size, x.dtype),
-        _step(down_group_size, x.dtype) if down_group_size else 0,
+        down_step if down_group_size else 0,
         num_warps=4,
         num_stages=STAGES,
     )
@@ -120,7 +121,7 @@ def _experts(
         down_group_size,
         BLOCK_CHOICES,
         block,
-        _step(down_group_size, x.dtype),
+        down_step,
         num_warps=4,
         num_stages=STAGES,
     )

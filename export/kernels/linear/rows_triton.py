@@ -244,11 +244,11 @@ class _FixedProduct:
     @property
     def tile(self) -> int:
         """Outputs per program. A SwiGLU's are two products, for which few registers are left with 64 and many rows."""
-        if self.columns == MANY and self.swiglu:
+        if self.columns == FEW:
+            return ROWS
+        if self.swiglu:
             return ROWS // 2
-        if self.columns == MANY and self.outputs >= MANY_OUTPUTS:
-            return fitting({LARGE: 2 * ROWS, SMALL: ROWS})
-        return ROWS
+        return fitting({LARGE: 2 * ROWS, SMALL: ROWS}) if self.outputs >= MANY_OUTPUTS else ROWS
 
     @property
     def tiles(self) -> int:
