@@ -51,9 +51,9 @@ class BatchPlan:
         """Sessions of the largest batch."""
         return max(self.batches)
 
-    def kv_tokens(self, page_size: int) -> int:
-        """Positions that the largest batch needs, in whole pages of each session."""
-        return self.most * -(-self.positions // page_size) * page_size
+    def kv_tokens(self, sessions: int, page_size: int) -> int:
+        """Positions that so many sessions need, in whole pages of each."""
+        return sessions * -(-self.positions // page_size) * page_size
 
     @property
     def positions(self) -> int:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ostinato.delegate.artifact import META_MAX_SEQ_LEN, META_PAGE_SIZE, META_VOCAB_SIZE
+from ostinato.delegate.capacity import CapacityOptions
 from ostinato.delegate.errors import ArtifactError, OptionError
 from ostinato.delegate.files import Source, artifact_paths, open_artifact
 from ostinato.delegate.program import Program, load_program
@@ -160,17 +161,18 @@ def metadata_of(source: Source) -> dict[str, Any]:
     return open_artifact(*artifact_paths(source), verify=False)[0].metadata
 
 
-def load_for_bench(source: Source) -> Program:
-    """`load_program`, with one more page of the KV caches than a session needs: what is kept at a depth may end within a
-    page, and the session that goes on from there writes to a copy of it.
+def load_for_bench(source: Source, capacity: CapacityOptions) -> Program:
+    """`load_program`. Where `capacity` leaves it open, the KV caches have one more page than the sessions need: what is kept
+    at a depth may end within a page, and the session that goes on from there writes to a copy of it.
 
     Raises:
-        ArtifactError, TargetError: as `load_program`.
+        ArtifactError, OptionError, TargetError: as `load_program`.
     """
     metadata = metadata_of(source)
-    if META_PAGE_SIZE not in metadata:
-        return load_program(source)
-    return load_program(source, kv_tokens=int(metadata[META_MAX_SEQ_LEN]) + int(metadata[META_PAGE_SIZE]))
+    if META_PAGE_SIZE in metadata and capacity.kv_tokens is None and capacity.gpu_memory_fraction is None:
+        positions = (capacity.sessions or 1) * int(metadata[META_MAX_SEQ_LEN])
+        capacity = replace(capacity, kv_tokens=positions + int(metadata[META_PAGE_SIZE]))
+    return load_program(source, **asdict(capacity))
 
 
 def sizes_of(program: Program) -> tuple[int, int]:

@@ -18,6 +18,7 @@ import itertools
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -25,6 +26,7 @@ import torch
 
 from ostinato.delegate import Program, load_program
 from ostinato.delegate.artifact import META_DTYPE, META_MODEL_TYPE, META_N_LAYERS, META_PAGE_SIZE
+from ostinato.delegate.capacity import CapacityOptions
 from ostinato.delegate.errors import OptionError
 
 from .batch_bench import BatchMeasurement, BatchPlan, check_length, draw_batches, measure_batches, render_batches
@@ -41,7 +43,7 @@ from .bench import (
     sizes_of,
 )
 from .buckets import DEFAULT_BUCKETS, choose_buckets
-from .command_run import NO_GRAPH_NOTE, add_prefault
+from .command_run import NO_GRAPH_NOTE, add_load_options, capacity_of
 from .device import copy_speed, device_memory, device_name
 from .model import Model, method_names
 from .plot import check_plot, draw
@@ -93,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="numbers of sessions that step together, separated by commas; -p and -n are one number then (default: 128 each)",
     )
-    add_prefault(parser)
+    add_load_options(parser)
     parser.add_argument(
         "-o", "--output", choices=FORMATS, default="table", help="what to print; json has every sample (default: table)"
     )
@@ -112,10 +114,10 @@ def main(arguments: argparse.Namespace) -> int:
     modes = arguments.cuda_graph
     prompts, answers = _sizes("-p", arguments.n_prompt), _sizes("-n", arguments.n_gen)
     depths = _sizes("-d", arguments.n_depth)
-    buckets = _buckets(arguments)
+    buckets, capacity = _buckets(arguments), capacity_of(arguments)
     _check_files(arguments)
     begin = time.perf_counter()
-    with load_for_bench(arguments.artifact) as program:
+    with load_for_bench(arguments.artifact, capacity) as program:
         max_seq_len, vocabulary = sizes_of(program)
         choose_buckets(buckets, program, method_names(program)[0], True in modes)
         plan = make_plan(max_seq_len, prompts, answers, depths, arguments.repetitions)
@@ -139,9 +141,9 @@ def _main_of_batches(arguments: argparse.Namespace) -> int:
         raise OptionError("with --batch, -p and -n take one number each, and there is no -d")
     modes, buckets = arguments.cuda_graph, _buckets(arguments)
     plan = BatchPlan(tuple(sorted(set(batches))), prompts[0], answers[0], arguments.repetitions)
+    capacity = _room_for(plan, arguments)
     _check_files(arguments)
-    kv_tokens = plan.kv_tokens(int(metadata_of(arguments.artifact).get(META_PAGE_SIZE, 1)))
-    with load_program(arguments.artifact, sessions=plan.most, kv_tokens=kv_tokens) as program:
+    with load_program(arguments.artifact, **asdict(capacity)) as program:
         max_seq_len, vocabulary = sizes_of(program)
         check_length(plan, max_seq_len)
         choose_buckets(buckets, program, method_names(program)[0], True in modes)
@@ -160,6 +162,23 @@ def _main_of_batches(arguments: argparse.Namespace) -> int:
             draw_batches(program, rows, arguments.plot)
             _say(f"wrote {arguments.plot}")
     return 0
+
+
+def _room_for(plan: BatchPlan, arguments: argparse.Namespace) -> CapacityOptions:
+    """What is asked for, and otherwise what the largest batch needs.
+
+    Raises:
+        OptionError: a number that is none, or fewer sessions than a batch has.
+    """
+    capacity = capacity_of(arguments)
+    sessions = plan.most if capacity.sessions is None else capacity.sessions
+    if sessions < plan.most:
+        raise OptionError(f"--batch {plan.most} needs as many sessions, got --sessions {sessions}")
+    capacity = replace(capacity, sessions=sessions)
+    if capacity.kv_tokens is None and capacity.gpu_memory_fraction is None:
+        page_size = int(metadata_of(arguments.artifact).get(META_PAGE_SIZE, 1))
+        capacity = replace(capacity, kv_tokens=plan.kv_tokens(sessions, page_size))
+    return capacity
 
 
 def _buckets(arguments: argparse.Namespace) -> list[int] | None:

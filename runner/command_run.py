@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import get_args, get_type_hints
 
+from ostinato.delegate.capacity import CapacityOptions
+from ostinato.delegate.errors import CapacityError
 from ostinato.delegate.sampling import Sampling
 from ostinato.delegate.state_machine import PHASE_OF_COUNTER
 
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="take decode through warmup -> capture -> replay",
     )
-    add_prefault(parser)
+    add_load_options(parser)
     parser.add_argument(
         "--max-new-tokens", type=int, default=DEFAULT_MAX_NEW_TOKENS, metavar="N", help="default: %(default)s"
     )
@@ -43,13 +45,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
 
-def add_prefault(parser: argparse.ArgumentParser) -> None:
-    """The option that `bench` has too."""
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """Those of `Engine.load` that `bench` has too."""
+    parser.add_argument("--sessions", type=int, metavar="N", help="conversations to make room for (default: 1)")
+    parser.add_argument(
+        "--kv-tokens",
+        type=int,
+        metavar="N",
+        help="positions in the KV caches, all sessions together (default: max_seq_len for each)",
+    )
+    parser.add_argument(
+        "--gpu-memory-fraction",
+        type=float,
+        metavar="F",
+        help="fill this share of the GPU's memory beside the weights with sessions, or with positions of --sessions",
+    )
     parser.add_argument(
         "--prefault",
         action="store_true",
         help="read weights that stay in the mapped file once before anything runs (a CPU's, and --cpu-moe's)",
     )
+
+
+def capacity_of(arguments: argparse.Namespace) -> CapacityOptions:
+    """Raises OptionError: a number that is none, or out of range."""
+    return CapacityOptions(**{item.name: getattr(arguments, item.name) for item in fields(CapacityOptions)})
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +83,7 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     sampling = Sampling(**{item.name: getattr(arguments, item.name) for item in fields(Sampling)})
+    capacity = capacity_of(arguments)
     with LoadBar() as bar:
         loaded = Engine.load(
             arguments.artifact,
@@ -70,6 +91,7 @@ def main(arguments: argparse.Namespace) -> int:
             # The one prompt of this process would be padded, and never captured.
             prefill_buckets=(),
             prefault=arguments.prefault,
+            **asdict(capacity),
             on_load=bar.advance,
             on_total=bar.begin,
         )
@@ -92,6 +114,11 @@ def main(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             interrupted = True
             pieces.close()
+        except CapacityError:
+            # What there is of the answer ends its line before the error is told.
+            if not arguments.json:
+                print(flush=True)
+            raise
         result = engine.last
     if arguments.json:
         print(json.dumps(result.as_dict(), ensure_ascii=False))

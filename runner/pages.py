@@ -48,8 +48,9 @@ class Pages:
         shared = [index for index in range(begin, min(stop, len(owned))) if self._users[owned[index]] > 1]
         wanted = len(shared) + max(0, stop - len(owned))
         if wanted > self.free:
+            pages = "page" if wanted == 1 else "pages"
             raise CapacityError(
-                f"the sessions' keys and values need {wanted} more pages of {self._size} positions, {self.free} of "
+                f"the sessions' keys and values need {wanted} more {pages} of {self._size} positions, {self.free} of "
                 f"{len(self._users)} are free: close a session, or load the program with more kv_tokens"
             )
         for index in shared:

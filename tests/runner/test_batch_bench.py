@@ -78,6 +78,19 @@ def test_each_number_once_and_rising(bench: Bench, capitals_artifact: Path) -> N
     ]
 
 
+def test_room_that_is_asked_for(bench: Bench, refused: Bench, capitals_artifact: Path) -> None:
+    words = ["--batch", "1,2", "-p", "5", "-n", "4", "-r", "1"]
+    for options, slots, kv_tokens in (
+        (["--sessions", "3"], 3, 3 * 64),
+        (["--kv-tokens", "500"], 2, 8 * 64),
+        (["--sessions", "3", "--kv-tokens", "192"], 3, 192),
+    ):
+        for row in records(bench, capitals_artifact, *words, *options):
+            assert (row["slots"], row["kv_tokens"]) == (slots, kv_tokens)
+    long = ["--batch", "2", "-p", "60", "-n", "9", "-r", "1", "--kv-tokens", "128"]
+    assert "need 1 more page of 64 positions, 0 of 2 are free" in refused(capitals_artifact, *long)
+
+
 def test_to_the_last_position(bench: Bench, capitals_artifact: Path) -> None:
     """The token behind the last step has no place of its own, but counts."""
     answer = CAPITALS_LENGTH - 246
@@ -166,6 +179,9 @@ def test_save_and_plot(bench: Bench, capitals_artifact: Path, tmp_path: Path) ->
             ["--batch", "2", "-p", "246", "-n", "5"],
             f"a session would have 252 tokens, max_seq_len is {CAPITALS_LENGTH}: ask for less, or export with a larger",
         ),
+        (["--batch", "1,2", "--sessions", "1"], "--batch 2 needs as many sessions, got --sessions 1"),
+        (["--batch", "2", "--kv-tokens", "0"], "kv_tokens must be an integer of 1 or more, got 0"),
+        (["--batch", "2", "-p", "5", "-n", "4", "--kv-tokens", "64"], "2 sessions need a page of 64 positions each"),
         # 128 each by default.
         (["--batch", "2"], f"a session would have 257 tokens, max_seq_len is {CAPITALS_LENGTH}"),
         (

@@ -136,6 +136,16 @@ def test_from_within_a_page_to_the_last_position(bench: Bench, capitals_artifact
     assert {row["test"] for row in rows} == {"pp51 @ d200", "tg51 @ d200"}
 
 
+def test_room_that_is_asked_for(bench: Bench, refused: Bench, capitals_artifact: Path) -> None:
+    """By itself there is a page more than the sessions need; what is asked for is what there is."""
+    words = ["-p", "64", "-n", "0", "-d", "64", "-r", "1", "--cuda_graph=off"]
+    whole = [*words[:-4], str(CAPITALS_LENGTH - 64), *words[-3:]]
+    for options in (["--kv-tokens", "128"], ["--sessions", "3"], ["--sessions", "1", "--kv-tokens", "200"]):
+        assert [row["test"] for row in records(bench, capitals_artifact, *words, *options)] == ["pp64 @ d64"]
+    assert [row["test"] for row in records(bench, capitals_artifact, *whole, "--sessions", "2")]
+    assert "of 64 positions, 0 of 1 are free" in refused(capitals_artifact, *words, "--kv-tokens", "64")
+
+
 def test_what_a_token_reads(bench: Bench, chunked_artifact: Path, recurrent_artifact: Path) -> None:
     rows = records(bench, chunked_artifact, *SMALL)
     # Steps 1 to 4 after a depth of 6 see 7, 8, 9 and 10 positions.

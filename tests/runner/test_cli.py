@@ -116,6 +116,28 @@ def test_sampling_options(capsys: pytest.CaptureFixture[str], capitals_artifact:
     assert run_here(capsys, *words, "--temperature", 3.0, "--top-k", 1) == run_here(capsys, *words)
 
 
+def test_room_that_is_asked_for(capsys: pytest.CaptureFixture[str], capitals_artifact: Path) -> None:
+    words = ["run", capitals_artifact, "--prompt", QUESTION]
+    whole = run_here(capsys, *words, "--ignore-eos")
+    assert run_here(capsys, *words, "--ignore-eos", "--sessions", 3) == whole
+    assert run_here(capsys, *words, "--kv-tokens", 64, "--sessions", 1) == "Paris\n"
+    # What there is of an answer that the pages end is told, and why it ends.
+    assert main([*map(str, words), "--kv-tokens", "64", "--ignore-eos"]) == 2
+    ended = capsys.readouterr()
+    assert ended.out.endswith("\n") and whole.startswith(ended.out[:-1]) and len(ended.out) > len("Paris\n")
+    assert ended.err.startswith(
+        "error: the sessions' keys and values need 1 more page of 64 positions, 0 of 1 are free"
+    )
+    for option, value, message in (
+        ("--sessions", "0", "sessions must be an integer of 1 or more, got 0"),
+        ("--kv-tokens", "-1", "kv_tokens must be an integer of 1 or more, got -1"),
+        ("--gpu-memory-fraction", "1.5", "gpu_memory_fraction must be more than 0 and at most 1, got 1.5"),
+        ("--gpu-memory-fraction", "0.5", "gpu_memory_fraction is for programs on a GPU; on a CPU give sessions"),
+    ):
+        assert main([*map(str, words), option, value]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_each_field_of_sampling_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     def options() -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser()

@@ -349,7 +349,7 @@ def test_what_there_is_no_room_for(engine: Engine) -> None:
     sessions = opened(engine, LONG, LONG, LONG)
     assert engine.sessions.pages.free == 0
     last = engine.open_session()
-    with pytest.raises(CapacityError, match=r"need 1 more pages of 64 positions, 0 of 9 are free: close a session"):
+    with pytest.raises(CapacityError, match=r"need 1 more page of 64 positions, 0 of 9 are free: close a session"):
         last.prefill([1])
     assert last.tokens == [] and sessions[0].position == 130
     with pytest.raises(InputError, match=r"the session would have 261 tokens, max_seq_len is 251"):
@@ -366,7 +366,7 @@ def test_pages_run_out_within_an_answer(engine: Engine, greedy: Greedy) -> None:
     assert engine.sessions.pages.free == 0
     tokens = [engine.step([other], more=True)[0] for _ in range(2)]
     for _ in range(2):
-        with pytest.raises(CapacityError, match="need 1 more pages of 64 positions, 0 of 9 are free"):
+        with pytest.raises(CapacityError, match="need 1 more page of 64 positions, 0 of 9 are free"):
             engine.step([other], more=True)
         assert other.tokens == LONG[:63] + tokens
     close(second)
