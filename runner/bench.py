@@ -161,6 +161,12 @@ def metadata_of(source: Source) -> dict[str, Any]:
     return open_artifact(*artifact_paths(source), verify=False)[0].metadata
 
 
+def with_kv_tokens(capacity: CapacityOptions, kv_tokens: int) -> CapacityOptions:
+    """The same, with so many positions where it leaves them open."""
+    is_open = capacity.kv_tokens is None and capacity.gpu_memory_fraction is None
+    return replace(capacity, kv_tokens=kv_tokens) if is_open else capacity
+
+
 def load_for_bench(source: Source, capacity: CapacityOptions) -> Program:
     """`load_program`. Where `capacity` leaves it open, the KV caches have one more page than the sessions need: what is kept
     at a depth may end within a page, and the session that goes on from there writes to a copy of it.
@@ -169,9 +175,9 @@ def load_for_bench(source: Source, capacity: CapacityOptions) -> Program:
         ArtifactError, OptionError, TargetError: as `load_program`.
     """
     metadata = metadata_of(source)
-    if META_PAGE_SIZE in metadata and capacity.kv_tokens is None and capacity.gpu_memory_fraction is None:
+    if META_PAGE_SIZE in metadata:
         positions = (capacity.sessions or 1) * int(metadata[META_MAX_SEQ_LEN])
-        capacity = replace(capacity, kv_tokens=positions + int(metadata[META_PAGE_SIZE]))
+        capacity = with_kv_tokens(capacity, positions + int(metadata[META_PAGE_SIZE]))
     return load_program(source, **asdict(capacity))
 
 

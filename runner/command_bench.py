@@ -41,6 +41,7 @@ from .bench import (
     measure,
     metadata_of,
     sizes_of,
+    with_kv_tokens,
 )
 from .buckets import DEFAULT_BUCKETS, choose_buckets
 from .command_run import NO_GRAPH_NOTE, add_load_options, capacity_of
@@ -174,11 +175,8 @@ def _room_for(plan: BatchPlan, arguments: argparse.Namespace) -> CapacityOptions
     sessions = plan.most if capacity.sessions is None else capacity.sessions
     if sessions < plan.most:
         raise OptionError(f"--batch {plan.most} needs as many sessions, got --sessions {sessions}")
-    capacity = replace(capacity, sessions=sessions)
-    if capacity.kv_tokens is None and capacity.gpu_memory_fraction is None:
-        page_size = int(metadata_of(arguments.artifact).get(META_PAGE_SIZE, 1))
-        capacity = replace(capacity, kv_tokens=plan.kv_tokens(sessions, page_size))
-    return capacity
+    page_size = int(metadata_of(arguments.artifact).get(META_PAGE_SIZE, 1))
+    return with_kv_tokens(replace(capacity, sessions=sessions), plan.kv_tokens(sessions, page_size))
 
 
 def _buckets(arguments: argparse.Namespace) -> list[int] | None:

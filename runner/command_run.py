@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from typing import get_args, get_type_hints
 
 from ostinato.delegate.capacity import CapacityOptions
-from ostinato.delegate.errors import CapacityError
+from ostinato.delegate.errors import OstinatoError
 from ostinato.delegate.sampling import Sampling
 from ostinato.delegate.state_machine import PHASE_OF_COUNTER
 
@@ -83,7 +83,6 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     sampling = Sampling(**{item.name: getattr(arguments, item.name) for item in fields(Sampling)})
-    capacity = capacity_of(arguments)
     with LoadBar() as bar:
         loaded = Engine.load(
             arguments.artifact,
@@ -91,7 +90,7 @@ def main(arguments: argparse.Namespace) -> int:
             # The one prompt of this process would be padded, and never captured.
             prefill_buckets=(),
             prefault=arguments.prefault,
-            **asdict(capacity),
+            **asdict(capacity_of(arguments)),
             on_load=bar.advance,
             on_total=bar.begin,
         )
@@ -114,9 +113,9 @@ def main(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             interrupted = True
             pieces.close()
-        except CapacityError:
+        except OstinatoError:
             # What there is of the answer ends its line before the error is told.
-            if not arguments.json:
+            if engine.last.text and not arguments.json:
                 print(flush=True)
             raise
         result = engine.last

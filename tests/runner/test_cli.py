@@ -128,6 +128,10 @@ def test_room_that_is_asked_for(capsys: pytest.CaptureFixture[str], capitals_art
     assert ended.err.startswith(
         "error: the sessions' keys and values need 1 more page of 64 positions, 0 of 1 are free"
     )
+    # Nothing was answered, so there is no line to end.
+    assert main(["run", str(capitals_artifact), "--prompt", QUESTION * 8, "--kv-tokens", "64"]) == 2
+    ended = capsys.readouterr()
+    assert ended.out == "" and "need 2 more pages of 64 positions, 1 of 1 are free" in ended.err
     for option, value, message in (
         ("--sessions", "0", "sessions must be an integer of 1 or more, got 0"),
         ("--kv-tokens", "-1", "kv_tokens must be an integer of 1 or more, got -1"),
