@@ -8,7 +8,8 @@
 >>> (logits,) = decode.execute((tokens, input_pos))
 """
 
-from .artifact import Dim, StateKind, TensorSpec
+from .artifact.records import Dim, StateKind, TensorSpec
+from .artifact.target import Target
 from .capacity import Capacity
 from .errors import (
     ArtifactError,
@@ -23,12 +24,11 @@ from .errors import (
     StepError,
     TargetError,
 )
+from .graphs.plans import PlanStats
+from .graphs.state_machine import MethodStats, Phase
 from .method import Method
 from .options import BackendOptions
-from .plans import PlanStats
 from .program import Program, ProgramStats, load_program
-from .state_machine import MethodStats, Phase
-from .target import Target
 
 __all__ = [
     "ArtifactError",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .artifact import META_PAGE_SIZE, BufferSpec, Growth, MethodRecord, StateKind, TensorSpec
+from .artifact.records import META_PAGE_SIZE, BufferSpec, Growth, MethodRecord, StateKind, TensorSpec
 from .errors import OptionError
 from .memory import free_device_memory, size_text
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .artifact import TensorSpec, dtype_from_name, dtype_name
+from .artifact.records import TensorSpec, dtype_from_name, dtype_name
+from .code.transfers import LINE, fill, places, size_of
 from .errors import InputError
-from .transfers import LINE, fill, places, size_of
 
 # Numbers up to which Python finds the least and the largest sooner than torch does after a wait for the GPU.
 _LISTED = 256

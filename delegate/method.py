@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from .artifact import TensorSpec
-from .constants import Binding
+from .artifact.pte import DelegateMethod
+from .artifact.records import TensorSpec
+from .code.method_code import MethodCode
+from .constants.pool import Binding
 from .errors import ClosedError, OstinatoError, StepError, first_line
+from .graphs.state_machine import MethodStats, StateMachine
 from .inputs import InputCheck
 from .memory import MemoryWatch
-from .method_code import MethodCode
-from .pte import DelegateMethod
-from .state_machine import MethodStats, StateMachine
 
 
 class Owner:

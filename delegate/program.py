@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 
-from .artifact import Growth, StateKind, TensorSpec
+from .artifact.files import Source, artifact_paths, open_artifact
+from .artifact.pte import DelegateMethod, ProgramFile
+from .artifact.records import Growth, StateKind, TensorSpec
+from .artifact.target import Target, check_target
 from .capacity import Capacity, CapacityOptions, choose_capacity
-from .constants import ConstantPool, ConstantStats
+from .code.method_code import MethodCode
+from .code.side_stream import Call, run_here, run_on_stream, side_stream
+from .constants.pool import ConstantPool, ConstantStats
+from .constants.streaming import StreamBuffers
 from .errors import ClosedError, OptionError
-from .files import Source, artifact_paths, open_artifact
-from .graph_pool import GraphPool
-from .graph_recorders import CudaGraphRecorder, GraphRecorder, HostGraphRecorder
+from .graphs.pool import GraphPool
+from .graphs.recorders import CudaGraphRecorder, GraphRecorder, HostGraphRecorder
+from .graphs.state_machine import StateMachine
 from .method import Method, Owner
-from .method_code import MethodCode
 from .options import BackendOptions
-from .pte import DelegateMethod, ProgramFile
-from .side_stream import Call, run_here, run_on_stream, side_stream
-from .state_machine import StateMachine
-from .streaming import StreamBuffers
-from .target import Target, check_target
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ostinato.delegate import artifact
-from ostinato.delegate.artifact import Growth, StateKind
+from ostinato.delegate.artifact import records as artifact
+from ostinato.delegate.artifact.json_files import read_json
+from ostinato.delegate.artifact.records import Growth, StateKind
+from ostinato.delegate.artifact.target import host_target
 from ostinato.delegate.errors import CheckpointError, ExportError
-from ostinato.delegate.json_files import read_json
-from ostinato.delegate.target import host_target
 
 from .artifact.records import ValueRange
 from .compile.trace import Chain

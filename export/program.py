@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ostinato.delegate.artifact import CONSTANTS_FILE, PROGRAM_FILE, StateForm
+from ostinato.delegate.artifact.records import CONSTANTS_FILE, PROGRAM_FILE, StateForm
+from ostinato.delegate.artifact.target import Target, host_target
 from ostinato.delegate.errors import ExportError
-from ostinato.delegate.target import Target, host_target
 from ostinato.export.artifact.records import Constants, ValueRange, make_method
 from ostinato.export.artifact.writer import atomic_folder, write_constants
 from ostinato.export.compile.aot import Code

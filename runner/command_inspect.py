@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ostinato.delegate.artifact import TensorSpec, dtype_name
+from ostinato.delegate.artifact.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact.records import TensorSpec, dtype_name
 from ostinato.delegate.capacity import CapacityOptions, choose_capacity
-from ostinato.delegate.files import artifact_paths, open_artifact
 from ostinato.delegate.memory import size_text
 
 from .tables import Side, table

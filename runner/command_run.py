@@ -14,8 +14,8 @@ from typing import get_args, get_type_hints
 
 from ostinato.delegate.capacity import CapacityOptions
 from ostinato.delegate.errors import OstinatoError
+from ostinato.delegate.graphs.state_machine import PHASE_OF_COUNTER
 from ostinato.delegate.sampling import Sampling
-from ostinato.delegate.state_machine import PHASE_OF_COUNTER
 
 from .engine import DEFAULT_MAX_NEW_TOKENS, Engine, Result
 from .load_bar import LoadBar

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ostinato.delegate import BackendOptions, InputError, Method, Program
-from ostinato.delegate.artifact import (
+from ostinato.delegate.artifact.records import (
     DECODE,
     DECODE_SAMPLE,
     FEW_ROWS,
@@ -24,7 +24,7 @@ from ostinato.delegate.artifact import (
     TensorSpec,
 )
 from ostinato.delegate.errors import ArtifactError
-from ostinato.delegate.state_machine import Phase
+from ostinato.delegate.graphs.state_machine import Phase
 
 from .buckets import bucket_of, choose_buckets, choose_row_buckets, steps_several
 from .prompt_inputs import PromptInputs

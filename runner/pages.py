@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ostinato.delegate import Program, StateKind
-from ostinato.delegate.artifact import Growth
+from ostinato.delegate.artifact.records import Growth
 from ostinato.delegate.errors import CapacityError
 
 

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ostinato.delegate import artifact
+from ostinato.delegate.artifact import records as artifact
 from ostinato.delegate.memory import size_text
 from ostinato.delegate.program import Program
 

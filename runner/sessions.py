@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ostinato.delegate import ClosedError, InputError
-from ostinato.delegate.artifact import Growth, StateKind
+from ostinato.delegate.artifact.records import Growth, StateKind
 from ostinato.delegate.errors import CapacityError, OptionError
 from ostinato.delegate.sampling import Sampling
 

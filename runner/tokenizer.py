@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.errors import ArtifactError, InputError, first_line
-from ostinato.delegate.json_files import read_json
 
 Message = dict[str, str]
 

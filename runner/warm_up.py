@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ostinato.delegate.state_machine import Phase
+from ostinato.delegate.graphs.state_machine import Phase
 
 from .buckets import known_buckets
 from .model import Model

@@ -36,8 +36,8 @@ from typing import Any
 from bench_commands import SLOWER, fail, numbers, ostinato, output_of, threads_of
 from check_speed import Finding
 
+from ostinato.delegate.artifact.files import artifact_paths, open_artifact
 from ostinato.delegate.errors import OptionError, OstinatoError
-from ostinato.delegate.files import artifact_paths, open_artifact
 from ostinato.runner.batch_bench import BatchPlan, draw_speeds
 from ostinato.runner.plot import check_plot
 from ostinato.runner.tables import Side, table

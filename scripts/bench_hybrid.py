@@ -29,11 +29,11 @@ from check_artifact import anonymous_memory
 from check_speed import Finding
 
 from ostinato.delegate import OstinatoError, Program, load_program
-from ostinato.delegate.artifact import DECODE, META_CPU_MOE
+from ostinato.delegate.artifact.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact.records import DECODE, META_CPU_MOE
+from ostinato.delegate.code.method_code import MethodCode
 from ostinato.delegate.errors import OptionError
-from ostinato.delegate.files import artifact_paths, open_artifact
 from ostinato.delegate.memory import size_text
-from ostinato.delegate.method_code import MethodCode
 from ostinato.export.models import read_config
 from ostinato.runner.bench import Plan, make_plan, measure, sizes_of
 from ostinato.runner.device import device_memory, device_name

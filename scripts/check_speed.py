@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.errors import OstinatoError
-from ostinato.delegate.json_files import read_json
 from ostinato.runner.tables import Side, table
 
 Records = list[dict[str, Any]]

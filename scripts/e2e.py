@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ostinato.delegate.state_machine import PHASE_OF_COUNTER
+from ostinato.delegate.graphs.state_machine import PHASE_OF_COUNTER
 from ostinato.runner.tables import Side, table
 
 ROOT = Path(__file__).resolve().parent.parent

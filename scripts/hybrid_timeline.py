@@ -11,7 +11,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ostinato.delegate.method_code import MethodCode
+from ostinato.delegate.code.method_code import MethodCode
 from ostinato.runner.bench import Plan
 from ostinato.runner.model import Model
 

@@ -13,7 +13,7 @@ from kernel_arguments import Arguments, Draw, Shapes, tensors_of, with_tensors
 from kernel_cases import Case
 from torch import Tensor
 
-from ostinato.delegate.graph_nodes import look_into, start_early
+from ostinato.delegate.graphs.nodes import look_into, start_early
 
 # Largest difference from the float64 reference, over that one's largest number: bfloat16 results are rounded a few times on
 # their way, float32 ones differ by the order of sums. Integers must be the same.

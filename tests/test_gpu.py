@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import Method, Program, load_program
-from ostinato.delegate.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact.files import artifact_paths, open_artifact
 from ostinato.export import export_program
 from ostinato.runner import Engine
 

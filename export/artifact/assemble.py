@@ -17,10 +17,10 @@ from executorch.exir.passes import MemoryPlanningPass
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from ostinato.delegate import artifact
-from ostinato.delegate.artifact import Dim as ArtifactDim
-from ostinato.delegate.artifact import MethodRecord, dtype_from_name
-from ostinato.delegate.target import Target
+from ostinato.delegate.artifact import records as artifact
+from ostinato.delegate.artifact.records import Dim as ArtifactDim
+from ostinato.delegate.artifact.records import MethodRecord, dtype_from_name
+from ostinato.delegate.artifact.target import Target
 
 from .executorch_internals import delegated_module, edge_config
 from .records import UNBOUNDED, CompiledMethod

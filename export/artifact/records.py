@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ostinato.delegate.artifact import (
+from ostinato.delegate.artifact.records import (
     CODE_KEY_PREFIX,
     EXTERN_KEY_PREFIX,
     KERNELS_KEY_PREFIX,

@@ -7,9 +7,9 @@ operations in a kernel. Files with `_cpu` in their names have them in C++, for a
 
 from __future__ import annotations
 
-from ostinato.delegate.artifact import HOST
+from ostinato.delegate.artifact.records import HOST
+from ostinato.delegate.artifact.target import host_isa
 from ostinato.delegate.errors import ExportError
-from ostinato.delegate.target import host_isa
 
 from .attention import reference as attention_reference
 from .delta_rule import reference as delta_rule_reference

@@ -2,7 +2,7 @@
 
 So it loads its weights while the kernel ahead finishes. A *marked* kernel has `artifact.EARLY_KERNEL` in its name; only
 between two marked kernels does the runtime change a captured graph. The rules that marked kernels keep, R1 to R5, and why
-results then stay the same, stand in `delegate/graph_nodes.py`.
+results then stay the same, stand in `delegate/graphs/nodes.py`.
 
 With EARLY false both functions do nothing.
 """

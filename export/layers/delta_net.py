@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ostinato.delegate.artifact import StateKind
+from ostinato.delegate.artifact.records import StateKind
 from ostinato.export.kernels.operands import Convolution, Decay, HeadSquares, Place
 
 from .build import Build, parameter

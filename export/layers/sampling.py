@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ostinato.delegate.artifact import StateKind
+from ostinato.delegate.artifact.records import StateKind
 from ostinato.delegate.sampling import Sampling, SamplingInputs
 from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.sampling.reference import workspace_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ostinato.delegate.artifact import Growth, StateForm, StateKind
+from ostinato.delegate.artifact.records import Growth, StateForm, StateKind
 
 _FORMS = "state_forms"
 # What the first dimension of a buffer that grows has in an export. Not one, which compilers take for a constant.

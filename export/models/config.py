@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.errors import CheckpointError
-from ostinato.delegate.json_files import read_json
 
 # Sizes in the file format are 32-bit.
 MAX_SIZE = 2**31 - 1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.export import Dim
 
-from ostinato.delegate import artifact
+from ostinato.delegate.artifact import records as artifact
 from ostinato.delegate.sampling import Sampling, SamplingInputs
 from ostinato.export.compile.trace import Chain, Link
 from ostinato.export.layers.host_experts import STREAMED

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.errors import CheckpointError
-from ostinato.delegate.json_files import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 # A tensor of one expert among several.

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ostinato.delegate.loading import ConstantLoader
-from ostinato.delegate.ptd import ConstantsFile
+from ostinato.delegate.artifact.ptd import ConstantsFile
+from ostinato.delegate.constants.loading import ConstantLoader
 
 from .chain import WIDTH, Layer, Stack, layers, mixed_chains
 from .loading_cases import many_constants, written

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ostinato.delegate import memory
-from ostinato.delegate.artifact import BufferSpec, MethodRecord
-from ostinato.delegate.flatbuffer import map_file
-from ostinato.delegate.ptd import ConstantsFile, parse_constants
+from ostinato.delegate.artifact.flatbuffer import map_file
+from ostinato.delegate.artifact.ptd import ConstantsFile, parse_constants
+from ostinato.delegate.artifact.records import BufferSpec, MethodRecord
 
 STATE = "layers.0.state"
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import load_program
-from ostinato.delegate.graph_pool import Work
-from ostinato.delegate.graph_recorders import HostGraphRecorder, _HostGraph
-from ostinato.delegate.method_code import MethodCode
+from ostinato.delegate.code.method_code import MethodCode
+from ostinato.delegate.graphs.pool import Work
+from ostinato.delegate.graphs.recorders import HostGraphRecorder, _HostGraph
 
 from .chain import WIDTH
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ostinato.delegate import ClosedError, InputError, Program, StepError, load_program
-from ostinato.delegate.graph_pool import Work
-from ostinato.delegate.method_code import MethodCode
-from ostinato.delegate.plans import MOST_CHANGES
+from ostinato.delegate.code.method_code import MethodCode
+from ostinato.delegate.graphs.plans import MOST_CHANGES
+from ostinato.delegate.graphs.pool import Work
 
 from .pair import GRAPH, Pair, inputs_of, refusing
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate import InputError, OptionError, load_program
-from ostinato.delegate.artifact import BufferSpec, Growth, MethodRecord, StateForm, StateKind
+from ostinato.delegate.artifact.records import BufferSpec, Growth, MethodRecord, StateForm, StateKind
 from ostinato.delegate.capacity import Capacity, CapacityOptions, choose_capacity, first_table
 
 PAGE = 4

@@ -12,8 +12,8 @@ import torch
 
 from ostinato.delegate import DeviceMemoryError, StepError, load_program
 from ostinato.delegate import memory as memory_module
-from ostinato.delegate.graph_recorders import CudaGraphRecorder, HostGraphRecorder, _CudaGraph, _HostGraph
-from ostinato.delegate.method_code import MethodCode
+from ostinato.delegate.code.method_code import MethodCode
+from ostinato.delegate.graphs.recorders import CudaGraphRecorder, HostGraphRecorder, _CudaGraph, _HostGraph
 
 from .loading_cases import OUT_OF_MEMORY
 from .pair import GRAPH, Pair, inputs_of

@@ -26,8 +26,8 @@ from ostinato.delegate import (
     Target,
     load_program,
 )
+from ostinato.delegate.artifact.target import check_target
 from ostinato.delegate.sampling import SamplingInputs
-from ostinato.delegate.target import check_target
 
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent
 from ..processes import PATIENCE

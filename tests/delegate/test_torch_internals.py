@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import torch_internals
-from ostinato.delegate.artifact import MethodRecord
-from ostinato.delegate.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact.records import MethodRecord
 from ostinato.delegate.torch_internals import (
     PoolHandle,
     bind_constants,

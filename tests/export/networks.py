@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ostinato.delegate.artifact import Growth, StateForm, StateKind
+from ostinato.delegate.artifact.records import Growth, StateForm, StateKind
 from ostinato.export.layers.state import state_forms
 from ostinato.export.models import LanguageModel, ModelConfig, build_network, find_family, read_config
 from ostinato.export.models.qwen3_5 import Qwen3_5Config

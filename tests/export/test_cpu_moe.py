@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import InputError, load_program
-from ostinato.delegate.method_code import MethodCode
+from ostinato.delegate.code.method_code import MethodCode
 from ostinato.export import export_model
 
 from ..comparison import relative_error

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import StateKind, load_program
-from ostinato.delegate.flatbuffer import map_file
-from ostinato.delegate.ptd import Entry, parse_constants
+from ostinato.delegate.artifact.flatbuffer import map_file
+from ostinato.delegate.artifact.ptd import Entry, parse_constants
 from ostinato.delegate.sampling import SamplingInputs
 from ostinato.export import export_model
 from ostinato.export.kernels import kernels_for

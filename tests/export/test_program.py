@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate import load_program
+from ostinato.delegate.artifact.flatbuffer import map_file
+from ostinato.delegate.artifact.ptd import Entry, parse_constants
 from ostinato.delegate.errors import ExportError
-from ostinato.delegate.flatbuffer import map_file
-from ostinato.delegate.ptd import Entry, parse_constants
 from ostinato.export import Chain, ExportReport, Link, Progress, export_program
 
 FLOATS = torch.arange(6, dtype=torch.float32).reshape(2, 3) / 7

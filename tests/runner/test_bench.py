@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ostinato.delegate import load_program
-from ostinato.delegate.graph_recorders import HostGraphRecorder
+from ostinato.delegate.graphs.recorders import HostGraphRecorder
 from ostinato.runner.cli import main
 from ostinato.runner.model import Model
 from ostinato.runner.report import Reads

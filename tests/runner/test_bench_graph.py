@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ostinato.delegate.graph_nodes import GraphNodes
-from ostinato.delegate.graph_recorders import Graph, HostGraphRecorder
+from ostinato.delegate.graphs.nodes import GraphNodes
+from ostinato.delegate.graphs.recorders import Graph, HostGraphRecorder
 from ostinato.runner.bench import Case, Measurement, ModeResult
 from ostinato.runner.report import host_text
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import CapacityError, InputError, OptionError, StateKind
-from ostinato.delegate.graph_recorders import Graph, HostGraphRecorder, Work
+from ostinato.delegate.graphs.recorders import Graph, HostGraphRecorder, Work
 from ostinato.runner import Engine
 from ostinato.runner.buckets import bucket_of
 from ostinato.runner.cli import main

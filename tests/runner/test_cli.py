@@ -171,7 +171,7 @@ def test_failed_capture_is_told(
     with load_program(capitals_artifact) as program:
         if program.device.type != "cpu":
             pytest.skip("the host's recorder is what fails here")
-    from ostinato.delegate.graph_recorders import HostGraphRecorder
+    from ostinato.delegate.graphs.recorders import HostGraphRecorder
 
     def fail(*_: object) -> None:
         raise RuntimeError("injected")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ostinato.delegate import OptionError
-from ostinato.delegate.method_code import MethodCode
+from ostinato.delegate.code.method_code import MethodCode
 from ostinato.export import export_model
 from ostinato.runner import Engine
 from ostinato.runner.streamed import EACH_TOKEN, READING, STREAM_FROM, streamed_experts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import ArtifactError, CapacityError, InputError, OptionError
-from ostinato.delegate.artifact import Growth
+from ostinato.delegate.artifact.records import Growth
 from ostinato.runner import Engine, Sampling
 from ostinato.runner import engine as engine_module
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import InputError, load_program
-from ostinato.delegate.artifact import META_QUANTIZATION
-from ostinato.delegate.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact.records import META_QUANTIZATION
 from ostinato.runner import Engine
 
 from ..comparison import relative_error

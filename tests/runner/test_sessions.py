@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from ostinato.delegate import CapacityError, ClosedError, InputError, OptionError, StateKind
-from ostinato.delegate.artifact import Growth
+from ostinato.delegate.artifact.records import Growth
 from ostinato.runner import Engine, Sampling
 from ostinato.runner.sessions import Session, Snapshot
 from ostinato.runner.steps import _Known

@@ -62,7 +62,7 @@ def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KV
     """See `reference.attend_step`; all tensors contiguous. The cost grows with the position, not with a session's pages.
 
     `place` and the table are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
-    `delegate/graph_nodes.py`).
+    `delegate/graphs/nodes.py`).
 
     Raises:
         ExportError: see `check_step`.

@@ -33,7 +33,7 @@ CONV = ConvConfig(channels=512, warps=4)
 def conv_rows(product: Tensor, conv: Convolution, place: Place) -> Tensor:
     """See `linear.reference.conv_rows`; all tensors contiguous, R <= MOST_ROWS.
 
-    Positions, slots and the state are read before the kernel ahead has ended (rule R2 in `delegate/graph_nodes.py`).
+    Positions, slots and the state are read before the kernel ahead has ended (rule R2 in `delegate/graphs/nodes.py`).
     """
     return _conv_rows(product, conv.weight, conv.state, place.positions, place.slots)
 

@@ -91,7 +91,7 @@ def delta_rows(
 ) -> tuple[Tensor, Tensor]:
     """See `reference.delta_step`; all tensors contiguous, R <= MOST_ROWS, P = V / `DeltaConfig.values`.
 
-    Positions, slots and the state are read before the kernel ahead has ended (rule R2 in `delegate/graph_nodes.py`).
+    Positions, slots and the state are read before the kernel ahead has ended (rule R2 in `delegate/graphs/nodes.py`).
 
     Raises:
         ExportError: see `check_delta_rule`.

@@ -39,7 +39,7 @@ def delta_step(
     """See `reference.delta_step`; R = 1, all tensors contiguous, P = V / CONFIG.values.
 
     Positions and slots are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
-    `delegate/graph_nodes.py`).
+    `delegate/graphs/nodes.py`).
 
     Raises:
         ExportError: see `check_delta_rule`.

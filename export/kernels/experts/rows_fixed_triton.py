@@ -69,7 +69,7 @@ def gate_up_fixed_rows_early(
     """silu(gate) * up: hidden [places, 2, INNER] int8 and its scales [places, INNER / SHARE]. Program (SHARE columns, block).
 
     The columns of a program, and so those that share a scale, are what the low nibbles of a group of down weights multiply,
-    or its high ones; hidden has them in this order. The next kernel starts after the wait (R3 in `delegate/graph_nodes.py`).
+    or its high ones; hidden has them in this order. The next kernel starts after the wait (R3 in `delegate/graphs/nodes.py`).
 
     Args:
         planes: [R, 2, SIZE] int8, in the order of `rows_tiles_triton.nibble_order`, and their scales [R, SIZE / 128].
@@ -134,7 +134,7 @@ def down_fixed_rows_early(
 ):
     """parts [R (k (+ 1)), SIZE], outputs without their shares. Program (DOWN_TILE of SIZE, block); its warps divide INNER.
 
-    It reads the plan before its wait (R4 in `delegate/graph_nodes.py`).
+    It reads the plan before its wait (R4 in `delegate/graphs/nodes.py`).
 
     Behind a block's last place stand those of the next block, or what nobody wrote: their products are not stored.
 

@@ -61,7 +61,7 @@ def experts_gate_up_early(
     """hidden = silu(gate) * up, ROWS rows of one expert per program: the shared expert's programs, then the routed ones'.
 
     The smaller an expert's weight, the longer it takes to find, so the earlier its programs start. This kernel is a late one
-    (R3 in `delegate/graph_nodes.py`): `experts_down_early` relies on that.
+    (R3 in `delegate/graphs/nodes.py`): `experts_down_early` relies on that.
     """
     BLOCKS: tl.constexpr = INNER // ROWS
     SHARED_BLOCKS: tl.constexpr = SHARED_INNER // ROWS
@@ -118,7 +118,7 @@ def experts_down_early(
     """out [SIZE] = residual + the weighted sum over the experts, ROWS elements per program; all experts' rows load together.
 
     Before its wait it reads the logits and the residual stream, which kernels of the step wrote: `experts_gate_up_early`, a
-    late kernel, must be directly ahead of it (R4 and R5 in `delegate/graph_nodes.py`). WIDTH and SHARED_WIDTH: units of a
+    late kernel, must be directly ahead of it (R4 and R5 in `delegate/graphs/nodes.py`). WIDTH and SHARED_WIDTH: units of a
     tile that an expert's row takes.
     """
     ROW: tl.constexpr = INNER // 8 if GROUP > 0 else INNER

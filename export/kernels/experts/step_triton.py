@@ -107,7 +107,7 @@ def _route_logits(x: Tensor, norm_weight: Tensor, eps: float, gate: Tensor, shar
 def experts_gate_up(x: Tensor, norm: Norm, logits: Tensor, top_k: int, routed: Weight, shared: Weight | None) -> Tensor:
     """See `reference.experts_gate_up`; x in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes.
 
-    Its kernel is a late one, and that of `experts_down` must be directly behind it (R3 to R5 in `delegate/graph_nodes.py`).
+    Its kernel is a late one, and that of `experts_down` must be directly behind it (R3 to R5 in `delegate/graphs/nodes.py`).
 
     Raises:
         ExportError: see `check_experts` and `check_weight`; or a shared expert that does not match.
@@ -160,7 +160,7 @@ def experts_down(
     """See `reference.experts_down`; residual in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes.
 
     Its kernel reads `logits` and `residual` before its wait. So among kernels that start early it must be directly behind
-    that of `experts_gate_up`, and both tensors must be older than that one (R4 and R5 in `delegate/graph_nodes.py`).
+    that of `experts_gate_up`, and both tensors must be older than that one (R4 and R5 in `delegate/graphs/nodes.py`).
 
     Raises:
         ExportError: see `check_experts` and `check_weight`; or a shared expert that does not match.

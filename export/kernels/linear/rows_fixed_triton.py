@@ -51,7 +51,7 @@ def fixed_rows_early(
     K is a multiple of 256. Program (block of rows, part of K, tile of weight rows): the programs that read the same weights
     stand side by side. The first tiles are of gates [GATES, K], which other programs need not wait for.
 
-    The next kernel starts after the wait (R3 in `delegate/graph_nodes.py` calls that *late*): 12,288 x 2,048 then takes 7.9,
+    The next kernel starts after the wait (R3 in `delegate/graphs/nodes.py` calls that *late*): 12,288 x 2,048 then takes 7.9,
     8.0 and 8.4 us with 2, 8 and 16 rows, 10.0 to 10.9 if it starts first, and 8.5 to 8.8 if it starts after the loop.
 
     planes and factors have room for all COLUMNS of the last block. Up to 16 COLUMNS those past the last row are not read.

@@ -139,7 +139,7 @@ def norm_linear_conv(
     """See `reference.norm_linear_conv`; all tensors contiguous and aligned to 16 bytes.
 
     Positions and slots are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
-    `delegate/graph_nodes.py`).
+    `delegate/graphs/nodes.py`).
 
     Raises:
         ExportError: see `check_weight`.

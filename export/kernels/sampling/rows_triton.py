@@ -63,7 +63,7 @@ def sample_next(
     """See `reference.sample_next`; all tensors contiguous. What is traced for one row is `sample_triton.sample_next`.
 
     Positions, slots and options are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
-    `delegate/graph_nodes.py`). A row of padding gives token 0; its logits and options are not read. Several rows do not use
+    `delegate/graphs/nodes.py`). A row of padding gives token 0; its logits and options are not read. Several rows do not use
     the workspace.
     """
     if is_one(logits.shape[0]):

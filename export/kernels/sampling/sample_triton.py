@@ -48,7 +48,7 @@ def sample_next(
     """See `reference.sample_next`; all tensors contiguous.
 
     Positions, slots and options are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
-    `delegate/graph_nodes.py`).
+    `delegate/graphs/nodes.py`).
     """
     return _sample_next(logits, positions, slots, last.token, last.position, list(how), workspace)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.delegate.artifact import Dim, MethodRecord, Segment, TensorSpec
-from ostinato.delegate.pte import ProgramFile, parse_program
-from ostinato.delegate.target import host_target
+from ostinato.delegate.artifact.pte import ProgramFile, parse_program
+from ostinato.delegate.artifact.records import Dim, MethodRecord, Segment, TensorSpec
+from ostinato.delegate.artifact.target import host_target
 from ostinato.export.artifact.assemble import assemble
 from ostinato.export.artifact.records import UNBOUNDED, CompiledMethod
 

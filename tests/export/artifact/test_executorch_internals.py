@@ -10,7 +10,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor, nn
 
-from ostinato.delegate.ptd import parse_constants
+from ostinato.delegate.artifact.ptd import parse_constants
 from ostinato.export.artifact import executorch_internals
 
 
@@ -65,7 +65,7 @@ def test_delegated_module() -> None:
 
 def test_write_flat_tensor() -> None:
     """Blobs are asked for in order, while the file is written."""
-    from ostinato.delegate.artifact import MANIFEST_KEY, Manifest
+    from ostinato.delegate.artifact.records import MANIFEST_KEY, Manifest
 
     asked: list[str] = []
     manifest = Manifest("id", "hash", {}).to_bytes()

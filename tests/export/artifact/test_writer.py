@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.delegate.artifact import constant_digest, dtype_name
+from ostinato.delegate.artifact.flatbuffer import map_file
+from ostinato.delegate.artifact.ptd import parse_constants
+from ostinato.delegate.artifact.records import constant_digest, dtype_name
 from ostinato.delegate.errors import ExportError
-from ostinato.delegate.flatbuffer import map_file
-from ostinato.delegate.ptd import parse_constants
 from ostinato.export.artifact.writer import write_constants
 from ostinato.export.models import ModelConfig, build_network
 from ostinato.export.weights.stream import QuantizedWeights, WeightSource, float_shapes

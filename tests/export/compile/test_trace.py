@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from ostinato.delegate import load_program
+from ostinato.delegate.artifact.flatbuffer import map_file
+from ostinato.delegate.artifact.ptd import parse_constants
 from ostinato.delegate.errors import ExportError
-from ostinato.delegate.flatbuffer import map_file
-from ostinato.delegate.ptd import parse_constants
 from ostinato.export import Chain, Link, export_program
 from ostinato.export.artifact.records import Constants
 from ostinato.export.compile import libraries

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ostinato.delegate.artifact import Growth, StateForm, StateKind
+from ostinato.delegate.artifact.records import Growth, StateForm, StateKind
 from ostinato.delegate.sampling import SamplingInputs
 from ostinato.export.artifact.records import Constants
 from ostinato.export.compile.trace import Known, trace_method

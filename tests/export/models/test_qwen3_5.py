@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Qwen3_5ForConditionalGeneration
 from transformers.models.qwen3_5 import Qwen3_5Config
 
-from ostinato.delegate.artifact import StateKind
+from ostinato.delegate.artifact.records import StateKind
 from ostinato.export.kernels import Kernels
 from ostinato.export.layers.state import state_of_kind
 from ostinato.export.models import LanguageModel

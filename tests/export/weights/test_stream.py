@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ostinato.delegate.artifact import StateKind
+from ostinato.delegate.artifact.records import StateKind
 from ostinato.delegate.errors import CheckpointError
 from ostinato.export.artifact.records import Constants
 from ostinato.export.compile.trace import trace_method

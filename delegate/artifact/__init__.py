@@ -1,0 +1,1 @@
+"""What both sides agree on, and the readers of both files."""

@@ -1,0 +1,65 @@
+"""Find the two files of an artifact, map and parse them, and check that they belong together."""
+
+from __future__ import annotations
+
+import hashlib
+from os import PathLike
+from pathlib import Path
+
+from ostinato.delegate.errors import ArtifactError
+
+from .flatbuffer import map_file
+from .ptd import ConstantsFile, parse_constants
+from .pte import ProgramFile, parse_program
+from .records import CONSTANTS_FILE, PROGRAM_FILE
+
+Source = str | PathLike[str] | tuple[str | PathLike[str], str | PathLike[str]]
+
+
+def artifact_paths(source: Source) -> tuple[Path, Path]:
+    """The program's and the constants' file.
+
+    Args:
+        source: an artifact folder; the paths of both files; or the path of the program, `NAME.pte`, beside whose file the
+            constants are `NAME.ptd`.
+
+    Raises:
+        ArtifactError: no such folder, or it holds no artifact.
+    """
+    if isinstance(source, tuple):
+        return Path(source[0]), Path(source[1])
+    folder = Path(source)
+    if not folder.exists():
+        raise ArtifactError(f"no such folder: {folder}")
+    if folder.suffix == ".pte":
+        return folder, folder.with_suffix(".ptd")
+    if not folder.is_dir():
+        raise ArtifactError(
+            f"{folder} is not a folder: pass an artifact folder (it holds {PROGRAM_FILE} and {CONSTANTS_FILE})"
+        )
+    if not (folder / PROGRAM_FILE).exists():
+        raise ArtifactError(
+            f"{folder} is not an artifact: it has no {PROGRAM_FILE}. Make one with: ostinato export --model CHECKPOINT "
+            f"--output {folder}"
+        )
+    return folder / PROGRAM_FILE, folder / CONSTANTS_FILE
+
+
+def open_artifact(program_path: Path, constants_path: Path, verify: bool = True) -> tuple[ProgramFile, ConstantsFile]:
+    """Map and parse both files and check that they belong together; nothing is run and no target is checked."""
+    program_bytes = map_file(program_path)
+    constants = parse_constants(map_file(constants_path), constants_path)
+    # The export id tells a foreign .ptd from a damaged .pte, so the program is parsed before hashes are compared.
+    intact = not verify or hashlib.sha256(program_bytes).hexdigest() == constants.manifest.program_sha256
+    parsed = parse_program(program_bytes, program_path)
+    if not parsed.methods:
+        raise ArtifactError(f"{program_path} has no method that can be run")
+    export_id = next(iter(parsed.methods.values())).export_id
+    if export_id != constants.manifest.export_id:
+        raise ArtifactError(
+            f"{constants_path} belongs to another export than {program_path} (export ids {constants.manifest.export_id[:8]} "
+            f"and {export_id[:8]}): use the two files that one export wrote"
+        )
+    if not intact:
+        raise ArtifactError(f"{program_path} is damaged: its SHA-256 is not the one that {constants_path.name} records")
+    return parsed, constants

@@ -1,0 +1,1 @@
+"""Compiled code, bound by reference; values between the GPU and the host."""

@@ -1,0 +1,1 @@
+"""One pool of tensors: loading, sharing and streaming them."""

@@ -1,0 +1,312 @@
+"""One pool per loaded program owns every constant and every mutable buffer, where the code that uses it runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ostinato.delegate import memory
+from ostinato.delegate.artifact.ptd import ConstantsFile, Entry
+from ostinato.delegate.artifact.records import (
+    HOST,
+    BufferSpec,
+    Growth,
+    MethodRecord,
+    StateKind,
+    constant_digest,
+    dtype_from_name,
+    dtype_name,
+)
+from ostinato.delegate.capacity import first_table
+from ostinato.delegate.code.method_code import ALIGNMENT
+from ostinato.delegate.errors import ArtifactError, InputError
+
+from .loading import PARALLEL_FROM, ConstantLoader, free_tensors
+
+logger = logging.getLogger(__name__)
+
+
+class Held(NamedTuple):
+    """A tensor of the pool: its key in the file, and the device that it is on."""
+
+    key: str
+    device: torch.device
+
+
+@dataclass
+class ConstantStats:
+    """`count` constants are held, `shared` of them by two or more methods; `bytes_saved` is against one copy per method."""
+
+    count: int = 0
+    nbytes: int = 0
+    shared: int = 0
+    bytes_saved: int = 0
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What one method is bound to.
+
+    `tensors`: constants and mutable buffers by the names that the compiled code uses. `shared`: the pool's own constants
+    among them. `private`: tensors that this method alone has.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    shared: tuple[Held, ...]
+    private: tuple[torch.Tensor, ...]
+
+
+class ConstantPool:
+    """Tensors by key; a constant is loaded and checked when the first method asks for it, once for each device that uses it.
+
+    Args:
+        file: the parsed `.ptd`.
+        device: the program's, where the tensors live but for those of segments on the host. On the CPU they lie on the file's
+            map; on a GPU each is copied once.
+        verify: compare each constant's SHA-256 with the manifest when it is loaded.
+        on_load: called with the number of bytes after each constant, for progress displays; from the thread that binds.
+        parallel_from: load with several threads from this many bytes on.
+
+    Attributes:
+        pages: of the KV caches, which block tables deal out; set before anything is bound.
+    """
+
+    def __init__(
+        self,
+        file: ConstantsFile,
+        device: torch.device,
+        verify: bool = True,
+        on_load: Callable[[int], None] | None = None,
+        parallel_from: int = PARALLEL_FROM,
+    ) -> None:
+        self._file = file
+        self._device = device
+        self.pages = 0
+        check = self._check_hash if verify else None
+        places = dict.fromkeys((device, torch.device(HOST)))
+        self._loaders = {place: ConstantLoader(place, check, on_load, parallel_from) for place in places}
+        self._tensors: dict[Held, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffer_specs: dict[str, BufferSpec] = {}
+        # In place of the pool's own ones, while the program is bound to another state.
+        self._lent: dict[str, torch.Tensor] = {}
+        self._users: dict[Held, int] = {}
+        # Whether the host has memory for all that is mapped so far.
+        self.keeps_mapped = True
+        # The program's: its methods use it too.
+        self.watch = memory.MemoryWatch(device)
+
+    def bind(self, record: MethodRecord, share: bool = True) -> Binding:
+        """The constants and mutable buffers of one method; those that are not there yet are loaded.
+
+        Constants are the pool's own, or with `share=False` private copies that the pool does not keep. A mutable buffer is
+        made on first use, from zeros or from its first value in `model.ptd`, and is always shared. When anything fails, all
+        that this call allocated is freed, and the pool is as it was before.
+
+        Raises:
+            ArtifactError: the file lacks a constant, or one is damaged.
+            DeviceMemoryError: the device has no room.
+        """
+        by_name = self._held(record, record.constants)
+        wanted = tuple(dict.fromkeys(by_name.values()))
+        missing = [held for held in wanted if not share or held not in self._tensors]
+        buffers = dict.fromkeys(self._held(record, record.buffers).values())
+        specs = {held: record.buffer_specs[held.key] for held in buffers if held.key not in self._buffers}
+        with self.watch.explaining(f"loading method {record.method!r}"):
+            fresh = self._make(record.method, missing, specs, private=not share)
+        constants = {held: fresh[held] for held in missing}
+        if share:
+            self._tensors |= constants
+            self._check_mapped()
+            for held in wanted:
+                self._users[held] = self._users.get(held, 0) + 1
+            constants = {held: self._tensors[held] for held in wanted}
+        self._buffers |= {held.key: fresh[held] for held in specs}
+        self._buffer_specs |= {held.key: spec for held, spec in specs.items()}
+        tensors = {name: constants[held] for name, held in by_name.items()}
+        return Binding(
+            tensors | self.buffers_for(record), wanted if share else (), () if share else tuple(constants.values())
+        )
+
+    def prefault(self) -> None:
+        """Read what is mapped once, so that no step waits for the disk."""
+        entries = {held.key: self._entry(held.key) for held in self._tensors if held.device.type == HOST}
+        self._loaders[torch.device(HOST)].touch(entries)
+
+    def release(self, binding: Binding) -> None:
+        """Take back one use of each shared constant, which stays until `close`, and free the private ones."""
+        for held in binding.shared:
+            self._users[held] -= 1
+        free_tensors(binding.private)
+
+    def bytes_to_load(self, records: Iterable[MethodRecord], device: torch.device | None = None) -> int:
+        """Bytes that binding all of `records` would read from the file: each constant once for each device that uses it, or
+        for `device` alone, and none that is loaded."""
+        wanted: set[Held] = set()
+        for record in records:
+            wanted |= set(self._held(record, record.constants).values()) - self._tensors.keys()
+            for held in self._held(record, record.buffers).values():
+                if record.buffer_specs[held.key].initialised and held.key not in self._buffers:
+                    wanted.add(held)
+        return sum(
+            self._file.entries[held.key].nbytes
+            for held in wanted
+            if held.key in self._file.entries and device in (None, held.device)
+        )
+
+    def buffers_for(self, record: MethodRecord) -> dict[str, torch.Tensor]:
+        """The buffers in use, by the names that the method's code has for them."""
+        buffers = self.buffers
+        return {name: buffers[key] for name, key in record.buffers.items()}
+
+    def new_buffers(self) -> dict[str, torch.Tensor]:
+        """Others of the same layout as those made so far, with their first values.
+
+        Raises:
+            DeviceMemoryError: the device has no room.
+        """
+        with self.watch.explaining("making a state"):
+            fresh = {key: torch.empty_like(tensor) for key, tensor in self._buffers.items()}
+        self._put_first_values(fresh)
+        return fresh
+
+    def lend(self, buffers: Mapping[str, torch.Tensor] | None) -> None:
+        """Use `buffers` in place of the pool's own ones, all made so far; None: the own ones again.
+
+        Raises:
+            InputError: a buffer is missing, unknown, or of another layout.
+        """
+        if buffers is not None:
+            for key in [*self._buffers, *buffers]:
+                if key not in buffers or key not in self._buffers:
+                    which = "lacks" if key in self._buffers else "has, and the program does not,"
+                    raise InputError(f"the state {which} the buffer {key!r}: make it with `new_state`")
+                if (why := _other_layout(self._buffers[key], buffers[key])) is not None:
+                    raise InputError(f"the state's buffer {key!r} has another layout: {why}")
+        self._lent = dict(buffers or {})
+
+    def reset_buffers(self) -> None:
+        """Put the first values back, in place, into the buffers in use."""
+        self._put_first_values(self.buffers)
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Mutable buffers in use, of those made so far, by fully qualified name."""
+        return {**self._buffers, **self._lent}
+
+    def buffers_of(self, kind: StateKind) -> dict[str, torch.Tensor]:
+        """Those of `buffers` that were declared to hold `kind`."""
+        buffers = self.buffers
+        return {key: buffers[key] for key, spec in self._buffer_specs.items() if spec.kind is kind}
+
+    def buffers_that_grow(self, growth: Growth) -> dict[str, torch.Tensor]:
+        """Those of `buffers` whose first dimension is this."""
+        buffers = self.buffers
+        return {key: buffers[key] for key, spec in self._buffer_specs.items() if spec.growth is growth}
+
+    @property
+    def stats(self) -> ConstantStats:
+        used = {held: users for held, users in self._users.items() if users > 0}
+        sizes = {held: self._tensors[held].nbytes for held in used}
+        return ConstantStats(
+            count=len(used),
+            nbytes=sum(sizes.values()),
+            shared=sum(users > 1 for users in used.values()),
+            bytes_saved=sum((users - 1) * sizes[held] for held, users in used.items()),
+        )
+
+    def close(self) -> None:
+        """Free all tensors, also those that someone still holds."""
+        free_tensors([*self._tensors.values(), *self._buffers.values()])
+        self._tensors.clear()
+        self._buffers.clear()
+        self._lent.clear()
+        self._buffer_specs.clear()
+        self._users.clear()
+
+    def _held(self, record: MethodRecord, names: Mapping[str, str]) -> dict[str, Held]:
+        """The record's constants, or its buffers, by their names in the code."""
+        host, host_names = torch.device(HOST), record.host_names
+        return {name: Held(key, host if name in host_names else self._device) for name, key in names.items()}
+
+    def _make(
+        self, method: str, constants: Iterable[Held], specs: Mapping[Held, BufferSpec], private: bool
+    ) -> dict[Held, torch.Tensor]:
+        """New tensors for these, all or none."""
+        entries = {held: self._entry(held.key) for held in constants}
+        constant_bytes = sum(entry.nbytes for held, entry in entries.items() if held.device == self._device)
+        buffer_bytes = sum(spec.nbytes for held, spec in specs.items() if held.device == self._device)
+        memory.check_room(self._device, method, constant_bytes, buffer_bytes)
+        first_values = {held: self._entry(held.key) for held, spec in specs.items() if spec.initialised}
+        own = first_values.keys() | (entries.keys() if private else ())
+        made: dict[Held, torch.Tensor] = {}
+        try:
+            for held, spec in specs.items():
+                if not spec.initialised:
+                    made[held] = torch.zeros(spec.shape, dtype=dtype_from_name(spec.dtype), device=held.device)
+            for device, loader in self._loaders.items():
+                here = {held.key: entry for held, entry in (entries | first_values).items() if held.device == device}
+                if here:
+                    loaded = loader.load(here, {held.key for held in own if held.device == device})
+                    made |= {Held(key, device): tensor for key, tensor in loaded.items()}
+            for held, spec in specs.items():
+                if spec.growth is not Growth.FIXED:
+                    made[held] = self._first_rows(spec, made[held])
+            return made
+        except BaseException:
+            free_tensors(made.values())
+            raise
+
+    def _first_rows(self, spec: BufferSpec, first: torch.Tensor) -> torch.Tensor:
+        """A buffer that grows, with its first values, from those in the file or from zeros."""
+        if spec.kind is StateKind.BLOCK_TABLE:
+            return first_table(spec, self.pages).to(first.device)
+        return first[:1].expand(spec.shape).contiguous() if spec.initialised else first
+
+    def _check_mapped(self) -> None:
+        mapped = sum(tensor.nbytes for held, tensor in self._tensors.items() if held.device.type == HOST)
+        warning = memory.check_mapped(mapped)
+        if warning is not None and self.keeps_mapped:
+            logger.warning("%s", warning)
+            self.keeps_mapped = False
+
+    def _put_first_values(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        for key, spec in self._buffer_specs.items():
+            if spec.kind is StateKind.BLOCK_TABLE:
+                buffers[key].copy_(first_table(spec, self.pages))
+            elif spec.initialised:
+                first = self._entry(key).tensor()
+                buffers[key].copy_(first if spec.growth is Growth.FIXED else first[:1])
+            else:
+                buffers[key].zero_()
+
+    def _entry(self, key: str) -> Entry:
+        entry = self._file.entries.get(key)
+        if entry is None or entry.dtype is None:
+            raise ArtifactError(
+                f"{self._file.path} lacks the constant {key!r}: it belongs to another export, or is damaged"
+            )
+        return entry
+
+    def _check_hash(self, key: str, entry: Entry) -> None:
+        expected = self._file.manifest.constants.get(key)
+        assert entry.dtype is not None
+        found = constant_digest(entry.data, dtype_name(entry.dtype), entry.shape, entry.strides)
+        if found != expected:
+            raise ArtifactError(
+                f"{self._file.path} is damaged: constant {key!r} has SHA-256 {found[:12]}..., the manifest says "
+                f"{(expected or 'nothing')[:12]}...: copy the artifact again or export it again"
+            )
+
+
+def _other_layout(own: torch.Tensor, given: torch.Tensor) -> str | None:
+    """How `given` differs from `own`, None if it can take its place in compiled code."""
+    layouts = [(list(x.shape), list(x.stride()), str(x.dtype), str(x.device)) for x in (own, given)]
+    for what, wanted, got in zip(("shape", "strides", "dtype", "device"), *layouts, strict=True):
+        if wanted != got:
+            return f"{what} {got}, expected {wanted}"
+    return None if given.data_ptr() % ALIGNMENT == 0 else f"its address is not a multiple of {ALIGNMENT}"

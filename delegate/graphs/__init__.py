@@ -1,0 +1,1 @@
+"""Warmup -> capture -> replay: state machine, plans, recorders, pool and nodes of graphs."""

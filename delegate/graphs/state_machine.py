@@ -1,0 +1,299 @@
+"""Warmup -> capture -> replay: the state machine of one method.
+
+    phase     what a call does
+    disabled  runs the compiled code
+    warmup    runs the compiled code on the stream that will capture; after `warmup_steps` calls, capture
+    capture   copies the inputs into static buffers, records (which executes nothing) and launches, piece by piece
+    replay    copies the inputs into the static buffers, launches
+
+Each shape of the inputs goes through the phases by itself, and has a plan of its own (plans.py). Each call moves the model's
+state exactly once, in every phase. A segment that cannot be recorded is called in place of being replayed; when there is none
+that can, or the device has no memory for the graphs, the shape goes to `disabled`, keeps the reason, and runs its code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from ostinato.delegate.code.method_code import ALIGNMENT
+from ostinato.delegate.code.side_stream import Call, run_here
+from ostinato.delegate.code.transfers import needed_on_device
+from ostinato.delegate.errors import InputError
+from ostinato.delegate.inputs import StaticInputs
+from ostinato.delegate.memory import MemoryWatch
+
+from .plans import MOST_CHANGES, Code, Plan, PlanStats
+from .recorders import GraphRecorder
+
+logger = logging.getLogger(__name__)
+
+Shape = tuple[tuple[int, ...], ...]
+
+
+class Phase(Enum):
+    """What the next call of a method will do, with inputs of the last call's shape."""
+
+    DISABLED = "disabled"
+    WARMUP = "warmup"
+    CAPTURE = "capture"
+    REPLAY = "replay"
+
+
+# Counter of `MethodStats` -> the word for a call that it counts.
+PHASE_OF_COUNTER = {"runs": "run", "warmups": "warmup", "captures": "capture", "replays": "replay"}
+
+
+@dataclass
+class MethodStats:
+    """Numbers of calls by phase, and the plans.
+
+    Attributes:
+        fallbacks: segments that could not be recorded, all plans together.
+        fallback_reason: why the last of them could not, or why a plan was given up.
+        plans: of the shapes that have one or had it given up, the one that was used last at the end.
+        dropped: plans that were freed because more shapes came than there is room for.
+    """
+
+    phase: str = Phase.DISABLED.value
+    runs: int = 0
+    warmups: int = 0
+    captures: int = 0
+    replays: int = 0
+    fallbacks: int = 0
+    fallback_reason: str | None = None
+    plans: list[PlanStats] = field(default_factory=list)
+    dropped: int = 0
+
+    @property
+    def last_plan(self) -> PlanStats:
+        """The plan that was used last, or one of zeros."""
+        return self.plans[-1] if self.plans else PlanStats([])
+
+
+@dataclass
+class _ShapeState:
+    """How far one shape of inputs has come."""
+
+    phase: Phase
+    warmups: int = 0
+    plan: Plan | None = None
+    inputs: StaticInputs | None = None
+    stats: PlanStats | None = None
+
+
+class StateMachine:
+    """Runs one method through its phases.
+
+    Args:
+        code: the method's.
+        recorder: makes the graphs; None to stay in `disabled`.
+        device: the program's, where static buffers are made but for inputs that code on the host alone takes.
+        input_names: for messages.
+        warmup_steps: calls before the capture, 1 or more.
+        most_plans: plans that are kept, 1 or more; the one that was not used for longest goes first. As many shapes without a
+            plan are known besides.
+        call: where code runs that is in no graph: in the phase `disabled`, and in called pieces.
+        watch: recognises a capture that failed for lack of memory; the program's.
+    """
+
+    def __init__(
+        self,
+        code: Code,
+        recorder: GraphRecorder | None,
+        device: torch.device,
+        input_names: Sequence[str],
+        warmup_steps: int,
+        most_plans: int = 1,
+        call: Call = run_here,
+        watch: MemoryWatch | None = None,
+    ) -> None:
+        self._code = code
+        self._call = call
+        self._watch = watch or MemoryWatch(device)
+        self._recorder = recorder
+        self._device = device
+        needed = needed_on_device(code.segments, code.on_host, code.results)
+        self._input_devices = [device if n in needed else torch.device("cpu") for n in range(len(input_names))]
+        self._input_names = input_names
+        self._warmup_steps = warmup_steps
+        self._most_plans = most_plans
+        self._shapes: OrderedDict[Shape, _ShapeState] = OrderedDict()
+        self._last = _ShapeState(Phase.DISABLED if recorder is None else Phase.WARMUP)
+        self._stats = MethodStats()
+
+    @property
+    def stats(self) -> MethodStats:
+        self._stats.phase = self._last.phase.value
+        # A list first: another thread may be in a step.
+        self._stats.plans = [state.stats for state in list(self._shapes.values()) if state.stats is not None]
+        return self._stats
+
+    @property
+    def has_static_outputs(self) -> bool:
+        """Whether the last outputs are a plan's own buffers."""
+        return self._last.plan is not None
+
+    @property
+    def static_inputs(self) -> Sequence[torch.Tensor]:
+        """The input buffers of the plan that was used last; empty without one."""
+        return self._last.plan.inputs if self._last.plan else []
+
+    def __call__(self, inputs: Sequence[torch.Tensor], graph: bool = True) -> list[torch.Tensor]:
+        """One step. Inputs are on the host or on the device; outputs are on the device.
+
+        Args:
+            inputs: in the order of the code's arguments.
+            graph: False runs the code as in `disabled`; this shape then gets no nearer to a plan, and keeps one it has.
+
+        Raises:
+            InputError: in the replay phase, an input that its static buffer cannot take; no state has moved.
+        """
+        recorder = self._recorder
+        if recorder is None:
+            return self._run_disabled(inputs)
+        if not graph:
+            self._last = _ShapeState(Phase.DISABLED)
+            return self._run_disabled(inputs)
+        state = self._state_of(inputs)
+        if state.phase is Phase.REPLAY:
+            recorder.begin_step()
+            return self._replay(state, inputs)
+        if state.phase is Phase.CAPTURE:
+            recorder.begin_step()
+            return self._capture(state, StaticInputs(inputs, self._input_devices, self._device))
+        if state.phase is Phase.WARMUP:
+            return self._warm_up(recorder, state, inputs)
+        return self._run_disabled(inputs)
+
+    def release(self) -> None:
+        """Free the graphs, then the static buffers."""
+        for state in self._shapes.values():
+            self._free(state)
+        self._last.plan = None
+
+    def _state_of(self, inputs: Sequence[torch.Tensor]) -> _ShapeState:
+        shape: Shape = tuple([tuple(tensor.shape) for tensor in inputs])
+        state = self._shapes.get(shape)
+        if state is None:
+            state = self._shapes[shape] = _ShapeState(Phase.WARMUP)
+            self._forget_oldest(with_plan=False)
+        elif state is not self._last:
+            self._shapes.move_to_end(shape)
+        self._last = state
+        return state
+
+    def _forget_oldest(self, with_plan: bool) -> None:
+        """Of the shapes that have a plan, or of the others, forget the one not used for longest if there are too many."""
+        some = [shape for shape, state in self._shapes.items() if (state.plan is not None) is with_plan]
+        if len(some) > self._most_plans:
+            self._free(self._shapes.pop(some[0]))
+            self._stats.dropped += with_plan
+
+    def _run_disabled(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = self._call(self._code.run, list(map(_as_compiled_for, inputs, self._input_devices)))
+        self._stats.runs += 1
+        return outputs
+
+    def _warm_up(
+        self, recorder: GraphRecorder, state: _ShapeState, inputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        outputs = recorder.warmup(self._code.run, list(map(_as_compiled_for, inputs, self._input_devices)))
+        self._stats.warmups += 1
+        state.warmups += 1
+        if state.warmups >= self._warmup_steps:
+            state.phase = Phase.CAPTURE
+        return outputs
+
+    def _capture(self, state: _ShapeState, inputs: StaticInputs) -> list[torch.Tensor]:
+        assert self._recorder is not None
+        stats = state.stats or PlanStats([list(tensor.shape) for tensor in inputs.buffers])
+        plan = Plan(self._code, self._recorder, inputs.buffers, stats, self._call, self._watch, self._device)
+        try:
+            outputs = plan.capture()
+        except BaseException:
+            plan.release()
+            if stats.given_up is not None:
+                self._disable(state, stats, stats.given_up)
+            raise
+        state.stats = stats
+        if stats.called_because:
+            reason = list(stats.called_because.values())[-1]
+            if stats.given_up is None:
+                logger.warning("a segment cannot be captured, it is called instead: %s", reason)
+            self._stats.fallbacks += len(stats.called_because)
+            self._stats.fallback_reason = reason
+        if stats.given_up is not None:
+            self._disable(state, stats, stats.given_up)
+        elif not plan.has_graphs:
+            state.phase = Phase.DISABLED
+            stats.given_up = next(iter(stats.called_because.values()), "no segment may be captured")
+        if state.phase is Phase.DISABLED:
+            plan.release()
+            self._stats.runs += 1
+            return outputs
+        state.plan, state.inputs, state.phase = plan, inputs, Phase.REPLAY
+        self._forget_oldest(with_plan=True)
+        self._stats.captures += 1
+        return outputs
+
+    def _replay(self, state: _ShapeState, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        plan, static = state.plan, state.inputs
+        assert plan is not None and static is not None
+        for name, tensor, buffer in zip(self._input_names, inputs, static.buffers, strict=True):
+            if tensor.dtype != buffer.dtype:
+                raise InputError(
+                    f"input {name!r} does not fit the captured graph: expected {buffer.dtype}, got {tensor.dtype}"
+                )
+            if not tensor.is_cpu and tensor.device != self._device:
+                raise InputError(
+                    f"input {name!r} is on {tensor.device}, the captured graph reads {self._device}: "
+                    f"pass a tensor on {self._device} or on the host"
+                )
+        static.fill(inputs)
+        if not plan.is_current():
+            if not plan.may_change():
+                reason = f"constants or buffers were bound anew on more than {MOST_CHANGES} calls in a row"
+                return self._give_up(state, plan, reason)
+            refusal = plan.update()
+            if refusal is not None and refusal.no_memory:
+                return self._give_up(state, plan, refusal.reason)
+            if refusal is not None:
+                logger.warning("a plan cannot be updated, it is made anew: %s", refusal.reason)
+                self._free(state)
+                state.phase = Phase.CAPTURE
+                return self._capture(state, static)
+        outputs = plan.run()
+        self._stats.replays += 1
+        return outputs
+
+    def _give_up(self, state: _ShapeState, plan: Plan, reason: str) -> list[torch.Tensor]:
+        inputs = list(plan.inputs)
+        self._free(state)
+        self._disable(state, plan.stats, reason)
+        return self._run_disabled(inputs)
+
+    def _disable(self, state: _ShapeState, stats: PlanStats, reason: str) -> None:
+        """From now on this shape has no graph."""
+        logger.warning("graphs are given up for one shape of inputs: %s", reason)
+        state.phase, state.stats = Phase.DISABLED, stats
+        stats.given_up = self._stats.fallback_reason = reason
+
+    def _free(self, state: _ShapeState) -> None:
+        if state.plan is not None:
+            state.plan.release()
+        state.plan = state.inputs = None
+
+
+def _as_compiled_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On its device. Compiled code assumes that its inputs are contiguous and aligned, and does not check: a slice may be
+    neither."""
+    tensor = tensor.to(device)
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,392 @@
+"""The memory that graphs of a program share, on an NVIDIA GPU."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ostinato.delegate import Method, Program, StepError, load_program
+from ostinato.delegate.code.method_code import MethodCode
+from ostinato.delegate.code.side_stream import side_stream
+from ostinato.delegate.graphs.pool import GraphPool
+
+from ..chain import WIDTH
+from ..pair import GRAPH, Pair, inputs_of, refusing
+
+pytestmark = pytest.mark.gpu
+
+MB = 1 << 20
+# Of inputs: temporaries of 16, 14 and 64 MiB, which torch takes from the device one by one.
+LENGTH, SHORTER, LONGER = 2048, 1900, 4096
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    return torch.device("cuda:0")
+
+
+@pytest.fixture
+def native() -> None:
+    if torch.cuda.get_allocator_backend() != "native":
+        pytest.skip("with this allocator each graph has a pool of its own")
+
+
+class Wide(nn.Module):
+    """`forward(x [T, 8]) -> [T, 8]`: counts its calls, and makes T x T numbers on the way."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8), requires_grad=False)
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        return (x @ x.t()).sin() @ (x * self.scale)
+
+
+@pytest.fixture(scope="module")
+def wide(exported: Callable[..., Path]) -> Path:
+    """The methods `one` and `two`, which are the same module."""
+    from ostinato.export import export_program
+
+    def build(path: Path) -> None:
+        module, length = Wide(), torch.export.Dim("T", min=2, max=20000)
+        methods = {name: (module, (torch.randn(5, 8),), ({0: length},)) for name in ("one", "two")}
+        export_program(methods, path, device="cuda")
+
+    return exported("wide-cuda", build, inspect.getsource(Wide) + inspect.getsource(wide_inputs))
+
+
+def wide_inputs(length: int, seed: int) -> tuple[Tensor]:
+    """On the device, so that passing them waits for nothing."""
+    x = torch.randn(length, 8, generator=torch.Generator().manual_seed(seed))
+    return (0.1 * x.cuda(),)
+
+
+def load(program: Program, name: str, **options: bool | int | str) -> Method:
+    """With graphs, and outputs that stay on the device."""
+    names = ("enable_cuda_graph_for_method", "skip_copy_output_to_cpu_for_method")
+    return program.load_method(name, {**dict.fromkeys(names, name), "cuda_graph_warmup_steps": 1, **options})
+
+
+class Beside:
+    """Steps of a program with graphs, each compared with one without."""
+
+    def __init__(self, path: Path) -> None:
+        self.program, self.plain_program = load_program(path), load_program(path)
+        self.one, self.two = load(self.program, "one"), load(self.program, "two")
+        self.plain = self.plain_program.load_method("one")
+        self.steps = 0
+
+    def step(self, method: Method, length: int = LENGTH) -> None:
+        self.steps += 1
+        inputs = wide_inputs(length, self.steps)
+        (expected,) = self.plain.execute(inputs)
+        (found,) = method.execute(inputs)
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+        assert self.program.mutable_buffers["steps"].item() == self.steps
+
+    def close(self) -> None:
+        self.program.close()
+        self.plain_program.close()
+
+
+@pytest.fixture
+def beside(wide: Path) -> Iterator[Beside]:
+    made = Beside(wide)
+    yield made
+    made.close()
+
+
+def settle() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def pools() -> Counter[tuple[int, int]]:
+    """Bytes of every pool that graphs were captured into, by its handle."""
+    found: Counter[tuple[int, int]] = Counter()
+    for segment in torch.cuda.memory_snapshot():
+        found[tuple(segment["segment_pool_id"])] += segment["total_size"]
+    del found[0, 0]
+    return found
+
+
+def pool_of(program: Program) -> GraphPool:
+    assert program._graph_pool is not None
+    return program._graph_pool
+
+
+@pytest.mark.usefixtures("native")
+def test_plans_and_methods_share_one_pool(beside: Beside) -> None:
+    settle()
+    before = pools()
+    for method, length in ((beside.one, LENGTH), (beside.one, SHORTER), (beside.two, LENGTH)):
+        for _ in range(3):
+            beside.step(method, length)
+    plans = [*beside.one.stats.plans, *beside.two.stats.plans]
+    assert [plan.captured for plan in plans] == [1, 1, 1]
+    first, *others = [plan.pool_bytes for plan in plans]
+    assert first >= 16 * MB and all(grown <= 4 * MB for grown in others)
+    (new,) = pools() - before
+    assert new == pool_of(beside.program)._handle
+    assert pools()[new] == pool_of(beside.program).nbytes == first + sum(others)
+    # They lie on each other's temporaries: whatever the order, none disturbs another.
+    for _ in range(3):
+        for method, length in ((beside.two, LENGTH), (beside.one, SHORTER), (beside.one, LENGTH), (beside.two, LENGTH)):
+            beside.step(method, length)
+
+
+def test_an_output_outlives_what_others_do(beside: Beside) -> None:
+    for _ in range(2):
+        beside.step(beside.one)
+    inputs = wide_inputs(LENGTH, 1)
+    (kept,) = beside.one.execute(inputs)
+    beside.steps += 1
+    beside.plain.execute(inputs)
+    copy = kept.clone()
+    for length in (LENGTH, SHORTER):
+        for _ in range(3):
+            beside.step(beside.two, length)
+    for _ in range(3):
+        beside.step(beside.one, SHORTER)
+    assert torch.equal(kept, copy)
+    # And as an input, where it lies.
+    (found,) = beside.two.execute((kept,))
+    (expected,) = beside.plain.execute((copy,))
+    # Sines of larger numbers.
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-2, atol=1e-2)
+    assert torch.equal(kept, copy)
+
+
+@pytest.mark.usefixtures("native")
+def test_updates_need_no_more_memory(chain_artifact: Path) -> None:
+    pair = Pair(chain_artifact)
+    for _ in range(3):
+        pair.step()
+    states = [(program.new_state(), None) for program in (pair.program, pair.plain_program)]
+    sizes = []
+    for index in range(50):
+        for program, state in zip((pair.program, pair.plain_program), states, strict=True):
+            program.bind_state(state[index % 2])
+        for _ in range(2):
+            pair.step()
+        sizes.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), pool_of(pair.program).nbytes))
+    plan = pair.method.stats.last_plan
+    assert plan.updates + plan.instantiations == 51
+    assert pair.method.stats.phase == "replay"
+    assert plan.pool_bytes == pool_of(pair.program).nbytes
+    for early, late in zip(zip(*sizes[5:15], strict=True), zip(*sizes[40:], strict=True), strict=True):
+        assert max(late) <= max(early)
+    pair.close()
+
+
+def reuses_memory() -> bool:
+    """Whether memory that another stream used is given out again once that has ended."""
+    other, before = torch.cuda.Stream(), torch.cuda.memory_reserved()
+    for _ in range(20):
+        block = torch.empty(64 * MB, dtype=torch.uint8, device="cuda")
+        block.record_stream(other)
+        del block
+        torch.cuda.synchronize()
+    return torch.cuda.memory_reserved() - before <= 128 * MB
+
+
+@pytest.mark.parametrize("segments", [{1}, {0, 1, 2}], ids=str)
+def test_a_capture_that_fails_leaves_torch_whole(chain_artifact: Path, segments: set[int]) -> None:
+    """Random numbers, memory and later captures; each of these breaks if a failed capture is left as it is."""
+    refused = set(segments)
+    with refusing(refused):
+        pair = Pair(chain_artifact)
+        for _ in range(4):
+            pair.step(3)
+        assert pair.method.stats.fallbacks == len(segments)
+        assert torch.rand(4, device="cuda").max() <= 1
+        torch.cuda.empty_cache()
+        assert reuses_memory()
+        torch.empty(1000, pin_memory=True)
+        refused.clear()
+        for _ in range(4):
+            pair.step(5)
+        plan = pair.method.stats.last_plan
+        assert (plan.captured, plan.called, plan.given_up) == (1, 0, None)
+        # An update goes to the new pool, also that of a plan from before.
+        pair.change_state()
+        for length in (3, 5, 3, 5):
+            pair.step(length)
+        torch.rand(4, device="cuda")
+        torch.cuda.empty_cache()
+        pair.close()
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("segments", [set(), {1}], ids=["all captured", "one refused"])
+def test_everything_is_freed(chain_artifact: Path, segments: set[int]) -> None:
+    settle()
+    before, reserved = pools(), []
+    with refusing(segments):
+        # The first round leaves workspaces of libraries.
+        for _ in range(3):
+            pair = Pair(chain_artifact)
+            for length in (3, 5):
+                for _ in range(3):
+                    pair.step(length)
+            pair.change_state()
+            pair.step(5)
+            assert pools() - before
+            pair.close()
+            del pair
+            settle()
+            assert pools() == before
+            reserved.append(torch.cuda.memory_reserved())
+    assert reserved[1] == reserved[2]
+
+
+@contextmanager
+def limited(nbytes: int) -> Iterator[None]:
+    """Let torch take no more than `nbytes` beyond what it holds."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + nbytes) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def opaque(*_: object) -> NoReturn:
+    raise RuntimeError("run_func_(container_handle_) API call failed at runner.cpp, line 1")
+
+
+@pytest.mark.usefixtures("native")
+def test_a_plan_that_does_not_fit(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture cannot have the memory that torch holds for code without graphs: the step still runs in that."""
+    for _ in range(3):
+        beside.step(beside.one, SHORTER)
+    # The first call of each length without a graph, of both programs.
+    beside.step(beside.one, LONGER)
+    with limited(8 * MB):
+        for _ in range(3):
+            beside.step(beside.one, LONGER)
+        stats = beside.one.stats
+        assert (stats.phase, stats.captures, stats.runs, stats.fallbacks) == ("disabled", 1, 3, 1)
+        reason = (
+            r"cuda:0 \(.*\) ran out of memory while capturing a graph for inputs of the shapes \[\[4096, 8\]\]"
+            r".*; .* are free now\. Free memory on it, .*"
+        )
+        assert re.fullmatch(reason, stats.last_plan.given_up or "")
+        assert stats.fallback_reason == stats.last_plan.given_up
+        beside.step(beside.one, SHORTER)
+        assert beside.one.stats.phase == "replay"
+    torch.rand(4, device="cuda")
+    for _ in range(3):
+        beside.step(beside.two, LONGER)
+    assert beside.two.stats.phase == "replay"
+    # The failed allocation was the capture's: this is another failure.
+    monkeypatch.setattr(MethodCode, "run", opaque)
+    for method in (beside.one, beside.two):
+        with pytest.raises(StepError, match="API call failed"):
+            method.execute(wide_inputs(LONGER if method is beside.one else LENGTH, 1))
+
+
+def test_launches_on_two_streams_are_ordered(beside: Beside) -> None:
+    """They share temporaries, so one must not begin before the other has ended."""
+    for method in (beside.one, beside.two):
+        for _ in range(3):
+            beside.step(method)
+    if not pool_of(beside.program)._is_shared:
+        pytest.skip("with this allocator graphs share nothing")
+    inputs, first, second = wide_inputs(LENGTH, 1), torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(300_000_000)
+        beside.one.execute(inputs)
+        ended = first.record_event()
+    with torch.cuda.stream(second):
+        beside.two.execute(inputs)
+    second.synchronize()
+    assert ended.query()
+
+
+def test_called_pieces_run_on_the_shared_stream(chain_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.cuda.Stream] = []
+    run = MethodCode.run_segment
+
+    def watched(self: MethodCode, index: int, values: dict[int, Tensor]) -> None:
+        if self.record.method == "split" and not torch.cuda.is_current_stream_capturing():
+            seen.append(torch.cuda.current_stream())
+        run(self, index, values)
+
+    monkeypatch.setattr(MethodCode, "run_segment", watched)
+    options = {**GRAPH, "enable_cuda_graph_for_method": "split", "use_shared_cuda_stream": True}
+    with load_program(chain_artifact) as program, load_program(chain_artifact) as plain_program:
+        split, plain = program.load_method("split", options), plain_program.load_method("step")
+        for index in range(6):
+            inputs = inputs_of(3, index)
+            found, expected = split.execute(inputs), plain.execute(inputs)
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert split.stats.last_plan.called == 1
+        # Three links without a graph; then one in the capture, and in each of four replays.
+        assert len(seen) == 3 + 1 + 4
+        assert all(stream == side_stream(program.device) for stream in seen)
+
+
+@pytest.mark.parametrize("end", ["updated again", "closed", "nobody closes"])
+def test_a_capture_that_is_never_launched(chain_artifact: Path, end: str) -> None:
+    """With cudaMallocAsync torch's free of an output that no launch has allocated would end the process."""
+    code = f"""
+import sys, torch
+from ostinato.delegate import load_program
+from ostinato.delegate.graph_recorders import _CudaGraph
+program = load_program(sys.argv[1])
+method = program.load_method("step", {GRAPH!r})
+def step():
+    method.execute((torch.ones(3, {WIDTH}), torch.tensor([0])))
+for _ in range(3):
+    step()
+assert method.stats.phase == "replay", method.stats
+update = _CudaGraph.update
+def interrupted(graph, work):
+    update(graph, work)
+    raise KeyboardInterrupt
+_CudaGraph.update = interrupted
+program.bind_state(program.new_state())
+try:
+    step()
+except KeyboardInterrupt:
+    print("interrupted")
+_CudaGraph.update = update
+end = {end!r}
+if end == "updated again":
+    program.bind_state()
+    for _ in range(3):
+        step()
+    assert method.stats.phase == "replay", method.stats
+if end != "nobody closes":
+    program.close()
+print(torch.cuda.get_allocator_backend())
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTORCH_ALLOC_CONF"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(chain_artifact)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**environment, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["interrupted", "cudaMallocAsync"]), done.stderr
