@@ -10,7 +10,7 @@ from ostinato.delegate.sampling import Sampling
 
 from .engine import Engine, Result
 from .load_bar import LoadBar
-from .tokenizer import Tokenizer
-from .warm_up import Captured, WarmUp
+from .sessions.warm_up import Captured, WarmUp
+from .text.tokenizer import Tokenizer
 
 __all__ = ["Captured", "Engine", "LoadBar", "Result", "Sampling", "Tokenizer", "WarmUp"]

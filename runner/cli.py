@@ -11,9 +11,9 @@ import sys
 # imported when they are needed, so that `run` imports no compiler, and this package nothing of export/.
 COMMANDS = {
     "export": ("ostinato.export.command", "a Hugging Face checkpoint -> an artifact (needs a C++ compiler)"),
-    "run": ("ostinato.runner.command_run", "answer a prompt with an artifact"),
-    "bench": ("ostinato.runner.command_bench", "measure how fast an artifact runs"),
-    "inspect": ("ostinato.runner.command_inspect", "show what an artifact holds"),
+    "run": ("ostinato.runner.commands.run", "answer a prompt with an artifact"),
+    "bench": ("ostinato.runner.commands.bench", "measure how fast an artifact runs"),
+    "inspect": ("ostinato.runner.commands.inspect", "show what an artifact holds"),
 }
 
 

@@ -14,10 +14,10 @@ from ostinato.delegate import InputError, Program, load_program
 from ostinato.delegate.errors import OptionError
 from ostinato.delegate.sampling import Sampling
 
-from .model import DEFAULT_WARMUP_STEPS, Model
-from .sessions import Session, Sessions
-from .tokenizer import Message, TextStream, Tokenizer
-from .warm_up import WarmUp, warm_up
+from .model.model import DEFAULT_WARMUP_STEPS, Model
+from .sessions.sessions import Session, Sessions
+from .sessions.warm_up import WarmUp, warm_up
+from .text.tokenizer import Message, TextStream, Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 256
 

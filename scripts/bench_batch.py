@@ -38,9 +38,9 @@ from check_speed import Finding
 
 from ostinato.delegate.artifact.files import artifact_paths, open_artifact
 from ostinato.delegate.errors import OptionError, OstinatoError
-from ostinato.runner.batch_bench import BatchPlan, draw_speeds
-from ostinato.runner.plot import check_plot
-from ostinato.runner.tables import Side, table
+from ostinato.runner.bench.batch_bench import BatchPlan, draw_speeds
+from ostinato.runner.bench.plot import check_plot
+from ostinato.runner.bench.tables import Side, table
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Slots of which one is in use.

@@ -19,8 +19,8 @@ from bench_batch import Row as BatchRow
 from bench_commands import ROOT, SLOWER, fail, numbers, ostinato, output_of, threads_of
 
 from ostinato.delegate.errors import OptionError
-from ostinato.runner.batch_bench import BatchPlan
-from ostinato.runner.tables import Side, table
+from ostinato.runner.bench.batch_bench import BatchPlan
+from ostinato.runner.bench.tables import Side, table
 
 CONFIG = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-0.8B"
 # Its tokens are among those of any model with a larger vocabulary: what a first token needs, where there is only a config.

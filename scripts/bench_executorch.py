@@ -36,7 +36,7 @@ from executorch_model import EXAMPLE, KERNELS, PEER_VERSION, BenchError, Variant
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 
-from ostinato.runner.tables import Side, table
+from ostinato.runner.bench.tables import Side, table
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B"
 

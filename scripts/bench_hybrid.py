@@ -35,11 +35,11 @@ from ostinato.delegate.code.method_code import MethodCode
 from ostinato.delegate.errors import OptionError
 from ostinato.delegate.memory import size_text
 from ostinato.export.models import read_config
-from ostinato.runner.bench import Plan, make_plan, measure, sizes_of
-from ostinato.runner.device import device_memory, device_name
-from ostinato.runner.model import Model
-from ostinato.runner.plot import check_plot
-from ostinato.runner.tables import Side, table
+from ostinato.runner.bench.bench import Plan, make_plan, measure, sizes_of
+from ostinato.runner.bench.device import device_memory, device_name
+from ostinato.runner.bench.plot import check_plot
+from ostinato.runner.bench.tables import Side, table
+from ostinato.runner.model.model import Model
 
 CONFIG = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B"
 GROUP_SIZE = 128

@@ -43,8 +43,8 @@ from ostinato.delegate.errors import OptionError, OstinatoError, first_line
 from ostinato.delegate.memory import size_text
 from ostinato.export.formats import GROUP_SIZES
 from ostinato.export.kernels.operands import MOST_ROWS
-from ostinato.runner.device import copy_speed, device_name
-from ostinato.runner.tables import Side, table
+from ostinato.runner.bench.device import copy_speed, device_name
+from ostinato.runner.bench.tables import Side, table
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B"
 IN_L2 = "*"

@@ -33,8 +33,8 @@ from torch.autograd import DeviceType
 
 from ostinato.delegate.memory import size_text
 from ostinato.runner import Engine, WarmUp
-from ostinato.runner.buckets import bucket_of
-from ostinato.runner.tables import Side, table
+from ostinato.runner.bench.tables import Side, table
+from ostinato.runner.model.buckets import bucket_of
 
 # At both ends of each bucket, and past the last.
 LENGTHS = (16, 17, 32, 33, 64, 65, 100, 128, 129, 192, 193, 256, 257, 300, 384, 385, 512, 700)

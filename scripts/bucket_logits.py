@@ -12,7 +12,7 @@ from ostinato.delegate import Method
 from ostinato.delegate.artifact.records import FEW_ROWS_LOGITS, META_VOCAB_SIZE, ROWS_LOGITS
 from ostinato.delegate.errors import OptionError
 from ostinato.runner import Engine
-from ostinato.runner.tables import table
+from ostinato.runner.bench.tables import table
 
 # Tokens of the sessions, from one on. Each fits in a page with the one that follows.
 MOST_TOKENS = 60

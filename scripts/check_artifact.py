@@ -34,11 +34,11 @@ from ostinato.delegate import Method, OstinatoError, Program, load_program
 from ostinato.delegate.artifact.records import META_PADDED_PREFILL, META_PAGE_SIZE, META_VOCAB_SIZE
 from ostinato.delegate.memory import size_text
 from ostinato.runner import Engine
-from ostinato.runner.bench import metadata_of
-from ostinato.runner.buckets import ROW_BUCKETS
-from ostinato.runner.device import device_memory, device_name
-from ostinato.runner.prompt_inputs import PromptInputs
-from ostinato.runner.tables import table
+from ostinato.runner.bench.bench import metadata_of
+from ostinato.runner.bench.device import device_memory, device_name
+from ostinato.runner.bench.tables import table
+from ostinato.runner.model.buckets import ROW_BUCKETS
+from ostinato.runner.model.prompt_inputs import PromptInputs
 
 GRAPH = {"enable_cuda_graph_for_method": "decode"}
 ON_DEVICE = {"skip_copy_output_to_cpu_for_method": "prefill,decode"}

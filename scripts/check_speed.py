@@ -21,7 +21,7 @@ from typing import Any
 
 from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.errors import OstinatoError
-from ostinato.runner.tables import Side, table
+from ostinato.runner.bench.tables import Side, table
 
 Records = list[dict[str, Any]]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.delegate.graphs.state_machine import PHASE_OF_COUNTER
-from ostinato.runner.tables import Side, table
+from ostinato.runner.bench.tables import Side, table
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT = ROOT / "tests" / "assets" / "capitals"

@@ -12,8 +12,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ostinato.delegate.code.method_code import MethodCode
-from ostinato.runner.bench import Plan
-from ostinato.runner.model import Model
+from ostinato.runner.bench.bench import Plan
+from ostinato.runner.model.model import Model
 
 DEVICE, TO_HOST, TO_DEVICE, CPU = "GPU", "GPU -> host", "host -> GPU", "CPU experts"
 LANES = (DEVICE, TO_HOST, TO_DEVICE, CPU)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ostinato.delegate import OptionError
-from ostinato.runner.batch_bench import BatchPlan
+from ostinato.runner.bench.batch_bench import BatchPlan
 
 from .conftest import ROOT
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.runner.warm_up import Captured, WarmUp
+from ostinato.runner.sessions.warm_up import Captured, WarmUp
 
 from .conftest import ROOT
 

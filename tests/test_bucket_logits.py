@@ -9,7 +9,7 @@ import pytest
 
 from ostinato.delegate.errors import OptionError
 from ostinato.runner import Engine
-from ostinato.runner.buckets import ROW_BUCKETS
+from ostinato.runner.model.buckets import ROW_BUCKETS
 
 from .conftest import ROOT
 

@@ -22,7 +22,7 @@ def test_files_that_are_named_are_there() -> None:
 
 
 def test_long_files_come_first() -> None:
-    others = "tests/delegate/test_files.py::test_a", "tests/test_rooms.py::test_b[x]"
+    others = "tests/delegate/artifact/test_files.py::test_a", "tests/test_rooms.py::test_b[x]"
     assert [rank(f"{name}::test_c") for name in LONGEST] == list(range(len(LONGEST)))
     assert {rank(nodeid) for nodeid in others} == {len(LONGEST)}
 

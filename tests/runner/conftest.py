@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.runner import device
+from ostinato.runner.bench import device
 from ostinato.runner.cli import main
 
 from ..modules import MAX_SEQ_LEN, VOCAB, Recurrent, Stateless

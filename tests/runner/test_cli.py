@@ -20,8 +20,9 @@ import pytest
 
 from ostinato.delegate import load_program
 from ostinato.delegate.memory import size_text
-from ostinato.runner import Sampling, command_run
+from ostinato.runner import Sampling
 from ostinato.runner.cli import main
+from ostinato.runner.commands import run as command_run
 
 from ..conftest import CAPITALS_LENGTH
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH

@@ -13,7 +13,7 @@ from ostinato.delegate import OptionError
 from ostinato.delegate.code.method_code import MethodCode
 from ostinato.export import export_model
 from ostinato.runner import Engine
-from ostinato.runner.streamed import EACH_TOKEN, READING, STREAM_FROM, streamed_experts
+from ostinato.runner.model.streamed import EACH_TOKEN, READING, STREAM_FROM, streamed_experts
 
 from ..comparison import relative_error
 from ..conftest import CAPITALS, CAPITALS_LENGTH

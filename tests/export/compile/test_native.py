@@ -97,7 +97,7 @@ def uses(path: Path, *words: str) -> bool:
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_instruction_sets(processor: str, tmp_path: Path) -> None:
     """Also those that this machine cannot run; what its code has is refused by name where it is missing
-    (tests/delegate/test_loading.py)."""
+    (tests/delegate/constants/test_loading.py)."""
     objdump = shutil.which("objdump")
     if objdump is None:
         pytest.skip("no objdump")

@@ -24,7 +24,7 @@ from ostinato.export.models import LanguageModel, build_network, read_config
 from ostinato.export.weights import quantize
 from ostinato.export.weights.quantize import quantize_int4, quantize_int8
 from ostinato.export.weights.stream import QuantizedWeights, materialise
-from ostinato.runner.tokenizer import Tokenizer
+from ostinato.runner.text.tokenizer import Tokenizer
 
 from ...comparison import relative_error
 from ..networks import with_room

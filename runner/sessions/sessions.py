@@ -18,10 +18,10 @@ from ostinato.delegate import ClosedError, InputError
 from ostinato.delegate.artifact.records import Growth, StateKind
 from ostinato.delegate.errors import CapacityError, OptionError
 from ostinato.delegate.sampling import Sampling
+from ostinato.runner.model.model import Model
+from ostinato.runner.model.steps import Flight, steps_of
 
-from .model import Model
 from .pages import Pages
-from .steps import Flight, steps_of
 
 
 @dataclass

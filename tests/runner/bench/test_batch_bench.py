@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from ostinato.delegate import OptionError
-from ostinato.runner.batch_bench import BatchPlan
+from ostinato.runner.bench.batch_bench import BatchPlan
 from ostinato.runner.cli import main
-from ostinato.runner.sessions import Session, Sessions
+from ostinato.runner.sessions.sessions import Session, Sessions
 
-from ..conftest import CAPITALS_LENGTH
-from ..modules import MAX_SEQ_LEN
-from .conftest import Bench, records
+from ...conftest import CAPITALS_LENGTH
+from ...modules import MAX_SEQ_LEN
+from ..conftest import Bench, records
 
 SMALL = ["--batch", "1,2,4", "-p", "5", "-n", "4", "-r", "2"]
 BATCHES = [1, 2, 4]

@@ -20,10 +20,10 @@ from ostinato.delegate.capacity import CapacityOptions
 from ostinato.delegate.errors import ArtifactError, OptionError
 from ostinato.delegate.graphs.state_machine import PHASE_OF_COUNTER
 from ostinato.delegate.program import Program, load_program
+from ostinato.runner.model.model import Model
+from ostinato.runner.sessions.sessions import Session, Sessions, Snapshot
 
 from .device import synchronize
-from .model import Model
-from .sessions import Session, Sessions, Snapshot
 
 DEFAULT_PROMPTS = (512,)
 DEFAULT_ANSWERS = (128,)

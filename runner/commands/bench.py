@@ -28,9 +28,15 @@ from ostinato.delegate import Program, load_program
 from ostinato.delegate.artifact.records import META_DTYPE, META_MODEL_TYPE, META_N_LAYERS, META_PAGE_SIZE
 from ostinato.delegate.capacity import CapacityOptions
 from ostinato.delegate.errors import OptionError
-
-from .batch_bench import BatchMeasurement, BatchPlan, check_length, draw_batches, measure_batches, render_batches
-from .bench import (
+from ostinato.runner.bench.batch_bench import (
+    BatchMeasurement,
+    BatchPlan,
+    check_length,
+    draw_batches,
+    measure_batches,
+    render_batches,
+)
+from ostinato.runner.bench.bench import (
     DEFAULT_ANSWERS,
     DEFAULT_DEPTHS,
     DEFAULT_PROMPTS,
@@ -43,12 +49,13 @@ from .bench import (
     sizes_of,
     with_kv_tokens,
 )
-from .buckets import DEFAULT_BUCKETS, choose_buckets
-from .command_run import NO_GRAPH_NOTE, add_load_options, capacity_of
-from .device import copy_speed, device_memory, device_name
-from .model import Model, method_names
-from .plot import check_plot, draw
-from .report import FORMATS, Reads, Report, Subject, render
+from ostinato.runner.bench.device import copy_speed, device_memory, device_name
+from ostinato.runner.bench.plot import check_plot, draw
+from ostinato.runner.bench.report import FORMATS, Reads, Report, Subject, render
+from ostinato.runner.model.buckets import DEFAULT_BUCKETS, choose_buckets
+from ostinato.runner.model.model import Model, method_names
+
+from .run import NO_GRAPH_NOTE, add_load_options, capacity_of
 
 _MODES = {"both": (False, True), "off": (False,), "on": (True,)}
 

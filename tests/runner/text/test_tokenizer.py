@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from ostinato.delegate import ArtifactError, InputError
 from ostinato.runner import Tokenizer
-from ostinato.runner.tokenizer import TextStream
+from ostinato.runner.text.tokenizer import TextStream
 
 TEXTS = [
     "What is the capital of France?",

@@ -16,12 +16,12 @@ from torch import Tensor
 from ostinato.delegate import CapacityError, InputError, OptionError, StateKind
 from ostinato.delegate.graphs.recorders import Graph, HostGraphRecorder, Work
 from ostinato.runner import Engine
-from ostinato.runner.buckets import bucket_of
 from ostinato.runner.cli import main
-from ostinato.runner.prompt_inputs import PromptInputs
+from ostinato.runner.model.buckets import bucket_of
+from ostinato.runner.model.prompt_inputs import PromptInputs
 
-from ..comparison import relative_error
-from ..conftest import CAPITALS, CAPITALS_LENGTH, Fails
+from ...comparison import relative_error
+from ...conftest import CAPITALS, CAPITALS_LENGTH, Fails
 
 BUCKETS = (4, 8, 32)
 # Past the largest bucket, and a few more.

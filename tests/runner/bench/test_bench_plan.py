@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ostinato.delegate import OptionError
-from ostinato.runner.bench import Case, make_plan
+from ostinato.runner.bench.bench import Case, make_plan
 
 
 def test_plan_of_the_defaults() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ostinato.runner.tables import Side, table
+from ostinato.runner.bench.tables import Side, table
 
 COLUMNS: dict[str, Side] = {"test": "left", "tokens/s": "right", "note": "left"}
 ROWS = [["pp512", "1,234.5", "left as it is"], ["", "9.50", ""], ["007", "1e3", "-"]]

@@ -9,7 +9,7 @@ import pytest
 
 from ostinato.runner import Engine
 
-from ..export.memory import MIB
+from ...export.memory import MIB
 from .soak import Memory, Soak, Standing, replays, scripts
 
 # Those on a GPU are for a few minutes of an H200; the first tenth fills what is kept for later steps.

@@ -16,9 +16,9 @@ import torch
 
 from ostinato.delegate import CapacityError
 from ostinato.runner import Engine, Sampling
-from ostinato.runner.sessions import Session, Snapshot
+from ostinato.runner.sessions.sessions import Session, Snapshot
 
-from ..export.memory import anonymous_memory
+from ...export.memory import anonymous_memory
 
 # How often, in a step, somebody forks, keeps where they stand, goes back there, or leaves too early.
 FORKS, KEEPS, RETURNS, LEAVES = 0.06, 0.03, 0.06, 0.03

@@ -16,14 +16,14 @@ import torch
 
 from ostinato.delegate import load_program
 from ostinato.delegate.graphs.recorders import HostGraphRecorder
+from ostinato.runner.bench.report import Reads
 from ostinato.runner.cli import main
-from ostinato.runner.model import Model
-from ostinato.runner.report import Reads
+from ostinato.runner.model.model import Model
 
-from ..conftest import CAPITALS_LENGTH
-from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent, recurrent_methods
-from ..processes import PATIENCE
-from .conftest import SMALL, Bench, ForwardArtifact, records
+from ...conftest import CAPITALS_LENGTH
+from ...modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent, recurrent_methods
+from ...processes import PATIENCE
+from ..conftest import SMALL, Bench, ForwardArtifact, records
 
 SMALL_DECODE = 5  # The row of tg4 with a graph.
 NAMES = ["pp5", "pp2", "tg4", "pp5 @ d6", "pp2 @ d6", "tg4 @ d6"]

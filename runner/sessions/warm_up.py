@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from ostinato.delegate.graphs.state_machine import Phase
+from ostinato.runner.model.buckets import known_buckets
+from ostinato.runner.model.model import Model
 
-from .buckets import known_buckets
-from .model import Model
 from .sessions import Sessions
 
 

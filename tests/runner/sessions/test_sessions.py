@@ -18,10 +18,10 @@ from torch import Tensor
 from ostinato.delegate import CapacityError, ClosedError, InputError, OptionError, StateKind
 from ostinato.delegate.artifact.records import Growth
 from ostinato.runner import Engine, Sampling
-from ostinato.runner.sessions import Session, Snapshot
-from ostinato.runner.steps import _Known
+from ostinato.runner.model.steps import _Known
+from ostinato.runner.sessions.sessions import Session, Snapshot
 
-from ..conftest import CAPITALS, CAPITALS_LENGTH
+from ...conftest import CAPITALS, CAPITALS_LENGTH
 
 HOT = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=11)
 # Four sessions of at most 251 tokens need 16 pages of 64; fewer, so that they run out.

@@ -11,9 +11,9 @@ import torch
 from ostinato.delegate import ArtifactError, Program, StateKind, load_program
 from ostinato.delegate.sampling import draw
 from ostinato.runner import Engine, Sampling
-from ostinato.runner.model import Model
-from ostinato.runner.sessions import Session, Sessions
-from ostinato.runner.steps import DeviceSteps, HostSteps
+from ostinato.runner.model.model import Model
+from ostinato.runner.model.steps import DeviceSteps, HostSteps
+from ostinato.runner.sessions.sessions import Session, Sessions
 
 PROMPT = [5, 99, 7, 1200, 31]
 COUNT = 24

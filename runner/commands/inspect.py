@@ -17,8 +17,7 @@ from ostinato.delegate.artifact.files import artifact_paths, open_artifact
 from ostinato.delegate.artifact.records import TensorSpec, dtype_name
 from ostinato.delegate.capacity import CapacityOptions, choose_capacity
 from ostinato.delegate.memory import size_text
-
-from .tables import Side, table
+from ostinato.runner.bench.tables import Side, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from ostinato.delegate import ExportError, load_program
 from ostinato.runner.cli import main
 
-from ..processes import INTERRUPTIBLE_CLI, PATIENCE
+from ...processes import INTERRUPTIBLE_CLI, PATIENCE
 
 TINY = {"forward": (nn.ReLU(), (torch.zeros(2),), None)}
 

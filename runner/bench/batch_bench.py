@@ -17,11 +17,11 @@ import torch
 from ostinato.delegate.errors import OptionError
 from ostinato.delegate.memory import size_text
 from ostinato.delegate.program import Program
+from ostinato.runner.model.model import Model
+from ostinato.runner.sessions.sessions import Sessions
 
 from .bench import MODE_NAMES, take_steps
 from .device import device_name, synchronize
-from .model import Model
-from .sessions import Sessions
 from .tables import Side, as_csv, as_json, table
 
 _SEED = 0

@@ -16,9 +16,8 @@ from ostinato.delegate.capacity import CapacityOptions
 from ostinato.delegate.errors import OstinatoError
 from ostinato.delegate.graphs.state_machine import PHASE_OF_COUNTER
 from ostinato.delegate.sampling import Sampling
-
-from .engine import DEFAULT_MAX_NEW_TOKENS, Engine, Result
-from .load_bar import LoadBar
+from ostinato.runner.engine import DEFAULT_MAX_NEW_TOKENS, Engine, Result
+from ostinato.runner.load_bar import LoadBar
 
 NO_GRAPH_NOTE = (
     "note: this artifact runs on the CPU, where there is no graph for --cuda_graph to capture: the same phases and checks, "

@@ -10,10 +10,10 @@ import pytest
 
 from ostinato.delegate.graphs.nodes import GraphNodes
 from ostinato.delegate.graphs.recorders import Graph, HostGraphRecorder
-from ostinato.runner.bench import Case, Measurement, ModeResult
-from ostinato.runner.report import host_text
+from ostinato.runner.bench.bench import Case, Measurement, ModeResult
+from ostinato.runner.bench.report import host_text
 
-from .conftest import SMALL, Bench, records
+from ..conftest import SMALL, Bench, records
 
 
 @pytest.mark.parametrize(

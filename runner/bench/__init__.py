@@ -1,0 +1,1 @@
+"""What measures, and how it is shown."""

@@ -1,0 +1,1 @@
+"""The loaded methods as one language model: inputs, buckets, steps."""

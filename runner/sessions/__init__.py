@@ -1,0 +1,1 @@
+"""Conversations over one model: slots, pages, history, and their warm-up."""
