@@ -8,7 +8,7 @@ For a model of your own: `export_program({"forward": (module, example_inputs, dy
 
 from typing import TYPE_CHECKING, Any
 
-from .formats import Quantization
+from .formats.int4 import Quantization
 from .progress import Progress, stderr_progress
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .formats import Quantization
+    from .formats.int4 import Quantization
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +92,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _quantization(arguments: argparse.Namespace) -> Quantization | None:
     from ostinato.delegate.errors import OptionError
 
-    from .formats import Quantization
+    from .formats.int4 import Quantization
 
     if arguments.quant is None:
         given = "--group-size" if arguments.group_size is not None else "--hqq" if arguments.hqq else None

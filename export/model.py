@@ -17,7 +17,7 @@ from ostinato.delegate.errors import CheckpointError, ExportError
 
 from .artifact.records import ValueRange
 from .compile.trace import Chain
-from .formats import Quantization
+from .formats.int4 import Quantization
 from .kernels import host_kernels_for, kernels_for
 from .layers.host_experts import STREAMED
 from .layers.state import state_forms

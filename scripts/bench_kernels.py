@@ -41,7 +41,7 @@ from kernel_timing import Timing, check, copies_of, time_case
 
 from ostinato.delegate.errors import OptionError, OstinatoError, first_line
 from ostinato.delegate.memory import size_text
-from ostinato.export.formats import GROUP_SIZES
+from ostinato.export.formats.int4 import GROUP_SIZES
 from ostinato.export.kernels.operands import MOST_ROWS
 from ostinato.runner.bench.device import copy_speed, device_name
 from ostinato.runner.bench.tables import Side, table

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.export.formats import dequantize_int4
+from ostinato.export.formats.int4 import dequantize_int4
 
 from .linear.panels import unpack_panels
 
@@ -23,7 +23,7 @@ class Weight:
     """The weight of a linear layer, [N, K], or of one linear layer per expert, [E, N, K].
 
     Attributes:
-        values: [..., N, K] in a floating dtype, or [..., N, K / 2] uint8: four-bit integers packed as `formats` says.
+        values: [..., N, K] in a floating dtype, or [..., N, K / 2] uint8: four-bit integers packed as `formats/int4.py` says.
         scale: [..., N, K / G] bfloat16 for four-bit integers, None for a floating dtype.
         bias: [N] in a floating dtype, added to the product; None for zeros.
         in_panels: values and scale are in panels (linear/panels.py).

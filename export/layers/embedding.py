@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ostinato.export.formats import SCALE_DTYPE
+from ostinato.export.formats.int4 import SCALE_DTYPE
 from ostinato.export.kernels.linear.panels import rows_of_panels
 from ostinato.export.kernels.operands import is_padding
 

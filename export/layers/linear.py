@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ostinato.export.formats import SCALE_DTYPE
+from ostinato.export.formats.int4 import SCALE_DTYPE
 from ostinato.export.kernels.operands import Weight
 
 from .build import Build, parameter
@@ -14,9 +14,9 @@ from .build import Build, parameter
 class Linear(nn.Module):
     """`x @ weight.T + bias`.
 
-    In int4 where the build asks for it: `weight` [N, K / 2] uint8 and `weight_scale` [N, K / G], laid out as `formats` says.
-    A layer that is told to with `quantize=False` stays in the model's dtype, and so does a bias. Where the kernels have them,
-    values and scales are in panels (kernels/linear/panels.py).
+    In int4 where the build asks for it: `weight` [N, K / 2] uint8 and `weight_scale` [N, K / G], in the layout of
+    formats/int4.py. A layer that is told to with `quantize=False` stays in the model's dtype, and so does a bias. Where the
+    kernels have panels, values and scales are in them (kernels/linear/panels.py).
 
     Attributes:
         panels: names of the parameters whose values are stored in panels.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ostinato.delegate.errors import CheckpointError
 from ostinato.export.compile.trace import Link
-from ostinato.export.formats import check_groups
+from ostinato.export.formats.int4 import check_groups
 from ostinato.export.kernels.attention.limits import check_attention
 from ostinato.export.kernels.delta_rule.limits import check_delta_rule
 from ostinato.export.kernels.experts.limits import check_experts

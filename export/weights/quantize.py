@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.export.formats import SCALE_DTYPE, pack_int4
+from ostinato.export.formats.int4 import SCALE_DTYPE, pack_int4
 
 # Elements quantised at once: torchao makes about six float32 copies of what it is given (HQQ more), so this bounds the
 # working memory to 1 to 2 GiB whatever the size of the tensor.
@@ -23,7 +23,7 @@ def quantize_int4(weight: Tensor, group_size: int, hqq: bool, device: torch.devi
         device: where to compute.
 
     Returns:
-        (weight [..., N, K / 2] uint8 in the layout of `formats`, scale [..., N, K / G] bfloat16), on the CPU.
+        (weight [..., N, K / 2] uint8 in the layout of `formats/int4.py`, scale [..., N, K / G] bfloat16), on the CPU.
     """
     return _in_pieces(weight, group_size, -8, 7, hqq, device)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.formats import GROUP_SIZES, SPAN
+from ostinato.export.formats.int4 import GROUP_SIZES, SPAN
 
 MAX_EXPERTS = 1024
 

@@ -2,7 +2,7 @@
 """Products of experts with blocks of rows for everything that `rows_fixed_triton` does not take.
 
 That is float32, other groups than of 128, weights in a floating dtype, and sizes that its tiles do not divide. Weights are
-made numbers of the inputs' dtype in registers, rounded once as `formats.dequantize_int4` does. Right for all, tuned for none.
+made numbers of the inputs' dtype in registers, rounded once as `dequantize_int4` does. Right for all, tuned for none.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.formats import SPAN
+from ostinato.export.formats.int4 import SPAN
 from ostinato.export.kernels.launch import launcher, pointers, starts_early
 from ostinato.export.kernels.linear.limits import check_weight
 from ostinato.export.kernels.linear.step_triton import tile_constants, units_per_lane

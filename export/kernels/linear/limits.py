@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.formats import GROUP_SIZES, SPAN
+from ostinato.export.formats.int4 import GROUP_SIZES, SPAN
 from ostinato.export.kernels.operands import Weight
 
 DTYPES = (torch.bfloat16, torch.float32)

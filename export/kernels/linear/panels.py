@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ostinato.export.formats import pack_int4, unpack_int4
+from ostinato.export.formats.int4 import pack_int4, unpack_int4
 
 LANES = 16
 # Elements of a row that stand together.

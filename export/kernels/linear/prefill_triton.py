@@ -38,7 +38,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
 @torch.library.triton_op("ostinato::dequantize_int4", mutates_args={})
 def dequantize_int4(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`formats.dequantize_int4` of contiguous values [N, K / 2], bit for bit."""
+    """`dequantize_int4` of contiguous values [N, K / 2], bit for bit."""
     n, k = values.shape[0], values.shape[1] * 2
     out = torch.empty((n, k), dtype=dtype, device=values.device)
     halves = n * k // 32

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """Four-bit weights in the tiles of `step_tiles_triton`: what a word's nibbles multiply, and the products in float32.
 
-Words. The layout is that of `formats`. Read as 32-bit words, word `j` of a span's eight holds the elements `4 j` to `4 j + 3`
-in its nibbles 0, 2, 4, 6, and the elements that are 32 after those in its nibbles 1, 3, 5, 7.
+Words. The layout is that of formats/int4.py. Read as 32-bit words, word `j` of a span's eight holds the elements `4 j` to
+`4 j + 3` in its nibbles 0, 2, 4, 6, and the elements that are 32 after those in its nibbles 1, 3, 5, 7.
 
 From a nibble to a number. A nibble masked out of its word and read as the bits of a float32 is the number q 2^(p - 149),
 where p is the place of its lowest bit: subnormal numbers and those of the first exponent are evenly spaced, so this holds

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.export.formats import dequantize_int4, pack_int4
+from ostinato.export.formats.int4 import dequantize_int4, pack_int4
 from ostinato.export.kernels.linear.panels import pack_panels
 from ostinato.export.kernels.operands import Norm, Place, Weight
 

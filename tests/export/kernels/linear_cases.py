@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.export.formats import pack_int4
+from ostinato.export.formats.int4 import pack_int4
 from ostinato.export.kernels.operands import Weight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.formats import pack_int4
+from ostinato.export.formats.int4 import pack_int4
 from ostinato.export.kernels.experts import reference, rows_plan_triton, rows_triton, step_triton
 from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
 

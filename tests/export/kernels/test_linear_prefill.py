@@ -9,7 +9,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export import formats
+from ostinato.export.formats import int4 as formats
 from ostinato.export.kernels.linear import prefill_triton, reference
 from ostinato.export.kernels.linear.limits import check_weight
 from ostinato.export.kernels.linear.panels import pack_panels

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from ostinato.export.formats import pack_int4
+from ostinato.export.formats.int4 import pack_int4
 from ostinato.export.kernels.linear import reference, rows_triton, step_triton
 from ostinato.export.kernels.operands import HeadSquares, Norm, Weight
 

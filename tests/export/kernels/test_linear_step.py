@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.formats import pack_int4
+from ostinato.export.formats.int4 import pack_int4
 from ostinato.export.kernels.linear import reference, step_triton
 from ostinato.export.kernels.linear.step_triton import StepConfig, config_for, units_per_lane
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Place, Weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ostinato.export.formats import pack_int4
+from ostinato.export.formats.int4 import pack_int4
 from ostinato.export.kernels.linear.panels import LANES, pack_panels, rows_of_panels, unpack_panels
 from ostinato.export.kernels.operands import Weight
 

@@ -18,7 +18,8 @@ from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig
 
 from ostinato.delegate.errors import CheckpointError
 from ostinato.export.models import build_network, read_config
-from ostinato.export.weights.checkpoint import INDEX_FILE, CheckpointWeights, SafetensorsFolder
+from ostinato.export.weights.checkpoint import CheckpointWeights
+from ostinato.export.weights.sources.safetensors import INDEX_FILE, SafetensorsFolder
 from ostinato.export.weights.stream import float_shapes
 
 from ..references import (

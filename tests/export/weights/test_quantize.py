@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.formats import GROUP_SIZES, Quantization, dequantize_int4, unpack_int4
+from ostinato.export.formats.int4 import GROUP_SIZES, Quantization, dequantize_int4, unpack_int4
 from ostinato.export.kernels import Kernels
 from ostinato.export.kernels.linear.reference import linear
 from ostinato.export.kernels.operands import Weight

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.formats import GROUP_SIZES, Quantization, dequantize_int4, pack_int4, unpack_int4
+from ostinato.export.formats.int4 import GROUP_SIZES, Quantization, dequantize_int4, pack_int4, unpack_int4
 
 
 @pytest.mark.parametrize("shape", [(64,), (3, 128), (2, 5, 320)])

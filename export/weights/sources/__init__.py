@@ -1,0 +1,1 @@
+"""Containers of published checkpoints, one file each."""
