@@ -1,6 +1,6 @@
 """How many sessions a program holds, and how many positions they have together: chosen when it is loaded.
 
-The artifact says of each mutable buffer what its first dimension is (`artifact.Growth`), and what one row of it takes.
+The artifact says of each mutable buffer what its first dimension is (`Growth`), and what one row of it takes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from .artifact.records import META_PAGE_SIZE, BufferSpec, Growth, MethodRecord, StateKind, TensorSpec
+from .artifact.names import META_PAGE_SIZE
+from .artifact.pte import ProgramFile
+from .artifact.records import BufferSpec, Growth, MethodRecord, StateKind, TensorSpec
 from .errors import OptionError
 from .memory import free_device_memory, size_text
 
@@ -42,27 +44,6 @@ class Capacity:
     def kv_tokens(self) -> int:
         """Positions of all sessions together."""
         return self.pages * self.page_size
-
-    def sized(self, record: MethodRecord) -> MethodRecord:
-        """The record with the sizes of its buffers, and the ranges of inputs that are numbers of slots, as they are here."""
-        return replace(
-            record,
-            inputs=tuple(self._bounded(spec) for spec in record.inputs),
-            buffer_specs={key: self._grown(spec) for key, spec in record.buffer_specs.items()},
-        )
-
-    def _grown(self, spec: BufferSpec) -> BufferSpec:
-        if spec.growth is Growth.FIXED:
-            return spec
-        return replace(spec, shape=(self._count(spec.growth), *spec.shape[1:]))
-
-    def _bounded(self, spec: TensorSpec) -> TensorSpec:
-        if spec.counts is Growth.FIXED or spec.value_range is None:
-            return spec
-        return replace(spec, value_range=(spec.value_range[0], self._count(spec.counts) - 1))
-
-    def _count(self, growth: Growth) -> int:
-        return self.slots if growth is Growth.SLOTS else self.pages
 
 
 @dataclass(frozen=True)
@@ -136,6 +117,27 @@ def choose_capacity(
             f"a session takes {size_text(slot_bytes)}, a page {size_text(page_bytes)}"
         )
     return Capacity(slots, pages, page_size, each, slot_bytes, page_bytes)
+
+
+def sized(parsed: ProgramFile, capacity: Capacity) -> ProgramFile:
+    """The program with the sizes that its buffers, and inputs that are numbers of slots, have with this capacity."""
+    count_of = {Growth.SLOTS: capacity.slots, Growth.PAGES: capacity.pages}
+
+    def buffer(spec: BufferSpec) -> BufferSpec:
+        fixed = spec.growth is Growth.FIXED
+        return spec if fixed else replace(spec, shape=(count_of[spec.growth], *spec.shape[1:]))
+
+    def value(spec: TensorSpec) -> TensorSpec:
+        if spec.counts is Growth.FIXED or spec.value_range is None:
+            return spec
+        return replace(spec, value_range=(spec.value_range[0], count_of[spec.counts] - 1))
+
+    def record(one: MethodRecord) -> MethodRecord:
+        specs = {key: buffer(spec) for key, spec in one.buffer_specs.items()}
+        return replace(one, inputs=tuple(map(value, one.inputs)), buffer_specs=specs)
+
+    methods = {name: replace(one, record=record(one.record)) for name, one in parsed.methods.items()}
+    return replace(parsed, methods=methods)
 
 
 def first_table(spec: BufferSpec, pages: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from .artifact.files import Source, artifact_paths, open_artifact
 from .artifact.pte import DelegateMethod, ProgramFile
 from .artifact.records import Growth, StateKind, TensorSpec
 from .artifact.target import Target, check_target
-from .capacity import Capacity, CapacityOptions, choose_capacity
+from .capacity import Capacity, CapacityOptions, choose_capacity, sized
 from .code.method_code import MethodCode
 from .code.side_stream import Call, run_here, run_on_stream, side_stream
 from .constants.pool import ConstantPool, ConstantStats
@@ -329,4 +329,4 @@ def load_program(
     pool = ConstantPool(constants, device, verify, on_load)
     capacity = choose_capacity(records, parsed.metadata, options, device, pool.bytes_to_load(records, device))
     pool.pages = capacity.pages
-    return Program(parsed.sized(capacity), pool, device, capacity)
+    return Program(sized(parsed, capacity), pool, device, capacity)

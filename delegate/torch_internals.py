@@ -13,6 +13,8 @@ import torch
 
 # `AOTIModelContainerRunnerCpu` or `...Cuda`; torch gives no type for either.
 Container = Any
+# Bytes; compiled code loads up to 16 at a time.
+ALIGNMENT = 16
 # What `torch.cuda.graph_pool_handle` gives: two integers, whose type is private.
 PoolHandle = Any
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ostinato.delegate.artifact import records as artifact
+from ostinato.delegate.artifact import names
 from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.artifact.records import Growth, StateKind
 from ostinato.delegate.artifact.target import host_target
@@ -114,7 +114,7 @@ def export_model(
             STREAMED: (0, config.experts_per_layer),
             **_row_ranges(config, length, methods),
         },
-        extra_files=[folder / name for name in artifact.TOKENIZER_FILES if (folder / name).exists()],
+        extra_files=[folder / name for name in names.TOKENIZER_FILES if (folder / name).exists()],
         root=network,
         state_forms=state_forms(network),
         weights=QuantizedWeights(network, source, computes, hqq=quant is not None and quant.hqq),
@@ -192,25 +192,25 @@ def _metadata(
     # What kernels leave in a workspace between steps means nothing.
     state = [name for name, form in state_forms(network).items() if form.kind is not StateKind.WORKSPACE]
     metadata: dict[str, Any] = {
-        artifact.META_MAX_SEQ_LEN: network.build.max_seq_len,
-        artifact.META_PAGE_SIZE: network.build.page_size,
-        artifact.META_VOCAB_SIZE: config.vocab_size,
-        artifact.META_N_LAYERS: config.num_hidden_layers,
-        artifact.META_USE_KV_CACHE: True,
-        artifact.META_USE_SDPA: False,
-        artifact.META_DYNAMIC_SHAPE: True,
-        artifact.META_PADDED_PREFILL: True,
-        artifact.META_CPU_MOE: network.build.cpu_moe,
-        artifact.META_MODEL_TYPE: config.model_type,
-        artifact.META_DTYPE: dtype,
-        artifact.META_QUANTIZATION: "none" if quant is None else str(quant),
-        artifact.META_DECODE_BYTES: decode_bytes(network, device),
-        artifact.META_KV_BYTES: kv_bytes_per_token(network),
-        artifact.META_MUTABLE_BUFFERS: json.dumps({"version": 1, "mutable_buffers": sorted(state)}),
+        names.META_MAX_SEQ_LEN: network.build.max_seq_len,
+        names.META_PAGE_SIZE: network.build.page_size,
+        names.META_VOCAB_SIZE: config.vocab_size,
+        names.META_N_LAYERS: config.num_hidden_layers,
+        names.META_USE_KV_CACHE: True,
+        names.META_USE_SDPA: False,
+        names.META_DYNAMIC_SHAPE: True,
+        names.META_PADDED_PREFILL: True,
+        names.META_CPU_MOE: network.build.cpu_moe,
+        names.META_MODEL_TYPE: config.model_type,
+        names.META_DTYPE: dtype,
+        names.META_QUANTIZATION: "none" if quant is None else str(quant),
+        names.META_DECODE_BYTES: decode_bytes(network, device),
+        names.META_KV_BYTES: kv_bytes_per_token(network),
+        names.META_MUTABLE_BUFFERS: json.dumps({"version": 1, "mutable_buffers": sorted(state)}),
     }
     eos = _eos_ids(folder)
     if eos:
-        metadata[artifact.META_EOS_IDS] = eos
+        metadata[names.META_EOS_IDS] = eos
     return metadata
 
 

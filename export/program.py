@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ostinato.delegate.artifact.records import CONSTANTS_FILE, PROGRAM_FILE, StateForm
+from ostinato.delegate.artifact.names import CONSTANTS_FILE, PROGRAM_FILE
+from ostinato.delegate.artifact.records import StateForm
 from ostinato.delegate.artifact.target import Target, host_target
 from ostinato.delegate.errors import ExportError
 from ostinato.export.artifact.records import Constants, ValueRange, make_method

@@ -30,7 +30,7 @@ from check_speed import Finding
 
 from ostinato.delegate import OstinatoError, Program, load_program
 from ostinato.delegate.artifact.files import artifact_paths, open_artifact
-from ostinato.delegate.artifact.records import DECODE, META_CPU_MOE
+from ostinato.delegate.artifact.names import DECODE, META_CPU_MOE
 from ostinato.delegate.code.method_code import MethodCode
 from ostinato.delegate.errors import OptionError
 from ostinato.delegate.memory import size_text

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import Method
-from ostinato.delegate.artifact.records import FEW_ROWS_LOGITS, META_VOCAB_SIZE, ROWS_LOGITS
+from ostinato.delegate.artifact.names import FEW_ROWS_LOGITS, META_VOCAB_SIZE, ROWS_LOGITS
 from ostinato.delegate.errors import OptionError
 from ostinato.runner import Engine
 from ostinato.runner.bench.tables import table

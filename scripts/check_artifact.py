@@ -31,7 +31,7 @@ from bucket_logits import bucket_differences, render, sessions_for
 from torch import Tensor
 
 from ostinato.delegate import Method, OstinatoError, Program, load_program
-from ostinato.delegate.artifact.records import META_PADDED_PREFILL, META_PAGE_SIZE, META_VOCAB_SIZE
+from ostinato.delegate.artifact.names import META_PADDED_PREFILL, META_PAGE_SIZE, META_VOCAB_SIZE
 from ostinato.delegate.memory import size_text
 from ostinato.runner import Engine
 from ostinato.runner.bench.bench import metadata_of

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ostinato.delegate import InputError, OptionError, Program, Target, load_program
-from ostinato.delegate.artifact.records import FORMAT_VERSION, Manifest, MethodRecord
+from ostinato.delegate.artifact.names import FORMAT_VERSION
+from ostinato.delegate.artifact.records import Manifest, MethodRecord
 from ostinato.runner import Engine
 from ostinato.runner.cli import main
 

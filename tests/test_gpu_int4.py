@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import Method, load_program
-from ostinato.delegate.artifact.records import FEW_ROWS, FEW_ROWS_LOGITS, ROWS, ROWS_LOGITS
+from ostinato.delegate.artifact.names import FEW_ROWS, FEW_ROWS_LOGITS, ROWS, ROWS_LOGITS
 from ostinato.runner import Engine, Sampling
 
 from .conftest import CAPITALS, WIDE_MAX_SEQ_LEN

@@ -12,8 +12,15 @@ from ostinato.export.models import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Floors from the bottom. A room uses rooms on lower floors, and those that ALSO names on its own.
+# Floors from the bottom. A room uses rooms on lower floors, and those that ALSO names on its own. A module that is not listed
+# is in the room of its folder: `delegate.program` in `delegate`.
 FLOORS: tuple[tuple[str, ...], ...] = (
+    ("delegate.errors", "delegate.lazy_names"),
+    ("delegate.artifact", "delegate.cuda_driver", "delegate.memory", "delegate.sampling", "delegate.torch_internals"),
+    ("delegate.capacity",),
+    ("delegate.constants",),
+    ("delegate.code",),
+    ("delegate.graphs",),
     ("delegate",),
     ("export.formats", "export.progress"),
     ("export.compile",),
@@ -21,7 +28,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("export.layers", "export.weights", "export.program"),
     ("export.models",),
     ("export.model",),
-    ("export.command", "export", "runner"),
+    ("export.command", "export"),
+    ("runner.model", "runner.text"),
+    ("runner.sessions",),
+    ("runner.bench",),
+    ("runner",),
+    ("runner.commands",),
 )
 ALSO = {("export.program", "export.artifact")}
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

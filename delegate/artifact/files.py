@@ -9,9 +9,9 @@ from pathlib import Path
 from ostinato.delegate.errors import ArtifactError
 
 from .flatbuffer import map_file
+from .names import CONSTANTS_FILE, PROGRAM_FILE
 from .ptd import ConstantsFile, parse_constants
 from .pte import ProgramFile, parse_program
-from .records import CONSTANTS_FILE, PROGRAM_FILE
 
 Source = str | PathLike[str] | tuple[str | PathLike[str], str | PathLike[str]]
 

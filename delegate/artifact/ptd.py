@@ -17,7 +17,8 @@ import torch
 from ostinato.delegate.errors import ArtifactError
 
 from .flatbuffer import Table, damaged
-from .records import MANIFEST_KEY, Manifest
+from .names import MANIFEST_KEY
+from .records import Manifest
 
 _SEGMENTS, _NAMED_DATA = 1, 2
 

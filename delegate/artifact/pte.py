@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ostinato.delegate.capacity import Capacity
 from ostinato.delegate.errors import ArtifactError
 
 from .flatbuffer import Table, damaged
-from .records import BACKEND_ID, SPEC_EXPORT_ID, SPEC_TARGET, MethodRecord, TensorSpec
+from .names import BACKEND_ID, SPEC_EXPORT_ID, SPEC_TARGET
+from .records import MethodRecord, TensorSpec
 from .target import Target
 
 _PROGRAM_PLANS, _PROGRAM_INLINE, _PROGRAM_SEGMENTS, _PROGRAM_NAMED_DATA = 1, 3, 4, 7
@@ -68,11 +68,6 @@ class ProgramFile:
     methods: dict[str, DelegateMethod] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     named_data: dict[str, memoryview] = field(default_factory=dict)
-
-    def sized(self, capacity: Capacity) -> ProgramFile:
-        """The same with records as of `Capacity.sized`."""
-        methods = {name: replace(one, record=capacity.sized(one.record)) for name, one in self.methods.items()}
-        return replace(self, methods=methods)
 
 
 def parse_program(data: memoryview, path: Path) -> ProgramFile:

@@ -12,16 +12,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ostinato.delegate.artifact.records import HOST, KERNELS_KEY_PREFIX, PROGRAM_FILE, MethodRecord, Segment
+from ostinato.delegate.artifact.names import HOST, KERNELS_KEY_PREFIX, PROGRAM_FILE
+from ostinato.delegate.artifact.records import MethodRecord, Segment
 from ostinato.delegate.constants.loading import free_tensors
 from ostinato.delegate.constants.streaming import ConstantStream, StreamBuffers
 from ostinato.delegate.errors import ArtifactError, first_line
 from ostinato.delegate.torch_internals import Container, bind_constants, load_container, run_container
 
 from .transfers import Mark, PinnedPool, Sent, departures, needed_on_device, results_of, starts, to_device_once
-
-# Bytes; compiled code loads up to 16 at a time.
-ALIGNMENT = 16
 
 
 @dataclass

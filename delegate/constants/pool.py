@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 
 from ostinato.delegate import memory
+from ostinato.delegate.artifact.names import HOST
 from ostinato.delegate.artifact.ptd import ConstantsFile, Entry
 from ostinato.delegate.artifact.records import (
-    HOST,
     BufferSpec,
     Growth,
     MethodRecord,
@@ -22,8 +22,8 @@ from ostinato.delegate.artifact.records import (
     dtype_name,
 )
 from ostinato.delegate.capacity import first_table
-from ostinato.delegate.code.method_code import ALIGNMENT
 from ostinato.delegate.errors import ArtifactError, InputError
+from ostinato.delegate.torch_internals import ALIGNMENT
 
 from .loading import PARALLEL_FROM, ConstantLoader, free_tensors
 

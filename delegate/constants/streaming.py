@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from ostinato.delegate.graphs.nodes import DriverError, call_driver, cuda_driver
+from ostinato.delegate.cuda_driver import DriverError, call_driver, cuda_driver
 
 from .loading import free_tensors
 

@@ -4,7 +4,7 @@ A capture joins kernels by full edges: the next one starts when the last program
 be read. Over a programmatic edge it starts as soon as there is room for it, and waits inside for the rest (CUDA C++
 Programming Guide, "Programmatic Dependent Launch and Synchronization"). AOTInductor launches without that, so the edges are
 changed here, after the capture: `start_early` changes the edge between two *marked* kernels, those with
-`artifact.EARLY_KERNEL` in their names, where it is the one way into the latter.
+`names.EARLY_KERNEL` in their names, where it is the one way into the latter.
 
 Marked kernels keep these rules, with the functions of export/kernels/early_start_triton.py:
 
@@ -25,7 +25,7 @@ R4. The kernel directly behind a late one may also read, before its wait, what k
     kernel's own wait is known to renew it.
 R5. A kernel that relies on R4 stands directly behind the late one: `experts_down_early` behind `experts_gate_up_early`,
     `down_fixed_rows_early` behind `gate_up_fixed_rows_early`.
-    `start_early` checks it on the captured graph (`artifact.REQUIRED_AHEAD`): anywhere else the edge into them stays full.
+    `start_early` checks it on the captured graph (`names.REQUIRED_AHEAD`): anywhere else the edge into them stays full.
 
 Why no kernel reads too early or writes too early. A stream's capture is a chain; take its kernels in order.
 
@@ -41,7 +41,7 @@ Why no kernel reads too early or writes too early. A stream's capture is a chain
 
 A multiprocessor has one memory for its first-level cache and its shared memory. The driver divides it for each kernel, and a
 program only starts on a multiprocessor that is divided for its kernel: a kernel that starts early would have to wait until
-the one ahead has left. So `start_early` asks for one division for the marked kernels of rows (`artifact.ROWS_KERNEL`). Those
+the one ahead has left. So `start_early` asks for one division for the marked kernels of rows (`names.ROWS_KERNEL`). Those
 of one row need little shared memory, and read the faster the larger the cache is: they are left to the driver.
 """
 
@@ -52,8 +52,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ostinato.delegate.artifact.records import EARLY_KERNEL, REQUIRED_AHEAD, ROWS_KERNEL
-from ostinato.delegate.errors import OstinatoError, first_line
+from ostinato.delegate.artifact.names import EARLY_KERNEL, REQUIRED_AHEAD, ROWS_KERNEL
+from ostinato.delegate.cuda_driver import DriverError, call_driver, cuda_driver
+from ostinato.delegate.errors import first_line
 
 # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC of cuda.h: the edge opens when all programs have said so, or have ended.
 _WHEN_ALL_PROGRAMS_SAY_SO = 1
@@ -63,10 +64,6 @@ _TYPE_PREFIX = "CU_GRAPH_NODE_TYPE_"
 # 353.5 and 232.7, with 80 % 72.3, 235.5, 351.7 and 223.5; as the driver divides it 76.7, 245.5, 360.8 and 233.4. With 60 %
 # for the kernels of one row too, one session has 981 tokens/s in place of 1,066.
 _SHARED_MEMORY = 60
-
-
-class DriverError(OstinatoError):
-    """The CUDA driver refused a call. Of a captured graph the runtime then makes another one and leaves it alone."""
 
 
 @dataclass(frozen=True)
@@ -185,15 +182,6 @@ def _note(misplaced: list[str]) -> str | None:
     return f"{misplaced[0]}{others}: it does not start early"
 
 
-def cuda_driver() -> Any:
-    """The CUDA driver's functions, from a package that CUDA builds of torch depend on. Raises DriverError: it is missing."""
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise DriverError(f"the package cuda-bindings is missing ({error})") from error
-    return driver
-
-
 def _nodes(driver: Any, graph: Any) -> list[Any]:
     count = call_driver(driver, "cuGraphGetNodes", graph, 0)[-1]
     return list(call_driver(driver, "cuGraphGetNodes", graph, count)[0]) if count else []
@@ -222,16 +210,3 @@ def _kernel_name(driver: Any, node: Any) -> str:
     error, name = driver.cuFuncGetName(params.func) if int(params.func) else driver.cuKernelGetName(params.kern)
     # The kernels of some libraries do not tell their names; those are not ours.
     return name.decode(errors="replace") if error == driver.CUresult.CUDA_SUCCESS else ""
-
-
-# The forms that take edge data have the suffix `_v2` in cuda-bindings 12, and none in 13, which has no other form.
-_WITH_EDGE_DATA = ("cuGraphGetEdges", "cuGraphRemoveDependencies", "cuGraphAddDependencies")
-
-
-def call_driver(driver: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
-    """Call the driver's `name`; what it returns besides the error code. Raises DriverError: it refused."""
-    newer = getattr(driver, f"{name}_v2", None) if name in _WITH_EDGE_DATA else None
-    error, *results = (newer or getattr(driver, name))(*arguments)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise DriverError(f"{name}: {getattr(error, 'name', error)}")
-    return tuple(results)

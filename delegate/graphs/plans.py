@@ -33,7 +33,7 @@ MOST_CHANGES = 4
 
 
 class Code(Protocol):
-    """The compiled code of a method, segment by segment; values are numbered as in `artifact.MethodRecord`."""
+    """The compiled code of a method, segment by segment; values are numbered as in `MethodRecord`."""
 
     @property
     def segments(self) -> Sequence[Needs]:

@@ -21,12 +21,12 @@ from enum import Enum
 
 import torch
 
-from ostinato.delegate.code.method_code import ALIGNMENT
 from ostinato.delegate.code.side_stream import Call, run_here
 from ostinato.delegate.code.transfers import needed_on_device
 from ostinato.delegate.errors import InputError
-from ostinato.delegate.inputs import StaticInputs
+from ostinato.delegate.graphs.static_inputs import StaticInputs
 from ostinato.delegate.memory import MemoryWatch
+from ostinato.delegate.torch_internals import ALIGNMENT
 
 from .plans import MOST_CHANGES, Code, Plan, PlanStats
 from .recorders import GraphRecorder

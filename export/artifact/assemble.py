@@ -17,7 +17,7 @@ from executorch.exir.passes import MemoryPlanningPass
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from ostinato.delegate.artifact import records as artifact
+from ostinato.delegate.artifact import names
 from ostinato.delegate.artifact.records import Dim as ArtifactDim
 from ostinato.delegate.artifact.records import MethodRecord, dtype_from_name
 from ostinato.delegate.artifact.target import Target
@@ -91,13 +91,13 @@ def assemble(methods: Mapping[str, CompiledMethod], target: Target, export_id: s
 def _delegate_call(compiled: CompiledMethod, target: Target, export_id: str) -> ExportedProgram:
     record = compiled.record
     specs = {
-        artifact.SPEC_TARGET: target.to_bytes(),
-        artifact.SPEC_EXPORT_ID: export_id.encode(),
+        names.SPEC_TARGET: target.to_bytes(),
+        names.SPEC_EXPORT_ID: export_id.encode(),
     }
     inputs, dynamic = _example(record)
     shell = torch.export.export(_Shell(record), inputs, dynamic_shapes=dynamic, strict=False)
     edge = to_edge(shell, compile_config=edge_config()).exported_program()
-    lowered = delegated_module(edge, artifact.BACKEND_ID, record.to_bytes(), specs, compiled.named_data)
+    lowered = delegated_module(edge, names.BACKEND_ID, record.to_bytes(), specs, compiled.named_data)
     return torch.export.export(_Call(lowered), inputs, dynamic_shapes=dynamic, strict=False)
 
 

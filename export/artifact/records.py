@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ostinato.delegate.artifact.names import CODE_KEY_PREFIX, EXTERN_KEY_PREFIX, KERNELS_KEY_PREFIX
 from ostinato.delegate.artifact.records import (
-    CODE_KEY_PREFIX,
-    EXTERN_KEY_PREFIX,
-    KERNELS_KEY_PREFIX,
     BufferSpec,
     Dim,
     Growth,

@@ -15,7 +15,8 @@ from typing import BinaryIO
 
 import torch
 
-from ostinato.delegate.artifact.records import MANIFEST_KEY, PROGRAM_FILE, Manifest, constant_digest, dtype_name
+from ostinato.delegate.artifact.names import MANIFEST_KEY, PROGRAM_FILE
+from ostinato.delegate.artifact.records import Manifest, constant_digest, dtype_name
 from ostinato.delegate.errors import ExportError
 from ostinato.delegate.memory import size_text
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from ostinato.delegate.artifact.records import HOST
+from ostinato.delegate.artifact.names import HOST
 from ostinato.delegate.errors import ExportError, first_line
 
 from .torch_internals import size_example, size_expression

@@ -7,7 +7,7 @@ operations in a kernel. Files with `_cpu` in their names have them in C++, for a
 
 from __future__ import annotations
 
-from ostinato.delegate.artifact.records import HOST
+from ostinato.delegate.artifact.names import HOST
 from ostinato.delegate.artifact.target import host_isa
 from ostinato.delegate.errors import ExportError
 

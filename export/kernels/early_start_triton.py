@@ -1,6 +1,6 @@
 """Programmatic dependent launch: a kernel of a decode step starts while the kernel ahead of it still runs.
 
-So it loads its weights while the kernel ahead finishes. A *marked* kernel has `artifact.EARLY_KERNEL` in its name; only
+So it loads its weights while the kernel ahead finishes. A *marked* kernel has `names.EARLY_KERNEL` in its name; only
 between two marked kernels does the runtime change a captured graph. The rules that marked kernels keep, R1 to R5, and why
 results then stay the same, stand in `delegate/graphs/nodes.py`.
 

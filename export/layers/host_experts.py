@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ostinato.delegate.artifact.records import HOST
+from ostinato.delegate.artifact.names import HOST
 from ostinato.export.compile.trace import Link
 
 from .experts import SparseMoe

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 from torch.export import Dim
 
-from ostinato.delegate.artifact import records as artifact
+from ostinato.delegate.artifact.names import (
+    DECODE,
+    DECODE_SAMPLE,
+    FEW_ROWS,
+    FEW_ROWS_LOGITS,
+    PREFILL,
+    PREFILL_STREAMED,
+    ROWS,
+    ROWS_LOGITS,
+    SAMPLE,
+)
 from ostinato.delegate.sampling import Sampling, SamplingInputs
 from ostinato.export.compile.trace import Chain, Link
 from ostinato.export.layers.host_experts import STREAMED
@@ -16,7 +26,7 @@ from ostinato.export.layers.host_experts import STREAMED
 from .language_model import LanguageModel
 
 # Those that draw tokens, and those that give logits; for many rows, and for few.
-ROWS_METHODS = ((artifact.ROWS, artifact.ROWS_LOGITS), (artifact.FEW_ROWS, artifact.FEW_ROWS_LOGITS))
+ROWS_METHODS = ((ROWS, ROWS_LOGITS), (FEW_ROWS, FEW_ROWS_LOGITS))
 
 # Tokens of the examples that methods are traced with. On a GPU Inductor tries out what it generates with that many, and
 # `prefill` takes the prompts that are too long for rows, which are 256 at most. Where a prompt's code is that of rows, both
@@ -61,19 +71,19 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     dynamic = {"tokens": {1: length}, "input_pos": {0: length}}
     logits = {"logits": torch.zeros(1, network.config.vocab_size), "input_pos": _positions(1), "slots": _positions(1)}
     prompt = _prompt(min(EXAMPLE_ROWS if folds else EXAMPLE_PROMPT, longest))
-    methods = {artifact.PREFILL: Chain(many, prompt, ("logits",), dynamic)}
+    methods = {PREFILL: Chain(many, prompt, ("logits",), dynamic)}
     if network.build.cpu_moe:
         split = {**prompt, STREAMED: torch.ones(1, dtype=torch.int64)}
         streamed = network.prompt_links(step=folds, streamed=True)
-        methods[artifact.PREFILL_STREAMED] = Chain(streamed, split, ("logits",), dynamic)
+        methods[PREFILL_STREAMED] = Chain(streamed, split, ("logits",), dynamic)
     for most, names in zip(reversed(kernels.most_rows), ROWS_METHODS, strict=False):
         # Where a prompt's code is that of rows, it is compiled once.
         methods |= _rows(network, layers, length if folds else Dim("R", min=2, max=most), names)
     return {
         **methods,
-        artifact.DECODE: Chain(one, _prompt(1), ("logits",), {}),
-        artifact.SAMPLE: Chain([begin, first], {**logits, **Sampling(seed=0).inputs()._asdict()}, ("token",), {}),
-        artifact.DECODE_SAMPLE: Chain(
+        DECODE: Chain(one, _prompt(1), ("logits",), {}),
+        SAMPLE: Chain([begin, first], {**logits, **Sampling(seed=0).inputs()._asdict()}, ("token",), {}),
+        DECODE_SAMPLE: Chain(
             [again, *layers, head if kernels.folds_steps else many[-1], following],
             {"slots": _positions(1)},
             ("token", "logits"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from ostinato.delegate.artifact.records import HOST, StateKind
+from ostinato.delegate.artifact.names import HOST
+from ostinato.delegate.artifact.records import StateKind
 from ostinato.export.layers.state import state_of_kind
 
 

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ostinato.delegate.artifact import records as artifact
+from ostinato.delegate.artifact import names
 from ostinato.delegate.memory import size_text
 from ostinato.delegate.program import Program
 
@@ -31,10 +31,10 @@ class Reads:
     @classmethod
     def of(cls, program: Program) -> Reads:
         """From the program's constant methods, or else from its loaded constants and state."""
-        fixed = program.metadata.get(artifact.META_DECODE_BYTES)
+        fixed = program.metadata.get(names.META_DECODE_BYTES)
         if fixed is None:
             return cls(program.stats.constant_bytes + program.stats.mutable_buffer_bytes, 0, False)
-        return cls(int(fixed), int(program.metadata.get(artifact.META_KV_BYTES, 0)), True)
+        return cls(int(fixed), int(program.metadata.get(names.META_KV_BYTES, 0)), True)
 
     def per_token(self, measurement: Measurement) -> float | None:
         """Mean over the steps of a decode measurement, the i-th of which sees depth + i positions. None for a prefill."""

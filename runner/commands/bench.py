@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from ostinato.delegate import Program, load_program
-from ostinato.delegate.artifact.records import META_DTYPE, META_MODEL_TYPE, META_N_LAYERS, META_PAGE_SIZE
+from ostinato.delegate.artifact.names import META_DTYPE, META_MODEL_TYPE, META_N_LAYERS, META_PAGE_SIZE
 from ostinato.delegate.capacity import CapacityOptions
 from ostinato.delegate.errors import OptionError
 from ostinato.runner.bench.batch_bench import (

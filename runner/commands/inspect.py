@@ -15,7 +15,7 @@ import torch
 
 from ostinato.delegate.artifact.files import artifact_paths, open_artifact
 from ostinato.delegate.artifact.records import TensorSpec, dtype_name
-from ostinato.delegate.capacity import CapacityOptions, choose_capacity
+from ostinato.delegate.capacity import CapacityOptions, choose_capacity, sized
 from ostinato.delegate.memory import size_text
 from ostinato.runner.bench.tables import Side, table
 
@@ -45,7 +45,7 @@ def describe(path: str) -> dict[str, Any]:
     parsed, constants = open_artifact(program_path, constants_path)
     records = [entry.record for entry in parsed.methods.values()]
     capacity = choose_capacity(records, parsed.metadata, CapacityOptions(), torch.device("cpu"), 0)
-    parsed = parsed.sized(capacity)
+    parsed = sized(parsed, capacity)
     methods = {}
     for name, entry in sorted(parsed.methods.items()):
         record = entry.record

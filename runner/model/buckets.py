@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from ostinato.delegate import InputError, Program
-from ostinato.delegate.artifact.records import META_MAX_SEQ_LEN, META_PADDED_PREFILL, PREFILL_STREAMED, ROWS
+from ostinato.delegate.artifact.names import META_MAX_SEQ_LEN, META_PADDED_PREFILL, PREFILL_STREAMED, ROWS
 from ostinato.delegate.errors import OptionError
 
 from .streamed import STREAM_FROM

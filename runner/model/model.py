@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ostinato.delegate import BackendOptions, InputError, Method, Program
-from ostinato.delegate.artifact.records import (
+from ostinato.delegate.artifact.names import (
     DECODE,
     DECODE_SAMPLE,
     FEW_ROWS,
@@ -21,8 +21,8 @@ from ostinato.delegate.artifact.records import (
     ROWS,
     ROWS_LOGITS,
     SAMPLE,
-    TensorSpec,
 )
+from ostinato.delegate.artifact.records import TensorSpec
 from ostinato.delegate.errors import ArtifactError
 from ostinato.delegate.graphs.state_machine import Phase
 

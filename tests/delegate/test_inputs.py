@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.delegate.inputs import StaticInputs
+from ostinato.delegate.graphs.static_inputs import StaticInputs
 
 HOST = torch.device("cpu")
 

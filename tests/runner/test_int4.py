@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ostinato.delegate import InputError, load_program
 from ostinato.delegate.artifact.files import artifact_paths, open_artifact
-from ostinato.delegate.artifact.records import META_QUANTIZATION
+from ostinato.delegate.artifact.names import META_QUANTIZATION
 from ostinato.runner import Engine
 
 from ..comparison import relative_error

@@ -17,18 +17,10 @@ import torch
 from ostinato.delegate import ArtifactError, CheckpointError, Dim, Target, TensorSpec
 from ostinato.delegate.artifact.flatbuffer import Table, damaged, map_file
 from ostinato.delegate.artifact.json_files import read_json
+from ostinato.delegate.artifact.names import FORMAT_VERSION, MANIFEST_KEY
 from ostinato.delegate.artifact.ptd import SCALAR_TYPES, parse_constants
 from ostinato.delegate.artifact.pte import parse_program
-from ostinato.delegate.artifact.records import (
-    FORMAT_VERSION,
-    MANIFEST_KEY,
-    BufferSpec,
-    Growth,
-    Manifest,
-    MethodRecord,
-    Segment,
-    StateKind,
-)
+from ostinato.delegate.artifact.records import BufferSpec, Growth, Manifest, MethodRecord, Segment, StateKind
 from ostinato.delegate.artifact.target import host_isa, host_target
 
 from ...modules import MAX_SEQ_LEN, Recurrent

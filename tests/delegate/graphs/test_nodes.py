@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from ostinato.delegate.artifact.records import EARLY_KERNEL, REQUIRED_AHEAD, ROWS_KERNEL
-from ostinato.delegate.graphs.nodes import DriverError, EarlyStarts, GraphNodes, look_into, start_early
+from ostinato.delegate.artifact.names import EARLY_KERNEL, REQUIRED_AHEAD, ROWS_KERNEL
+from ostinato.delegate.cuda_driver import DriverError
+from ostinato.delegate.graphs.nodes import EarlyStarts, GraphNodes, look_into, start_early
 
 from ..helpers import FULL, PROGRAMMATIC, use_driver
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ostinato.delegate import load_program
 from ostinato.delegate.code.side_stream import side_stream
+from ostinato.delegate.cuda_driver import DriverError
 from ostinato.delegate.graphs import nodes as graph_nodes
 from ostinato.delegate.graphs import recorders as graph_recorders
-from ostinato.delegate.graphs.nodes import DriverError, start_early
+from ostinato.delegate.graphs.nodes import start_early
 from ostinato.delegate.graphs.pool import GraphPool
 from ostinato.delegate.graphs.recorders import CudaGraphRecorder
 from ostinato.delegate.graphs.state_machine import StateMachine

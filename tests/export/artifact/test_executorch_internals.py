@@ -65,7 +65,8 @@ def test_delegated_module() -> None:
 
 def test_write_flat_tensor() -> None:
     """Blobs are asked for in order, while the file is written."""
-    from ostinato.delegate.artifact.records import MANIFEST_KEY, Manifest
+    from ostinato.delegate.artifact.names import MANIFEST_KEY
+    from ostinato.delegate.artifact.records import Manifest
 
     asked: list[str] = []
     manifest = Manifest("id", "hash", {}).to_bytes()

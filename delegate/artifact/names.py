@@ -1,0 +1,82 @@
+"""What export and runtime must agree on by name: files, keys, methods, metadata and marks of kernels.
+
+An artifact is a folder::
+
+    model.pte   ExecuTorch program; the compiled code of each method is named data in it
+    model.ptd   FlatTensor: every constant once under its fully qualified name, and the manifest
+    tokenizer.json, tokenizer_config.json, ...   copied from the checkpoint
+"""
+
+from __future__ import annotations
+
+FORMAT_VERSION = 8
+
+PROGRAM_FILE = "model.pte"
+CONSTANTS_FILE = "model.ptd"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+# ExecuTorch finds a backend by its class name; export/artifact/assemble.py writes this name into programs.
+BACKEND_ID = "OstinatoBackend"
+
+SPEC_TARGET = "target"
+SPEC_EXPORT_ID = "export_id"
+
+# Methods of a language model; see export/models/methods.py. Those that sample leave the next token in a mutable buffer.
+PREFILL = "prefill"
+PREFILL_STREAMED = "prefill_streamed"
+DECODE = "decode"
+SAMPLE = "sample"
+DECODE_SAMPLE = "decode_sample"
+ROWS = "rows"
+ROWS_LOGITS = "rows_logits"
+FEW_ROWS = "few_rows"
+FEW_ROWS_LOGITS = "few_rows_logits"
+
+# Constant methods, under ExecuTorch's own names where it has one.
+META_MAX_SEQ_LEN = "get_max_seq_len"
+META_VOCAB_SIZE = "get_vocab_size"
+META_N_LAYERS = "get_n_layers"
+META_EOS_IDS = "get_eos_ids"
+META_USE_KV_CACHE = "use_kv_cache"
+META_USE_SDPA = "use_sdpa_with_kv_cache"
+META_DYNAMIC_SHAPE = "enable_dynamic_shape"
+META_MUTABLE_BUFFERS = "get_mutable_buffer_metadata"
+META_MODEL_TYPE = "get_model_type"
+META_DTYPE = "get_activation_dtype"
+META_QUANTIZATION = "get_quantization"
+# int: layers whose routed experts stay on the host, counted from the first.
+META_CPU_MOE = "get_n_cpu_moe"
+# Whether `prefill` takes rows of padding after the last token, at its position, which change nothing.
+META_PADDED_PREFILL = "enable_padded_prefill"
+# Bytes that a decode step must read or write at least once: weights that one token uses, and state of fixed size.
+META_DECODE_BYTES = "get_decode_bytes"
+# Bytes that a decode step reads in addition for each position in the KV caches.
+META_KV_BYTES = "get_kv_bytes_per_token"
+# int: positions in a page of the KV caches.
+META_PAGE_SIZE = "get_page_size"
+
+# GPU kernels with this in their name may be started while the kernel ahead still runs: graphs/nodes.py has the rules that
+# they keep.
+EARLY_KERNEL = "_early"
+# Those of them for several rows have this in their names.
+ROWS_KERNEL = "rows_early"
+# Rule R5 there: a kernel with the name on the left in its own may start early only directly behind one with the name on the
+# right.
+REQUIRED_AHEAD = {
+    "experts_down_early": "experts_gate_up_early",
+    "down_fixed_rows_early": "gate_up_fixed_rows_early",
+}
+
+# `Segment.device` of those that run on the host.
+HOST = "cpu"
+
+MANIFEST_KEY = "ostinato.manifest"
+CODE_KEY_PREFIX = "ostinato.code."
+# Then the name of the file.
+KERNELS_KEY_PREFIX = "ostinato.kernels."
+EXTERN_KEY_PREFIX = "ostinato.extern."
