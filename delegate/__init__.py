@@ -8,51 +8,53 @@
 >>> (logits,) = decode.execute((tokens, input_pos))
 """
 
-from .artifact.records import Dim, StateKind, TensorSpec
-from .artifact.target import Target
-from .capacity import Capacity
-from .errors import (
-    ArtifactError,
-    CapacityError,
-    CheckpointError,
-    ClosedError,
-    DeviceMemoryError,
-    ExportError,
-    InputError,
-    OptionError,
-    OstinatoError,
-    StepError,
-    TargetError,
-)
-from .graphs.plans import PlanStats
-from .graphs.state_machine import MethodStats, Phase
-from .method import Method
-from .options import BackendOptions
-from .program import Program, ProgramStats, load_program
+from __future__ import annotations
 
-__all__ = [
-    "ArtifactError",
-    "BackendOptions",
-    "Capacity",
-    "CapacityError",
-    "CheckpointError",
-    "ClosedError",
-    "DeviceMemoryError",
-    "Dim",
-    "ExportError",
-    "InputError",
-    "Method",
-    "MethodStats",
-    "OptionError",
-    "OstinatoError",
-    "Phase",
-    "PlanStats",
-    "Program",
-    "ProgramStats",
-    "StateKind",
-    "StepError",
-    "Target",
-    "TargetError",
-    "TensorSpec",
-    "load_program",
-]
+from typing import TYPE_CHECKING
+
+from .lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from .artifact.files import Source as Source
+    from .artifact.records import Dim as Dim
+    from .artifact.records import Growth as Growth
+    from .artifact.records import StateKind as StateKind
+    from .artifact.records import TensorSpec as TensorSpec
+    from .artifact.target import Target as Target
+    from .capacity import Capacity as Capacity
+    from .errors import ArtifactError as ArtifactError
+    from .errors import CapacityError as CapacityError
+    from .errors import CheckpointError as CheckpointError
+    from .errors import ClosedError as ClosedError
+    from .errors import DeviceMemoryError as DeviceMemoryError
+    from .errors import ExportError as ExportError
+    from .errors import InputError as InputError
+    from .errors import OptionError as OptionError
+    from .errors import OstinatoError as OstinatoError
+    from .errors import StepError as StepError
+    from .errors import TargetError as TargetError
+    from .graphs.plans import PlanStats as PlanStats
+    from .graphs.state_machine import MethodStats as MethodStats
+    from .graphs.state_machine import Phase as Phase
+    from .method import Method as Method
+    from .options import BackendOptions as BackendOptions
+    from .program import Program as Program
+    from .program import ProgramStats as ProgramStats
+    from .program import load_program as load_program
+else:
+    __all__, __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            ".artifact.files": "Source",
+            ".artifact.records": "Dim Growth StateKind TensorSpec",
+            ".artifact.target": "Target",
+            ".capacity": "Capacity",
+            ".errors": "ArtifactError CapacityError CheckpointError ClosedError DeviceMemoryError ExportError "
+            "InputError OptionError OstinatoError StepError TargetError",
+            ".graphs.plans": "PlanStats",
+            ".graphs.state_machine": "MethodStats Phase",
+            ".method": "Method",
+            ".options": "BackendOptions",
+            ".program": "Program ProgramStats load_program",
+        },
+    )

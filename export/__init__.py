@@ -6,42 +6,43 @@
 For a model of your own: `export_program({"forward": (module, example_inputs, dynamic_shapes)}, "artifact/")`.
 """
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
-from .formats.int4 import Quantization
-from .progress import Progress, stderr_progress
+from typing import TYPE_CHECKING
+
+from ostinato.delegate.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .compile.trace import Chain, Link, MethodSpec
-    from .model import export_model
-    from .program import ExportReport, export_program
+    from ostinato.delegate.artifact.records import Growth as Growth
+    from ostinato.delegate.artifact.records import StateForm as StateForm
+    from ostinato.delegate.artifact.records import StateKind as StateKind
+    from ostinato.delegate.errors import CheckpointError as CheckpointError
+    from ostinato.delegate.errors import ExportError as ExportError
+    from ostinato.delegate.errors import OptionError as OptionError
+    from ostinato.delegate.errors import OstinatoError as OstinatoError
+    from ostinato.delegate.errors import TargetError as TargetError
 
-__all__ = [
-    "Chain",
-    "ExportReport",
-    "Link",
-    "MethodSpec",
-    "Progress",
-    "Quantization",
-    "export_model",
-    "export_program",
-    "stderr_progress",
-]
-
-_HOMES = {
-    "Chain": "compile.trace",
-    "ExportReport": "program",
-    "Link": "compile.trace",
-    "MethodSpec": "compile.trace",
-    "export_program": "program",
-    "export_model": "model",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import exir and the compiler only when something of theirs is asked for: it takes seconds."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    from .artifact.records import ValueRange as ValueRange
+    from .compile.trace import Chain as Chain
+    from .compile.trace import Link as Link
+    from .compile.trace import MethodSpec as MethodSpec
+    from .formats.int4 import Quantization as Quantization
+    from .model import export_model as export_model
+    from .program import ExportReport as ExportReport
+    from .program import export_program as export_program
+    from .progress import Progress as Progress
+    from .progress import stderr_progress as stderr_progress
+else:
+    __all__, __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "ostinato.delegate.artifact.records": "Growth StateForm StateKind",
+            "ostinato.delegate.errors": "CheckpointError ExportError OptionError OstinatoError TargetError",
+            ".artifact.records": "ValueRange",
+            ".compile.trace": "Chain Link MethodSpec",
+            ".formats.int4": "Quantization",
+            ".model": "export_model",
+            ".program": "ExportReport export_program",
+            ".progress": "Progress stderr_progress",
+        },
+    )

@@ -6,11 +6,46 @@
 Paris
 """
 
-from ostinato.delegate.sampling import Sampling
+from __future__ import annotations
 
-from .engine import Engine, Result
-from .load_bar import LoadBar
-from .sessions.warm_up import Captured, WarmUp
-from .text.tokenizer import Tokenizer
+from typing import TYPE_CHECKING
 
-__all__ = ["Captured", "Engine", "LoadBar", "Result", "Sampling", "Tokenizer", "WarmUp"]
+from ostinato.delegate.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from ostinato.delegate.errors import ArtifactError as ArtifactError
+    from ostinato.delegate.errors import CapacityError as CapacityError
+    from ostinato.delegate.errors import ClosedError as ClosedError
+    from ostinato.delegate.errors import DeviceMemoryError as DeviceMemoryError
+    from ostinato.delegate.errors import InputError as InputError
+    from ostinato.delegate.errors import OptionError as OptionError
+    from ostinato.delegate.errors import OstinatoError as OstinatoError
+    from ostinato.delegate.errors import StepError as StepError
+    from ostinato.delegate.errors import TargetError as TargetError
+    from ostinato.delegate.sampling import Sampling as Sampling
+    from ostinato.delegate.sampling import SamplingInputs as SamplingInputs
+
+    from .engine import Engine as Engine
+    from .engine import Result as Result
+    from .load_bar import LoadBar as LoadBar
+    from .sessions.sessions import Session as Session
+    from .sessions.sessions import Snapshot as Snapshot
+    from .sessions.warm_up import Captured as Captured
+    from .sessions.warm_up import WarmUp as WarmUp
+    from .text.tokenizer import Message as Message
+    from .text.tokenizer import TextStream as TextStream
+    from .text.tokenizer import Tokenizer as Tokenizer
+else:
+    __all__, __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "ostinato.delegate.errors": "ArtifactError CapacityError ClosedError DeviceMemoryError InputError "
+            "OptionError OstinatoError StepError TargetError",
+            "ostinato.delegate.sampling": "Sampling SamplingInputs",
+            ".engine": "Engine Result",
+            ".load_bar": "LoadBar",
+            ".sessions.sessions": "Session Snapshot",
+            ".sessions.warm_up": "Captured WarmUp",
+            ".text.tokenizer": "Message TextStream Tokenizer",
+        },
+    )
