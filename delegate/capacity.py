@@ -18,7 +18,7 @@ from .errors import OptionError
 from .memory import free_device_memory, size_text
 
 # Sessions that are made room for where nobody says how many: as many as can step together.
-MOST_SESSIONS = 256
+MAX_SESSIONS = 256
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def choose_capacity(
     one = slot_bytes + each * page_bytes
     slots = options.sessions or 1
     if room is not None and options.sessions is None:
-        slots = max(1, min(MOST_SESSIONS, room // one))
+        slots = max(1, min(MAX_SESSIONS, room // one))
     pages = slots * each
     if options.kv_tokens is not None and each:
         pages = -(-options.kv_tokens // page_size)

@@ -1,11 +1,11 @@
-"""How the next token is drawn from logits: the options, and what they mean, in plain PyTorch.
+"""How the next token is sampled from logits: the parameters, and what they mean, in plain PyTorch.
 
-This is the one definition that export and runner share. An export compiles `draw` into programs that sample on the device
-(their kernels for GPUs are tested against it); the runner calls it for programs that give logits. So the same seed, place and
-logits give the same token, on whichever side it is drawn.
+This is the one definition that export and runner share. An export compiles `sample` into programs that sample on the device
+(their kernels for GPUs are tested against it); the runner calls it for programs that give logits. So the same seed, position
+and logits give the same token, on whichever side it is sampled.
 
-A token is drawn by the Gumbel-max trick: the largest of `logits / temperature + noise`, where the noise of a token comes from
-a generator without state, Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+A token is sampled by the Gumbel-max trick: the largest of `logits / temperature + noise`, where the noise of a token comes
+from a generator without state, Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ WORD = 0xFFFFFFFF
 
 
 def _option(default: Any, metavar: str, text: str) -> Any:
-    """A field of `Sampling` and, with the same name, an option of the command line."""
+    """A field of `SamplingParams` and, with the same name, an option of the command line."""
     return field(default=default, metadata={"metavar": metavar, "help": text})
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn. Every field is also an option of `ostinato run`.
+class SamplingParams:
+    """Parameters of sampling. Every field is also an option of `ostinato run`.
 
     Attributes:
         temperature: logits are divided by it; 0 takes the most likely token.
         top_k: keep the k most likely tokens, and those as likely as the k-th; 0 keeps all.
         top_p: keep the smallest set of the most likely among the tokens that top_k keeps whose share of their probability
             reaches top_p, and those as likely as its last one; 1 keeps all.
-        seed: the same seed draws the same tokens from the same logits; None draws other ones each time.
+        seed: the same seed samples the same tokens from the same logits; None samples other ones each time.
         min_p: of the tokens that top_k and top_p keep, keep those whose probability at this temperature is at least min_p
             times that of the most likely one; 0 keeps all.
 
@@ -51,7 +51,7 @@ class Sampling:
     temperature: float = _option(0.0, "T", "0 (default): most likely token")
     top_k: int = _option(0, "K", "keep the K most likely tokens; 0 (default): all")
     top_p: float = _option(1.0, "P", "keep the most likely tokens that have this share together; 1 (default): all")
-    seed: int | None = _option(None, "N", "draw the same tokens again")
+    seed: int | None = _option(None, "N", "sample the same tokens again")
     min_p: float = _option(0.0, "P", "keep tokens at least P times as likely as the most likely one; 0 (default): all")
 
     def __post_init__(self) -> None:
@@ -66,19 +66,19 @@ class Sampling:
         if not 0 <= self.min_p <= 1:
             raise OptionError(f"min_p must be 0 (off) to 1, got {self.min_p}")
 
-    def inputs(self) -> SamplingInputs:
-        """As a program takes it, on the host. Without a seed, with a fresh one."""
+    def tensors(self) -> SamplingTensors:
+        """The parameters as a program takes them, on the host. Without a seed, with a fresh one."""
         seed = secrets.randbits(63) if self.seed is None else self.seed
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         # The same 64 bits as a signed number.
         values["seed"] = seed - (1 << 64) if seed >= 1 << 63 else seed
-        # By the field's own type: `Sampling(temperature=1)` is a float's.
+        # By the field's own type: `SamplingParams(temperature=1)` is a float's.
         dtypes = {item.name: torch.float32 if isinstance(item.default, float) else torch.int64 for item in fields(self)}
-        return SamplingInputs(**{name: torch.tensor([value], dtype=dtypes[name]) for name, value in values.items()})
+        return SamplingTensors(**{name: torch.tensor([value], dtype=dtypes[name]) for name, value in values.items()})
 
 
-class SamplingInputs(NamedTuple):
-    """The fields of `Sampling` as inputs of a program, [1] each: floats in float32, integers in int64."""
+class SamplingTensors(NamedTuple):
+    """The fields of `SamplingParams` as inputs of a program, [1] each: floats in float32, integers in int64."""
 
     temperature: Tensor
     top_k: Tensor
@@ -87,28 +87,28 @@ class SamplingInputs(NamedTuple):
     min_p: Tensor
 
 
-def draw(logits: Tensor, position: Tensor, how: SamplingInputs) -> Tensor:
+def sample(logits: Tensor, position: Tensor, params: SamplingTensors) -> Tensor:
     """The token that stands at `position`.
 
     NaN logits count as the lowest number, infinite ones as the lowest and the highest; of equal ones the first is taken.
 
     Args:
         logits: [V] float32.
-        position: [1] int64, the place of the token to draw, from 0.
-        how: on the device of the logits.
+        position: [1] int64, the position of the token to sample, from 0.
+        params: on the device of the logits.
 
     Returns:
         [1] int64.
     """
     x = _finite(logits)
-    kept = x >= _lowest_kept(x, how)
-    scores = x / how.temperature + gumbel_noise(how.seed, position, x.shape[0])
-    drawn = scores.masked_fill(~kept, -torch.inf).argmax(0)
-    return torch.where(how.temperature > 0, drawn, x.argmax(0))
+    kept = x >= _lowest_kept(x, params)
+    scores = x / params.temperature + gumbel_noise(params.seed, position, x.shape[0])
+    sampled = scores.masked_fill(~kept, -torch.inf).argmax(0)
+    return torch.where(params.temperature > 0, sampled, x.argmax(0))
 
 
 def most_likely(logits: Tensor) -> Tensor:
-    """What `draw` gives for a temperature of 0, without the work for others: [V] float32 -> [] int64."""
+    """What `sample` gives for a temperature of 0, without the work for others: [V] float32 -> [] int64."""
     return _finite(logits).argmax(0)
 
 
@@ -116,17 +116,17 @@ def _finite(logits: Tensor) -> Tensor:
     return logits.nan_to_num(nan=torch.finfo(torch.float32).min)
 
 
-def _lowest_kept(x: Tensor, how: SamplingInputs) -> Tensor:
+def _lowest_kept(x: Tensor, params: SamplingTensors) -> Tensor:
     """The logit from which on tokens are kept, [1]; x is finite."""
     vocab = x.shape[0]
     ordered = x.sort(descending=True).values
-    rank = torch.where(how.top_k > 0, how.top_k, vocab).clamp(max=vocab) - 1
+    rank = torch.where(params.top_k > 0, params.top_k, vocab).clamp(max=vocab) - 1
     first_k = ordered >= ordered.gather(0, rank)
-    mass = ((ordered - ordered[0]) / how.temperature).exp().masked_fill(~first_k, 0).double()
+    mass = ((ordered - ordered[0]) / params.temperature).exp().masked_fill(~first_k, 0).double()
     ahead = mass.cumsum(0) - mass
     # The token that crosses the sum stays, so at least one does.
-    kept = first_k & ((ahead < how.top_p.double() * mass.sum()) | (how.top_p >= 1))
-    least = ordered[0] + how.temperature * how.min_p.log()
+    kept = first_k & ((ahead < params.top_p.double() * mass.sum()) | (params.top_p >= 1))
+    least = ordered[0] + params.temperature * params.min_p.log()
     return ordered.masked_fill(~kept, torch.inf).amin(0, keepdim=True).maximum(least)
 
 

@@ -64,7 +64,7 @@ def export_model(
         quant: int4 weights; None keeps them in `dtype`.
         cpu_moe: how many layers, from the first, keep their routed experts in the host's memory and compute them on the CPU;
             None: all. Everything else runs on `device`.
-        load_format: "auto" reads the folder's safetensors; "dummy" draws random weights for its config.json.
+        load_format: "auto" reads the folder's safetensors; "dummy" makes random weights for its config.json.
         progress: shows and keeps the time of each stage.
 
     Raises:
@@ -96,7 +96,7 @@ def export_model(
         cpu_moe=on_host,
         host_kernels=host_kernels_for(device),
     )
-    # A GPU draws and quantises weights many times faster, whatever the code is for.
+    # A GPU makes and quantises weights many times faster, whatever the code is for.
     computes = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = _weight_source(family, network, folder, load_format, computes, progress)
     allocate_untouched(network)
@@ -131,9 +131,9 @@ def _row_ranges(config: ModelConfig, length: int, methods: Mapping[str, Chain]) 
     }
     found: dict[str, ValueRange] = {}
     for name, method in methods.items():
-        if "drawn" in method.dynamic_shapes:
-            drawn = (0, method.dynamic_shapes["drawn"][0].max - 1)
-            found |= {f"{name}.{key}": bounds for key, bounds in {**ranges, "drawn": drawn}.items()}
+        if "logits_indices" in method.dynamic_shapes:
+            indices = (0, method.dynamic_shapes["logits_indices"][0].max - 1)
+            found |= {f"{name}.{key}": bounds for key, bounds in {**ranges, "logits_indices": indices}.items()}
     return found
 
 
@@ -151,14 +151,14 @@ def _weight_source(
 
 
 def _max_seq_len(config: ModelConfig, wanted: int | None) -> int:
-    most = config.max_position_embeddings
-    if most < MIN_SEQ_LEN:
-        raise CheckpointError(f"config.json: max_position_embeddings must be {MIN_SEQ_LEN} or more, got {most}")
+    limit = config.max_position_embeddings
+    if limit < MIN_SEQ_LEN:
+        raise CheckpointError(f"config.json: max_position_embeddings must be {MIN_SEQ_LEN} or more, got {limit}")
     if wanted is None:
-        return min(most, DEFAULT_MAX_SEQ_LEN)
-    if not MIN_SEQ_LEN <= wanted <= most:
+        return min(limit, DEFAULT_MAX_SEQ_LEN)
+    if not MIN_SEQ_LEN <= wanted <= limit:
         raise ExportError(
-            f"--max-seq-len must be {MIN_SEQ_LEN} to {most} (the model's max_position_embeddings), got {wanted}"
+            f"--max-seq-len must be {MIN_SEQ_LEN} to {limit} (the model's max_position_embeddings), got {wanted}"
         )
     return wanted
 
@@ -173,15 +173,15 @@ def _prefill_chunk(length: int, wanted: int | None) -> int:
 
 
 def _cpu_moe(config: ModelConfig, wanted: int | None) -> int:
-    most = config.num_expert_layers
+    layers = config.num_expert_layers
     if wanted == 0:
         return 0
-    if not most:
+    if not layers:
         raise ExportError(f"--cpu-moe and --n-cpu-moe are for models with experts; {config.model_type!r} has none")
     if wanted is None:
-        return most
-    if not 0 < wanted <= most:
-        raise ExportError(f"--n-cpu-moe must be 0 to {most}, the model's layers with experts; got {wanted}")
+        return layers
+    if not 0 < wanted <= layers:
+        raise ExportError(f"--n-cpu-moe must be 0 to {layers}, the model's layers with experts; got {wanted}")
     return wanted
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ostinato.delegate.errors import OstinatoError as OstinatoError
     from ostinato.delegate.errors import StepError as StepError
     from ostinato.delegate.errors import TargetError as TargetError
-    from ostinato.delegate.sampling import Sampling as Sampling
-    from ostinato.delegate.sampling import SamplingInputs as SamplingInputs
+    from ostinato.delegate.sampling import SamplingParams as SamplingParams
+    from ostinato.delegate.sampling import SamplingTensors as SamplingTensors
 
     from .engine import Engine as Engine
     from .engine import Result as Result
@@ -41,7 +41,7 @@ else:
         {
             "ostinato.delegate.errors": "ArtifactError CapacityError ClosedError DeviceMemoryError InputError "
             "OptionError OstinatoError StepError TargetError",
-            "ostinato.delegate.sampling": "Sampling SamplingInputs",
+            "ostinato.delegate.sampling": "SamplingParams SamplingTensors",
             ".engine": "Engine Result",
             ".load_bar": "LoadBar",
             ".sessions.sessions": "Session Snapshot",

@@ -12,7 +12,7 @@ from typing import Any
 
 from ostinato.delegate import InputError, Program, load_program
 from ostinato.delegate.errors import OptionError
-from ostinato.delegate.sampling import Sampling
+from ostinato.delegate.sampling import SamplingParams
 
 from .model.model import DEFAULT_WARMUP_STEPS, Model
 from .sessions.sessions import Session, Sessions
@@ -186,16 +186,16 @@ class Engine:
         """
         return warm_up(self.model, self.sessions, buckets)
 
-    def open_session(self, sampling: Sampling | None = None) -> Session:
+    def open_session(self, sampling_params: SamplingParams | None = None) -> Session:
         """A new conversation; `generate` has one of its own.
 
         Args:
-            sampling: how its tokens are drawn; the most likely ones if None.
+            sampling_params: of its tokens; the most likely ones if None.
 
         Raises:
             CapacityError: as many are open as the engine was loaded for.
         """
-        return self.sessions.open(sampling)
+        return self.sessions.open(sampling_params)
 
     def step(self, sessions: Sequence[Session], more: bool = False) -> list[int]:
         """The next token of each session, all in one step of the model. See `Sessions.step`."""
@@ -226,7 +226,7 @@ class Engine:
         *,
         raw: bool = False,
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-        sampling: Sampling | None = None,
+        sampling_params: SamplingParams | None = None,
         ignore_eos: bool = False,
     ) -> Generator[str, None, None]:
         """Yield the answer piece by piece; pieces never split a character. Figures are in `last` afterwards.
@@ -239,7 +239,9 @@ class Engine:
         """
         tokens = self.encode_prompt(prompt, raw)
         stream = TextStream(self.tokenizer)
-        steps = self.generate_tokens(tokens, max_new_tokens=max_new_tokens, sampling=sampling, ignore_eos=ignore_eos)
+        steps = self.generate_tokens(
+            tokens, max_new_tokens=max_new_tokens, sampling_params=sampling_params, ignore_eos=ignore_eos
+        )
         result = self.last
 
         def pieces() -> Iterator[str]:
@@ -261,7 +263,7 @@ class Engine:
         tokens: Sequence[int],
         *,
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-        sampling: Sampling | None = None,
+        sampling_params: SamplingParams | None = None,
         ignore_eos: bool = False,
     ) -> Generator[int, None, None]:
         """Yield token ids after the prompt `tokens`; an end-of-sequence id ends the answer and is not yielded.
@@ -279,7 +281,7 @@ class Engine:
             )
         self.last = Result(prompt_tokens=len(tokens))
         eos_ids = frozenset() if ignore_eos else self.model.eos_ids
-        return self._generate(list(tokens), max_new_tokens, sampling or Sampling(), eos_ids)
+        return self._generate(list(tokens), max_new_tokens, sampling_params or SamplingParams(), eos_ids)
 
     def close(self) -> None:
         self.program.close()
@@ -293,11 +295,11 @@ class Engine:
         self.close()
 
     def _generate(
-        self, prompt: list[int], max_new_tokens: int, sampling: Sampling, eos_ids: frozenset[int]
+        self, prompt: list[int], max_new_tokens: int, sampling_params: SamplingParams, eos_ids: frozenset[int]
     ) -> Generator[int, None, None]:
         result = self.last
-        most = min(max_new_tokens, self.max_seq_len - len(prompt))
-        session = self.open_session(sampling)
+        room = min(max_new_tokens, self.max_seq_len - len(prompt))
+        session = self.open_session(sampling_params)
         begin = time.perf_counter()
         try:
             session.prefill(prompt)
@@ -309,12 +311,12 @@ class Engine:
                     result.finish_reason = "stop"
                     return
                 yield token
-                if len(result.tokens) >= most:
-                    result.finish_reason = "length" if most == max_new_tokens else "max_seq_len"
+                if len(result.tokens) >= room:
+                    result.finish_reason = "length" if room == max_new_tokens else "max_seq_len"
                     return
                 # Only the step is timed: what the caller does with a token is not decode's time.
                 begin = time.perf_counter()
-                (token,) = self.step([session], more=len(result.tokens) + 1 < most)
+                (token,) = self.step([session], more=len(result.tokens) + 1 < room)
                 result.decode_seconds += time.perf_counter() - begin
         finally:
             session.close()

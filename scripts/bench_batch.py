@@ -38,7 +38,7 @@ from check_speed import Finding
 
 from ostinato.delegate.artifact.files import artifact_paths, open_artifact
 from ostinato.delegate.errors import OptionError, OstinatoError
-from ostinato.runner.bench.batch_bench import BatchPlan, draw_speeds
+from ostinato.runner.bench.batch_bench import BatchSpec, draw_speeds
 from ostinato.runner.bench.plot import check_plot
 from ostinato.runner.bench.tables import Side, table
 
@@ -87,7 +87,7 @@ class Row:
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parse(words)
     try:
-        plan = BatchPlan(
+        spec = BatchSpec(
             tuple(sorted(set(arguments.batch))), arguments.n_prompt, arguments.n_gen, arguments.repetitions
         )
         check_files(arguments)
@@ -100,9 +100,9 @@ def main(words: Sequence[str] | None = None) -> int:
     llama = None
     if arguments.gguf:
         llama = llama_command(arguments.llama_batched_bench, arguments.gguf, device, arguments.threads)
-    rows = measure(arguments.artifact, plan, arguments.cuda_graph, llama)
-    goals = goals_of(plan, device, arguments.skip_goals)
-    print(f"\n{rows[0].machine}; each session: {plan.prompt} + {plan.answer} tokens\n\n{render(rows, goals)}\n")
+    rows = measure(arguments.artifact, spec, arguments.cuda_graph, llama)
+    goals = goals_of(spec, device, arguments.skip_goals)
+    print(f"\n{rows[0].machine}; each session: {spec.prompt} + {spec.answer} tokens\n\n{render(rows, goals)}\n")
     found = findings(rows, goals)
     if arguments.json:
         records = [asdict(row) | {"ratio": row.ratio, "token_ms": row.token_ms} for row in rows]
@@ -110,7 +110,7 @@ def main(words: Sequence[str] | None = None) -> int:
             json.dumps({"batches": records, "goals": [asdict(one) for one in found]}, indent=1) + "\n"
         )
     if arguments.plot:
-        draw(rows, plan, arguments.plot)
+        draw(rows, spec, arguments.plot)
     missed = [one for one in found if not one.held]
     for one in missed:
         print(f"MISSED: {one.what}: {one.found}, wanted: {one.wanted}")
@@ -154,20 +154,20 @@ def device_of(artifact: Path) -> str:
     return next(iter(parsed.methods.values())).target.device
 
 
-def goals_of(plan: BatchPlan, device: str, skip: bool) -> dict[str, float]:
+def goals_of(spec: BatchSpec, device: str, skip: bool) -> dict[str, float]:
     """Tokens/s by `Row.name`; empty where there are none."""
-    known = device == "cuda" and plan.prompt == plan.answer == GOAL_TOKENS
+    known = device == "cuda" and spec.prompt == spec.answer == GOAL_TOKENS
     return {} if skip or not known else dict(GOALS)
 
 
 # --- measuring
 
 
-def measure(artifact: Path, plan: BatchPlan, cuda_graph: bool, llama: Sequence[str] | None) -> list[Row]:
+def measure(artifact: Path, spec: BatchSpec, cuda_graph: bool, llama: Sequence[str] | None) -> list[Row]:
     """All batches of a plan, ours and llama.cpp's; `llama` is a `llama_command`."""
     rows = []
-    for batches in groups(plan.batches):
-        part = replace(plan, batches=batches)
+    for batches in groups(spec.batches):
+        part = replace(spec, batches=batches)
         records = ours(artifact, part, cuda_graph)
         peers = {} if llama is None else llama_speeds(llama, part)
         rows += [row_of(record, peers.get(record["pl"])) for record in records]
@@ -190,10 +190,10 @@ def groups(batches: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(group) for group in split if group]
 
 
-def ours(artifact: Path, plan: BatchPlan, cuda_graph: bool) -> list[dict[str, Any]]:
+def ours(artifact: Path, spec: BatchSpec, cuda_graph: bool) -> list[dict[str, Any]]:
     """The records of `ostinato bench --batch`, one per batch."""
-    lengths = ["-p", str(plan.prompt), "-n", str(plan.answer), "-r", str(plan.repetitions)]
-    words = ["--batch", ",".join(map(str, plan.batches)), *lengths, "--cuda_graph", "on" if cuda_graph else "off"]
+    lengths = ["-p", str(spec.prompt), "-n", str(spec.answer), "-r", str(spec.repetitions)]
+    words = ["--batch", ",".join(map(str, spec.batches)), *lengths, "--cuda_graph", "on" if cuda_graph else "off"]
     records: list[dict[str, Any]] = json.loads(ostinato("bench", str(artifact), *words, "--output", "json"))
     return records
 
@@ -204,15 +204,15 @@ def llama_command(program: Path, gguf: str | Path, device: str, threads: int | N
     return [str(program), "-m", str(gguf), *where, "-fa", "on"]
 
 
-def llama_speeds(command: Sequence[str], plan: BatchPlan) -> dict[int, float]:
+def llama_speeds(command: Sequence[str], spec: BatchSpec) -> dict[int, float]:
     """S_TG by batch, the median of the repetitions: a batch is asked for as often."""
-    room = plan.most * (plan.prompt + plan.answer)
-    asked = ",".join(str(batch) for batch in plan.batches for _ in range(plan.repetitions))
-    lengths = ["-c", str(room), "-npp", str(plan.prompt), "-ntg", str(plan.answer), "-npl", asked]
+    room = spec.max_batch * (spec.prompt + spec.answer)
+    asked = ",".join(str(batch) for batch in spec.batches for _ in range(spec.repetitions))
+    lengths = ["-c", str(room), "-npp", str(spec.prompt), "-ntg", str(spec.answer), "-npl", asked]
     words = [*command, *lengths, "--output-format", "jsonl"]
     print(f"$ {' '.join(words)}", file=sys.stderr, flush=True)
     samples = read_llama(output_of(words))
-    missing = [str(batch) for batch in plan.batches if len(samples.get(batch, ())) != plan.repetitions]
+    missing = [str(batch) for batch in spec.batches if len(samples.get(batch, ())) != spec.repetitions]
     if missing:
         fail(f"llama-batched-bench did not measure batches of {', '.join(missing)}: {' '.join(words)}")
     return {batch: statistics.median(speeds) for batch, speeds in samples.items()}
@@ -268,14 +268,14 @@ def render(rows: Sequence[Row], goals: Mapping[str, float]) -> str:
     return table(used, [[cell[name] for name in used] for cell in cells])
 
 
-def draw(rows: Sequence[Row], plan: BatchPlan, path: Path) -> None:
+def draw(rows: Sequence[Row], spec: BatchSpec, path: Path) -> None:
     """Write the picture, without the slots that are not in use."""
     shown = [row for row in rows if row.name == str(row.sessions)]
     series = {"Ostinato": (OURS, {row.sessions: row.speed for row in shown})}
     peers = {row.sessions: row.peer for row in shown if row.peer is not None}
     if peers:
         series["llama.cpp"] = (PEER, peers)
-    draw_speeds(f"{plan.prompt} + {plan.answer} tokens each, on {rows[0].machine}", series, path)
+    draw_speeds(f"{spec.prompt} + {spec.answer} tokens each, on {rows[0].machine}", series, path)
     print(f"wrote {path}", file=sys.stderr)
 
 

@@ -19,7 +19,7 @@ from bench_batch import Row as BatchRow
 from bench_commands import ROOT, SLOWER, fail, numbers, ostinato, output_of, threads_of
 
 from ostinato.delegate.errors import OptionError
-from ostinato.runner.bench.batch_bench import BatchPlan
+from ostinato.runner.bench.batch_bench import BatchSpec
 from ostinato.runner.bench.tables import Side, table
 
 CONFIG = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-0.8B"
@@ -82,7 +82,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     try:
-        plan = batch_plan(arguments)
+        spec = batch_spec(arguments)
     except OptionError as error:
         fail(str(error))
     models = dict(pair.partition("=")[::2] for pair in arguments.gguf)
@@ -96,8 +96,8 @@ def main() -> int:
         peers = llama(models[name], arguments) if name in models and arguments.llama_bench else {}
         rows += [Row(name, test, peers.get(name_of(test))) for test in tests]
     batches = {}
-    if plan:
-        batches = {name: bench_batches(path, models.get(name), plan, arguments) for name, path in artifacts.items()}
+    if spec:
+        batches = {name: bench_batches(path, models.get(name), spec, arguments) for name, path in artifacts.items()}
     starts = {name: seconds_to_first_token(artifact) for name, artifact in artifacts.items()}
     imports = min(timed([sys.executable, "-c", "import torch"]) for _ in range(STARTS))
     report(rows, batches, starts, imports)
@@ -130,18 +130,18 @@ def bench(artifact: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
     return tests
 
 
-def batch_plan(arguments: argparse.Namespace) -> BatchPlan | None:
+def batch_spec(arguments: argparse.Namespace) -> BatchSpec | None:
     """Several sessions together, with the first of the prompts' and of the answers' lengths. Raises OptionError."""
     batches = tuple(sorted(set(arguments.batch) - {0}))
     prompt, answer = (int(lengths.split(",")[0]) for lengths in (arguments.n_prompt, arguments.n_gen))
-    return BatchPlan(batches, prompt, answer, int(arguments.repetitions)) if batches else None
+    return BatchSpec(batches, prompt, answer, int(arguments.repetitions)) if batches else None
 
 
-def bench_batches(artifact: Path, model: str | None, plan: BatchPlan, arguments: argparse.Namespace) -> list[BatchRow]:
+def bench_batches(artifact: Path, model: str | None, spec: BatchSpec, arguments: argparse.Namespace) -> list[BatchRow]:
     """Ours, and llama.cpp's where it is given with a model."""
     program = arguments.llama_batched_bench
     command = bench_batch.llama_command(program, model, "cpu", arguments.threads) if model and program else None
-    return bench_batch.measure(artifact, plan, False, command)
+    return bench_batch.measure(artifact, spec, False, command)
 
 
 def llama(model: str, arguments: argparse.Namespace) -> dict[str, float]:

@@ -35,7 +35,7 @@ from ostinato.delegate.code.method_code import MethodCode
 from ostinato.delegate.errors import OptionError
 from ostinato.delegate.memory import size_text
 from ostinato.export.models import read_config
-from ostinato.runner.bench.bench import Plan, make_plan, measure, sizes_of
+from ostinato.runner.bench.bench import BenchSpec, make_spec, measure, sizes_of
 from ostinato.runner.bench.device import device_memory, device_name
 from ostinato.runner.bench.plot import check_plot
 from ostinato.runner.bench.tables import Side, table
@@ -181,7 +181,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     Raises:
         OstinatoError: as the export and the load do; lengths, layers or files that do not fit.
     """
-    plan = make_plan(MAX_SEQ_LEN, arguments.n_prompt, [arguments.n_gen], [0], arguments.repetitions)
+    spec = make_spec(MAX_SEQ_LEN, arguments.n_prompt, [arguments.n_gen], [0], arguments.repetitions)
     if arguments.plot:
         check_plot(arguments.plot)
     if arguments.json and not arguments.json.absolute().parent.is_dir():
@@ -190,18 +190,20 @@ def run(arguments: argparse.Namespace) -> list[Result]:
         if file is not None and not file.is_file():
             raise OptionError(f"no such file: {file}")
     config: Any = read_config(arguments.model)[1]
-    most = config.num_expert_layers
-    if not most:
+    layer_count = config.num_expert_layers
+    if not layer_count:
         raise OptionError(f"--model {arguments.model}: {config.model_type!r} has no routed experts")
-    layers = arguments.layers or [most, most // 2]
-    if not all(0 <= count <= most for count in layers):
-        raise OptionError(f"--layers takes numbers from 0 to {most}, the model's layers with experts; got {layers}")
+    layers = arguments.layers or [layer_count, layer_count // 2]
+    if not all(0 <= count <= layer_count for count in layers):
+        raise OptionError(
+            f"--layers takes numbers from 0 to {layer_count}, the model's layers with experts; got {layers}"
+        )
     arguments.output.mkdir(parents=True, exist_ok=True)
     token_share = config.moe.top_k / config.moe.experts
     results = []
     for count in layers:
         with exported(count, arguments) as artifact:
-            result = measured_alone(artifact, count, arguments.device, plan, token_share, arguments.timeline)
+            result = measured_alone(artifact, count, arguments.device, spec, token_share, arguments.timeline)
             results.append(replace(result, peers=llama(count, arguments) if arguments.gguf else {}))
     return results
 
@@ -223,18 +225,20 @@ def exported(layers: int, arguments: argparse.Namespace) -> Iterator[Path]:
             shutil.rmtree(artifact, ignore_errors=True)
 
 
-def measured_alone(artifact: Path, layers: int, device: str, plan: Plan, token_share: float, timeline: bool) -> Result:
+def measured_alone(
+    artifact: Path, layers: int, device: str, spec: BenchSpec, token_share: float, timeline: bool
+) -> Result:
     """As `measured`, in a new process: what it holds counts, and nothing from before."""
     print(f"measuring {artifact}", file=sys.stderr, flush=True)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
-            return pool.submit(measured, artifact, layers, device, plan, token_share, timeline).result()
+            return pool.submit(measured, artifact, layers, device, spec, token_share, timeline).result()
         except BrokenProcessPool:
             raise OptionError(f"the process that measured {artifact} was ended: is there enough memory?") from None
 
 
 def measured(
-    artifact: Path, layers: int, device: str, plan: Plan, token_share: float, timeline: bool = False
+    artifact: Path, layers: int, device: str, spec: BenchSpec, token_share: float, timeline: bool = False
 ) -> Result:
     """Load the artifact and measure it, with CUDA graphs.
 
@@ -247,7 +251,7 @@ def measured(
         vocabulary = sizes_of(program)[1]
         model = Model(program, cuda_graph=True)
         loaded = device_memory(program.device)
-        mode = measure(model, plan, vocabulary, lambda line: print(line, file=sys.stderr, flush=True))
+        mode = measure(model, spec, vocabulary, lambda line: print(line, file=sys.stderr, flush=True))
         # Before anything that an answer does not need.
         used, host_memory = device_memory(program.device), anonymous_memory()
         return Result(
@@ -259,10 +263,10 @@ def measured(
             device_used=used.used if used else None,
             host_memory=host_memory,
             expert_bytes=token_share * bytes_of_host_experts(artifact),
-            computing_seconds=computing_seconds(program, plan, vocabulary),
+            computing_seconds=computing_seconds(program, spec, vocabulary),
             copy_speed=host_copy_speed(),
             no_graph=mode.fallback_reason("tg"),
-            timelines=hybrid_timeline.pictures(model, plan, vocabulary) if timeline and layers else [],
+            timelines=hybrid_timeline.pictures(model, spec, vocabulary) if timeline and layers else [],
         )
 
 
@@ -284,9 +288,9 @@ def bytes_of_host_experts(artifact: Path) -> int:
     return sum(constants.entries[key].nbytes for key in keys if ".experts." in key)
 
 
-def computing_seconds(program: Program, plan: Plan, vocabulary: int) -> float | None:
+def computing_seconds(program: Program, spec: BenchSpec, vocabulary: int) -> float | None:
     """Seconds of a decode step in which code on the host runs: each segment's median, in answers that are timed for it."""
-    answers = Plan(tuple(case for case in plan.cases if case.kind == "tg"), 1)
+    answers = BenchSpec(tuple(case for case in spec.cases if case.kind == "tg"), 1)
     seconds: dict[int, list[float]] = defaultdict(list)
     run_segment = MethodCode.run_segment
 

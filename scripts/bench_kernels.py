@@ -35,14 +35,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_arguments import Arguments, Draw, Shapes
+from kernel_arguments import Arguments, RandomTensors, Shapes
 from kernel_cases import Case, decode_cases
 from kernel_timing import Timing, check, copies_of, time_case
 
 from ostinato.delegate.errors import OptionError, OstinatoError, first_line
 from ostinato.delegate.memory import size_text
 from ostinato.export.formats.int4 import GROUP_SIZES
-from ostinato.export.kernels.operands import MOST_ROWS
+from ostinato.export.kernels.operands import MAX_ROWS
 from ostinato.runner.bench.device import copy_speed, device_name
 from ostinato.runner.bench.tables import Side, table
 
@@ -152,9 +152,9 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def row_numbers(text: str) -> tuple[int, ...]:
     found = numbers(text)
-    if all(1 <= rows <= MOST_ROWS for rows in found):
+    if all(1 <= rows <= MAX_ROWS for rows in found):
         return found
-    raise argparse.ArgumentTypeError(f"takes numbers of rows from 1 to {MOST_ROWS}, got {text!r}")
+    raise argparse.ArgumentTypeError(f"takes numbers of rows from 1 to {MAX_ROWS}, got {text!r}")
 
 
 def chosen_cases(shapes: Shapes, arguments: argparse.Namespace) -> list[Case]:
@@ -203,10 +203,10 @@ def measure(case: Case, shapes: Shapes, speed: float, repetitions: int) -> Measu
 
 
 def argument_sets(case: Case, shapes: Shapes, copies: int) -> list[Arguments]:
-    """Arguments for one launch after another: constants and state drawn anew for each, the same activations for all."""
-    first = case.arguments(Draw(shapes, "cuda"))
+    """Arguments for one launch after another: new constants and state for each, the same activations for all."""
+    first = case.arguments(RandomTensors(shapes, "cuda"))
     activations = {name: first[name] for name in case.activations}
-    return [first, *({**case.arguments(Draw(shapes, "cuda")), **activations} for _ in range(copies - 1))]
+    return [first, *({**case.arguments(RandomTensors(shapes, "cuda")), **activations} for _ in range(copies - 1))]
 
 
 def has_early_edges() -> bool:

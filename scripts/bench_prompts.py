@@ -44,7 +44,7 @@ DEPTHS, DEEP_TOKENS = (30_000, 120_000), 16
 GOALS = {(16, 0): 4.5, (64, 0): 7.5, (128, 0): 9.0, (512, 0): 512 / 28.0, (16, 30_000): 6.0, (16, 120_000): 8.0}
 # Medians of the same work differ by this much from one to the next.
 NOISE = 0.015
-MOST_HOST_US, MOST_OVER_KERNELS, MOST_BYTES, MOST_SECONDS = 100, 0.03, 300e6, 2
+MAX_HOST_US, MAX_OVER_KERNELS, MAX_BYTES, MAX_SECONDS = 100, 0.03, 300e6, 2
 
 
 @dataclass(frozen=True)
@@ -205,15 +205,15 @@ def misses(rows: list[Row], done: WarmUp) -> list[str]:
             found.append(f"{row.name} take {row.graph.wall_ms:.2f} ms with a graph, wanted: {row.goal:.2f} at most")
         if row.bucket and row.graph.wall_ms > row.plain.wall_ms * (1 + NOISE):
             found.append(f"{row.name} are slower with a graph")
-        if row.bucket and row.graph.host_us > MOST_HOST_US:
-            found.append(f"the host takes more than {MOST_HOST_US} us for {row.name}")
-        if (row.tokens, row.depth) == (16, 0) and row.graph.wall_ms > row.graph_kernels_ms * (1 + MOST_OVER_KERNELS):
-            found.append(f"a prompt of 16 takes more than {MOST_OVER_KERNELS:.0%} over its kernels")
+        if row.bucket and row.graph.host_us > MAX_HOST_US:
+            found.append(f"the host takes more than {MAX_HOST_US} us for {row.name}")
+        if (row.tokens, row.depth) == (16, 0) and row.graph.wall_ms > row.graph_kernels_ms * (1 + MAX_OVER_KERNELS):
+            found.append(f"a prompt of 16 takes more than {MAX_OVER_KERNELS:.0%} over its kernels")
     prompts = [one for one in done.captured if one.tokens > 1]
-    if sum(one.pool_bytes for one in prompts) > MOST_BYTES:
-        found.append(f"the buckets take more than {size_text(MOST_BYTES)}")
-    if sum(one.seconds for one in prompts) > MOST_SECONDS:
-        found.append(f"the buckets take more than {MOST_SECONDS} s to capture")
+    if sum(one.pool_bytes for one in prompts) > MAX_BYTES:
+        found.append(f"the buckets take more than {size_text(MAX_BYTES)}")
+    if sum(one.seconds for one in prompts) > MAX_SECONDS:
+        found.append(f"the buckets take more than {MAX_SECONDS} s to capture")
     return found
 
 

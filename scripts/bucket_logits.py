@@ -15,7 +15,7 @@ from ostinato.runner import Engine
 from ostinato.runner.bench.tables import table
 
 # Tokens of the sessions, from one on. Each fits in a page with the one that follows.
-MOST_TOKENS = 60
+MAX_TOKENS = 60
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def sessions_for(buckets: Iterable[int]) -> int:
 def bucket_differences(engine: Engine, buckets: Sequence[int]) -> list[Difference]:
     """Compare the logits of a step of one row with those of steps of as many rows as each bucket has.
 
-    The same sessions, behind prompts of 1 to MOST_TOKENS random tokens, take the same next tokens: first one after the other
+    The same sessions, behind prompts of 1 to MAX_TOKENS random tokens, take the same next tokens: first one after the other
     by `decode`, then, from the same state, all of them in calls of as many rows as the bucket has, the last of which has rows
     of padding.
 
@@ -60,14 +60,14 @@ def bucket_differences(engine: Engine, buckets: Sequence[int]) -> list[Differenc
         for name in (FEW_ROWS_LOGITS, ROWS_LOGITS)
         if name in engine.program.method_names
     ]
-    most = max((method.inputs[0].shape[0].max for method in methods), default=0)
-    if max(buckets) > most or any(bucket < 2 or bucket % 2 for bucket in buckets):
-        raise OptionError(f"buckets are even numbers of rows from 2 to {most} of this program, got {list(buckets)}")
+    max_rows = max((method.inputs[0].shape[0].max for method in methods), default=0)
+    if max(buckets) > max_rows or any(bucket < 2 or bucket % 2 for bucket in buckets):
+        raise OptionError(f"buckets are even numbers of rows from 2 to {max_rows} of this program, got {list(buckets)}")
     generator = torch.Generator().manual_seed(1)
     vocabulary = int(engine.program.metadata[META_VOCAB_SIZE])
     sessions = [engine.open_session() for _ in range(sessions_for(buckets))]
     for number, session in enumerate(sessions):
-        session.prefill(torch.randint(vocabulary, (1 + number % MOST_TOKENS,), generator=generator).tolist())
+        session.prefill(torch.randint(vocabulary, (1 + number % MAX_TOKENS,), generator=generator).tolist())
     slots, positions = (torch.tensor([getattr(one, name) for one in sessions]) for name in ("slot", "position"))
     following = torch.randint(vocabulary, (len(sessions),), generator=generator)
     buffers = engine.program.mutable_buffers

@@ -12,7 +12,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ostinato.delegate.code.method_code import MethodCode
-from ostinato.runner.bench.bench import Plan
+from ostinato.runner.bench.bench import BenchSpec
 from ostinato.runner.model.model import Model
 
 DEVICE, TO_HOST, TO_DEVICE, CPU = "GPU", "GPU -> host", "host -> GPU", "CPU experts"
@@ -23,9 +23,9 @@ WIDTH = 100
 _SEEN = 0.1
 
 
-def pictures(model: Model, plan: Plan, vocabulary: int) -> list[str]:
+def pictures(model: Model, spec: BenchSpec, vocabulary: int) -> list[str]:
     """Two layers in the middle of a token, and of the plan's first prompt."""
-    length = next(case.tokens for case in plan.cases if case.kind == "pp")
+    length = next(case.tokens for case in spec.cases if case.kind == "pp")
     tokens = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(1)).tolist()
 
     def prompt() -> None:

@@ -1,4 +1,4 @@
-"""Arguments of kernels, drawn at a model's shapes: tensors, numbers, and the records of `ostinato.export.kernels.operands`.
+"""Random arguments of kernels at a model's shapes: tensors, numbers, and the records of `ostinato.export.kernels.operands`.
 
 A record's tensors are named by its argument and its field: "weight.values", "cache.keys".
 """
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate.errors import OptionError
-from ostinato.delegate.sampling import Sampling, SamplingInputs
-from ostinato.export.kernels.operands import HeadSquares, Norm, Place, Weight
+from ostinato.delegate.sampling import SamplingParams, SamplingTensors
+from ostinato.export.kernels.operands import HeadSquares, Norm, RowIndex, Weight
 from ostinato.export.models import read_config
 from ostinato.export.models.qwen3_5 import Qwen3_5Config
 
@@ -84,7 +84,7 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Draw:
+class RandomTensors:
     """Random arguments on one device, with torch's own seed. On "meta" they have shapes and no values."""
 
     shapes: Shapes
@@ -106,10 +106,10 @@ class Draw:
         """[rows] int64: each row is of a session of its own."""
         return torch.arange(rows, device=self.device)
 
-    def place(self, position: int, rows: int) -> Place:
+    def index(self, position: int, rows: int) -> RowIndex:
         """Of rows that all stand at `position`, each in its own slot."""
         angles = self.wide(rows, self.shapes.config.rotary_dim)
-        return Place(self.whole(position, rows), self.slots(rows), angles.cos(), angles.sin())
+        return RowIndex(self.whole(position, rows), self.slots(rows), angles.cos(), angles.sin())
 
     def order(self, pages: int, rows: int) -> Tensor:
         """[rows, pages] int32: the pages of each slot, all of them shuffled."""
@@ -150,6 +150,6 @@ class Draw:
         order = torch.randperm(count, device=self.device) - count // 2
         return (order / 32)[None].to(self.shapes.dtype)
 
-    def sampling(self, how: Sampling, rows: int) -> SamplingInputs:
+    def sampling(self, params: SamplingParams, rows: int) -> SamplingTensors:
         """The same for each row, [rows] each."""
-        return with_tensors(how.inputs(), lambda value: value.to(self.device).repeat(rows))
+        return with_tensors(params.tensors(), lambda value: value.to(self.device).repeat(rows))

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from kernel_arguments import Arguments, Draw, Shapes, tensors_of
+from kernel_arguments import Arguments, RandomTensors, Shapes, tensors_of
 from torch import Tensor
 
-from ostinato.delegate.sampling import Sampling
+from ostinato.delegate.sampling import SamplingParams
 from ostinato.export.kernels import Kernels, kernels_for
 from ostinato.export.kernels.linear import reference as linear_reference
 from ostinato.export.kernels.operands import Convolution, Decay, ExpertWeights, KVCache, LastTokens
@@ -26,8 +26,8 @@ from ostinato.export.layers.build import PAGE_SIZE
 POSITION = 7
 # What is behind the product of `norm_linear_conv` for several rows, no operation of its own.
 CONV_ROWS = "conv_rows"
-# Of a place only positions and slots are read.
-UNROTATED = {"place.cos": 0.0, "place.sin": 0.0}
+# Of a `RowIndex` only positions and slots are read.
+UNROTATED = {"index.cos": 0.0, "index.sin": 0.0}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Case:
         name: unique, the function's name and what distinguishes the case from others.
         shape: the sizes that its cost comes from, for people.
         function: its name in `ostinato.export.kernels.Kernels`.
-        arguments: draws one set of arguments.
+        arguments: makes one set of arguments.
         written: bytes of what it returns.
         calls: how often a step needs it; 0 for what is measured only for comparison.
         activations: arguments that kernels of the same step have just written: in the step they are in L2, and so they are
@@ -56,7 +56,7 @@ class Case:
     name: str
     shape: str
     function: str
-    arguments: Callable[[Draw], Arguments]
+    arguments: Callable[[RandomTensors], Arguments]
     written: int
     calls: int
     activations: tuple[str, ...]
@@ -88,7 +88,7 @@ class Case:
         return self._weighted(shapes, lambda moves: min(moves, 1.0))
 
     def _weighted(self, shapes: Shapes, weight: Callable[[float], float]) -> int:
-        tensors = tensors_of(self.arguments(Draw(shapes, "meta")))
+        tensors = tensors_of(self.arguments(RandomTensors(shapes, "meta")))
         return round(sum(tensor.nbytes * weight(self.moves.get(name, 1.0)) for name, tensor in tensors.items()))
 
 
@@ -119,31 +119,35 @@ def _delta_net(shapes: Shapes, rows: int, layers: int) -> list[Case]:
     size, channels = config.hidden_size, config.delta_net.channels
     outputs, itemsize = channels + value_dim, shapes.dtype.itemsize
 
-    def convolution(draw: Draw) -> Convolution:
+    def convolution(random: RandomTensors) -> Convolution:
         width = config.linear_conv_kernel_dim
-        return Convolution(draw.normal(channels, 1, width, scale=0.6), draw.normal(rows, width - 1, channels))
+        return Convolution(random.normal(channels, 1, width, scale=0.6), random.normal(rows, width - 1, channels))
 
-    def projection(draw: Draw) -> Arguments:
+    def projection(random: RandomTensors) -> Arguments:
         return {
-            "x": draw.normal(rows, size),
-            "norm": draw.norm(size),
-            "weight": draw.weight(outputs, size),
-            "gates": draw.normal(2 * heads, size, scale=size**-0.5),
-            "conv": convolution(draw),
-            "place": draw.place(POSITION, rows),
+            "x": random.normal(rows, size),
+            "norm": random.norm(size),
+            "weight": random.weight(outputs, size),
+            "gates": random.normal(2 * heads, size, scale=size**-0.5),
+            "conv": convolution(random),
+            "index": random.index(POSITION, rows),
         }
 
-    def convolved(draw: Draw) -> Arguments:
-        return {"product": draw.normal(rows, outputs), "conv": convolution(draw), "place": draw.place(POSITION, rows)}
-
-    def step(draw: Draw) -> Arguments:
+    def convolved(random: RandomTensors) -> Arguments:
         return {
-            "mixed": draw.normal(rows, outputs),
-            "gates": draw.wide(rows, 2 * heads),
-            "decay": Decay(draw.wide(heads) - 1, draw.wide(heads)),
-            "state": draw.wide(rows, heads, key_size, value_size),
-            "place": draw.place(POSITION, rows),
-            "norm_weight": 1 + draw.wide(value_size, scale=0.3),
+            "product": random.normal(rows, outputs),
+            "conv": convolution(random),
+            "index": random.index(POSITION, rows),
+        }
+
+    def step(random: RandomTensors) -> Arguments:
+        return {
+            "mixed": random.normal(rows, outputs),
+            "gates": random.wide(rows, 2 * heads),
+            "decay": Decay(random.wide(heads) - 1, random.wide(heads)),
+            "state": random.wide(rows, heads, key_size, value_size),
+            "index": random.index(POSITION, rows),
+            "norm_weight": 1 + random.wide(value_size, scale=0.3),
             "key_heads": config.linear_num_key_heads,
         }
 
@@ -155,7 +159,7 @@ def _delta_net(shapes: Shapes, rows: int, layers: int) -> list[Case]:
             projection,
             rows * (outputs * itemsize + 2 * heads * 4),
             layers,
-            ("x", "place"),
+            ("x", "index"),
             moves={"conv.state": 2, **UNROTATED},
             writes=("conv.state",),
             rounded=(1,) if rows > 1 else (),
@@ -167,7 +171,7 @@ def _delta_net(shapes: Shapes, rows: int, layers: int) -> list[Case]:
             convolved,
             rows * outputs * itemsize,
             0,
-            ("product", "place"),
+            ("product", "index"),
             moves={"conv.state": 2, **UNROTATED},
             writes=("conv.state",),
         ),
@@ -178,7 +182,7 @@ def _delta_net(shapes: Shapes, rows: int, layers: int) -> list[Case]:
             step,
             rows * value_dim * itemsize,
             layers,
-            ("mixed", "gates", "place"),
+            ("mixed", "gates", "index"),
             moves={"state": 2, **UNROTATED},
             writes=("state",),
             comparable=lambda results: (results[0], results[1].sum(1)),
@@ -194,14 +198,14 @@ def _attention(shapes: Shapes, rows: int, layers: int, depths: tuple[int, ...]) 
     pages = -(-shapes.positions // PAGE_SIZE)
 
     def step(depth: int) -> Case:
-        def arguments(draw: Draw) -> Arguments:
-            keys, values = (draw.normal(rows * pages, kv_heads, PAGE_SIZE, head_dim) for _ in range(2))
+        def arguments(random: RandomTensors) -> Arguments:
+            keys, values = (random.normal(rows * pages, kv_heads, PAGE_SIZE, head_dim) for _ in range(2))
             return {
-                "qkv": draw.normal(rows, outputs),
-                "q_norm": draw.norm(head_dim),
-                "k_norm": draw.norm(head_dim),
-                "place": draw.place(depth, rows),
-                "cache": KVCache(keys, values, draw.order(pages, rows)),
+                "qkv": random.normal(rows, outputs),
+                "q_norm": random.norm(head_dim),
+                "k_norm": random.norm(head_dim),
+                "index": random.index(depth, rows),
+                "cache": KVCache(keys, values, random.order(pages, rows)),
                 "heads": heads,
             }
 
@@ -213,7 +217,7 @@ def _attention(shapes: Shapes, rows: int, layers: int, depths: tuple[int, ...]) 
             arguments,
             rows * heads * head_dim * shapes.dtype.itemsize,
             layers,
-            ("qkv", "place"),
+            ("qkv", "index"),
             depth,
             # The positions before it are read, its own is written.
             moves={"cache.keys": used, "cache.values": used, "cache.table": used},
@@ -234,32 +238,32 @@ def _moe(shapes: Shapes) -> list[Case]:
     layers = config.num_hidden_layers
     used = top_k / experts
 
-    def route(draw: Draw) -> Arguments:
+    def route(random: RandomTensors) -> Arguments:
         return {
-            "x": draw.normal(1, size),
-            "norm": draw.norm(size),
-            "gate": draw.normal(experts, size, scale=size**-0.5),
-            "shared_gate": draw.normal(1, size, scale=size**-0.5),
+            "x": random.normal(1, size),
+            "norm": random.norm(size),
+            "gate": random.normal(experts, size, scale=size**-0.5),
+            "shared_gate": random.normal(1, size, scale=size**-0.5),
         }
 
-    def gate_up(draw: Draw) -> Arguments:
+    def gate_up(random: RandomTensors) -> Arguments:
         return {
-            "x": draw.normal(1, size),
-            "norm": draw.norm(size),
-            "logits": draw.distinct(experts + 1),
+            "x": random.normal(1, size),
+            "norm": random.norm(size),
+            "logits": random.distinct(experts + 1),
             "top_k": top_k,
-            "routed": draw.weight(experts, 2 * inner, size),
-            "shared": draw.weight(2 * shared, size),
+            "routed": random.weight(experts, 2 * inner, size),
+            "shared": random.weight(2 * shared, size),
         }
 
-    def down(draw: Draw) -> Arguments:
+    def down(random: RandomTensors) -> Arguments:
         return {
-            "hidden": draw.normal(1, top_k * inner + shared),
-            "logits": draw.distinct(experts + 1),
+            "hidden": random.normal(1, top_k * inner + shared),
+            "logits": random.distinct(experts + 1),
             "top_k": top_k,
-            "routed": draw.weight(experts, size, inner),
-            "shared": draw.weight(size, shared),
-            "residual": draw.normal(1, size),
+            "routed": random.weight(experts, size, inner),
+            "shared": random.weight(size, shared),
+            "residual": random.normal(1, size),
         }
 
     routed = f"{top_k} of {experts}"
@@ -304,17 +308,17 @@ def _moe_rows(shapes: Shapes, rows: int) -> Case:
     inner, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
     distinct = distinct_experts(experts, top_k, rows)
 
-    def arguments(draw: Draw) -> Arguments:
-        norm, gate = draw.norm(size), draw.normal(experts, size, scale=2 * size**-0.5)
+    def arguments(random: RandomTensors) -> Arguments:
+        norm, gate = random.norm(size), random.normal(experts, size, scale=2 * size**-0.5)
         return {
-            "x": draw.clear_choices(rows, norm, gate, top_k),
+            "x": random.clear_choices(rows, norm, gate, top_k),
             "norm": norm,
             "gate": gate,
-            "shared_gate": draw.normal(1, size, scale=size**-0.5),
+            "shared_gate": random.normal(1, size, scale=size**-0.5),
             "top_k": top_k,
-            "routed": ExpertWeights(draw.weight(experts, 2 * inner, size), draw.weight(experts, size, inner)),
-            "shared": ExpertWeights(draw.weight(2 * shared, size), draw.weight(size, shared)),
-            "slots": draw.slots(rows),
+            "routed": ExpertWeights(random.weight(experts, 2 * inner, size), random.weight(experts, size, inner)),
+            "shared": ExpertWeights(random.weight(2 * shared, size), random.weight(size, shared)),
+            "slots": random.slots(rows),
         }
 
     return Case(
@@ -337,8 +341,8 @@ def _dense(shapes: Shapes, rows: int) -> list[Case]:
     config = shapes.config
     size, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
 
-    def gate_up(draw: Draw) -> Arguments:
-        return {"x": draw.normal(rows, size), "norm": draw.norm(size), "weight": draw.weight(2 * inner, size)}
+    def gate_up(random: RandomTensors) -> Arguments:
+        return {"x": random.normal(rows, size), "norm": random.norm(size), "weight": random.weight(2 * inner, size)}
 
     shape, written = _product(2 * inner, size), rows * inner * shapes.dtype.itemsize
     return [
@@ -351,15 +355,15 @@ def _sampling(shapes: Shapes, rows: int) -> list[Case]:
     """Greedy sampling counts for a step; sampling with top-k and top-p is measured beside it."""
     vocabulary = shapes.config.vocab_size
 
-    def case(name: str, how: Sampling, calls: int) -> Case:
-        def arguments(draw: Draw) -> Arguments:
+    def case(name: str, params: SamplingParams, calls: int) -> Case:
+        def arguments(random: RandomTensors) -> Arguments:
             return {
-                "logits": draw.wide(rows, vocabulary, scale=3.0),
-                "positions": draw.whole(POSITION, rows),
-                "slots": draw.slots(rows),
-                "last": LastTokens(draw.whole(0, rows), draw.whole(0, rows)),
-                "how": draw.sampling(how, rows),
-                "workspace": torch.zeros(workspace_size(), dtype=torch.int64, device=draw.device),
+                "logits": random.wide(rows, vocabulary, scale=3.0),
+                "positions": random.whole(POSITION, rows),
+                "slots": random.slots(rows),
+                "last": LastTokens(random.whole(0, rows), random.whole(0, rows)),
+                "params": random.sampling(params, rows),
+                "workspace": torch.zeros(workspace_size(), dtype=torch.int64, device=random.device),
             }
 
         activations, moves = ("logits", "positions", "slots"), {"workspace": 0.0}
@@ -367,8 +371,8 @@ def _sampling(shapes: Shapes, rows: int) -> list[Case]:
         return Case(f"sample/{name}", shape, "sample_next", arguments, 8 * rows, calls, activations, moves=moves)
 
     return [
-        case("greedy", Sampling(seed=0), 1),
-        case("top_p", Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=0), 0),
+        case("greedy", SamplingParams(seed=0), 1),
+        case("top_p", SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=0), 0),
     ]
 
 
@@ -377,8 +381,8 @@ def _norm_linear(
 ) -> Case:
     k, dtype = shapes.config.hidden_size, out_dtype or shapes.dtype
 
-    def arguments(draw: Draw) -> Arguments:
-        return {"x": draw.normal(rows, k), "norm": draw.norm(k), "weight": draw.weight(n, k), "out_dtype": dtype}
+    def arguments(random: RandomTensors) -> Arguments:
+        return {"x": random.normal(rows, k), "norm": random.norm(k), "weight": random.weight(n, k), "out_dtype": dtype}
 
     written = rows * n * dtype.itemsize
     # But for those in fixed point.
@@ -398,12 +402,12 @@ def _norm_linear(
 def _linear_add(shapes: Shapes, rows: int, name: str, n: int, k: int, calls: int, heads: int | None = None) -> Case:
     """With `heads`, the inputs of each head are divided by their rms."""
 
-    def arguments(draw: Draw) -> Arguments:
+    def arguments(random: RandomTensors) -> Arguments:
         return {
-            "x": draw.normal(rows, k),
-            "weight": draw.weight(n, k),
-            "residual": draw.normal(rows, n),
-            "squares": draw.squares(rows * heads, k // heads) if heads else None,
+            "x": random.normal(rows, k),
+            "weight": random.weight(n, k),
+            "residual": random.normal(rows, n),
+            "squares": random.squares(rows * heads, k // heads) if heads else None,
         }
 
     written = rows * n * shapes.dtype.itemsize

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kernel_arguments import Arguments, Draw, Shapes, tensors_of, with_tensors
+from kernel_arguments import Arguments, RandomTensors, Shapes, tensors_of, with_tensors
 from kernel_cases import Case
 from torch import Tensor
 
@@ -51,7 +51,7 @@ class Check:
 
 def check(case: Case, shapes: Shapes, device: str) -> Check:
     """Compare results and written tensors with the float64 reference; what the kernel allocates holds NaN before."""
-    arguments = case.arguments(Draw(shapes, device))
+    arguments = case.arguments(RandomTensors(shapes, device))
     wide = {name: with_tensors(value, _widened) for name, value in arguments.items()}
     with poisoned_memory():
         found = case.comparable(_as_tuple(case.kernel(*arguments.values())))
@@ -91,7 +91,7 @@ def copies_of(case: Case, shapes: Shapes, l2_bytes: int, free_bytes: int) -> tup
 
     At least two, as many as it takes to exceed L2 `L2_TIMES` times, in half of the free memory.
     """
-    whole = sum(tensor.nbytes for tensor in tensors_of(case.arguments(Draw(shapes, "meta"))).values())
+    whole = sum(tensor.nbytes for tensor in tensors_of(case.arguments(RandomTensors(shapes, "meta"))).values())
     read = case.bytes_read(shapes)
     wanted = -(-L2_TIMES * l2_bytes // read)
     copies = max(2, min(wanted, MAX_COPIES, free_bytes // 2 // whole))

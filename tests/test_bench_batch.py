@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ostinato.delegate import OptionError
-from ostinato.runner.bench.batch_bench import BatchPlan
+from ostinato.runner.bench.batch_bench import BatchSpec
 
 from .conftest import ROOT
 
@@ -31,7 +31,7 @@ import json, pathlib, sys
 pathlib.Path({asked!r}).write_text(json.dumps(sys.argv[1:]))
 print(pathlib.Path({recorded!r}).read_text(), end="")
 """
-PLAN = BatchPlan((1, 3), 16, 8, 2)
+SPEC = BatchSpec((1, 3), 16, 8, 2)
 
 
 @pytest.fixture
@@ -81,23 +81,23 @@ def test_what_llama_writes() -> None:
 def test_what_llama_is_asked(llama: Path, tmp_path: Path) -> None:
     """All of a GPU, with room for the largest batch; medians come back."""
     command = bench_batch.llama_command(llama, "model.gguf", "cuda", None)
-    assert bench_batch.llama_speeds(command, PLAN) == pytest.approx({1: 35.497047, 3: 46.755007})
+    assert bench_batch.llama_speeds(command, SPEC) == pytest.approx({1: 35.497047, 3: 46.755007})
     expected = "-m model.gguf -ngl 99 -b 2048 -ub 2048 -fa on -c 72 -npp 16 -ntg 8 -npl 1,1,3,3 --output-format jsonl"
     assert json.loads((tmp_path / "asked.json").read_text()) == expected.split()
     assert bench_batch.llama_command(llama, "model.gguf", "cpu", 3)[3:] == ["-t", "3", "-fa", "on"]
 
 
 @pytest.mark.parametrize(
-    ("program", "plan", "complaint"),
+    ("program", "spec", "complaint"),
     [
-        ("false", PLAN, " failed: "),
-        ("true", PLAN, "llama-batched-bench did not measure batches of 1, 3: "),
-        (None, replace(PLAN, batches=(1, 2, 3)), "llama-batched-bench did not measure batches of 2: "),
+        ("false", SPEC, " failed: "),
+        ("true", SPEC, "llama-batched-bench did not measure batches of 1, 3: "),
+        (None, replace(SPEC, batches=(1, 2, 3)), "llama-batched-bench did not measure batches of 2: "),
     ],
 )
-def test_llama_fails(program: str | None, plan: BatchPlan, complaint: str, llama: Path, capsys: Any) -> None:
+def test_llama_fails(program: str | None, spec: BatchSpec, complaint: str, llama: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
-        bench_batch.llama_speeds([program or str(llama)], plan)
+        bench_batch.llama_speeds([program or str(llama)], spec)
     assert ended.value.code == 2
     assert complaint in capsys.readouterr().err
 
@@ -173,12 +173,12 @@ def test_a_goal_that_was_missed(row: Row, complaint: str) -> None:
 
 
 def test_goals_are_for_one_shape_on_a_gpu() -> None:
-    plan = BatchPlan(bench_batch.BATCHES, 128, 128, 3)
-    assert bench_batch.goals_of(plan, "cuda", skip=False) == GOALS
-    assert bench_batch.goals_of(plan, "cuda", skip=True) == {}
-    assert bench_batch.goals_of(plan, "cpu", skip=False) == {}
-    assert bench_batch.goals_of(replace(plan, prompt=64), "cuda", skip=False) == {}
-    assert bench_batch.goals_of(replace(plan, answer=64), "cuda", skip=False) == {}
+    spec = BatchSpec(bench_batch.BATCHES, 128, 128, 3)
+    assert bench_batch.goals_of(spec, "cuda", skip=False) == GOALS
+    assert bench_batch.goals_of(spec, "cuda", skip=True) == {}
+    assert bench_batch.goals_of(spec, "cpu", skip=False) == {}
+    assert bench_batch.goals_of(replace(spec, prompt=64), "cuda", skip=False) == {}
+    assert bench_batch.goals_of(replace(spec, answer=64), "cuda", skip=False) == {}
 
 
 def test_the_exit_status_and_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -204,13 +204,13 @@ def test_the_exit_status_and_what_is_printed(monkeypatch: pytest.MonkeyPatch, ca
 def test_batches_on_a_cpu() -> None:
     """With the first of the lengths."""
     words = ["-p", "16,64", "-n", "8,9", "-r", "2", "--batch", "3,1,3"]
-    assert bench_cpu.batch_plan(bench_cpu.parse(words)) == PLAN
+    assert bench_cpu.batch_spec(bench_cpu.parse(words)) == SPEC
 
 
 def test_no_batches_on_a_cpu() -> None:
-    assert bench_cpu.batch_plan(bench_cpu.parse(["--batch", "0"])) is None
+    assert bench_cpu.batch_spec(bench_cpu.parse(["--batch", "0"])) is None
     with pytest.raises(OptionError, match="needs a prompt"):
-        bench_cpu.batch_plan(bench_cpu.parse(["-p", "0"]))
+        bench_cpu.batch_spec(bench_cpu.parse(["-p", "0"]))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ sys.path.append(str(ROOT / "scripts"))
 import bench_kernels
 import kernel_timing
 from bench_kernels import Measurement
-from kernel_arguments import Draw
+from kernel_arguments import RandomTensors
 from kernel_cases import Case
 from kernel_timing import Timing, check, copies_of, difference
 
@@ -45,8 +45,8 @@ def fake_case(monkeypatch: pytest.MonkeyPatch, kernel: Any, writes: tuple[str, .
     for kernels, function in ((Kernels, reference), (CudaKernels, kernel)):
         monkeypatch.setattr(kernels, "operation", staticmethod(function), raising=False)
 
-    def arguments(draw: Draw) -> dict[str, Any]:
-        return {"x": draw.wide(8), "state": draw.wide(8)}
+    def arguments(random: RandomTensors) -> dict[str, Any]:
+        return {"x": random.wide(8), "state": random.wide(8)}
 
     return Case("operation", "8", "operation", arguments, 32, 1, ("x",), moves={"state": 2}, writes=writes)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ostinato.delegate import Method, load_program
 from ostinato.delegate.artifact.names import FEW_ROWS, FEW_ROWS_LOGITS, ROWS, ROWS_LOGITS
-from ostinato.runner import Engine, Sampling
+from ostinato.runner import Engine, SamplingParams
 
 from .conftest import CAPITALS, WIDE_MAX_SEQ_LEN
 from .wrappers import allocations
@@ -162,18 +162,20 @@ def test_replay_at_the_flagships_width_is_bit_equal(wide_artifact: Path) -> None
 
 def test_what_is_drawn_on_the_device_is_the_same_with_and_without_a_graph(wide_artifact: Path) -> None:
     """The prompt is as long as a bucket: padded, it would have other rows, for which cuBLAS has other kernels in bfloat16."""
-    answers: dict[Sampling, list[list[int]]] = {}
+    answers: dict[SamplingParams, list[list[int]]] = {}
     for graph in (False, True):
         with Engine.load(wide_artifact, cuda_graph=graph) as engine:
             for sampling in (
-                Sampling(),
-                Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3),
-                Sampling(1.0, seed=4),
+                SamplingParams(),
+                SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=3),
+                SamplingParams(1.0, seed=4),
             ):
-                drawn = list(
-                    engine.generate_tokens(list(range(128)), max_new_tokens=40, sampling=sampling, ignore_eos=True)
+                sampled = list(
+                    engine.generate_tokens(
+                        list(range(128)), max_new_tokens=40, sampling_params=sampling, ignore_eos=True
+                    )
                 )
-                answers.setdefault(sampling, []).append(drawn)
+                answers.setdefault(sampling, []).append(sampled)
             assert engine.last.methods["decode_sample"]["captures"] == graph
     assert all(first == second and len(first) == 40 for first, second in answers.values())
     assert len({tuple(first) for first, _ in answers.values()}) == 3

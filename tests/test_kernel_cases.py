@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ostinato.export.kernels.operands import KVCache, Norm, Place, Weight
+from ostinato.export.kernels.operands import KVCache, Norm, RowIndex, Weight
 from ostinato.export.models import build_network
 from ostinato.export.models.traffic import decode_bytes, kv_bytes_per_token
 
@@ -18,16 +18,16 @@ from .export.kernels.conftest import repaired_interpreter  # noqa: F401  (a fixt
 pytest.importorskip("triton")
 sys.path.append(str(ROOT / "scripts"))
 
-from kernel_arguments import Draw, Shapes, tensors_of, with_tensors
+from kernel_arguments import RandomTensors, Shapes, tensors_of, with_tensors
 from kernel_cases import CONV_ROWS, Case, decode_cases, distinct_experts
 from kernel_timing import TOLERANCE, check
 
-from ostinato.delegate.sampling import Sampling
+from ostinato.delegate.sampling import SamplingParams
 
 from .kernel_shapes import FLAGSHIP, flagship, tiny_shapes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SAMPLING_BYTES = sum(value.nbytes for value in Sampling().inputs())
+SAMPLING_BYTES = sum(value.nbytes for value in SamplingParams().tensors())
 DENSE = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-0.8B"
 # With --max-seq-len 5120 and --group-size 128, bytes: weights at half a byte + scales at two for 128, then the rest.
 FLAGSHIP_BYTES = {
@@ -35,7 +35,7 @@ FLAGSHIP_BYTES = {
     # position and slot; out, gates.
     "norm_linear_conv": 12288 * (1024 + 32) + 64 * 2048 * 2 + 8192 * 4 * 2 + 2 * (3 * 8192 * 2) + 4096 + 8192 + 2 * 8
     + 12288 * 2 + 64 * 4,
-    # 32 states of 128 x 128 in float32, read and written; q, k, v and z, gates, two numbers a head, norm, place; out.
+    # 32 states of 128 x 128 in float32, read and written; q, k, v and z, gates, two numbers a head, norm, index; out.
     "delta_step": 2 * (32 * 128 * 128 * 4) + 12288 * 2 + 64 * 4 + 2 * 32 * 4 + 128 * 4 + 2 * 8 + 4096 * 2,
     "linear_add/delta_net": 2048 * (2048 + 64) + 4096 * 2 + 2048 * 2 + 2048 * 2,
     "norm_linear/qkv": 9216 * (1024 + 32) + 4096 + 8192 + 9216 * 2,
@@ -82,7 +82,8 @@ def tiny_cases() -> dict[str, tuple[Shapes, Case]]:
             shapes = tiny_shapes(group, **changes)
             for case in decode_cases(shapes, (0, 40), rows):
                 if group is not None or any(
-                    name.startswith(("weight.", "routed.")) for name in tensors_of(case.arguments(Draw(shapes, "meta")))
+                    name.startswith(("weight.", "routed."))
+                    for name in tensors_of(case.arguments(RandomTensors(shapes, "meta")))
                 ):
                     found.setdefault(f"{case.name}-{quant}-{rows}", (shapes, case))
     return found
@@ -104,7 +105,7 @@ def test_bytes_of_eight_rows() -> None:
 def test_distinct_experts() -> None:
     assert distinct_experts(256, 8, 1) == 8
     assert distinct_experts(4, 4, 3) == 4
-    # By counting: what 64 rows of 8 draws each leave out.
+    # By counting: what 64 rows of 8 choices each leave out.
     generator = torch.Generator().manual_seed(0)
     counts = [len(torch.rand(64, 256, generator=generator).topk(8).indices.unique()) for _ in range(50)]
     assert distinct_experts(256, 8, 64) == pytest.approx(sum(counts) / 50, rel=5e-3)
@@ -155,16 +156,16 @@ def test_a_kind_of_layer_that_is_not_there_has_no_cases() -> None:
         assert not {"norm_linear_conv", "delta_step", CONV_ROWS} & functions
 
 
-def test_drawn_logits_have_no_ties() -> None:
+def test_random_logits_have_no_ties() -> None:
     shapes, _ = flagship()
-    assert len(Draw(shapes, "cpu").distinct(257).unique()) == 257
+    assert len(RandomTensors(shapes, "cpu").distinct(257).unique()) == 257
 
 
-def test_drawn_rows_choose_the_same_experts_when_rounded() -> None:
+def test_random_rows_choose_the_same_experts_when_rounded() -> None:
     torch.manual_seed(0)
-    draw = Draw(flagship()[0], "cpu")
-    norm, gate = draw.norm(2048), draw.normal(256, 2048, scale=2 * 2048**-0.5)
-    x = draw.clear_choices(16, norm, gate, 8)
+    random = RandomTensors(flagship()[0], "cpu")
+    norm, gate = random.norm(2048), random.normal(256, 2048, scale=2 * 2048**-0.5)
+    x = random.clear_choices(16, norm, gate, 8)
     assert x.shape == (16, 2048) and x.dtype == torch.bfloat16
     exact = norm(x.double()) @ gate.double().t()
     rounded = (norm(x).bfloat16().float() @ gate.float().t()).bfloat16()
@@ -173,14 +174,14 @@ def test_drawn_rows_choose_the_same_experts_when_rounded() -> None:
 
 
 def test_each_row_has_pages_of_its_own() -> None:
-    table = Draw(flagship()[0], "cpu").order(5, 3)
+    table = RandomTensors(flagship()[0], "cpu").order(5, 3)
     assert table.shape == (3, 5) and sorted(table.flatten().tolist()) == list(range(15))
 
 
 def test_tensors_of_records() -> None:
     x, values, keys = torch.zeros(1), torch.zeros(2), torch.zeros(3)
-    arguments = {"x": x, "weight": Weight(values), "place": Place(x, x, x, x), "cache": KVCache(keys, keys, x)}
-    names = ["x", "weight.values", *(f"place.{name}" for name in ("positions", "slots", "cos", "sin"))]
+    arguments = {"x": x, "weight": Weight(values), "index": RowIndex(x, x, x, x), "cache": KVCache(keys, keys, x)}
+    names = ["x", "weight.values", *(f"index.{name}" for name in ("positions", "slots", "cos", "sin"))]
     names += [f"cache.{name}" for name in ("keys", "values", "table")]
     assert list(tensors_of(arguments)) == names
     assert tensors_of(arguments)["cache.values"] is keys
@@ -189,8 +190,8 @@ def test_tensors_of_records() -> None:
 def test_records_with_other_tensors() -> None:
     norm = with_tensors(Norm(torch.ones(2), 1e-6), lambda tensor: tensor + 1)
     assert isinstance(norm, Norm) and norm.weight.tolist() == [2, 2] and norm.eps == 1e-6
-    place = with_tensors(Place(*torch.zeros(4, 1)), lambda tensor: tensor + 1)
-    assert isinstance(place, Place) and place.sin.tolist() == [1]
+    index = with_tensors(RowIndex(*torch.zeros(4, 1)), lambda tensor: tensor + 1)
+    assert isinstance(index, RowIndex) and index.sin.tolist() == [1]
     assert with_tensors(torch.bfloat16, lambda tensor: tensor + 1) is torch.bfloat16
 
 
@@ -200,7 +201,7 @@ def test_cases_name_their_own_arguments(folder: Path, rows: int) -> None:
     """A wrong name would be left out without a word."""
     shapes = Shapes.of_folder(folder, 128, 5120)
     for case in decode_cases(shapes, (0,), rows):
-        arguments = case.arguments(Draw(shapes, "meta"))
+        arguments = case.arguments(RandomTensors(shapes, "meta"))
         assert set(case.activations) <= set(arguments), case.name
         assert {*case.moves, *case.writes} - {"squares.sums"} <= set(tensors_of(arguments)), case.name
 

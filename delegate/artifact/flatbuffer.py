@@ -1,7 +1,7 @@
 """As much of the FlatBuffers format as the two ExecuTorch files need, read in place.
 
 Why not executorch's own readers (1.5.1): they are generated for `.pte` only, live under `executorch.exir`, whose import takes
-seconds, and work only after that package has patched them. Fields are read by slot: the index of the field in the schema,
+seconds, and work only after that package has patched them. A field is read by its number: its index in the schema,
 where a union counts as two (its kind, then its value). ExecuTorch's schemas only grow at the end.
 """
 
@@ -32,49 +32,49 @@ class Table:
     def root(cls, data: memoryview) -> Table:
         return cls(data, struct.unpack_from("<I", data, 0)[0])
 
-    def number(self, slot: int, code: str) -> int | float | bool:
+    def number(self, field: int, code: str) -> int | float | bool:
         """A scalar field; `code` is its letter in the `struct` module."""
-        at = self._offset(slot)
+        at = self._offset(field)
         return struct.unpack_from(f"<{code}", self.data, self.position + at)[0] if at else _DEFAULTS.get(code, 0)
 
-    def integer(self, slot: int, code: str = "I") -> int:
-        return int(self.number(slot, code))
+    def integer(self, field: int, code: str = "I") -> int:
+        return int(self.number(field, code))
 
-    def numbers(self, slot: int, code: str) -> tuple[int, ...]:
+    def numbers(self, field: int, code: str) -> tuple[int, ...]:
         """A vector of scalars."""
-        begin, count = self._vector(slot, struct.calcsize(f"<{code}"))
+        begin, count = self._vector(field, struct.calcsize(f"<{code}"))
         return struct.unpack_from(f"<{count}{code}", self.data, begin) if count else ()
 
-    def blob(self, slot: int) -> memoryview:
+    def blob(self, field: int) -> memoryview:
         """A vector of bytes, not copied."""
-        begin, count = self._vector(slot, 1)
+        begin, count = self._vector(field, 1)
         return self.data[begin : begin + count]
 
-    def text(self, slot: int) -> str:
-        return bytes(self.blob(slot)).decode()
+    def text(self, field: int) -> str:
+        return bytes(self.blob(field)).decode()
 
-    def table(self, slot: int) -> Table | None:
-        at = self._target(slot)
+    def table(self, field: int) -> Table | None:
+        at = self._target(field)
         return None if at is None else Table(self.data, at)
 
-    def tables(self, slot: int) -> list[Table]:
+    def tables(self, field: int) -> list[Table]:
         """A vector of tables."""
-        begin, count = self._vector(slot, 4)
+        begin, count = self._vector(field, 4)
         places = [begin + 4 * i for i in range(count)]
         return [Table(self.data, at + struct.unpack_from("<I", self.data, at)[0]) for at in places]
 
-    def _offset(self, slot: int) -> int:
-        return self._offsets[slot] if slot < len(self._offsets) else 0
+    def _offset(self, field: int) -> int:
+        return self._offsets[field] if field < len(self._offsets) else 0
 
-    def _target(self, slot: int) -> int | None:
-        at = self._offset(slot)
+    def _target(self, field: int) -> int | None:
+        at = self._offset(field)
         if not at:
             return None
         return self.position + at + struct.unpack_from("<I", self.data, self.position + at)[0]
 
-    def _vector(self, slot: int, width: int) -> tuple[int, int]:
+    def _vector(self, field: int, width: int) -> tuple[int, int]:
         """(position of the first element, count) of a vector whose elements have `width` bytes."""
-        at = self._target(slot)
+        at = self._target(field)
         if at is None:
             return 0, 0
         count = struct.unpack_from("<I", self.data, at)[0]

@@ -1,6 +1,6 @@
 """Read a FlatTensor file (`.ptd`) in place.
 
-Slots are the field numbers of executorch's `extension/flat_tensor/serialize/flat_tensor.fbs`; the header (`FH01`) is that
+Numbers are those of the fields of executorch's `extension/flat_tensor/serialize/flat_tensor.fbs`; the header (`FH01`) is that
 of its `flat_tensor_header.h`.
 """
 

@@ -1,7 +1,7 @@
 """Read an ExecuTorch program (`.pte`).
 
 The layout of the file (flatbuffer, extended header `eh00`, segments) is that of executorch's `schema/extended_header.h`; the
-slots below are the field numbers of its `exir/_serialize/program.fbs`.
+numbers below are those of the fields of its `exir/_serialize/program.fbs`.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class StateKind(str, Enum):
     """What a mutable buffer holds.
 
     The last part of the name of a `SAMPLING` buffer says what it holds: `token`, `position`, or a field of
-    `sampling.SamplingInputs`.
+    `sampling.SamplingTensors`.
     """
 
     KV_CACHE = "kv_cache"

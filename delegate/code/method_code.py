@@ -83,8 +83,8 @@ class MethodCode:
         self._last_uses = _last_uses(record)
         self._on_host = frozenset(index for index, segment in enumerate(record.segments) if segment.on_host)
         streamed = [index for index, segment in enumerate(record.segments) if segment.is_streamed]
-        # Place among the streamed segments, by the segment's index.
-        self._streamed = {index: place for place, index in enumerate(streamed)}
+        # Segment -> its number among the streamed ones.
+        self._streamed = {index: number for number, index in enumerate(streamed)}
         # The method's input that says how much of them.
         self._streamed_by = record.segments[streamed[0]].streamed_by if streamed else None
         self._stream: ConstantStream | None = None
@@ -129,8 +129,8 @@ class MethodCode:
         segments = [self.record.segments[index] for index in self._streamed]
         sources = [_of_segment(segment, tensors) for segment in segments]
         stream = ConstantStream(self._buffers, sources, [segment.code_key for segment in segments], registers)
-        for index, place in self._streamed.items():
-            bind_constants(self._containers[index], dict(stream.targets[place]))
+        for index, number in self._streamed.items():
+            bind_constants(self._containers[index], dict(stream.targets[number]))
         return stream
 
     @property
@@ -263,16 +263,16 @@ class MethodCode:
         What a segment on the host takes is there. What one on the device takes may be on the host, and stays there: it is
         copied, on the current stream.
         """
-        segment, place = self.record.segments[index], self._streamed.get(index)
+        segment, number = self.record.segments[index], self._streamed.get(index)
         taken = [values[number] for number in segment.inputs]
         if self._on_host and not segment.on_host:
             taken = [tensor.to(self._device) for tensor in taken]
-        if self._stream is not None and place is not None:
-            self._stream.begin(place)
+        if self._stream is not None and number is not None:
+            self._stream.begin(number)
             try:
                 given = run_container(self._containers[index], taken)
             finally:
-                self._stream.end(place)
+                self._stream.end(number)
         else:
             given = run_container(self._containers[index], taken)
         values.update(zip(segment.outputs, given, strict=True))

@@ -84,7 +84,7 @@ class Transfers:
         aligned = all(size % _ALIGNMENT == 0 for size in sizes[:-1])
         if len(missing) == len(values) > 1 and aligned and sum(sizes) <= _BY_KERNEL:
             whole = _empty_on_host((sum(sizes),), torch.uint8, self._device)
-            self._to_host |= places(whole, missing, _ALIGNMENT)
+            self._to_host |= views(whole, missing, _ALIGNMENT)
             self._together[tuple(missing)] = seen_by(self._device, whole)
         else:
             self._together.pop(tuple(values), None)
@@ -154,9 +154,9 @@ class Transfers:
 
 
 class PinnedPool:
-    """Pinned memory that single runs take in turns, in pieces by powers of two.
+    """Buffers of pinned memory that single runs take in turns, in sizes that are powers of two.
 
-    torch keeps pinned memory for later too, but asks CUDA about all copies of a piece when it is taken again.
+    torch keeps pinned memory for later too, but asks CUDA about all copies of a buffer when it is taken again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -164,21 +164,21 @@ class PinnedPool:
         self._free: dict[int, list[torch.Tensor]] = {}
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A piece of that many bytes or more."""
+        """A buffer of that many bytes or more."""
         size = 1 << max(nbytes - 1, 0).bit_length()
         free = self._free.setdefault(size, [])
         return free.pop() if free else _empty_on_host((size,), torch.uint8, self._device)
 
-    def give(self, piece: torch.Tensor) -> None:
-        """Nothing writes to the piece any more, and nobody will read it."""
-        self._free[piece.nbytes].append(piece)
+    def give(self, buffer: torch.Tensor) -> None:
+        """Nothing writes to the buffer any more, and nobody will read it."""
+        self._free[buffer.nbytes].append(buffer)
 
     def clear(self) -> None:
         self._free.clear()
 
 
 class Sent:
-    """Copies on the host of values on the device, by their numbers: queued on the current stream, in one piece of memory.
+    """Copies on the host of values on the device, by their numbers: queued on the current stream, in one buffer.
 
     Args:
         behind: what work that was queued before the copies reads; kept until they have arrived.
@@ -187,8 +187,8 @@ class Sent:
     def __init__(
         self, values: Mapping[int, torch.Tensor], device: torch.device, behind: list[torch.Tensor], pool: PinnedPool
     ) -> None:
-        self._pool, self._piece = pool, pool.take(size_of(values, LINE))
-        self._copies = places(self._piece, values, LINE)
+        self._pool, self._buffer = pool, pool.take(size_of(values, LINE))
+        self._copies = views(self._buffer, values, LINE)
         for number, copy in self._copies.items():
             copy.copy_(values[number], non_blocking=True)
         self._mark = Mark(device)
@@ -205,7 +205,7 @@ class Sent:
         """Nobody reads this one any more; it has arrived."""
         del self._copies[number]
         if not self._copies:
-            self._pool.give(self._piece)
+            self._pool.give(self._buffer)
 
 
 def to_device_once(value: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,11 +270,11 @@ def _aligned(nbytes: int, alignment: int) -> int:
 
 
 def size_of(values: Mapping[int, torch.Tensor], alignment: int) -> int:
-    """Bytes of memory that `places` needs."""
+    """Bytes of memory that `views` needs."""
     return sum(_aligned(value.nbytes, alignment) for value in values.values())
 
 
-def places(memory: torch.Tensor, values: Mapping[int, torch.Tensor], alignment: int) -> dict[int, torch.Tensor]:
+def views(memory: torch.Tensor, values: Mapping[int, torch.Tensor], alignment: int) -> dict[int, torch.Tensor]:
     """Tensors like the values over bytes of memory, one behind the other, each on a multiple of so many bytes."""
     found: dict[int, torch.Tensor] = {}
     at = 0

@@ -19,7 +19,7 @@ from ostinato.delegate.torch_internals import free_pinned_memory
 _MAX_WORKERS = 12
 _MAX_LANES = 6
 # A lane has two of these in pinned memory, so that all have 96 MiB; torch rounds each allocation up to a power of two.
-_PIECE_BYTES = 8 << 20
+_BUFFER_BYTES = 8 << 20
 # For fewer bytes, starting threads and pinning memory costs more than it saves.
 PARALLEL_FROM = 64 << 20
 
@@ -176,30 +176,30 @@ class _Uploader:
 
 
 class _Lane:
-    """A stream and two pieces of pinned memory: the CPU fills one while the other is on its way to the GPU."""
+    """A stream and two buffers of pinned memory: the CPU fills one while the other is on its way to the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         # The targets' memory may have been in use until now by what the current stream still holds.
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._pieces = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._buffers = [torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._sent = [torch.cuda.Event() for _ in range(2)]
         self._turn = 0
 
     def upload(self, entry: Entry, out: torch.Tensor) -> None:
-        """Copy the bytes of `entry` into `out`; the last two pieces may still be on their way."""
+        """Copy the bytes of `entry` into `out`; the last two buffers may still be on their way."""
         if not entry.nbytes:
             return
         source, target = _source_bytes(entry), _flat_bytes(out)
         with torch.cuda.stream(self._stream):
-            for begin in range(0, entry.nbytes, _PIECE_BYTES):
-                size = min(_PIECE_BYTES, entry.nbytes - begin)
-                piece, sent = self._pieces[self._turn], self._sent[self._turn]
+            for begin in range(0, entry.nbytes, _BUFFER_BYTES):
+                size = min(_BUFFER_BYTES, entry.nbytes - begin)
+                buffer, sent = self._buffers[self._turn], self._sent[self._turn]
                 self._turn = 1 - self._turn
                 sent.synchronize()
                 # numpy's copy: torch's would start a team of OpenMP threads for each of our threads.
-                numpy.copyto(piece.numpy()[:size], source[begin : begin + size])
-                target[begin : begin + size].copy_(piece[:size], non_blocking=True)
+                numpy.copyto(buffer.numpy()[:size], source[begin : begin + size])
+                target[begin : begin + size].copy_(buffer[:size], non_blocking=True)
                 sent.record(self._stream)
 
     def synchronize(self) -> None:

@@ -87,8 +87,8 @@ class ConstantPool:
         self._device = device
         self.pages = 0
         check = self._check_hash if verify else None
-        places = dict.fromkeys((device, torch.device(HOST)))
-        self._loaders = {place: ConstantLoader(place, check, on_load, parallel_from) for place in places}
+        devices = dict.fromkeys((device, torch.device(HOST)))
+        self._loaders = {device: ConstantLoader(device, check, on_load, parallel_from) for device in devices}
         self._tensors: dict[Held, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._buffer_specs: dict[str, BufferSpec] = {}
@@ -171,7 +171,7 @@ class ConstantPool:
         """
         with self.watch.explaining("making a state"):
             fresh = {key: torch.empty_like(tensor) for key, tensor in self._buffers.items()}
-        self._put_first_values(fresh)
+        self._write_first_values(fresh)
         return fresh
 
     def lend(self, buffers: Mapping[str, torch.Tensor] | None) -> None:
@@ -191,7 +191,7 @@ class ConstantPool:
 
     def reset_buffers(self) -> None:
         """Put the first values back, in place, into the buffers in use."""
-        self._put_first_values(self.buffers)
+        self._write_first_values(self.buffers)
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -274,7 +274,7 @@ class ConstantPool:
             logger.warning("%s", warning)
             self.keeps_mapped = False
 
-    def _put_first_values(self, buffers: Mapping[str, torch.Tensor]) -> None:
+    def _write_first_values(self, buffers: Mapping[str, torch.Tensor]) -> None:
         for key, spec in self._buffer_specs.items():
             if spec.kind is StateKind.BLOCK_TABLE:
                 buffers[key].copy_(first_table(spec, self.pages))

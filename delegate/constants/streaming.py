@@ -54,12 +54,12 @@ class StreamBuffers:
         """
         targets = []
         for index, (source, kind) in enumerate(zip(sources, kinds, strict=True)):
-            place = (kind, index % _SETS)
-            if place not in self._sets:
-                self._sets[place] = {
+            key = (kind, index % _SETS)
+            if key not in self._sets:
+                self._sets[key] = {
                     name: torch.empty_like(tensor, device=self.device) for name, tensor in source.items()
                 }
-            targets.append(self._sets[place])
+            targets.append(self._sets[key])
         if self.on_gpu and registers:
             self._pages.register(tensor for source in sources for tensor in source.values())
         if self.on_gpu and self._copies is None:
@@ -73,25 +73,25 @@ class StreamBuffers:
         if self._copies is not None:
             self._copies.wait_stream(torch.cuda.current_stream(self.device))
 
-    def send(self, place: int, source: Tensors, target: Tensors, entries: int | None) -> None:
-        """Queue the copies into set `place`, when it is free, of the first `entries` of each tensor; None: of all."""
+    def send(self, set_index: int, source: Tensors, target: Tensors, entries: int | None) -> None:
+        """Queue the copies into set `set_index`, when it is free, of the first `entries` of each tensor; None: of all."""
         if self._copies is None:
             _copy(source, target, entries)
             return
         with torch.cuda.stream(self._copies):
-            self._copies.wait_event(self._free[place])
+            self._copies.wait_event(self._free[set_index])
             _copy(source, target, entries)
-            self._copied[place].record(self._copies)
+            self._copied[set_index].record(self._copies)
 
-    def wait(self, place: int) -> None:
-        """Have the current stream wait for the copies into set `place`."""
+    def wait(self, set_index: int) -> None:
+        """Have the current stream wait for the copies into set `set_index`."""
         if self._copies is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._copied[place])
+            torch.cuda.current_stream(self.device).wait_event(self._copied[set_index])
 
-    def free(self, place: int) -> None:
-        """What is queued on the current stream is the last that uses set `place`."""
+    def free(self, set_index: int) -> None:
+        """What is queued on the current stream is the last that uses set `set_index`."""
         if self._copies is not None:
-            self._free[place].record(torch.cuda.current_stream(self.device))
+            self._free[set_index].record(torch.cuda.current_stream(self.device))
 
     def synchronize(self) -> None:
         """Wait for copies under way: their sources may go then."""

@@ -29,7 +29,7 @@ from ostinato.delegate.memory import MemoryWatch
 from .recorders import Graph, GraphRecorder
 
 # A plan whose addresses changed on more calls than this, one after the other, costs more than it saves.
-MOST_CHANGES = 4
+MAX_CHANGES = 4
 
 
 class Code(Protocol):
@@ -258,7 +258,7 @@ class Plan:
     def may_change(self) -> bool:
         """Count one more call in a row that found other addresses; False when there have been too many."""
         self._changes += 1
-        return self._changes <= MOST_CHANGES
+        return self._changes <= MAX_CHANGES
 
     def update(self) -> Refusal | None:
         """Record all graphs again for the addresses that the code is bound to now, and update them in place.

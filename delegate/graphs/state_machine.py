@@ -28,7 +28,7 @@ from ostinato.delegate.graphs.static_inputs import StaticInputs
 from ostinato.delegate.memory import MemoryWatch
 from ostinato.delegate.torch_internals import ALIGNMENT
 
-from .plans import MOST_CHANGES, Code, Plan, PlanStats
+from .plans import MAX_CHANGES, Code, Plan, PlanStats
 from .recorders import GraphRecorder
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class StateMachine:
         device: the program's, where static buffers are made but for inputs that code on the host alone takes.
         input_names: for messages.
         warmup_steps: calls before the capture, 1 or more.
-        most_plans: plans that are kept, 1 or more; the one that was not used for longest goes first. As many shapes without a
+        max_plans: plans that are kept, 1 or more; the one that was not used for longest goes first. As many shapes without a
             plan are known besides.
         call: where code runs that is in no graph: in the phase `disabled`, and in called pieces.
         watch: recognises a capture that failed for lack of memory; the program's.
@@ -109,7 +109,7 @@ class StateMachine:
         device: torch.device,
         input_names: Sequence[str],
         warmup_steps: int,
-        most_plans: int = 1,
+        max_plans: int = 1,
         call: Call = run_here,
         watch: MemoryWatch | None = None,
     ) -> None:
@@ -122,7 +122,7 @@ class StateMachine:
         self._input_devices = [device if n in needed else torch.device("cpu") for n in range(len(input_names))]
         self._input_names = input_names
         self._warmup_steps = warmup_steps
-        self._most_plans = most_plans
+        self._max_plans = max_plans
         self._shapes: OrderedDict[Shape, _ShapeState] = OrderedDict()
         self._last = _ShapeState(Phase.DISABLED if recorder is None else Phase.WARMUP)
         self._stats = MethodStats()
@@ -191,7 +191,7 @@ class StateMachine:
     def _forget_oldest(self, with_plan: bool) -> None:
         """Of the shapes that have a plan, or of the others, forget the one not used for longest if there are too many."""
         some = [shape for shape, state in self._shapes.items() if (state.plan is not None) is with_plan]
-        if len(some) > self._most_plans:
+        if len(some) > self._max_plans:
             self._free(self._shapes.pop(some[0]))
             self._stats.dropped += with_plan
 
@@ -258,7 +258,7 @@ class StateMachine:
         static.fill(inputs)
         if not plan.is_current():
             if not plan.may_change():
-                reason = f"constants or buffers were bound anew on more than {MOST_CHANGES} calls in a row"
+                reason = f"constants or buffers were bound anew on more than {MAX_CHANGES} calls in a row"
                 return self._give_up(state, plan, reason)
             refusal = plan.update()
             if refusal is not None and refusal.no_memory:

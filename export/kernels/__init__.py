@@ -24,14 +24,14 @@ class Kernels:
     Attributes:
         folds_steps: whether one token takes the operations of a step, which fold a layer into few kernels.
         folds_prompts: whether prompts take them.
-        most_rows: of one call, where rows of several sessions take them: one number for each range that has kernels of its
+        max_rows: of one call, where rows of several sessions take them: one number for each range that has kernels of its
             own, rising.
         has_panels: whether linear layers' weights are stored in panels (linear/panels.py).
     """
 
     folds_steps = False
     folds_prompts = False
-    most_rows: tuple[int, ...] = ()
+    max_rows: tuple[int, ...] = ()
     has_panels = False
 
     linear = staticmethod(linear_reference.linear)

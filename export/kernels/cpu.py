@@ -9,7 +9,7 @@ from .attention import attention_cpu
 from .delta_rule import delta_rule_cpu
 from .experts import experts_cpu
 from .linear import linear_cpu
-from .operands import MOST_ROWS
+from .operands import MAX_ROWS
 from .sampling import sampling_cpu
 
 # What the C++ needs, by the names of /proc/cpuinfo. It uses AVX-512 with VNNI and BF16, and AMX, where the CPU has them.
@@ -21,7 +21,7 @@ class CpuKernels(Kernels):
 
     folds_steps = True
     folds_prompts = True
-    most_rows = (MOST_ROWS,)
+    max_rows = (MAX_ROWS,)
     has_panels = True
 
     experts = staticmethod(experts_cpu.experts)

@@ -12,7 +12,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from ostinato.delegate.errors import ExportError
 from ostinato.export.compile.torch_internals import upper_bound
 
-from .operands import FEW_ROWS, MOST_ROWS
+from .operands import FEW_ROWS, MAX_ROWS
 
 C = TypeVar("C")
 
@@ -39,8 +39,8 @@ def at_most(rows: int | torch.SymInt, count: int) -> bool:
 
 
 def row_class(rows: int | torch.SymInt) -> int:
-    """What configurations are chosen by: FEW_ROWS where a number of rows is never more, else MOST_ROWS."""
-    return FEW_ROWS if at_most(rows, FEW_ROWS) else MOST_ROWS
+    """What configurations are chosen by: FEW_ROWS where a number of rows is never more, else MAX_ROWS."""
+    return FEW_ROWS if at_most(rows, FEW_ROWS) else MAX_ROWS
 
 
 def pointers(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:

@@ -85,10 +85,10 @@ class Norm:
 
 # The most rows of several sessions in one call, as GPU kernels hold something about each of them; and the most of a call that
 # counts as one of few rows, for which there are kernels of their own.
-MOST_ROWS, FEW_ROWS = 256, 16
+MAX_ROWS, FEW_ROWS = 256, 16
 
 
-class Place(NamedTuple):
+class RowIndex(NamedTuple):
     """Where the T rows of a call stand.
 
     Neighbouring rows of one slot are a *run*: tokens of one session, at consecutive positions. A slot has one run at most,
@@ -111,7 +111,7 @@ def runs_of(slots: Tensor) -> Iterator[tuple[int, slice]]:
     """Each run's slot and rows; padding is in none. For references: it reads values, so it cannot be traced.
 
     Args:
-        slots: [T] int64, as in `Place`.
+        slots: [T] int64, as in `RowIndex`.
     """
     rows = slots.tolist()
     for slot, group in groupby(range(len(rows)), key=rows.__getitem__):
@@ -124,7 +124,7 @@ def length_of(positions: Tensor) -> Tensor:
     """How many of a prompt's rows are tokens, [1] int64; the others are padding.
 
     Args:
-        positions: [T] int64, of a prompt, as in `Place`.
+        positions: [T] int64, of a prompt, as in `RowIndex`.
     """
     return (positions[-1:] - positions[:1] + 1).clamp(1, positions.shape[0])
 

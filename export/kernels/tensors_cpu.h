@@ -120,7 +120,7 @@ class Result {
 // A thread has one of each size to itself, which is in its core's caches.
 class Spare {
  public:
-  static constexpr size_t LEAST = size_t(1) << 15;
+  static constexpr size_t MIN_BYTES = size_t(1) << 15;
 
   static void* take(size_t bytes) {
     int power = power_of(bytes);
@@ -179,7 +179,7 @@ class Scratch {
     data_.reset();
     if (count == 0) return;
     size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
-    void* made = bytes < Spare::LEAST ? std::aligned_alloc(64, bytes) : Spare::take(bytes);
+    void* made = bytes < Spare::MIN_BYTES ? std::aligned_alloc(64, bytes) : Spare::take(bytes);
     if (made == nullptr) throw std::bad_alloc();
     data_ = {static_cast<T*>(made), Return{bytes}};
   }
@@ -189,7 +189,7 @@ class Scratch {
   struct Return {
     size_t bytes = 0;
     void operator()(T* p) const {
-      if (bytes < Spare::LEAST)
+      if (bytes < Spare::MIN_BYTES)
         std::free(p);
       else
         Spare::give(p, bytes);

@@ -67,7 +67,7 @@ int wanted_threads() {
 using Ticket = uint64_t;
 constexpr int COUNT_SHIFT = 24;
 constexpr Ticket FIELD = (Ticket(1) << 24) - 1;
-constexpr int64_t MOST_PIECES = int64_t(1) << 23;
+constexpr int64_t MAX_PIECES = int64_t(1) << 23;
 
 int64_t next_of(Ticket ticket) { return int64_t(ticket & FIELD); }
 int64_t count_of(Ticket ticket) { return int64_t(ticket >> COUNT_SHIFT & FIELD); }
@@ -89,7 +89,7 @@ class Pool {
 
   void run(int64_t count, int64_t pieces, Task task, const void* context) {
     std::unique_lock<std::mutex> mine(running_, std::defer_lock);
-    pieces = std::min({pieces, count, MOST_PIECES});
+    pieces = std::min({pieces, count, MAX_PIECES});
     if (pieces == 1 || threads_ == 1 || working_ || !mine.try_lock()) return task(context, 0, count);
     task_ = task;
     context_ = context;

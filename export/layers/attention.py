@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ostinato.delegate.artifact.records import StateKind
 from ostinato.export.kernels.attention.reference import rotate, write_cache
-from ostinato.export.kernels.operands import KVCache, Place
+from ostinato.export.kernels.operands import KVCache, RowIndex
 
 from .build import Build
 from .linear import Linear
@@ -61,22 +61,22 @@ class GatedAttention(nn.Module):
     def cache(self) -> KVCache:
         return KVCache(self.k_cache, self.v_cache, self.block_table)
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
+    def forward(self, x: Tensor, index: RowIndex) -> Tensor:
         """x [T, H] -> [T, H]."""
-        cos, sin = place.cos, place.sin
+        cos, sin = index.cos, index.sin
         tokens = x.shape[0]
         query, key, value = self.qkv_proj(x).split(self.split, dim=1)
         # Each head's query and the gate of its output stand together.
         query, gate = query.reshape(tokens, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
         key = key.reshape(tokens, self.kv_heads, self.head_dim)
         value = value.reshape(tokens, self.kv_heads, self.head_dim)
-        write_cache(rotate(self.k_norm(key), cos, sin), value, self.cache, place)
-        out = self.kernels.attend(rotate(self.q_norm(query), cos, sin), self.cache, place)
+        write_cache(rotate(self.k_norm(key), cos, sin), value, self.cache, index)
+        out = self.kernels.attend(rotate(self.q_norm(query), cos, sin), self.cache, index)
         return self.o_proj((out * torch.sigmoid(gate)).reshape(tokens, -1))
 
-    def step(self, x: Tensor, norm: RMSNorm, place: Place) -> Tensor:
+    def step(self, x: Tensor, norm: RMSNorm, index: RowIndex) -> Tensor:
         """x [T, H] -> x + self(norm(x)), in three or four kernels."""
         kernels = self.kernels
         qkv = kernels.norm_linear(x, norm.operand, self.qkv_proj.operand, x.dtype)
-        heads = kernels.attend_step(qkv, self.q_norm.operand, self.k_norm.operand, place, self.cache, self.heads)
+        heads = kernels.attend_step(qkv, self.q_norm.operand, self.k_norm.operand, index, self.cache, self.heads)
         return kernels.linear_add(heads, self.o_proj.operand, x)

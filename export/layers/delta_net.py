@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate.artifact.records import StateKind
-from ostinato.export.kernels.operands import Convolution, Decay, HeadSquares, Place
+from ostinato.export.kernels.operands import Convolution, Decay, HeadSquares, RowIndex
 
 from .build import Build, parameter
 from .linear import Linear
@@ -90,25 +90,25 @@ class GatedDeltaNet(nn.Module):
     def decay(self) -> Decay:
         return Decay(self.A_log, self.dt_bias)
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
+    def forward(self, x: Tensor, index: RowIndex) -> Tensor:
         """x [T, H] -> [T, H]. At position 0 the old state counts as zeros."""
         tokens = x.shape[0]
         qkv, z = self.in_proj_qkvz(x).split(self.split, dim=1)
         b, a = self.in_proj_ba(x).chunk(2, dim=1)
-        mixed = self.kernels.convolve(qkv, self.convolution, place)
+        mixed = self.kernels.convolve(qkv, self.convolution, index)
         out = self.kernels.gated_delta_rule(
-            mixed, a, b, self.decay, self.recurrent_state, place, self.key_heads, self.max_chunk
+            mixed, a, b, self.decay, self.recurrent_state, index, self.key_heads, self.max_chunk
         )
         out = self.norm(out, z.reshape(tokens, *self.heads_shape))
         return self.out_proj(out.reshape(tokens, -1))
 
-    def step(self, x: Tensor, norm: RMSNorm, place: Place) -> Tensor:
+    def step(self, x: Tensor, norm: RMSNorm, index: RowIndex) -> Tensor:
         """x [T, H] -> x + self(norm(x)), in three kernels."""
         kernels = self.kernels
         mixed, gates = kernels.norm_linear_conv(
-            x, norm.operand, self.in_proj_qkvz.operand, self.in_proj_ba.weight, self.convolution, place
+            x, norm.operand, self.in_proj_qkvz.operand, self.in_proj_ba.weight, self.convolution, index
         )
         values, squares = kernels.delta_step(
-            mixed, gates, self.decay, self.recurrent_state, place, self.norm.weight, self.key_heads
+            mixed, gates, self.decay, self.recurrent_state, index, self.norm.weight, self.key_heads
         )
         return kernels.linear_add(values, self.out_proj.operand, x, HeadSquares(squares, self.norm.eps))

@@ -58,7 +58,7 @@ class NetworkInput(nn.Module):
         self.rotary = rotary
 
     def forward(self, tokens: Tensor, input_pos: Tensor, slot: Tensor) -> tuple[Tensor, ...]:
-        """A prompt's tokens [1, T] int64, input_pos [T] int64 as in `Place`, and slot [1] int64 -> (slots [T], then what
+        """A prompt's tokens [1, T] int64, input_pos [T] int64 as in `RowIndex`, and slot [1] int64 -> (slots [T], then what
         `rows` gives)."""
         return (torch.where(is_padding(input_pos), -1, slot), *self.rows(tokens[0], input_pos))
 

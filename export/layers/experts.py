@@ -92,13 +92,13 @@ class SparseMoe(nn.Module):
         self.kernels = build.kernels
 
     def forward(self, x: Tensor, slots: Tensor) -> Tensor:
-        """x [T, H], slots [T] as in `Place` -> [T, H]."""
+        """x [T, H], slots [T] as in `RowIndex` -> [T, H]."""
         weights, chosen = self.kernels.route(self.gate(x), self.top_k, slots)
         shared = torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         return self.experts(x, weights, chosen) + shared
 
     def step(self, x: Tensor, norm: RMSNorm, slots: Tensor) -> Tensor:
-        """x [T, H], slots [T] as in `Place` -> x + self(norm(x))."""
+        """x [T, H], slots [T] as in `RowIndex` -> x + self(norm(x))."""
         shared = ExpertWeights(self.shared_expert.gate_up_proj.operand, self.shared_expert.down_proj.operand)
         return self.kernels.sparse_moe(
             x,

@@ -22,14 +22,14 @@ class Head(nn.Module):
         self.kernels = build.kernels
 
     def forward(self, x: Tensor, input_pos: Tensor) -> Tensor:
-        """A prompt's x [T, H], input_pos [T] as in `Place` -> logits of its last token, [1, V] float32."""
+        """A prompt's x [T, H], input_pos [T] as in `RowIndex` -> logits of its last token, [1, V] float32."""
         # A copy: a step's kernel takes an input aligned to 16 bytes, which a row among others need not be.
         last = x.index_select(0, length_of(input_pos) - 1)
         return self.step(last) if self.kernels.folds_steps else self.lm_head(self.norm(last)).float()
 
-    def rows(self, x: Tensor, drawn: Tensor) -> Tensor:
-        """x [T, H], drawn [D] int64: numbers of rows -> their logits, [D, V] float32."""
-        return self.step(x.index_select(0, drawn))
+    def rows(self, x: Tensor, logits_indices: Tensor) -> Tensor:
+        """x [T, H], logits_indices [L] int64: numbers of rows -> their logits, [L, V] float32."""
+        return self.step(x.index_select(0, logits_indices))
 
     def step(self, x: Tensor) -> Tensor:
         """x [T, H] -> logits [T, V] float32, in one kernel."""

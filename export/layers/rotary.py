@@ -17,7 +17,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", 1.0 / (theta**exponent), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] int64 -> cos and sin, as in `Place`."""
+        """positions [T] int64 -> cos and sin, as in `RowIndex`."""
         angles = positions.float()[:, None] * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()

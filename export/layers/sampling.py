@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate.artifact.records import StateKind
-from ostinato.delegate.sampling import Sampling, SamplingInputs
+from ostinato.delegate.sampling import SamplingParams, SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.sampling.reference import workspace_size
 
@@ -19,7 +19,7 @@ class SamplingState(nn.Module):
     """How each session samples, its last token and that one's position: what a step starts from, and what it leaves.
 
     Buffers of [slots], each written on the device: `token` int64 and its `position` int64, which the model has not seen
-    yet; and the fields of `SamplingInputs`.
+    yet; and the fields of `SamplingTensors`.
     """
 
     token: Tensor
@@ -30,38 +30,38 @@ class SamplingState(nn.Module):
         super().__init__()
         self.kernels = build.kernels
         with torch.device("cpu"):
-            how = Sampling(seed=0).inputs()._asdict()
+            params = SamplingParams(seed=0).tensors()._asdict()
             register_state(
                 self,
                 StateKind.SAMPLING,
                 token=torch.zeros(EXAMPLE_SLOTS, dtype=torch.int64),
                 position=torch.zeros(EXAMPLE_SLOTS, dtype=torch.int64),
-                **{name: value.repeat(EXAMPLE_SLOTS) for name, value in how.items()},
+                **{name: value.repeat(EXAMPLE_SLOTS) for name, value in params.items()},
             )
             register_state(self, StateKind.WORKSPACE, scratch=torch.zeros(workspace_size(), dtype=torch.int64))
 
     @property
-    def how(self) -> SamplingInputs:
-        return SamplingInputs(*(self.get_buffer(name) for name in SamplingInputs._fields))
+    def params(self) -> SamplingTensors:
+        return SamplingTensors(*(self.get_buffer(name) for name in SamplingTensors._fields))
 
-    def begin(self, input_pos: Tensor, slots: Tensor, *how: Tensor) -> Tensor:
-        """Have `next` draw the token that will stand at `input_pos` [1]; keep the options, the fields of `SamplingInputs`,
-        for the session of `slots` [1].
+    def begin(self, input_pos: Tensor, slots: Tensor, *params: Tensor) -> Tensor:
+        """Have `next` sample the token that will stand at `input_pos` [1]; keep the parameters, the fields of
+        `SamplingTensors`, for the session of `slots` [1].
 
         Returns the position ahead of it, [1].
         """
-        for kept, given in zip(self.how, how, strict=True):
+        for kept, given in zip(self.params, params, strict=True):
             kept.index_copy_(0, slots, given)
         return input_pos - 1
 
     def next(self, logits: Tensor, input_pos: Tensor, slots: Tensor) -> Tensor:
-        """Draw the tokens behind rows, and make each its slot's last. logits [T, V], input_pos and slots [T] -> [T]."""
+        """Sample the tokens behind rows, and make each its slot's last. logits [T, V], input_pos and slots [T] -> [T]."""
         last = LastTokens(self.token, self.position)
-        return self.kernels.sample_next(logits, input_pos, slots, last, self.how, self.scratch)
+        return self.kernels.sample_next(logits, input_pos, slots, last, self.params, self.scratch)
 
-    def next_of(self, logits: Tensor, input_pos: Tensor, slots: Tensor, drawn: Tensor) -> Tensor:
-        """As `next` for the rows `drawn` [D] of input_pos and slots; logits [D, V] -> [D]."""
-        return self.next(logits, input_pos.index_select(0, drawn), slots.index_select(0, drawn))
+    def next_of(self, logits: Tensor, input_pos: Tensor, slots: Tensor, logits_indices: Tensor) -> Tensor:
+        """As `next` for the rows `logits_indices` [L] of input_pos and slots; logits [L, V] -> [L]."""
+        return self.next(logits, input_pos.index_select(0, logits_indices), slots.index_select(0, logits_indices))
 
 
 class NextInput(nn.Module):

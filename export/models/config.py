@@ -59,11 +59,11 @@ class Settings:
         """The setting as JSON has it; None where nothing states it."""
         return next((values[name] for values in self._objects if values.get(name) is not None), None)
 
-    def size(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """A whole number from 1 to `most`. Without a default the setting must be stated."""
+    def size(self, name: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
+        """A whole number from 1 to `maximum`. Without a default the setting must be stated."""
         value = self._stated(name, default)
-        if type(value) is not int or not 1 <= value <= most:
-            raise CheckpointError(f"config.json: {name} must be a whole number from 1 to {most}, got {short(value)}")
+        if type(value) is not int or not 1 <= value <= maximum:
+            raise CheckpointError(f"config.json: {name} must be a whole number from 1 to {maximum}, got {short(value)}")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -196,11 +196,11 @@ def check_multiple(config: ModelConfig, name: str, divisor: str) -> None:
         raise CheckpointError(f"config.json: {name} ({value}) is not a multiple of {divisor} ({by})")
 
 
-def short(value: object, most: int = 80) -> str:
+def short(value: object, max_length: int = 80) -> str:
     """The value as a person may read it in one line: a config can hold anything."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):
         # An integer of more digits than Python prints.
         return f"a value of type {type(value).__name__}"
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."

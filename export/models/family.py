@@ -30,7 +30,7 @@ class Family:
         check_limits: (config, group size or None, device, dtype); raises ExportError where kernels or quantisation cannot
             take a size.
         names: how a checkpoint's tensors are called, and which of them become one parameter here.
-        spreads: how random weights are drawn.
+        spreads: how random weights are distributed.
         methods: the network -> the methods of its program.
     """
 
@@ -49,7 +49,7 @@ class Family:
     def dummy_weights(
         self, network: LanguageModel, device: torch.device, dtype: torch.dtype | None = None, seed: int = 0
     ) -> DummyWeights:
-        """Random weights for `network`, drawn on `device` in `dtype`, the network's own if None."""
+        """Random weights for `network`, made on `device` in `dtype`, the network's own if None."""
         layers, size = network.config.num_hidden_layers, network.config.hidden_size
         shapes = float_shapes(network)
         return DummyWeights(shapes, layers, size, self.spreads, device, dtype or network.build.dtype, seed)

@@ -41,7 +41,7 @@ class LanguageModel(nn.Module):
     """A network with its state. Parameters are called as in the checkpoint: under `model.` and `lm_head.`.
 
     `forward(tokens [1, T] int64, input_pos [T] int64, slot [1] int64)` gives the logits of a prompt's last token,
-    [1, vocab] float32, and moves its slot's state by the tokens. Positions are as in `Place`.
+    [1, vocab] float32, and moves its slot's state by the tokens. Positions are as in `RowIndex`.
 
     Args:
         config: the family's.

@@ -19,13 +19,13 @@ from ostinato.delegate.artifact.names import (
     ROWS_LOGITS,
     SAMPLE,
 )
-from ostinato.delegate.sampling import Sampling, SamplingInputs
+from ostinato.delegate.sampling import SamplingParams, SamplingTensors
 from ostinato.export.compile.trace import Chain, Link
 from ostinato.export.layers.host_experts import STREAMED
 
 from .language_model import LanguageModel
 
-# Those that draw tokens, and those that give logits; for many rows, and for few.
+# Those that sample tokens, and those that give logits; for many rows, and for few.
 ROWS_METHODS = ((ROWS, ROWS_LOGITS), (FEW_ROWS, FEW_ROWS_LOGITS))
 
 # Tokens of the examples that methods are traced with. On a GPU Inductor tries out what it generates with that many, and
@@ -35,21 +35,21 @@ EXAMPLE_PROMPT, EXAMPLE_ROWS = 512, 130
 
 
 def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
-    """The methods of a language model, from the same modules. Slots say whose rows these are, as in `Place`.
+    """The methods of a language model, from the same modules. Slots say whose rows these are, as in `RowIndex`.
 
     - `prefill(tokens [1, T] int64, input_pos [T] int64, slot [1] int64) -> logits [1, vocab] float32` of the last token,
       2 <= T. After it there may be rows of any token that repeat its position: they change nothing.
     - `decode(tokens [1, 1] int64, input_pos [1] int64, slot [1] int64) -> logits [1, vocab] float32`.
     - `prefill_streamed(tokens, input_pos, slot, streamed [1] int64)`, with experts on the host: as `prefill`, but the first
       `streamed` experts of each of these layers are computed on the device. For many tokens.
-    - `sample(logits [1, vocab] float32, input_pos [1] int64, slots [1] int64, *SamplingInputs) -> token [1] int64`: draws the
-      token that will stand at input_pos, and keeps it, its position and the options in the network's `SamplingState`.
+    - `sample(logits [1, vocab] float32, input_pos [1] int64, slots [1] int64, *SamplingTensors) -> token [1] int64`: samples
+      the token that will stand at input_pos, and keeps it, its position and the parameters in the network's `SamplingState`.
     - `decode_sample(slots [1] int64) -> token [1] int64, logits [1, vocab] float32`: `decode` of the slot's kept token at its
-      position, then draws the next one and keeps it.
-    - `rows(tokens [R], input_pos [R], slots [R], drawn [D], all int64) -> token [D] int64`: a batch, any runs of rows as in
-      `Place`, 2 <= R <= 256 or, on a CPU, what `prefill` takes. Where a token or a position is -1, it is the slot's kept
-      one. Of the rows `drawn`, the next tokens are drawn, and kept as `decode_sample` keeps them.
-    - `rows_logits(...) -> logits [D, vocab] float32` of these rows, for the same inputs; nothing is drawn.
+      position, then samples the next one and keeps it.
+    - `rows(tokens [R], input_pos [R], slots [R], logits_indices [L], all int64) -> token [L] int64`: a batch, any runs of
+      rows as in `RowIndex`, 2 <= R <= 256 or, on a CPU, what `prefill` takes. Where a token or a position is -1, it is the
+      slot's kept one. Behind the rows `logits_indices`, the next tokens are sampled, and kept as `decode_sample` keeps them.
+    - `rows_logits(...) -> logits [L, vocab] float32` of these rows, for the same inputs; nothing is sampled.
     - `few_rows`, `few_rows_logits`: the same for up to 16 rows, where kernels for so few are others.
 
     Chains, so that each kind of layer is traced and compiled once: a model of 40 layers takes as long as one of 4.
@@ -61,7 +61,11 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     one = [many[0], *layers, head] if kernels.folds_steps else many
     again = Link(network.next_input, ("input_pos", "x", "cos", "sin"), "embedding")
     begin = Link(
-        network.sampling, ("before",), "options", method="begin", inputs=("input_pos", "slots", *SamplingInputs._fields)
+        network.sampling,
+        ("before",),
+        "parameters",
+        method="begin",
+        inputs=("input_pos", "slots", *SamplingTensors._fields),
     )
     first = Link(network.sampling, ("token",), "sampling", method="next", inputs=("logits", "before", "slots"))
     following = Link(network.sampling, ("token",), "sampling", method="next")
@@ -76,13 +80,13 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
         split = {**prompt, STREAMED: torch.ones(1, dtype=torch.int64)}
         streamed = network.prompt_links(step=folds, streamed=True)
         methods[PREFILL_STREAMED] = Chain(streamed, split, ("logits",), dynamic)
-    for most, names in zip(reversed(kernels.most_rows), ROWS_METHODS, strict=False):
+    for max_rows, names in zip(reversed(kernels.max_rows), ROWS_METHODS, strict=False):
         # Where a prompt's code is that of rows, it is compiled once.
-        methods |= _rows(network, layers, length if folds else Dim("R", min=2, max=most), names)
+        methods |= _rows(network, layers, length if folds else Dim("R", min=2, max=max_rows), names)
     return {
         **methods,
         DECODE: Chain(one, _prompt(1), ("logits",), {}),
-        SAMPLE: Chain([begin, first], {**logits, **Sampling(seed=0).inputs()._asdict()}, ("token",), {}),
+        SAMPLE: Chain([begin, first], {**logits, **SamplingParams(seed=0).tensors()._asdict()}, ("token",), {}),
         DECODE_SAMPLE: Chain(
             [again, *layers, head if kernels.folds_steps else many[-1], following],
             {"slots": _positions(1)},
@@ -95,13 +99,13 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
 def _rows(network: LanguageModel, layers: list[Link], rows: Any, names: tuple[str, str]) -> dict[str, Chain]:
     start = Link(network.next_input, ("input_pos", "x", "cos", "sin"), "embedding", method="rows")
     head = Link(network.head, ("logits",), "head", method="rows")
-    draw = Link(network.sampling, ("token",), "sampling", method="next_of")
-    drawn = Dim("D", min=1, max=rows.max)
+    sample = Link(network.sampling, ("token",), "sampling", method="next_of")
+    length = Dim("L", min=1, max=rows.max)
     count = min(EXAMPLE_ROWS, rows.max)
-    inputs = {name: _positions(count) for name in ("tokens", "input_pos", "slots")} | {"drawn": _positions(5)}
-    dynamic = {name: {0: drawn if name == "drawn" else rows} for name in inputs}
+    inputs = {name: _positions(count) for name in ("tokens", "input_pos", "slots")} | {"logits_indices": _positions(5)}
+    dynamic = {name: {0: length if name == "logits_indices" else rows} for name in inputs}
     return {
-        names[0]: Chain([start, *layers, head, draw], inputs, ("token",), dynamic),
+        names[0]: Chain([start, *layers, head, sample], inputs, ("token",), dynamic),
         names[1]: Chain([start, *layers, head], inputs, ("logits",), dynamic),
     }
 

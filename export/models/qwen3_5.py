@@ -20,7 +20,7 @@ from ostinato.export.formats.int4 import check_groups
 from ostinato.export.kernels.attention.limits import check_attention
 from ostinato.export.kernels.delta_rule.limits import check_delta_rule
 from ostinato.export.kernels.experts.limits import check_experts
-from ostinato.export.kernels.operands import Place
+from ostinato.export.kernels.operands import RowIndex
 from ostinato.export.layers.attention import AttentionSizes, GatedAttention
 from ostinato.export.layers.build import Build
 from ostinato.export.layers.delta_net import DeltaNetSizes, GatedDeltaNet
@@ -153,7 +153,7 @@ class Qwen3_5Config(ModelConfig):
             linear_num_value_heads=settings.size("linear_num_value_heads"),
             linear_key_head_dim=settings.size("linear_key_head_dim"),
             linear_value_head_dim=settings.size("linear_value_head_dim"),
-            linear_conv_kernel_dim=settings.size("linear_conv_kernel_dim", most=MAX_COUNT),
+            linear_conv_kernel_dim=settings.size("linear_conv_kernel_dim", maximum=MAX_COUNT),
             num_experts=moe("num_experts"),
             num_experts_per_tok=moe("num_experts_per_tok"),
             moe_intermediate_size=moe("moe_intermediate_size"),
@@ -173,7 +173,7 @@ def _layer_types(settings: Settings) -> tuple[str, ...]:
     types = settings.get("layer_types")
     if types is None:
         interval = settings.size("full_attention_interval", 4)
-        count = settings.size("num_hidden_layers", most=MAX_COUNT)
+        count = settings.size("num_hidden_layers", maximum=MAX_COUNT)
         return tuple(LAYER_TYPES[(index + 1) % interval == 0] for index in range(count))
     if not isinstance(types, list) or not types or len(types) != settings.size("num_hidden_layers", len(types)):
         raise CheckpointError("config.json: layer_types must be a list of num_hidden_layers names")
@@ -235,31 +235,31 @@ class DecoderLayer(Layer):
         return self.linear_attn if self.layer_type == LINEAR else self.self_attn
 
     def forward(self, x: Tensor, input_pos: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [T, H] -> [T, H]. The others are a `Place`."""
-        x = self._mixed(x, Place(input_pos, slots, cos, sin))
+        """x [T, H] -> [T, H]. The others are a `RowIndex`."""
+        x = self._mixed(x, RowIndex(input_pos, slots, cos, sin))
         normed = self.post_attention_layernorm(x)
         return x + (self.mlp(normed, slots) if isinstance(self.mlp, SparseMoe) else self.mlp(normed))
 
     def step(self, x: Tensor, input_pos: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, H] -> [T, H]; norms and additions are in the kernels."""
-        h, norm = self._mixed_step(x, Place(input_pos, slots, cos, sin)), self.post_attention_layernorm
+        h, norm = self._mixed_step(x, RowIndex(input_pos, slots, cos, sin)), self.post_attention_layernorm
         return self.mlp.step(h, norm, slots) if isinstance(self.mlp, SparseMoe) else self.mlp.step(h, norm)
 
     def mix(self, x: Tensor, input_pos: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """As `forward` up to which experts are chosen: what `HostExperts` takes."""
         assert self.parts is not None
-        return self.parts.route(self._mixed(x, Place(input_pos, slots, cos, sin)), slots)
+        return self.parts.route(self._mixed(x, RowIndex(input_pos, slots, cos, sin)), slots)
 
     def mix_step(self, x: Tensor, input_pos: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """As `step` up to there."""
         assert self.parts is not None
-        return self.parts.route_step(self._mixed_step(x, Place(input_pos, slots, cos, sin)), slots)
+        return self.parts.route_step(self._mixed_step(x, RowIndex(input_pos, slots, cos, sin)), slots)
 
-    def _mixed(self, x: Tensor, place: Place) -> Tensor:
-        return x + self.mixer(self.input_layernorm(x), place)
+    def _mixed(self, x: Tensor, index: RowIndex) -> Tensor:
+        return x + self.mixer(self.input_layernorm(x), index)
 
-    def _mixed_step(self, x: Tensor, place: Place) -> Tensor:
-        return self.mixer.step(x, self.input_layernorm, place)
+    def _mixed_step(self, x: Tensor, index: RowIndex) -> Tensor:
+        return self.mixer.step(x, self.input_layernorm, index)
 
 
 def network(config: Qwen3_5Config, build: Build) -> LanguageModel:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DummySpreads:
-    """What is special about how a family's random weights are drawn.
+    """What is special about the distribution of a family's random weights.
 
     Attributes:
         by_ending: the end of a parameter's name -> (mean, standard deviation).

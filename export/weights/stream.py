@@ -1,4 +1,4 @@
-"""The values of a network's parameters, made when they are asked for: read or drawn, quantised, and let go."""
+"""The values of a network's parameters, made when they are asked for: read or made at random, quantised, and let go."""
 
 from __future__ import annotations
 

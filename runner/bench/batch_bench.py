@@ -28,7 +28,7 @@ _SEED = 0
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class BatchSpec:
     """What to measure: numbers of sessions, and of each session the tokens of prompt and answer.
 
     Raises:
@@ -47,7 +47,7 @@ class BatchPlan:
             raise OptionError(f"-r must be 1 or more, got {self.repetitions}")
 
     @property
-    def most(self) -> int:
+    def max_batch(self) -> int:
         """Sessions of the largest batch."""
         return max(self.batches)
 
@@ -94,39 +94,39 @@ class BatchMeasurement:
         return statistics.median(self.answer_ns) / self.answer / 1e6
 
 
-def check_length(plan: BatchPlan, max_seq_len: int) -> None:
+def check_length(spec: BatchSpec, max_seq_len: int) -> None:
     """Raises OptionError: prompt and answer have no room in max_seq_len."""
-    if plan.positions > max_seq_len:
+    if spec.positions > max_seq_len:
         raise OptionError(
-            f"a session would have {plan.positions} tokens, max_seq_len is {max_seq_len}: ask for less, or export with a "
+            f"a session would have {spec.positions} tokens, max_seq_len is {max_seq_len}: ask for less, or export with a "
             "larger --max-seq-len"
         )
 
 
 def measure_batches(
-    model: Model, plan: BatchPlan, vocabulary: int, say: Callable[[str], None]
+    model: Model, spec: BatchSpec, vocabulary: int, say: Callable[[str], None]
 ) -> list[BatchMeasurement]:
     """Measure all batches with one loaded model, each after a warm-up; `say` gets a line after each."""
     generator = torch.Generator().manual_seed(_SEED)
-    prompts = torch.randint(vocabulary, (plan.most, plan.prompt), generator=generator).tolist()
+    prompts = torch.randint(vocabulary, (spec.max_batch, spec.prompt), generator=generator).tolist()
     sessions = Sessions(model)
     found = []
     # A prompt and a step may have graphs, which are captured then.
-    warm, rounds = replace(plan, answer=1), model.warmup_steps + 1 if model.cuda_graph else 1
-    for batch in plan.batches:
+    warm, rounds = replace(spec, answer=1), model.warmup_steps + 1 if model.cuda_graph else 1
+    for batch in spec.batches:
         for _ in range(rounds):
             _once(sessions, model, prompts[:batch], warm)
-        samples = [_once(sessions, model, prompts[:batch], plan) for _ in range(plan.repetitions)]
+        samples = [_once(sessions, model, prompts[:batch], spec) for _ in range(spec.repetitions)]
         prompt_ns, answer_ns = zip(*samples, strict=True)
         one = BatchMeasurement(
-            batch, model.cuda_graph, plan.prompt, plan.answer, prompt_ns, answer_ns, _pool_bytes(model)
+            batch, model.cuda_graph, spec.prompt, spec.answer, prompt_ns, answer_ns, _pool_bytes(model)
         )
         found.append(one)
         say(f"{MODE_NAMES[model.cuda_graph]:<14}batch {batch:<6}{one.speed:>10,.1f} tokens/s{one.step_ms:>10.3f} ms")
     return found
 
 
-def _once(sessions: Sessions, model: Model, prompts: Sequence[Sequence[int]], plan: BatchPlan) -> tuple[int, int]:
+def _once(sessions: Sessions, model: Model, prompts: Sequence[Sequence[int]], spec: BatchSpec) -> tuple[int, int]:
     """Nanoseconds of the prompts, with the first token after each, and of the steps."""
     device = model.program.device
     opened = [sessions.open() for _ in prompts]
@@ -138,7 +138,7 @@ def _once(sessions: Sessions, model: Model, prompts: Sequence[Sequence[int]], pl
         sessions.step(opened)
         synchronize(device)
         prompted = time.perf_counter_ns()
-        take_steps(sessions, opened, plan.answer)
+        take_steps(sessions, opened, spec.answer)
         synchronize(device)
         return prompted - begin, time.perf_counter_ns() - prompted
     finally:

@@ -47,7 +47,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchSpec:
     """What to measure. `skipped` says why a default case is left out."""
 
     cases: tuple[Case, ...]
@@ -117,13 +117,13 @@ class ModeResult:
         return plan if plan and (plan["graph_kernels"] is not None or plan["graph_note"] is not None) else None
 
 
-def make_plan(
+def make_spec(
     max_seq_len: int,
     prompts: Sequence[int] | None = None,
     answers: Sequence[int] | None = None,
     depths: Sequence[int] | None = None,
     repetitions: int = DEFAULT_REPETITIONS,
-) -> Plan:
+) -> BenchSpec:
     """All prompts, then all answers, at each depth. None takes the defaults; 0 tokens means no case.
 
     A case that does not fit into max_seq_len is an error if it was asked for, and is left out if it comes from a default: at
@@ -153,7 +153,7 @@ def make_plan(
         skipped.append(reason)
     if not cases:
         raise OptionError("; ".join(["there is nothing to measure", *skipped]))
-    return Plan(tuple(cases), repetitions, tuple(skipped))
+    return BenchSpec(tuple(cases), repetitions, tuple(skipped))
 
 
 def metadata_of(source: Source) -> dict[str, Any]:
@@ -195,12 +195,12 @@ def sizes_of(program: Program) -> tuple[int, int]:
     return int(program.metadata[META_MAX_SEQ_LEN]), int(program.metadata[META_VOCAB_SIZE])
 
 
-def measure(model: Model, plan: Plan, vocabulary: int, say: Callable[[str], None]) -> ModeResult:
-    """Measure every case of `plan` with one loaded model, whose decode is not warm yet.
+def measure(model: Model, spec: BenchSpec, vocabulary: int, say: Callable[[str], None]) -> ModeResult:
+    """Measure every case of `spec` with one loaded model, whose decode is not warm yet.
 
     Args:
         model: fresh; nothing was run with it.
-        plan: what to measure.
+        spec: what to measure.
         vocabulary: tokens are drawn below this.
         say: gets a line after each case.
 
@@ -211,8 +211,8 @@ def measure(model: Model, plan: Plan, vocabulary: int, say: Callable[[str], None
         raise ArtifactError("bench needs methods of (tokens, input_pos), with state; this program takes tokens alone")
     bench = _Bench(model, vocabulary)
     result = ModeResult(model.cuda_graph)
-    result.phases = bench.first_answer(plan)
-    for case, samples, host_us in bench.run(plan):
+    result.phases = bench.first_answer(spec)
+    for case, samples, host_us in bench.run(spec):
         measurement = Measurement(case, model.cuda_graph, tuple(samples), host_us)
         result.measurements.append(measurement)
         say(f"{MODE_NAMES[model.cuda_graph]:<14}{case.name:<14}{measurement.median:>10,.1f} tokens/s")
@@ -240,16 +240,16 @@ class _Bench:
         generator = torch.Generator().manual_seed(_SEED)
         self._tokens = torch.randint(vocabulary, (model.max_seq_len,), generator=generator).tolist()
 
-    def first_answer(self, plan: Plan) -> list[PhaseTime]:
-        """Time by phase of one answer with a fresh decode and a warm prefill, of the plan's first sizes if there is room.
+    def first_answer(self, spec: BenchSpec) -> list[PhaseTime]:
+        """Time by phase of one answer with a fresh decode and a warm prefill, of the spec's first sizes if there is room.
 
         It is also the warm-up of what follows: when it is over, decode has made its capture.
         """
         room = self._model.max_seq_len
         # Enough steps for warm-up, capture and one replay, whatever was asked for.
         least = self._model.warmup_steps + 2
-        answer = min(max(_first(plan, "tg"), least), max(room // 2, least), room)
-        prompt = self._tokens[: min(_first(plan, "pp"), room - answer)]
+        answer = min(max(_first(spec, "tg"), least), max(room // 2, least), room)
+        prompt = self._tokens[: min(_first(spec, "pp"), room - answer)]
         phases = {}
         if prompt:
             # Kernels are loaded when they first run. One token goes through decode, which is to stay fresh.
@@ -267,11 +267,11 @@ class _Bench:
             phases[name] = PhaseTime(name, known.calls + 1, known.seconds + spent)
         return list(phases.values())
 
-    def run(self, plan: Plan) -> Iterator[tuple[Case, list[int], float | None]]:
+    def run(self, spec: BenchSpec) -> Iterator[tuple[Case, list[int], float | None]]:
         """Each case with the nanoseconds of its repetitions, and `Measurement.host_us`."""
         held = 0
         at = self._empty
-        for case in plan.cases:
+        for case in spec.cases:
             if case.depth != held:
                 self._session.restore(self._empty)
                 if at is not self._empty:
@@ -287,9 +287,9 @@ class _Bench:
             for _ in range(self._model.warmup_steps + 1 if has_graph else 1):
                 self._once(warm, at)
             before = self._host_seconds(case)
-            samples = [self._once(case, at) for _ in range(plan.repetitions)]
+            samples = [self._once(case, at) for _ in range(spec.repetitions)]
             after = self._host_seconds(case)
-            calls = plan.repetitions * (case.tokens if case.kind == "tg" else 1)
+            calls = spec.repetitions * (case.tokens if case.kind == "tg" else 1)
             yield case, samples, None if before is None or after is None else (after - before) / calls * 1e6
 
     def _host_seconds(self, case: Case) -> float | None:
@@ -322,5 +322,5 @@ class _Bench:
         return list(self._model.method_stats.values())[-1]
 
 
-def _first(plan: Plan, kind: str) -> int:
-    return next((case.tokens for case in plan.cases if case.kind == kind), 0)
+def _first(spec: BenchSpec, kind: str) -> int:
+    return next((case.tokens for case in spec.cases if case.kind == kind), 0)

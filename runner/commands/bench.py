@@ -30,7 +30,7 @@ from ostinato.delegate.capacity import CapacityOptions
 from ostinato.delegate.errors import OptionError
 from ostinato.runner.bench.batch_bench import (
     BatchMeasurement,
-    BatchPlan,
+    BatchSpec,
     check_length,
     draw_batches,
     measure_batches,
@@ -41,9 +41,9 @@ from ostinato.runner.bench.bench import (
     DEFAULT_DEPTHS,
     DEFAULT_PROMPTS,
     DEFAULT_REPETITIONS,
-    Plan,
+    BenchSpec,
     load_for_bench,
-    make_plan,
+    make_spec,
     measure,
     metadata_of,
     sizes_of,
@@ -128,11 +128,11 @@ def main(arguments: argparse.Namespace) -> int:
     with load_for_bench(arguments.artifact, capacity) as program:
         max_seq_len, vocabulary = sizes_of(program)
         choose_buckets(buckets, program, method_names(program)[0], True in modes)
-        plan = make_plan(max_seq_len, prompts, answers, depths, arguments.repetitions)
-        for reason in plan.skipped:
+        spec = make_spec(max_seq_len, prompts, answers, depths, arguments.repetitions)
+        for reason in spec.skipped:
             _say(f"note: left out: {reason}")
         _note_of_graphs(program, modes)
-        report = _measure_all(program, arguments, modes, buckets, plan, vocabulary, begin)
+        report = _measure_all(program, arguments, modes, buckets, spec, vocabulary, begin)
     print(render(report, arguments.output))
     if arguments.save:
         arguments.save.write_text(render(report, "json") + "\n")
@@ -148,12 +148,12 @@ def _main_of_batches(arguments: argparse.Namespace) -> int:
     if len(prompts) != 1 or len(answers) != 1 or arguments.n_depth:
         raise OptionError("with --batch, -p and -n take one number each, and there is no -d")
     modes, buckets = arguments.cuda_graph, _buckets(arguments)
-    plan = BatchPlan(tuple(sorted(set(batches))), prompts[0], answers[0], arguments.repetitions)
-    capacity = _room_for(plan, arguments)
+    spec = BatchSpec(tuple(sorted(set(batches))), prompts[0], answers[0], arguments.repetitions)
+    capacity = _room_for(spec, arguments)
     _check_files(arguments)
     with load_program(arguments.artifact, **asdict(capacity)) as program:
         max_seq_len, vocabulary = sizes_of(program)
-        check_length(plan, max_seq_len)
+        check_length(spec, max_seq_len)
         choose_buckets(buckets, program, method_names(program)[0], True in modes)
         _note_of_graphs(program, modes)
         rows: list[BatchMeasurement] = []
@@ -161,7 +161,7 @@ def _main_of_batches(arguments: argparse.Namespace) -> int:
             model = Model(program, cuda_graph, prefill_buckets=buckets if cuda_graph else None)
             if arguments.prefault and not rows:
                 program.prefault()
-            rows += measure_batches(model, plan, vocabulary, _say)
+            rows += measure_batches(model, spec, vocabulary, _say)
         rows.sort(key=lambda row: (row.batch, row.cuda_graph))
         print(render_batches(program, rows, arguments.output))
         if arguments.save:
@@ -172,18 +172,18 @@ def _main_of_batches(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _room_for(plan: BatchPlan, arguments: argparse.Namespace) -> CapacityOptions:
+def _room_for(spec: BatchSpec, arguments: argparse.Namespace) -> CapacityOptions:
     """What is asked for, and otherwise what the largest batch needs.
 
     Raises:
         OptionError: a number that is none, or fewer sessions than a batch has.
     """
     capacity = capacity_of(arguments)
-    sessions = plan.most if capacity.sessions is None else capacity.sessions
-    if sessions < plan.most:
-        raise OptionError(f"--batch {plan.most} needs as many sessions, got --sessions {sessions}")
+    sessions = spec.max_batch if capacity.sessions is None else capacity.sessions
+    if sessions < spec.max_batch:
+        raise OptionError(f"--batch {spec.max_batch} needs as many sessions, got --sessions {sessions}")
     page_size = int(metadata_of(arguments.artifact).get(META_PAGE_SIZE, 1))
-    return with_kv_tokens(replace(capacity, sessions=sessions), plan.kv_tokens(sessions, page_size))
+    return with_kv_tokens(replace(capacity, sessions=sessions), spec.kv_tokens(sessions, page_size))
 
 
 def _buckets(arguments: argparse.Namespace) -> list[int] | None:
@@ -209,13 +209,13 @@ def _measure_all(
     arguments: argparse.Namespace,
     modes: Sequence[bool],
     buckets: Sequence[int] | None,
-    plan: Plan,
+    spec: BenchSpec,
     vocabulary: int,
     begin: float,
 ) -> Report:
     """Load a model for each mode over the one program, whose constants they share, and measure with it."""
     _say(f"loading {arguments.artifact}")
-    total = len(modes) * len(plan.cases)
+    total = len(modes) * len(spec.cases)
     counter = itertools.count(1)
 
     def say(line: str) -> None:
@@ -228,7 +228,7 @@ def _measure_all(
         if arguments.prefault and subject is None:
             program.prefault()
         subject = subject or _subject(model, arguments.artifact, time.perf_counter() - begin)
-        results.append(measure(model, plan, vocabulary, say))
+        results.append(measure(model, spec, vocabulary, say))
     assert subject is not None
     return Report(subject, tuple(results))
 

@@ -15,7 +15,7 @@ from typing import get_args, get_type_hints
 from ostinato.delegate.capacity import CapacityOptions
 from ostinato.delegate.errors import OstinatoError
 from ostinato.delegate.graphs.state_machine import PHASE_OF_COUNTER
-from ostinato.delegate.sampling import Sampling
+from ostinato.delegate.sampling import SamplingParams
 from ostinato.runner.engine import DEFAULT_MAX_NEW_TOKENS, Engine, Result
 from ostinato.runner.load_bar import LoadBar
 
@@ -72,16 +72,16 @@ def capacity_of(arguments: argparse.Namespace) -> CapacityOptions:
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """One option per field of `Sampling`: its name, type and default, and the words that come with it."""
-    hints = get_type_hints(Sampling)
-    for item in fields(Sampling):
+    """One option per field of `SamplingParams`: its name, type and default, and the words that come with it."""
+    hints = get_type_hints(SamplingParams)
+    for item in fields(SamplingParams):
         # `int | None` takes an int, and is None when it is not given.
         (kind,) = {*(get_args(hints[item.name]) or (hints[item.name],))} - {type(None)}
         parser.add_argument(f"--{item.name.replace('_', '-')}", type=kind, default=item.default, **item.metadata)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    sampling = Sampling(**{item.name: getattr(arguments, item.name) for item in fields(Sampling)})
+    params = SamplingParams(**{item.name: getattr(arguments, item.name) for item in fields(SamplingParams)})
     with LoadBar() as bar:
         loaded = Engine.load(
             arguments.artifact,
@@ -100,7 +100,7 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.prompt,
             raw=arguments.raw,
             max_new_tokens=arguments.max_new_tokens,
-            sampling=sampling,
+            sampling_params=params,
             ignore_eos=arguments.ignore_eos,
         )
         interrupted = False

@@ -83,11 +83,11 @@ def choose_row_buckets(wanted: Sequence[int] | None, program: Program, cuda_grap
             rows, or too many.
     """
     several = steps_several(program)
-    most = program.method_inputs(ROWS)[0].shape[0].max if several else 1
+    max_rows = program.method_inputs(ROWS)[0].shape[0].max if several else 1
     if wanted is None:
         if not several or not cuda_graph or program.device.type != "cuda":
             return ()
-        needed = bisect_left(ROW_BUCKETS, min(program.capacity.slots, most))
+        needed = bisect_left(ROW_BUCKETS, min(program.capacity.slots, max_rows))
         return ROW_BUCKETS[: needed + 1]
     if wanted and not cuda_graph:
         raise OptionError("row buckets are numbers of sessions whose step has a CUDA graph: they need cuda_graph")
@@ -96,8 +96,8 @@ def choose_row_buckets(wanted: Sequence[int] | None, program: Program, cuda_grap
             f"row buckets need a program with the method {ROWS!r}, loaded for several sessions, as in sessions=2"
         )
     for bucket in wanted:
-        if type(bucket) is not int or not 2 <= bucket <= most:
-            raise OptionError(f"a row bucket is a number of sessions from 2 to {most}, got {bucket!r}")
+        if type(bucket) is not int or not 2 <= bucket <= max_rows:
+            raise OptionError(f"a row bucket is a number of sessions from 2 to {max_rows}, got {bucket!r}")
     return tuple(sorted(set(wanted)))
 
 

@@ -128,10 +128,10 @@ class Model:
         return len(self._prefill_method.inputs) > 1
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Sessions that can step together."""
         rows = self.samplers.rows if self.samplers else ()
-        return _most_rows(rows[-1]) if rows else 1
+        return _max_rows(rows[-1]) if rows else 1
 
     @property
     def method_stats(self) -> dict[str, dict[str, Any]]:
@@ -155,15 +155,15 @@ class Model:
             raise InputError("there is no token to prefill")
         if not self.has_state:
             return self._chunk(tokens, position, slot, None)
-        parts = list(self._parts(len(tokens)))
-        if len(parts) > 1:
+        chunks = list(self._chunks(len(tokens)))
+        if len(chunks) > 1:
             # Each call checks its own tokens, but the calls before it have moved the state by then.
             self.check_tokens(tokens)
         done = 0
-        for count, bucket in parts[:-1]:
-            self._part(tokens[done : done + count], position + done, slot, bucket)
+        for count, bucket in chunks[:-1]:
+            self._prefill(tokens[done : done + count], position + done, slot, bucket)
             done += count
-        return self._part(tokens[done:], position + done, slot, parts[-1][1])
+        return self._prefill(tokens[done:], position + done, slot, chunks[-1][1])
 
     def decode_one_token(self, tokens: Sequence[int], slot: int = 0) -> torch.Tensor:
         """Logits [vocab] after a session's whole sequence `tokens`, of which the state has seen all but the last.
@@ -179,7 +179,7 @@ class Model:
         """Have the model see the kept token of each slot, and draw the next one. -1 is a row of nobody.
 
         Args:
-            slots: up to `most_rows` of them.
+            slots: up to `max_rows` of them.
 
         Returns:
             [len(slots)] int64 or longer, on the program's device; the next call of any method may overwrite it.
@@ -221,25 +221,25 @@ class Model:
             raise InputError(f"'tokens': values must lie in {bounds[0]}..{bounds[1]}, got {min(tokens)}..{max(tokens)}")
 
     def has_bucket(self, count: int) -> bool:
-        """Whether a prompt of so many tokens, or a part of it, goes through a bucket."""
-        return any(bucket is not None for _, bucket in self._parts(count))
+        """Whether a prompt of so many tokens, or a chunk of it, goes through a bucket."""
+        return any(bucket is not None for _, bucket in self._chunks(count))
 
-    def _parts(self, count: int) -> Iterator[tuple[int, int | None]]:
+    def _chunks(self, count: int) -> Iterator[tuple[int, int | None]]:
         """The calls for a prompt of so many tokens: tokens of each, and its bucket if it has one."""
         low, high = self._lengths
         while count:
-            part = min(count, high)
+            chunk = min(count, high)
             # A single token always goes through decode: that one may have its graph.
-            part = part if part >= max(low, 2) else 1
-            yield part, bucket_of(self.prefill_buckets, part) if part > 1 else None
-            count -= part
+            chunk = chunk if chunk >= max(low, 2) else 1
+            yield chunk, bucket_of(self.prefill_buckets, chunk) if chunk > 1 else None
+            count -= chunk
 
-    def _part(self, tokens: Sequence[int], position: int, slot: int, bucket: int | None) -> torch.Tensor:
+    def _prefill(self, tokens: Sequence[int], position: int, slot: int, bucket: int | None) -> torch.Tensor:
         return self._one(tokens[0], position, slot) if len(tokens) == 1 else self._chunk(tokens, position, slot, bucket)
 
     def _chunk(self, tokens: Sequence[int], position: int, slot: int, bucket: int | None) -> torch.Tensor:
         if self._streamed_method is not None and len(tokens) >= STREAM_FROM:
-            experts = _most(self._streamed_method.inputs[-1])
+            experts = _max_value(self._streamed_method.inputs[-1])
             streamed = torch.tensor([streamed_experts(len(tokens), experts)])
             inputs = (*PromptInputs(len(tokens)).filled(tokens, position, slot), streamed)
             return _last_logits(self._streamed_method, inputs)
@@ -321,16 +321,16 @@ def _check_inputs(method: Method) -> None:
         )
 
 
-def _most_rows(method: Method) -> int:
+def _max_rows(method: Method) -> int:
     return method.inputs[0].shape[0].max
 
 
 def _for_rows(methods: Sequence[Method], rows: int) -> Method | None:
     """The one of `methods`, rising, that takes so many rows with the fewest to spare; None if there is none."""
-    return next((method for method in methods if rows <= _most_rows(method)), None)
+    return next((method for method in methods if rows <= _max_rows(method)), None)
 
 
-def _most(spec: TensorSpec) -> int:
+def _max_value(spec: TensorSpec) -> int:
     assert spec.value_range is not None
     return spec.value_range[1]
 

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 # Up to here integers are kept, in 16 MB.
-MOST_COUNTED = 1 << 20
+MAX_COUNTED = 1 << 20
 
 
 class PromptInputs:
@@ -54,7 +54,7 @@ class PromptInputs:
 
 def _positions(first: int, end: int) -> array[int]:
     """The integers from `first` to `end` - 1, which need not be positions that exist."""
-    if 0 <= first < end <= MOST_COUNTED:
+    if 0 <= first < end <= MAX_COUNTED:
         # Counting 512 takes four times as long as copying them.
         return _counted(1 << (end - 1).bit_length())[first:end]
     return array("q", range(first, end))

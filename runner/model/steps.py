@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from ostinato.delegate import ArtifactError, StateKind
-from ostinato.delegate.sampling import Sampling, SamplingInputs, draw, most_likely
+from ostinato.delegate.sampling import SamplingParams, SamplingTensors, most_likely, sample
 
 from .model import Model, Samplers
 
@@ -25,12 +25,12 @@ class Stepped(Protocol):
         """Those so far; before a step the model has not seen the last one."""
 
     @property
-    def sampling(self) -> Sampling:
-        """How its next tokens are drawn."""
+    def sampling_params(self) -> SamplingParams:
+        """Of its next tokens."""
 
 
-class Flight(Protocol):
-    """The tokens that a step has drawn, perhaps still on their way to the host."""
+class PendingTokens(Protocol):
+    """The tokens that a step has sampled, perhaps still on their way to the host."""
 
     def tokens(self) -> Sequence[int]:
         """One for each session of the step, in their order. Waits for them."""
@@ -45,17 +45,17 @@ class Steps(Protocol):
 
     goes_ahead: bool
 
-    def first(self, session: Stepped, logits: torch.Tensor) -> Flight:
-        """Draw the token after a prompt, from its logits [vocab]."""
+    def first(self, session: Stepped, logits: torch.Tensor) -> PendingTokens:
+        """Sample the token after a prompt, from its logits [vocab]."""
 
-    def launch(self, sessions: Sequence[Stepped]) -> Flight:
-        """Have the model see each session's last token, and draw the one after it."""
+    def launch(self, sessions: Sequence[Stepped]) -> PendingTokens:
+        """Have the model see each session's last token, and sample the one after it."""
 
-    def put_sampling(self, session: Stepped) -> None:
-        """From the next step on, draw the session's tokens as its `sampling` says."""
+    def write_sampling_params(self, session: Stepped) -> None:
+        """From the next step on, sample the session's tokens by its `sampling_params`."""
 
-    def put_token(self, session: Stepped) -> None:
-        """Have the next step take the last of the session's tokens, which no step has drawn."""
+    def write_last_token(self, session: Stepped) -> None:
+        """Have the next step take the last of the session's tokens, which no step has sampled."""
 
 
 def steps_of(model: Model) -> Steps:
@@ -63,7 +63,7 @@ def steps_of(model: Model) -> Steps:
     return HostSteps(model) if model.samplers is None else DeviceSteps(model, model.samplers)
 
 
-class _Known:
+class _HostTokens:
     """Tokens that are on the host."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -74,69 +74,69 @@ class _Known:
 
 
 class HostSteps:
-    """For programs that give logits: a token is drawn here, and is an input of the next call.
+    """Steps of programs that give logits: a token is sampled here, and is an input of the next call.
 
-    The same seed and logits give the same tokens as `DeviceSteps` gives: both draw by `delegate/sampling.py`.
+    The same seed and logits give the same tokens as `DeviceSteps` gives: both sample by `delegate/sampling.py`.
     """
 
     goes_ahead = False
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._inputs: dict[int, SamplingInputs] = {}
+        self._params: dict[int, SamplingTensors] = {}
 
-    def first(self, session: Stepped, logits: torch.Tensor) -> Flight:
-        self.put_sampling(session)
-        return self._draw(session, logits)
+    def first(self, session: Stepped, logits: torch.Tensor) -> PendingTokens:
+        self.write_sampling_params(session)
+        return self._sample(session, logits)
 
-    def launch(self, sessions: Sequence[Stepped]) -> Flight:
+    def launch(self, sessions: Sequence[Stepped]) -> PendingTokens:
         tokens: list[int] = []
         for session in sessions:
             logits = self._model.decode_one_token(session.tokens, session.slot)
-            tokens += self._draw(session, logits).tokens()
-        return _Known(tokens)
+            tokens += self._sample(session, logits).tokens()
+        return _HostTokens(tokens)
 
-    def put_sampling(self, session: Stepped) -> None:
-        values = (value.to(self._model.program.device) for value in session.sampling.inputs())
-        self._inputs[session.slot] = SamplingInputs(*values)
+    def write_sampling_params(self, session: Stepped) -> None:
+        values = (value.to(self._model.program.device) for value in session.sampling_params.tensors())
+        self._params[session.slot] = SamplingTensors(*values)
 
-    def put_token(self, session: Stepped) -> None:
+    def write_last_token(self, session: Stepped) -> None:
         pass
 
-    def _draw(self, session: Stepped, logits: torch.Tensor) -> Flight:
+    def _sample(self, session: Stepped, logits: torch.Tensor) -> PendingTokens:
         logits = logits.float()
-        if session.sampling.temperature == 0:
-            return _Known([int(most_likely(logits))])
+        if session.sampling_params.temperature == 0:
+            return _HostTokens([int(most_likely(logits))])
         position = torch.tensor([len(session.tokens)], device=logits.device)
-        return _Known([int(draw(logits, position, self._inputs[session.slot]))])
+        return _HostTokens([int(sample(logits, position, self._params[session.slot]))])
 
 
-class _OnTheWay:
-    """Tokens that a GPU writes to pinned memory, which goes back to its owner when they have been read."""
+class _CopiedTokens:
+    """Tokens that a GPU copies to pinned memory, which goes back to its owner when they have been read."""
 
     def __init__(self, owner: DeviceSteps, token: torch.Tensor, count: int) -> None:
         self._owner = owner
         self._count = count
-        self._slot, self._event = owner._spare.pop() if owner._spare else owner._more_room()
-        self._slot[:count].copy_(token[:count], non_blocking=True)
+        self._buffer, self._event = owner._spare.pop() if owner._spare else owner._more_room()
+        self._buffer[:count].copy_(token[:count], non_blocking=True)
         self._event.record()
         self._tokens: Sequence[int] | None = None
 
     def tokens(self) -> Sequence[int]:
         if self._tokens is None:
             self._event.synchronize()
-            self._tokens = self._slot[: self._count].tolist()
-            self._owner._spare.append((self._slot, self._event))
+            self._tokens = self._buffer[: self._count].tolist()
+            self._owner._spare.append((self._buffer, self._event))
         return self._tokens
 
 
 class DeviceSteps:
-    """For programs with the methods `sample` and `decode_sample`, whose steps need nothing from the host.
+    """Steps of programs with the methods `sample` and `decode_sample`, which need nothing from the host.
 
     On a GPU the step after may be launched before a token is waited for, so that the GPU never waits for Python.
 
     Raises:
-        ArtifactError: the program has no buffers for the token, its position and how to draw.
+        ArtifactError: the program has no buffers for the token, its position and the sampling parameters.
     """
 
     def __init__(self, model: Model, samplers: Samplers) -> None:
@@ -146,38 +146,40 @@ class DeviceSteps:
         self.goes_ahead = model.program.device.type == "cuda"
         self._spare: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
-    def first(self, session: Stepped, logits: torch.Tensor) -> Flight:
+    def first(self, session: Stepped, logits: torch.Tensor) -> PendingTokens:
         position, slot = torch.tensor([len(session.tokens)]), torch.tensor([session.slot])
-        token = self._samplers.sample.execute((logits.reshape(1, -1), position, slot, *session.sampling.inputs()))[0]
-        return self._flight(token, 1)
+        token = self._samplers.sample.execute(
+            (logits.reshape(1, -1), position, slot, *session.sampling_params.tensors())
+        )[0]
+        return self._pending(token, 1)
 
-    def launch(self, sessions: Sequence[Stepped]) -> Flight:
+    def launch(self, sessions: Sequence[Stepped]) -> PendingTokens:
         slots = [session.slot for session in sessions]
-        return self._flight(self._model.next_of(slots), len(slots))
+        return self._pending(self._model.next_of(slots), len(slots))
 
-    def put_sampling(self, session: Stepped) -> None:
-        self._put(session, session.sampling.inputs()._asdict())
+    def write_sampling_params(self, session: Stepped) -> None:
+        self._write(session.slot, session.sampling_params.tensors()._asdict())
 
-    def put_token(self, session: Stepped) -> None:
+    def write_last_token(self, session: Stepped) -> None:
         count = len(session.tokens)
-        self._put(session, {"token": torch.tensor(session.tokens[-1:]), "position": torch.tensor([count - 1])})
+        self._write(session.slot, {"token": torch.tensor(session.tokens[-1:]), "position": torch.tensor([count - 1])})
 
-    def _put(self, session: Stepped, values: dict[str, torch.Tensor]) -> None:
+    def _write(self, slot: int, values: dict[str, torch.Tensor]) -> None:
         buffers = self._buffers()
         for name, value in values.items():
-            buffers[name][session.slot : session.slot + 1].copy_(value)
+            buffers[name][slot : slot + 1].copy_(value)
 
-    def _flight(self, token: torch.Tensor, count: int) -> Flight:
-        return _OnTheWay(self, token, count) if self.goes_ahead else _Known(token[:count].tolist())
+    def _pending(self, token: torch.Tensor, count: int) -> PendingTokens:
+        return _CopiedTokens(self, token, count) if self.goes_ahead else _HostTokens(token[:count].tolist())
 
     def _more_room(self) -> tuple[torch.Tensor, torch.cuda.Event]:
-        return torch.zeros(self._model.most_rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+        return torch.zeros(self._model.max_rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """The program's buffers of `StateKind.SAMPLING` in use now, by the last part of their names."""
         found = self._model.program.buffers_of(StateKind.SAMPLING)
         buffers = {key.rpartition(".")[2]: tensor for key, tensor in found.items()}
-        missing = {"token", "position", *SamplingInputs._fields} - buffers.keys()
+        missing = {"token", "position", *SamplingTensors._fields} - buffers.keys()
         if missing:
             raise ArtifactError(
                 "the program samples on the device, and lacks the state for it: "

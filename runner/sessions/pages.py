@@ -28,7 +28,7 @@ class Pages:
         """Pages that nobody has."""
         return len(self._free)
 
-    def cover(self, slot: int, owned: list[int], first: int, end: int) -> int:
+    def reserve(self, slot: int, owned: list[int], first: int, end: int) -> int:
         """Make the positions `first` to `end` - 1 of a session its own to write.
 
         Args:
@@ -61,7 +61,7 @@ class Pages:
         before = len(owned)
         owned += [self._take() for _ in range(stop - before)]
         if shared or stop > before:
-            self.place(slot, owned, min([*shared, before]))
+            self.write_block_table(slot, owned, min([*shared, before]))
         return len(owned) * self._size
 
     def share(self, owned: Sequence[int]) -> list[int]:
@@ -77,7 +77,7 @@ class Pages:
             if not self._users[page]:
                 self._free.append(page)
 
-    def place(self, slot: int, owned: Sequence[int], first: int = 0) -> None:
+    def write_block_table(self, slot: int, owned: Sequence[int], first: int = 0) -> None:
         """Write a session's pages from the `first` on into the block table."""
         if len(owned) > first:
             numbers = torch.tensor(owned[first:], dtype=torch.int32)

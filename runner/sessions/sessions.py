@@ -17,34 +17,34 @@ import torch
 from ostinato.delegate import ClosedError, InputError
 from ostinato.delegate.artifact.records import Growth, StateKind
 from ostinato.delegate.errors import CapacityError, OptionError
-from ostinato.delegate.sampling import Sampling
+from ostinato.delegate.sampling import SamplingParams
 from ostinato.runner.model.model import Model
-from ostinato.runner.model.steps import Flight, steps_of
+from ostinato.runner.model.steps import PendingTokens, steps_of
 
 from .pages import Pages
 
 
 @dataclass
-class _Place:
+class SessionState:
     """Where a session stands.
 
     Attributes:
-        tokens: the caller's and those drawn and taken.
-        seen: how many tokens the state has seen: of `tokens`, and then of `drawn`.
-        drawn: tokens that steps have drawn and nobody has taken: each with its step and its number there.
-        logits: [vocab] after the last token, where no token was drawn from them yet.
-        sampling: how tokens are drawn.
-        is_put: whether the model's state has `sampling`.
+        tokens: the caller's, and those sampled and taken.
+        seen: how many tokens the state has seen: of `tokens`, and then of `pending`.
+        pending: tokens that steps have sampled and nobody has taken: those of a step, and which of them is this session's.
+        logits: [vocab] after the last token, where no token was sampled from them yet.
+        sampling_params: of its next tokens.
+        params_written: whether the model's state has `sampling_params`.
         pages: of the KV caches.
         writable: the position up to which the last of them may be written.
     """
 
     tokens: list[int] = field(default_factory=list)
     seen: int = 0
-    drawn: deque[tuple[Flight, int]] = field(default_factory=deque)
+    pending: deque[tuple[PendingTokens, int]] = field(default_factory=deque)
     logits: torch.Tensor | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    is_put: bool = False
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    params_written: bool = False
     pages: list[int] = field(default_factory=list)
     writable: int = 0
 
@@ -52,20 +52,20 @@ class _Place:
 class Session:
     """One conversation. Made by `Engine.open_session`; a context manager that closes it on exit.
 
-    >>> session = engine.open_session(Sampling(temperature=0.7))
+    >>> session = engine.open_session(SamplingParams(temperature=0.7))
     >>> session.prefill(engine.encode_prompt("What is the capital of France?"))
     >>> other = session.fork()
     >>> engine.step([session, other])
     """
 
-    def __init__(self, owner: Sessions, slot: int, place: _Place) -> None:
+    def __init__(self, owner: Sessions, slot: int, state: SessionState) -> None:
         self._owner = owner
         self.slot = slot
-        self._place: _Place | None = place
+        self._state: SessionState | None = state
 
     @property
     def tokens(self) -> list[int]:
-        """Its history: what it was given, and what was drawn."""
+        """Its history: what it was given, and what was sampled."""
         return self._open.tokens
 
     @property
@@ -74,14 +74,14 @@ class Session:
         return len(self._open.tokens)
 
     @property
-    def sampling(self) -> Sampling:
-        """How its tokens are drawn; may be set, and then holds for the tokens that are computed after that."""
-        return self._open.sampling
+    def sampling_params(self) -> SamplingParams:
+        """May be set, and then holds for the tokens that are computed after that."""
+        return self._open.sampling_params
 
-    @sampling.setter
-    def sampling(self, sampling: Sampling) -> None:
-        self._open.sampling = sampling
-        self._open.is_put = False
+    @sampling_params.setter
+    def sampling_params(self, params: SamplingParams) -> None:
+        self._open.sampling_params = params
+        self._open.params_written = False
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Have the model see `tokens` behind those that it has.
@@ -93,7 +93,7 @@ class Session:
         self._owner.prefill(self, tokens)
 
     def append(self, token: int) -> None:
-        """Have the next step take `token`, as if it had been drawn. The model must have seen all tokens before it.
+        """Have the next step take `token`, as if it had been sampled. The model must have seen all tokens before it.
 
         Raises:
             InputError: a token out of range, or the model has not seen the last one.
@@ -133,9 +133,9 @@ class Session:
 
     def close(self) -> None:
         """Give slot and pages back. Closing twice is fine."""
-        if self._place is not None:
+        if self._state is not None:
             self._owner.close(self)
-            self._place = None
+            self._state = None
 
     def __enter__(self) -> Session:
         return self
@@ -144,25 +144,25 @@ class Session:
         self.close()
 
     @property
-    def _open(self) -> _Place:
-        if self._place is None:
+    def _open(self) -> SessionState:
+        if self._state is None:
             raise ClosedError("the session is closed")
-        return self._place
+        return self._state
 
 
 class Snapshot:
     """Where a session stood. It keeps pages until it is closed or forgotten."""
 
-    def __init__(self, owner: Sessions, place: _Place, rows: dict[str, torch.Tensor]) -> None:
+    def __init__(self, owner: Sessions, state: SessionState, rows: dict[str, torch.Tensor]) -> None:
         self._owner = owner
-        self._place: _Place | None = place
+        self._state: SessionState | None = state
         self._rows = rows
 
     def close(self) -> None:
         """Give the pages back. Closing twice is fine."""
-        if self._place is not None:
-            self._owner.pages.release(self._place.pages)
-            self._place, self._rows = None, {}
+        if self._state is not None:
+            self._owner.pages.release(self._state.pages)
+            self._state, self._rows = None, {}
 
     def __del__(self) -> None:
         self.close()
@@ -193,9 +193,9 @@ class Sessions:
         """Time that `step` has taken so far, not counting waits for the GPU; None where the two cannot be told apart."""
         return self._host_ns / 1e9 if self.steps.goes_ahead else None
 
-    def open(self, sampling: Sampling | None = None) -> Session:
+    def open(self, sampling_params: SamplingParams | None = None) -> Session:
         """A new session. Raises CapacityError: no slot is free."""
-        return Session(self, self._take_slot(), _Place(sampling=sampling or Sampling()))
+        return Session(self, self._take_slot(), SessionState(sampling_params=sampling_params or SamplingParams()))
 
     def step(self, sessions: Sequence[Session], more: bool = False) -> list[int]:
         """The next token of each session, in their order; it is in its history then.
@@ -213,48 +213,48 @@ class Sessions:
             raise InputError("a session of another engine")
         if len({session.slot for session in sessions}) < len(sessions):
             raise InputError("a session stands in the step twice")
-        self._draw(sessions, 1)
+        self._sample(sessions, 1)
         if more and self.steps.goes_ahead:
             longest = self._model.max_seq_len
             # Without pages for it, it is the next call that fails.
             with suppress(CapacityError):
-                self._draw([session for session in sessions if session._open.seen < longest], 2)
-        taken = [session._open.drawn.popleft() for session in sessions]
+                self._sample([session for session in sessions if session._open.seen < longest], 2)
+        taken = [session._open.pending.popleft() for session in sessions]
         self._host_ns += time.perf_counter_ns() - begin
         tokens = []
-        for session, (flight, number) in zip(sessions, taken, strict=True):
-            tokens.append(flight.tokens()[number])
+        for session, (pending, number) in zip(sessions, taken, strict=True):
+            tokens.append(pending.tokens()[number])
             session.tokens.append(tokens[-1])
         return tokens
 
     def prefill(self, session: Session, tokens: Sequence[int]) -> None:
         """See `Session.prefill`."""
-        place = session._open
-        first = place.seen if self._model.has_state else 0
-        fed = [*place.tokens[first:], *tokens]
+        state = session._open
+        first = state.seen if self._model.has_state else 0
+        fed = [*state.tokens[first:], *tokens]
         end = first + len(fed)
         if not fed:
             raise InputError("there is no token to prefill")
         if end > self._model.max_seq_len:
             raise InputError(f"the session would have {end} tokens, max_seq_len is {self._model.max_seq_len}")
-        self._cover(session, end)
+        self._reserve(session, end)
         logits = self._model.prefill(fed, first, session.slot)
         # What a graph gives is overwritten by the next one.
-        place.logits = logits.clone()
-        place.drawn.clear()
-        place.tokens += tokens
-        place.seen = end
+        state.logits = logits.clone()
+        state.pending.clear()
+        state.tokens += tokens
+        state.seen = end
 
     def append(self, session: Session, token: int) -> None:
         """See `Session.append`."""
-        place = session._open
-        if place.seen < len(place.tokens):
+        state = session._open
+        if state.seen < len(state.tokens):
             raise InputError("the model has not seen the session's last token: step, or prefill both")
         self._model.check_tokens([token])
-        place.logits = None
-        place.drawn.clear()
-        place.tokens.append(token)
-        self.steps.put_token(session)
+        state.logits = None
+        state.pending.clear()
+        state.tokens.append(token)
+        self.steps.write_last_token(session)
 
     def generate(
         self, session: Session, max_new_tokens: int | None, eos_ids: Iterable[int] | None
@@ -268,91 +268,91 @@ class Sessions:
 
     def fork(self, session: Session) -> Session:
         """See `Session.fork`."""
-        place, slot = session._open, self._take_slot()
-        other = Session(self, slot, self._shared(place))
-        self._put(other, self._rows(session.slot))
+        state, slot = session._open, self._take_slot()
+        other = Session(self, slot, self._shared(state))
+        self._write_state(other, self._rows(session.slot))
         return other
 
     def snapshot(self, session: Session) -> Snapshot:
         """See `Session.snapshot`."""
-        place = session._open
+        state = session._open
         rows = {key: row.clone() for key, row in self._rows(session.slot).items()}
-        return Snapshot(self, self._shared(place), rows)
+        return Snapshot(self, self._shared(state), rows)
 
     def restore(self, session: Session, snapshot: Snapshot) -> None:
         """See `Session.restore`."""
-        place = session._open
-        if snapshot._place is None or snapshot._owner is not self:
+        state = session._open
+        if snapshot._state is None or snapshot._owner is not self:
             raise ClosedError("the snapshot is closed, or of another engine")
-        self.pages.release(place.pages)
-        session._place = self._shared(snapshot._place)
-        self._put(session, snapshot._rows)
+        self.pages.release(state.pages)
+        session._state = self._shared(snapshot._state)
+        self._write_state(session, snapshot._rows)
 
     def close(self, session: Session) -> None:
         """See `Session.close`."""
         self.pages.release(session._open.pages)
         self._free.append(session.slot)
 
-    def _generate(self, session: Session, most: int, ends: frozenset[int]) -> Generator[int, None, None]:
-        for count in range(1, most + 1):
-            (token,) = self.step([session], more=count < most)
+    def _generate(self, session: Session, max_new_tokens: int, ends: frozenset[int]) -> Generator[int, None, None]:
+        for count in range(1, max_new_tokens + 1):
+            (token,) = self.step([session], more=count < max_new_tokens)
             if token in ends:
                 return
             yield token
 
-    def _draw(self, sessions: Sequence[Session], count: int) -> None:
-        """Have `count` tokens drawn for each session that nobody has taken yet."""
+    def _sample(self, sessions: Sequence[Session], count: int) -> None:
+        """Have `count` tokens sampled for each session that nobody has taken yet."""
         rest = []
         for session in sessions:
-            place = session._open
-            if len(place.drawn) >= count:
+            state = session._open
+            if len(state.pending) >= count:
                 continue
-            if place.logits is not None:
-                place.drawn.append((self.steps.first(session, place.logits), 0))
-                place.logits, place.is_put = None, True
+            if state.logits is not None:
+                state.pending.append((self.steps.first(session, state.logits), 0))
+                state.logits, state.params_written = None, True
                 continue
-            if not place.tokens:
+            if not state.tokens:
                 raise InputError("the session has no token: prefill first")
-            if place.seen >= self._model.max_seq_len:
-                raise InputError(f"the session has {place.seen} tokens, max_seq_len is {self._model.max_seq_len}")
+            if state.seen >= self._model.max_seq_len:
+                raise InputError(f"the session has {state.seen} tokens, max_seq_len is {self._model.max_seq_len}")
             rest.append(session)
         for session in rest:
-            self._cover(session, session._open.seen + 1)
-            if not session._open.is_put:
-                self.steps.put_sampling(session)
-                session._open.is_put = True
-        most = self._model.most_rows
-        for first in range(0, len(rest), most):
-            together = rest[first : first + most]
-            flight = self.steps.launch(together)
+            self._reserve(session, session._open.seen + 1)
+            if not session._open.params_written:
+                self.steps.write_sampling_params(session)
+                session._open.params_written = True
+        max_rows = self._model.max_rows
+        for first in range(0, len(rest), max_rows):
+            together = rest[first : first + max_rows]
+            pending = self.steps.launch(together)
             for number, session in enumerate(together):
                 session._open.seen += 1
-                session._open.drawn.append((flight, number))
+                session._open.pending.append((pending, number))
 
-    def _cover(self, session: Session, end: int) -> None:
-        place = session._open
-        if end > place.writable:
-            place.writable = self.pages.cover(session.slot, place.pages, place.seen, end)
+    def _reserve(self, session: Session, end: int) -> None:
+        state = session._open
+        if end > state.writable:
+            state.writable = self.pages.reserve(session.slot, state.pages, state.seen, end)
 
-    def _shared(self, place: _Place) -> _Place:
-        """The same place for one more session, or to go back to. Neither may write the pages as they are now."""
-        place.writable = 0
-        return _Place(
-            list(place.tokens),
-            place.seen,
-            deque(place.drawn),
-            place.logits,
-            place.sampling,
-            # Without a seed it draws others.
-            is_put=False,
-            pages=self.pages.share(place.pages),
+    def _shared(self, state: SessionState) -> SessionState:
+        """The same state for one more session, or to go back to. Neither may write the pages as they are now."""
+        state.writable = 0
+        return SessionState(
+            list(state.tokens),
+            state.seen,
+            deque(state.pending),
+            state.logits,
+            state.sampling_params,
+            # Without a seed it samples others.
+            params_written=False,
+            pages=self.pages.share(state.pages),
         )
 
-    def _put(self, session: Session, rows: Mapping[str, torch.Tensor]) -> None:
+    def _write_state(self, session: Session, rows: Mapping[str, torch.Tensor]) -> None:
         """Give a session's slot these rows of the state, and its pages."""
         for key, row in self._rows(session.slot).items():
             row.copy_(rows[key])
-        self.pages.place(session.slot, session._open.pages)
+        self.pages.write_block_table(session.slot, session._open.pages)
 
     def _rows(self, slot: int) -> dict[str, torch.Tensor]:
         """What buffers hold of one session, but for where its pages are; all that they hold where state does not grow."""

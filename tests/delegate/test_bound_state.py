@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ostinato.delegate import ClosedError, InputError, Program, StepError, load_program
 from ostinato.delegate.code.method_code import MethodCode
-from ostinato.delegate.graphs.plans import MOST_CHANGES
+from ostinato.delegate.graphs.plans import MAX_CHANGES
 from ostinato.delegate.graphs.pool import Work
 
 from .pair import GRAPH, Pair, inputs_of, refusing
@@ -102,21 +102,19 @@ def test_a_closed_program_has_no_state(program: Program) -> None:
 
 def test_a_state_that_changes_with_every_call(pair: Pair) -> None:
     states = [(pair.program.new_state(), pair.plain_program.new_state()) for _ in range(2)]
-    for index in range(MOST_CHANGES + 4):
+    for index in range(MAX_CHANGES + 4):
         pair.program.bind_state(states[index % 2][0])
         pair.plain_program.bind_state(states[index % 2][1])
         pair.step()
     stats = pair.method.stats
-    assert (stats.phase, stats.captures, stats.replays) == ("disabled", 1, MOST_CHANGES)
-    assert (
-        stats.last_plan.given_up == f"constants or buffers were bound anew on more than {MOST_CHANGES} calls in a row"
-    )
+    assert (stats.phase, stats.captures, stats.replays) == ("disabled", 1, MAX_CHANGES)
+    assert stats.last_plan.given_up == f"constants or buffers were bound anew on more than {MAX_CHANGES} calls in a row"
     assert stats.fallback_reason == stats.last_plan.given_up
 
 
 def test_changes_that_are_not_in_a_row(pair: Pair) -> None:
     state, plain = pair.program.new_state(), pair.plain_program.new_state()
-    for index in range(3 * MOST_CHANGES):
+    for index in range(3 * MAX_CHANGES):
         pair.program.bind_state(state if index % 2 else None)
         pair.plain_program.bind_state(plain if index % 2 else None)
         pair.step()

@@ -27,7 +27,7 @@ from ostinato.delegate import (
     load_program,
 )
 from ostinato.delegate.artifact.target import check_target
-from ostinato.delegate.sampling import SamplingInputs
+from ostinato.delegate.sampling import SamplingTensors
 
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent
 from ..processes import PATIENCE
@@ -212,7 +212,7 @@ def test_buffers_by_kind(program: Program, capitals_artifact: Path) -> None:
         assert {key.rpartition(".")[2] for key in found[StateKind.SAMPLING]} == {
             "token",
             "position",
-            *SamplingInputs._fields,
+            *SamplingTensors._fields,
         }
         assert all(found[kind] for kind in (StateKind.KV_CACHE, StateKind.CONVOLUTION, StateKind.RECURRENT))
 

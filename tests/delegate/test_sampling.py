@@ -9,50 +9,50 @@ import pytest
 import torch
 
 from ostinato.delegate import OptionError
-from ostinato.delegate.sampling import Sampling, SamplingInputs, draw, most_likely
+from ostinato.delegate.sampling import SamplingParams, SamplingTensors, most_likely, sample
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 0.0, -3.0])
 
 
-def draws(sampling: Sampling, count: int, logits: torch.Tensor = LOGITS) -> list[int]:
+def samples(sampling: SamplingParams, count: int, logits: torch.Tensor = LOGITS) -> list[int]:
     """One token for each of the first `count` positions."""
-    how = sampling.inputs()
+    params = sampling.tensors()
     positions = torch.arange(count)[:, None]
-    found = torch.vmap(lambda position: draw(logits, position, how))(positions)[:, 0].tolist()
+    found = torch.vmap(lambda position: sample(logits, position, params))(positions)[:, 0].tolist()
     # All positions at once are a hundred times as fast; one call for each gives the same.
     for position in {0, count // 2, count - 1}:
-        assert int(draw(logits, positions[position], how)) == found[position]
+        assert int(sample(logits, positions[position], params)) == found[position]
     return found
 
 
 def test_greedy_takes_the_most_likely() -> None:
-    assert draws(Sampling(), 5) == [1] * 5
-    assert draws(Sampling(), 1, torch.tensor([-torch.inf, -1e30, -torch.inf])) == [1]
+    assert samples(SamplingParams(), 5) == [1] * 5
+    assert samples(SamplingParams(), 1, torch.tensor([-torch.inf, -1e30, -torch.inf])) == [1]
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
-    assert draws(Sampling(temperature=0), 5, torch.tensor([1.0, 3.0, 3.0, 3.0])) == [1] * 5
+    assert samples(SamplingParams(temperature=0), 5, torch.tensor([1.0, 3.0, 3.0, 3.0])) == [1] * 5
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 5.0])
 def test_top_k_of_one_is_greedy(temperature: float) -> None:
-    assert set(draws(Sampling(temperature=temperature, top_k=1, seed=1), 50)) == {1}
+    assert set(samples(SamplingParams(temperature=temperature, top_k=1, seed=1), 50)) == {1}
 
 
 def test_a_small_top_p_is_greedy() -> None:
-    assert set(draws(Sampling(temperature=2.0, top_p=1e-6, seed=1), 50)) == {1}
+    assert set(samples(SamplingParams(temperature=2.0, top_p=1e-6, seed=1), 50)) == {1}
 
 
 @pytest.mark.parametrize("top_k", [2, 3, 6, 100])
 def test_top_k_keeps_the_k_most_likely(top_k: int) -> None:
-    found = set(draws(Sampling(temperature=3.0, top_k=top_k, seed=2), 2000))
+    found = set(samples(SamplingParams(temperature=3.0, top_k=top_k, seed=2), 2000))
     assert found == set(LOGITS.topk(min(top_k, len(LOGITS))).indices.tolist())
 
 
 @pytest.mark.parametrize(("top_k", "kept"), [(1, {1, 2, 3}), (2, {1, 2, 3}), (3, {1, 2, 3}), (4, {0, 1, 2, 3, 5})])
 def test_top_k_keeps_all_that_are_as_likely_as_the_last(top_k: int, kept: set[int]) -> None:
     logits = torch.tensor([1.0, 3.0, 3.0, 3.0, 0.0, 1.0])
-    assert set(draws(Sampling(temperature=3.0, top_k=top_k, seed=2), 500, logits)) == kept
+    assert set(samples(SamplingParams(temperature=3.0, top_k=top_k, seed=2), 500, logits)) == kept
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,14 @@ def test_top_k_keeps_all_that_are_as_likely_as_the_last(top_k: int, kept: set[in
 )
 def test_top_p_keeps_the_token_that_crosses(top_p: float, kept: set[int]) -> None:
     logits = torch.tensor([0.26, 0.09, 0.15, 0.50]).log()
-    assert set(draws(Sampling(temperature=1.0, top_p=top_p, seed=3), 2000, logits)) == kept
+    assert set(samples(SamplingParams(temperature=1.0, top_p=top_p, seed=3), 2000, logits)) == kept
 
 
 def test_top_p_counts_what_top_k_left() -> None:
     # 0.5, 0.26, 0.15, 0.09: of the first two, 0.5 is two thirds.
     logits = torch.tensor([0.26, 0.09, 0.15, 0.50]).log()
-    assert set(draws(Sampling(temperature=1.0, top_k=2, top_p=0.6, seed=3), 500, logits)) == {3}
-    assert set(draws(Sampling(temperature=1.0, top_k=2, top_p=0.7, seed=3), 500, logits)) == {3, 0}
+    assert set(samples(SamplingParams(temperature=1.0, top_k=2, top_p=0.6, seed=3), 500, logits)) == {3}
+    assert set(samples(SamplingParams(temperature=1.0, top_k=2, top_p=0.7, seed=3), 500, logits)) == {3, 0}
 
 
 @pytest.mark.parametrize(
@@ -77,36 +77,36 @@ def test_top_p_counts_what_top_k_left() -> None:
 def test_min_p_is_a_share_of_the_most_likely(min_p: float, kept: set[int]) -> None:
     # 0.26 / 0.50 = 0.52, 0.15 / 0.50 = 0.30, 0.09 / 0.50 = 0.18.
     logits = torch.tensor([0.26, 0.09, 0.15, 0.50]).log()
-    assert set(draws(Sampling(temperature=1.0, seed=3, min_p=min_p), 2000, logits)) == kept
+    assert set(samples(SamplingParams(temperature=1.0, seed=3, min_p=min_p), 2000, logits)) == kept
 
 
 def test_min_p_counts_probabilities_at_the_temperature() -> None:
     # At temperature 2 the ratios are the roots: 0.72, 0.55 and 0.42.
     logits = torch.tensor([0.26, 0.09, 0.15, 0.50]).log()
-    assert set(draws(Sampling(temperature=2.0, seed=3, min_p=0.5), 2000, logits)) == {0, 2, 3}
+    assert set(samples(SamplingParams(temperature=2.0, seed=3, min_p=0.5), 2000, logits)) == {0, 2, 3}
     # Each option only takes tokens away, whichever takes more.
-    assert set(draws(Sampling(temperature=2.0, top_k=2, seed=3, min_p=0.5), 2000, logits)) == {0, 3}
-    assert set(draws(Sampling(temperature=2.0, top_k=3, top_p=0.9, seed=3, min_p=0.7), 2000, logits)) == {0, 3}
+    assert set(samples(SamplingParams(temperature=2.0, top_k=2, seed=3, min_p=0.5), 2000, logits)) == {0, 3}
+    assert set(samples(SamplingParams(temperature=2.0, top_k=3, top_p=0.9, seed=3, min_p=0.7), 2000, logits)) == {0, 3}
 
 
 def test_min_p_keeps_ties() -> None:
     logits = torch.tensor([1.0, 2.0, 2.0, 0.0])
-    assert set(draws(Sampling(temperature=1.0, seed=3, min_p=1.0), 200, logits)) == {1, 2}
-    assert draws(Sampling(temperature=0.0, seed=3, min_p=0.9), 3, logits) == [1, 1, 1]
+    assert set(samples(SamplingParams(temperature=1.0, seed=3, min_p=1.0), 200, logits)) == {1, 2}
+    assert samples(SamplingParams(temperature=0.0, seed=3, min_p=0.9), 3, logits) == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(temperature=1.0, seed=4),
-        Sampling(temperature=0.5, seed=5),
-        Sampling(temperature=2.0, seed=6),
-        Sampling(temperature=1.0, top_k=3, seed=7),
-        Sampling(temperature=1.0, top_p=0.75, seed=8),
+        SamplingParams(temperature=1.0, seed=4),
+        SamplingParams(temperature=0.5, seed=5),
+        SamplingParams(temperature=2.0, seed=6),
+        SamplingParams(temperature=1.0, top_k=3, seed=7),
+        SamplingParams(temperature=1.0, top_p=0.75, seed=8),
     ],
     ids=str,
 )
-def test_frequencies_are_those_of_softmax(sampling: Sampling) -> None:
+def test_frequencies_are_those_of_softmax(sampling: SamplingParams) -> None:
     logits = LOGITS.double() / sampling.temperature
     if sampling.top_k:
         logits[logits < logits.topk(sampling.top_k).values[-1]] = -torch.inf
@@ -114,7 +114,7 @@ def test_frequencies_are_those_of_softmax(sampling: Sampling) -> None:
         logits[[0, 2, 4, 5]] = -torch.inf  # 0.50 + 0.30 is over 0.75.
     expected = logits.softmax(-1)
     count = 6000
-    found = Counter(draws(sampling, count))
+    found = Counter(samples(sampling, count))
     chi_square = 0.0
     for token, probability in enumerate(expected.tolist()):
         if probability == 0:
@@ -125,27 +125,27 @@ def test_frequencies_are_those_of_softmax(sampling: Sampling) -> None:
     assert chi_square < 20.5
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0, seed=11), Sampling(0.7, 4, 0.9, seed=0)], ids=str)
-def test_a_seed_repeats(sampling: Sampling) -> None:
-    assert draws(sampling, 100) == draws(sampling, 100)
-    other = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, seed=12)
-    assert draws(other, 100) != draws(sampling, 100)
+@pytest.mark.parametrize("sampling", [SamplingParams(1.0, seed=11), SamplingParams(0.7, 4, 0.9, seed=0)], ids=str)
+def test_a_seed_repeats(sampling: SamplingParams) -> None:
+    assert samples(sampling, 100) == samples(sampling, 100)
+    other = SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, seed=12)
+    assert samples(other, 100) != samples(sampling, 100)
 
 
 def test_without_a_seed_draws_differ() -> None:
-    assert draws(Sampling(temperature=1.0), 100) != draws(Sampling(temperature=1.0), 100)
+    assert samples(SamplingParams(temperature=1.0), 100) != samples(SamplingParams(temperature=1.0), 100)
 
 
 def test_other_random_numbers_do_not_matter() -> None:
-    sampling = Sampling(temperature=1.0, seed=9)
+    sampling = SamplingParams(temperature=1.0, seed=9)
     torch.manual_seed(1)
-    first = draws(sampling, 50)
+    first = samples(sampling, 50)
     torch.manual_seed(2)
-    assert draws(sampling, 50) == first
+    assert samples(sampling, 50) == first
     torch.manual_seed(3)
     before = torch.rand(1)
     torch.manual_seed(3)
-    draws(Sampling(temperature=1.0), 5)
+    samples(SamplingParams(temperature=1.0), 5)
     assert torch.equal(torch.rand(1), before)
 
 
@@ -160,25 +160,27 @@ def test_other_random_numbers_do_not_matter() -> None:
     ids=["distinct", "ties", "not finite", "nan"],
 )
 def test_most_likely_is_what_a_temperature_of_0_draws(logits: torch.Tensor) -> None:
-    (token,) = set(draws(Sampling(), 3, logits))
+    (token,) = set(samples(SamplingParams(), 3, logits))
     assert (
         int(most_likely(logits)) == token == int(logits.nan_to_num(nan=-torch.inf, posinf=torch.finfo().max).argmax())
     )
 
 
 def test_inputs_are_the_fields() -> None:
-    how = Sampling(0.5, 7, 0.25, seed=2**64 - 1).inputs()
-    assert (how.temperature, how.top_k, how.top_p, how.seed) == (0.5, 7, 0.25, -1)
-    assert (how.temperature.dtype, how.top_k.dtype) == (torch.float32, torch.int64)
-    assert (how.top_p.dtype, how.seed.dtype) == (torch.float32, torch.int64)
-    assert all(value.shape == (1,) for value in how)
-    assert [value.dtype for value in Sampling(temperature=1, top_p=1).inputs()] == [value.dtype for value in how]
-    assert SamplingInputs._fields == tuple(item.name for item in fields(Sampling))
+    params = SamplingParams(0.5, 7, 0.25, seed=2**64 - 1).tensors()
+    assert (params.temperature, params.top_k, params.top_p, params.seed) == (0.5, 7, 0.25, -1)
+    assert (params.temperature.dtype, params.top_k.dtype) == (torch.float32, torch.int64)
+    assert (params.top_p.dtype, params.seed.dtype) == (torch.float32, torch.int64)
+    assert all(value.shape == (1,) for value in params)
+    assert [value.dtype for value in SamplingParams(temperature=1, top_p=1).tensors()] == [
+        value.dtype for value in params
+    ]
+    assert SamplingTensors._fields == tuple(item.name for item in fields(SamplingParams))
 
 
 def test_logits_are_left_alone() -> None:
     logits = LOGITS.clone()
-    draws(Sampling(temperature=1.0, top_k=2, top_p=0.5, seed=1), 3, logits)
+    samples(SamplingParams(temperature=1.0, top_k=2, top_p=0.5, seed=1), 3, logits)
     assert torch.equal(logits, LOGITS)
 
 
@@ -203,4 +205,4 @@ def test_logits_are_left_alone() -> None:
 def test_values_out_of_range(values: dict[str, float]) -> None:
     (name,) = values
     with pytest.raises(OptionError, match=name):
-        Sampling(**values)  # type: ignore[arg-type]
+        SamplingParams(**values)  # type: ignore[arg-type]

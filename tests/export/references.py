@@ -134,7 +134,7 @@ def make_reference(folder: Path, changes: Mapping[str, Any], seed: int, max_shar
     config = text_config({**BASE, **changes})
     model_class = Qwen3_5MoeForCausalLM if isinstance(config, Qwen3_5MoeTextConfig) else Qwen3_5ForCausalLM
     model = model_class(config).eval().requires_grad_(False)
-    draw_weights(model, seed)
+    random_weights(model, seed)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return Reference(folder, model)
 
@@ -158,7 +158,7 @@ def text_config(settings: Mapping[str, Any]) -> TextConfig:
     return (Qwen3_5TextConfig if dense else Qwen3_5MoeTextConfig)(**plain, rope_parameters=rope)
 
 
-def draw_weights(model: torch.nn.Module, seed: int) -> None:
+def random_weights(model: torch.nn.Module, seed: int) -> None:
     """Weights of about one over the root of the fan-in, norms and decays that differ from channel to channel."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

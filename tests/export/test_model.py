@@ -17,7 +17,7 @@ from torch import Tensor
 from ostinato.delegate import StateKind, load_program
 from ostinato.delegate.artifact.flatbuffer import map_file
 from ostinato.delegate.artifact.ptd import Entry, parse_constants
-from ostinato.delegate.sampling import SamplingInputs
+from ostinato.delegate.sampling import SamplingTensors
 from ostinato.export import export_model
 from ostinato.export.kernels import kernels_for
 from ostinato.export.kernels.linear.panels import unpack_panels
@@ -42,7 +42,7 @@ from .references import (
 
 STEPS = 4
 # A CPU that takes the references has none for rows.
-ROWS = ("rows", "rows_logits") if kernels_for("cpu").most_rows else ()
+ROWS = ("rows", "rows_logits") if kernels_for("cpu").max_rows else ()
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
         for name in spec.methods - {"prefill", "decode"}:
             program.load_method(name)
         sampling = (
-            [] if spec.samplers else [f"sampling.{name}" for name in ("token", "position", *SamplingInputs._fields)]
+            [] if spec.samplers else [f"sampling.{name}" for name in ("token", "position", *SamplingTensors._fields)]
         )
         assert sorted([*program.mutable_buffers, *sampling]) == buffers
         longest = spec.max_seq_len - 1
@@ -260,7 +260,7 @@ def test_methods_for_rows(artifact: Get) -> None:
                 ("tokens", f"[T=2..{longest}]", (-1, vocabulary - 1)),
                 ("input_pos", f"[T=2..{longest}]", (-1, longest)),
                 ("slots", f"[T=2..{longest}]", (-1, 2)),
-                ("drawn", f"[D=1..{longest}]", (0, longest - 1)),
+                ("logits_indices", f"[L=1..{longest}]", (0, longest - 1)),
             ]
         assert [spec.value_range for spec in program.method_inputs("decode_sample")] == [(0, 2)]
 

@@ -25,7 +25,7 @@ def constants(folder: Path) -> dict[str, Entry]:
     return parse_constants(map_file(path), path).entries
 
 
-def drawn(*shape: int, seed: int) -> Tensor:
+def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -36,10 +36,10 @@ class Left(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Parameter(drawn(3, 4, seed=1))
+        self.table = nn.Parameter(normal(3, 4, seed=1))
         self.equal = nn.Parameter(torch.full((4,), 0.5))
-        self.other = nn.Parameter(drawn(4, seed=2))
-        self.unused = nn.Parameter(drawn(50, seed=3))
+        self.other = nn.Parameter(normal(4, seed=2))
+        self.unused = nn.Parameter(normal(50, seed=3))
         self.register_buffer("count", torch.full((1,), 7.0))
         self.eval().requires_grad_(False)
 
@@ -58,7 +58,7 @@ class Right(nn.Module):
         super().__init__()
         self.matrix = left.table
         self.equal = nn.Parameter(torch.full((4,), 0.5))
-        self.other = nn.Parameter(drawn(4, seed=4))
+        self.other = nn.Parameter(normal(4, seed=4))
         self.register_buffer("seen", left.count)
         self.eval().requires_grad_(False)
 
@@ -154,13 +154,13 @@ class Awkward(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        base = drawn(5, 4, seed=5)
-        self.transposed = nn.Parameter(drawn(4, 3, seed=6).t())
+        base = normal(5, 4, seed=5)
+        self.transposed = nn.Parameter(normal(4, 3, seed=6).t())
         self.rows, self.columns = nn.Parameter(base[1:3]), nn.Parameter(base[:, 2])
         self.scalar = nn.Parameter(torch.tensor(1.5))
         self.register_buffer("mask", torch.tensor([True, False, True, True]))
         self.register_buffer("picks", torch.tensor([2, 0], dtype=torch.int32))
-        self.register_buffer("hidden", drawn(4, seed=7), persistent=False)
+        self.register_buffer("hidden", normal(4, seed=7), persistent=False)
         self.register_buffer("wide", torch.full((1, 1), 2.5).expand(2, 4))
         self.eval().requires_grad_(False)
 
@@ -176,7 +176,7 @@ class Outputs(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.weight = nn.Parameter(drawn(2, 3, seed=8))
+        self.weight = nn.Parameter(normal(2, 3, seed=8))
         self.eval().requires_grad_(False)
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -297,7 +297,7 @@ class Solve(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lower = nn.Parameter(drawn(3, 3, seed=9).tril() + 3 * torch.eye(3))
+        self.lower = nn.Parameter(normal(3, 3, seed=9).tril() + 3 * torch.eye(3))
         self.eval().requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ class Solve(nn.Module):
 def test_operators_called_by_name(tmp_path: Path) -> None:
     progress = Progress(io.StringIO())
     columns = torch.export.Dim("columns", min=2, max=9)
-    module, example = Solve(), drawn(3, 4, seed=10)
+    module, example = Solve(), normal(3, 4, seed=10)
     begin = time.perf_counter()
     report = export_program(
         {"solve": (module, (example,), ({1: columns},)), "plain": (nn.Tanh(), (example,), None)},
@@ -321,7 +321,7 @@ def test_operators_called_by_name(tmp_path: Path) -> None:
         solve = program.load_method("solve")
         assert [spec.shape_text for spec in solve.inputs] == ["[3, columns=2..9]"]
         for width in (2, 5, 9):
-            x = drawn(3, width, seed=width)
+            x = normal(3, width, seed=width)
             torch.testing.assert_close(solve.execute((x,))[0], module(x))
         torch.testing.assert_close(program.load_method("plain").execute((example,))[0], example.tanh())
     check_report(report, progress, tmp_path / "artifact", took)

@@ -20,7 +20,7 @@ import pytest
 
 from ostinato.delegate import load_program
 from ostinato.delegate.memory import size_text
-from ostinato.runner import Sampling
+from ostinato.runner import SamplingParams
 from ostinato.runner.cli import main
 from ostinato.runner.commands import run as command_run
 
@@ -150,7 +150,7 @@ def test_each_field_of_sampling_is_an_option(monkeypatch: pytest.MonkeyPatch) ->
         return parser
 
     given = options().parse_args(["artifact", "--prompt", "x"])
-    assert {item.name: getattr(given, item.name) for item in fields(Sampling)} == asdict(Sampling())
+    assert {item.name: getattr(given, item.name) for item in fields(SamplingParams)} == asdict(SamplingParams())
     words = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--seed", "7"]
     given = options().parse_args(["artifact", "--prompt", "x", *words])
     found = [getattr(given, name) for name in ("temperature", "top_k", "top_p", "seed")]
@@ -158,9 +158,9 @@ def test_each_field_of_sampling_is_an_option(monkeypatch: pytest.MonkeyPatch) ->
     assert [type(value) for value in found] == [float, int, float, int]
     metadata = {"metavar": "P", "help": "keep tokens this close to the best"}
     more = make_dataclass(
-        "More", [("typical_p", float, field(default=0.25, metadata=metadata))], bases=(Sampling,), frozen=True
+        "More", [("typical_p", float, field(default=0.25, metadata=metadata))], bases=(SamplingParams,), frozen=True
     )
-    monkeypatch.setattr(command_run, "Sampling", more)
+    monkeypatch.setattr(command_run, "SamplingParams", more)
     assert options().parse_args(["artifact", "--prompt", "x"]).typical_p == 0.25
     assert options().parse_args(["artifact", "--prompt", "x", "--typical-p", "0.5"]).typical_p == 0.5
     assert "--typical-p P" in options().format_help() and metadata["help"] in options().format_help()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ostinato.delegate import ArtifactError, CapacityError, InputError, OptionError
 from ostinato.delegate.artifact.records import Growth
-from ostinato.runner import Engine, Sampling
+from ostinato.runner import Engine, SamplingParams
 from ostinato.runner import engine as engine_module
 
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent, Stateless
@@ -251,8 +251,8 @@ def test_stopping_early_keeps_the_figures(engine: Engine) -> None:
 
 def test_sampling_repeats_with_a_seed(engine: Engine) -> None:
     def draw(seed: int) -> list[int]:
-        sampling = Sampling(temperature=2.0, seed=seed)
-        return list(engine.generate_tokens([5, 1, 7], sampling=sampling, ignore_eos=True))
+        sampling = SamplingParams(temperature=2.0, seed=seed)
+        return list(engine.generate_tokens([5, 1, 7], sampling_params=sampling, ignore_eos=True))
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)

@@ -13,7 +13,7 @@
 namespace ostinato {
 namespace {
 
-constexpr int64_t LEAST_STRETCH = 128;
+constexpr int64_t MIN_STRETCH = 128;
 // What a task costs for each position, in queries: its key and value are read and made floats.
 constexpr int64_t READING = 8;
 
@@ -21,7 +21,7 @@ int64_t divided_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
 // The largest score so far, the sum of exponentials relative to it, and the values weighted by them.
 struct Partial {
-  float most, total;
+  float peak, total;
 };
 
 // A head of `size` elements, normed, its first `rotated` elements turned by their angles.
@@ -36,16 +36,16 @@ void place(const Array& x, int64_t size, const float* norm, double eps, const fl
   }
 }
 
-// Keys and values of all sessions, [pages, kv_heads, positions of a page, size], and where they are: [slots, most_pages].
+// Keys and values of all sessions, [pages, kv_heads, positions of a page, size], and where they are: [slots, max_pages].
 struct Cache {
   Array keys, values;
   const int32_t* table;
-  int64_t slots, most_pages, pages, kv_heads, page_size, size;
+  int64_t slots, max_pages, pages, kv_heads, page_size, size;
   int shift;
 
   Cache(const Tensor& keys_, const Tensor& values_, const Tensor& table_)
       : keys(keys_.array()), values(values_.array()), table(table_.as<int32_t>()), slots(table_.size(0)),
-        most_pages(table_.size(1)), pages(keys_.size(0)), kv_heads(keys_.size(1)), page_size(keys_.size(2)), size(keys_.size(3)),
+        max_pages(table_.size(1)), pages(keys_.size(0)), kv_heads(keys_.size(1)), page_size(keys_.size(2)), size(keys_.size(3)),
         shift(std::countr_zero(uint64_t(page_size))) {
     if (page_size < TOGETHER || !std::has_single_bit(uint64_t(page_size)))
       throw std::invalid_argument("pages of " + std::to_string(page_size) + " positions: not a power of two from 16 on");
@@ -53,7 +53,7 @@ struct Cache {
 
   // Elements ahead of a position.
   int64_t at(int64_t slot, int64_t kv_head, int64_t position) const {
-    int64_t page = table[slot * most_pages + (position >> shift)];
+    int64_t page = table[slot * max_pages + (position >> shift)];
     return ((page * kv_heads + kv_head) * page_size + (position & (page_size - 1))) * size;
   }
 
@@ -62,10 +62,10 @@ struct Cache {
     int64_t first = positions[run.begin], last = positions[run.end - 1];
     for (int64_t row = run.begin; row < run.end; ++row)
       if (positions[row] != first + row - run.begin) throw std::invalid_argument("a run's positions are not consecutive");
-    if (first < 0 || last >> shift >= most_pages)
+    if (first < 0 || last >> shift >= max_pages)
       throw std::out_of_range("position " + std::to_string(first < 0 ? first : last) + " is not in the cache");
     for (int64_t index = 0; index <= last >> shift; ++index) {
-      int32_t page = table[run.slot * most_pages + index];
+      int32_t page = table[run.slot * max_pages + index];
       if (page < 0 || page >= pages)
         throw std::out_of_range("page " + std::to_string(page) + ": the cache has " + std::to_string(pages));
     }
@@ -105,22 +105,22 @@ struct Attention {
   Scratch<Partial> sums{};   // [parts]
 
   // Cuts runs into pieces, the longest ones first.
-  void plan(const std::vector<Run>& runs) {
+  void divide(const std::vector<Run>& runs) {
     int64_t all = 0, count = 0;
     for (const Run& run : runs) {
       bool tiles = false;
-      int64_t most = FloatBlock::MOST_QUERIES;
+      int64_t max_queries = FloatBlock::MAX_QUERIES;
 #ifdef OSTINATO_AMX
       tiles = TileBlock::fits(cache.keys, cache.size, run.rows() * sharing);
-      if (tiles) most = TileBlock::MOST_QUERIES;
+      if (tiles) max_queries = TileBlock::MAX_QUERIES;
 #endif
-      int64_t together = std::min(sharing, most), tokens = std::min(run.rows(), most / together);
+      int64_t together = std::min(sharing, max_queries), tokens = std::min(run.rows(), max_queries / together);
       cuts.push_back({run, positions[run.end - 1] + 1, tiles, together, tokens});
       all += cuts.back().weight() * pieces_of(cuts.back());
     }
     for (Cut& cut : cuts) {
       int64_t wanted = divided_up(4 * thread_count() * cut.weight(), all);
-      cut.stretches = std::max<int64_t>(1, std::min(wanted, cut.length / LEAST_STRETCH));
+      cut.stretches = std::max<int64_t>(1, std::min(wanted, cut.length / MIN_STRETCH));
       cut.stretch = divided_up(divided_up(cut.length, cut.stretches), TOGETHER) * TOGETHER;
       cut.stretches = divided_up(cut.length, cut.stretch);
       cut.first_part = count;
@@ -157,7 +157,7 @@ struct Attention {
     auto head_of = [&](int64_t i) { return piece.first_head + i % piece.heads; };
     Block block(count, cache.size, padded);
     Scratch<float> sum_of_values(block.room() * padded), scores(block.room() * BLOCK);
-    Partial sum[Block::MOST_QUERIES];
+    Partial sum[Block::MAX_QUERIES];
     for (int64_t i = 0; i < count; ++i) {
       block.put(i, queries + (row_of(i) * heads + head_of(i)) * padded);
       sum[i] = {-std::numeric_limits<float>::infinity(), 0};
@@ -201,18 +201,18 @@ struct Attention {
     }
     for (int64_t c = seen; c < BLOCK; ++c) scores[c] = -std::numeric_limits<float>::infinity();
     // NaN does not count here, and makes NaN below.
-    Floats largest_so_far = broadcast(sum.most);
+    Floats largest_so_far = broadcast(sum.peak);
     for (int64_t c = 0; c < BLOCK; c += LANES) largest_so_far = maximum(load(scores + c), largest_so_far);
-    float most = largest(largest_so_far);
-    if (most > sum.most) {
-      float factor = sum.total == 0 ? 0 : std::exp(sum.most - most);
+    float peak = largest(largest_so_far);
+    if (peak > sum.peak) {
+      float factor = sum.total == 0 ? 0 : std::exp(sum.peak - peak);
       sum.total *= factor;
       for (int64_t i = 0; i < padded; i += LANES) store(out + i, load(out + i) * broadcast(factor));
-      sum.most = most;
+      sum.peak = peak;
     }
     Floats total = zeros();
     for (int64_t c = 0; c < BLOCK; c += LANES) {
-      Floats weight = exponential(load(scores + c) - broadcast(most));
+      Floats weight = exponential(load(scores + c) - broadcast(peak));
       store(scores + c, weight);
     }
     for (int64_t c = seen; c < BLOCK; ++c) scores[c] = 0;
@@ -229,11 +229,11 @@ struct Attention {
     int64_t first = first_part(cut, row, head);
     const Partial* of = sums + first;
     float* sum_of_values = parts + first * padded;
-    float most = of[0].most, total = 0;
-    for (int64_t part = 1; part < cut.stretches; ++part) most = of[part].most > most ? of[part].most : most;
+    float peak = of[0].peak, total = 0;
+    for (int64_t part = 1; part < cut.stretches; ++part) peak = of[part].peak > peak ? of[part].peak : peak;
     for (int64_t part = 0; part < cut.stretches; ++part) {
       // A stretch behind the token's position has none.
-      float factor = of[part].total == 0 ? 0 : std::exp(of[part].most - most);
+      float factor = of[part].total == 0 ? 0 : std::exp(of[part].peak - peak);
       total += of[part].total * factor;
       for (int64_t i = 0; i < padded; i += LANES) {
         Floats value = load(sum_of_values + part * padded + i) * broadcast(factor);
@@ -307,7 +307,7 @@ extern "C" AOTITorchError aoti_torch_cpu_attend_step(AtenTensorHandle qkv_, Aten
       }
     });
 
-    attention.plan(runs);
+    attention.divide(runs);
     parallel(attention.pieces.size(), [&](int64_t index) {
       const Piece& piece = attention.pieces[index];
 #ifdef OSTINATO_AMX

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ostinato.export.kernels.operands import KVCache, Norm, Place
+from ostinato.export.kernels.operands import KVCache, Norm, RowIndex
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
 
-def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KVCache, heads: int) -> Tensor:
+def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> Tensor:
     """As `reference.attend_step`."""
     return _attend_step(
-        qkv, q_norm.weight, k_norm.weight, q_norm.eps, *place, cache.keys, cache.values, cache.table, heads
+        qkv, q_norm.weight, k_norm.weight, q_norm.eps, *index, cache.keys, cache.values, cache.table, heads
     )
 
 

@@ -21,14 +21,14 @@ struct Places {
 
 // Both have:
 //   BLOCK                                positions of the cache at a time
-//   MOST_QUERIES                         of a task
+//   MAX_QUERIES                         of a task
 //   put(i, query)                        query i, [padded] floats, times the scale of scores
 //   score(keys, at, length, scores)      scores [count, BLOCK] of `length` keys; what is behind them is anything
 //   add(values, at, length, scores, out) out [count, padded] += the scores, made weights, of the values at the same places
 // The rows of scores and out have room for `room()` queries, and what is behind `length` weighs zero.
 class FloatBlock {
  public:
-  static constexpr int64_t BLOCK = 32, MOST_QUERIES = 32;
+  static constexpr int64_t BLOCK = 32, MAX_QUERIES = 32;
 
   FloatBlock(int64_t count, int64_t size, int64_t padded)
       : count_(count), size_(size), padded_(padded), queries_(count * padded), block_(BLOCK * padded) {}
@@ -116,7 +116,7 @@ class FloatBlock {
 // For caches in bfloat16 whose heads are whole tiles. Queries and weights are rounded to bfloat16 as well; sums are in float32.
 class TileBlock {
  public:
-  static constexpr int64_t BLOCK = 64, MOST_QUERIES = 128;
+  static constexpr int64_t BLOCK = 64, MAX_QUERIES = 128;
 
   // Whether it can be used, and is faster.
   static bool fits(const Array& cache, int64_t size, int64_t queries) {

@@ -56,7 +56,7 @@ def pages_of(
 
 
 @triton.jit
-def places_in(
+def offsets_in(
     pages: tl.tensor, start: tl.tensor, SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr
 ) -> tl.tensor:
     """Where the positions `start` to `start + KEYS` have a key head's elements, [KEYS, D]; pages are those of `pages_of`.
@@ -72,7 +72,7 @@ def attend_block(
     q: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
-    place: tl.tensor,
+    offsets: tl.tensor,
     start: tl.tensor,
     end: tl.tensor,
     visible: tl.tensor,
@@ -83,7 +83,7 @@ def attend_block(
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add the positions `start` to `start + KEYS`, which are at `place` [KEYS, D], to (total [M, D], weight [M], peak [M]).
+    """Add the positions `start` to `start + KEYS`, which are at `offsets` [KEYS, D], to (total [M, D], weight [M], peak [M]).
 
     With MASKED, positions from `end` on are not read, and row m sees those up to visible[m], which may be none of them. Else
     every row sees all.
@@ -91,7 +91,7 @@ def attend_block(
     position = start + tl.arange(0, KEYS)
     inside = (position < end)[:, None] | (not MASKED)
     scores = multiply(
-        q, tl.trans(tl.load(keys + place, mask=inside, other=0.0)), tl.zeros([q.shape[0], KEYS], tl.float32)
+        q, tl.trans(tl.load(keys + offsets, mask=inside, other=0.0)), tl.zeros([q.shape[0], KEYS], tl.float32)
     )
     if MASKED:
         scores = tl.where(position[None, :] <= visible[:, None], scores, float("-inf"))
@@ -101,7 +101,7 @@ def attend_block(
     shrink = tl.exp2(peak - base)
     shares = tl.exp2(scores * SCALE - base[:, None])
     # Zeros for values that are not read: a weight of zero times NaN would be NaN.
-    total = multiply(shares, tl.load(values + place, mask=inside, other=0.0), total * shrink[:, None])
+    total = multiply(shares, tl.load(values + offsets, mask=inside, other=0.0), total * shrink[:, None])
     return total, weight * shrink + tl.sum(shares, 1), new_peak
 
 
@@ -127,7 +127,7 @@ def attend_range(
         table: of the slot.
         begin: a multiple of KEYS, as `middle` is; before that every row sees all positions, then row m those up to
             visible[m].
-        SIZE: see `places_in`.
+        SIZE: see `offsets_in`.
     """
     total = tl.zeros(q.shape, tl.float32)
     weight = tl.zeros([q.shape[0]], tl.float32)
@@ -136,16 +136,16 @@ def attend_range(
     # Each block's page is looked up while the block ahead is worked on.
     pages = pages_of(table, begin, end, PAGE, KEYS, True)
     for start in range(begin, middle, KEYS):
-        place = places_in(pages, start, SIZE, PAGE, q.shape[1], KEYS)
+        offsets = offsets_in(pages, start, SIZE, PAGE, q.shape[1], KEYS)
         pages = pages_of(table, start + KEYS, end, PAGE, KEYS, True)
         total, weight, peak = attend_block(
-            q, keys, values, place, start, end, visible, total, weight, peak, SCALE, KEYS, False
+            q, keys, values, offsets, start, end, visible, total, weight, peak, SCALE, KEYS, False
         )
     for start in range(middle, end, KEYS):
-        place = places_in(pages, start, SIZE, PAGE, q.shape[1], KEYS)
+        offsets = offsets_in(pages, start, SIZE, PAGE, q.shape[1], KEYS)
         pages = pages_of(table, start + KEYS, end, PAGE, KEYS, True)
         total, weight, peak = attend_block(
-            q, keys, values, place, start, end, visible, total, weight, peak, SCALE, KEYS, True
+            q, keys, values, offsets, start, end, visible, total, weight, peak, SCALE, KEYS, True
         )
     return total, weight, peak
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, launcher
 from ostinato.export.kernels.length_triton import length_of
-from ostinato.export.kernels.operands import KVCache, Place
+from ostinato.export.kernels.operands import KVCache, RowIndex
 
 from .block_triton import PROGRAMS, TileConfig, attend_range, padded_group, score_scale
 from .limits import check_attention
@@ -29,9 +29,9 @@ CONFIGS = {
 }
 # Programs of splits, at most: two for each multiprocessor, so that the last ones leave little idle.
 PARTS = 2 * PROGRAMS
-MOST_SPLITS = 64
+MAX_SPLITS = 64
 # The fewest positions of a split.
-LEAST = 128
+MIN_SPLIT = 128
 SUM_WARPS = 4
 
 
@@ -44,19 +44,19 @@ def config_for(head_dim: int, dtype: torch.dtype) -> TileConfig:
     return TileConfig(32 if head_dim == 128 else 16, keys=32, warps=8, stages=1)
 
 
-def attend(query: Tensor, cache: KVCache, place: Place) -> Tensor:
+def attend(query: Tensor, cache: KVCache, index: RowIndex) -> Tensor:
     """See `reference.attend`; the cache is contiguous. Scores, softmax and sums are float32.
 
     Raises:
         ExportError: see `check_attention`.
     """
     check_attention(query.shape[1], cache.keys.shape[1], query.shape[2], query.dtype)
-    return _attend(query.contiguous(), cache.keys, cache.values, cache.table, place.positions, place.slots)
+    return _attend(query.contiguous(), cache.keys, cache.values, cache.table, index.positions, index.slots)
 
 
 @torch.library.triton_op("ostinato::attend", mutates_args={})
 def _attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-    """query [T, heads, D], the others as in `KVCache` and `Place` -> [T, heads, D]; all contiguous."""
+    """query [T, heads, D], the others as in `KVCache` and `RowIndex` -> [T, heads, D]; all contiguous."""
     tokens, heads, head_dim = query.shape
     kv_heads, page_size = keys.shape[1:3]
     config = config_for(head_dim, query.dtype)
@@ -64,14 +64,14 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, position
     rows = max(1, config.queries // group)
     tiles = (tokens + rows - 1) // rows
     # T may be a symbol: what follows is the same code for every T.
-    splits = torch.sym_max(1, PARTS // torch.sym_max(tiles * kv_heads, PARTS // MOST_SPLITS))
+    splits = torch.sym_max(1, PARTS // torch.sym_max(tiles * kv_heads, PARTS // MAX_SPLITS))
     # No more than this where there are several splits.
     parts = PARTS * rows * group
     sums = torch.empty((parts, head_dim), dtype=torch.float32, device=query.device)
     # The peak and the weight of each sum.
     scales = torch.empty((2, parts), dtype=torch.float32, device=query.device)
     out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
-    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "GROUP": group, "ROWS": rows, "LEAST": LEAST}
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "GROUP": group, "ROWS": rows, "MIN_SPLIT": MIN_SPLIT}
     launcher(prefill_kernel)[(kv_heads, tiles, splits)](
         query,
         keys,
@@ -94,8 +94,8 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, position
         **sizes,
     )
     # More tokens than that have more tiles than are split.
-    most = PARTS // 2 // kv_heads * rows
-    launcher(prefill_sum_kernel)[(torch.sym_min(tokens, most), heads)](
+    max_tokens = PARTS // 2 // kv_heads * rows
+    launcher(prefill_sum_kernel)[(torch.sym_min(tokens, max_tokens), heads)](
         sums,
         scales,
         positions,
@@ -104,7 +104,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, position
         splits,
         KEYS=config.keys,
         SUMS=parts,
-        SPLITS=MOST_SPLITS,
+        SPLITS=MAX_SPLITS,
         num_warps=SUM_WARPS,
         **sizes,
     )
@@ -129,7 +129,7 @@ def prefill_kernel(
     D: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
     PAGES: tl.constexpr,
     PAGE: tl.constexpr,
     SCALE: tl.constexpr,
@@ -147,7 +147,7 @@ def prefill_kernel(
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     length = length_of(positions, tokens)
     start_position = tl.load(positions).to(tl.int32)
-    seen, share = tile_share(tile, start_position, length, splits, ROWS, KEYS, LEAST)
+    seen, share = tile_share(tile, start_position, length, splits, ROWS, KEYS, MIN_SPLIT)
     begin = tl.program_id(2) * share
     if (tile * ROWS >= length) | (begin >= seen):
         return
@@ -155,9 +155,9 @@ def prefill_kernel(
     token = tile * ROWS + row // GROUP
     head = row % GROUP
     real = (token < tokens) & (head < HEADS // KV_HEADS)
-    place = (row // GROUP * HEADS + head)[:, None] * D + tl.arange(0, D)[None, :]
+    offsets = (row // GROUP * HEADS + head)[:, None] * D + tl.arange(0, D)[None, :]
     origin = (tile.to(tl.int64) * (ROWS * HEADS) + kv_head * (HEADS // KV_HEADS)) * D
-    q = tl.load(query + origin + place, mask=real[:, None], other=0.0)
+    q = tl.load(query + origin + offsets, mask=real[:, None], other=0.0)
     total, weight, peak = attend_range(
         q,
         k_cache + kv_head * PAGE * D,
@@ -178,7 +178,7 @@ def prefill_kernel(
         tl.store(scales + part, peak)
         tl.store(scales + SUMS + part, weight)
     else:
-        tl.store(out + origin + place, (total * (1.0 / weight)[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+        tl.store(out + origin + offsets, (total * (1.0 / weight)[:, None]).to(out.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def prefill_sum_kernel(
     D: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
     KEYS: tl.constexpr,
     SUMS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -206,7 +206,7 @@ def prefill_sum_kernel(
     head = tl.program_id(1)
     tile = token // ROWS
     length = length_of(positions, tokens)
-    seen, share = tile_share(tile, tl.load(positions).to(tl.int32), length, splits, ROWS, KEYS, LEAST)
+    seen, share = tile_share(tile, tl.load(positions).to(tl.int32), length, splits, ROWS, KEYS, MIN_SPLIT)
     if (token >= length) | (share >= seen):
         return
     split = tl.arange(0, SPLITS)
@@ -232,11 +232,11 @@ def tile_share(
     splits: tl.tensor,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """(how many positions the last token of a tile sees, how many of them one split takes: all, where it is not split)."""
     seen = start_position + tl.minimum((tile + 1) * ROWS, length)
-    return seen, tl.maximum(tl.cdiv(seen, splits * KEYS) * KEYS, LEAST)
+    return seen, tl.maximum(tl.cdiv(seen, splits * KEYS) * KEYS, MIN_SPLIT)
 
 
 @triton.jit

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.export.kernels.operands import KVCache, Norm, Place, rows_to_keep, runs_of
+from ostinato.export.kernels.operands import KVCache, Norm, RowIndex, rows_to_keep, runs_of
 
 
-def attend(query: Tensor, cache: KVCache, place: Place) -> Tensor:
+def attend(query: Tensor, cache: KVCache, index: RowIndex) -> Tensor:
     """Softmax attention of a prompt's T rows over the cache; each sees the positions up to its own.
 
     Args:
         query: [T, heads, D]; heads is a multiple of the cache's kv_heads.
         cache: the T tokens' own keys and values are in it already.
-        place: of one run, and perhaps padding behind it.
+        index: of one run, and perhaps padding behind it.
 
     Returns:
         [T, heads, D] in query's dtype. The softmax is float32; in bfloat16 the scores are rounded before it.
@@ -22,21 +22,21 @@ def attend(query: Tensor, cache: KVCache, place: Place) -> Tensor:
     tokens, heads, head_dim = query.shape
     kv_heads = cache.keys.shape[1]
     group = heads // kv_heads
-    pages = cache.table.index_select(0, place.slots[:1])[0]
+    pages = cache.table.index_select(0, index.slots[:1])[0]
     keys, values = (pool.index_select(0, pages).transpose(0, 1).flatten(1, 2) for pool in (cache.keys, cache.values))
     # Heads that share a key stand together, so one product per key head serves them all without repeating the cache.
     grouped = query.reshape(tokens, kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
     scores = (grouped @ keys.transpose(1, 2)).float() * head_dim**-0.5
     at = torch.arange(keys.shape[1], device=query.device)
-    hidden = (at[None, :] > place.positions[:, None]).repeat_interleave(group, dim=0)
+    hidden = (at[None, :] > index.positions[:, None]).repeat_interleave(group, dim=0)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(query.dtype)
     # What stands behind the last position may be anything, NaN included.
-    values = values.masked_fill((at > place.positions[-1:])[:, None], 0)
+    values = values.masked_fill((at > index.positions[-1:])[:, None], 0)
     out = (weights @ values).unflatten(1, (tokens, group))
     return out.transpose(0, 1).reshape(tokens, heads, head_dim)
 
 
-def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KVCache, heads: int) -> Tensor:
+def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> Tensor:
     """The gated attention of T rows: norm and rotation of queries and keys, the cache's new entries, softmax
     attention, and the gate on its output.
 
@@ -44,7 +44,7 @@ def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KV
         qkv: [T, (2 heads + 2 kv_heads) D], float32 or the cache's dtype: for each head its query and then its gate, then
             the keys, then the values.
         q_norm, k_norm: over D elements, with the same eps.
-        place: of the rows, any runs.
+        index: of the rows, any runs.
         cache: written in place at the rows' positions, and nowhere for padding.
         heads: a multiple of kv_heads.
 
@@ -56,25 +56,25 @@ def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KV
     sizes = (2 * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
     queries, keys, values = qkv.float().split(sizes, dim=1)
     query, gate = queries.reshape(tokens, heads, 2 * head_dim).chunk(2, dim=-1)
-    query = rotate(q_norm(query), place.cos, place.sin).to(dtype)
-    key = rotate(k_norm(keys.reshape(tokens, kv_heads, head_dim)), place.cos, place.sin).to(dtype)
+    query = rotate(q_norm(query), index.cos, index.sin).to(dtype)
+    key = rotate(k_norm(keys.reshape(tokens, kv_heads, head_dim)), index.cos, index.sin).to(dtype)
     value = values.reshape(tokens, kv_heads, head_dim).to(dtype)
     out = torch.zeros_like(query)
-    for _, rows in runs_of(place.slots):
-        here = Place(*(values[rows] for values in place))
+    for _, rows in runs_of(index.slots):
+        here = RowIndex(*(values[rows] for values in index))
         write_cache(key[rows], value[rows], cache, here)
         out[rows] = attend(query[rows], cache, here)
     return (out.float() * torch.sigmoid(gate)).reshape(tokens, -1).to(dtype)
 
 
-def write_cache(key: Tensor, value: Tensor, cache: KVCache, place: Place) -> None:
+def write_cache(key: Tensor, value: Tensor, cache: KVCache, index: RowIndex) -> None:
     """Put key and value [T, kv_heads, D] of a prompt's tokens into the cache; where padding repeats a position, the token's
     own are written again."""
-    rows = rows_to_keep(place.positions)
-    pages = cache.table.index_select(0, place.slots[:1])[0]
-    page = pages.index_select(0, place.positions // cache.page_size).long()
+    rows = rows_to_keep(index.positions)
+    pages = cache.table.index_select(0, index.slots[:1])[0]
+    page = pages.index_select(0, index.positions // cache.page_size).long()
     heads = torch.arange(key.shape[1], device=key.device)
-    at = (page[:, None], heads[None, :], (place.positions % cache.page_size)[:, None])
+    at = (page[:, None], heads[None, :], (index.positions % cache.page_size)[:, None])
     cache.keys.index_put_(at, key.index_select(0, rows))
     cache.values.index_put_(at, value.index_select(0, rows))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, is_one, launcher, row_class, starts_early
-from ostinato.export.kernels.operands import FEW_ROWS, MOST_ROWS, KVCache, Norm, Place
+from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, KVCache, Norm, RowIndex
 
 from . import step_triton
 from .block_triton import TileConfig, attend_range, normed_and_rotated, padded_group, score_scale
@@ -28,7 +28,7 @@ CONFIGS = {
         MEDIUM: TileConfig(32, keys=64, warps=4, stages=3),
         SMALL: TileConfig(64, keys=32, warps=8, stages=2),
     },
-    MOST_ROWS: {
+    MAX_ROWS: {
         LARGE: TileConfig(64, keys=64, warps=4, stages=3),
         MEDIUM: TileConfig(64, keys=64, warps=8, stages=2),
         SMALL: TileConfig(64, keys=32, warps=8, stages=2),
@@ -36,27 +36,27 @@ CONFIGS = {
 }
 # The positions that a split has at least, by the most rows. With 256 for both, 8 rows at depth 192 take 13.9 us, not 10.8;
 # with 128 for both, 64 rows 34.3, not 28.6.
-LEAST = {FEW_ROWS: 128, MOST_ROWS: 256}
+MIN_SPLIT = {FEW_ROWS: 128, MAX_ROWS: 256}
 # Splits of all rows together, and of one row at most.
 PARTS = 1024
-MOST_SPLITS = 64
+MAX_SPLITS = 64
 COMBINE_WARPS = 4
 # Splits whose sums are loaded at once: short contexts have one.
 SUMS_TOGETHER = 4
 
 
-def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KVCache, heads: int) -> Tensor:
+def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> Tensor:
     """See `reference.attend_step`; all tensors contiguous. One row has kernels of its own.
 
     Raises:
         ExportError: as `step_triton.attend_step`.
     """
     if is_one(qkv.shape[0]):
-        return step_triton.attend_step(qkv, q_norm, k_norm, place, cache, heads)
-    check_step(q_norm, k_norm, place, cache, heads)
+        return step_triton.attend_step(qkv, q_norm, k_norm, index, cache, heads)
+    check_step(q_norm, k_norm, index, cache, heads)
     norms = q_norm.weight, k_norm.weight, q_norm.eps
     return _attend_rows(
-        qkv, *norms, place.positions, place.slots, place.cos, place.sin, cache.keys, cache.values, cache.table, heads
+        qkv, *norms, index.positions, index.slots, index.cos, index.sin, cache.keys, cache.values, cache.table, heads
     )
 
 
@@ -78,10 +78,10 @@ def _attend_rows(
     rows = qkv.shape[0]
     kv_heads, page_size, head_dim = keys.shape[1:]
     group = padded_group(heads // kv_heads)
-    most = row_class(rows)
-    config = fitting(CONFIGS[most]) if keys.dtype == torch.bfloat16 else prompt_config(head_dim, keys.dtype)
+    max_rows = row_class(rows)
+    config = fitting(CONFIGS[max_rows]) if keys.dtype == torch.bfloat16 else prompt_config(head_dim, keys.dtype)
     together = max(1, config.queries // group)
-    splits = PARTS // torch.sym_max(rows, PARTS // MOST_SPLITS)
+    splits = PARTS // torch.sym_max(rows, PARTS // MAX_SPLITS)
     query = torch.empty((rows, heads, head_dim), dtype=keys.dtype, device=qkv.device)
     sums = torch.empty((rows, splits, heads, head_dim), dtype=torch.float32, device=qkv.device)
     # The peak and the weight of each sum.
@@ -89,7 +89,7 @@ def _attend_rows(
     out = torch.empty((rows, heads * head_dim), dtype=keys.dtype, device=qkv.device)
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "EARLY": starts_early()}
     pages = {"PAGES": table.shape[1], "PAGE": page_size}
-    tiles = {"ROWS": together, "KEYS": config.keys, "LEAST": LEAST[most], "MOST_ROWS": MOST_ROWS}
+    tiles = {"ROWS": together, "KEYS": config.keys, "MIN_SPLIT": MIN_SPLIT[max_rows], "MAX_ROWS": MAX_ROWS}
     launcher(place_rows_early)[(rows, kv_heads)](
         qkv,
         q_norm,
@@ -137,7 +137,7 @@ def _attend_rows(
         out,
         rows,
         splits,
-        SPLITS=MOST_SPLITS,
+        SPLITS=MAX_SPLITS,
         TOGETHER=SUMS_TOGETHER,
         num_warps=COMBINE_WARPS,
         **tiles,
@@ -226,8 +226,8 @@ def attend_rows_early(
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST_ROWS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -243,7 +243,7 @@ def attend_rows_early(
     kv_head = tl.program_id(0)
     first = tl.program_id(1)
     slot, begins, count, seen, share = tile_of(
-        first, first, positions, slots, rows, splits, ROWS, KEYS, LEAST, MOST_ROWS
+        first, first, positions, slots, rows, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS
     )
     begin = tl.program_id(2) * share
     # One program must wait; others with nothing to do leave their room.
@@ -292,8 +292,8 @@ def combine_rows_early(
     splits: tl.tensor,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST_ROWS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -307,8 +307,8 @@ def combine_rows_early(
     splits = tl.cast(splits, tl.int32)
     row = tl.program_id(0)
     head = tl.program_id(1)
-    own = row - offset_in_run(row, slots, rows, MOST_ROWS) % ROWS
-    slot, _, _, seen, share = tile_of(own, row, positions, slots, rows, splits, ROWS, KEYS, LEAST, MOST_ROWS)
+    own = row - offset_in_run(row, slots, rows, MAX_ROWS) % ROWS
+    slot, _, _, seen, share = tile_of(own, row, positions, slots, rows, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS)
     used = tl.where(slot >= 0, tl.cdiv(seen, share), 0)
     split = tl.arange(0, SPLITS)
     few = tl.arange(0, TOGETHER)
@@ -335,9 +335,9 @@ def combine_rows_early(
 
 
 @triton.jit
-def offset_in_run(row: tl.tensor, slots: tl.tensor, rows: tl.tensor, MOST_ROWS: tl.constexpr) -> tl.tensor:
+def offset_in_run(row: tl.tensor, slots: tl.tensor, rows: tl.tensor, MAX_ROWS: tl.constexpr) -> tl.tensor:
     """How many rows of its slot stand before a row: a slot has one run."""
-    each = tl.arange(0, MOST_ROWS)
+    each = tl.arange(0, MAX_ROWS)
     known = tl.load(slots + each, mask=each < rows, other=-1)
     return tl.sum(((known == tl.load(slots + row)) & (each < row)).to(tl.int32), 0)
 
@@ -352,14 +352,14 @@ def tile_of(
     splits: tl.tensor,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST_ROWS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """(slot of `row`, whether `first` begins a tile, its rows, positions that its last row sees, those of one split)."""
-    each = tl.arange(0, MOST_ROWS)
+    each = tl.arange(0, MAX_ROWS)
     slot = tl.load(slots + row)
     mine = tl.load(slots + each, mask=each < rows, other=-1) == slot
     before = tl.sum((mine & (each < first)).to(tl.int32), 0)
     count = tl.minimum(ROWS, tl.sum((mine & (each >= first)).to(tl.int32), 0))
     seen = tl.load(positions + first).to(tl.int32) + count
-    return slot, before % ROWS == 0, count, seen, tl.maximum(tl.cdiv(seen, splits * KEYS) * KEYS, LEAST)
+    return slot, before % ROWS == 0, count, seen, tl.maximum(tl.cdiv(seen, splits * KEYS) * KEYS, MIN_SPLIT)

@@ -16,15 +16,15 @@ from torch import Tensor
 from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import launcher, starts_early
-from ostinato.export.kernels.operands import KVCache, Norm, Place
+from ostinato.export.kernels.operands import KVCache, Norm, RowIndex
 
-from .block_triton import PROGRAMS, normed_and_rotated, pages_of, places_in, score_scale, take
+from .block_triton import PROGRAMS, normed_and_rotated, offsets_in, pages_of, score_scale, take
 from .limits import check_attention
 
-# The positions of one split are a multiple of STEP, so that a few thousand tokens spread evenly, and at least LEAST, so that
-# a short context has few sums to combine.
+# The positions of one split are a multiple of STEP, so that a few thousand tokens spread evenly, and at least MIN_SPLIT, so
+# that a short context has few sums to combine.
 STEP = 16
-LEAST = 64
+MIN_SPLIT = 64
 
 
 @dataclass(frozen=True)
@@ -54,27 +54,28 @@ COMBINE = CombineConfig(width=32, warps=1)
 
 
 def splits_for(kv_heads: int, positions: int) -> int:
-    """Programs that share a key head's positions: PROGRAMS over all key heads, fewer where each would have under LEAST."""
-    return max(1, min(PROGRAMS // kv_heads, triton.cdiv(positions, LEAST)))
+    """Programs that share a key head's positions: PROGRAMS over all key heads, fewer where each would have under
+    MIN_SPLIT."""
+    return max(1, min(PROGRAMS // kv_heads, triton.cdiv(positions, MIN_SPLIT)))
 
 
-def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, place: Place, cache: KVCache, heads: int) -> Tensor:
+def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> Tensor:
     """See `reference.attend_step`; all tensors contiguous. The cost grows with the position, not with a session's pages.
 
-    `place` and the table are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
+    `index` and the table are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
     `delegate/graphs/nodes.py`).
 
     Raises:
         ExportError: see `check_step`.
     """
-    check_step(q_norm, k_norm, place, cache, heads)
+    check_step(q_norm, k_norm, index, cache, heads)
     norms = q_norm.weight, k_norm.weight, q_norm.eps
-    return _attend_step(qkv, *norms, *place, cache.keys, cache.values, cache.table, heads)
+    return _attend_step(qkv, *norms, *index, cache.keys, cache.values, cache.table, heads)
 
 
-def check_step(q_norm: Norm, k_norm: Norm, place: Place, cache: KVCache, heads: int) -> None:
+def check_step(q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> None:
     """Raises ExportError: see `check_attention`; or R is odd or larger than D, or the norms differ in eps."""
-    head_dim, rotary = cache.keys.shape[3], place.cos.shape[1]
+    head_dim, rotary = cache.keys.shape[3], index.cos.shape[1]
     check_attention(heads, cache.keys.shape[1], head_dim, cache.keys.dtype)
     if rotary % 2 or rotary > head_dim:
         raise ExportError(f"the attention kernels rotate an even number of a head's {head_dim} elements, got {rotary}")
@@ -129,7 +130,7 @@ def _attend_step(
         SCALE=score_scale(head_dim),
         SPLITS=splits,
         STEP=STEP,
-        LEAST=LEAST,
+        MIN_SPLIT=MIN_SPLIT,
         ROWS=max(8, triton.next_power_of_2(group)),
         KEYS=split.keys,
         EARLY=starts_early(),
@@ -150,7 +151,7 @@ def _attend_step(
         SPLITS=splits,
         PLACES=triton.next_power_of_2(splits),
         STEP=STEP,
-        LEAST=LEAST,
+        MIN_SPLIT=MIN_SPLIT,
         WIDTH=width,
         EARLY=starts_early(),
         num_warps=COMBINE.warps,
@@ -182,7 +183,7 @@ def attend_split_early(
     SCALE: tl.constexpr,
     SPLITS: tl.constexpr,
     STEP: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -204,7 +205,7 @@ def attend_split_early(
     # Padding sees nothing.
     position = tl.where(slot < 0, 0, tl.load(positions)).to(tl.int32)
     table += tl.maximum(slot, 0) * PAGES
-    share = share_for(position, SPLITS, STEP, LEAST)
+    share = share_for(position, SPLITS, STEP, MIN_SPLIT)
     first = split * share
     last = tl.minimum(first + share, position)
     last = tl.where(split < SPLITS, last, first)
@@ -212,10 +213,10 @@ def attend_split_early(
     v_cache += kv_head * PAGE * D
     pages = pages_of(table, first, last, PAGE, KEYS, STEP % KEYS == 0)
     own_page = tl.load(table + position // PAGE).to(tl.int64)
-    place = places_in(pages, first, SIZE, PAGE, D, KEYS)
+    offsets = offsets_in(pages, first, SIZE, PAGE, D, KEYS)
     former = (first + tl.arange(0, KEYS) < last)[:, None]
-    keys = tl.load(k_cache + place, mask=former, other=0.0)
-    values = tl.load(v_cache + place, mask=former, other=0.0)
+    keys = tl.load(k_cache + offsets, mask=former, other=0.0)
+    values = tl.load(v_cache + offsets, mask=former, other=0.0)
     pages = pages_of(table, first + KEYS, last, PAGE, KEYS, STEP % KEYS == 0)
     rotated = every < ROTARY
     # Element i is rotated with the element that is ROTARY / 2 after or before it.
@@ -256,10 +257,10 @@ def attend_split_early(
         first_values = hold(values, EARLY)
         total, weight, peak = take(x, first_keys, first_values, first, last, total, weight, peak, SCALE)
         for begin in range(first + KEYS, last, KEYS):
-            next_place = places_in(pages, begin, SIZE, PAGE, D, KEYS)
+            next_offsets = offsets_in(pages, begin, SIZE, PAGE, D, KEYS)
             next_former = (begin + tl.arange(0, KEYS) < last)[:, None]
-            next_keys = tl.load(k_cache + next_place, mask=next_former, other=0.0)
-            next_values = tl.load(v_cache + next_place, mask=next_former, other=0.0)
+            next_keys = tl.load(k_cache + next_offsets, mask=next_former, other=0.0)
+            next_values = tl.load(v_cache + next_offsets, mask=next_former, other=0.0)
             # Looked up one block ahead.
             pages = pages_of(table, begin + KEYS, last, PAGE, KEYS, STEP % KEYS == 0)
             total, weight, peak = take(x, next_keys, next_values, begin, last, total, weight, peak, SCALE)
@@ -282,7 +283,7 @@ def attend_combine_early(
     SPLITS: tl.constexpr,
     PLACES: tl.constexpr,
     STEP: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
     WIDTH: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -292,7 +293,7 @@ def attend_combine_early(
     cell = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     split = tl.arange(0, PLACES)
     position = tl.where(tl.load(slots) < 0, 0, tl.load(positions)).to(tl.int32)
-    used = split * share_for(position, SPLITS, STEP, LEAST) < position
+    used = split * share_for(position, SPLITS, STEP, MIN_SPLIT) < position
     at = split * HEADS + head
 
     wait_for_previous(EARLY)
@@ -327,6 +328,6 @@ def hold(x: tl.tensor, EARLY: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def share_for(tokens: tl.tensor, SPLITS: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr) -> tl.tensor:
+def share_for(tokens: tl.tensor, SPLITS: tl.constexpr, STEP: tl.constexpr, MIN_SPLIT: tl.constexpr) -> tl.tensor:
     """Positions of one split: enough that SPLITS of them hold all tokens."""
-    return tl.maximum(tl.cdiv(tokens, SPLITS * STEP) * STEP, LEAST)
+    return tl.maximum(tl.cdiv(tokens, SPLITS * STEP) * STEP, MIN_SPLIT)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Decay, Place
+from ostinato.export.kernels.operands import Decay, RowIndex
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
 _LANES = 16
 
 
 def delta_step(
-    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, place: Place, norm_weight: Tensor, key_heads: int
+    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, index: RowIndex, norm_weight: Tensor, key_heads: int
 ) -> tuple[Tensor, Tensor]:
     """As `reference.delta_step`; each head's sum of squares comes in one part per 16 of its outputs."""
     out, squares = _delta_step(
-        mixed, gates, decay.a_log, decay.dt_bias, state, place.positions, place.slots, norm_weight, key_heads
+        mixed, gates, decay.a_log, decay.dt_bias, state, index.positions, index.slots, norm_weight, key_heads
     )
     return out, squares
 

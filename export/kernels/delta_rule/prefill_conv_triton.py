@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ostinato.export.kernels.launch import launcher
 from ostinato.export.kernels.length_triton import length_of
-from ostinato.export.kernels.operands import Convolution, Place
+from ostinato.export.kernels.operands import Convolution, RowIndex
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ CONV = {
 }
 
 
-def convolve(x: Tensor, conv: Convolution, place: Place) -> Tensor:
+def convolve(x: Tensor, conv: Convolution, index: RowIndex) -> Tensor:
     """See `reference.convolve`. `x` may be a slice of a wider tensor if each row is contiguous."""
-    return _convolve(x, conv.weight, conv.state, place.positions, place.slots)
+    return _convolve(x, conv.weight, conv.state, index.positions, index.slots)
 
 
 @torch.library.triton_op("ostinato::convolve", mutates_args={"state"})
@@ -150,11 +150,11 @@ def move_state(
     newest = ()
     for row in tl.static_range(0, TAPS - 1):
         # Counted from the first row of the old state, behind which the tokens follow.
-        place = length + row
-        kept = tl.load(cells + place * CHANNELS, mask=old & (place < TAPS - 1), other=0.0)
-        token = x + (place - (TAPS - 1)).to(tl.int64) * X_STRIDE + channel
-        came = tl.load(token, mask=inside & (place >= TAPS - 1), other=0.0)
-        newest += (tl.where(place < TAPS - 1, kept, came),)  # type: ignore[assignment]
+        row_of_window = length + row
+        kept = tl.load(cells + row_of_window * CHANNELS, mask=old & (row_of_window < TAPS - 1), other=0.0)
+        token = x + (row_of_window - (TAPS - 1)).to(tl.int64) * X_STRIDE + channel
+        came = tl.load(token, mask=inside & (row_of_window >= TAPS - 1), other=0.0)
+        newest += (tl.where(row_of_window < TAPS - 1, kept, came),)  # type: ignore[assignment]
     # All threads have read what any of them will write.
     tl.debug_barrier()
     for row in tl.static_range(0, TAPS - 1):

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, launcher
 from ostinato.export.kernels.length_triton import length_of
-from ostinato.export.kernels.operands import Decay, Place
+from ostinato.export.kernels.operands import Decay, RowIndex
 
 from .limits import check_delta_rule
 from .math_triton import multiply_add, multiply_parts
@@ -85,7 +85,7 @@ def gated_delta_rule(
     b: Tensor,
     decay: Decay,
     state: Tensor,
-    place: Place,
+    index: RowIndex,
     key_heads: int,
     max_tokens: int,
 ) -> Tensor:
@@ -99,7 +99,7 @@ def gated_delta_rule(
     """
     _, heads, key_dim, value_dim = state.shape
     check_delta_rule(key_heads, heads, key_dim, value_dim)
-    return _gated_delta_rule(mixed, a, b, decay.a_log, decay.dt_bias, state, place.positions, place.slots, key_heads)
+    return _gated_delta_rule(mixed, a, b, decay.a_log, decay.dt_bias, state, index.positions, index.slots, key_heads)
 
 
 @torch.library.triton_op("ostinato::gated_delta_rule", mutates_args={"state"})

@@ -17,27 +17,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Convolution, Decay, Place, is_padding, length_of, runs_of
+from ostinato.export.kernels.operands import Convolution, Decay, RowIndex, is_padding, length_of, runs_of
 
 CHUNK = 64
 # The largest matrix that is cheaper to invert whole than in blocks: smaller products take no less time.
 SMALL = 8
 
 
-def convolve(x: Tensor, conv: Convolution, place: Place) -> Tensor:
+def convolve(x: Tensor, conv: Convolution, index: RowIndex) -> Tensor:
     """The causal convolution of a gated delta-net layer for a prompt, and SiLU.
 
     Args:
         x: [T, C], possibly columns of a wider tensor.
         conv: of C channels, in x's dtype; its state is written in place where the slot is: the inputs up to the last token.
-        place: of one run, and perhaps padding behind it; where it begins at 0 the old state counts as zeros.
+        index: of one run, and perhaps padding behind it; where it begins at 0 the old state counts as zeros.
 
     Returns:
         [T, C] in x's dtype; sums are float32.
     """
-    state, slot = conv.state, place.slots[:1]
+    state, slot = conv.state, index.slots[:1]
     before = state.index_select(0, slot)[0]
-    before = torch.where(place.positions[0] == 0, torch.zeros_like(before), before)
+    before = torch.where(index.positions[0] == 0, torch.zeros_like(before), before)
     tokens = x.shape[0]
     window = torch.cat((before, x), dim=0)
     taps = conv.weight[:, 0, :].float().t()
@@ -45,7 +45,7 @@ def convolve(x: Tensor, conv: Convolution, place: Place) -> Tensor:
     out = sum(taps[i] * window[i : i + tokens].float() for i in range(taps.shape[0]))
     assert isinstance(out, Tensor)
     # As many inputs as the state has, up to the last token's.
-    last = length_of(place.positions) + torch.arange(before.shape[0], device=x.device)
+    last = length_of(index.positions) + torch.arange(before.shape[0], device=x.device)
     state.index_copy_(0, slot, window.index_select(0, last).unsqueeze(0))
     return F.silu(out).to(x.dtype)
 
@@ -56,7 +56,7 @@ def gated_delta_rule(
     b: Tensor,
     decay: Decay,
     state: Tensor,
-    place: Place,
+    index: RowIndex,
     key_heads: int,
     max_tokens: int,
 ) -> Tensor:
@@ -70,7 +70,7 @@ def gated_delta_rule(
         a, b: [T, H], the gates' projections; like `mixed`, possibly columns of a wider tensor.
         decay: of H heads.
         state: [slots, H, K, V] float32; the prompt's slot is written in place: the state after the last token.
-        place: of one run, and perhaps padding behind it; where it begins at 0 the old state counts as zeros.
+        index: of one run, and perhaps padding behind it; where it begins at 0 the old state counts as zeros.
         key_heads: how many key heads.
         max_tokens: upper bound of T, known when the graph is made.
 
@@ -78,7 +78,7 @@ def gated_delta_rule(
         [T, H, V] in mixed's dtype.
     """
     _, heads, key_dim, value_dim = state.shape
-    tokens, positions, slot = mixed.shape[0], place.positions, place.slots[:1]
+    tokens, positions, slot = mixed.shape[0], index.positions, index.slots[:1]
     before = state.index_select(0, slot)[0]
     before = torch.where(positions[0] == 0, torch.zeros_like(before), before)
     q, k, v = mixed.float().split((key_heads * key_dim, key_heads * key_dim, heads * value_dim), dim=1)
@@ -101,7 +101,7 @@ def gated_delta_rule(
 
 
 def delta_step(
-    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, place: Place, norm_weight: Tensor, key_heads: int
+    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, index: RowIndex, norm_weight: Tensor, key_heads: int
 ) -> tuple[Tensor, Tensor]:
     """`gated_delta_rule` of any runs, and the gated norm except for its division by each head's root mean square.
 
@@ -112,7 +112,7 @@ def delta_step(
         gates: [T, 2 H] float32: b, then a.
         decay: of H heads.
         state: [slots, H, K, V] float32, written in place where the slots have rows.
-        place: of the rows; where a run begins at 0 its old state counts as zeros.
+        index: of the rows; where a run begins at 0 its old state counts as zeros.
         norm_weight: [V] float32, no offset.
         key_heads: how many key heads.
 
@@ -125,8 +125,8 @@ def delta_step(
     qkv, z = mixed.split((mixed.shape[1] - heads * value_dim, heads * value_dim), dim=1)
     b, a = gates.chunk(2, dim=1)
     o = mixed.new_zeros(tokens, heads, value_dim, dtype=torch.float32)
-    for _, rows in runs_of(place.slots):
-        here = Place(*(values[rows] for values in place))
+    for _, rows in runs_of(index.slots):
+        here = RowIndex(*(values[rows] for values in index))
         o[rows] = gated_delta_rule(
             qkv[rows], a[rows], b[rows], decay, state, here, key_heads, max_tokens=tokens
         ).float()

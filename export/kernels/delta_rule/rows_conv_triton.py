@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import launcher, starts_early
-from ostinato.export.kernels.operands import MOST_ROWS, Convolution, Place
+from ostinato.export.kernels.operands import MAX_ROWS, Convolution, RowIndex
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class ConvConfig:
 CONV = ConvConfig(channels=512, warps=4)
 
 
-def conv_rows(product: Tensor, conv: Convolution, place: Place) -> Tensor:
-    """See `linear.reference.conv_rows`; all tensors contiguous, R <= MOST_ROWS.
+def conv_rows(product: Tensor, conv: Convolution, index: RowIndex) -> Tensor:
+    """See `linear.reference.conv_rows`; all tensors contiguous, R <= MAX_ROWS.
 
     Positions, slots and the state are read before the kernel ahead has ended (rule R2 in `delegate/graphs/nodes.py`).
     """
-    return _conv_rows(product, conv.weight, conv.state, place.positions, place.slots)
+    return _conv_rows(product, conv.weight, conv.state, index.positions, index.slots)
 
 
 @torch.library.triton_op("ostinato::conv_rows", mutates_args={"state"})
@@ -56,7 +56,7 @@ def _conv_rows(product: Tensor, weight: Tensor, state: Tensor, positions: Tensor
         CHANNELS=channels,
         TAPS=taps,
         BLOCK=CONV.channels,
-        ROWS=MOST_ROWS,
+        ROWS=MAX_ROWS,
         EARLY=starts_early(),
         num_warps=CONV.warps,
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import is_one, launcher, row_class, starts_early
-from ostinato.export.kernels.operands import FEW_ROWS, MOST_ROWS, Decay, Place
+from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, Decay, RowIndex
 
 from . import step_triton
 from .limits import check_delta_rule
@@ -68,14 +68,14 @@ RUNS = RunsConfig(warps=4, programs=4, solving_warps=1, solving_programs=16)
 # 46.1 with 32 and two, 23.5 and 36.0 with 64 and four, by themselves.
 CONFIGS = {
     FEW_ROWS: DeltaConfig(values=32, warps=2, long=10, chunk=16),
-    MOST_ROWS: DeltaConfig(values=64, warps=2, long=6, chunk=16, runs=RUNS),
+    MAX_ROWS: DeltaConfig(values=64, warps=2, long=6, chunk=16, runs=RUNS),
 }
 # Programs for a block of values of a head that take short runs.
-MOST_PROGRAMS = 64
+MAX_PROGRAMS = 64
 
 
 def delta_step(
-    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, place: Place, norm_weight: Tensor, key_heads: int
+    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, index: RowIndex, norm_weight: Tensor, key_heads: int
 ) -> tuple[Tensor, Tensor]:
     """See `reference.delta_step`, and `delta_rows` for what it takes. One row is `step_triton`'s.
 
@@ -83,13 +83,13 @@ def delta_step(
         ExportError: see `check_delta_rule`.
     """
     form = step_triton.delta_step if is_one(mixed.shape[0]) else delta_rows
-    return form(mixed, gates, decay, state, place, norm_weight, key_heads)
+    return form(mixed, gates, decay, state, index, norm_weight, key_heads)
 
 
 def delta_rows(
-    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, place: Place, norm_weight: Tensor, key_heads: int
+    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, index: RowIndex, norm_weight: Tensor, key_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.delta_step`; all tensors contiguous, R <= MOST_ROWS, P = V / `DeltaConfig.values`.
+    """See `reference.delta_step`; all tensors contiguous, R <= MAX_ROWS, P = V / `DeltaConfig.values`.
 
     Positions, slots and the state are read before the kernel ahead has ended (rule R2 in `delegate/graphs/nodes.py`).
 
@@ -98,7 +98,7 @@ def delta_rows(
     """
     check_delta_rule(key_heads, *state.shape[1:])
     return _delta_rows(
-        mixed, gates, decay.a_log, decay.dt_bias, state, place.positions, place.slots, norm_weight, key_heads
+        mixed, gates, decay.a_log, decay.dt_bias, state, index.positions, index.slots, norm_weight, key_heads
     )
 
 
@@ -125,7 +125,7 @@ def _delta_rows(
     solved = torch.empty((parts, rows, heads, config.chunk), dtype=mixed.dtype, device=mixed.device)
     pairs = torch.empty_like(solved)
     factors = torch.empty((rows, heads, FACTORS.value), dtype=torch.float32, device=mixed.device)
-    common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "ROWS": MOST_ROWS}
+    common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "ROWS": MAX_ROWS}
     common |= {"LONG": config.long, "CHUNK": config.chunk, "PARTS": parts, "EARLY": starts_early()}
     inputs = mixed, gates, a_log, dt_bias, state, positions, slots, norm_weight
     arguments = *inputs, solved, pairs, factors, out, squares, rows
@@ -137,7 +137,7 @@ def _delta_rows(
         grid = blocks, heads, runs.programs
         launcher(delta_run_rows_early)[grid](*arguments, BLOCK=values, num_warps=runs.warps, **common)
     # Behind the long runs, so that programs that have none but rows of those end while they are still taken.
-    grid = blocks, heads, torch.sym_min(rows, MOST_PROGRAMS)
+    grid = blocks, heads, torch.sym_min(rows, MAX_PROGRAMS)
     launcher(delta_rows_early)[grid](*arguments, BLOCK=values, ALL=runs is None, num_warps=config.warps, **common)
     return out, squares
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import launcher, starts_early
-from ostinato.export.kernels.operands import Decay, Place
+from ostinato.export.kernels.operands import Decay, RowIndex
 
 from .limits import check_delta_rule
 from .math_triton import inverse_length, log_decay, write_strength
@@ -34,7 +34,7 @@ CONFIG = DeltaConfig(values=8, warps=1)
 
 
 def delta_step(
-    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, place: Place, norm_weight: Tensor, key_heads: int
+    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, index: RowIndex, norm_weight: Tensor, key_heads: int
 ) -> tuple[Tensor, Tensor]:
     """See `reference.delta_step`; R = 1, all tensors contiguous, P = V / CONFIG.values.
 
@@ -47,7 +47,7 @@ def delta_step(
     _, heads, key_dim, value_dim = state.shape
     check_delta_rule(key_heads, heads, key_dim, value_dim)
     return _delta_step(
-        mixed, gates, decay.a_log, decay.dt_bias, state, place.positions, place.slots, norm_weight, key_heads
+        mixed, gates, decay.a_log, decay.dt_bias, state, index.positions, index.slots, norm_weight, key_heads
     )
 
 
@@ -126,11 +126,11 @@ def delta_step_early(
     wait_for_previous(EARLY)
     # All loads are issued before anything is done with a result: the compiler keeps the order of loads and of exchanges
     # through shared memory.
-    place = head * V + values
+    offsets = head * V + values
     q = tl.load(mixed + key_head * K + keys)
     k = tl.load(mixed + (KEY_HEADS + key_head) * K + keys)
-    v = tl.load(mixed + 2 * KEY_HEADS * K + place)
-    z = tl.load(mixed + 2 * KEY_HEADS * K + HEADS * V + place)
+    v = tl.load(mixed + 2 * KEY_HEADS * K + offsets)
+    z = tl.load(mixed + 2 * KEY_HEADS * K + HEADS * V + offsets)
     b = tl.load(gates + head)
     a = tl.load(gates + HEADS + head)
 
@@ -147,5 +147,5 @@ def delta_step_early(
     delta = (v.to(tl.float32) - predicted) * (write_strength(b) * k_length)
     tl.store(cells, before * decay + k[:, None] * delta[None, :], mask=slot >= 0)
     o = (tl.sum(before * q[:, None], 0) * decay + tl.sum(q * k, 0) * delta) * q_length
-    tl.store(out + place, (o * norm * z * tl.sigmoid(z)).to(out.dtype.element_ty))
+    tl.store(out + offsets, (o * norm * z * tl.sigmoid(z)).to(out.dtype.element_ty))
     tl.store(squares + head * tl.num_programs(0) + tl.program_id(0), tl.sum(o * o, 0))

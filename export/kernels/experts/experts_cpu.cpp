@@ -8,9 +8,9 @@
 namespace ostinato {
 namespace {
 
-// Of a token, the expert in one of its top_k slots.
+// An expert that a token chose, and which one of its top_k choices it is.
 struct Choice {
-  int32_t token, slot;
+  int32_t token, rank;
   float share;
 };
 
@@ -73,12 +73,12 @@ struct Routing {
       return x > y || (x == y && a < b);
     };
     std::partial_sort(all.begin(), all.begin() + top_k, all.end(), ahead);
-    float most = of[all[0]], total = 0;
-    for (int64_t slot = 0; slot < top_k; ++slot) {
-      chosen[token * top_k + slot] = all[slot];
-      total += shares[token * top_k + slot] = std::exp(of[all[slot]] - most);
+    float peak = of[all[0]], total = 0;
+    for (int64_t rank = 0; rank < top_k; ++rank) {
+      chosen[token * top_k + rank] = all[rank];
+      total += shares[token * top_k + rank] = std::exp(of[all[rank]] - peak);
     }
-    for (int64_t slot = 0; slot < top_k; ++slot) shares[token * top_k + slot] /= total;
+    for (int64_t rank = 0; rank < top_k; ++rank) shares[token * top_k + rank] /= total;
   }
 };
 
@@ -95,7 +95,7 @@ void fill_sorted(Inputs& inputs, const Weight& weight, const Routing& routing, c
   });
 }
 
-// Rows of inputs, at most MOST_ROWS, that meet one expert's weight.
+// Rows of inputs, at most MAX_ROWS, that meet one expert's weight.
 struct Piece {
   Weight weight;
   int64_t input, count;
@@ -107,8 +107,8 @@ struct Piece {
 std::vector<Piece> pieces_of(const Routing& routing, const Weight& routed, bool own_rows) {
   std::vector<Piece> pieces;
   for (int64_t expert = 0; expert < routing.experts; ++expert)
-    for (int64_t begin = routing.begins[expert]; begin < routing.begins[expert + 1]; begin += MOST_ROWS) {
-      int64_t count = std::min(MOST_ROWS, routing.begins[expert + 1] - begin);
+    for (int64_t begin = routing.begins[expert]; begin < routing.begins[expert + 1]; begin += MAX_ROWS) {
+      int64_t count = std::min(MAX_ROWS, routing.begins[expert + 1] - begin);
       pieces.push_back({routed.expert(expert), own_rows ? 0 : begin, count, begin});
     }
   return pieces;
@@ -125,7 +125,7 @@ template <typename Emit>
 void swiglu(const Piece& piece, const Inputs& x, int64_t block, Block next, const Emit& emit) {
   int64_t half = piece.weight.rows / 2;
   if (half % LANES == 0) {
-    alignas(64) float gate[MOST_ROWS * LANES], up[MOST_ROWS * LANES];
+    alignas(64) float gate[MAX_ROWS * LANES], up[MAX_ROWS * LANES];
     ManyProducts both(piece.count);
     Block other{&piece.weight, block + half / LANES};
     multiply_block(piece.weight, x, block, piece.input, piece.input + piece.count, gate, other);
@@ -135,7 +135,7 @@ void swiglu(const Piece& piece, const Inputs& x, int64_t block, Block next, cons
     return;
   }
   int64_t blocks = piece.weight.blocks(), wide = blocks * LANES;
-  Scratch<float> both(piece.count * wide), out(MOST_ROWS * LANES);
+  Scratch<float> both(piece.count * wide), out(MAX_ROWS * LANES);
   for (int64_t each = 0; each < blocks; ++each) {
     multiply_block(piece.weight, x, each, piece.input, piece.input + piece.count, out);
     for (int64_t row = 0; row < piece.count; ++row) store(both + row * wide + each * LANES, load(out + row * LANES));
@@ -195,7 +195,7 @@ void swiglu_of_prompt(const std::vector<Piece>& pieces, const Routing& routing, 
 // shares.
 void add_routed(const Routing& routing, const std::vector<Piece>& pieces, const Inputs& x, int64_t first, int64_t last,
                 float* sums) {
-  alignas(64) float product[MOST_ROWS * LANES];
+  alignas(64) float product[MAX_ROWS * LANES];
   ManyProducts all(routing.tokens);
   for (const Piece& piece : pieces) {
     const Piece& after = &piece == &pieces.back() ? piece : (&piece)[1];
@@ -321,17 +321,17 @@ extern "C" AOTITorchError aoti_torch_cpu_experts_gate_up(AtenTensorHandle x_, At
     });
     std::vector<Piece> pieces = pieces_of(routing, routed, one);
     if (one_values)
-      for (int64_t token = 0; token < tokens; token += MOST_ROWS)
+      for (int64_t token = 0; token < tokens; token += MAX_ROWS)
         pieces.push_back({Weight{one_values, Tensor(shared_scale)}, one ? 0 : pairs + token,
-                          std::min(MOST_ROWS, tokens - token), -1 - token});
+                          std::min(MAX_ROWS, tokens - token), -1 - token});
     swiglu_of(pieces, inputs, one ? 3 : 64,
               [&](const Piece& piece, int64_t row, int64_t column, Floats y, int64_t count) {
-                int64_t token = -1 - piece.first + row, slot = top_k;
+                int64_t token = -1 - piece.first + row, rank = top_k;
                 if (piece.first >= 0) {
                   token = routing.order[piece.first + row].token;
-                  slot = routing.order[piece.first + row].slot;
+                  rank = routing.order[piece.first + row].rank;
                 }
-                out.store(token * width + slot * inner + column, y, count);
+                out.store(token * width + rank * inner + column, y, count);
               });
     made.give(result);
   });
@@ -353,7 +353,7 @@ extern "C" AOTITorchError aoti_torch_cpu_experts_down(AtenTensorHandle hidden_, 
     Inputs inputs(routed, routing.order.size()), shared_inputs(shared, one_values ? tokens : 0);
     fill(inputs, inner, [&](int64_t row, float* to) {
       const Choice& choice = routing.order[row];
-      to_floats(hidden.array().from(choice.token * width + choice.slot * inner), inner, to);
+      to_floats(hidden.array().from(choice.token * width + choice.rank * inner), inner, to);
     });
     fill(shared_inputs, shared.columns, [&](int64_t token, float* to) {
       to_floats(hidden.array().from(token * width + top_k * inner), shared.columns, to);
@@ -365,9 +365,9 @@ extern "C" AOTITorchError aoti_torch_cpu_experts_down(AtenTensorHandle hidden_, 
       Scratch<float> sums(tokens * wide * LANES);
       std::memset(sums, 0, tokens * wide * LANES * sizeof(float));
       add_routed(routing, pieces, inputs, first, last, sums);
-      alignas(64) float product[MOST_ROWS * LANES];
-      for (int64_t begin = 0; begin < shared_inputs.rows(); begin += MOST_ROWS) {
-        int64_t end = std::min(tokens, begin + MOST_ROWS);
+      alignas(64) float product[MAX_ROWS * LANES];
+      for (int64_t begin = 0; begin < shared_inputs.rows(); begin += MAX_ROWS) {
+        int64_t end = std::min(tokens, begin + MAX_ROWS);
         for (int64_t block = first; block < last; ++block) {
           multiply_block(shared, shared_inputs, block, begin, end, product);
           for (int64_t token = begin; token < end; ++token) {

@@ -79,10 +79,10 @@ def _experts(
     blocks = (choices + BLOCK_CHOICES - 1) // BLOCK_CHOICES + count
     order = torch.empty(choices, dtype=torch.int32, device=x.device)
     counts = torch.empty(count, dtype=torch.int32, device=x.device)
-    plan = torch.empty(blocks, 3, dtype=torch.int32, device=x.device)
+    schedule = torch.empty(blocks, 3, dtype=torch.int32, device=x.device)
     launcher(_sort_kernel)[(count,)](chosen, order, counts, choices, BLOCK_SORT, num_warps=8)
     padded = max(32, triton.next_power_of_2(count))
-    launcher(_plan_kernel)[(blocks,)](counts, plan, count, padded, BLOCK_CHOICES, num_warps=1)
+    launcher(_schedule_kernel)[(blocks,)](counts, schedule, count, padded, BLOCK_CHOICES, num_warps=1)
 
     hidden = torch.empty(choices, inner, dtype=x.dtype, device=x.device)
     group_size = 0 if gate_up_scale is None else size // gate_up_scale.shape[2]
@@ -91,7 +91,7 @@ def _experts(
     launcher(_gate_up_kernel)[(blocks, triton.cdiv(inner, BLOCK_GATE_UP))](
         x,
         order,
-        plan,
+        schedule,
         gate_up,
         gate_up if gate_up_scale is None else gate_up_scale,
         hidden,
@@ -112,7 +112,7 @@ def _experts(
         hidden,
         weights,
         order,
-        plan,
+        schedule,
         down,
         down if down_scale is None else down_scale,
         parts,
@@ -165,8 +165,9 @@ def _sort_kernel(chosen, order, counts, choices, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _plan_kernel(counts, plan, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_CHOICES: tl.constexpr):
-    """Program b: plan[b] = the b-th block's expert, or -1, its first place in `order` and where that expert's places end."""
+def _schedule_kernel(counts, schedule, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_CHOICES: tl.constexpr):
+    """Program b: schedule[b] = the b-th block's expert, or -1, its first place in `order` and where that expert's places
+    end."""
     block = tl.program_id(0)
     expert = tl.arange(0, PADDED)
     count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
@@ -175,9 +176,9 @@ def _plan_kernel(counts, plan, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOC
     earlier = block - tl.sum(tl.where(expert < mine, blocks, 0), 0)
     start = tl.sum(tl.where(expert < mine, count, 0), 0)
     end = start + tl.sum(tl.where(expert == mine, count, 0), 0)
-    tl.store(plan + block * 3, tl.where(mine < EXPERTS, mine, -1))
-    tl.store(plan + block * 3 + 1, start + earlier * BLOCK_CHOICES)
-    tl.store(plan + block * 3 + 2, end)
+    tl.store(schedule + block * 3, tl.where(mine < EXPERTS, mine, -1))
+    tl.store(schedule + block * 3 + 1, start + earlier * BLOCK_CHOICES)
+    tl.store(schedule + block * 3 + 2, end)
 
 
 @triton.jit
@@ -287,7 +288,7 @@ def _scale_pair(scale, first, GROUP: tl.constexpr):
 def _gate_up_kernel(
     x,
     order,
-    plan,
+    schedule,
     weight,
     scale,
     hidden,
@@ -300,16 +301,17 @@ def _gate_up_kernel(
     STEP: tl.constexpr,
     NEXT_STEP: tl.constexpr,
 ):
-    """hidden [C, I] = silu(gate) * up, in the order of `order`. Program (block of the plan, BLOCK_ROWS columns of hidden).
+    """hidden [C, I] = silu(gate) * up, in the order of `order`. Program (block of the schedule, BLOCK_ROWS columns of
+    hidden).
 
     NEXT_STEP is that of the down projection; it reads hidden's columns in the order of x. 0: as they are.
     """
     block = tl.program_id(0)
-    expert = tl.load(plan + block * 3).to(tl.int64)
+    expert = tl.load(schedule + block * 3).to(tl.int64)
     if expert < 0:
         return
-    place = tl.load(plan + block * 3 + 1) + tl.arange(0, BLOCK_CHOICES)
-    filled = place < tl.load(plan + block * 3 + 2)
+    place = tl.load(schedule + block * 3 + 1) + tl.arange(0, BLOCK_CHOICES)
+    filled = place < tl.load(schedule + block * 3 + 2)
     token = tl.load(order + place, mask=filled, other=0).to(tl.int64) // TOP_K
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     gates = tl.zeros([BLOCK_ROWS, BLOCK_CHOICES], tl.float32)
@@ -352,7 +354,7 @@ def _down_kernel(
     hidden,
     weights,
     order,
-    plan,
+    schedule,
     weight,
     scale,
     parts,
@@ -363,13 +365,13 @@ def _down_kernel(
     BLOCK_ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """parts [C, H]: each choice's output times its weight. Program (block of the plan, BLOCK_ROWS columns)."""
+    """parts [C, H]: each choice's output times its weight. Program (block of the schedule, BLOCK_ROWS columns)."""
     block = tl.program_id(0)
-    expert = tl.load(plan + block * 3).to(tl.int64)
+    expert = tl.load(schedule + block * 3).to(tl.int64)
     if expert < 0:
         return
-    place = tl.load(plan + block * 3 + 1) + tl.arange(0, BLOCK_CHOICES)
-    filled = place < tl.load(plan + block * 3 + 2)
+    place = tl.load(schedule + block * 3 + 1) + tl.arange(0, BLOCK_CHOICES)
+    filled = place < tl.load(schedule + block * 3 + 2)
     choice = tl.load(order + place, mask=filled, other=0).to(tl.int64)
     share = tl.load(weights + choice, mask=filled, other=0)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

@@ -19,7 +19,7 @@ def route(logits: Tensor, top_k: int, slots: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         logits: [T, E], any floating dtype.
         top_k: experts per token.
-        slots: [T] int64, as in `Place`.
+        slots: [T] int64, as in `RowIndex`.
 
     Returns:
         (weights [T, k] float32, expert indices [T, k], an integer dtype). Rows that are padding reach no expert: their index

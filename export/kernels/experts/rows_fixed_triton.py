@@ -37,7 +37,7 @@ from ostinato.export.kernels.linear.rows_tiles_triton import (
 )
 from ostinato.export.kernels.linear.step_fixed_point_triton import ROUNDING, larger
 
-from .rows_plan_triton import BLOCK, PLAN, PLAN_PARTS, PLAN_ROWS, of_expert
+from .rows_schedule_triton import BLOCK, RECORD, RECORD_PARTS, RECORD_ROWS, of_expert
 
 # The largest integer of two signed bytes.
 LARGEST = tl.constexpr(127.0 * 256.0 + 127.0)
@@ -53,7 +53,7 @@ DOWN_ROWS = tl.constexpr(32)
 def gate_up_fixed_rows_early(
     planes,
     planes_scale,
-    plan,
+    schedule,
     gate_up,
     gate_up_scale,
     shared,
@@ -77,15 +77,15 @@ def gate_up_fixed_rows_early(
         INNER: a multiple of 128.
     """
     piece = tl.program_id(0)
-    record = plan + tl.program_id(1) * PLAN
+    record = schedule + tl.program_id(1) * RECORD
     number = tl.arange(0, BLOCK)
     column = tl.arange(0, 2 * BLOCK)
     wait_for_previous(EARLY)
     start_next(EARLY)
     expert = tl.load(record)
     place = tl.load(record + 1)
-    row = tl.load(record + PLAN_ROWS + number)
-    row_of_column = tl.load(record + PLAN_ROWS + column // 2)
+    row = tl.load(record + RECORD_ROWS + number)
+    row_of_column = tl.load(record + RECORD_ROWS + column // 2)
     if expert < 0:
         return
     line = tl.arange(0, TILE)
@@ -121,7 +121,7 @@ def gate_up_fixed_rows_early(
 def down_fixed_rows_early(
     hidden,
     hidden_scale,
-    plan,
+    schedule,
     down,
     down_scale,
     shared,
@@ -134,7 +134,7 @@ def down_fixed_rows_early(
 ):
     """parts [R (k (+ 1)), SIZE], outputs without their shares. Program (DOWN_TILE of SIZE, block); its warps divide INNER.
 
-    It reads the plan before its wait (R4 in `delegate/graphs/nodes.py`).
+    It reads the schedule before its wait (R4 in `delegate/graphs/nodes.py`).
 
     Behind a block's last place stand those of the next block, or what nobody wrote: their products are not stored.
 
@@ -146,7 +146,7 @@ def down_fixed_rows_early(
     GROUPS: tl.constexpr = INNER // 128
     TURNS: tl.constexpr = (GROUPS + WARPS - 1) // WARPS
     start_next(EARLY)
-    record = plan + tl.program_id(1) * PLAN
+    record = schedule + tl.program_id(1) * RECORD
     number = tl.arange(0, BLOCK)
     group = tl.arange(0, WARPS)
     column, group_of_column, byte_of_column = operand_offsets(2 * BLOCK)
@@ -162,7 +162,7 @@ def down_fixed_rows_early(
     scale = of_expert(down_scale, shared_scale, expert, SIZE * INNER // 128, EXPERTS)
     scale = scale + (line[None, :] * GROUPS + group[:, None])
     place = tl.load(record + 1, cache_modifier=".cg")
-    part = tl.load(record + PLAN_PARTS + number, cache_modifier=".cg")
+    part = tl.load(record + RECORD_PARTS + number, cache_modifier=".cg")
     wait_for_previous(EARLY)
     inputs = hidden + ((place * 2 + column) * INNER + group_of_column * 128 + byte_of_column)
     inputs_scale = hidden_scale + ((place + number)[None, :] * (INNER // SHARE) + group[:, None] * 2)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
-from .rows_plan_triton import BLOCK, PLAN, PLAN_PARTS, PLAN_ROWS, of_expert
+from .rows_schedule_triton import BLOCK, RECORD, RECORD_PARTS, RECORD_ROWS, of_expert
 
 # Weight rows of a program. Of gate and up it has half as many each.
 TILE = tl.constexpr(128)
@@ -22,7 +22,7 @@ HALF = tl.constexpr(64)
 @triton.jit
 def gate_up_rows_early(
     inputs,
-    plan,
+    schedule,
     gate_up,
     gate_up_scale,
     shared,
@@ -45,14 +45,14 @@ def gate_up_rows_early(
     """
     start_next(EARLY)
     piece = tl.program_id(0)
-    record = plan + tl.program_id(1) * PLAN
+    record = schedule + tl.program_id(1) * RECORD
     number = tl.arange(0, BLOCK)
     wait_for_previous(EARLY)
     expert = tl.load(record)
     inner = inner_of(expert, INNER, SHARED_INNER, EXPERTS)
     if (expert < 0) | (piece * HALF >= inner):
         return
-    row = tl.load(record + PLAN_ROWS + number)
+    row = tl.load(record + RECORD_ROWS + number)
     weight, scale = weight_of(gate_up, gate_up_scale, shared, shared_scale, expert, 2 * INNER * SIZE, EXPERTS, GROUP)
     line = tl.arange(0, TILE)
     # Rows past the last one are the last one again.
@@ -68,7 +68,7 @@ def gate_up_rows_early(
 @triton.jit
 def down_rows_early(
     hidden,
-    plan,
+    schedule,
     down,
     down_scale,
     shared,
@@ -84,13 +84,13 @@ def down_rows_early(
 ):
     """parts [R (k (+ 1)), SIZE], outputs without their shares. Program (TILE of SIZE, block)."""
     start_next(EARLY)
-    record = plan + tl.program_id(1) * PLAN
+    record = schedule + tl.program_id(1) * RECORD
     number = tl.arange(0, BLOCK)
     wait_for_previous(EARLY)
     expert = tl.load(record)
     if expert < 0:
         return
-    part = tl.load(record + PLAN_PARTS + number)
+    part = tl.load(record + RECORD_PARTS + number)
     weight, scale = weight_of(down, down_scale, shared, shared_scale, expert, SIZE * INNER, EXPERTS, GROUP)
     line = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inputs = hidden + (tl.load(record + 1) + number) * WIDEST

@@ -13,7 +13,7 @@ from ostinato.export.kernels.early_start_triton import start_next, wait_for_prev
 from ostinato.export.kernels.linear.rows_tiles_triton import nibble_order
 
 from .rows_fixed_triton import store_planes
-from .rows_plan_triton import WORD
+from .rows_schedule_triton import WORD
 from .step_route_triton import LANES, expert_of, key_of, largest_keys, softmax_of
 
 

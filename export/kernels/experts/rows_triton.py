@@ -2,7 +2,7 @@
 
 1. The router's logits, in parts (`rows_route_triton`).
 2. Each row chooses its experts, and is normed and made what the experts take.
-3. Blocks of one expert's rows (`rows_plan_triton`).
+3. Blocks of one expert's rows (`rows_schedule_triton`).
 4. Gate and up projection of these blocks, and SwiGLU (`rows_fixed_triton`, or `rows_general_triton`).
 5. Their down projections.
 6. The sum of each row's experts, times their shares, and of the residual stream.
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels.launch import is_one, launcher, row_class, starts_early
-from ostinato.export.kernels.operands import FEW_ROWS, MOST_ROWS, ExpertWeights, Norm, Weight
+from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, ExpertWeights, Norm, Weight
 
 from . import rows_fixed_triton as fixed
 from . import rows_general_triton as general
-from . import rows_plan_triton as planned
 from . import rows_route_triton as routing
+from . import rows_schedule_triton as scheduling
 from . import step_triton
 from .step_triton import check_weights, weight_pointers, weight_tensors
 
@@ -37,7 +37,7 @@ from .step_triton import check_weights, weight_pointers, weight_tensors
 ROUTER = {torch.bfloat16: (32, 512), torch.float32: (16, 128)}
 # Turns of the gate and up projections' loop whose weights are on their way, and one; for up to FEW_ROWS rows, and for more.
 # 21.4/36.9/54.2/71.1/83.4 us with 2 at 8/16/32/64/128 rows, 24.5/38.2/54.5/69.9/78.9 with 3.
-STAGES = {FEW_ROWS: 2, MOST_ROWS: 3}
+STAGES = {FEW_ROWS: 2, MAX_ROWS: 3}
 # Columns per program of the last kernel.
 SUM_COLUMNS = 1024
 
@@ -61,8 +61,8 @@ def sparse_moe(
     """
     if is_one(x.shape[0]):
         return step_triton.sparse_moe(x, norm, gate, shared_gate, top_k, routed, shared, slots)
-    if isinstance(x.shape[0], int) and x.shape[0] > MOST_ROWS:
-        raise ExportError(f"a step's experts take up to {MOST_ROWS} rows, not {x.shape[0]}")
+    if isinstance(x.shape[0], int) and x.shape[0] > MAX_ROWS:
+        raise ExportError(f"a step's experts take up to {MAX_ROWS} rows, not {x.shape[0]}")
     sizes = x.shape[1], routed.down.columns, 0 if shared is None else shared.down.columns
     gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
     check_weights(routed.gate_up, gate_up, x.dtype, sizes, top_k)
@@ -96,14 +96,14 @@ def _sparse_moe_rows(
     prepared, x_scale, members, ranks, shares = _route(
         x, norm_weight, eps, gate, shared_gate, top_k, slots, in_fixed_point
     )
-    plan, places = _plan(members, ranks, top_k, shared_gate is not None)
+    schedule, places = _schedule(members, ranks, top_k, shared_gate is not None)
     gate_ups = weight_pointers(gate_up, gate_up_scale, shared_gate_up, shared_gate_up_scale)
     downs = weight_pointers(down, down_scale, shared_down, shared_down_scale)
     parts = torch.empty(shares.shape[0] * shares.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
     if in_fixed_point:
-        _multiply_fixed(prepared, x_scale, plan, places, gate_ups, downs, parts)
+        _multiply_fixed(prepared, x_scale, schedule, places, gate_ups, downs, parts)
     else:
-        _multiply_general(prepared, plan, places, gate_ups, downs, parts, inner, shared_inner, group)
+        _multiply_general(prepared, schedule, places, gate_ups, downs, parts, inner, shared_inner, group)
     return _sum(parts, shares, slots, x)
 
 
@@ -125,7 +125,7 @@ def _route(
     """prepared, x_scale, members, ranks and shares, as `rows_route_triton.choose_rows_early` says."""
     (rows, size), experts = x.shape, gate.shape[0]
     tile, width = ROUTER[x.dtype]
-    slices, words = _blocks(size, width), _blocks(rows, planned.WORD.value)
+    slices, words = _blocks(size, width), _blocks(rows, scheduling.WORD.value)
     logits, squares, members = _floats(x, slices, rows, experts), _floats(x, slices, rows), _integers(x, words, experts)
     launcher(routing.route_rows_early)[(slices, _blocks(experts, tile), words)](
         x,
@@ -137,7 +137,7 @@ def _route(
         rows,
         SIZE=size,
         EXPERTS=experts,
-        ROWS=min(planned.WORD.value, row_class(rows)),
+        ROWS=min(scheduling.WORD.value, row_class(rows)),
         TILE=tile,
         SLICE=width,
         EARLY=starts_early(),
@@ -177,20 +177,20 @@ def _route(
     return prepared, x_scale, members, ranks, shares
 
 
-def _plan(members: Tensor, ranks: Tensor, top_k: int, shared: bool) -> tuple[Tensor, int]:
-    """The plan [blocks, PLAN], and how many places there are; see `rows_plan_triton`."""
+def _schedule(members: Tensor, ranks: Tensor, top_k: int, shared: bool) -> tuple[Tensor, int]:
+    """The schedule [blocks, RECORD], and how many places there are: see `rows_schedule_triton`."""
     rows, experts = ranks.shape
-    block = planned.BLOCK.value
+    block = scheduling.BLOCK.value
     # As many as all choices, if each is of another expert; and an expert's last block may be all but empty.
     blocks = torch.sym_min(rows * top_k, (rows * top_k + experts * (block - 1)) // block)
     places = rows * top_k
     if shared:
         blocks, places = blocks + _blocks(rows, block), places + rows
-    plan = _integers(ranks, blocks, planned.PLAN.value)
-    launcher(planned.plan_rows_early)[(blocks,)](
+    schedule = _integers(ranks, blocks, scheduling.RECORD.value)
+    launcher(scheduling.schedule_rows_early)[(blocks,)](
         members,
         ranks,
-        plan,
+        schedule,
         rows,
         EXPERTS=experts,
         TOP_K=top_k,
@@ -199,13 +199,13 @@ def _plan(members: Tensor, ranks: Tensor, top_k: int, shared: bool) -> tuple[Ten
         EARLY=starts_early(),
         num_warps=4,
     )
-    return plan, places
+    return schedule, places
 
 
 def _multiply_fixed(
     prepared: Tensor,
     x_scale: Tensor,
-    plan: Tensor,
+    schedule: Tensor,
     places: int,
     gate_up: tuple[Tensor, ...],
     down: tuple[Tensor, ...],
@@ -213,24 +213,24 @@ def _multiply_fixed(
 ) -> None:
     """Writes parts [R (k (+ 1)), H]; weights: what `weight_pointers` gives."""
     experts, size = down[0].shape[:2]
-    inner, blocks, share = down[0].shape[2] * 2, plan.shape[0], fixed.SHARE.value
+    inner, blocks, share = down[0].shape[2] * 2, schedule.shape[0], fixed.SHARE.value
     common = {"SIZE": size, "INNER": inner, "EXPERTS": experts, "EARLY": starts_early(), "num_warps": 4}
     stages = STAGES[row_class(prepared.shape[0])]
     # Down projections read BLOCK places of each block.
-    places = places + planned.BLOCK.value
-    hidden = torch.empty(places, 2, inner, dtype=torch.int8, device=plan.device)
-    hidden_scale = _floats(plan, places, inner // share)
+    places = places + scheduling.BLOCK.value
+    hidden = torch.empty(places, 2, inner, dtype=torch.int8, device=schedule.device)
+    hidden_scale = _floats(schedule, places, inner // share)
     launcher(fixed.gate_up_fixed_rows_early)[(inner // share, blocks)](
-        prepared, x_scale, plan, *gate_up, hidden, hidden_scale, STAGES=stages, **common
+        prepared, x_scale, schedule, *gate_up, hidden, hidden_scale, STAGES=stages, **common
     )
     launcher(fixed.down_fixed_rows_early)[(size // fixed.DOWN_TILE.value, blocks)](
-        hidden, hidden_scale, plan, *down, parts, **common
+        hidden, hidden_scale, schedule, *down, parts, **common
     )
 
 
 def _multiply_general(
     prepared: Tensor,
-    plan: Tensor,
+    schedule: Tensor,
     places: int,
     gate_up: tuple[Tensor, ...],
     down: tuple[Tensor, ...],
@@ -241,20 +241,22 @@ def _multiply_general(
 ) -> None:
     """As `_multiply_fixed`."""
     experts, size = down[0].shape[:2]
-    widest, blocks = max(inner, shared_inner), plan.shape[0]
+    widest, blocks = max(inner, shared_inner), schedule.shape[0]
     common = {"SIZE": size, "INNER": inner, "SHARED_INNER": shared_inner, "WIDEST": widest, "EXPERTS": experts}
     common |= {"GROUP": group, "EARLY": starts_early(), "num_warps": 4}
-    hidden = torch.empty(places, widest, dtype=prepared.dtype, device=plan.device)
+    hidden = torch.empty(places, widest, dtype=prepared.dtype, device=schedule.device)
     launcher(general.gate_up_rows_early)[(_blocks(widest, general.HALF.value), blocks)](
-        prepared, plan, *gate_up, hidden, **common
+        prepared, schedule, *gate_up, hidden, **common
     )
-    launcher(general.down_rows_early)[(_blocks(size, general.TILE.value), blocks)](hidden, plan, *down, parts, **common)
+    launcher(general.down_rows_early)[(_blocks(size, general.TILE.value), blocks)](
+        hidden, schedule, *down, parts, **common
+    )
 
 
 def _sum(parts: Tensor, shares: Tensor, slots: Tensor | None, x: Tensor) -> Tensor:
     rows, size = x.shape
     out = torch.empty_like(x)
-    launcher(planned.sum_rows_early)[(_blocks(size, SUM_COLUMNS), rows)](
+    launcher(scheduling.sum_rows_early)[(_blocks(size, SUM_COLUMNS), rows)](
         parts,
         shares,
         shares if slots is None else slots,

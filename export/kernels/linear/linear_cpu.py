@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Place, Weight
+from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
 
@@ -36,7 +36,7 @@ def _norm_swiglu(
 
 
 def norm_linear_conv(
-    x: Tensor, norm: Norm, weight: Weight, gates: Tensor, conv: Convolution, place: Place
+    x: Tensor, norm: Norm, weight: Weight, gates: Tensor, conv: Convolution, index: RowIndex
 ) -> tuple[Tensor, Tensor]:
     """As `reference.norm_linear_conv`; `gates` is in panels too."""
     mixed, gated = _norm_linear_conv(
@@ -48,8 +48,8 @@ def norm_linear_conv(
         gates,
         conv.weight,
         conv.state,
-        place.positions,
-        place.slots,
+        index.positions,
+        index.slots,
     )
     return mixed, gated
 

@@ -14,7 +14,7 @@ constexpr int TILE = 5, INT4_TILE = 8;
 constexpr int64_t AHEAD = 2048;
 
 // What is smaller counts as nothing: 127 over it would overflow.
-constexpr float LEAST_PEAK = 1e-30f;
+constexpr float MIN_PEAK = 1e-30f;
 
 int32_t word(const void* p) {
   int32_t found;
@@ -121,13 +121,13 @@ void Inputs::put(int64_t row, const float* x, int64_t begin, int64_t count) {
   if (!bytes_) return;
   for (int64_t at = begin; at < begin + count; at += group_, x += group_) {
     // What is infinite or NaN is NaN less itself.
-    Floats most = zeros(), strange = zeros();
+    Floats peaks = zeros(), strange = zeros();
     for (int64_t i = 0; i < group_; i += LANES) {
       Floats value = load(x + i);
-      most = maximum(magnitude(value), most);
+      peaks = maximum(magnitude(value), peaks);
       strange = strange + (value - value);
     }
-    float peak = largest(most) + sum(strange), inverse = peak > LEAST_PEAK ? 127 / peak : 0;
+    float peak = largest(peaks) + sum(strange), inverse = peak > MIN_PEAK ? 127 / peak : 0;
     Floats total = zeros();
     for (int64_t i = 0; i < group_; i += LANES) {
       Floats whole = rounded(load(x + i) * broadcast(inverse));
@@ -427,7 +427,7 @@ void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_
   if (product.tiles(begin, end, out)) return;
 #endif
   // Rather eight rows twice than twelve and four.
-  int64_t most = weight.format == Format::INT4 ? INT4_TILE : TILE, times = (end - begin + most - 1) / most;
+  int64_t max_rows = weight.format == Format::INT4 ? INT4_TILE : TILE, times = (end - begin + max_rows - 1) / max_rows;
   for (int64_t time = 0, row = begin; time < times; ++time) {
     int64_t rows = (end - row + times - time - 1) / (times - time);
     product.up_to<INT4_TILE>(rows, row, out + (row - begin) * LANES);

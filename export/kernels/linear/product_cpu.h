@@ -65,7 +65,7 @@ class Inputs {
   Scratch<int32_t> offsets_;
 };
 
-// Rows `begin` to `end` of x times the rows of one block of the weight: out [end - begin, LANES], with room for MOST_ROWS. What is
+// Rows `begin` to `end` of x times the rows of one block of the weight: out [end - begin, LANES], with room for MAX_ROWS. What is
 // behind the last row is overwritten; lanes that the last block does not have stay uninitialised. `next`: the block that this thread
 // will read then, which is fetched from memory meanwhile; else the one behind.
 void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_t begin, int64_t end, float* out,
@@ -110,22 +110,22 @@ void fill(Inputs& inputs, int64_t columns, const Load& load) {
 
 // Rows that meet a block at a time: with AMX more, since four-bit weights are made bfloat16 for them each time.
 #ifdef OSTINATO_AMX
-constexpr int64_t MOST_ROWS = 256;
+constexpr int64_t MAX_ROWS = 256;
 #else
-constexpr int64_t MOST_ROWS = 64;
+constexpr int64_t MAX_ROWS = 64;
 #endif
 
-// Calls work(block, begin, end) for all blocks and, of each, for all rows in pieces of at most MOST_ROWS, on all threads.
+// Calls work(block, begin, end) for all blocks and, of each, for all rows in pieces of at most MAX_ROWS, on all threads.
 template <typename Work>
 void for_blocks(int64_t blocks, int64_t rows, const Work& work) {
-  int64_t pieces = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  int64_t pieces = (rows + MAX_ROWS - 1) / MAX_ROWS;
   if (pieces == 1) return parallel(blocks, [&](int64_t block) { work(block, 0, rows); }, rows == 1 ? 3 : 8);
   // A few blocks stay in a core's cache while the pieces of the rows pass.
   constexpr int64_t TOGETHER = 4;
   parallel(
       (blocks + TOGETHER - 1) / TOGETHER * pieces,
       [&](int64_t task) {
-        int64_t begin = task % pieces * MOST_ROWS, end = std::min(rows, begin + MOST_ROWS);
+        int64_t begin = task % pieces * MAX_ROWS, end = std::min(rows, begin + MAX_ROWS);
         int64_t first = task / pieces * TOGETHER;
         for (int64_t block = first; block < std::min(blocks, first + TOGETHER); ++block) work(block, begin, end);
       },
@@ -136,7 +136,7 @@ void for_blocks(int64_t blocks, int64_t rows, const Work& work) {
 template <typename Emit>
 void multiply(const Weight& weight, const Inputs& x, const Emit& emit) {
   for_blocks(weight.blocks(), x.rows(), [&](int64_t block, int64_t begin, int64_t end) {
-    alignas(64) float out[MOST_ROWS * LANES];
+    alignas(64) float out[MAX_ROWS * LANES];
     multiply_block(weight, x, block, begin, end, out);
     for (int64_t row = begin; row < end; ++row)
       emit(row, block * LANES, load(out + (row - begin) * LANES), weight.rows_of(block));
@@ -150,7 +150,7 @@ void multiply_pairs(const Weight& weight, const Inputs& x, const Emit& emit) {
   if (half % LANES == 0) {
     int64_t blocks = half / LANES;
     for_blocks(blocks, x.rows(), [&](int64_t block, int64_t begin, int64_t end) {
-      alignas(64) float gate[MOST_ROWS * LANES], up[MOST_ROWS * LANES];
+      alignas(64) float gate[MAX_ROWS * LANES], up[MAX_ROWS * LANES];
       multiply_block(weight, x, block, begin, end, gate, Block{&weight, block + blocks});
       multiply_block(weight, x, block + blocks, begin, end, up, Block{&weight, block + 1});
       for (int64_t row = begin; row < end; ++row) {

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Place, Weight, runs_of
+from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight, runs_of
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
@@ -31,7 +31,7 @@ def norm_swiglu(x: Tensor, norm: Norm, weight: Weight) -> Tensor:
 
 
 def norm_linear_conv(
-    x: Tensor, norm: Norm, weight: Weight, gates: Tensor, conv: Convolution, place: Place
+    x: Tensor, norm: Norm, weight: Weight, gates: Tensor, conv: Convolution, index: RowIndex
 ) -> tuple[Tensor, Tensor]:
     """A gated delta-net's projections of any runs, and the causal convolution and SiLU over their first C outputs.
 
@@ -41,7 +41,7 @@ def norm_linear_conv(
         weight: [N, K].
         gates: [M, K] in x's dtype, more rows of the same product.
         conv: in x's dtype, C <= N; its state is moved on in place where the slots have rows.
-        place: of the rows; where a run begins at 0 the inputs so far count as zeros.
+        index: of the rows; where a run begins at 0 the inputs so far count as zeros.
 
     Returns:
         [T, N] in x's dtype, of which the outputs from C on are plain products, and [T, M] float32.
@@ -49,17 +49,17 @@ def norm_linear_conv(
     normed = norm(x)
     product = _product(normed, weight).to(x.dtype)
     gated = F.linear(normed, gates.to(normed.dtype))
-    return conv_rows(product, conv, place), gated.float()
+    return conv_rows(product, conv, index), gated.float()
 
 
-def conv_rows(product: Tensor, conv: Convolution, place: Place) -> Tensor:
+def conv_rows(product: Tensor, conv: Convolution, index: RowIndex) -> Tensor:
     """What `norm_linear_conv` does with its products [T, N]: the convolution and SiLU over the first C of them."""
     behind, channels = conv.state.shape[1:]
     wide = torch.promote_types(product.dtype, torch.float32)
     taps = conv.weight[:, 0].to(wide)
     mixed = torch.zeros_like(product)
-    for slot, rows in runs_of(place.slots):
-        before = torch.zeros_like(conv.state[slot]) if place.positions[rows][0] == 0 else conv.state[slot]
+    for slot, rows in runs_of(index.slots):
+        before = torch.zeros_like(conv.state[slot]) if index.positions[rows][0] == 0 else conv.state[slot]
         window = torch.cat((before, product[rows, :channels]))
         out = F.silu((window.to(wide).unfold(0, behind + 1, 1) * taps).sum(-1))
         mixed[rows] = torch.cat((out.to(product.dtype), product[rows, channels:]), dim=1)

@@ -73,16 +73,16 @@ def fixed_rows_early(
         )  # fmt: skip
         inside = (output < N)[:, None] & (row < rows)[None, :]
         begin = tl.program_id(0).to(tl.int64) * (COLUMNS * N)
-        place = tl.arange(0, COLUMNS)[None, :] * N + output[:, None]
+        offsets = tl.arange(0, COLUMNS)[None, :] * N + output[:, None]
         if SPLITS > 1:
             counter = counters_ptr + tl.program_id(0) * (tl.num_programs(2) - GATE_TILES) + tile
-            sums, inside = sum_of_parts(sums, parts_ptr + begin, counter, place, inside, rows, N, SPLITS)
+            sums, inside = sum_of_parts(sums, parts_ptr + begin, counter, offsets, inside, rows, N, SPLITS)
         sums = with_bias(sums, bias_ptr, output, N, BIAS)
         if SWIGLU:
             sums *= tl.sigmoid(sums) * with_bias(ups, bias_ptr + N, output, N, BIAS)
         if RESIDUAL:
-            sums += tl.load(residual_ptr + begin + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out_ptr + begin + place, sums.to(out_ptr.dtype.element_ty), mask=inside)
+            sums += tl.load(residual_ptr + begin + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + begin + offsets, sums.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -171,25 +171,25 @@ def of_float_pair(pairs, SECOND: tl.constexpr):
 
 
 @triton.jit
-def sum_of_parts(sums, parts_ptr, counter, place, inside, rows, N: tl.constexpr, SPLITS: tl.constexpr):
+def sum_of_parts(sums, parts_ptr, counter, offsets, inside, rows, N: tl.constexpr, SPLITS: tl.constexpr):
     """Write this program's sums [ROWS, COLUMNS] to parts [SPLITS, R, N] float32, and add up the parts if it is the last.
 
     Args:
         counter: of this tile, 0 at first: how many of its programs have written.
-        place: of the sums in [R, N], from `parts_ptr` on.
+        offsets: of the sums in [R, N], from `parts_ptr` on.
         inside: which of the sums are of an output and a row.
 
     Returns:
         The parts' sum, in their order whichever program comes last, and `inside`, nowhere true in another program.
     """
     every = tl.cast(rows, tl.int64) * N
-    tl.store(parts_ptr + tl.program_id(1) * every + place, sums, mask=inside)
+    tl.store(parts_ptr + tl.program_id(1) * every + offsets, sums, mask=inside)
     tl.debug_barrier()
     last = inside & (tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1)
     total = tl.zeros(sums.shape, tl.float32)
     for split in tl.static_range(SPLITS):
         # Past the first-level cache, which other programs' writes do not reach.
-        total += tl.load(parts_ptr + split * every + place, mask=last, other=0.0, cache_modifier=".cg")
+        total += tl.load(parts_ptr + split * every + offsets, mask=last, other=0.0, cache_modifier=".cg")
     return total, last
 
 

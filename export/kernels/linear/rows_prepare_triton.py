@@ -52,7 +52,7 @@ def prepare_rows_early(
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, PADDED)
     within = tl.arange(0, BLOCK)
-    place = block[:, None] * BLOCK + within[None, :]
+    offsets = block[:, None] * BLOCK + within[None, :]
     # Bytes 0 to 31 of a block hold its first span of 64, the others its second one; a span's halves are nibbles.
     element = block[:, None] * BLOCK + nibble_order(within)[None, :]
     inside = element < K
@@ -69,7 +69,7 @@ def prepare_rows_early(
             squares_ptr + row * (HEADS * PARTS), block, element, inside, EPS, K // HEADS, PARTS, PADDED
         )
     upper, lower, scale = fixed_point(x)
-    planes = planes_ptr + row * (2 * K) + place
+    planes = planes_ptr + row * (2 * K) + offsets
     tl.store(planes, upper, mask=inside)
     tl.store(planes + K, lower, mask=inside)
     tl.store(factors_ptr + row * BLOCKS + block, scale / 16, mask=block < BLOCKS)

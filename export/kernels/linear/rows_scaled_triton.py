@@ -56,5 +56,5 @@ def scaled_rows_early(
         sums = tl.dot(weights, x, sums, input_precision="tf32x3")
     if BIAS:
         sums += tl.load(bias_ptr + at).to(tl.float32)[:, None]
-    place = row[None, :].to(tl.int64) * N + output[:, None]
-    tl.store(out_ptr + place, sums, mask=filled & (output < N)[:, None])
+    offsets = row[None, :].to(tl.int64) * N + output[:, None]
+    tl.store(out_ptr + offsets, sums, mask=filled & (output < N)[:, None])

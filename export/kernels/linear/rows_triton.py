@@ -21,7 +21,7 @@ from torch import Tensor
 from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
 from ostinato.export.kernels.launch import LARGE, SMALL, at_most, fitting, is_one, launcher, pointers, starts_early
-from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Place, Weight
+from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight
 
 from . import reference, step_triton
 from .limits import check_weight
@@ -78,7 +78,7 @@ def norm_swiglu(x: Tensor, norm: Norm, weight: Weight) -> Tensor:
 
 
 def norm_linear_conv(
-    x: Tensor, norm: Norm, weight: Weight, gates: Tensor, conv: Convolution, place: Place
+    x: Tensor, norm: Norm, weight: Weight, gates: Tensor, conv: Convolution, index: RowIndex
 ) -> tuple[Tensor, Tensor]:
     """See `reference.norm_linear_conv`; all tensors contiguous and aligned to 16 bytes. One row is `step_triton`'s.
 
@@ -86,9 +86,9 @@ def norm_linear_conv(
         ExportError: see `check_weight`.
     """
     if is_one(x.shape[0]):
-        return step_triton.norm_linear_conv(x, norm, weight, gates, conv, place)
+        return step_triton.norm_linear_conv(x, norm, weight, gates, conv, index)
     product, gated = norm_linear_gates(x, norm, weight, gates)
-    return conv_rows(product, conv, place), gated
+    return conv_rows(product, conv, index), gated
 
 
 def norm_linear_gates(x: Tensor, norm: Norm, weight: Weight, gates: Tensor) -> tuple[Tensor, Tensor]:

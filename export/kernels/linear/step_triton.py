@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels.launch import launcher, pointers, starts_early
-from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Place, Weight
+from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight
 
 from .limits import check_weight
 from .step_kernels_triton import linear_add_early, norm_linear_conv_early, norm_linear_early, norm_swiglu_early
@@ -134,7 +134,7 @@ def _norm_swiglu(
 
 
 def norm_linear_conv(
-    x: Tensor, norm: Norm, weight: Weight, gates: Tensor, conv: Convolution, place: Place
+    x: Tensor, norm: Norm, weight: Weight, gates: Tensor, conv: Convolution, index: RowIndex
 ) -> tuple[Tensor, Tensor]:
     """See `reference.norm_linear_conv`; all tensors contiguous and aligned to 16 bytes.
 
@@ -146,7 +146,7 @@ def norm_linear_conv(
     """
     check_weight(weight, x.dtype)
     return _norm_linear_conv(
-        x, norm.weight, norm.eps, *weight.tensors, gates, conv.weight, conv.state, place.positions, place.slots
+        x, norm.weight, norm.eps, *weight.tensors, gates, conv.weight, conv.state, index.positions, index.slots
     )
 
 

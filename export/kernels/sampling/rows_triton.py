@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs
 """Sampling for several rows in two kernels that start early, no program of which waits for another.
 
-1. `sample_rows_early` reads all logits once. Of each block it leaves the best token, as if every token were kept, and of each
+1. `rank_rows_early` reads all logits once. Of each block it leaves the best token, as if every token were kept, and of each
    piece of PIECE logits the largest one.
-2. `draw_rows_early`, one program per row, takes the best of the blocks' tokens. That is the drawn one where no token is left
-   out, and often where some are: a token is kept by top-p if those that are more likely weigh little enough together, which
-   can be asked of one token without knowing where top-p ends. If it is not kept, the best of the more likely ones is next. So
-   the more tokens top-p keeps, the sooner one is found; each turn halves what is left of the others, on average.
+2. `sample_rows_early`, one program per row, takes the best of the blocks' tokens. That is the sampled one where no token is
+   left out, and often where some are: a token is kept by top-p if those that are more likely weigh little enough together,
+   which can be asked of one token without knowing where top-p ends. If it is not kept, the best of the more likely ones is
+   next. So the more tokens top-p keeps, the sooner one is found; each turn halves what is left of the others, on average.
 
    Top-k leaves few, so the first kernel spares the noise for such a row: the lowest kept logit is searched for, CANDIDATES
    candidates at a time. The k-th largest of the blocks' largest logits is a bound of it.
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.delegate.sampling import SamplingInputs
+from ostinato.delegate.sampling import SamplingTensors
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import is_one, launcher, starts_early
 from ostinato.export.kernels.operands import LastTokens
@@ -58,7 +58,7 @@ FIRST = tl.constexpr(0x7FFFFFFF)
 
 
 def sample_next(
-    logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, how: SamplingInputs, workspace: Tensor
+    logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, params: SamplingTensors, workspace: Tensor
 ) -> Tensor:
     """See `reference.sample_next`; all tensors contiguous. What is traced for one row is `sample_triton.sample_next`.
 
@@ -67,11 +67,11 @@ def sample_next(
     the workspace.
     """
     if is_one(logits.shape[0]):
-        return sample_triton.sample_next(logits, positions, slots, last, how, workspace)
-    return _sample_rows(logits, positions, slots, last.token, last.position, list(how))
+        return sample_triton.sample_next(logits, positions, slots, last, params, workspace)
+    return _sample_rows(logits, positions, slots, last.token, last.position, list(params))
 
 
-# `parameters` are the fields of `SamplingInputs`, in order. Only the kernels know them one by one.
+# `parameters` are the fields of `SamplingTensors`, in order. Only the kernels know them one by one.
 @torch.library.triton_op("ostinato::sample_rows", mutates_args={"token", "position"})
 def _sample_rows(
     logits: Tensor, positions: Tensor, slots: Tensor, token: Tensor, position: Tensor, parameters: list[Tensor]
@@ -88,10 +88,10 @@ def _sample_rows(
     peaks, chosen = empty(rows, pieces, dtype=torch.int32), empty(rows, pieces, dtype=torch.int32)
     out = empty(rows, dtype=torch.int64)
     common = {"VOCAB": vocab, "BLOCKS": blocks, "BLOCK": block, "EARLY": starts_early()}
-    launcher(sample_rows_early)[(blocks, rows)](
+    launcher(rank_rows_early)[(blocks, rows)](
         logits, positions, slots, *parameters, bests, masses, peaks, **common, num_warps=block // WARP
     )
-    launcher(draw_rows_early)[(rows,)](
+    launcher(sample_rows_early)[(rows,)](
         logits,
         positions,
         slots,
@@ -112,7 +112,7 @@ def _sample_rows(
 
 
 @triton.jit
-def sample_rows_early(
+def rank_rows_early(
     logits,
     positions,
     slots,
@@ -131,7 +131,7 @@ def sample_rows_early(
 ):
     """Program (b, r): BLOCK logits of row r from b * BLOCK on.
 
-    It leaves what `draw_rows_early` needs for the row's options: bests [R, BLOCKS] int64, see `_best_of`, where top-k is
+    It leaves what `sample_rows_early` needs for the row's options: bests [R, BLOCKS] int64, see `_best_of`, where top-k is
     off; the key of each piece's largest logit, peaks [R, BLOCKS * BLOCK / PIECE] int32, where tokens may be left out; and for
     top-p alone masses [R, BLOCKS] float32, what the tokens weigh together if the block's most likely one weighs 1.
     """
@@ -167,7 +167,7 @@ def sample_rows_early(
 
 
 @triton.jit
-def draw_rows_early(
+def sample_rows_early(
     logits,
     positions,
     slots,
@@ -190,7 +190,7 @@ def draw_rows_early(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program r draws for row r. chosen: [R, BLOCKS * BLOCK / PIECE] int32, the pieces that it looks at; by no one else."""
+    """Program r samples for row r. chosen: [R, BLOCKS * BLOCK / PIECE] int32, the pieces that it looks at; by no one else."""
     start_next(EARLY)
     row = tl.program_id(0)
     slot = tl.load(slots + row)
@@ -204,7 +204,7 @@ def draw_rows_early(
     few, filtered = _filters(temperature, top_k, top_p, min_p, VOCAB)
     keeps = (slot >= 0) & _is_last(slots, slot, row, rows)
     wait_for_previous(EARLY)
-    drawn = tl.full((), 0, tl.int64)
+    sampled = tl.full((), 0, tl.int64)
     if slot >= 0:
         best = tl.full((), NOTHING, tl.int64)
         blocks = tl.arange(0, triton.next_power_of_2(BLOCKS))
@@ -213,7 +213,7 @@ def draw_rows_early(
         if filtered:
             pieces = row.to(tl.int64) * (BLOCKS * (BLOCK // PIECE))
             x_row = _row(logits, row, VOCAB)
-            best = _draw_kept(
+            best = _sample_kept(
                 x_row,
                 best,
                 masses + row * BLOCKS,
@@ -231,9 +231,9 @@ def draw_rows_early(
                 BLOCK,
                 TILE,
             )
-        drawn = _token_of(best)
-    tl.store(out + row, drawn)
-    tl.store(token + own, drawn, mask=keeps)
+        sampled = _token_of(best)
+    tl.store(out + row, sampled)
+    tl.store(token + own, sampled, mask=keeps)
     tl.store(position_ptr + own, position, mask=keeps)
 
 
@@ -256,7 +256,7 @@ def _is_last(slots, slot, row, rows):
 
 
 @triton.jit
-def _draw_kept(
+def _sample_kept(
     x_row,
     best,
     masses,

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
 """Sampling in one kernel whose programs keep the logits in registers and exchange data only as often as the options need it.
 
-Greedy sampling, and drawing from all tokens: each program leaves its best token, and the last program to arrive takes the
+Greedy sampling, and sampling from all tokens: each program leaves its best token, and the last program to arrive takes the
 best of these; no program waits. Min-p needs the largest logit of all, so all programs wait for all once. Top-k and top-p
 search for the lowest logit that is kept, CANDIDATES candidates at a time: each program counts, and sums up, what it has above
 each candidate; all wait for all; and each adds up the numbers of all programs in the same order and so finds the same
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.delegate.sampling import SamplingInputs
+from ostinato.delegate.sampling import SamplingTensors
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import launcher, starts_early
 from ostinato.export.kernels.operands import LastTokens
@@ -43,17 +43,17 @@ NOTHING = tl.constexpr(-0x8000000000000000)
 
 
 def sample_next(
-    logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, how: SamplingInputs, workspace: Tensor
+    logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, params: SamplingTensors, workspace: Tensor
 ) -> Tensor:
     """See `reference.sample_next`; all tensors contiguous.
 
     Positions, slots and options are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
     `delegate/graphs/nodes.py`).
     """
-    return _sample_next(logits, positions, slots, last.token, last.position, list(how), workspace)
+    return _sample_next(logits, positions, slots, last.token, last.position, list(params), workspace)
 
 
-# `parameters` are the fields of `SamplingInputs`, in order. Only the kernel knows them one by one.
+# `parameters` are the fields of `SamplingTensors`, in order. Only the kernel knows them one by one.
 @torch.library.triton_op("ostinato::sample_next", mutates_args={"token", "position", "workspace"})
 def _sample_next(
     logits: Tensor,
@@ -176,9 +176,9 @@ def sample_early(
     row = _row(workspace, turn, PROGRAMS)
     tl.store(row + program, best)
     if _arrive(workspace) == (turn + 1) * PROGRAMS - 1:
-        drawn = 0x7FFFFFFF - (tl.max(_one_of_each(row, NOTHING, PROGRAMS), 0) & 0x7FFFFFFF)
-        tl.store(out, drawn)
-        tl.store(token + own, drawn, mask=slot >= 0)
+        sampled = 0x7FFFFFFF - (tl.max(_one_of_each(row, NOTHING, PROGRAMS), 0) & 0x7FFFFFFF)
+        tl.store(out, sampled)
+        tl.store(token + own, sampled, mask=slot >= 0)
         tl.store(position_ptr + own, position, mask=slot >= 0)
         # All have arrived for the last time: the next launch starts from 0 again.
         tl.store(workspace, 0)
@@ -205,7 +205,7 @@ def _gumbel_noise(seed, position, quads):
     high = zeros + (position >> 32).to(tl.int32)
     word0, word1, word2, word3 = tl.philox(seed, quads, zeros, low, high)
     words = tl.join(tl.join(word0, word2), tl.join(word1, word3)).reshape(quads.shape[0], 4)
-    # -log(1 - u), without loss where u is small, since small u decide the draw: the GPU's log of a number close to 1 has few
+    # -log(1 - u), without loss where u is small, since small u decide the token: the GPU's log of a number close to 1 has few
     # exact digits. Below 1/2 by the series of 2 atanh(s), exact to 2^-26.
     words = words.to(tl.int32, bitcast=True)
     upper = words < 0

@@ -151,9 +151,9 @@ float not_above_kth(const float* logits, int64_t vocab, int64_t k) {
   Scratch<float> largest_of(groups);
   parallel(pieces_of(vocab), [&](int64_t piece) {
     for (int64_t begin = piece * PIECE; begin < std::min(vocab, (piece + 1) * PIECE); begin += LANES) {
-      float most = -FLT_MAX;
-      for (int64_t i = begin; i < std::min(begin + LANES, vocab); ++i) most = std::max(most, finite(logits[i]));
-      largest_of[begin / LANES] = most;
+      float peak = -FLT_MAX;
+      for (int64_t i = begin; i < std::min(begin + LANES, vocab); ++i) peak = std::max(peak, finite(logits[i]));
+      largest_of[begin / LANES] = peak;
     }
   });
   std::nth_element(largest_of + 0, largest_of + (k - 1), largest_of + groups, std::greater<float>());
@@ -233,7 +233,7 @@ float gumbel_noise(double uniform) { return float(-std::log(-std::log1p(-uniform
 float noise_bound(uint32_t word) { return float(1 + std::countl_zero(word)) * 0.6932f + 1e-3f; }
 
 // Of the logits from `lowest` on, the one with the largest sum of itself over the temperature and its noise.
-int64_t draw(const float* logits, int64_t vocab, float lowest, float temperature, int64_t position, int64_t seed) {
+int64_t sample_kept(const float* logits, int64_t vocab, float lowest, float temperature, int64_t position, int64_t seed) {
   auto of_piece = [=](int64_t begin, int64_t end) {
     Best best{-std::numeric_limits<float>::infinity(), begin};
     uint32_t words[4];
@@ -253,17 +253,17 @@ int64_t draw(const float* logits, int64_t vocab, float lowest, float temperature
   return best_of(vocab, of_piece).token;
 }
 
-// How a slot samples.
-struct How {
+// How a slot samples: SamplingParams of delegate/sampling.py.
+struct Params {
   float temperature, top_p, min_p;
   int64_t top_k, seed;
 };
 
-int64_t sample(const float* logits, int64_t vocab, const How& how, int64_t position) {
+int64_t sample(const float* logits, int64_t vocab, const Params& params, int64_t position) {
   Best likely = most_likely(logits, vocab);
-  if (!(how.temperature > 0)) return likely.token;
-  float lowest = lowest_kept(logits, vocab, likely.score, how.temperature, how.top_k, how.top_p, how.min_p);
-  return draw(logits, vocab, lowest, how.temperature, position, how.seed);
+  if (!(params.temperature > 0)) return likely.token;
+  float lowest = lowest_kept(logits, vocab, likely.score, params.temperature, params.top_k, params.top_p, params.min_p);
+  return sample_kept(logits, vocab, lowest, params.temperature, position, params.seed);
 }
 
 }  // namespace
@@ -278,23 +278,23 @@ extern "C" AOTITorchError aoti_torch_cpu_sample_next(AtenTensorHandle logits_, A
     int64_t rows = logits.size(0), vocab = logits.size(1), count = token.size(0);
     const int64_t *slot = slots.as<int64_t>(), *positions = Tensor(positions_).as<int64_t>();
     for (int64_t row = 0; row < rows; ++row) check_slot(slot[row], count);
-    auto how = [&](int64_t of) {
-      return How{Tensor(temperature).as<float>()[of], Tensor(top_p).as<float>()[of], Tensor(min_p).as<float>()[of],
+    auto params = [&](int64_t of) {
+      return Params{Tensor(temperature).as<float>()[of], Tensor(top_p).as<float>()[of], Tensor(min_p).as<float>()[of],
                  Tensor(top_k).as<int64_t>()[of], Tensor(seed).as<int64_t>()[of]};
     };
     Result made({rows}, aoti_torch_dtype_int64());
-    int64_t* drawn = made.tensor().as<int64_t>();
-    auto draw_row = [&](int64_t row) {
-      drawn[row] = slot[row] < 0 ? 0 : sample(logits.as<float>() + row * vocab, vocab, how(slot[row]), positions[row] + 1);
+    int64_t* sampled = made.tensor().as<int64_t>();
+    auto sample_row = [&](int64_t row) {
+      sampled[row] = slot[row] < 0 ? 0 : sample(logits.as<float>() + row * vocab, vocab, params(slot[row]), positions[row] + 1);
     };
     // Of one row all threads take pieces of the vocabulary.
     if (rows == 1)
-      draw_row(0);
+      sample_row(0);
     else
-      parallel(rows, draw_row, 64);
+      parallel(rows, sample_row, 64);
     for (int64_t row = 0; row < rows; ++row) {
       if (slot[row] < 0) continue;
-      token.as<int64_t>()[slot[row]] = drawn[row];
+      token.as<int64_t>()[slot[row]] = sampled[row];
       Tensor(position_).as<int64_t>()[slot[row]] = positions[row] + 1;
     }
     made.give(result);

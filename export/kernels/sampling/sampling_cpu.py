@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.delegate.sampling import SamplingInputs
+from ostinato.delegate.sampling import SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
 
 def sample_next(
-    logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, how: SamplingInputs, workspace: Tensor
+    logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, params: SamplingTensors, workspace: Tensor
 ) -> Tensor:
     """As `reference.sample_next`."""
-    return _sample_next(logits, positions, slots, last.token, last.position, *how)
+    return _sample_next(logits, positions, slots, last.token, last.position, *params)
 
 
 @LIBRARY.operator(

@@ -110,7 +110,7 @@ def some_of(names: list[str], limit: int = 5) -> str:
     return listed + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def shortened(name: str, most: int = 120) -> str:
+def shortened(name: str, max_length: int = 120) -> str:
     """The name in one line, whatever it holds."""
     text = name if name.isprintable() else repr(name)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."

@@ -30,7 +30,7 @@ from ..chain import ON_HOST, WIDTH
 from ..pair import GRAPH, NOT_RECORDED, SEGMENTS, Pair, failing, inputs_of, refusing
 
 # Of the methods that `test_random_sequences` runs; the others have fewer.
-MOST_SEGMENTS = 7
+MAX_SEGMENTS = 7
 
 
 def test_each_shape_has_a_plan(pair: Pair) -> None:
@@ -220,13 +220,13 @@ class Plans(RuleBasedStateMachine):
         self.pair.program.bind_state()
         self.pair.plain_program.bind_state()
 
-    @rule(segments=st.sets(st.integers(0, MOST_SEGMENTS - 1)))
+    @rule(segments=st.sets(st.integers(0, MAX_SEGMENTS - 1)))
     def refuse(self, segments: set[int]) -> None:
         self.refused.clear()
         self.refused.update(segments)
 
     @precondition(lambda self: self.on_host)
-    @rule(length=st.integers(2, 8), which=st.integers(0, MOST_SEGMENTS - 1))
+    @rule(length=st.integers(2, 8), which=st.integers(0, MAX_SEGMENTS - 1))
     def fail_on_the_host(self, length: int, which: int) -> None:
         segment = sorted(self.on_host)[which % len(self.on_host)]
         with failing(segment), pytest.raises(StepError, match=r"no more threads.*`Program.reset`"):

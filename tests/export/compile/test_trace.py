@@ -22,7 +22,7 @@ from ostinato.export.compile.trace import trace_method
 ROWS, WIDTH, LONGEST = 11, 4, 9
 
 
-def drawn(*shape: int, seed: int) -> Tensor:
+def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -31,7 +31,7 @@ class Table(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Parameter(drawn(ROWS, WIDTH, seed=1), requires_grad=False)
+        self.table = nn.Parameter(normal(ROWS, WIDTH, seed=1), requires_grad=False)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         return self.table[tokens], tokens.float().mean() + torch.tensor([10.0, 20.0, 30.0, 40.0])
@@ -44,9 +44,9 @@ class Layer(nn.Module):
 
     def __init__(self, shared: Tensor, seed: int) -> None:
         super().__init__()
-        self.matrix = nn.Parameter(drawn(WIDTH, WIDTH, seed=seed), requires_grad=False)
+        self.matrix = nn.Parameter(normal(WIDTH, WIDTH, seed=seed), requires_grad=False)
         self.shared = nn.Parameter(shared, requires_grad=False)
-        self.plain = drawn(2, WIDTH, seed=seed + 100).t()
+        self.plain = normal(2, WIDTH, seed=seed + 100).t()
         self.register_buffer("total", torch.full((WIDTH,), float(seed)))
 
     def forward(self, x: Tensor, mean: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Layer(nn.Module):
 
 
 def layers(count: int = 3) -> list[Layer]:
-    shared = nn.Parameter(drawn(WIDTH, seed=2), requires_grad=False)
+    shared = nn.Parameter(normal(WIDTH, seed=2), requires_grad=False)
     return [Layer(shared, seed=10 + index) for index in range(count)]
 
 
@@ -241,7 +241,7 @@ def test_value_that_is_not_contiguous() -> None:
 
 def wider() -> Layer:
     layer = layers(1)[0]
-    layer.matrix = nn.Parameter(drawn(WIDTH, WIDTH + 1, seed=3), requires_grad=False)
+    layer.matrix = nn.Parameter(normal(WIDTH, WIDTH + 1, seed=3), requires_grad=False)
     return layer
 
 
@@ -253,7 +253,7 @@ def in_half() -> Layer:
 
 def of_other_plain_shape() -> Layer:
     layer = layers(1)[0]
-    layer.plain = drawn(WIDTH, 5, seed=4)
+    layer.plain = normal(WIDTH, 5, seed=4)
     return layer
 
 
@@ -291,6 +291,6 @@ class Pair(nn.Module):
 
 def test_links_of_one_kind_whose_tensors_coincide_in_one() -> None:
     """What is one tensor by two names in the first may be one constant in the code."""
-    one, two = drawn(WIDTH, seed=5), drawn(WIDTH, seed=6)
+    one, two = normal(WIDTH, seed=5), normal(WIDTH, seed=6)
     links = [Link(Pair(one, one), ("x",), "pair", "0."), Link(Pair(one, two), ("x",), "pair", "1.")]
     assert "1. and 0. are of one kind, 'pair', but not alike" in refused(chain(after_table(*links)))

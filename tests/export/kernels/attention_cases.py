@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ostinato.export.kernels.attention.prefill_triton import attend
-from ostinato.export.kernels.operands import KVCache, Place
+from ostinato.export.kernels.operands import KVCache, RowIndex
 
 from ...comparison import relative_error
 from .paged import held, paged
@@ -25,15 +25,15 @@ class Case:
 
     query: Tensor
     cache: KVCache
-    place: Place
+    index: RowIndex
 
     @property
     def expected(self) -> Tensor:
         """Token by token and head by head, over the positions that a token sees and no others; float64."""
         tokens, heads, head_dim = self.query.shape
         out = torch.empty(tokens, heads, head_dim, dtype=torch.float64, device=self.query.device)
-        keys, values = held(self.cache, SLOT, 0, int(self.place.positions[-1]) + 1)
-        for token, position in enumerate(self.place.positions.tolist()):
+        keys, values = held(self.cache, SLOT, 0, int(self.index.positions[-1]) + 1)
+        for token, position in enumerate(self.index.positions.tolist()):
             for head in range(heads):
                 seen = head // (heads // keys.shape[0]), slice(position + 1)
                 scores = keys[seen].double() @ self.query[token, head].double() * head_dim**-0.5
@@ -41,14 +41,14 @@ class Case:
         return out
 
 
-def prompt_place(first: int, tokens: int, rows: int | None = None) -> Place:
+def prompt_index(first: int, tokens: int, rows: int | None = None) -> RowIndex:
     """Of a prompt of SLOT, with padding up to `rows`. Nothing is rotated."""
     rows = rows or tokens
     positions = (first + torch.arange(rows, device=DEVICE)).clamp(max=first + tokens - 1)
     slots = torch.full((rows,), SLOT, device=DEVICE)
     slots[tokens:] = -1
     nothing = torch.zeros(rows, 2, device=DEVICE)
-    return Place(positions, slots, nothing, nothing)
+    return RowIndex(positions, slots, nothing, nothing)
 
 
 def draw(
@@ -63,12 +63,12 @@ def draw(
 
     keys, values = (normal(kv_heads, first + tokens, head_dim) for _ in range(2))
     cache = paged({SLOT: (keys, values)}, SLOTS, capacity, page_size)
-    return Case(2 * normal(tokens, heads, head_dim), cache, prompt_place(first, tokens))
+    return Case(2 * normal(tokens, heads, head_dim), cache, prompt_index(first, tokens))
 
 
 def check(case: Case) -> None:
     """The kernels against the definition."""
-    out = attend(case.query, case.cache, case.place)
+    out = attend(case.query, case.cache, case.index)
     assert out.shape == case.query.shape and out.dtype == case.query.dtype
     error = relative_error(out, case.expected)
     assert error < TOLERANCE[out.dtype], f"relative error {error:.1e}"

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from ostinato.export.kernels.attention import rows_triton, step_triton
-from ostinato.export.kernels.operands import KVCache, Norm, Place
+from ostinato.export.kernels.operands import KVCache, Norm, RowIndex
 
 from .compiling import BF16, F32, Launch, compile_all, recorded, without_a_driver, written
 
@@ -35,7 +35,7 @@ def launches(dtype: torch.dtype, projected: torch.dtype, early: bool, rows: int 
             empty(rows, 9216, dtype=projected),
             Norm(empty(256), 1e-6),
             Norm(empty(256), 1e-6),
-            Place(number, number, empty(rows, 64), empty(rows, 64)),
+            RowIndex(number, number, empty(rows, 64), empty(rows, 64)),
             KVCache(pages[0], pages[1], empty(2, 64, dtype=torch.int32)),
             heads=16,
         )

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from ostinato.export.kernels.delta_rule import rows_conv_triton, rows_triton
-from ostinato.export.kernels.operands import Convolution, Decay, Place
+from ostinato.export.kernels.operands import Convolution, Decay, RowIndex
 
 from .compiling import BF16, F32, Launch, compile_all, recorded, without_a_driver, written
 
@@ -33,9 +33,9 @@ def launches(dtype: torch.dtype, early: bool) -> list[Launch]:
         decay, state = Decay(empty(32), empty(32)), empty(2, 32, 128, 128)
         for rows in ROWS:
             number = empty(rows, dtype=torch.int64)
-            place = Place(number, number, empty(rows, 64), empty(rows, 64))
-            mixed = rows_conv_triton.conv_rows(empty(rows, 12288, dtype=dtype), conv, place)
-            rows_triton.delta_rows(mixed, empty(rows, 64), decay, state, place, empty(128), key_heads=16)
+            index = RowIndex(number, number, empty(rows, 64), empty(rows, 64))
+            mixed = rows_conv_triton.conv_rows(empty(rows, 12288, dtype=dtype), conv, index)
+            rows_triton.delta_rows(mixed, empty(rows, 64), decay, state, index, empty(128), key_heads=16)
     return found
 
 

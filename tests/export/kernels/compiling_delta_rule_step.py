@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from ostinato.export.kernels.delta_rule import step_triton
-from ostinato.export.kernels.operands import Decay, Place
+from ostinato.export.kernels.operands import Decay, RowIndex
 
 from .compiling import BF16, F32, Launch, compile_all, recorded, without_a_driver, written
 
@@ -29,7 +29,7 @@ def launches(dtype: torch.dtype, early: bool) -> list[Launch]:
             empty(1, 64),
             Decay(empty(32), empty(32)),
             empty(2, 32, 128, 128),
-            Place(empty(1, dtype=torch.int64), empty(1, dtype=torch.int64), empty(1, 64), empty(1, 64)),
+            RowIndex(empty(1, dtype=torch.int64), empty(1, dtype=torch.int64), empty(1, 64), empty(1, 64)),
             empty(128),
             key_heads=16,
         )

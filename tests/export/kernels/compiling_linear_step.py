@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from ostinato.export.kernels.linear import step_triton
-from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Place, Weight
+from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight
 
 from .compiling import BF16, F32, Launch, compile_all, recorded, without_a_driver, written
 
@@ -58,10 +58,10 @@ def launches() -> list[Launch]:
             step_triton.norm_swiglu(empty(1, k, dtype=dtype), Norm(empty(k), EPS), weight(n, k, group, dtype))
         for n, k, group, dtype, channels, gate_count in CONV:
             x, gates, number = empty(1, k, dtype=dtype), empty(gate_count, k, dtype=dtype), empty(1, dtype=torch.int64)
-            place = Place(number, number, empty(1, 64), empty(1, 64))
+            index = RowIndex(number, number, empty(1, 64), empty(1, 64))
             conv = Convolution(empty(channels, 1, 4, dtype=dtype), empty(2, 3, channels, dtype=dtype))
             norm = Norm(empty(k), EPS)
-            step_triton.norm_linear_conv(x, norm, weight(n, k, group, dtype), gates, conv, place)
+            step_triton.norm_linear_conv(x, norm, weight(n, k, group, dtype), gates, conv, index)
         for n, k, group, dtype, heads in ADD:
             squares = None if heads is None else HeadSquares(empty(heads, 2), EPS)
             x, residual = empty(1, k, dtype=dtype), empty(1, n, dtype=dtype)

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from ostinato.delegate.sampling import Sampling, SamplingInputs
+from ostinato.delegate.sampling import SamplingParams, SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.sampling import sample_triton
 from ostinato.export.kernels.sampling.reference import workspace_size
@@ -19,7 +19,7 @@ from .compiling import F32, Launch, compile_all, recorded, without_a_driver, wri
 # (vocabulary, compute capability, multiprocessors)
 CASES = [(248_320, 90, 128), (512, 90, 128), (248_320, 90, 16), (151_936, 89, 128)]
 
-HOW = Sampling(seed=0).inputs()
+HOW = SamplingParams(seed=0).tensors()
 SLOTS = 2
 
 
@@ -31,10 +31,10 @@ def launch_of(vocab: int, capability: int, processors: int) -> Launch:
         mock.patch.object(sample_triton, "starts_early", lambda: capability >= 90),
     ):
         number = torch.empty(1, dtype=torch.int64)
-        how = SamplingInputs(*(torch.empty_like(value, device="meta").repeat(SLOTS) for value in HOW))
+        params = SamplingTensors(*(torch.empty_like(value, device="meta").repeat(SLOTS) for value in HOW))
         last = LastTokens(*torch.empty(2, SLOTS, dtype=torch.int64))
         workspace = torch.empty(workspace_size(), dtype=torch.int64)
-        sample_triton.sample_next(torch.empty(1, vocab), number, number, last, how, workspace)
+        sample_triton.sample_next(torch.empty(1, vocab), number, number, last, params, workspace)
     (launch,) = found
     return launch
 

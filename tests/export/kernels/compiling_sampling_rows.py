@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from ostinato.delegate.sampling import Sampling, SamplingInputs
+from ostinato.delegate.sampling import SamplingParams, SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.sampling import rows_triton
 from ostinato.export.kernels.sampling.reference import workspace_size
@@ -26,12 +26,12 @@ ROWS, SLOTS = 8, 3
 def launches(vocab: int, capability: int) -> list[Launch]:
     """What `sample_next` launches for a vocabulary."""
     with recorded() as found, mock.patch.object(rows_triton, "starts_early", lambda: capability >= 90):
-        inputs = Sampling(seed=0).inputs()
-        how = SamplingInputs(*(torch.empty_like(value, device="meta").repeat(SLOTS) for value in inputs))
+        inputs = SamplingParams(seed=0).tensors()
+        params = SamplingTensors(*(torch.empty_like(value, device="meta").repeat(SLOTS) for value in inputs))
         last = LastTokens(*torch.empty(2, SLOTS, dtype=torch.int64))
         workspace = torch.empty(workspace_size(), dtype=torch.int64)
         numbers = torch.empty(ROWS, dtype=torch.int64)
-        rows_triton.sample_next(torch.empty(ROWS, vocab), numbers, numbers, last, how, workspace)
+        rows_triton.sample_next(torch.empty(ROWS, vocab), numbers, numbers, last, params, workspace)
     return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ostinato.export.formats.int4 import dequantize_int4, pack_int4
 from ostinato.export.kernels.linear.panels import pack_panels
-from ostinato.export.kernels.operands import Norm, Place, Weight
+from ostinato.export.kernels.operands import Norm, RowIndex, Weight
 
 F32, BF16 = torch.float32, torch.bfloat16
 EPS = 1e-6
@@ -54,12 +54,12 @@ MIXES = {
 }
 
 
-def place_of(spans: Sequence[Span], rotated: int = 0, seed: int = 0) -> Place:
+def rows_index(spans: Sequence[Span], rotated: int = 0, seed: int = 0) -> RowIndex:
     """Where these rows stand; what belongs to padding is NaN."""
     slots = torch.cat([torch.full((span.rows,), span.slot) for span in spans])
     positions = torch.cat([span.position + torch.arange(span.rows) * (span.slot >= 0) for span in spans])
     angles = Draw(seed).normal(len(slots), rotated // 2).repeat(1, 2).masked_fill((slots < 0)[:, None], torch.nan)
-    return Place(positions, slots, angles.cos(), angles.sin())
+    return RowIndex(positions, slots, angles.cos(), angles.sin())
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:

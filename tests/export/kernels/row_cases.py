@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Place
+from ostinato.export.kernels.operands import RowIndex
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOTS = 6
@@ -59,14 +59,14 @@ def rows_of(runs: list[Run]) -> int:
     return sum(run.length for run in runs)
 
 
-def place_of(runs: list[Run], rotary: int = 2) -> Place:
+def rows_index(runs: list[Run], rotary: int = 2) -> RowIndex:
     """Angles are drawn at random."""
     positions = torch.cat([torch.arange(run.first, run.end) for run in runs])
     slots = torch.tensor([run.slot for run in runs for _ in range(run.length)])
     angles = 3 * torch.randn(len(positions), rotary // 2, generator=torch.Generator().manual_seed(1)).repeat(1, 2)
-    return Place(*(values.to(DEVICE) for values in (positions, slots, angles.cos(), angles.sin())))
+    return RowIndex(*(values.to(DEVICE) for values in (positions, slots, angles.cos(), angles.sin())))
 
 
-def real_rows(place: Place) -> Tensor:
+def real_rows(index: RowIndex) -> Tensor:
     """Numbers of the rows that are no padding."""
-    return (place.slots >= 0).nonzero().flatten()
+    return (index.slots >= 0).nonzero().flatten()

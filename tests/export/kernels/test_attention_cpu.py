@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ostinato.export.kernels import Kernels
 from ostinato.export.kernels.attention import reference
-from ostinato.export.kernels.operands import KVCache, Place
+from ostinato.export.kernels.operands import KVCache, RowIndex
 
 from ...comparison import relative_error
-from .cpu_cases import BF16, F32, MIXES, ROWS, SLOTS, Draw, Span, doubled, padding, place_of, same_bits
+from .cpu_cases import BF16, F32, MIXES, ROWS, SLOTS, Draw, Span, doubled, padding, rows_index, same_bits
 
 TOLERANCE = {F32: 1e-5, BF16: 8e-3}
 CACHED = {F32: 1e-5, BF16: 4e-3}
@@ -43,12 +43,12 @@ class Case:
         self, shape: tuple[int, int, int, int], spans: Sequence[Span], dtype: torch.dtype, page_size: int = 64
     ) -> None:
         heads, kv_heads, size, rotated = shape
-        place = place_of(spans, rotated)
-        rows = len(place.slots)
+        index = rows_index(spans, rotated)
+        rows = len(index.slots)
         draw = Draw(rows + size)
-        self.heads, self.place = heads, place
+        self.heads, self.index = heads, index
         self.qkv = draw.normal(rows, 2 * (heads + kv_heads) * size, dtype=dtype)
-        self.qkv[place.slots < 0] = torch.nan
+        self.qkv[index.slots < 0] = torch.nan
         self.q_norm, self.k_norm = draw.norm(size), draw.norm(size)
         tokens = {span.slot: span.position + span.rows for span in spans if span.slot >= 0}
         needed = [-(-tokens.get(slot, 1) // page_size) for slot in range(SLOTS)]
@@ -76,19 +76,19 @@ class Case:
     @property
     def tokens(self) -> Tensor:
         """Which rows are tokens."""
-        return self.place.slots >= 0
+        return self.index.slots >= 0
 
     def exact(self) -> tuple[Tensor, KVCache]:
         """What the reference gives in float64, and its cache afterwards."""
         # It takes whole rows of the table, and heeds nothing behind the last position.
         table = self.cache.table.clamp(min=0)
         cache = KVCache(self.cache.keys.double(), self.cache.values.double(), table)
-        place = self.place._replace(cos=self.place.cos.double(), sin=self.place.sin.double())
+        index = self.index._replace(cos=self.index.cos.double(), sin=self.index.sin.double())
         norms = doubled(self.q_norm), doubled(self.k_norm)
-        return reference.attend_step(self.qkv.double(), *norms, place, cache, self.heads), cache
+        return reference.attend_step(self.qkv.double(), *norms, index, cache, self.heads), cache
 
     def run(self, kernels: type[Kernels]) -> Tensor:
-        return kernels.attend_step(self.qkv, self.q_norm, self.k_norm, self.place, self.cache, self.heads)
+        return kernels.attend_step(self.qkv, self.q_norm, self.k_norm, self.index, self.cache, self.heads)
 
     def check(self, kernels: type[Kernels]) -> None:
         expected, exact = self.exact()
@@ -163,15 +163,15 @@ def test_a_row_does_not_depend_on_other_sessions(cpu_kernels: type[Kernels]) -> 
     copy = KVCache(case.cache.keys.clone(), case.cache.values.clone(), case.cache.table)
     together = case.run(cpu_kernels)
     for row in (0, 1):
-        place = Place(*(values[row : row + 1] for values in case.place))
-        alone = cpu_kernels.attend_step(case.qkv[row : row + 1], case.q_norm, case.k_norm, place, copy, case.heads)
+        index = RowIndex(*(values[row : row + 1] for values in case.index))
+        alone = cpu_kernels.attend_step(case.qkv[row : row + 1], case.q_norm, case.k_norm, index, copy, case.heads)
         assert relative_error(together[row : row + 1], alone) < 1e-6
 
 
-def refused(kernels: type[Kernels], case: Case, **place: Tensor) -> None:
+def refused(kernels: type[Kernels], case: Case, **index: Tensor) -> None:
     """The call fails, and has written nothing."""
     before = case.cache.keys.clone(), case.cache.values.clone()
-    case.place = case.place._replace(**place)
+    case.index = case.index._replace(**index)
     with pytest.raises(AssertionError, match="attend_step failed"):
         case.run(kernels)
     assert all(same_bits(*pair) for pair in zip((case.cache.keys, case.cache.values), before, strict=True))
@@ -220,8 +220,8 @@ def test_reference_with_padding(length: int, rows: int, dtype: torch.dtype) -> N
     """Rows of NaN after the last token: the tokens' own outputs and the cache are as without them."""
     alone, case = (Case((4, 2, 64, 16), [Span(5, 30, length)], dtype) for _ in range(2))
     case.qkv = torch.cat((case.qkv, case.qkv.new_full((rows - length, case.qkv.shape[1]), torch.nan)))
-    case.place = place_of([Span(5, 30, length), padding(rows - length)], 16)
-    case.place.cos[:length], case.place.sin[:length] = alone.place.cos, alone.place.sin
+    case.index = rows_index([Span(5, 30, length), padding(rows - length)], 16)
+    case.index.cos[:length], case.index.sin[:length] = alone.index.cos, alone.index.sin
     for each in (alone, case):
         each.cache = KVCache(each.cache.keys, each.cache.values, each.cache.table.clamp(min=0))
     expected, out = alone.run(Kernels), case.run(Kernels)

@@ -14,7 +14,7 @@ from ostinato.export.kernels.attention.limits import check_attention
 from ostinato.export.kernels.attention.prefill_triton import attend
 
 from ...comparison import relative_error
-from .attention_cases import DEVICE, TOLERANCE, Case, check, draw, prompt_place
+from .attention_cases import DEVICE, TOLERANCE, Case, check, draw, prompt_index
 from .conftest import run_compiled
 from .padding import padded
 from .paged import PAGE_SIZES
@@ -60,7 +60,7 @@ def test_smaller_gpus(shared: int, tokens: int, dtype: torch.dtype, monkeypatch:
 @pytest.mark.parametrize("tokens", (1, 70))
 def test_the_reference_agrees(tokens: int) -> None:
     case = draw((4, 2, 16), tokens, 30, capacity=35 + tokens, dtype=torch.float32)
-    out = reference.attend(case.query, case.cache, case.place)
+    out = reference.attend(case.query, case.cache, case.index)
     assert relative_error(out, case.expected) < TOLERANCE[torch.float32]
 
 
@@ -68,14 +68,14 @@ def test_the_reference_agrees(tokens: int) -> None:
 def test_large_scores(tokens: int) -> None:
     """Scores in the thousands, of both signs: the running maximum is subtracted before anything overflows."""
     case = draw((4, 2, 16), tokens, 90, capacity=100, dtype=torch.float32)
-    check(Case(1000 * case.query, case.cache, case.place))
+    check(Case(1000 * case.query, case.cache, case.index))
 
 
 def test_query_that_is_not_contiguous() -> None:
     case = draw((4, 2, 16), 6, 9, capacity=40, dtype=torch.float32)
     apart = case.query.transpose(0, 1).contiguous().transpose(0, 1)
-    check(Case(apart, case.cache, case.place))
-    check(Case(apart[:1], case.cache, prompt_place(9, 1)))
+    check(Case(apart, case.cache, case.index))
+    check(Case(apart[:1], case.cache, prompt_index(9, 1)))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter is too slow")
@@ -107,7 +107,7 @@ TRACE = """
 import torch
 from torch.export import Dim, export
 from ostinato.export.kernels.attention.prefill_triton import attend
-from ostinato.export.kernels.operands import KVCache, Place
+from ostinato.export.kernels.operands import KVCache, RowIndex
 
 class Layer(torch.nn.Module):
     def __init__(self):
@@ -116,7 +116,7 @@ class Layer(torch.nn.Module):
         self.register_buffer("table", torch.zeros(2, 20, dtype=torch.int32))
 
     def forward(self, query, positions):
-        return attend(query, KVCache(self.cache, self.cache, self.table), Place(positions, positions, query, query))
+        return attend(query, KVCache(self.cache, self.cache, self.table), RowIndex(positions, positions, query, query))
 
 def show(tokens, dims):
     program = export(Layer(), (torch.zeros(tokens, 4, 64), torch.arange(tokens)), dynamic_shapes=dims, strict=False)
@@ -147,8 +147,8 @@ def test_padding(length: int, rows: int, dtype: torch.dtype) -> None:
     """Rows of NaN after the last token, at its position, over a cache that holds NaN from there on."""
     for first in some(FIRST[::3], length, dtype is torch.bfloat16):
         case = draw((4, 2, 64), length, first, capacity=first + length, dtype=dtype)
-        out = attend(padded(case.query, rows), case.cache, prompt_place(first, length, rows))
-        assert torch.equal(out[:length], attend(case.query, case.cache, case.place))
+        out = attend(padded(case.query, rows), case.cache, prompt_index(first, length, rows))
+        assert torch.equal(out[:length], attend(case.query, case.cache, case.index))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -159,7 +159,7 @@ def test_splits(
 ) -> None:
     """Few queries behind many keys: splits that some queries do not see, splits with part of a block, or with nothing."""
     for least in some((64, 128), PAGE_SIZES.index(page_size), dtype is torch.bfloat16):
-        monkeypatch.setattr(prefill_triton, "LEAST", least)
+        monkeypatch.setattr(prefill_triton, "MIN_SPLIT", least)
         for first in (0, 60, 250, 411):
             check(draw(shape, tokens, first, 480, dtype, page_size))
 
@@ -167,7 +167,7 @@ def test_splits(
 def test_more_splits_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of splits fit the memory that they have, whatever the number of tokens."""
     monkeypatch.setattr(prefill_triton, "PARTS", 16)
-    monkeypatch.setattr(prefill_triton, "MOST_SPLITS", 4)
-    monkeypatch.setattr(prefill_triton, "LEAST", 32)
+    monkeypatch.setattr(prefill_triton, "MAX_SPLITS", 4)
+    monkeypatch.setattr(prefill_triton, "MIN_SPLIT", 32)
     for tokens in (1, 33, 64, 65, 129):
         check(draw((8, 2, 16), tokens, 131, 280, torch.float32))

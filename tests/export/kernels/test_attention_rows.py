@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ostinato.export.kernels.attention import reference, rows_triton
-from ostinato.export.kernels.operands import KVCache, Norm, Place
+from ostinato.export.kernels.operands import KVCache, Norm, RowIndex
 
 from .row_cases import DEVICE, checkered
 
@@ -27,7 +27,7 @@ SHAPES = [(16, 4, 2, 32), (64, 6, 2, 16), (32, 2, 2, 64)]
 def in_splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short contexts as long ones are: in splits."""
     if request.param:
-        monkeypatch.setattr(rows_triton, "LEAST", dict.fromkeys(rows_triton.LEAST, 16))
+        monkeypatch.setattr(rows_triton, "MIN_SPLIT", dict.fromkeys(rows_triton.MIN_SPLIT, 16))
 
 
 @pytest.mark.usefixtures("in_splits")
@@ -39,7 +39,7 @@ def test_rows(name: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -
     rows = torch.tensor([slot for slot, _, count in runs for _ in range(count)])
     positions = torch.tensor([first + step for _, first, count in runs for step in range(count)])
     rotary = size // 2
-    place = Place(positions, rows, *torch.rand(2, len(rows), rotary, generator=generator))
+    index = RowIndex(positions, rows, *torch.rand(2, len(rows), rotary, generator=generator))
     table = torch.randperm(slots * most + 3, generator=generator)[: slots * most].view(slots, most).int()
     qkv = torch.randn(len(rows), 2 * (heads + kv_heads) * size, generator=generator).to(dtype)
     # What nobody has written yet is NaN.
@@ -51,8 +51,8 @@ def test_rows(name: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -
     q_norm, k_norm = torch.rand(2, size, generator=generator)
     found_cache = KVCache(pools[0].to(DEVICE, dtype), pools[1].to(DEVICE, dtype), table.to(DEVICE))
     known_cache = KVCache(pools[0].to(dtype), pools[1].to(dtype), table)
-    known = reference.attend_step(qkv, Norm(q_norm, 1e-6), Norm(k_norm, 1e-6), place, known_cache, heads)
-    there = Place(*(value.to(DEVICE) for value in place))
+    known = reference.attend_step(qkv, Norm(q_norm, 1e-6), Norm(k_norm, 1e-6), index, known_cache, heads)
+    there = RowIndex(*(value.to(DEVICE) for value in index))
     norms = Norm(q_norm.to(DEVICE), 1e-6), Norm(k_norm.to(DEVICE), 1e-6)
     found = rows_triton.attend_step(qkv.to(DEVICE), *norms, there, found_cache, heads).cpu()
     real = rows >= 0

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels.attention import reference, step_triton
-from ostinato.export.kernels.operands import KVCache, Norm, Place
+from ostinato.export.kernels.operands import KVCache, Norm, RowIndex
 
 from ...comparison import relative_error
 from .conftest import report_of, spilling, traced_layer
@@ -49,13 +49,13 @@ class Case:
     qkv: Tensor
     q_norm: Norm
     k_norm: Norm
-    place: Place
+    index: RowIndex
     cache: KVCache
     heads: int
 
     @property
     def position(self) -> int:
-        return int(self.place.positions)
+        return int(self.index.positions)
 
     def run(self, step: Callable[..., Tensor]) -> tuple[Tensor, KVCache]:
         """(out, the cache after); the case can be used again."""
@@ -85,7 +85,7 @@ class Case:
     def rotated(self, x: Tensor, norm: Norm) -> Tensor:
         """x [D] normalised; its first R elements as complex numbers, whose parts are R / 2 apart, times e^(i angle)."""
         x = x / (x.square().mean() + norm.eps).sqrt() * (1 + norm.weight.double())
-        cos, sin = self.place.cos[0], self.place.sin[0]
+        cos, sin = self.index.cos[0], self.index.sin[0]
         half = len(cos) // 2
         z = torch.complex(x[:half], x[half : 2 * half]) * torch.complex(cos[:half].double(), sin[:half].double())
         return torch.cat((z.real, z.imag, x[2 * half :]))
@@ -113,7 +113,9 @@ def draw(
         3 * normal(1, 2 * (heads + kv_heads) * head_dim).to(qkv_dtype or dtype),
         Norm(size * (1 + 0.3 * normal(head_dim)), EPS),
         Norm(0.3 * normal(head_dim), EPS),
-        Place(torch.tensor([position], device=DEVICE), torch.tensor([SLOT], device=DEVICE), angles.cos(), angles.sin()),
+        RowIndex(
+            torch.tensor([position], device=DEVICE), torch.tensor([SLOT], device=DEVICE), angles.cos(), angles.sin()
+        ),
         paged({SLOT: (keys, values)}, SLOTS, capacity, page_size),
         heads,
     )
@@ -161,7 +163,7 @@ def test_full_cache(dtype: torch.dtype) -> None:
 def test_splits(splits: int, least: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits with several tiles, with one, with part of one, with nothing."""
     monkeypatch.setattr(step_triton, "splits_for", lambda kv_heads, positions: splits)
-    monkeypatch.setattr(step_triton, "LEAST", least)
+    monkeypatch.setattr(step_triton, "MIN_SPLIT", least)
     for position in (0, 1, 16, 17, 63, 129, 300):
         check(draw(MAIN, position, capacity=301, dtype=dtype, page_size=32))
 
@@ -185,14 +187,14 @@ def test_the_reference_rotates_as_the_model_does() -> None:
     _, cache = case.run(reference.attend_step)
     key = case.qkv[:, 256:320].view(1, 2, 32)
     normed = key * (key.square().mean(-1, keepdim=True) + EPS).rsqrt() * (1 + case.k_norm.weight)
-    rotated = reference.rotate(normed, case.place.cos, case.place.sin)
+    rotated = reference.rotate(normed, case.index.cos, case.index.sin)
     torch.testing.assert_close(held(cache, SLOT, 0, 1)[0].transpose(0, 1), rotated)
 
 
 @pytest.mark.parametrize("step", [step_triton.attend_step, reference.attend_step], ids=["kernel", "reference"])
 def test_padding_leaves_no_trace(step: Callable[..., Tensor]) -> None:
     case = draw((4, 2, 32, 8), 20, 40, torch.float32)
-    padding = replace(case, place=case.place._replace(slots=torch.tensor([-1], device=DEVICE)))
+    padding = replace(case, index=case.index._replace(slots=torch.tensor([-1], device=DEVICE)))
     assert_same_elsewhere(case.cache, padding.run(step)[1], {})
 
 
@@ -233,9 +235,9 @@ def test_refusals(shape: tuple[int, int, int, int], message: str) -> None:
 
 def test_an_odd_number_to_rotate_is_refused() -> None:
     case = draw((4, 2, 16, 6), 0, 1, torch.float32)
-    place = case.place._replace(cos=case.place.cos[:, :3])
+    index = case.index._replace(cos=case.index.cos[:, :3])
     with pytest.raises(ExportError, match="an even number of a head's 16 elements, got 3"):
-        replace(case, place=place).run(step_triton.attend_step)
+        replace(case, index=index).run(step_triton.attend_step)
 
 
 def test_norms_that_differ_in_eps_are_refused() -> None:
@@ -271,7 +273,7 @@ def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
 LAYER = """
 import torch
 from ostinato.export.kernels.attention.step_triton import attend_step
-from ostinato.export.kernels.operands import KVCache, Norm, Place
+from ostinato.export.kernels.operands import KVCache, Norm, RowIndex
 
 class Layer(torch.nn.Module):
     def __init__(self):
@@ -282,7 +284,7 @@ class Layer(torch.nn.Module):
 
     def forward(self, qkv, weight, cos, positions):
         norm, cache = Norm(weight, 1e-6), KVCache(self.keys, self.values, self.table)
-        return attend_step(qkv, norm, norm, Place(positions, positions, cos, cos), cache, 4)
+        return attend_step(qkv, norm, norm, RowIndex(positions, positions, cos, cos), cache, 4)
 
 shapes = ((1, 768), (64,), (1, 16))
 inputs = (*map(torch.zeros, shapes), torch.arange(1))

@@ -41,7 +41,7 @@ WRITTEN = {
     "prefill_sum_kernel": ["out"],
     "_route_kernel": ["chosen", "weights"],
     "_sort_kernel": ["counts", "order"],
-    "_plan_kernel": ["plan"],
+    "_schedule_kernel": ["schedule"],
     "_gate_up_kernel": ["hidden"],
     "_down_kernel": ["parts"],
     "_sum_kernel": ["out"],

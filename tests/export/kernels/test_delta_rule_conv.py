@@ -13,9 +13,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from ostinato.export.kernels.delta_rule import prefill_conv_triton, reference
-from ostinato.export.kernels.operands import Convolution, Place
+from ostinato.export.kernels.operands import Convolution, RowIndex
 
-from .attention_cases import DEVICE, SLOT, SLOTS, prompt_place
+from .attention_cases import DEVICE, SLOT, SLOTS, prompt_index
 from .conftest import traced_layer
 from .padding import padded
 
@@ -28,7 +28,7 @@ FORMS = pytest.mark.parametrize(
     "function", (prefill_conv_triton.convolve, reference.convolve), ids=("kernel", "reference")
 )
 
-Form = Callable[[Tensor, Convolution, Place], Tensor]
+Form = Callable[[Tensor, Convolution, RowIndex], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,18 @@ class Case:
 
     x: Tensor
     conv: Convolution
-    place: Place
+    index: RowIndex
 
     @property
     def tokens(self) -> int:
         """Without padding."""
-        return int(self.place.positions[-1] - self.place.positions[0]) + 1
+        return int(self.index.positions[-1] - self.index.positions[0]) + 1
 
     @property
     def window(self) -> Tensor:
         """The inputs of the tokens, and those ahead of them that the taps reach."""
         old = self.conv.state[SLOT]
-        before = torch.zeros_like(old) if self.place.positions[0] == 0 else old
+        before = torch.zeros_like(old) if self.index.positions[0] == 0 else old
         return torch.cat((before, self.x[: self.tokens]))
 
     @property
@@ -58,8 +58,8 @@ class Case:
         return F.silu(F.conv1d(self.window.double().t()[None], weight, groups=weight.shape[0])[0]).t()
 
     def part(self, start: int, end: int, state: Tensor) -> Case:
-        place = Place(*(values[start:end] for values in self.place))
-        return Case(self.x[start:end], replace(self.conv, state=state), place)
+        index = RowIndex(*(values[start:end] for values in self.index))
+        return Case(self.x[start:end], replace(self.conv, state=state), index)
 
 
 def draw(tokens: int, dtype: torch.dtype, first: int = 7, channels: int = CHANNELS, taps: int = 4) -> Case:
@@ -75,13 +75,13 @@ def draw(tokens: int, dtype: torch.dtype, first: int = 7, channels: int = CHANNE
     if first == 0:
         state[SLOT] = torch.nan
     conv = Convolution(normal(channels, 1, taps).to(DEVICE, dtype), state.to(DEVICE, dtype))
-    return Case(rows.to(DEVICE, dtype)[:, 8 : 8 + channels], conv, prompt_place(first, tokens))
+    return Case(rows.to(DEVICE, dtype)[:, 8 : 8 + channels], conv, prompt_index(first, tokens))
 
 
 def run(function: Form, case: Case) -> tuple[Tensor, Tensor]:
     """(output, state after), of a copy of the state; other slots' states must stay as they are, bit by bit."""
     state = case.conv.state.clone()
-    out = function(case.x, replace(case.conv, state=state), case.place)
+    out = function(case.x, replace(case.conv, state=state), case.index)
     assert (out.shape, out.dtype) == (case.x.shape, case.x.dtype)
     others = [slot for slot in range(SLOTS) if slot != SLOT]
     assert torch.equal(state[others], case.conv.state[others])
@@ -128,7 +128,7 @@ def test_channels(function: Form, dtype: torch.dtype, channels: int) -> None:
 def test_padding(function: Form, dtype: torch.dtype, first: int, tokens: int, rows: int) -> None:
     """Rows of NaN after the last token, at its position."""
     case = draw(tokens, dtype, first)
-    check(function, replace(case, x=padded(case.x, rows), place=prompt_place(first, tokens, rows)))
+    check(function, replace(case, x=padded(case.x, rows), index=prompt_index(first, tokens, rows)))
 
 
 @FORMS
@@ -152,15 +152,15 @@ def test_two_calls_are_one(function: Form, split: int) -> None:
 def test_no_slot() -> None:
     """The kernel takes a call of nothing but padding: no state moves."""
     case = draw(20, F32)
-    nobody = case.place._replace(slots=torch.full_like(case.place.slots, -1))
-    _, state = run(prefill_conv_triton.convolve, replace(case, place=nobody))
+    nobody = case.index._replace(slots=torch.full_like(case.index.slots, -1))
+    _, state = run(prefill_conv_triton.convolve, replace(case, index=nobody))
     assert torch.equal(state, case.conv.state)
 
 
 LAYER = """
 import torch
 from ostinato.export.kernels.delta_rule.prefill_conv_triton import convolve
-from ostinato.export.kernels.operands import Convolution, Place
+from ostinato.export.kernels.operands import Convolution, RowIndex
 
 class Layer(torch.nn.Module):
     def __init__(self):
@@ -168,8 +168,8 @@ class Layer(torch.nn.Module):
         self.register_buffer("state", torch.zeros(2, 3, 96))
 
     def forward(self, rows, weight, positions):
-        place = Place(positions, positions, rows, rows)
-        return convolve(rows[:, :96], Convolution(weight, self.state), place)
+        index = RowIndex(positions, positions, rows, rows)
+        return convolve(rows[:, :96], Convolution(weight, self.state), index)
 
 rows = torch.export.Dim("R", min=2, max=4095)
 inputs = torch.zeros(512, 128), torch.zeros(96, 1, 4), torch.arange(512)

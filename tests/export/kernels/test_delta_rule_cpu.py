@@ -14,7 +14,7 @@ from ostinato.export.kernels.delta_rule import reference
 from ostinato.export.kernels.operands import Decay, runs_of
 
 from ...comparison import relative_error
-from .cpu_cases import BF16, F32, MIXES, ROWS, SLOTS, Draw, Span, padding, place_of, same_bits
+from .cpu_cases import BF16, F32, MIXES, ROWS, SLOTS, Draw, Span, padding, rows_index, same_bits
 
 TOLERANCE = {F32: 1e-5, BF16: 4e-3}
 # (key heads, heads, K, V): value heads that share, sizes that fill no vector, odd ones.
@@ -26,14 +26,14 @@ class Case:
 
     def __init__(self, shape: tuple[int, int, int, int], spans: Sequence[Span], dtype: torch.dtype) -> None:
         self.key_heads, self.heads, self.key_dim, self.value_dim = shape
-        self.place = place_of(spans)
-        rows = len(self.place.slots)
+        self.index = rows_index(spans)
+        rows = len(self.index.slots)
         draw = Draw(rows + self.heads)
         keys, values = self.key_heads * self.key_dim, self.heads * self.value_dim
         self.mixed = draw.normal(rows, 2 * keys + 2 * values, dtype=dtype)
         self.gates = draw.normal(rows, 2 * self.heads)
         for values_of_rows in (self.mixed, self.gates):
-            values_of_rows[self.place.slots < 0] = torch.nan
+            values_of_rows[self.index.slots < 0] = torch.nan
         self.decay = Decay(torch.linspace(-6, 2, self.heads), draw.normal(self.heads))
         self.norm_weight = draw.normal(self.value_dim)
         state = (self.heads, self.key_dim, self.value_dim)
@@ -45,12 +45,12 @@ class Case:
     @property
     def tokens(self) -> Tensor:
         """Which rows are tokens."""
-        return self.place.slots >= 0
+        return self.index.slots >= 0
 
     def run(self, kernels: type[Kernels]) -> tuple[Tensor, Tensor, Tensor]:
         """(out, squares of each token's heads, the states afterwards)."""
         state = self.state.clone()
-        arguments = self.mixed, self.gates, self.decay, state, self.place, self.norm_weight, self.key_heads
+        arguments = self.mixed, self.gates, self.decay, state, self.index, self.norm_weight, self.key_heads
         out, squares = kernels.delta_step(*arguments)
         assert out.dtype == self.mixed.dtype and squares.dtype == F32
         assert len(out) == len(self.mixed) and len(squares) == len(self.mixed) * self.heads
@@ -60,7 +60,7 @@ class Case:
         """The same by the definition; NaN for padding."""
         out = torch.full((len(self.mixed), self.heads * self.value_dim), torch.nan, dtype=torch.float64)
         squares, state = out[:, : self.heads].clone(), self.state.double()
-        for slot, of in runs_of(self.place.slots):
+        for slot, of in runs_of(self.index.slots):
             out[of], squares[of], state[slot] = self.exact_run(slot, of)
         return out, squares, state
 
@@ -83,7 +83,7 @@ class Case:
             v.view(rows, self.heads, -1).transpose(0, 1),
             g,
             b.sigmoid(),
-            torch.zeros_like(before) if self.place.positions[of][0] == 0 else before,
+            torch.zeros_like(before) if self.index.positions[of][0] == 0 else before,
         )
         o = o.transpose(0, 1)
         out = o * self.norm_weight.double() * F.silu(z.view(rows, self.heads, -1))
@@ -92,7 +92,7 @@ class Case:
     def check(self, kernels: type[Kernels], loose: float = 1.0) -> None:
         out, squares, state = self.run(kernels)
         exact_out, exact_squares, exact_state = self.exact()
-        mine = [slot for slot, _ in runs_of(self.place.slots)]
+        mine = [slot for slot, _ in runs_of(self.index.slots)]
         others = [slot for slot in range(SLOTS) if slot not in mine]
         assert same_bits(state[others], self.state[others])
         if not mine:
@@ -158,7 +158,7 @@ def test_slots_that_it_refuses(cpu_kernels: type[Kernels], slots: list[int]) -> 
     """Those that there are not, and one of two runs."""
     case = Case((2, 4, 32, 32), [Span(2, 10, 3), Span(1, 0, 1)], F32)
     before = case.state.clone()
-    place = case.place._replace(slots=torch.tensor(slots))
+    index = case.index._replace(slots=torch.tensor(slots))
     with pytest.raises(AssertionError, match="delta_step failed"):
-        cpu_kernels.delta_step(case.mixed, case.gates, case.decay, case.state, place, case.norm_weight, case.key_heads)
+        cpu_kernels.delta_step(case.mixed, case.gates, case.decay, case.state, index, case.norm_weight, case.key_heads)
     assert same_bits(case.state, before)

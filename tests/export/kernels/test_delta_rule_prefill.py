@@ -17,9 +17,9 @@ from ostinato.export.kernels import launch
 from ostinato.export.kernels.delta_rule import reference
 from ostinato.export.kernels.delta_rule.limits import check_delta_rule
 from ostinato.export.kernels.delta_rule.prefill_triton import gated_delta_rule
-from ostinato.export.kernels.operands import Decay, Place
+from ostinato.export.kernels.operands import Decay, RowIndex
 
-from .attention_cases import SLOT, SLOTS, prompt_place
+from .attention_cases import SLOT, SLOTS, prompt_index
 from .conftest import run_compiled
 from .padding import padded
 
@@ -54,7 +54,7 @@ class Case:
     b: Tensor
     decay: Decay
     state: Tensor
-    place: Place
+    index: RowIndex
     key_heads: int
 
     @property
@@ -63,14 +63,14 @@ class Case:
 
     def part(self, start: int, end: int, state: Tensor) -> Case:
         rows = {name: getattr(self, name)[start:end] for name in ("mixed", "a", "b")}
-        place = Place(*(values[start:end] for values in self.place))
-        return replace(self, **rows, place=place, state=state)
+        index = RowIndex(*(values[start:end] for values in self.index))
+        return replace(self, **rows, index=index, state=state)
 
     def arguments(self) -> tuple[Any, ...]:
         """With the state copied, so that a case can be used again; the states of other slots are NaN."""
         states = self.state.new_full((SLOTS, *self.state.shape), torch.nan)
         states[SLOT] = self.state
-        return (self.mixed, self.a, self.b, self.decay, states, self.place, self.key_heads, self.tokens)
+        return (self.mixed, self.a, self.b, self.decay, states, self.index, self.key_heads, self.tokens)
 
 
 def draw(shape: Shape, tokens: int, dtype: torch.dtype, first: int = 7, seed: int = 0) -> Case:
@@ -91,7 +91,7 @@ def draw(shape: Shape, tokens: int, dtype: torch.dtype, first: int = 7, seed: in
         rows[:, gates + shape.heads : gates + 2 * shape.heads],
         Decay(torch.linspace(-6, 2, shape.heads, device=DEVICE), normal(shape.heads).to(DEVICE)),
         normal(shape.heads, shape.key_dim, shape.value_dim).to(DEVICE),
-        prompt_place(first, tokens),
+        prompt_index(first, tokens),
         shape.key_heads,
     )
 
@@ -128,7 +128,7 @@ def exact(case: Case) -> tuple[Tensor, Tensor]:
         v.unflatten(1, (heads, value_dim)).transpose(0, 1),
         g.t(),
         torch.sigmoid(case.b.double()).t(),
-        torch.zeros_like(case.state, dtype=torch.float64) if case.place.positions[0] == 0 else case.state.double(),
+        torch.zeros_like(case.state, dtype=torch.float64) if case.index.positions[0] == 0 else case.state.double(),
     )
     return out.transpose(0, 1), state
 
@@ -279,7 +279,7 @@ def test_refusal_names_the_limit() -> None:
 EXPORT = """
 import torch
 from ostinato.export.kernels.delta_rule.prefill_triton import gated_delta_rule
-from ostinato.export.kernels.operands import Decay, Place
+from ostinato.export.kernels.operands import Decay, RowIndex
 
 class Layer(torch.nn.Module):
     def __init__(self):
@@ -288,8 +288,8 @@ class Layer(torch.nn.Module):
 
     def forward(self, rows, gates, positions):
         a, b = rows[:, 256:].chunk(2, dim=1)
-        place = Place(positions, positions, rows, rows)
-        return gated_delta_rule(rows[:, :256], a, b, Decay(gates, gates), self.state, place, 2, 255)
+        index = RowIndex(positions, positions, rows, rows)
+        return gated_delta_rule(rows[:, :256], a, b, Decay(gates, gates), self.state, index, 2, 255)
 
 for tokens in (130, 1):
     arguments = (torch.zeros(tokens, 264), torch.zeros(4), torch.arange(tokens))
@@ -317,6 +317,6 @@ def test_padding(dtype: torch.dtype, length: int, rows: int) -> None:
     """
     case = draw(MAIN, length, dtype)
     mixed, a, b = (padded(x, rows) for x in (case.mixed, case.a, case.b))
-    wide = replace(case, mixed=mixed, a=a, b=b, place=prompt_place(7, length, rows))
+    wide = replace(case, mixed=mixed, a=a, b=b, index=prompt_index(7, length, rows))
     (alone, after), (out, after_padding) = run(case), run(wide)
     check((out[:length], after_padding), (alone.double(), after.double()), 1e-6, 1e-6)

@@ -14,11 +14,11 @@ pytest.importorskip("triton")
 
 from ostinato.export.kernels.delta_rule import reference, rows_conv_triton, rows_triton
 from ostinato.export.kernels.linear import reference as linear_reference
-from ostinato.export.kernels.operands import Convolution, Decay, Place
+from ostinato.export.kernels.operands import Convolution, Decay, RowIndex
 
 from ...comparison import relative_error
 from .conftest import report_of, spilling, traced_layer
-from .row_cases import DEVICE, MIXTURES, SLOTS, Run, checkered, place_of, real_rows, rows_of
+from .row_cases import DEVICE, MIXTURES, SLOTS, Run, checkered, real_rows, rows_index, rows_of
 
 BF16, F32 = torch.bfloat16, torch.float32
 TOLERANCE = {F32: 1e-5, BF16: 4e-3}
@@ -67,7 +67,7 @@ class Case:
     gates: Tensor
     decay: Decay
     state: Tensor
-    place: Place
+    index: RowIndex
     norm_weight: Tensor
     key_heads: int
 
@@ -92,12 +92,12 @@ class Case:
         def of_heads(x: Tensor) -> Tensor:
             return reference.l2_normalize(x.view(-1, key_dim)).repeat_interleave(heads // self.key_heads, dim=0)
 
-        for row in real_rows(self.place).tolist():
-            slot = int(self.place.slots[row])
+        for row in real_rows(self.index).tolist():
+            slot = int(self.index.slots[row])
             q, k, v, z = self.mixed[row].double().split((keys, keys, values, values))
             b, a = self.gates[row].double().chunk(2)
             g = -self.decay.a_log.double().exp() * F.softplus(a + self.decay.dt_bias.double())
-            before = torch.zeros_like(state[slot]) if self.place.positions[row] == 0 else state[slot]
+            before = torch.zeros_like(state[slot]) if self.index.positions[row] == 0 else state[slot]
             o, state[slot] = reference.recurrent_step(
                 of_heads(q) * key_dim**-0.5, of_heads(k), v.view(heads, -1), g, b.sigmoid(), before
             )
@@ -109,25 +109,25 @@ class Case:
 def draw(shape: tuple[int, int, int, int], runs: list[Run], dtype: torch.dtype) -> Case:
     """Heads of slow and of fast decay; states that no row needs are NaN, and so are the rows of padding."""
     key_heads, heads, key_dim, value_dim = shape
-    place, rows = place_of(runs), rows_of(runs)
+    index, rows = rows_index(runs), rows_of(runs)
     generator = torch.Generator().manual_seed(heads + rows)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator).to(DEVICE)
 
     mixed, gates = normal(rows, 2 * key_heads * key_dim + 2 * heads * value_dim).to(dtype), normal(rows, 2 * heads)
-    mixed[place.slots < 0] = torch.nan
-    gates[place.slots < 0] = torch.nan
+    mixed[index.slots < 0] = torch.nan
+    gates[index.slots < 0] = torch.nan
     state = torch.full((SLOTS, heads, key_dim, value_dim), torch.nan, device=DEVICE)
     for run in runs:
         if run.slot >= 0 and run.first:
             state[run.slot] = normal(heads, key_dim, value_dim)
     decay = Decay(torch.linspace(-6, 2, heads, device=DEVICE), normal(heads))
-    return Case(mixed, gates, decay, state, place, normal(value_dim), key_heads)
+    return Case(mixed, gates, decay, state, index, normal(value_dim), key_heads)
 
 
 def check(case: Case) -> None:
-    rows, untouched = real_rows(case.place), set(range(SLOTS)) - set(case.place.slots.tolist())
+    rows, untouched = real_rows(case.index), set(range(SLOTS)) - set(case.index.slots.tolist())
     out, squares, state = case.run()
     if len(rows):
         for ours, exact, limit in zip((out, squares), case.exact, (TOLERANCE[case.mixed.dtype], 1e-5), strict=False):
@@ -168,31 +168,31 @@ def test_true_shape(runs: list[Run]) -> None:
 
 def test_repeated_bit_for_bit() -> None:
     case = draw(MAIN, MIXTURES["short runs"], BF16)
-    rows = real_rows(case.place)
+    rows = real_rows(case.index)
     first, second = (case.run() for _ in range(2))
     assert torch.equal(first[0][rows], second[0][rows]) and torch.equal(first[2].nan_to_num(), second[2].nan_to_num())
 
 
 def convolved(runs: list[Run], columns: int, channels: int, taps: int, dtype: torch.dtype) -> None:
     """Compare with the reference, over states that are NaN where no row needs them."""
-    place = place_of(runs)
+    index = rows_index(runs)
     generator = torch.Generator().manual_seed(columns)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator).to(DEVICE, dtype)
 
     product, weight = normal(rows_of(runs), columns), normal(channels, 1, taps)
-    product[place.slots < 0] = torch.nan
+    product[index.slots < 0] = torch.nan
     state = normal(SLOTS, taps - 1, channels).fill_(torch.nan)
     for run in runs:
         if run.slot >= 0 and run.first:
             state[run.slot] = normal(taps - 1, channels)
     expected, wide = state.double(), Convolution(weight.double(), state.double())
     wide = replace(wide, state=expected)
-    exact = linear_reference.conv_rows(product.double(), wide, place)
+    exact = linear_reference.conv_rows(product.double(), wide, index)
     found = state.clone()
-    mixed = rows_conv_triton.conv_rows(product, Convolution(weight, found), place)
-    rows = real_rows(place)
+    mixed = rows_conv_triton.conv_rows(product, Convolution(weight, found), index)
+    rows = real_rows(index)
     assert mixed.dtype == dtype and mixed.shape == product.shape
     assert not len(rows) or relative_error(mixed[rows], exact[rows]) < TOLERANCE[dtype]
     assert torch.equal(mixed[rows][:, channels:], product[rows][:, channels:])
@@ -228,7 +228,7 @@ LAYER = """
 import torch
 from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
 from ostinato.export.kernels.delta_rule.rows_triton import delta_step
-from ostinato.export.kernels.operands import Convolution, Decay, Place
+from ostinato.export.kernels.operands import Convolution, Decay, RowIndex
 
 class Layer(torch.nn.Module):
     def __init__(self):
@@ -237,9 +237,9 @@ class Layer(torch.nn.Module):
         self.register_buffer("conv", torch.zeros(2, 3, 256))
 
     def forward(self, product, gates, head, norm, taps, positions):
-        place = Place(positions, positions, product, product)
-        mixed = conv_rows(product, Convolution(taps, self.conv), place)
-        return delta_step(mixed, gates, Decay(head, head), self.state, place, norm, 2)
+        index = RowIndex(positions, positions, product, product)
+        mixed = conv_rows(product, Convolution(taps, self.conv), index)
+        return delta_step(mixed, gates, Decay(head, head), self.state, index, norm, 2)
 
 shapes = ((ROWS, 384), (ROWS, 8), (4,), (32,), (256, 1, 4))
 inputs = (*map(torch.zeros, shapes), torch.arange(ROWS))

@@ -16,10 +16,10 @@ pytest.importorskip("triton")
 from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels import launch
 from ostinato.export.kernels.delta_rule import reference, step_triton
-from ostinato.export.kernels.operands import Decay, Place
+from ostinato.export.kernels.operands import Decay, RowIndex
 
 from ...comparison import relative_error
-from .attention_cases import SLOT, SLOTS, prompt_place
+from .attention_cases import SLOT, SLOTS, prompt_index
 from .conftest import report_of, traced_layer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,7 +40,7 @@ class Case:
     gates: Tensor
     decay: Decay
     state: Tensor
-    place: Place
+    index: RowIndex
     norm_weight: Tensor
     key_heads: int
 
@@ -67,7 +67,7 @@ class Case:
             return reference.l2_normalize(x.view(-1, key_dim)).repeat_interleave(heads // self.key_heads, dim=0)
 
         g = -self.decay.a_log.double().exp() * F.softplus(a + self.decay.dt_bias.double())
-        before = torch.zeros_like(self.state) if self.place.positions[0] == 0 else self.state
+        before = torch.zeros_like(self.state) if self.index.positions[0] == 0 else self.state
         o, after = reference.recurrent_step(
             of_heads(q) * key_dim**-0.5, of_heads(k), v.view(heads, -1), g, b.sigmoid(), before.double()
         )
@@ -88,7 +88,7 @@ def draw(shape: tuple[int, int, int, int], dtype: torch.dtype, position: int = 7
         normal(1, 2 * heads),
         Decay(torch.linspace(-6, 2, heads, device=DEVICE), normal(heads)),
         normal(heads, key_dim, value_dim),
-        prompt_place(position, 1),
+        prompt_index(position, 1),
         normal(value_dim),
         key_heads,
     )
@@ -137,7 +137,7 @@ def test_divided_by_the_root_mean_square_it_is_the_gated_norm() -> None:
     rest = (
         case.decay,
         case.state[None].clone(),
-        prompt_place(7, 1)._replace(slots=torch.zeros(1, dtype=torch.int64, device=DEVICE)),
+        prompt_index(7, 1)._replace(slots=torch.zeros(1, dtype=torch.int64, device=DEVICE)),
         case.key_heads,
         1,
     )
@@ -156,7 +156,7 @@ def test_position_zero_starts_anew() -> None:
 @pytest.mark.parametrize("step", [step_triton.delta_step, reference.delta_step], ids=["kernel", "reference"])
 def test_padding_leaves_no_trace(step: Callable[..., tuple[Tensor, Tensor]]) -> None:
     case = draw(SHAPES[0], torch.float32)
-    padding = replace(case, place=case.place._replace(slots=torch.tensor([-1], device=DEVICE)))
+    padding = replace(case, index=case.index._replace(slots=torch.tensor([-1], device=DEVICE)))
     assert torch.equal(padding.run(step)[2], case.state)
 
 
@@ -206,7 +206,7 @@ def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
 LAYER = """
 import torch
 from ostinato.export.kernels.delta_rule.step_triton import delta_step
-from ostinato.export.kernels.operands import Decay, Place
+from ostinato.export.kernels.operands import Decay, RowIndex
 
 class Layer(torch.nn.Module):
     def __init__(self):
@@ -214,8 +214,8 @@ class Layer(torch.nn.Module):
         self.register_buffer("state", torch.zeros(2, 4, 32, 32))
 
     def forward(self, mixed, gates, head, norm, positions):
-        place = Place(positions, positions, mixed, mixed)
-        return delta_step(mixed, gates, Decay(head, head), self.state, place, norm, 2)
+        index = RowIndex(positions, positions, mixed, mixed)
+        return delta_step(mixed, gates, Decay(head, head), self.state, index, norm, 2)
 
 shapes = ((1, 384), (1, 8), (4,), (32,))
 inputs = (*map(torch.zeros, shapes), torch.arange(1))

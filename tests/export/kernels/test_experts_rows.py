@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats.int4 import pack_int4
-from ostinato.export.kernels.experts import reference, rows_plan_triton, rows_triton, step_triton
+from ostinato.export.kernels.experts import reference, rows_schedule_triton, rows_triton, step_triton
 from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
 
 from ...comparison import relative_error
@@ -32,7 +32,7 @@ TOLERANCE = {F32: 1e-5, BF16: 1e-2}
 WRITTEN = {
     "route_rows_early": ["logits", "members", "squares"],
     "choose_rows_early": ["members", "prepared", "ranks", "shares", "x_scale"],
-    "plan_rows_early": ["plan"],
+    "schedule_rows_early": ["schedule"],
     "gate_up_fixed_rows_early": ["hidden", "hidden_scale"],
     "gate_up_rows_early": ["hidden"],
     "down_fixed_rows_early": ["parts"],
@@ -199,18 +199,19 @@ def test_plan(count: int, shared: int) -> None:
     x = layer.rows(count)
     slots = torch.arange(count, device=DEVICE) % 7 - 1
     routed = rows_triton._route(x, layer.norm.weight, EPS, layer.gate, layer.shared_gate, 3, slots, True)
-    plan, places = rows_triton._plan(routed[2], routed[3], 3, shared > 0)
+    schedule, places = rows_triton._schedule(routed[2], routed[3], 3, shared > 0)
     chosen = layer.logits(x).topk(3).indices.tolist()
     expected = [(expert, row) for row in range(count) for expert in chosen[row] if slots[row] >= 0]
     expected += [(40, row) for row in range(count) if shared]
     block, rows_at, parts_at = (
-        one.value for one in (rows_plan_triton.BLOCK, rows_plan_triton.PLAN_ROWS, rows_plan_triton.PLAN_PARTS)
+        one.value
+        for one in (rows_schedule_triton.BLOCK, rows_schedule_triton.RECORD_ROWS, rows_schedule_triton.RECORD_PARTS)
     )
     found: list[tuple[int, int]] = []
     known_parts: list[int] = []
     known_places: list[int] = []
     experts: list[int] = []
-    for record in plan.tolist():
+    for record in schedule.tolist():
         expert, place, rows, parts = record[0], record[1], record[rows_at:][:block], record[parts_at:][:block]
         if expert >= 0:
             filled = sum(row >= 0 for row in rows)

@@ -25,7 +25,7 @@ from .cpu_cases import (
     Draw,
     Span,
     doubled,
-    place_of,
+    rows_index,
     same_bits,
 )
 
@@ -109,8 +109,8 @@ class Convolved:
     def __init__(
         self, n: int, k: int, group: int | None, channels: int, taps: int, spans: Sequence[Span], dtype: torch.dtype
     ) -> None:
-        self.place = place_of(spans)
-        self.tokens = self.place.slots >= 0
+        self.index = rows_index(spans)
+        self.tokens = self.index.slots >= 0
         draw = Draw(n + k + len(self.tokens))
         self.x, self.norm = draw.normal(len(self.tokens), k, dtype=dtype), draw.norm(k)
         self.x[~self.tokens] = torch.nan
@@ -123,17 +123,17 @@ class Convolved:
 
     def run(self, kernels: type[Kernels]) -> tuple[Tensor, Tensor]:
         gates = self.gates.packed.values
-        return kernels.norm_linear_conv(self.x, self.norm, self.weight.packed, gates, self.conv, self.place)
+        return kernels.norm_linear_conv(self.x, self.norm, self.weight.packed, gates, self.conv, self.index)
 
     def check(self, kernels: type[Kernels]) -> None:
         dtype, before, tokens = self.x.dtype, self.conv.state.clone(), self.tokens
         exact = Convolution(self.conv.weight.double(), self.conv.state.double())
         of_reference = doubled(self.norm), self.weight.exact, self.gates.exact.values
-        expected = reference.norm_linear_conv(self.x.double(), *of_reference, exact, self.place)
+        expected = reference.norm_linear_conv(self.x.double(), *of_reference, exact, self.index)
         mixed, gated = self.run(kernels)
         assert (mixed.dtype, gated.dtype) == (dtype, F32)
         assert mixed.shape == expected[0].shape and gated.shape == expected[1].shape
-        runs = dict(runs_of(self.place.slots))
+        runs = dict(runs_of(self.index.slots))
         others = [slot for slot in range(SLOTS) if slot not in runs]
         assert same_bits(self.conv.state[others], before[others])
         if not runs:
@@ -144,7 +144,7 @@ class Convolved:
         for slot, rows in runs.items():
             assert relative_error(self.conv.state[slot], exact.state[slot]) < 2 * self.weight.tolerance(dtype)
             count, behind = rows.stop - rows.start, before.shape[1]
-            if count < behind and self.place.positions[rows.start]:
+            if count < behind and self.index.positions[rows.start]:
                 assert torch.equal(self.conv.state[slot, : behind - count], before[slot, count:])
 
 
@@ -176,7 +176,7 @@ def test_slots_that_a_convolution_refuses(cpu_kernels: type[Kernels], slots: lis
     """Those that there are not, and one of two runs."""
     case = Convolved(*CONVOLUTIONS[3], [Span(2, 10, 3), Span(1, 0, 1)], F32)
     before = case.conv.state.clone()
-    case.place = case.place._replace(slots=torch.tensor(slots))
+    case.index = case.index._replace(slots=torch.tensor(slots))
     with pytest.raises(AssertionError, match="norm_linear_conv failed"):
         case.run(cpu_kernels)
     assert same_bits(case.conv.state, before)

@@ -17,10 +17,10 @@ from ostinato.delegate.errors import ExportError
 from ostinato.export.formats.int4 import pack_int4
 from ostinato.export.kernels.linear import reference, step_triton
 from ostinato.export.kernels.linear.step_triton import StepConfig, config_for, units_per_lane
-from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Place, Weight
+from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight
 
 from ...comparison import relative_error
-from .attention_cases import SLOT, SLOTS, prompt_place
+from .attention_cases import SLOT, SLOTS, prompt_index
 from .conftest import report_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -146,17 +146,17 @@ class Conv:
 
     gates: Tensor
     conv: Convolution
-    place: Place
+    index: RowIndex
 
     def double(self) -> Conv:
-        return Conv(self.gates.double(), Convolution(self.conv.weight.double(), self.conv.state.double()), self.place)
+        return Conv(self.gates.double(), Convolution(self.conv.weight.double(), self.conv.state.double()), self.index)
 
 
 def draw_conv(channels: int, gates: int, k: int, dtype: torch.dtype, taps: int, position: int) -> Conv:
     rows, weight = torch.randn(gates, k).to(dtype), torch.randn(channels, 1, taps).to(dtype)
     state = torch.randn(taps - 1, channels).to(dtype)
     rows, weight, state = (value.to(DEVICE) for value in (rows, weight, state))
-    return Conv(rows, Convolution(weight, state), prompt_place(position, 1))
+    return Conv(rows, Convolution(weight, state), prompt_index(position, 1))
 
 
 def run_conv(function: Callable[..., Any], layer: Layer, conv: Conv) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,7 +164,7 @@ def run_conv(function: Callable[..., Any], layer: Layer, conv: Conv) -> tuple[Te
     states = conv.conv.state.new_full((SLOTS, *conv.conv.state.shape), torch.nan)
     states[SLOT] = conv.conv.state
     convolution = replace(conv.conv, state=states)
-    mixed, gates = function(layer.x, layer.norm, layer.weight, conv.gates, convolution, conv.place)
+    mixed, gates = function(layer.x, layer.norm, layer.weight, conv.gates, convolution, conv.index)
     assert all(state.isnan().all() for slot, state in enumerate(states) if slot != SLOT)
     return mixed, gates, states[SLOT]
 
@@ -211,7 +211,7 @@ def test_norm_linear_conv(
 )
 def test_padding_leaves_no_trace(function: Callable[..., Any]) -> None:
     layer, conv = draw(6, 64, 32, F32), draw_conv(4, 2, 64, F32, 4, 5)
-    padding = replace(conv, place=conv.place._replace(slots=torch.tensor([-1], device=DEVICE)))
+    padding = replace(conv, index=conv.index._replace(slots=torch.tensor([-1], device=DEVICE)))
     assert torch.equal(run_conv(function, layer, padding)[2], conv.conv.state)
 
 
@@ -224,8 +224,8 @@ def test_steps_follow_one_another() -> None:
     expected = F.silu(F.conv1d(padded[None], conv.conv.weight.double(), groups=4)[0]).t()
     convolution = replace(conv.conv, state=torch.full_like(conv.conv.state, torch.nan).repeat(SLOTS, 1, 1))
     for position, x in enumerate(inputs):
-        place = prompt_place(position, 1)
-        mixed, _ = step_triton.norm_linear_conv(x[None], layer.norm, layer.weight, conv.gates, convolution, place)
+        index = prompt_index(position, 1)
+        mixed, _ = step_triton.norm_linear_conv(x[None], layer.norm, layer.weight, conv.gates, convolution, index)
         near(mixed[0, :4], expected[position], TOLERANCE[F32])
         near(mixed[0, 4:], products[position, 4:].double(), TOLERANCE[F32])
     near(convolution.state[SLOT], products[-3:, :4].double(), TOLERANCE[F32])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.delegate.sampling import Sampling, SamplingInputs
+from ostinato.delegate.sampling import SamplingParams, SamplingTensors
 from ostinato.export.kernels import Kernels
 from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.sampling import reference
@@ -18,23 +18,28 @@ from ostinato.export.kernels.sampling import reference
 from .sampling_cases import OPTIONS as COMMON
 
 VOCAB = 248_320
-OPTIONS = [*COMMON, Sampling(1.0, 1000, 0.999)]
+OPTIONS = [*COMMON, SamplingParams(1.0, 1000, 0.999)]
 WORKSPACE = torch.zeros(reference.workspace_size(), dtype=torch.int64)
 
 
-def draw(kernels: type[Kernels], logits: Tensor, options: Sampling, position: int, seed: int) -> int:
+def sample(kernels: type[Kernels], logits: Tensor, options: SamplingParams, position: int, seed: int) -> int:
     """What is drawn for `position` from logits [1, V], in the second of three slots."""
-    how = [SamplingInputs(*replace(each, seed=seed % 2**64).inputs()) for each in (Sampling(), options, Sampling(2.0))]
+    params = [
+        SamplingTensors(*replace(each, seed=seed % 2**64).tensors())
+        for each in (SamplingParams(), options, SamplingParams(2.0))
+    ]
     last = LastTokens(torch.tensor([-5, -6, -7]), torch.tensor([-8, -9, -10]))
-    tokens = kernels.sample_next(logits, torch.tensor([position - 1]), torch.tensor([1]), last, joined(how), WORKSPACE)
+    tokens = kernels.sample_next(
+        logits, torch.tensor([position - 1]), torch.tensor([1]), last, joined(params), WORKSPACE
+    )
     assert tokens.shape == (1,) and tokens.dtype == torch.int64
     assert last.token.tolist() == [-5, int(tokens), -7] and last.position.tolist() == [-8, position, -10]
     return int(tokens)
 
 
-def joined(how: Sequence[SamplingInputs]) -> SamplingInputs:
+def joined(params: Sequence[SamplingTensors]) -> SamplingTensors:
     """Options of a slot each, together."""
-    return SamplingInputs(*map(torch.cat, zip(*how, strict=True)))
+    return SamplingTensors(*map(torch.cat, zip(*params, strict=True)))
 
 
 def logits_of(kind: str, vocab: int) -> Tensor:
@@ -45,32 +50,32 @@ def logits_of(kind: str, vocab: int) -> Tensor:
 @pytest.mark.parametrize("kind", ("random", "peaked", "flat", "tied"))
 @pytest.mark.parametrize("vocab", (1, 97, 16_384, 40_000))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_reference(cpu_kernels: type[Kernels], options: Sampling, vocab: int, kind: str) -> None:
+def test_reference(cpu_kernels: type[Kernels], options: SamplingParams, vocab: int, kind: str) -> None:
     logits = logits_of(kind, vocab)
     for position, seed in ((0, 0), (7, 2**63 + 5), (2**33 + 1, -1)):
-        expected = draw(Kernels, logits, options, position, seed)
-        assert draw(cpu_kernels, logits, options, position, seed) == expected
+        expected = sample(Kernels, logits, options, position, seed)
+        assert sample(cpu_kernels, logits, options, position, seed) == expected
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_whole_vocabulary(cpu_kernels: type[Kernels], options: Sampling) -> None:
+def test_whole_vocabulary(cpu_kernels: type[Kernels], options: SamplingParams) -> None:
     logits = logits_of("random", VOCAB)
-    assert draw(cpu_kernels, logits, options, 3, 11) == draw(Kernels, logits, options, 3, 11)
+    assert sample(cpu_kernels, logits, options, 3, 11) == sample(Kernels, logits, options, 3, 11)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_logits_that_are_not_finite(cpu_kernels: type[Kernels], options: Sampling) -> None:
+def test_logits_that_are_not_finite(cpu_kernels: type[Kernels], options: SamplingParams) -> None:
     logits = logits_of("random", 300)
     logits[0, ::3], logits[0, 1::7], logits[0, 50], logits[0, 51] = math.nan, -math.inf, math.inf, math.inf
     for some in (logits, torch.full_like(logits, math.nan), torch.full_like(logits, -math.inf)):
-        assert draw(cpu_kernels, some, options, 5, 1) == draw(Kernels, some, options, 5, 1)
+        assert sample(cpu_kernels, some, options, 5, 1) == sample(Kernels, some, options, 5, 1)
 
 
 class Rows:
     """Rows of slots with options of their own, among them slots without rows."""
 
     def __init__(self, slots: Sequence[int], vocab: int = 20_000) -> None:
-        self.how = joined([replace(options, seed=3 * slot).inputs() for slot, options in enumerate(OPTIONS)])
+        self.params = joined([replace(options, seed=3 * slot).tensors() for slot, options in enumerate(OPTIONS)])
         generator = torch.Generator().manual_seed(vocab)
         self.slots = torch.tensor(slots)
         self.logits = torch.randn(len(slots), vocab, generator=generator)
@@ -80,7 +85,7 @@ class Rows:
 
     def run(self, kernels: type[Kernels]) -> tuple[Tensor, LastTokens]:
         last = LastTokens(self.last.token.clone(), self.last.position.clone())
-        return kernels.sample_next(self.logits, self.positions, self.slots, last, self.how, WORKSPACE), last
+        return kernels.sample_next(self.logits, self.positions, self.slots, last, self.params, WORKSPACE), last
 
 
 @pytest.mark.parametrize(

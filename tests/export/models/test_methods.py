@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ostinato.delegate.artifact.records import Growth, StateForm, StateKind
-from ostinato.delegate.sampling import SamplingInputs
+from ostinato.delegate.sampling import SamplingTensors
 from ostinato.export.artifact.records import Constants
 from ostinato.export.compile.trace import Known, trace_method
 from ostinato.export.kernels import Kernels, kernels_for
@@ -28,13 +28,13 @@ def test_state_of_a_model(capitals_checkpoint: Path, kernels: type[Kernels]) -> 
     allocate_untouched(network)
     forms = state_forms(network)
     begun = {name for name, form in forms.items() if form.kind is StateKind.SAMPLING}
-    assert begun == {f"sampling.{name}" for name in ("token", "position", *SamplingInputs._fields)}
+    assert begun == {f"sampling.{name}" for name in ("token", "position", *SamplingTensors._fields)}
     others = (StateKind.SAMPLING, StateKind.WORKSPACE, StateKind.BLOCK_TABLE)
     state = {name for name, form in forms.items() if form.kind not in others}
     assert len(state) == 4
     moved = {"sampling.token", "sampling.position"}
     written = {"prefill": state, "decode": state, "sample": begun, "decode_sample": state | moved}
-    if kernels.most_rows:
+    if kernels.max_rows:
         written |= {"rows": state | moved, "rows_logits": state}
     methods = language_model_methods(network)
     assert methods.keys() == written.keys()

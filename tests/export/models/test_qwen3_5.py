@@ -24,9 +24,9 @@ from ..references import (
     CASES,
     LENGTHS,
     Reference,
-    draw_weights,
     load_ours,
     make_reference,
+    random_weights,
     relative_error,
     text_config,
 )
@@ -115,7 +115,7 @@ def test_routed_experts_of_the_first_layers_on_the_host(reference: Get, on_host:
 class RowKernels(Kernels):
     """The references, in a network whose prompts and rows take what folds a step."""
 
-    folds_steps, folds_prompts, most_rows = True, True, (256,)
+    folds_steps, folds_prompts, max_rows = True, True, (256,)
 
 
 @torch.no_grad()
@@ -127,7 +127,9 @@ def call(model: LanguageModel, method: str, runs: Sequence[tuple[int, int, Seque
         "slots": torch.tensor([slot for slot, _, tokens in runs for _ in tokens]),
     }
     ends = itertools.accumulate(len(tokens) for _, _, tokens in runs)
-    values["drawn"] = torch.tensor([end - 1 for (slot, _, _), end in zip(runs, ends, strict=True) if slot >= 0])
+    values["logits_indices"] = torch.tensor(
+        [end - 1 for (slot, _, _), end in zip(runs, ends, strict=True) if slot >= 0]
+    )
     chain = language_model_methods(model)[method]
     for link in chain.links:
         link.run(values)
@@ -156,12 +158,12 @@ def test_rows_of_several_sessions(reference: Get, case: str) -> None:
     # Of the fourth session nothing was written.
     assert all(tensor[3].isnan().all() for tensor in state)
     answers = {slot: prompts[slot][: seen[slot] + 1] for slot in prompts}
-    drawn = call(model, "rows", [(slot, seen[slot], tokens[-1:]) for slot, tokens in answers.items()])
+    sampled = call(model, "rows", [(slot, seen[slot], tokens[-1:]) for slot, tokens in answers.items()])
     for _ in range(3):
-        for tokens, token in zip(answers.values(), drawn.tolist(), strict=True):
+        for tokens, token in zip(answers.values(), sampled.tolist(), strict=True):
             assert token == ref.logits(torch.tensor([tokens]))[-1].argmax()
             tokens.append(token)
-        drawn = call(model, "rows", [*((slot, -1, [-1]) for slot in answers), (-1, -1, [-1])])
+        sampled = call(model, "rows", [*((slot, -1, [-1]) for slot in answers), (-1, -1, [-1])])
 
 
 def test_text_model_of_a_multimodal_dense_checkpoint(tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def test_text_model_of_a_multimodal_dense_checkpoint(tmp_path: Path) -> None:
     vision |= {"out_hidden_size": BASE["hidden_size"], "num_position_embeddings": 16}
     config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
     model = Qwen3_5ForConditionalGeneration(config).eval().requires_grad_(False)
-    draw_weights(model, seed=7)
+    random_weights(model, seed=7)
     model.save_pretrained(tmp_path)
     tokens = torch.arange(70 + STEPS)[None] % BASE["vocab_size"]
     expected = model(input_ids=tokens).logits[0, 69:]

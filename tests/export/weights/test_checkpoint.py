@@ -26,9 +26,9 @@ from ..references import (
     BASE,
     CASES,
     Reference,
-    draw_weights,
     load_ours,
     make_reference,
+    random_weights,
     relative_error,
     stack_rows,
     text_config,
@@ -194,7 +194,7 @@ def multimodal(family: str, tie: bool) -> PreTrainedModel:
     text = text_config(settings).to_dict()
     config = config_class(text_config=text, vision_config=vision, tie_word_embeddings=tie)
     model = model_class(config).eval().requires_grad_(False)
-    draw_weights(model, seed=3)
+    random_weights(model, seed=3)
     return model
 
 

@@ -40,7 +40,7 @@ COUNTRIES = Path(__file__).resolve().parents[3] / "scripts" / "capitals.csv"
 HALF_STEP = 0.5 + 7.5 / 2**8
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
+def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -56,18 +56,18 @@ def step_of(scale: Tensor, columns: int) -> Tensor:
 @pytest.mark.parametrize("hqq", (False, True), ids=("nearest", "hqq"))
 def test_shapes_and_dtypes(dtype: torch.dtype, hqq: bool) -> None:
     for leading in ((3,), (5, 3)):
-        weight, scale = quantize_int4(drawn(*leading, 192).to(dtype), 32, hqq, CPU)
+        weight, scale = quantize_int4(normal(*leading, 192).to(dtype), 32, hqq, CPU)
         assert (weight.shape, weight.dtype) == ((*leading, 96), torch.uint8)
         assert (scale.shape, scale.dtype) == ((*leading, 6), torch.bfloat16)
         assert weight.is_contiguous() and scale.is_contiguous()
-    q, scale = quantize_int8(drawn(3, 192).to(dtype), 64, CPU)
+    q, scale = quantize_int8(normal(3, 192).to(dtype), 64, CPU)
     assert (q.shape, q.dtype) == ((3, 192), torch.int8)
     assert (scale.shape, scale.dtype) == ((3, 3), torch.bfloat16)
 
 
 def test_round_to_nearest_is_off_by_half_a_step() -> None:
     for n, k, group in SHAPES:
-        weight = drawn(n, k, seed=n + k)
+        weight = normal(n, k, seed=n + k)
         packed, scale = quantize_int4(weight, group, False, CPU)
         steps = step_of(scale, k)
         off = (dequantize_int4(packed, scale, torch.float64) - weight.double()).abs() / steps
@@ -78,7 +78,7 @@ def test_round_to_nearest_is_off_by_half_a_step() -> None:
 
 def test_embedding_is_off_by_half_a_step_of_8_bits() -> None:
     for n, k, group in SHAPES:
-        weight = drawn(n, k, seed=n + k)
+        weight = normal(n, k, seed=n + k)
         q, scale = quantize_int8(weight, group, CPU)
         steps = step_of(scale, k)
         off = (q.double() * steps - weight.double()).abs() / steps
@@ -93,7 +93,7 @@ def test_embedding_is_off_by_half_a_step_of_8_bits() -> None:
 )
 def test_hqq_is_closer_than_round_to_nearest(spread: str, worst: float) -> None:
     """Over all groups; measured are 0.91 to 0.94 of the error, and `worst` of round-to-nearest at group size 128."""
-    weight = drawn(64, 512)
+    weight = normal(64, 512)
     if spread == "heavy tails":
         weight = weight * weight.abs()
     if spread == "one outlier":
@@ -109,7 +109,7 @@ def test_hqq_is_closer_than_round_to_nearest(spread: str, worst: float) -> None:
 
 def test_zeros_stay_zeros() -> None:
     """Rows of a padded vocabulary, experts that were never trained: no scale may divide by nothing."""
-    weight = drawn(4, 256)
+    weight = normal(4, 256)
     weight[1] = 0
     weight[2, 64:128] = 0
     for hqq in (False, True):
@@ -130,7 +130,7 @@ def test_hqq_keeps_what_four_bits_can_say(group: int) -> None:
     """
     q = torch.randint(-8, 8, (8, 4 * group), generator=torch.Generator().manual_seed(1))
     q[:, ::group] = -8
-    scale = (drawn(8, 4, seed=2).abs() + 0.1).bfloat16()
+    scale = (normal(8, 4, seed=2).abs() + 0.1).bfloat16()
     weight = (q.unflatten(1, (4, group)) * scale.float().unsqueeze(-1)).flatten(1)
     packed, found = quantize_int4(weight, group, True, CPU)
     assert torch.equal(found, scale)
@@ -138,7 +138,7 @@ def test_hqq_keeps_what_four_bits_can_say(group: int) -> None:
 
 
 def test_stacked_experts_are_quantised_one_by_one() -> None:
-    weight = drawn(5, 6, 256)
+    weight = normal(5, 6, 256)
     packed, scale = quantize_int4(weight, 64, False, CPU)
     for index in range(5):
         alone = quantize_int4(weight[index], 64, False, CPU)
@@ -146,7 +146,7 @@ def test_stacked_experts_are_quantised_one_by_one() -> None:
 
 
 def test_pieces_of_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = drawn(7, 9, 128)
+    weight = normal(7, 9, 128)
     whole = [*quantize_int4(weight, 32, False, CPU), *quantize_int8(weight[0], 32, CPU)]
     for elements in (1, 5 * 128, 62 * 128):
         monkeypatch.setattr(quantize, "_PIECE", elements)
@@ -161,7 +161,7 @@ def test_pieces_of_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_product_with_a_quantised_weight(tokens: int) -> None:
     """Each element within half a step for each weight in its sum; over all, much less."""
     for n, k, group in SHAPES:
-        x, weight = drawn(tokens, k, seed=k), drawn(n, k, seed=n) / k**0.5
+        x, weight = normal(tokens, k, seed=k), normal(n, k, seed=n) / k**0.5
         exact = x.double() @ weight.double().t()
         packed, scale = quantize_int4(weight, group, False, CPU)
         found = linear(x, Weight(packed, scale)).double()
@@ -173,7 +173,7 @@ def test_product_with_a_quantised_weight(tokens: int) -> None:
             assert relative_error(again, exact) < 0.15
         wide = x.double() @ dequantize_int4(packed, scale, torch.float64).t()
         torch.testing.assert_close(found, wide, rtol=0, atol=1e-5)
-        bias = drawn(1, n, seed=1)[0]
+        bias = normal(1, n, seed=1)[0]
         torch.testing.assert_close(linear(x, Weight(packed, scale, bias)).double(), wide + bias, rtol=0, atol=1e-5)
 
 
@@ -188,7 +188,7 @@ def test_a_layer_with_a_bias_is_quantised_too() -> None:
 
 
 def test_product_in_bfloat16_rounds_the_weight_once() -> None:
-    x, weight = drawn(3, 256).bfloat16(), drawn(17, 256)
+    x, weight = normal(3, 256).bfloat16(), normal(17, 256)
     packed, scale = quantize_int4(weight, 64, False, CPU)
     found = linear(x, Weight(packed, scale))
     assert found.dtype == torch.bfloat16

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ostinato.delegate import OptionError
-from ostinato.runner.bench.batch_bench import BatchPlan
+from ostinato.runner.bench.batch_bench import BatchSpec
 from ostinato.runner.cli import main
 from ostinato.runner.sessions.sessions import Session, Sessions
 
@@ -210,6 +210,6 @@ def test_programs_that_cannot_be_measured(refused: Bench, tmp_path: Path, recurr
 @pytest.mark.parametrize(
     "numbers", [((), 5, 4, 1), ((1, 0), 5, 4, 1), ((-1,), 5, 4, 1), ((1,), 0, 4, 1), ((1,), 5, -1, 1)]
 )
-def test_a_plan_of_nothing(numbers: tuple[tuple[int, ...], int, int, int]) -> None:
+def test_a_spec_of_nothing(numbers: tuple[tuple[int, ...], int, int, int]) -> None:
     with pytest.raises(OptionError, match="--batch takes numbers of sessions from 1 on, and needs a prompt"):
-        BatchPlan(*numbers)
+        BatchSpec(*numbers)

@@ -109,11 +109,11 @@ def test_values_out_of_range(engine: Engine, tokens: list[int]) -> None:
 
 def test_at_any_position(engine: Engine, tokens: list[int], expected: Tensor) -> None:
     """Prompts in random parts, some of them decode steps: each part starts from what the ones before have left."""
-    draw = random.Random(1)
+    sample = random.Random(1)
     for _ in range(12):
         at = 0
         while at < len(tokens):
-            end = min(len(tokens), at + draw.randint(1, LONGEST))
+            end = min(len(tokens), at + sample.randint(1, LONGEST))
             error = relative_error(prefill(engine, tokens, at, end), expected[end - 1])
             assert error < 1e-4, f"tokens {at} to {end}: {error}"
             at = end
@@ -173,7 +173,7 @@ def test_warm_up_beside_sessions(capitals_artifact: Path, tokens: list[int]) -> 
         expected = list(engine.generate_tokens(tokens[:9], max_new_tokens=4, ignore_eos=True))
         session = engine.open_session()
         session.prefill(tokens[:9])
-        drawn = engine.step([session])
+        sampled = engine.step([session])
         rows = engine.model.step_method(2)
         assert [(one.method, one.tokens, one.given_up) for one in engine.warm_up().captured] == [
             ("prefill", 8, None),
@@ -181,7 +181,7 @@ def test_warm_up_beside_sessions(capitals_artifact: Path, tokens: list[int]) -> 
             (rows, 2, None),
         ]
         assert engine.warm_up().captured == ()
-        assert drawn + list(session.generate(3, eos_ids=())) == expected
+        assert sampled + list(session.generate(3, eos_ids=())) == expected
         engine.open_session()
         with pytest.raises(CapacityError, match="all 2 sessions are open"):
             engine.warm_up()
@@ -304,9 +304,9 @@ def test_row_buckets_that_cannot_be(capitals_artifact: Path, options: dict[str, 
 def test_row_buckets_by_default(capitals_artifact: Path, recurrent_artifact: Path) -> None:
     """A CPU has none, and neither has a program that steps one session at a time."""
     with Engine.load(capitals_artifact, cuda_graph=True, sessions=3) as engine:
-        assert engine.model.row_buckets == () and engine.model.most_rows == CAPITALS_LENGTH - 1
+        assert engine.model.row_buckets == () and engine.model.max_rows == CAPITALS_LENGTH - 1
     with Engine.load(recurrent_artifact, cuda_graph=True, row_buckets=()) as engine:
-        assert engine.model.row_buckets == () and engine.model.most_rows == 1
+        assert engine.model.row_buckets == () and engine.model.max_rows == 1
     with pytest.raises(OptionError, match="row buckets need a program with the method 'rows'"):
         Engine.load(recurrent_artifact, cuda_graph=True, row_buckets=(2,))
 

@@ -9,30 +9,30 @@ import pytest
 import torch
 
 from ostinato.delegate import ArtifactError, Program, StateKind, load_program
-from ostinato.delegate.sampling import draw
-from ostinato.runner import Engine, Sampling
+from ostinato.delegate.sampling import sample
+from ostinato.runner import Engine, SamplingParams
 from ostinato.runner.model.model import Model
 from ostinato.runner.model.steps import DeviceSteps, HostSteps
 from ostinato.runner.sessions.sessions import Session, Sessions
 
 PROMPT = [5, 99, 7, 1200, 31]
 COUNT = 24
-HOT = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=11)
+HOT = SamplingParams(temperature=1.5, top_k=40, top_p=0.95, seed=11)
 
 
-def answer(engine: Engine, sampling: Sampling, count: int = COUNT) -> list[int]:
-    return list(engine.generate_tokens(PROMPT, max_new_tokens=count, sampling=sampling, ignore_eos=True))
+def answer(engine: Engine, sampling: SamplingParams, count: int = COUNT) -> list[int]:
+    return list(engine.generate_tokens(PROMPT, max_new_tokens=count, sampling_params=sampling, ignore_eos=True))
 
 
 def on_the_host(model: Model) -> Sessions:
-    """Sessions of a model that samples on the device, whose tokens are drawn on the host."""
+    """Sessions of a model that samples on the device, whose tokens are sampled on the host."""
     sessions = Sessions(model)
     assert isinstance(sessions.steps, DeviceSteps)
     sessions.steps = HostSteps(model)
     return sessions
 
 
-def walk(sessions: Sessions, sampling: Sampling, count: int = COUNT) -> list[int]:
+def walk(sessions: Sessions, sampling: SamplingParams, count: int = COUNT) -> list[int]:
     with sessions.open(sampling) as session:
         session.prefill(PROMPT)
         return steps_of(sessions, session, count)
@@ -44,10 +44,16 @@ def steps_of(sessions: Sessions, session: Session, count: int) -> list[int]:
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(), HOT, Sampling(1.0, seed=3), Sampling(3.0, top_k=5, seed=4), Sampling(2.0, top_p=0.5, seed=2**64 - 1)],
+    [
+        SamplingParams(),
+        HOT,
+        SamplingParams(1.0, seed=3),
+        SamplingParams(3.0, top_k=5, seed=4),
+        SamplingParams(2.0, top_p=0.5, seed=2**64 - 1),
+    ],
     ids=str,
 )
-def test_the_host_draws_what_the_device_draws(capitals_artifact: Path, sampling: Sampling) -> None:
+def test_the_host_draws_what_the_device_draws(capitals_artifact: Path, sampling: SamplingParams) -> None:
     """The same tokens from a program that samples, and from one that gives logits."""
     with Engine.load(capitals_artifact) as engine:
         found = answer(engine, sampling)
@@ -61,7 +67,7 @@ def test_the_host_draws_what_the_device_draws(capitals_artifact: Path, sampling:
 
 
 def test_the_host_draws_for_several_what_the_device_draws(capitals_artifact: Path) -> None:
-    options = (Sampling(), HOT, Sampling(3.0, top_k=5, seed=4))
+    options = (SamplingParams(), HOT, SamplingParams(3.0, top_k=5, seed=4))
     found = []
     with Engine.load(capitals_artifact, sessions=len(options)) as engine:
         for sessions in (engine.sessions, on_the_host(engine.model)):
@@ -78,17 +84,17 @@ def test_the_host_draws_for_several_what_the_device_draws(capitals_artifact: Pat
 def test_host_and_device_keep_the_same_ties(capitals_artifact: Path) -> None:
     """Top-k of 2 keeps the three tokens that are as likely as the second one."""
     tied = [7, 300, 1201]
-    sampling = Sampling(temperature=2.0, top_k=2)
+    sampling = SamplingParams(temperature=2.0, top_k=2)
     found = set()
     with load_program(capitals_artifact) as program:
-        sample = program.load_method("sample")
-        logits = torch.randn(1, sample.inputs[0].shape[1].max, generator=torch.Generator().manual_seed(0)).clamp(max=2)
+        method = program.load_method("sample")
+        logits = torch.randn(1, method.inputs[0].shape[1].max, generator=torch.Generator().manual_seed(0)).clamp(max=2)
         logits[0, tied] = 3.0
         for seed in range(40):
-            how = Sampling(sampling.temperature, sampling.top_k, seed=seed).inputs()
+            params = SamplingParams(sampling.temperature, sampling.top_k, seed=seed).tensors()
             position = torch.tensor([seed % 5])
-            token = int(sample.execute((logits, position, torch.tensor([0]), *how))[0])
-            assert token == int(draw(logits[0], position, how))
+            token = int(method.execute((logits, position, torch.tensor([0]), *params))[0])
+            assert token == int(sample(logits[0], position, params))
             found.add(token)
     assert found == set(tied)
 
@@ -96,7 +102,7 @@ def test_host_and_device_keep_the_same_ties(capitals_artifact: Path) -> None:
 class FixedLogits:
     """In place of a `Model` of a program that gives logits: the same ones for each token."""
 
-    samplers, has_state, max_seq_len, most_rows = None, True, 1000, 1
+    samplers, has_state, max_seq_len, max_rows = None, True, 1000, 1
 
     def __init__(self, program: Program, logits: torch.Tensor) -> None:
         self.program, self._logits = program, logits
@@ -113,12 +119,12 @@ def test_the_host_keeps_ties_and_moves_on(recurrent_artifact: Path) -> None:
         model: Any = FixedLogits(program, torch.tensor([1.0, 3.0, 3.0, 3.0, 0.0], dtype=torch.bfloat16))
         sessions = Sessions(model)
         assert isinstance(sessions.steps, HostSteps)
-        assert walk(sessions, Sampling(), 5) == [1] * 5
-        tokens = walk(sessions, Sampling(temperature=0.7, top_k=2, seed=1), 60)
+        assert walk(sessions, SamplingParams(), 5) == [1] * 5
+        tokens = walk(sessions, SamplingParams(temperature=0.7, top_k=2, seed=1), 60)
         assert set(tokens) == {1, 2, 3}
-        assert walk(sessions, Sampling(temperature=0.7, top_k=2, seed=1), 60) == tokens
-        assert walk(sessions, Sampling(temperature=0.7, top_k=2), 60) != walk(
-            sessions, Sampling(temperature=0.7, top_k=2), 60
+        assert walk(sessions, SamplingParams(temperature=0.7, top_k=2, seed=1), 60) == tokens
+        assert walk(sessions, SamplingParams(temperature=0.7, top_k=2), 60) != walk(
+            sessions, SamplingParams(temperature=0.7, top_k=2), 60
         )
 
 
@@ -143,7 +149,7 @@ def test_a_seed_repeats(capitals_artifact: Path, graph: bool) -> None:
         assert answer(engine, HOT) == expected
         # Once more, from the state that the first answer has left, and now replayed from its first step.
         assert answer(engine, HOT) == expected
-        assert answer(engine, Sampling(1.5, 40, 0.95, seed=12)) != expected
+        assert answer(engine, SamplingParams(1.5, 40, 0.95, seed=12)) != expected
         # A shorter answer is the beginning of the longer one: noise depends on the place, not on the number of steps.
         assert answer(engine, HOT, 7) == expected[:7]
         assert engine.last.methods["decode_sample"]["fallbacks"] == 0
@@ -151,17 +157,19 @@ def test_a_seed_repeats(capitals_artifact: Path, graph: bool) -> None:
 
 def test_whole_numbers_are_taken_for_floats(capitals_artifact: Path) -> None:
     with Engine.load(capitals_artifact) as engine:
-        assert answer(engine, Sampling(temperature=2, top_p=1, seed=1)) == answer(engine, Sampling(2.0, seed=1))
+        assert answer(engine, SamplingParams(temperature=2, top_p=1, seed=1)) == answer(
+            engine, SamplingParams(2.0, seed=1)
+        )
 
 
 def test_without_a_seed_answers_differ(capitals_artifact: Path) -> None:
     with Engine.load(capitals_artifact) as engine:
-        assert answer(engine, Sampling(temperature=2.0)) != answer(engine, Sampling(temperature=2.0))
+        assert answer(engine, SamplingParams(temperature=2.0)) != answer(engine, SamplingParams(temperature=2.0))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 2**63, 2**64 - 1])
 def test_all_seeds(capitals_artifact: Path, seed: int) -> None:
-    sampling = Sampling(temperature=1.5, seed=seed)
+    sampling = SamplingParams(temperature=1.5, seed=seed)
     with Engine.load(capitals_artifact) as engine:
         assert answer(engine, sampling, 8) == answer(engine, sampling, 8)
 
@@ -169,10 +177,10 @@ def test_all_seeds(capitals_artifact: Path, seed: int) -> None:
 def test_options_change_without_a_new_capture(capitals_artifact: Path) -> None:
     """They are data of the captured step."""
     with Engine.load(capitals_artifact, cuda_graph=True) as engine:
-        greedy = answer(engine, Sampling())
+        greedy = answer(engine, SamplingParams())
         assert answer(engine, HOT) != greedy
-        assert answer(engine, Sampling(temperature=3.0, top_k=1, seed=5)) == greedy
-        assert answer(engine, Sampling()) == greedy
+        assert answer(engine, SamplingParams(temperature=3.0, top_k=1, seed=5)) == greedy
+        assert answer(engine, SamplingParams()) == greedy
         assert engine.last.methods["decode_sample"]["captures"] == 1
 
 
@@ -186,9 +194,9 @@ def test_resuming_goes_on_where_an_answer_was(capitals_artifact: Path) -> None:
 
 
 def test_logits_are_there_for_who_asks(capitals_artifact: Path) -> None:
-    """`decode_sample` gives the logits that `decode` gives, and draws from them."""
+    """`decode_sample` gives the logits that `decode` gives, and samples from them."""
     tokens, positions, slot = torch.tensor([PROMPT]), torch.arange(len(PROMPT)), torch.tensor([0])
-    greedy = Sampling(seed=0).inputs()
+    greedy = SamplingParams(seed=0).tensors()
     with load_program(capitals_artifact) as program:
         prefill, decode = program.load_method("prefill"), program.load_method("decode")
         (logits,) = prefill.execute((tokens, positions, slot))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ostinato.delegate import CapacityError
-from ostinato.runner import Engine, Sampling
+from ostinato.runner import Engine, SamplingParams
 from ostinato.runner.sessions.sessions import Session, Snapshot
 
 from ...export.memory import anonymous_memory
@@ -24,7 +24,7 @@ from ...export.memory import anonymous_memory
 FORKS, KEEPS, RETURNS, LEAVES = 0.06, 0.03, 0.06, 0.03
 # How often somebody joins where there is room.
 JOINS = 0.35
-MOST_KEPT = 6
+MAX_KEPT = 6
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Script:
     first: int
     said: list[int]
     second: int
-    sampling: Sampling
+    sampling: SamplingParams
 
     @property
     def turn(self) -> int:
@@ -61,10 +61,10 @@ class Script:
 def scripts(draw: Random, count: int, vocabulary: int) -> list[Script]:
     """Of several lengths and ways to sample; together a prompt is no longer than 48 tokens."""
     ways = (
-        Sampling(),
-        Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=11),
-        Sampling(3.0, top_k=5, seed=4),
-        Sampling(2.0, min_p=0.2, seed=2**64 - 1),
+        SamplingParams(),
+        SamplingParams(temperature=1.5, top_k=40, top_p=0.95, seed=11),
+        SamplingParams(3.0, top_k=5, seed=4),
+        SamplingParams(2.0, min_p=0.2, seed=2**64 - 1),
     )
 
     def tokens(most: int) -> list[int]:
@@ -136,8 +136,8 @@ class Soak:
         if self.members and draw.random() < KEEPS:
             one = draw.choice(self.members)
             self.kept.append(self._of(one, one.it.snapshot()))
-            if len(self.kept) > MOST_KEPT:
-                self.kept.pop(draw.randrange(MOST_KEPT)).it.close()
+            if len(self.kept) > MAX_KEPT:
+                self.kept.pop(draw.randrange(MAX_KEPT)).it.close()
         if self.members and self.kept and draw.random() < RETURNS:
             place, kept = draw.randrange(len(self.members)), draw.choice(self.kept)
             session: Session = self.members[place].it

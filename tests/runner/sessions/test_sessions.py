@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ostinato.delegate import CapacityError, ClosedError, InputError, OptionError, StateKind
 from ostinato.delegate.artifact.records import Growth
-from ostinato.runner import Engine, Sampling
-from ostinato.runner.model.steps import _Known
+from ostinato.runner import Engine, SamplingParams
+from ostinato.runner.model.steps import _HostTokens
 from ostinato.runner.sessions.sessions import Session, Snapshot
 
 from ...conftest import CAPITALS, CAPITALS_LENGTH
 
-HOT = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=11)
+HOT = SamplingParams(temperature=1.5, top_k=40, top_p=0.95, seed=11)
 # Four sessions of at most 251 tokens need 16 pages of 64; fewer, so that they run out.
 SESSIONS, KV_TOKENS = 4, 9 * 64
 BUCKETS = (2, 4)
@@ -54,23 +54,23 @@ def greedy() -> Greedy:
 
 @pytest.fixture(
     scope="module",
-    params=["no graph", "graph", "ahead", *(pytest.param(f"GPU, {how}", marks=GPU) for how in ("no graph", "graph"))],
+    params=["no graph", "graph", "ahead", *(pytest.param(f"GPU, {mode}", marks=GPU) for mode in ("no graph", "graph"))],
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """With plans, numbers of rows are padded. As a GPU does, "ahead" begins a step before the last one's tokens are taken."""
-    on_gpu, how = request.param.startswith("GPU"), request.param.removeprefix("GPU, ")
+    on_gpu, mode = request.param.startswith("GPU"), request.param.removeprefix("GPU, ")
     with Engine.load(
         request.getfixturevalue("capitals_cuda" if on_gpu else "capitals_artifact"),
-        cuda_graph=how == "graph",
+        cuda_graph=mode == "graph",
         warmup_steps=1,
         sessions=SESSIONS,
         kv_tokens=KV_TOKENS,
-        prefill_buckets=(8, 32) if how == "graph" else None,
-        row_buckets=BUCKETS if how == "graph" else None,
+        prefill_buckets=(8, 32) if mode == "graph" else None,
+        row_buckets=BUCKETS if mode == "graph" else None,
     ) as loaded:
-        if how == "ahead":
+        if mode == "ahead":
             steps: Any = loaded.sessions.steps
-            steps.goes_ahead, steps._flight = True, lambda token, count: _Known(token[:count].tolist())
+            steps.goes_ahead, steps._pending = True, lambda token, count: _HostTokens(token[:count].tolist())
         yield loaded
         assert all(stats["fallbacks"] == 0 for stats in loaded.model.method_stats.values())
 
@@ -86,10 +86,10 @@ def nothing_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
         assert engine.sessions.pages.free == KV_TOKENS // 64
 
 
-def opened(engine: Engine, *prompts: list[int], sampling: Sampling | None = None) -> list[Session]:
+def opened(engine: Engine, *prompts: list[int], sampling_params: SamplingParams | None = None) -> list[Session]:
     sessions = []
     for prompt in prompts:
-        sessions.append(engine.open_session(sampling))
+        sessions.append(engine.open_session(sampling_params))
         sessions[-1].prefill(prompt)
     return sessions
 
@@ -236,7 +236,7 @@ def walk(engine: Engine, garbage: float | None) -> tuple[list[list[int]], dict[s
                     cache[session._open.pages[seen // 64], :, seen % 64 :] = garbage
 
     fill()
-    first, second = engine.open_session(HOT), engine.open_session(Sampling(seed=1))
+    first, second = engine.open_session(HOT), engine.open_session(SamplingParams(seed=1))
     fill()
     first.prefill(LONG[:70])
     fill(first)
@@ -276,13 +276,18 @@ def test_nothing_bleeds(engine: Engine) -> None:
 
 def test_each_samples_as_it_says(engine: Engine) -> None:
     """A batch of different options draws what each draws alone."""
-    options = [HOT, Sampling(), Sampling(3.0, top_k=5, seed=4), Sampling(2.0, min_p=0.2, seed=2**64 - 1)]
+    options = [
+        HOT,
+        SamplingParams(),
+        SamplingParams(3.0, top_k=5, seed=4),
+        SamplingParams(2.0, min_p=0.2, seed=2**64 - 1),
+    ]
     alone = []
     for sampling in options:
-        (session,) = opened(engine, LONG[:9], sampling=sampling)
+        (session,) = opened(engine, LONG[:9], sampling_params=sampling)
         alone.append(list(session.generate(12, eos_ids=())))
         close(session)
-    sessions = [opened(engine, LONG[:9], sampling=sampling)[0] for sampling in options]
+    sessions = [opened(engine, LONG[:9], sampling_params=sampling)[0] for sampling in options]
     found = [engine.step(sessions, more=True) for _ in range(12)]
     assert [list(column) for column in zip(*found, strict=True)] == alone
     close(*sessions)
@@ -290,14 +295,14 @@ def test_each_samples_as_it_says(engine: Engine) -> None:
 
 def test_a_fork_draws_by_itself(engine: Engine) -> None:
     """From one prompt, by other seeds; and without a seed each draws others."""
-    (session,) = opened(engine, LONG[:9], sampling=Sampling(2.0, seed=1))
+    (session,) = opened(engine, LONG[:9], sampling_params=SamplingParams(2.0, seed=1))
     others = [session.fork() for _ in range(2)]
-    others[0].sampling = Sampling(2.0, seed=2)
+    others[0].sampling_params = SamplingParams(2.0, seed=2)
     found = [engine.step([session, *others]) for _ in range(12)]
     columns = [list(column) for column in zip(*found, strict=True)]
     assert columns[0] == columns[2] != columns[1]
     close(session, *others)
-    (session,) = opened(engine, LONG[:9], sampling=Sampling(3.0))
+    (session,) = opened(engine, LONG[:9], sampling_params=SamplingParams(3.0))
     other = session.fork()
     found = [engine.step([session, other]) for _ in range(12)]
     assert len({tuple(column) for column in zip(*found, strict=True)}) == 2

@@ -15,28 +15,28 @@ import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.linear.rows_tiles_triton import INTERPRETED
-from ostinato.export.kernels.operands import MOST_ROWS
+from ostinato.export.kernels.operands import MAX_ROWS
 
 from .step_route_triton import add_pairs
 
 # The most rows of a step.
-ALL_ROWS = tl.constexpr(MOST_ROWS)
+ALL_ROWS = tl.constexpr(MAX_ROWS)
 # Rows that have one bit each in a word of `members`.
 WORD = tl.constexpr(32)
-# Integers per block in a plan: the expert, EXPERTS for the shared one, -1 for none; the first place; and two lists, of the
-# rows and of the parts, each -1 where there are no more.
-PLAN = tl.constexpr(32)
-PLAN_ROWS = tl.constexpr(8)
-PLAN_PARTS = tl.constexpr(16)
+# Integers per block in a schedule: the expert, EXPERTS for the shared one, -1 for none; the first place; and two lists, of
+# the rows and of the parts, each -1 where there are no more.
+RECORD = tl.constexpr(32)
+RECORD_ROWS = tl.constexpr(8)
+RECORD_PARTS = tl.constexpr(16)
 # The most rows of a block.
 BLOCK = tl.constexpr(8)
 
 
 @triton.jit
-def plan_rows_early(
+def schedule_rows_early(
     members,
     ranks,
-    plan,
+    schedule,
     rows,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -44,19 +44,19 @@ def plan_rows_early(
     SHARED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """plan [blocks, PLAN], a block per program. WIDTH: EXPERTS or more, a power of two."""
+    """schedule [blocks, RECORD], a block per program. WIDTH: EXPERTS or more, a power of two."""
     start_next(EARLY)
     block = tl.program_id(0)
     number = tl.arange(0, BLOCK)
-    record = plan + block * PLAN
+    record = schedule + block * RECORD
     shared_blocks = (rows + BLOCK - 1) // BLOCK if SHARED else 0
     wait_for_previous(EARLY)
     if block < shared_blocks:
         own = block * BLOCK + number
         tl.store(record, EXPERTS)
         tl.store(record + 1, rows * TOP_K + block * BLOCK)
-        tl.store(record + PLAN_ROWS + number, tl.where(own < rows, own, -1))
-        tl.store(record + PLAN_PARTS + number, tl.where(own < rows, own * (TOP_K + 1) + TOP_K, -1))
+        tl.store(record + RECORD_ROWS + number, tl.where(own < rows, own, -1))
+        tl.store(record + RECORD_PARTS + number, tl.where(own < rows, own * (TOP_K + 1) + TOP_K, -1))
     else:
         every = tl.arange(0, WIDTH)
         count = tl.zeros([WIDTH], tl.int32)
@@ -73,11 +73,11 @@ def plan_rows_early(
         order = tl.load(ranks + row * EXPERTS + expert, mask=mine, other=0).to(tl.int32)
         tl.store(record, expert)
         tl.store(record + 1, place)
-        tl.store(record + PLAN_ROWS + rank, row, mask=mine)
-        tl.store(record + PLAN_PARTS + rank, row * (TOP_K + 1 if SHARED else TOP_K) + order, mask=mine)
+        tl.store(record + RECORD_ROWS + rank, row, mask=mine)
+        tl.store(record + RECORD_PARTS + rank, row * (TOP_K + 1 if SHARED else TOP_K) + order, mask=mine)
         empty = number >= tl.sum(member, 0) - index * BLOCK
-        tl.store(record + PLAN_ROWS + number, -1, mask=empty)
-        tl.store(record + PLAN_PARTS + number, -1, mask=empty)
+        tl.store(record + RECORD_ROWS + number, -1, mask=empty)
+        tl.store(record + RECORD_PARTS + number, -1, mask=empty)
 
 
 @triton.jit
