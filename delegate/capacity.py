@@ -1,6 +1,6 @@
-"""How many sessions a program holds, and how many positions they have together: chosen when it is loaded.
+"""Capacity of a loaded program: numbers of sessions and of positions, chosen when the program is loaded.
 
-The artifact says of each mutable buffer what its first dimension is (`Growth`), and what one row of it takes.
+The artifact says for each mutable buffer what its first dimension counts (`Growth`), and how many bytes one unit takes.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from .artifact.records import BufferSpec, Growth, MethodRecord, StateKind, Tenso
 from .errors import OptionError
 from .memory import free_device_memory, size_text
 
-# Sessions that are made room for where nobody says how many: as many as can step together.
+# Largest number of sessions when free memory decides their number: as many as can step together.
 MAX_SESSIONS = 256
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a loaded program has room for.
+    """Room of a loaded program for sessions and positions.
 
     Attributes:
-        slots: sessions.
-        pages: of the KV caches, all sessions together; 0 for a program without.
+        slots: number of slots, one per session.
+        pages: number of pages of the KV caches, for all sessions together; 0 for a program without KV caches.
         page_size: positions in a page.
-        pages_per_session: the most that one session may have.
-        slot_bytes, page_bytes: what one of each takes, in all mutable buffers together.
+        pages_per_session: largest number of pages that one session may have.
+        slot_bytes, page_bytes: bytes of one slot and of one page, in all mutable buffers together.
     """
 
     slots: int = 1
@@ -42,16 +42,16 @@ class Capacity:
 
     @property
     def kv_tokens(self) -> int:
-        """Positions of all sessions together."""
+        """Positions in the pages of all sessions together."""
         return self.pages * self.page_size
 
 
 @dataclass(frozen=True)
 class CapacityOptions:
-    """What a caller of `load_program` asks for; its docstring says what each is.
+    """Capacity that a caller of `load_program` asks for; see the arguments there.
 
     Raises:
-        OptionError: a number that is none, or out of range.
+        OptionError: a value that is not a number, or is out of range.
     """
 
     sessions: int | None = None
@@ -75,18 +75,18 @@ def choose_capacity(
     device: torch.device,
     bytes_to_load: int,
 ) -> Capacity:
-    """What a program gets room for.
+    """Choose the capacity of a program.
 
     Args:
-        records: of all its methods.
-        metadata: its constant methods' results.
-        options: what is asked for.
-        device: the program's.
-        bytes_to_load: of constants on it.
+        records: records of all methods of the program.
+        metadata: results of the program's constant methods.
+        options: capacity that the caller asks for.
+        device: the program's device.
+        bytes_to_load: bytes of constants that will be loaded on the device.
 
     Raises:
         OptionError: more than one session for a program whose state does not grow; fewer pages than sessions; a fraction of
-            a GPU's memory for a program on the CPU, or one that has no room for a session.
+            GPU memory for a program on the CPU, or a fraction without room for one session.
     """
     specs = {key: spec for record in records for key, spec in record.buffer_specs.items()}
     tables = [spec for spec in specs.values() if spec.kind is StateKind.BLOCK_TABLE]
@@ -120,7 +120,7 @@ def choose_capacity(
 
 
 def sized(parsed: ProgramFile, capacity: Capacity) -> ProgramFile:
-    """The program with the sizes that its buffers, and inputs that are numbers of slots, have with this capacity."""
+    """Return the program with the sizes of this capacity: shapes of buffers, and ranges of inputs that are slot numbers."""
     count_of = {Growth.SLOTS: capacity.slots, Growth.PAGES: capacity.pages}
 
     def buffer(spec: BufferSpec) -> BufferSpec:
@@ -141,7 +141,7 @@ def sized(parsed: ProgramFile, capacity: Capacity) -> ProgramFile:
 
 
 def first_table(spec: BufferSpec, pages: int) -> torch.Tensor:
-    """A block table [slots, M] where pages are dealt out in order, as many as there are; -1 where there are no more."""
+    """Return a block table [slots, M] int32 that deals out pages 0 to `pages` - 1 in order; the entries after them are -1."""
     slots, each = spec.shape
     table = torch.arange(slots * each, dtype=torch.int32).view(slots, each)
     return torch.where(table < pages, table, -1)
@@ -152,7 +152,7 @@ def _row_bytes(specs: Mapping[str, BufferSpec], growth: Growth) -> int:
 
 
 def _room(options: CapacityOptions, device: torch.device, bytes_to_load: int) -> int | None:
-    """Bytes for slots and pages; None where nobody asks for a share of the memory."""
+    """Bytes for slots and pages; None if no fraction of the memory is asked for."""
     if options.gpu_memory_fraction is None:
         return None
     free = free_device_memory(device)

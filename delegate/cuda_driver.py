@@ -1,4 +1,4 @@
-"""Calls into the CUDA driver, by the package cuda-bindings."""
+"""Calls into the CUDA driver, through the package cuda-bindings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from .errors import OstinatoError
 
 
 class DriverError(OstinatoError):
-    """The CUDA driver refused a call. Of a captured graph the runtime then makes another one and leaves it alone."""
+    """The CUDA driver refused a call. The runtime then captures a graph anew, and leaves it unchanged."""
 
 
 def cuda_driver() -> Any:
-    """The CUDA driver's functions, from a package that CUDA builds of torch depend on. Raises DriverError: it is missing."""
+    """Return the CUDA driver's functions, from a package that CUDA builds of torch depend on.
+
+    Raises:
+        DriverError: the package is missing.
+    """
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -20,12 +24,17 @@ def cuda_driver() -> Any:
     return driver
 
 
-# The forms that take edge data have the suffix `_v2` in cuda-bindings 12, and none in 13, which has no other form.
+# In cuda-bindings 12 the forms of these functions that take edge data have the suffix `_v2`. In 13 they are the only forms,
+# without a suffix.
 _WITH_EDGE_DATA = ("cuGraphGetEdges", "cuGraphRemoveDependencies", "cuGraphAddDependencies")
 
 
 def call_driver(driver: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
-    """Call the driver's `name`; what it returns besides the error code. Raises DriverError: it refused."""
+    """Call the driver's function `name`, and return its results without the error code.
+
+    Raises:
+        DriverError: the driver refused the call.
+    """
     newer = getattr(driver, f"{name}_v2", None) if name in _WITH_EDGE_DATA else None
     error, *results = (newer or getattr(driver, name))(*arguments)
     if error != driver.CUresult.CUDA_SUCCESS:

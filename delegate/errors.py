@@ -4,17 +4,17 @@ from __future__ import annotations
 
 
 def first_line(error: BaseException) -> str:
-    """`RuntimeError: the first line of its message`."""
+    """The error's type and the first line of its message: `RuntimeError: no such file`."""
     lines = str(error).strip().splitlines()
     return ": ".join([type(error).__name__, *lines[:1]])
 
 
 class OstinatoError(Exception):
-    """Base class: the message says what came, what was expected and what to do."""
+    """Base class. The message says what was given, what was expected and what to do."""
 
 
 class ArtifactError(OstinatoError):
-    """The folder or file is not an artifact, is damaged, or its parts do not belong together."""
+    """The folder or file is not an artifact, is damaged, or its files do not belong together."""
 
 
 class TargetError(ArtifactError):
@@ -30,7 +30,7 @@ class InputError(OstinatoError, ValueError):
 
 
 class ClosedError(OstinatoError, RuntimeError):
-    """A program or method was used after `close()`."""
+    """A program, method, session or snapshot was used after `close()`."""
 
 
 class CapacityError(OstinatoError, RuntimeError):
@@ -38,7 +38,7 @@ class CapacityError(OstinatoError, RuntimeError):
 
 
 class StepError(OstinatoError, RuntimeError):
-    """Compiled code failed while it ran; the model's state may have moved in part."""
+    """Compiled code failed while it ran; the model's state may be partly updated."""
 
 
 class DeviceMemoryError(OstinatoError, MemoryError):

@@ -1,4 +1,4 @@
-"""What `Method.execute` takes, checked against the method's specs before anything runs."""
+"""Check of the inputs of `Method.execute` against the method's specs, before anything runs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from .artifact.records import TensorSpec, dtype_from_name, dtype_name
 from .errors import InputError
 
-# Numbers up to which Python finds the least and the largest sooner than torch does after a wait for the GPU.
+# Up to this many values, Python's `min` and `max` are faster than torch's after a wait for the GPU.
 _LISTED = 256
 
 
 class InputCheck:
-    """Checks the inputs of one method. What every step compares is prepared once: a step of two inputs takes 1.7 us.
+    """Checks the inputs of one method. Values that every step compares are prepared once: checking two inputs takes 1.7 us.
 
     Args:
-        method: its name, for messages.
-        specs: its inputs, in the order of `execute`.
-        device: the program's; inputs may be on the host as well.
+        method: the method's name, for messages.
+        specs: specs of the method's inputs, in the order of `execute`.
+        device: the program's device. Inputs may be on the host as well.
     """
 
     def __init__(self, method: str, specs: Sequence[TensorSpec], device: torch.device) -> None:
@@ -27,11 +27,11 @@ class InputCheck:
         self._specs = specs
         self._device = device
         self._dtypes = [dtype_from_name(spec.dtype) for spec in specs]
-        # The shapes of the last call that fitted; all calls have them where no size is dynamic.
+        # Input shapes of the last call that passed. If no size is dynamic, all calls have these shapes.
         self._fitting: list[torch.Size | None] = [None] * len(specs)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Raises InputError: number, type, shape, dtype, device or value of an input."""
+        """Raises InputError: wrong number of inputs, or wrong type, shape, dtype, device or value of one."""
         if not isinstance(inputs, (tuple, list)) or len(inputs) != len(self._specs):
             got = f"{len(inputs)} inputs" if isinstance(inputs, (tuple, list)) else f"a {type(inputs).__name__}"
             names = ", ".join(f"{spec.name} {spec.shape_text} {spec.dtype}" for spec in self._specs)

@@ -1,4 +1,4 @@
-"""Names that a package offers, imported from their modules when they are asked for."""
+"""Public names of a package, imported from their modules at first use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, str]
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of a package that imports nothing before a name of it is used.
+    """Return `__all__`, `__getattr__` and `__dir__` of a package that imports its names at first use.
 
     Args:
-        package: its `__name__`.
-        homes: module -> names that it has, separated by spaces. A module that begins with a dot is one of the package's own.
+        package: the package's `__name__`.
+        homes: module -> names in it, separated by spaces. A module that begins with a dot is inside the package.
     """
     home_of = {name: module for module, names in homes.items() for name in names.split()}
 
@@ -23,7 +23,7 @@ def lazy_names(
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(home_of[name], package), name)
-        # From now on it is found without this function.
+        # Later uses find the name without this function.
         setattr(sys.modules[package], name, value)
         return value
 

@@ -1,4 +1,4 @@
-"""How much device memory is free, and what to tell a person when that is not enough."""
+"""Amounts of free memory, and the errors and warnings for a person when memory is not enough."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ADVICE = (
 
 
 def free_device_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated: what the driver has free, and what torch's allocator holds and does not use.
+    """Bytes that can still be allocated: free in the driver, or held and not used by torch's allocator.
 
-    None on the CPU: there constants lie on the file's map, and the kernel gives out pages as they are touched.
+    None on the CPU: there constants are memory-mapped, and the system provides pages when they are touched.
     """
     if device.type != "cuda":
         return None
@@ -29,8 +29,10 @@ def free_device_memory(device: torch.device) -> int | None:
 
 
 def available_host_memory() -> int | None:
-    """Bytes that the kernel can give out or keep files in, what it already keeps of them among these; None if it does not
-    tell."""
+    """Bytes of host memory that can be allocated or can cache files, with those that already cache files (`MemAvailable`).
+
+    None if the system does not report it.
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -39,7 +41,7 @@ def available_host_memory() -> int | None:
 
 
 def check_mapped(mapped_bytes: int) -> str | None:
-    """What to warn of where so many bytes of mapped constants do not stay in memory."""
+    """Return a warning if `mapped_bytes` of mapped constants do not stay in the host's memory, else None."""
     available = available_host_memory()
     if available is None or mapped_bytes <= available:
         return None
@@ -63,9 +65,10 @@ class MemoryWatch:
     """Recognises errors that mean that the device's memory ran out.
 
     torch's own error is easy to recognise. Compiled code turns every error into a RuntimeError that says only "API call
-    failed" (torch 2.11 and 2.13); for those, torch's count of failed allocations decides. So a program has one watch, which
-    is shown every error that may be of that kind, also one that goes no further: a failure counts for one error. The count is
-    of the whole process: what tries something that may fail for other reasons too calls `begin` first.
+    failed" (torch 2.11 and 2.13). For such an error torch's count of failed allocations decides: it must have grown.
+    One failed allocation explains one error only. So a program has one watch, and `explain` must see every error that may be
+    of this kind, even one that is handled. The count covers the whole process: call `begin` before an attempt that may also
+    fail for other reasons.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,11 +76,11 @@ class MemoryWatch:
         self._failures = allocation_failures(device)
 
     def begin(self) -> None:
-        """From now on only allocations count that fail after this."""
+        """Ignore allocations that failed before this call."""
         self._failures = allocation_failures(self._device)
 
     def explain(self, error: Exception, doing: str) -> DeviceMemoryError | None:
-        """What to raise in place of `error`, which came while `doing`; None if it has another cause."""
+        """Return the error to raise in place of `error`, None if it has another cause. `doing` is for the message."""
         before, self._failures = self._failures, allocation_failures(self._device)
         text = str(error)
         opaque = "API call failed" in text and self._failures > before
@@ -91,7 +94,7 @@ class MemoryWatch:
 
     @contextmanager
     def explaining(self, doing: str) -> Iterator[None]:
-        """Within, an error that `explain` knows is raised as what it gives; others stay as they are."""
+        """Context manager: raise a DeviceMemoryError in place of an error that `explain` recognises; keep other errors."""
         try:
             yield
         except RuntimeError as error:
@@ -102,12 +105,12 @@ class MemoryWatch:
 
 
 def allocation_failures(device: torch.device) -> int:
-    """How often torch has failed to allocate on `device`, in the life of this process."""
+    """Number of allocations on `device` that torch has failed to make in the life of this process."""
     return int(torch.cuda.memory_stats(device).get("num_ooms", 0)) if device.type == "cuda" else 0
 
 
 def size_text(nbytes: float, digits: int = 1) -> str:
-    """`18100000000` -> `"18.1 GB"`: decimal units, as speeds of memory are given."""
+    """`18100000000` -> `"18.1 GB"`: decimal units, as in speeds of memory."""
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.{digits}f} {name}"

@@ -1,4 +1,4 @@
-"""A loaded method: `Method.execute`."""
+"""`Method`: one loaded method of a program, which `execute` runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .memory import MemoryWatch
 
 
 class Owner:
-    """Handles own device memory and loaded code; a copy would free them twice."""
+    """Base class of handles that own device memory and loaded code. They cannot be copied: a copy would free them twice."""
 
     def __copy__(self) -> NoReturn:
         raise TypeError(f"{type(self).__name__} cannot be copied: it owns loaded code and device memory")
@@ -49,7 +49,7 @@ class Method(Owner):
         self._entry = entry
         self._code: MethodCode | None = code
         self._state_machine = state_machine
-        # The code keeps addresses; this keeps the tensors that are there.
+        # The code keeps only addresses. This reference keeps the tensors alive.
         self._bound = binding.tensors
         self._lock = lock
         self._device = device
@@ -76,15 +76,15 @@ class Method(Owner):
 
     @property
     def stats(self) -> MethodStats:
-        """Phase, warmups, captures, replays, fallbacks, and the plans: a live view, but for which plans there are."""
+        """Phase, numbers of warmups, captures, replays and fallbacks, and the plans: live, except the list of plans."""
         return self._state_machine.stats
 
     @property
     def static_inputs(self) -> tuple[torch.Tensor, ...]:
-        """The buffers that the plan of the last call reads, in the order of `execute`; empty where there is none.
+        """Input buffers of the last call's plan, in the order of `execute`; empty without a plan.
 
-        Filling them and passing them to `execute` saves its copies. They are on the device, so their values are not checked
-        there, except those that code on the host alone takes; and they stay as they are from call to call.
+        Filling these buffers and passing them to `execute` saves its copies. Values stay in them from call to call. A buffer
+        is on the host if only code on the host reads it, else on the device. `execute` does not check values on the device.
         """
         static = self._state_machine.static_inputs
         return tuple(static[self._input_order.index(place)] for place in range(len(static)))
@@ -92,25 +92,26 @@ class Method(Owner):
     def execute(
         self, inputs: Sequence[torch.Tensor], graph: bool = True, checked: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Run one step of the model; its state moves exactly once.
+        """Run one step of the model. The model's state advances exactly once.
 
         Args:
             inputs: one tensor per input, with the shapes and dtypes of `inputs`, on the host or on the program's device.
-                Integer values with a declared range are checked when the tensor is on the host; on the device
-                that would cost a synchronisation, so there the caller must keep to the range.
-            graph: False runs the code as in the phase `disabled`, whatever the options say: for shapes that need no plan.
-            checked: the caller has made sure that the inputs fit, values too: nothing of them is looked at here.
+                Integer values with a declared range are checked only in tensors on the host. On the device the check would
+                cost a synchronisation, so the caller must keep to the range.
+            graph: whether a graph may be used. False runs the code as in the phase `disabled`, whatever the options say: for
+                shapes that need no plan.
+            checked: whether the caller has already checked the inputs, values too. True: nothing is checked here.
 
         Returns:
-            The outputs. On the host and owned by the caller, unless `skip_copy_output_to_cpu_for_method` names this
-            method: then on the device, and in the replay phase overwritten by the next call of any method of the program,
-            because all graphs share their memory: copy what you keep.
+            The outputs, on the host and owned by the caller. If `skip_copy_output_to_cpu_for_method` names this method, they
+            are on the device. In the replay phase the next call of any method of the program then overwrites them, because
+            all graphs share their memory: copy what you keep.
 
         Raises:
-            InputError: number, type, shape, dtype, device or value of an input; state is untouched.
-            DeviceMemoryError: the GPU has no room for what the step allocates for itself. The step may have been made in
-                part: `Program.reset`, or a step at position 0, makes the state whole again.
-            StepError: compiled code failed; the same holds.
+            InputError: wrong number of inputs, or wrong type, shape, dtype, device or value of one. The state is unchanged.
+            DeviceMemoryError: the GPU has no room for what the step allocates for itself. The step may be incomplete:
+                `Program.reset`, or a step at position 0, makes the state valid again.
+            StepError: compiled code failed. The step may be incomplete, as above.
             ClosedError: the method or its program was closed.
         """
         with self._lock:
@@ -122,12 +123,12 @@ class Method(Owner):
             outputs = tuple([results[i] for i in self._output_order])
             if self._skip_copy:
                 return outputs
-            # A replayed output is the graph's own buffer; on the CPU `.cpu()` would hand out that very buffer.
+            # A replayed output is the graph's own buffer. It must be copied: on the CPU `.cpu()` would return this buffer.
             owned = self._device.type == "cpu" and not self._state_machine.has_static_outputs
             return outputs if owned else tuple(t.to("cpu", copy=True) for t in outputs)
 
     def _bind(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Use these mutable buffers, by their names in the code."""
+        """Bind the code to these mutable buffers, given by their names in the code."""
         assert self._code is not None
         self._bound = {**self._bound, **buffers}
         self._code.bind(self._bound)

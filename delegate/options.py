@@ -20,16 +20,16 @@ class BackendOptions:
         skip_copy_output_to_cpu_for_method: comma-separated names of the methods whose outputs stay on the device.
             Without it `execute` returns host copies that the caller owns. With it, in the replay phase, the
             outputs are the graph's own buffers, which the next call of any method of the program may overwrite.
-        use_shared_cuda_stream: run this method on the stream that captures use, instead of on the caller's current one. Of a
-            method with graphs, this goes for what is called; captured graphs are launched on the caller's stream. Either way
-            its work is ordered with that of the caller's stream.
+        use_shared_cuda_stream: run this method on the stream that captures use, instead of on the caller's current stream.
+            Captured graphs are still launched on the caller's stream: the option moves only code that is in no graph. Either
+            way the work keeps its order with the work on the caller's stream.
         weight_sharing_across_methods: bind the pool's constants (the default); if False this method gets a private copy.
             Mutable buffers are always shared.
         cuda_graph_warmup_steps: calls that run without a graph before the capture, 1 or more.
-        cuda_graph_max_plans: shapes of inputs that keep a plan, with its graphs, 1 or more; the one that was not used for
-            longest goes first.
-        cuda_graph_early_kernels: in a captured graph, let kernels that are made for it start before the one ahead of them has
-            ended, on GPUs of compute capability 9.0 and newer. False to compare.
+        cuda_graph_max_plans: number of input shapes that keep a plan with its graphs, 1 or more. The least recently used plan
+            is freed first.
+        cuda_graph_early_kernels: in a captured graph, let kernels that support it start before the kernel ahead has ended,
+            on GPUs of compute capability 9.0 and newer. False to compare.
     """
 
     enable_cuda_graph_for_method: str = ""
@@ -45,7 +45,7 @@ class BackendOptions:
         """Check names, types and method names.
 
         Raises:
-            OptionError: naming what came and the choices.
+            OptionError: a wrong name, type or value. The message gives it and the choices.
         """
         defaults = {item.name: item.default for item in fields(cls)}
         for key, value in (options or {}).items():

@@ -35,7 +35,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProgramStats:
-    """Constants held by the pool, how many are shared, and the bytes that sharing saves."""
+    """Numbers and bytes of the loaded constants and mutable buffers.
+
+    `shared` constants are used by two or more methods. `bytes_saved` compares with one copy per method.
+    """
 
     constants: int
     constant_bytes: int
@@ -65,7 +68,11 @@ class Program(Owner):
         return set(self._parsed.methods)
 
     def method_inputs(self, name: str) -> tuple[TensorSpec, ...]:
-        """A method's inputs, in the order of `execute`; it need not be loaded. Raises OptionError: no such method."""
+        """Specs of a method's inputs, in the order of `execute`. The method need not be loaded.
+
+        Raises:
+            OptionError: no such method.
+        """
         return self._entry(name).inputs
 
     @property
@@ -79,26 +86,28 @@ class Program(Owner):
 
     @property
     def capacity(self) -> Capacity:
-        """How many sessions there is room for, and how many positions."""
+        """Numbers of sessions and of positions that the program has room for."""
         return self._capacity
 
     @property
     def target(self) -> Target:
-        """What the code was compiled for."""
+        """Device, architecture and torch release that the code was compiled for."""
         return next(iter(self._parsed.methods.values())).target
 
     @property
     def mutable_buffers(self) -> dict[str, torch.Tensor]:
-        """The state that the loaded methods share, by fully qualified name: the tensors themselves; `close` empties
-        the program's own."""
+        """Mutable buffers that the loaded methods share, by fully qualified name.
+
+        They are the tensors in use, not copies. `close` frees the memory of the program's own buffers.
+        """
         return self._pool.buffers
 
     def buffers_of(self, kind: StateKind) -> dict[str, torch.Tensor]:
-        """Those of `mutable_buffers` that the export declared to hold `kind`."""
+        """Mutable buffers that the export declared to hold `kind`, by fully qualified name."""
         return self._pool.buffers_of(kind)
 
     def buffers_that_grow(self, growth: Growth) -> dict[str, torch.Tensor]:
-        """Those of `mutable_buffers` whose first dimension counts slots, or pages."""
+        """Mutable buffers whose first dimension counts slots, or pages, as `growth` says."""
         return self._pool.buffers_that_grow(growth)
 
     @property
@@ -115,9 +124,9 @@ class Program(Owner):
         )
 
     def bytes_to_load(self, *names: str) -> int:
-        """Bytes of constants that loading these methods would load; of all methods, if none is named.
+        """Bytes that loading these methods would read from the file; of all methods, if none is named.
 
-        What methods share counts once, and what is loaded already not at all: the total for a display of progress.
+        A constant that methods share counts once, and a loaded constant does not count. Progress displays use this total.
         """
         return self._pool.bytes_to_load([self._entry(name).record for name in names or self._parsed.methods])
 
@@ -129,7 +138,7 @@ class Program(Owner):
             backend_options: see `BackendOptions`.
 
         Raises:
-            OptionError: no such method, or an option that is unknown, mistyped or names no method.
+            OptionError: no such method, or an option that is unknown, has a wrong type or names no method.
             ArtifactError: code or constants are damaged.
             DeviceMemoryError: the GPU has no room for the constants and mutable buffers. What was allocated is freed.
         """
@@ -142,23 +151,23 @@ class Program(Owner):
             return method
 
     def reset(self) -> None:
-        """Put the first values back into every mutable buffer in use.
+        """Reset every mutable buffer in use to its first values.
 
-        A model whose state resets at position 0, as those of `ostinato export` do, needs no call of this.
+        Models of `ostinato export` reset their state at position 0 by themselves and do not need this call.
         """
         with self._lock:
             self._pool.reset_buffers()
 
     def prefault(self) -> None:
-        """Read the loaded methods' constants that lie on the file's map once, so that no step waits for the disk.
+        """Read all memory-mapped constants of the loaded methods once, so that no step waits for the disk.
 
-        Loading has done so already if it has verified them and there is memory to keep them.
+        Loading has already done this if it verified the constants and the host has memory to keep them.
         """
         with self._lock:
             self._pool.prefault()
 
     def new_state(self) -> dict[str, torch.Tensor]:
-        """Mutable buffers of the same layout as those of the methods loaded so far, with their first values.
+        """Make another set of the loaded methods' mutable buffers, with the same layout and their first values.
 
         Raises:
             DeviceMemoryError: the device has no room for them.
@@ -169,16 +178,17 @@ class Program(Owner):
             return self._pool.new_buffers()
 
     def bind_state(self, buffers: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Have all methods work on `buffers` from now on, until they are bound to others; None: to the program's own again.
+        """Make all methods use `buffers` as their mutable buffers, until the next call of `bind_state`.
 
-        Captured graphs are updated by the next call of each. The values are the caller's: nothing is copied or reset.
+        Each method updates its captured graphs at its next call. Nothing is copied or reset: the caller owns the values.
 
         Args:
-            buffers: as `new_state` makes them, each with the shape, strides, dtype and device of the one it stands for. They
-                are used in place; the program keeps them as long as it is bound to them.
+            buffers: buffers as `new_state` makes them, each with the shape, strides, dtype and device of the buffer that it
+                replaces. They are used in place, and the program keeps them while it is bound to them. None: the program's
+                own buffers.
 
         Raises:
-            InputError: a buffer is missing, unknown or of another layout; everything stays bound as it was.
+            InputError: a buffer is missing, unknown or of another layout. All methods then stay bound as before.
         """
         with self._lock:
             if self._closed:
@@ -226,7 +236,7 @@ class Program(Owner):
             raise
         method: Method
 
-        # Without the tensors, which may be another state's by then.
+        # Without the tensors: the method may be bound to another state when it is closed.
         used = replace(binding, tensors={})
 
         def forget() -> None:
@@ -270,7 +280,7 @@ class Program(Owner):
         )
 
 
-# Graphs must go before the memory that they point to, also where nobody closes a program before the interpreter ends.
+# Graphs must be freed before the memory that they point to, even if a program is not closed before the interpreter ends.
 _open_programs: weakref.WeakSet[Program] = weakref.WeakSet()
 
 
@@ -297,22 +307,23 @@ def load_program(
 ) -> Program:
     """Load an artifact: `load_program("artifact/")` or `load_program(("model.pte", "model.ptd"))`.
 
-    The files are mapped, not read; constants are loaded with the first method that needs them. By default there is room for
-    one session with max_seq_len positions.
+    The files are memory-mapped, not read. A constant is loaded with the first method that needs it. By default the program
+    has room for one session with max_seq_len positions.
 
     Args:
-        source: an artifact folder, the paths of its two files, or that of its `.pte`.
-        verify: compare SHA-256 of the program, and later of code and constants, with the manifest.
-        on_load: called with the size in bytes of each constant that has been loaded, from the thread that loads the method;
-            `Program.bytes_to_load` says beforehand how many they will be.
-        sessions: how many sessions have a state of their own; 1 if None, and nothing else is given.
-        kv_tokens: positions of all sessions together, in whole pages; if None, max_seq_len for each session. More than that
-            is for snapshots, which keep pages.
-        gpu_memory_fraction: of what the GPU has free beside the weights, how much sessions may take. What is not given above
-            follows: as many sessions as have room with max_seq_len positions, at most 256; as many positions as have room.
+        source: an artifact folder, the paths of its two files, or the path of its `.pte`.
+        verify: whether to compare the SHA-256 of the program, and later of each constant, with the manifest. The hash of
+            compiled code is always checked.
+        on_load: function that gets the size in bytes of each loaded constant, called from the thread that loads the method.
+            `Program.bytes_to_load` gives the total in advance.
+        sessions: number of sessions with a state of their own. None: 1, or with `gpu_memory_fraction` as many as fit.
+        kv_tokens: positions of all sessions together, rounded up to whole pages. None: max_seq_len for each session. A larger
+            number leaves room for snapshots, which keep pages.
+        gpu_memory_fraction: share that sessions may take of the GPU memory that is free beside the weights. It sets what is
+            None above: as many sessions as fit with max_seq_len positions, at most 256, and as many positions as fit.
 
     Raises:
-        OptionError: as `choose_capacity`.
+        OptionError: see `choose_capacity`.
         ArtifactError: no such file, not an artifact, damaged, or the two files do not belong together.
         TargetError: compiled for another device, architecture, instruction set or torch.
     """

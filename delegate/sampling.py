@@ -1,8 +1,8 @@
-"""How the next token is sampled from logits: the parameters, and what they mean, in plain PyTorch.
+"""Sampling of the next token from logits: the parameters and their meaning, in plain PyTorch.
 
 This is the one definition that export and runner share. An export compiles `sample` into programs that sample on the device
-(their kernels for GPUs are tested against it); the runner calls it for programs that give logits. So the same seed, position
-and logits give the same token, on whichever side it is sampled.
+(their kernels for GPUs are tested against it). The runner calls `sample` for programs that return logits. So the same seed,
+position and logits give the same token on either side.
 
 A token is sampled by the Gumbel-max trick: the largest of `logits / temperature + noise`, where the noise of a token comes
 from a generator without state, Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
@@ -36,13 +36,13 @@ class SamplingParams:
     """Parameters of sampling. Every field is also an option of `ostinato run`.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the most likely token.
-        top_k: keep the k most likely tokens, and those as likely as the k-th; 0 keeps all.
-        top_p: keep the smallest set of the most likely among the tokens that top_k keeps whose share of their probability
-            reaches top_p, and those as likely as its last one; 1 keeps all.
-        seed: the same seed samples the same tokens from the same logits; None samples other ones each time.
-        min_p: of the tokens that top_k and top_p keep, keep those whose probability at this temperature is at least min_p
-            times that of the most likely one; 0 keeps all.
+        temperature: divisor of the logits; 0 takes the most likely token.
+        top_k: number of most likely tokens to keep; tokens as likely as the last of them stay too. 0 keeps all.
+        top_p: share of the probability to keep. Among the tokens that top_k keeps, the smallest set of most likely tokens
+            that reaches this share of their probability stays, and tokens as likely as the last of them. 1 keeps all.
+        seed: start of the noise: the same seed samples the same tokens from the same logits. None: a new seed each time.
+        min_p: smallest probability to keep, as a share of the most likely token's, at this temperature. It applies to the
+            tokens that top_k and top_p keep. 0 keeps all.
 
     Raises:
         OptionError: a value out of range.
@@ -67,12 +67,12 @@ class SamplingParams:
             raise OptionError(f"min_p must be 0 (off) to 1, got {self.min_p}")
 
     def tensors(self) -> SamplingTensors:
-        """The parameters as a program takes them, on the host. Without a seed, with a fresh one."""
+        """Return the parameters as inputs of a program, on the host. Without a seed, a random one is taken."""
         seed = secrets.randbits(63) if self.seed is None else self.seed
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         # The same 64 bits as a signed number.
         values["seed"] = seed - (1 << 64) if seed >= 1 << 63 else seed
-        # By the field's own type: `SamplingParams(temperature=1)` is a float's.
+        # The dtype follows the field's default, not the value: `SamplingParams(temperature=1)` gives float32.
         dtypes = {item.name: torch.float32 if isinstance(item.default, float) else torch.int64 for item in fields(self)}
         return SamplingTensors(**{name: torch.tensor([value], dtype=dtypes[name]) for name, value in values.items()})
 
@@ -88,17 +88,17 @@ class SamplingTensors(NamedTuple):
 
 
 def sample(logits: Tensor, position: Tensor, params: SamplingTensors) -> Tensor:
-    """The token that stands at `position`.
+    """Sample the token at `position`.
 
-    NaN logits count as the lowest number, infinite ones as the lowest and the highest; of equal ones the first is taken.
+    A NaN logit counts as the lowest float32, an infinite one as the lowest or the highest. Of equal ones the first is taken.
 
     Args:
         logits: [V] float32.
         position: [1] int64, the position of the token to sample, from 0.
-        params: on the device of the logits.
+        params: parameters, on the device of the logits.
 
     Returns:
-        [1] int64.
+        Token id, [1] int64.
     """
     x = _finite(logits)
     kept = x >= _lowest_kept(x, params)
@@ -108,7 +108,7 @@ def sample(logits: Tensor, position: Tensor, params: SamplingTensors) -> Tensor:
 
 
 def most_likely(logits: Tensor) -> Tensor:
-    """What `sample` gives for a temperature of 0, without the work for others: [V] float32 -> [] int64."""
+    """Return the token that `sample` gives at temperature 0, with less work: [V] float32 -> [] int64."""
     return _finite(logits).argmax(0)
 
 
@@ -117,21 +117,21 @@ def _finite(logits: Tensor) -> Tensor:
 
 
 def _lowest_kept(x: Tensor, params: SamplingTensors) -> Tensor:
-    """The logit from which on tokens are kept, [1]; x is finite."""
+    """Lowest logit that is kept, [1]; x is finite."""
     vocab = x.shape[0]
     ordered = x.sort(descending=True).values
     rank = torch.where(params.top_k > 0, params.top_k, vocab).clamp(max=vocab) - 1
     first_k = ordered >= ordered.gather(0, rank)
     mass = ((ordered - ordered[0]) / params.temperature).exp().masked_fill(~first_k, 0).double()
     ahead = mass.cumsum(0) - mass
-    # The token that crosses the sum stays, so at least one does.
+    # The token that crosses top_p is kept, so at least one token is kept.
     kept = first_k & ((ahead < params.top_p.double() * mass.sum()) | (params.top_p >= 1))
     least = ordered[0] + params.temperature * params.min_p.log()
     return ordered.masked_fill(~kept, torch.inf).amin(0, keepdim=True).maximum(least)
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, count: int) -> Tensor:
-    """Noise of tokens 0 to count - 1 at `position`: [count] float32, finite.
+    """Gumbel noise for tokens 0 to count - 1 at `position`: [count] float32, finite.
 
     Token i has word i % 4 of the four words that Philox gives for the counter (i // 4, position) and the key `seed`.
     """
@@ -144,7 +144,7 @@ def gumbel_noise(seed: Tensor, position: Tensor, count: int) -> Tensor:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox 4x32-10: four words, from a counter of four and a key of two; all int64, 0 to 2^32 - 1, broadcast."""
+    """Philox 4x32-10: four words from a counter of four words and a key of two. All are int64, 0 to 2^32 - 1, broadcast."""
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -155,7 +155,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def _product(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of the product, in two steps: in one it would not fit int64."""
+    """High and low 32 bits of the product, computed in two steps: the whole product does not fit int64."""
     low = multiplier * (word & 0xFFFF)
     high = multiplier * (word >> 16) + (low >> 16)
     return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF

@@ -13,19 +13,19 @@ import torch
 
 # `AOTIModelContainerRunnerCpu` or `...Cuda`; torch gives no type for either.
 Container = Any
-# Bytes; compiled code loads up to 16 at a time.
+# Alignment of tensors in bytes: compiled code loads up to 16 bytes at a time.
 ALIGNMENT = 16
-# What `torch.cuda.graph_pool_handle` gives: two integers, whose type is private.
+# Result of `torch.cuda.graph_pool_handle`: two integers, whose type is private.
 PoolHandle = Any
 
 
 def load_container(path: str, device: torch.device) -> Container:
-    """Load the shared library that AOTInductor made, as torch's container of it.
+    """Load a shared library that AOTInductor made, as a torch container.
 
-    Needs `torch._C._aoti.AOTIModelContainerRunnerCpu` and `...Cuda`, and their arguments by position. torch looks for the
-    list of ATen operators that the code calls by name beside the library: the same path with `.json` for `.so`. The public
-    `torch._inductor.aoti_load_package` takes another file format and imports the compiler.
-    Without it no compiled method can be loaded. Seen in torch 2.11 and 2.13.
+    Needs `torch._C._aoti.AOTIModelContainerRunnerCpu` and `...Cuda`, and their arguments by position. torch reads the list of
+    ATen operators that the code calls by name from a file beside the library: the same path, with `.json` in place of `.so`.
+    The public `torch._inductor.aoti_load_package` takes another file format and imports the compiler.
+    Without this call no compiled method can be loaded. Seen in torch 2.11 and 2.13.
 
     Raises:
         RuntimeError: not a library, or not one that torch's container can open.
@@ -38,15 +38,16 @@ def load_container(path: str, device: torch.device) -> Container:
 
 
 def bind_constants(container: Container, tensors: dict[str, torch.Tensor]) -> None:
-    """Have a container use `tensors` in place, without a copy: all of its constants, by the names in its code.
+    """Make a container use `tensors` as its constants, in place, without a copy. Keys are the names in its code.
 
-    Needs `update_constant_buffer(tensors, use_inactive, validate_full_updates, user_managed)` of the container. It keeps
-    addresses, not references, and never frees a user-managed constant.
-    Without it every method would hold a copy of the weights, and methods could not share state. Seen in torch 2.11 and 2.13.
+    Needs `update_constant_buffer(tensors, use_inactive, validate_full_updates, user_managed)` of the container. The container
+    keeps addresses, not references, and never frees a user-managed constant.
+    Without this call every method would hold a copy of the weights, and methods could not share state. Seen in torch 2.11
+    and 2.13.
 
     Raises:
-        RuntimeError: a constant is missing, or under a wrong name. With `validate_full_updates` off, that one would keep
-            its place empty, without an error.
+        RuntimeError: a constant is missing, or has a wrong name. With `validate_full_updates` off, this constant would stay
+            empty without an error.
     """
     container.update_constant_buffer(tensors, False, True, True)
 
@@ -54,8 +55,8 @@ def bind_constants(container: Container, tensors: dict[str, torch.Tensor]) -> No
 def run_container(container: Container, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run a container's code: work is queued on the current CUDA stream, and the outputs are freshly allocated.
 
-    Needs `run(inputs)` of the container, which takes the current stream by itself. Without it nothing runs. Seen in torch
-    2.11 and 2.13.
+    Needs `run(inputs)` of the container, which takes the current stream by itself. Without this call nothing runs. Seen in
+    torch 2.11 and 2.13.
     """
     outputs: list[torch.Tensor] = container.run(inputs)
     return outputs
@@ -64,8 +65,8 @@ def run_container(container: Container, inputs: Sequence[torch.Tensor]) -> list[
 def free_pinned_memory() -> None:
     """Give the pinned host memory that torch caches back to the system. For CUDA builds of torch only.
 
-    Needs `torch._C._host_emptyCache`. Without it the 96 MiB that a load pins stay with the process. Seen in torch 2.11 and
-    2.13, neither of which has a public function for it.
+    Needs `torch._C._host_emptyCache`. Without this call the 96 MiB that a load pins stay with the process. Seen in torch 2.11
+    and 2.13, neither of which has a public function for it.
     """
     torch._C._host_emptyCache()
 
@@ -80,10 +81,10 @@ def current_stream_handle(device: torch.device) -> int:
 
 
 def end_allocation_to_pool(device: torch.device, handle: PoolHandle) -> None:
-    """Have the device's allocator take no more memory for a capture out of the pool `handle`: what a capture's end does.
+    """Stop the device's allocator from allocating into the pool `handle`, as the end of a capture does.
 
-    Needs `torch._C._cuda_endAllocateToPool`. When CUDA has given a capture up, torch's `capture_end` raises before it does
-    this. Without it the allocator takes a capture to be under way for ever: it puts off the reuse of memory that several
+    Needs `torch._C._cuda_endAllocateToPool`. If CUDA has invalidated a capture, torch's `capture_end` raises before it does
+    this. Without this call the allocator believes that the capture goes on: it delays the reuse of memory that several
     streams used, and `torch.cuda.empty_cache` fails. Seen in torch 2.11 and 2.13.
 
     Raises:
@@ -93,9 +94,9 @@ def end_allocation_to_pool(device: torch.device, handle: PoolHandle) -> None:
 
 
 def release_pool(device: torch.device, handle: PoolHandle) -> None:
-    """Take back one use of the device's pool `handle`, as `reset` does for a graph that was captured to its end.
+    """Release one use of the device's pool `handle`, as a graph's `reset` does after a complete capture.
 
-    Needs `torch._C._cuda_releasePool`. A capture that CUDA gave up is counted as a use, but its graph never releases it:
-    without this the pool's memory would stay with the process. Seen in torch 2.11 and 2.13.
+    Needs `torch._C._cuda_releasePool`. A capture that CUDA invalidated is counted as a use, but its graph never releases it.
+    Without this call the pool's memory would stay with the process. Seen in torch 2.11 and 2.13.
     """
     torch._C._cuda_releasePool(device.index, handle)

@@ -1,9 +1,9 @@
-"""Checkpoint -> artifact. Runs once, needs a C++ compiler.
+"""Exports a checkpoint into an artifact. Runs once, and needs a C++ compiler.
 
     >>> from ostinato.export import export_model
     >>> export_model("checkpoint/", "artifact/", device="cpu")
 
-For a model of your own: `export_program({"forward": (module, example_inputs, dynamic_shapes)}, "artifact/")`.
+For a model of your own, call `export_program({"forward": (module, example_inputs, dynamic_shapes)}, "artifact/")`.
 """
 
 from __future__ import annotations

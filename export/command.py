@@ -1,7 +1,7 @@
 """Export a Hugging Face checkpoint into an artifact folder.
 
-The folder appears whole, or not at all. Code is compiled for this machine's device and instruction set.
-Exit status: 0 done, 2 an error in what was asked or given, 130 interrupted.
+The folder is written completely, or not at all. Code is compiled for this machine's device and instruction set.
+Exit status: 0 done, 2 an error, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     from .progress import stderr_progress
 
-    # Its time begins before the imports.
+    # `progress` is made first, so that its time includes the imports.
     progress = stderr_progress()
-    # The checks that need no compiler come first: a mistyped path answers at once and not after seconds.
+    # The checks that need no compiler come first, so that a mistyped path is reported at once and not after seconds.
     from pathlib import Path
 
     from ostinato.delegate.memory import size_text
@@ -104,7 +104,7 @@ def _quantization(arguments: argparse.Namespace) -> Quantization | None:
 
 
 def _peak_memory(device: str) -> str:
-    """Of this process: resident memory (Linux counts KiB), and what torch had allocated on the GPU."""
+    """Return this process's peak memory as text: resident memory (Linux counts KiB), and what torch reserved on the GPU."""
     import resource
 
     import torch

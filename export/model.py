@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint -> an artifact with its methods, and what the program says of itself."""
+"""Exports a Hugging Face checkpoint: checks what was asked, and gives the program its methods and metadata."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from .weights.stream import QuantizedWeights, WeightSource, allocate_untouched
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOAD_FORMATS = ("auto", "dummy")
 DEFAULT_MAX_SEQ_LEN = 4096
-# A prompt has two tokens or more and torch.export takes a length that has one value for a constant; and one for an answer.
+# A prompt has 2 tokens or more. Its length needs two possible values, because torch.export makes a constant of a length that
+# has only one. The answer needs one token more.
 MIN_SEQ_LEN = 4
 DEFAULT_PREFILL_CHUNK = 2048
 
@@ -50,27 +51,29 @@ def export_model(
     load_format: str = "auto",
     progress: Progress | None = None,
 ) -> ExportReport:
-    """Export a Hugging Face checkpoint into an artifact folder. `models/methods.py` says which methods it has.
+    """Export a Hugging Face checkpoint into an artifact folder. `models/methods.py` lists the methods that the artifact has.
 
-    Weights never stand in memory together: each is read, quantised and written by itself when the code has been compiled.
+    The weights are never in memory all at once. After the code is compiled, each one is read, quantised and written by
+    itself.
 
     Args:
         model: checkpoint folder (config.json, safetensors, tokenizer.json).
-        output: the artifact folder; it appears whole, or not at all.
+        output: artifact folder to write. It is written completely, or not at all.
         device: "cpu" or "cuda".
-        dtype: "float32" or "bfloat16"; the checkpoint's own if None.
-        max_seq_len: tokens that prompt and answer may have together; by default the model's limit, at most 4096.
-        prefill_chunk: most tokens that one call of `prefill` takes; by default 2048, or what max_seq_len leaves.
-        quant: int4 weights; None keeps them in `dtype`.
-        cpu_moe: how many layers, from the first, keep their routed experts in the host's memory and compute them on the CPU;
-            None: all. Everything else runs on `device`.
-        load_format: "auto" reads the folder's safetensors; "dummy" makes random weights for its config.json.
+        dtype: "float32" or "bfloat16"; None takes the checkpoint's own, or float32 if that is another one.
+        max_seq_len: most tokens of a prompt and its answer together; None takes the model's limit, at most 4096.
+        prefill_chunk: most tokens that one call of `prefill` takes; None takes 2048, or max_seq_len - 1 if that is less.
+        quant: how weights are quantised to int4; None keeps them in `dtype`.
+        cpu_moe: number of layers, counted from the first, whose routed experts stay in the host's memory and are computed on
+            the CPU; None: all layers. Everything else runs on `device`.
+        load_format: "auto" reads the folder's safetensors; "dummy" makes random weights that fit its config.json.
         progress: shows and keeps the time of each stage.
 
     Raises:
         CheckpointError: the folder is not a checkpoint of a supported model, or its tensors do not fit its config.
-        ExportError: no compiler, no room on the disk, a length, dtype, group size or number of layers out of range, shapes
-            that the kernels cannot take.
+        ExportError: there is no compiler, or no room on the disk; a length, dtype, group size or number of layers is out of
+            range; or the kernels cannot take a shape.
+        TargetError: the device is "cuda", and there is no GPU.
     """
     progress = progress or Progress()
     folder = Path(model)
@@ -96,7 +99,7 @@ def export_model(
         cpu_moe=on_host,
         host_kernels=host_kernels_for(device),
     )
-    # A GPU makes and quantises weights many times faster, whatever the code is for.
+    # A GPU makes and quantises weights many times faster, also when the code is for a CPU.
     computes = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = _weight_source(family, network, folder, load_format, computes, progress)
     allocate_untouched(network)
@@ -123,7 +126,10 @@ def export_model(
 
 
 def _row_ranges(config: ModelConfig, length: int, methods: Mapping[str, Chain]) -> dict[str, ValueRange]:
-    """Of the inputs of methods that take rows: -1 is the kept token, the kept position, or no slot."""
+    """Return the value ranges of the inputs of methods that take rows: "method.input" -> range.
+
+    The value -1 stands for the slot's kept token, for that token's position, or for no slot (padding).
+    """
     ranges: dict[str, ValueRange] = {
         "tokens": (-1, config.vocab_size - 1),
         "input_pos": (-1, length - 1),
@@ -189,7 +195,7 @@ def _metadata(
     folder: Path, device: str, dtype: str, quant: Quantization | None, network: LanguageModel
 ) -> dict[str, Any]:
     config = network.config
-    # What kernels leave in a workspace between steps means nothing.
+    # Workspaces are left out: their content between steps means nothing.
     state = [name for name, form in state_forms(network).items() if form.kind is not StateKind.WORKSPACE]
     metadata: dict[str, Any] = {
         names.META_MAX_SEQ_LEN: network.build.max_seq_len,
@@ -215,9 +221,10 @@ def _metadata(
 
 
 def _eos_ids(folder: Path) -> list[int]:
-    """End-of-sequence ids: generation_config.json, else config.json, and the id of the tokenizer's `eos_token`.
+    """Return the end-of-sequence ids: those of generation_config.json, or else of config.json, and the tokenizer's
+    `eos_token`.
 
-    Published chat models end a turn with the tokenizer's, which their config.json may not name.
+    Published chat models end a turn with the tokenizer's token, and their config.json may not name it.
     """
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
@@ -241,7 +248,7 @@ def _eos_ids(folder: Path) -> list[int]:
 
 
 def _added_ids(path: Path, content: str) -> list[int]:
-    """Ids of the tokenizer's added token `content`."""
+    """Return the ids of the added tokens in tokenizer.json (`path`) whose text is `content`."""
     added = _read_json(path).get("added_tokens") or []
     if not isinstance(added, list) or not all(isinstance(entry, dict) and _is_id(entry.get("id")) for entry in added):
         raise CheckpointError(f"{path}: added_tokens must be a list of objects with an id each")
@@ -253,6 +260,6 @@ def _is_id(value: object) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """What the file holds; nothing where there is no such file, or it holds no object."""
+    """Return the JSON object that the file holds; an empty one if there is no such file, or if it holds something else."""
     data = read_json(path, CheckpointError) if path.exists() else {}
     return data if isinstance(data, dict) else {}

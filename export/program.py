@@ -1,4 +1,4 @@
-"""Any model: a dict of methods -> torch.export -> AOTInductor -> an ExecuTorch program -> artifact folder."""
+"""Exports any model: methods -> torch.export -> AOTInductor -> an ExecuTorch program in an artifact folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from .progress import Progress
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export did: where, seconds by stage, sizes in bytes, and the generated C++ wrapper of each method."""
+    """Result of an export: the folder, the target, seconds by stage, sizes in bytes, and each method's generated C++
+    wrappers."""
 
     output: Path
     target: Target
@@ -59,30 +60,32 @@ def export_program(
 ) -> ExportReport:
     """Export the methods of any model into one artifact folder.
 
-    A tensor that several modules hold (the same tensor, not an equal one) is stored and loaded once, whether it is a
-    parameter or a buffer; a buffer that a method writes is state that all methods share.
+    Modules may share a parameter or buffer (the same memory, not only equal values): it is stored and loaded once. A buffer
+    that a method writes is state, which all methods share.
 
     Args:
-        methods: name -> (module, example inputs, dynamic shapes as in `torch.export.export`, None if all are static), or
-            a `Chain` of modules. Modules and inputs are on the CPU. Inputs and outputs are tensors.
-        output: the folder to write; it appears whole, or not at all.
-        device: "cpu" or "cuda"; a `Link` may be on the CPU in either.
-        metadata: constant methods of the program: name -> int, float, bool, str, or a list of one of them.
-        value_ranges: input name -> (lowest, highest) value; checked at run time for inputs on the host. An index into buffers
-            that grow has in place of the latter what it counts. "method.input" is the input of one method alone.
+        methods: name -> (module, example inputs, dynamic shapes), or a `Chain` of modules. Dynamic shapes are as in
+            `torch.export.export`; None if all shapes are static. Modules and inputs are on the CPU. Inputs and outputs are
+            tensors.
+        output: folder to write. It is written completely, or not at all.
+        device: "cpu" or "cuda". With "cuda", single links may still run on the CPU (see `Link`).
+        metadata: values of the program's constant methods: name -> int, float, bool, str, or a list of one of these types.
+        value_ranges: input name -> (lowest, highest) value, which the runtime checks for inputs on the host. For an index
+            into buffers that grow, the second entry is a `Growth`: what the index counts. A key "method.input" is for that
+            method alone.
         output_names: names for the outputs of methods that are not chains; `output_0`, ... by default.
         extra_files: files to copy into the folder.
-        root: tensors that this module holds are called in the artifact as it calls them. Others have the names that their
-            own module has for them, after the link's `prefix`.
-        state_forms: what mutable buffers hold, and how they grow, by their names in the artifact. A buffer that grows has in
-            the code any first dimension, and nothing checks an index into it but the runtime.
-        weights: values of tensors that the modules hold for their shape only, by the tensor's name in the artifact. Each is
-            asked for once, when it is written. Other constants are written as the modules hold them.
+        root: module whose names for tensors the artifact uses. A tensor that `root` does not hold has the name that its own
+            module has for it, after the link's `prefix`.
+        state_forms: name in the artifact -> what a mutable buffer holds, and how it grows. Compiled code takes any first
+            dimension of a buffer that grows. Only the runtime checks indices into it.
+        weights: name in the artifact -> value, for tensors that the modules hold for their shape only. Each value is asked
+            for once, when it is written. Other constants are written as the modules hold them.
         progress: shows and keeps the time of each stage.
 
     Raises:
-        ExportError: no compiler, an operator that cannot be lowered (named), no room on the disk.
-        TargetError: device "cuda" without a GPU.
+        ExportError: there is no compiler, or no room on the disk; or an operator cannot be lowered (the message names it).
+        TargetError: the device is "cuda", and there is no GPU.
     """
     progress = progress or Progress()
     if not methods:
@@ -143,12 +146,12 @@ def _trace_all(
 def _compile_all(
     methods: Mapping[str, TracedMethod], libraries: Libraries, constants: Constants
 ) -> dict[str, dict[str, Code]]:
-    """Method -> kind of link -> code. A graph that methods share is compiled once."""
+    """Compile all graphs: method -> kind of link -> code. A graph that several methods share is compiled once."""
     graphs = {id(graph): graph for method in methods.values() for graph in method.graphs.values()}
     growing = {id(one.graph) for method in methods.values() for one in method.links if constants.has_growing(one)}
     with _quiet():
         libraries.generate(list(graphs.values()), growing)
-        # exir takes seconds to import, and compilers are at work.
+        # exir takes seconds to import. It is imported here, while compilers are at work.
         import_module("executorch.exir")
         codes = dict(zip(graphs, libraries.codes(), strict=True))
     return {name: {kind: codes[id(graph)] for kind, graph in method.graphs.items()} for name, method in methods.items()}
@@ -156,7 +159,7 @@ def _compile_all(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """exir and inductor warn of their own internals; nothing of it is for the person who exports."""
+    """Silence the warnings of exir and Inductor. They are about internals, and do not help the person who exports."""
     previous = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

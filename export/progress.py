@@ -1,4 +1,4 @@
-"""What a person sees while an export runs: one line per stage, with its time, on stderr."""
+"""Progress of an export as a person sees it: one line per stage, with its time, on stderr."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 @dataclass
 class Progress:
-    """Writes a stage's name when it begins and its time when it ends, and keeps the seconds of each.
+    """Writes a stage's name when it begins and its time when it ends. Keeps the seconds of each stage in `seconds`.
 
-    `stream`: None to write nothing. One thread writes.
+    `stream` is where lines are written; None writes nothing. Only one thread may write.
     """
 
     stream: TextIO | None = None
@@ -25,12 +25,12 @@ class Progress:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it was made. Some stages run beside others, so it is less than the sum of theirs."""
+        """Seconds since this object was made. Stages can run at the same time, so their seconds may add up to more."""
         return time.perf_counter() - self._begin
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time what runs inside; a stage that raises is written as failed, and its time is not kept."""
+        """Time the code inside the `with` block. A stage that raises is written as failed, and its time is not kept."""
         begin = time.perf_counter()
         self._write(f"  {name:<38} ")
         try:
@@ -42,24 +42,25 @@ class Progress:
         self._end(name, _time(self.seconds[name]))
 
     def show(self, name: str) -> None:
-        """On a terminal, the name of a stage that may run beside others, until the next line takes its place."""
+        """Show on a terminal the name of a stage that may run beside others. The next line takes its place."""
         if self._is_terminal:
             self._write(f"\r  {name:<46.46}")
 
     def done(self, name: str, seconds: float) -> None:
-        """The line of a stage that ran beside others, and took that long."""
+        """Write the line of a stage that ran beside others and took `seconds`."""
         self.seconds[name] = seconds
         self._line(name, _time(seconds))
 
     def failed(self, name: str, seconds: float) -> None:
-        """The line of such a stage that failed."""
+        """Write the line of a stage that ran beside others and failed after `seconds`."""
         self._line(name, _failure(seconds))
 
     @contextmanager
     def bytes(self, total: int) -> Iterator[Callable[[int], object]]:
-        """A bar of `total` bytes on a terminal, elsewhere nothing: call what this gives with the size of each part done.
+        """Show a bar of `total` bytes on a terminal; elsewhere show nothing.
 
-        Inside a stage the bar takes the place of its line while it lasts. One thread at a time may advance it.
+        Gives a function: call it with the number of bytes that were done since the last call. Inside a stage, the bar covers
+        the stage's line until the block ends. Only one thread at a time may advance the bar.
         """
         with tqdm(
             total=total, unit="B", unit_scale=True, file=self.stream, leave=False, disable=not self._is_terminal
@@ -67,7 +68,7 @@ class Progress:
             yield bar.update
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """Write `text` as a line of its own."""
         self._write(f"  {text}\n")
 
     @property
@@ -76,7 +77,7 @@ class Progress:
 
     def _end(self, name: str, text: str) -> None:
         if self._is_terminal:
-            # The line is written anew: a bar may have stood there.
+            # The whole line is written again, because a bar may have covered it.
             self._line(name, text)
         else:
             self._write(f"{text}\n")
@@ -100,5 +101,5 @@ def _failure(seconds: float) -> str:
 
 
 def stderr_progress() -> Progress:
-    """What the command line shows: a line per stage, on stderr."""
+    """Return the progress that the command line shows: one line per stage, on stderr."""
     return Progress(sys.stderr)

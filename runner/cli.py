@@ -7,8 +7,8 @@ import importlib
 import os
 import sys
 
-# Name -> (module, what it does). Each module has `add_arguments(parser)` and `main(arguments) -> exit status`. Modules are
-# imported when they are needed, so that `run` imports no compiler, and this package nothing of export/.
+# Name -> (module, what it does). Each module has `add_arguments(parser)` and `main(arguments) -> exit status`. Only the
+# module of the chosen command is imported. So `run` imports no compiler, and this package imports nothing of export/.
 COMMANDS = {
     "export": ("ostinato.export.command", "a Hugging Face checkpoint -> an artifact (needs a C++ compiler)"),
     "run": ("ostinato.runner.commands.run", "answer a prompt with an artifact"),
@@ -18,7 +18,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Exit status: 0 done, 2 an error in what was asked or given, 130 interrupted."""
+    """Run one command. Exit status: 0 done, 2 an error in the arguments or the files, 130 interrupted."""
     words = sys.argv[1:] if argv is None else argv
     chosen = next((word for word in words if word in COMMANDS), None)
     parser = argparse.ArgumentParser(
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output has gone (`ostinato run ... | head`); Python would complain again at exit.
+        # The program that reads our output has ended (`ostinato run ... | head`). Without this, Python complains at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -1,4 +1,4 @@
-"""`Engine`: a loaded artifact that answers prompts, until there is a reason to stop."""
+"""`Engine`: a loaded artifact that answers prompts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Result:
     """One finished answer.
 
     `finish_reason`: "stop" (end-of-sequence token), "length" (`max_new_tokens`), "max_seq_len" or "interrupted".
-    `tokens` ends with the end-of-sequence token when there was one; `text` does not. Prefill includes the first token's
-    sampling; decode is every token after it.
+    If an end-of-sequence token was sampled, `tokens` ends with it, and `text` leaves it out. Prefill times include the
+    sampling of the first token; decode times are of every token after it.
     """
 
     text: str = ""
@@ -57,12 +57,14 @@ class Result:
 
 
 class Engine:
-    """Made by `Engine.load`, or over a loaded program. A context manager that frees the program on exit.
+    """A loaded artifact that answers prompts. Made by `Engine.load`, or from a loaded program.
+
+    It is a context manager that frees the program on exit.
 
     Attributes:
-        model: the program's methods.
-        sessions: the conversations over it.
-        last: the last answer of `generate`, or what there is of the one under way.
+        model: the program's methods as one model.
+        sessions: the conversations with this model.
+        last: the last answer of `generate`, or the beginning of an answer that is under way.
 
     >>> with Engine.load("artifact/", cuda_graph=True) as engine:
     ...     for piece in engine.generate("What is the capital of France?"):
@@ -105,22 +107,22 @@ class Engine:
 
         Args:
             path: the artifact folder.
-            cuda_graph: take decode, and prompts by bucket, through warmup -> capture -> replay.
-            warmup_steps: calls before the capture, of decode and of each bucket.
-            prefill_buckets: lengths of prompts that have a graph, shorter ones are padded; None: 16 to 512 on a GPU, with
-                experts on the host 16 and 32, none on a CPU; (): none.
-            row_buckets: numbers of sessions whose step has a graph, smaller ones are padded; None: 2, 4, 8, 16, 24, 32, then
-                every 16 to 128 and every 32 to 256, as far as there are sessions, none on a CPU; (): none.
-            sessions, kv_tokens, gpu_memory_fraction: what there is room for, as `load_program` says; by default for one
-                session with max_seq_len positions.
-            prefault: read all weights that stay in the mapped file once before anything runs.
-            on_load: called with the size of each constant loaded, for progress displays.
-            on_total: called before with the sum of those sizes; `LoadBar` takes both.
+            cuda_graph: whether decode, and prompts by bucket, go through warmup -> capture -> replay.
+            warmup_steps: number of calls before the capture, for decode and for each bucket.
+            prefill_buckets: lengths of prompts that have a graph; shorter prompts are padded. None: 16 to 512 on a GPU, 16
+                and 32 with experts on the host, none on a CPU. (): none.
+            row_buckets: numbers of sessions whose step has a graph; smaller numbers are padded. None: 2, 4, 8, 16, 24, 32,
+                then every 16 to 128 and every 32 to 256, as far as there are sessions; none on a CPU. (): none.
+            sessions, kv_tokens, gpu_memory_fraction: capacity, see `load_program`. By default there is room for one session
+                with max_seq_len positions.
+            prefault: whether to read all weights that stay in the mapped file once, before anything runs.
+            on_load: function that gets the size in bytes of each loaded constant, for progress displays.
+            on_total: function that gets the sum of these sizes before loading. `LoadBar` provides both functions.
 
         Raises:
-            ArtifactError, TargetError: as `load_program`.
-            OptionError: a bucket that this program or `cuda_graph` does not allow, or as `load_program`.
-            DeviceMemoryError: as `Program.load_method`.
+            ArtifactError, TargetError: see `load_program`.
+            OptionError: a bucket that this program or `cuda_graph` does not allow; see also `load_program`.
+            DeviceMemoryError: see `Program.load_method`.
         """
         program = load_program(
             path, on_load=on_load, sessions=sessions, kv_tokens=kv_tokens, gpu_memory_fraction=gpu_memory_fraction
@@ -151,10 +153,10 @@ class Engine:
         return self._tokenizer
 
     def describe(self) -> dict[str, Any]:
-        """What is loaded and what is captured, in JSON's types.
+        """Describe what is loaded and what is captured, in JSON's types.
 
-        `target`, `device`, `max_seq_len`, `prefill_buckets`, `row_buckets`, `capacity` (`Capacity`, with what is free of it),
-        `program` (`ProgramStats`), `methods` (`MethodStats` with its plans, by method).
+        Keys: `target`, `device`, `max_seq_len`, `prefill_buckets`, `row_buckets`, `capacity` (`Capacity`, with the numbers of
+        free slots and pages), `program` (`ProgramStats`), `methods` (`MethodStats` with its plans, by method).
         """
         return {
             "target": asdict(self.program.target),
@@ -172,37 +174,37 @@ class Engine:
         }
 
     def warm_up(self, buckets: Sequence[int] | None = None) -> WarmUp:
-        """Capture now what would be captured when it comes up: prompts of these buckets, decode, and the steps of several
-        sessions. Without `cuda_graph`, or on a second call, there is nothing left to capture.
+        """Capture all graphs now, not at their first use: prompts of these buckets, decode, and steps of several sessions.
 
-        It takes a session of its own meanwhile, which is closed in the end.
+        Without `cuda_graph`, or on a second call, there is nothing left to capture. The warm-up opens a session of its own
+        and closes it at the end.
 
         Args:
-            buckets: of the model's `prefill_buckets`; all of them if None.
+            buckets: some of the model's `prefill_buckets`; None: all of them.
 
         Raises:
             InputError: an unknown bucket.
-            CapacityError: all sessions are open, or there are no pages for a prompt of the longest bucket.
+            CapacityError: all sessions are open, or too few pages are free for a prompt of the longest bucket.
         """
         return warm_up(self.model, self.sessions, buckets)
 
     def open_session(self, sampling_params: SamplingParams | None = None) -> Session:
-        """A new conversation; `generate` has one of its own.
+        """Open a new conversation. `generate` opens its own.
 
         Args:
-            sampling_params: of its tokens; the most likely ones if None.
+            sampling_params: parameters for sampling the session's tokens; None: the most likely tokens.
 
         Raises:
-            CapacityError: as many are open as the engine was loaded for.
+            CapacityError: all sessions that the engine was loaded for are open.
         """
         return self.sessions.open(sampling_params)
 
     def step(self, sessions: Sequence[Session], more: bool = False) -> list[int]:
-        """The next token of each session, all in one step of the model. See `Sessions.step`."""
+        """Return the next token of each session, all from one step of the model. See `Sessions.step`."""
         return self.sessions.step(sessions, more)
 
     def encode_prompt(self, prompt: str | Sequence[Message], raw: bool = False) -> list[int]:
-        """Token ids of a question or a whole chat with the chat template applied, or with `raw` of the text as it is.
+        """Token ids of a question or a whole chat, with the chat template applied. With `raw`: of the text as it is.
 
         Raises:
             InputError: an empty prompt, or no chat template.
@@ -229,12 +231,13 @@ class Engine:
         sampling_params: SamplingParams | None = None,
         ignore_eos: bool = False,
     ) -> Generator[str, None, None]:
-        """Yield the answer piece by piece; pieces never split a character. Figures are in `last` afterwards.
+        """Yield the answer's text as it is generated. A character is never split. Afterwards `last` has the figures.
 
-        The conversation is a session of its own, from the first piece until the last or until this generator is closed.
+        The answer has a session of its own, which is open from the first text to the last, or until this generator is closed.
 
         Raises:
             InputError: an empty prompt, or one that leaves no room in max_seq_len.
+            OptionError: `max_new_tokens` below 1.
             CapacityError: all sessions are open, or there are no pages left.
         """
         tokens = self.encode_prompt(prompt, raw)
@@ -266,9 +269,9 @@ class Engine:
         sampling_params: SamplingParams | None = None,
         ignore_eos: bool = False,
     ) -> Generator[int, None, None]:
-        """Yield token ids after the prompt `tokens`; an end-of-sequence id ends the answer and is not yielded.
+        """Yield the token ids after the prompt `tokens`. An end-of-sequence id ends the answer and is not yielded.
 
-        The arguments are checked at once; the work is done as the tokens are taken. Raises as `generate`.
+        The arguments are checked at once; each token is computed when it is taken. Raises the same errors as `generate`.
         """
         if not tokens:
             raise InputError("the prompt is empty")
@@ -314,7 +317,7 @@ class Engine:
                 if len(result.tokens) >= room:
                     result.finish_reason = "length" if room == max_new_tokens else "max_seq_len"
                     return
-                # Only the step is timed: what the caller does with a token is not decode's time.
+                # Only the step is timed: the caller's own work on a token does not count as decode.
                 begin = time.perf_counter()
                 (token,) = self.step([session], more=len(result.tokens) + 1 < room)
                 result.decode_seconds += time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""What a person sees while a large artifact is loaded: one line on stderr."""
+"""Progress display while a large artifact is loaded: one line on stderr."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SMALLEST = 10**9
 
 
 class LoadBar:
-    """Progress of one load: on a terminal tqdm's bar, which is gone at the end, and everywhere one line when it is over.
+    """Progress display of one load: on a terminal a bar of tqdm, which disappears at the end, and everywhere one final line.
 
     >>> with LoadBar() as bar:
     ...     engine = Engine.load("artifact/", on_total=bar.begin, on_load=bar.advance)
@@ -38,18 +38,18 @@ class LoadBar:
         self._begun = 0.0
 
     def begin(self, total: int) -> None:
-        """Start the clock; `total` bytes are to come."""
+        """Start the clock for a load of `total` bytes."""
         with self._lock:
             self._total, self._done = total, 0
             self._begun = time.perf_counter()
             if self._shows and self._stream.isatty():
-                # Imported here: it takes as long as a small load, which shows nothing.
+                # Imported here: the import takes as long as a small load, which shows nothing.
                 from tqdm import tqdm
 
                 self._bar = tqdm(total=total, desc="loading", unit="B", unit_scale=True, file=self._stream, leave=False)
 
     def advance(self, nbytes: int) -> None:
-        """`nbytes` more have been loaded."""
+        """Note that `nbytes` more bytes have been loaded."""
         with self._lock:
             self._done += nbytes
             if self._bar is not None:

@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""Several sessions that step together, beside llama.cpp's llama-batched-bench on the same shape, on a GPU or a CPU.
+"""Time several sessions that step together, beside llama.cpp's llama-batched-bench on the same shape, on a GPU or a CPU.
 
     python scripts/bench_batch.py ARTIFACT [--cuda_graph] [--batch 1,2,4,8,16,32,64,128] [-p 128] [-n 128] [-r 3]
                                   [--llama-batched-bench FILE --gguf FILE] [--threads N]
                                   [--json FILE] [--plot FILE] [--skip-goals]
 
-All sessions start at once, each with a prompt of -p tokens of its own, and then all generate -n tokens together. What is
-compared is this generation alone, in tokens per second of all sessions together: speed_tg of `ostinato bench --batch`, and
-S_TG of llama-batched-bench. Both are medians of -r repetitions. Ours draws each token; llama.cpp's step ends with the
-logits, and its next tokens are random.
+All sessions start at once, each with a prompt of its own of -p tokens. Then all generate -n tokens together. Only this
+generation is compared, in tokens per second of all sessions together: speed_tg of `ostinato bench --batch`, and S_TG of
+llama-batched-bench. Both are medians of -r repetitions. Ours samples each token; llama.cpp's step ends with the logits, and
+its next tokens are random.
 
-One session is measured in a process of its own that has room for no other. Where 1 and 64 are among the batches, it is
-measured once more in the process of 64, as "1 of 64": one slot is in use, the others are free. llama.cpp gets the same
-batches, in as many processes. On a CPU nothing else may run: llama.cpp's threads wait for each other busily, and a core
-that is taken from one of them costs it much more than its share.
+A batch of one session is measured in a process of its own, which has room for no other session. If 1 and 64 are both among
+the batches, one session is measured again in the process of 64, as "1 of 64": one slot is in use, the others are free.
+llama.cpp gets the same batches, in the same number of processes. On a CPU nothing else may run: llama.cpp's threads wait for
+each other busily, so losing a core to other work costs it much more than that core's share.
 
-The goals are for Qwen3.5-35B-A3B in int4 on one NVIDIA H200, with --cuda_graph and 128 tokens behind 128; other lengths
-and a CPU have none. --skip-goals is for another model or GPU.
+The goals are for Qwen3.5-35B-A3B in int4 on one NVIDIA H200, with --cuda_graph and 128 tokens behind 128. There are none for
+other lengths or a CPU. --skip-goals is for another model or GPU.
 
 Exit status: 0 all was measured, nothing is slower than llama.cpp, and every goal held; 1 not so; 2 an error.
 """
@@ -43,9 +43,9 @@ from ostinato.runner.bench.plot import check_plot
 from ostinato.runner.bench.tables import Side, table
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-# Slots of which one is in use.
+# Slots of the measurement "1 of 64", in which one is in use.
 SLOTS = 64
-# Tokens/s by `Row.name`, of prompts and answers of GOAL_TOKENS.
+# `Row.name` -> tokens/s, for prompts and answers of GOAL_TOKENS.
 GOALS = {"1": 1000, f"1 of {SLOTS}": 970, "8": 2600, "16": 3600, "32": 5000, "64": 7000, "128": 9500}
 GOAL_TOKENS = 128
 OURS, PEER = "#0072b2", "#d55e00"
@@ -53,14 +53,14 @@ OURS, PEER = "#0072b2", "#d55e00"
 
 @dataclass(frozen=True)
 class Row:
-    """One batch.
+    """Result of one batch.
 
     Attributes:
-        sessions: that step together.
-        slots: sessions that there is room for.
+        sessions: number of sessions that step together.
+        slots: number of sessions that there is room for.
         speed: tokens/s of all sessions together.
-        peer: llama.cpp's; None if it was not measured.
-        machine: what ours ran on.
+        peer: llama.cpp's tokens/s; None if it was not measured.
+        machine: device, torch version and graph mode of our measurement.
     """
 
     sessions: int
@@ -80,7 +80,7 @@ class Row:
 
     @property
     def token_ms(self) -> float:
-        """Milliseconds from one token of a session to its next: of a step."""
+        """Milliseconds of a step: from one token of a session to its next."""
         return 1e3 * self.sessions / self.speed
 
 
@@ -138,7 +138,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check_files(arguments: argparse.Namespace) -> None:
-    """Raises OptionError: a file that is missing, or could not be written."""
+    """Raise OptionError if a file is missing or could not be written."""
     if arguments.plot:
         check_plot(arguments.plot)
     if arguments.json and not arguments.json.absolute().parent.is_dir():
@@ -149,13 +149,13 @@ def check_files(arguments: argparse.Namespace) -> None:
 
 
 def device_of(artifact: Path) -> str:
-    """`cpu` or `cuda`: what it was compiled for. Raises ArtifactError."""
+    """The device that the artifact was compiled for, `cpu` or `cuda`. Raises ArtifactError."""
     parsed, _ = open_artifact(*artifact_paths(artifact), verify=False)
     return next(iter(parsed.methods.values())).target.device
 
 
 def goals_of(spec: BatchSpec, device: str, skip: bool) -> dict[str, float]:
-    """Tokens/s by `Row.name`; empty where there are none."""
+    """Goals of this measurement: `Row.name` -> tokens/s; empty if there are none."""
     known = device == "cuda" and spec.prompt == spec.answer == GOAL_TOKENS
     return {} if skip or not known else dict(GOALS)
 
@@ -164,7 +164,7 @@ def goals_of(spec: BatchSpec, device: str, skip: bool) -> dict[str, float]:
 
 
 def measure(artifact: Path, spec: BatchSpec, cuda_graph: bool, llama: Sequence[str] | None) -> list[Row]:
-    """All batches of a plan, ours and llama.cpp's; `llama` is a `llama_command`."""
+    """Measure all batches of `spec`, ours and llama.cpp's. `llama` is the result of `llama_command`, or None."""
     rows = []
     for batches in groups(spec.batches):
         part = replace(spec, batches=batches)
@@ -175,13 +175,13 @@ def measure(artifact: Path, spec: BatchSpec, cuda_graph: bool, llama: Sequence[s
 
 
 def row_of(record: Mapping[str, Any], peer: float | None) -> Row:
-    """Of one of `ours`."""
+    """The row for one record of `ours`."""
     machine = f"{record['device']}, torch {record['torch']}, {'--cuda_graph' if record['cuda_graph'] else 'no graph'}"
     return Row(record["pl"], record["slots"], record["speed_tg"], peer, machine)
 
 
 def groups(batches: Sequence[int]) -> list[tuple[int, ...]]:
-    """Rising batches by the process that measures them: it has room for the largest."""
+    """Group rising batches by the process that measures them. A process has room for its largest batch."""
     one, several = [batch for batch in batches if batch == 1], [batch for batch in batches if batch > 1]
     split = [one, several]
     if one and SLOTS in several:
@@ -199,13 +199,13 @@ def ours(artifact: Path, spec: BatchSpec, cuda_graph: bool) -> list[dict[str, An
 
 
 def llama_command(program: Path, gguf: str | Path, device: str, threads: int | None) -> list[str]:
-    """llama-batched-bench with a model, on all of a GPU or on so many threads of the CPU."""
+    """The command of llama-batched-bench with a model: on all of a GPU, or on `threads` threads of the CPU."""
     where = ["-ngl", "99", "-b", "2048", "-ub", "2048"] if device == "cuda" else threads_of(threads)
     return [str(program), "-m", str(gguf), *where, "-fa", "on"]
 
 
 def llama_speeds(command: Sequence[str], spec: BatchSpec) -> dict[int, float]:
-    """S_TG by batch, the median of the repetitions: a batch is asked for as often."""
+    """Batch -> median of S_TG over the repetitions. The command asks for each batch once per repetition."""
     room = spec.max_batch * (spec.prompt + spec.answer)
     asked = ",".join(str(batch) for batch in spec.batches for _ in range(spec.repetitions))
     lengths = ["-c", str(room), "-npp", str(spec.prompt), "-ntg", str(spec.answer), "-npl", asked]
@@ -219,7 +219,7 @@ def llama_speeds(command: Sequence[str], spec: BatchSpec) -> dict[int, float]:
 
 
 def read_llama(text: str) -> dict[int, list[float]]:
-    """S_TG of each run by batch, from what llama-batched-bench writes with `--output-format jsonl`."""
+    """Batch -> S_TG of each repetition, from what llama-batched-bench writes with `--output-format jsonl`."""
     samples: dict[int, list[float]] = {}
     for line in text.splitlines():
         if line.startswith("{"):
@@ -232,7 +232,7 @@ def read_llama(text: str) -> dict[int, list[float]]:
 
 
 def findings(rows: Sequence[Row], goals: Mapping[str, float]) -> list[Finding]:
-    """The goals of the batches that were measured, then that nothing is slower than llama.cpp."""
+    """Findings for the goals of the batches that were measured, then for the comparison with llama.cpp."""
     found = []
     for row in rows:
         if row.name in goals:
@@ -246,7 +246,7 @@ def findings(rows: Sequence[Row], goals: Mapping[str, float]) -> list[Finding]:
 
 
 def render(rows: Sequence[Row], goals: Mapping[str, float]) -> str:
-    """The table; columns that nothing is known for are left out."""
+    """The table. Columns without any value are left out."""
     columns: dict[str, Side] = {"sessions": "right"}
     columns |= dict.fromkeys(("tokens/s", "llama.cpp", "ratio", "ms per token", "goal"), "right")
     columns["held"] = "left"
@@ -269,7 +269,7 @@ def render(rows: Sequence[Row], goals: Mapping[str, float]) -> str:
 
 
 def draw(rows: Sequence[Row], spec: BatchSpec, path: Path) -> None:
-    """Write the picture, without the slots that are not in use."""
+    """Write the picture. "1 of 64" is left out."""
     shown = [row for row in rows if row.name == str(row.sessions)]
     series = {"Ostinato": (OURS, {row.sessions: row.speed for row in shown})}
     peers = {row.sessions: row.peer for row in shown if row.peer is not None}

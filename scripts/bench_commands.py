@@ -1,4 +1,4 @@
-"""What the benchmarks run in processes of their own, ours and llama.cpp's, and how they are told."""
+"""Helpers of the benchmarks: run commands, ours and llama.cpp's, in processes of their own, and make their options."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
-# A run of one and the next differ by this much.
+# Least ratio to llama.cpp that counts as not slower: two measurements of one program differ by 3 %.
 SLOWER = 0.97
 
 
 def ostinato(*words: str) -> str:
-    """What `ostinato` writes to stdout; ends this script with its exit status if it fails."""
+    """Run `ostinato` and return what it writes to stdout. If it fails, end this script with its exit status."""
     command = [sys.executable, "-m", "ostinato.runner.cli", *words]
     print(f"$ ostinato {' '.join(words)}", file=sys.stderr, flush=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -25,7 +25,7 @@ def ostinato(*words: str) -> str:
 
 
 def output_of(command: list[str]) -> str:
-    """What a quiet command writes to stdout; ends this script with exit status 2 if it fails."""
+    """Run a command quietly and return what it writes to stdout. If it fails, end this script with exit status 2."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode < 0:
         fail(f"{' '.join(command)} was ended by {signal.Signals(-done.returncode).name}: {done.stderr}")
@@ -40,10 +40,10 @@ def fail(reason: str) -> NoReturn:
 
 
 def numbers(text: str) -> list[int]:
-    """Those of an option, separated by commas."""
+    """The numbers of an option, which are separated by commas."""
     return [int(word) for word in text.split(",")]
 
 
 def threads_of(threads: int | None) -> list[str]:
-    """llama.cpp's option for as many threads, or as there are cores."""
+    """llama.cpp's option for `threads` threads; None: for one per core."""
     return ["-t", str(threads or len(os.sched_getaffinity(0)))]

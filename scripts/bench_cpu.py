@@ -1,4 +1,4 @@
-"""A model on the CPU in several formats, measured beside llama.cpp: scripts/bench_cpu.sh says how to call it."""
+"""Measure a model on the CPU in several formats, beside llama.cpp. scripts/bench_cpu.sh says how to call it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from ostinato.runner.bench.batch_bench import BatchSpec
 from ostinato.runner.bench.tables import Side, table
 
 CONFIG = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-0.8B"
-# Its tokens are among those of any model with a larger vocabulary: what a first token needs, where there is only a config.
+# A first token needs a tokenizer, and a folder with only a config has none. The ids of this one are valid in any model with a
+# larger vocabulary.
 TOKENIZER = ROOT / "tests" / "assets" / "capitals"
 FORMATS = ("int4", "bfloat16", "float32")
 QUESTION = "What is the capital of France?"
@@ -32,7 +33,7 @@ STARTS = 5
 
 @dataclass(frozen=True)
 class Row:
-    """One test in one format: ours, and llama.cpp's tokens/s if it was measured."""
+    """Result of one test in one format: our test, and llama.cpp's tokens/s if it was measured."""
 
     format: str
     test: dict[str, Any]
@@ -110,7 +111,7 @@ def export(name: str, arguments: argparse.Namespace) -> Path:
     if artifact.exists():
         return artifact
     longest = max(map(int, arguments.n_prompt.split(","))) + max(map(int, arguments.n_gen.split(",")))
-    # A batch's answer ends with one token more.
+    # An answer in a batch ends with one token more.
     length = max(map(int, arguments.n_depth.split(","))) + longest + 1
     quant = ["--quant", "int4", "--group-size", arguments.group_size] if name == "int4" else ["--dtype", name]
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +123,7 @@ def export(name: str, arguments: argparse.Namespace) -> Path:
 
 
 def bench(artifact: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Tests, with what they were measured on."""
+    """The records of `ostinato bench`, one per test. They name the machine, too."""
     lengths = ["-p", arguments.n_prompt, "-n", arguments.n_gen, "-d", arguments.n_depth, "-r", arguments.repetitions]
     tests: list[dict[str, Any]] = json.loads(
         ostinato("bench", str(artifact), *lengths, "--cuda-graph", "off", "--output", "json")
@@ -131,21 +132,22 @@ def bench(artifact: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
 
 
 def batch_spec(arguments: argparse.Namespace) -> BatchSpec | None:
-    """Several sessions together, with the first of the prompts' and of the answers' lengths. Raises OptionError."""
+    """The spec for sessions that step together, with the first length of -p and of -n; None without batches. Raises
+    OptionError."""
     batches = tuple(sorted(set(arguments.batch) - {0}))
     prompt, answer = (int(lengths.split(",")[0]) for lengths in (arguments.n_prompt, arguments.n_gen))
     return BatchSpec(batches, prompt, answer, int(arguments.repetitions)) if batches else None
 
 
 def bench_batches(artifact: Path, model: str | None, spec: BatchSpec, arguments: argparse.Namespace) -> list[BatchRow]:
-    """Ours, and llama.cpp's where it is given with a model."""
+    """Measure batches: ours, and llama.cpp's if its program and a model are given."""
     program = arguments.llama_batched_bench
     command = bench_batch.llama_command(program, model, "cpu", arguments.threads) if model and program else None
     return bench_batch.measure(artifact, spec, False, command)
 
 
 def llama(model: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """llama.cpp's tokens/s by the same names."""
+    """Test -> llama.cpp's tokens/s. Tests have the same names as ours."""
     threads = threads_of(arguments.threads)
     lengths = ["-p", arguments.n_prompt, "-n", arguments.n_gen, "-d", arguments.n_depth, "-r", arguments.repetitions]
     command = [str(arguments.llama_bench), "-m", model, *threads, *lengths, "-o", "json"]
@@ -153,13 +155,13 @@ def llama(model: str, arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def name_of(test: dict[str, Any]) -> str:
-    """pp512, tg32, "tg32 @ d4000": ours and llama-bench's have the same fields."""
+    """Name of a test: pp512, tg32, "tg32 @ d4000". Our records and llama-bench's have the same fields."""
     what = f"pp{test['n_prompt']}" if test["n_prompt"] else f"tg{test['n_gen']}"
     return f"{what} @ d{test['n_depth']}" if test["n_depth"] else what
 
 
 def seconds_to_first_token(artifact: Path) -> float:
-    """Of a whole process with a short question, the files warm; the best of several."""
+    """Seconds of a whole process that answers a short question with one token. Files are warm; the best of several."""
     command = [sys.executable, "-m", "ostinato.runner.cli", "run", str(artifact), "--prompt", QUESTION]
     return min(timed([*command, "--max-new-tokens", "1"]) for _ in range(STARTS))
 

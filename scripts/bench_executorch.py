@@ -1,18 +1,19 @@
 """Measure ExecuTorch's own Qwen3.5 MoE model on one NVIDIA GPU, and print ours beside it.
 
 The network, its Triton kernels and its quantisation are the installed executorch's CUDA path
-(executorch.examples.models.qwen3_5_moe); of ostinato only the table's writer runs here. Weights are random: int4 in groups,
-the embedding int8, as its export.py makes them with --qlinear 4w --qembedding 8w. Its KV cache is of 4,096 positions.
+(executorch.examples.models.qwen3_5_moe). Of ostinato, only the table's writer runs here. Weights are random: int4 in groups,
+and int8 for the embedding, as its export.py makes them with --qlinear 4w --qembedding 8w. Its KV cache has 4,096 positions.
 
-tg64 decodes 64 tokens at batch 1 through torch.compile, each sampled on the GPU by the model's own sampler, at the
-temperature that its inference.py takes for greedy; "graph": the step is one CUDA graph. The token is fed back and the
-position advanced on the device, so that no step waits for the host. "@ d4000": from position 4,000 on. pp512 is one
-call of its prefill path. Figures are medians of 5 runs after warm-ups.
+tg64 decodes 64 tokens at batch 1 through torch.compile. Each token is sampled on the GPU by the model's own sampler, at the
+temperature that its inference.py takes for greedy. The token is fed back and the position advanced on the device, so that no
+step waits for the host. "graph": the step is one CUDA graph. "@ d4000": from position 4,000 on. pp512 is one call of its
+prefill path. Figures are medians of 5 repetitions after warm-ups.
 
-With --ours, what `ostinato bench ARTIFACT --output json` printed on the same machine, rows get ours and ours / theirs.
+--ours takes what `ostinato bench ARTIFACT --output json` printed on the same machine. Then rows also have ours, and ours /
+theirs. "Their" means ExecuTorch's.
 
 stdout carries the table (or JSON); progress, notes and errors go to stderr.
-Exit status: 0 done, 1 a test failed (its reason stands in its row), 2 an error in what was asked or given.
+Exit status: 0 done, 1 a test failed (its reason stands in its row), 2 an error in the options, the files or the machine.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ DECODE_TOKENS = 64
 DEPTHS = (0, 4000)
 RUNS = 5
 WARMUPS = 3
-# Their export's default. Their attention goes over all of it at any depth, so that more would cost them time.
+# Their export's default. Their attention goes over all positions at any depth, so a larger value would cost them time.
 MAX_SEQ_LEN = 4096
 # inference.py's stand-in for temperature 0.
 GREEDY = 1e-6
@@ -54,7 +55,8 @@ T = TypeVar("T")
 
 @dataclass
 class Result:
-    """One test in one mode. `kind` "tg" or "pp"; `samples`: tokens/s of each run; `error`: why there are none."""
+    """Result of one test in one mode. `kind` is "tg" or "pp", `samples` has tokens/s of each repetition, `error` says why it
+    is empty."""
 
     kind: str
     tokens: int
@@ -65,7 +67,7 @@ class Result:
 
     @property
     def test(self) -> str:
-        """In llama-bench's words: `tg64 @ d4000`."""
+        """Name of the test in llama-bench's words: `tg64 @ d4000`."""
         return f"{self.kind}{self.tokens}" + (f" @ d{self.depth}" if self.depth else "")
 
     @property
@@ -141,7 +143,7 @@ def prompt_length(word: str) -> int:
 
 
 def read_config(path: Path, layers: int | None, group_size: int) -> Any:
-    """Their Qwen35MoEConfig of the file, cut to `layers` if given."""
+    """Their Qwen35MoEConfig for the file, cut to `layers` if given."""
     path = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -149,7 +151,7 @@ def read_config(path: Path, layers: int | None, group_size: int) -> Any:
         raise BenchError(f"cannot read the config {path}: {error}") from error
     text = content.get("text_config", content) if isinstance(content, dict) else {}
     if "num_experts" not in text:
-        # Their reader would take the 35B's sizes for what is missing.
+        # Their reader would take the 35B model's sizes for missing ones.
         raise BenchError(f"{path} has no num_experts: their model is of Qwen3.5's MoE family only")
     config = peer("model").Qwen35MoEConfig.from_hf_config(str(path))
     if layers is not None:
@@ -165,7 +167,7 @@ def read_config(path: Path, layers: int | None, group_size: int) -> Any:
 
 
 def load_ours(path: Path, n_layers: int) -> list[dict[str, Any]]:
-    """The records of `ostinato bench --output json` that can stand beside theirs."""
+    """The records of `ostinato bench --output json` that can be compared with theirs."""
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -192,17 +194,17 @@ def check_machine(ours: list[dict[str, Any]]) -> None:
 
 
 def can_prefill() -> bool:
-    """Whether their chunked delta rule is there; says why not."""
+    """Whether their chunked delta rule can be imported. Prints the reason if not."""
     try:
         importlib.import_module(f"{KERNELS}.chunk_gated_delta_rule")
-    except Exception as error:  # fla looks at the machine when it is imported, and raises what it likes
+    except Exception as error:  # fla inspects the machine when it is imported, and may raise anything
         say(f"note: no prefill: their chunk_gated_delta_rule, which needs fla-core 0.4.2, does not import: {error}")
         return False
     return True
 
 
 class DecodeStep:
-    """A decode step on static inputs: a call leaves the sampled token and the next position in them, on the device."""
+    """A decode step on static inputs. A call leaves the sampled token and the next position in them, on the device."""
 
     def __init__(self, network: Callable[..., Tensor], device: str = "cuda") -> None:
         self._network = network
@@ -216,14 +218,14 @@ class DecodeStep:
         self._input_pos.add_(1)
 
     def start(self, depth: int) -> None:
-        """Go to a position. At 0 their model clears its recurrent state by itself."""
+        """Set the position to `depth`. At 0 their model clears its recurrent state by itself."""
         self._tokens.fill_(1)
         self._input_pos.fill_(depth)
 
 
 @torch.inference_mode()
 def measure_all(model: nn.Module, variant: Variant, prefill: int) -> list[Result]:
-    """Every test, in the order of the table. One that fails says why, and the next one follows."""
+    """Measure every test, in the order of the table. A test that fails says why, and the next one follows."""
     network = compiled(model, variant.topk)
     select_path(model, variant, prefill=False)
     say("compiling decode")
@@ -236,13 +238,16 @@ def measure_all(model: nn.Module, variant: Variant, prefill: int) -> list[Result
 
 
 def compiled(model: nn.Module, topk: str) -> Callable[..., Tensor]:
-    """torch.compile in its default mode as in their inference.py, here whole and for fixed shapes; works when called."""
+    """Wrap the model in torch.compile in its default mode, as their inference.py does, but as one graph and for fixed shapes.
+
+    It is compiled at its first call.
+    """
     backend: Any = inductor_with_triton_topk if topk == "triton" else "inductor"
     return torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
 
 
 def inductor_with_triton_topk(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
-    """Inductor, after what their lowering does to a top-k in ReplaceEdgeOpWithTritonOpPass."""
+    """Compile with Inductor, after replacing top-k as their lowering does in ReplaceEdgeOpWithTritonOpPass."""
     for node in graph.graph.find_nodes(op="call_function", target=torch.topk):
         node.target = torch.ops.triton.topk.default
     graph.recompile()
@@ -257,7 +262,7 @@ def select_path(model: nn.Module, variant: Variant, *, prefill: bool) -> None:
 
 
 def measure_decode(step: DecodeStep, model: nn.Module) -> list[Result]:
-    """Both modes at each depth. They share the compiled step: if it fails, both have."""
+    """Measure both modes at each depth. They share the compiled step: if it fails, both fail."""
     results = []
     run, error = attempt(lambda: warmed_up(step, model))
     for cuda_graph in (False, True):
@@ -270,7 +275,7 @@ def measure_decode(step: DecodeStep, model: nn.Module) -> list[Result]:
 
 
 def warmed_up(step: DecodeStep, model: nn.Module) -> Callable[[], None]:
-    """The step, compiled and with its kernels tuned."""
+    """Return the step after warm-up: compiled, and with its kernels tuned. Raises BenchError if its state is not finite."""
     step.start(0)
     for _ in range(WARMUPS):
         step()
@@ -281,7 +286,7 @@ def warmed_up(step: DecodeStep, model: nn.Module) -> Callable[[], None]:
 
 
 def captured(step: DecodeStep) -> Callable[[], None]:
-    """The step as a CUDA graph. It must have run before."""
+    """Capture the step in a CUDA graph. The step must have run before."""
     step.start(0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -290,7 +295,7 @@ def captured(step: DecodeStep) -> Callable[[], None]:
 
 
 def decode_speeds(step: DecodeStep, run: Callable[[], None], depth: int) -> list[float]:
-    """Tokens per second of each run; one more goes before and is not counted."""
+    """Tokens per second of each repetition. One repetition more comes first, and is not counted."""
     speeds = []
     for _ in range(1 + RUNS):
         step.start(depth)
@@ -304,7 +309,7 @@ def decode_speeds(step: DecodeStep, run: Callable[[], None], depth: int) -> list
 
 
 def prefill_speeds(network: Callable[..., Tensor], tokens: int, device: str = "cuda") -> list[float]:
-    """Tokens per second of each call from position 0, after warm-ups; without a graph: theirs captures decode only."""
+    """Tokens per second of each call from position 0, after warm-ups. There is no graph: theirs captures decode only."""
     input_pos = torch.arange(tokens, device=device)
     temperature = torch.full((1,), GREEDY, device=device)
     speeds = []
@@ -318,7 +323,7 @@ def prefill_speeds(network: Callable[..., Tensor], tokens: int, device: str = "c
 
 
 def measured(result: Result, speeds: Callable[[], list[float]]) -> Result:
-    """The result with its samples, or with the reason why there are none."""
+    """Fill the result with its samples, or with the reason why there are none."""
     samples, result.error = attempt(speeds)
     result.samples = samples or []
     speed = f"{result.median:,.1f} tokens/s" if result.median else f"failed: {result.error}"
@@ -327,17 +332,18 @@ def measured(result: Result, speeds: Callable[[], list[float]]) -> Result:
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What the work gives, or the reason why it failed; stderr gets the whole of that."""
+    """The result of `work`, or the reason why it failed. stderr gets the whole traceback."""
     try:
         return work(), None
-    except Exception as error:  # their code, torch's compiler, the driver: the table says what any of them says
+    except Exception as error:  # from their code, torch's compiler or the driver: the table shows its message
         traceback.print_exc()
         # On one line: the compiler's errors begin with the backend's name, and say what happened in the next line.
         return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def our_record(result: Result, ours: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Ours of the same kind, depth and mode; of prompts also the same length, and in either mode: graphs are of decode."""
+    """Our record of the same kind, depth and mode. For a prompt: of the same length, in any mode, since theirs has no graph
+    for it."""
     prompt = result.tokens if result.kind == "pp" else 0
     alike = [one for one in ours if one["n_depth"] == result.depth and one["n_prompt"] == prompt]
     return next((one for one in alike if prompt or one["cuda_graph"] == result.cuda_graph), None)
@@ -348,7 +354,7 @@ def ratio(result: Result, our: dict[str, Any] | None) -> float | None:
 
 
 def as_record(result: Result, our: dict[str, Any] | None) -> dict[str, Any]:
-    """The result with llama-bench's names, as `ostinato bench` has them; `_ts`: tokens/s."""
+    """The result as a record with llama-bench's names, like those of `ostinato bench`. `_ts` means tokens/s."""
     return {
         "test": result.test,
         "n_prompt": result.tokens if result.kind == "pp" else 0,
@@ -386,7 +392,7 @@ def render_table(subject: dict[str, Any], results: list[Result], ours: list[dict
 
 
 def cells(result: Result, our: dict[str, Any] | None) -> list[str]:
-    """A row of the table, the columns of ours at its end."""
+    """A row of the table, with our columns at its end."""
     row = [result.test, result.mode]
     if result.median:
         spread = f"{min(result.samples):,.1f} .. {max(result.samples):,.1f}"

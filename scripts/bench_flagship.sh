@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The flagship at full size: Qwen3.5-35B-A3B in int4 with random weights, on an NVIDIA GPU, without a network.
-# Exports it, loads and checks it, measures it and holds that against the goals, measures sessions that step together
-# beside llama.cpp where that is given, prompts with and without CUDA graphs, ExecuTorch's own implementation beside it, and
-# every kernel of a decode step alone.
+# Measures the flagship at full size: Qwen3.5-35B-A3B in int4 with random weights, on an NVIDIA GPU, without internet.
+# Exports, loads, checks and measures it, and compares the result with the goals. Then measures sessions that step together
+# (beside llama.cpp if that is given), prompts with and without CUDA graphs, ExecuTorch's own implementation, and every
+# kernel of a decode step alone.
 #
 #   bash scripts/bench_flagship.sh [--output DIR] [--model DIR] [--group-size G] [--max-seq-len N]
 #                                  [--llama-batched-bench FILE --gguf FILE] [--skip-goals] [--skip-executorch]
@@ -10,10 +10,10 @@
 # --output DIR         where the artifact and the results go (default: flagship/ in the temporary folder)
 # --model DIR          a folder with a config.json (default: tests/assets/configs/Qwen3.5-35B-A3B)
 # --group-size G       elements that share a scale (default: 128)
-# --max-seq-len N      of the export (default: 5120: 4,096 tokens of context, and room to measure behind them); prompts behind
-#                      30,000 and 120,000 tokens are measured where there is room, as with 131072
-# --llama-batched-bench FILE --gguf FILE   llama.cpp's, built for this GPU, and the same shape for it in four bits
-# --skip-goals         for another model or GPU: the goals are for the default one on one H200
+# --max-seq-len N      of the export (default: 5120, for 4,096 tokens of context and room to measure behind them). Prompts
+#                      behind 30,000 and 120,000 tokens are measured only if there is room, for example with 131072
+# --llama-batched-bench FILE --gguf FILE   llama.cpp's program, built for this GPU, and a model of the same shape in four bits
+# --skip-goals         for another model or GPU: the goals are for the default model on one H200
 # --skip-executorch    do not measure ExecuTorch's implementation
 #
 # Needs about 20 GB of disk and 32 GB of GPU memory. Exit status 0: every check and every goal held.
@@ -52,7 +52,7 @@ echo "== check =="
 "$PYTHON_BIN" "$ROOT/scripts/check_artifact.py" "$artifact"
 echo "== bench =="
 "${cli[@]}" bench "$artifact" -p 512 -n 128 -d 0,4000 -r 5 --save "$output/bench.json"
-# What misses its goal does not keep the rest from being measured.
+# A missed goal does not stop the measurements that follow.
 status=0
 if [ "$goals" = 1 ]; then
     echo "== goals =="
@@ -67,7 +67,7 @@ echo "== prompts with and without graphs =="
 "$PYTHON_BIN" "$ROOT/scripts/bench_prompts.py" "$artifact" --json "$output/prompts.json" "${skip_goals[@]}" || status=1
 if [ "$executorch" = 1 ]; then
     echo "== ExecuTorch's implementation beside it =="
-    # Decode only: tuning the kernels of its prefill takes longer than all of this.
+    # Decode only: tuning the kernels of its prefill takes longer than this whole script.
     "$PYTHON_BIN" "$ROOT/scripts/bench_executorch.py" --config "$model" --ours "$output/bench.json" --prefill 0 || status=1
 fi
 echo "== each kernel alone =="

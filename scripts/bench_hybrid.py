@@ -1,4 +1,4 @@
-"""Routed experts on the host, for several numbers of layers: scripts/bench_hybrid.sh says what it does and how to call it."""
+"""Measure routed experts on the host, for several numbers of layers. scripts/bench_hybrid.sh says how, and how to call it."""
 
 from __future__ import annotations
 
@@ -44,29 +44,28 @@ from ostinato.runner.model.model import Model
 CONFIG = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B"
 GROUP_SIZE = 128
 MAX_SEQ_LEN = 5120
-# Larger than any cache: those of large server processors have several 100 MB.
+# Larger than any cache: large server processors have caches of several 100 MB.
 COPY_BYTES, COPY_ROUNDS = 1 << 30, 8
 OURS, PEER = "#0072b2", "#d55e00"
 
 
 @dataclass(frozen=True)
 class Result:
-    """One artifact.
+    """Results of one artifact.
 
     Attributes:
-        layers: N, how many keep their routed experts on the host.
+        layers: N, the number of layers that keep their routed experts on the host.
         device, host: names of the program's device and of the processor.
         samples: test, such as "tg128" -> tokens/s of each repetition.
-        device_loaded, device_used: bytes in use on the GPU, all processes', when the model was loaded and when all was
+        device_loaded, device_used: bytes in use on the GPU, by all processes, after the model was loaded and after all was
             measured; None on a CPU.
-        host_memory: bytes of the process that no file stands behind, when all was measured; None where the system does
-            not say.
-        expert_bytes: of routed experts that one token reads on the host.
-        computing_seconds: of one token, while these are computed; None where nothing is.
+        host_memory: bytes of the process outside of mapped files, after all was measured; None if the system does not say.
+        expert_bytes: bytes of routed experts that one token reads on the host.
+        computing_seconds: seconds of one token in which these experts are computed; None if there are none.
         copy_speed: bytes/s that a host copy reads and writes, both counted, with all threads.
-        no_graph: why decode or a part of it has no graph; None when all went well.
-        peers: llama.cpp's tokens/s by test.
-        timelines: what ran when, as text, of a token and of a prompt, where asked for.
+        no_graph: reason why decode, or some of it, has no graph; None if all went well.
+        peers: test -> llama.cpp's tokens/s.
+        timelines: what ran when, as text, in a token's step and in a prompt; empty unless asked for.
     """
 
     layers: int
@@ -85,29 +84,29 @@ class Result:
 
     @property
     def speeds(self) -> dict[str, float]:
-        """Tokens/s by test, decode first."""
+        """Median tokens/s by test, decode first."""
         return {name: statistics.median(self.samples[name]) for name in sorted(self.samples, key=_decode_first)}
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Ours over llama.cpp's, of the tests that both have."""
+        """Our speed over llama.cpp's by test, for the tests that both have."""
         return {name: speed / self.peers[name] for name, speed in self.speeds.items() if name in self.peers}
 
     @property
     def copy_share(self) -> float | None:
-        """Bytes/s of experts over a whole step, as a fraction of the copy's; None where none are read."""
+        """Bytes/s at which a whole step reads experts, as a fraction of the copy's; None if it reads none."""
         decode = next(iter(self.speeds.values()))
         return self.expert_bytes * decode / self.copy_speed or None
 
     @property
     def computing_share(self) -> float | None:
-        """The same while experts are computed, which a step does for a part of its time."""
+        """The same fraction over the time in which experts are computed, which is only some of a step's time."""
         return self.expert_bytes / self.computing_seconds / self.copy_speed if self.computing_seconds else None
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What one N should reach: tokens/s or more, bytes or fewer."""
+    """Goals for one N: at least these tokens/s, at most these bytes."""
 
     decode: float
     prefill: float
@@ -115,7 +114,7 @@ class Goal:
     host_memory: float | None = None
 
 
-# Of Qwen3.5-35B-A3B by N. Prefill is that of 512 tokens.
+# N -> goals, for Qwen3.5-35B-A3B. Prefill is of 512 tokens.
 GOALS = {40: Goal(95, 2800, 4.5e9, 1e9), 20: Goal(150, 3500)}
 GOAL_PROMPT = 512
 
@@ -176,10 +175,10 @@ def numbers(text: str) -> list[int]:
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
-    """One result per N. All that can be refused is refused before the first export.
+    """Export and measure each N. Wrong options are refused before the first export.
 
     Raises:
-        OstinatoError: as the export and the load do; lengths, layers or files that do not fit.
+        OstinatoError: lengths, layers or files do not fit, or an export or a load fails.
     """
     spec = make_spec(MAX_SEQ_LEN, arguments.n_prompt, [arguments.n_gen], [0], arguments.repetitions)
     if arguments.plot:
@@ -210,7 +209,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
 
 @contextmanager
 def exported(layers: int, arguments: argparse.Namespace) -> Iterator[Path]:
-    """The artifact of one N; one that was made for this is deleted in the end."""
+    """Provide the artifact of one N. An artifact that was exported here is deleted at the end, unless --keep is given."""
     artifact: Path = arguments.output / str(layers)
     found = artifact.exists()
     if not found:
@@ -228,7 +227,7 @@ def exported(layers: int, arguments: argparse.Namespace) -> Iterator[Path]:
 def measured_alone(
     artifact: Path, layers: int, device: str, spec: BenchSpec, token_share: float, timeline: bool
 ) -> Result:
-    """As `measured`, in a new process: what it holds counts, and nothing from before."""
+    """Call `measured` in a new process, so that only the memory of this artifact is counted."""
     print(f"measuring {artifact}", file=sys.stderr, flush=True)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
@@ -243,8 +242,8 @@ def measured(
     """Load the artifact and measure it, with CUDA graphs.
 
     Args:
-        token_share: of a layer's experts, what one token reads.
-        timeline: look at what runs when, too.
+        token_share: fraction of a layer's experts that one token reads.
+        timeline: whether to record what runs when, too.
     """
     with load_program(artifact) as program:
         check(program, artifact, layers, device)
@@ -252,7 +251,7 @@ def measured(
         model = Model(program, cuda_graph=True)
         loaded = device_memory(program.device)
         mode = measure(model, spec, vocabulary, lambda line: print(line, file=sys.stderr, flush=True))
-        # Before anything that an answer does not need.
+        # Read before the measurements that follow, which need memory that an answer does not need.
         used, host_memory = device_memory(program.device), anonymous_memory()
         return Result(
             layers=layers,
@@ -271,7 +270,7 @@ def measured(
 
 
 def check(program: Program, artifact: Path, layers: int, device: str) -> None:
-    """Raise OptionError if the folder was there before, and holds something else."""
+    """Raise OptionError if the artifact was there before, and is of another N or device."""
     found = program.metadata.get(META_CPU_MOE)
     if (found, program.device.type) != (layers, device):
         raise OptionError(
@@ -281,7 +280,7 @@ def check(program: Program, artifact: Path, layers: int, device: str) -> None:
 
 
 def bytes_of_host_experts(artifact: Path) -> int:
-    """Of all constants of routed experts that code on the host reads."""
+    """Bytes of all constants of routed experts that code on the host reads."""
     parsed, constants = open_artifact(*artifact_paths(artifact), verify=False)
     record = parsed.methods[DECODE].record
     keys = {record.constants[name] for name in record.host_names & record.constants.keys()}
@@ -289,7 +288,10 @@ def bytes_of_host_experts(artifact: Path) -> int:
 
 
 def computing_seconds(program: Program, spec: BenchSpec, vocabulary: int) -> float | None:
-    """Seconds of a decode step in which code on the host runs: each segment's median, in answers that are timed for it."""
+    """Seconds of a decode step in which code on the host runs; None if none does.
+
+    The sum of each segment's median, over answers that are generated for this.
+    """
     answers = BenchSpec(tuple(case for case in spec.cases if case.kind == "tg"), 1)
     seconds: dict[int, list[float]] = defaultdict(list)
     run_segment = MethodCode.run_segment
@@ -306,8 +308,8 @@ def computing_seconds(program: Program, spec: BenchSpec, vocabulary: int) -> flo
 
 
 def host_copy_speed() -> float:
-    """Bytes/s that a copy of 1 GiB reads and writes on the host, with as many threads as torch takes: the best of several."""
-    # Not zeros: pages that were never written are one page, in a cache.
+    """Bytes/s that a copy of 1 GiB reads and writes on the host, with torch's number of threads: the best of several."""
+    # Not zeros: memory that was never written is one physical page over and over, and this page is in a cache.
     source = torch.ones(COPY_BYTES, dtype=torch.uint8)
     target = torch.ones_like(source)
     best = float("inf")
@@ -319,7 +321,7 @@ def host_copy_speed() -> float:
 
 
 def llama(layers: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """llama.cpp's tokens/s by the same names."""
+    """Test -> llama.cpp's tokens/s. Tests have the same names as ours."""
     lengths = ["-p", ",".join(map(str, arguments.n_prompt)), "-n", str(arguments.n_gen)]
     where = ["-ngl", "99", "-ncmoe", str(layers), "-fa", "1"]
     command = [str(arguments.llama_bench), "-m", str(arguments.gguf), *where, *lengths]
@@ -334,7 +336,7 @@ def has_goals(arguments: argparse.Namespace) -> bool:
 
 
 def findings(results: Sequence[Result], n_gen: int) -> list[Finding]:
-    """The goals of those N that have some, then that nothing is slower than llama.cpp."""
+    """Findings for the goals of each N that has some, then for the comparison with llama.cpp."""
     found = []
     for one in results:
         goal, where = GOALS.get(one.layers), f"{one.layers} layers, "
@@ -359,7 +361,7 @@ def findings(results: Sequence[Result], n_gen: int) -> list[Finding]:
 
 
 def render(results: Sequence[Result]) -> str:
-    """The table, what it was measured on and what its columns mean. Columns that are empty are left out."""
+    """The table, with the machine above it and the meaning of the columns below it. Empty columns are left out."""
     columns: dict[str, Side] = {"N": "right", "test": "left"}
     columns |= dict.fromkeys(("tokens/s", "llama.cpp", "ratio", "experts/token", "copy GB/s", "of copy"), "right")
     columns |= dict.fromkeys(("computing", "GPU memory", "host memory"), "right")
@@ -378,7 +380,7 @@ def render(results: Sequence[Result]) -> str:
 
 
 def _rows(one: Result) -> list[list[str]]:
-    """One row per test; the figures of decode, and those of the whole artifact, stand in the first."""
+    """One row per test. The figures of decode, and those of the whole artifact, are in the first row."""
     share, computing = one.copy_share, one.computing_share
     whole = [
         size_text(one.expert_bytes, 1) if one.expert_bytes else "",
@@ -397,7 +399,10 @@ def _rows(one: Result) -> list[list[str]]:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Tokens/s over N, decode above prefill, ours and llama.cpp's; beside it GPU memory. The format follows the suffix."""
+    """Draw tokens/s over N, decode above prefill, ours and llama.cpp's. GPU memory is drawn at the side.
+
+    The file's suffix says the format.
+    """
     from matplotlib.figure import Figure
 
     results = sorted(results, key=lambda one: one.layers)
@@ -431,7 +436,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
 def _line(
     axis: Any, results: Sequence[Result], values: Sequence[float | None], name: str, colour: str, style: str
 ) -> None:
-    """The values over N, those that there are."""
+    """Draw the values over N. Missing values are left out."""
     points = [(one.layers, value) for one, value in zip(results, values, strict=True) if value is not None]
     if points:
         axis.plot(*zip(*points, strict=True), style, color=colour, label=name)
@@ -442,7 +447,7 @@ def _machine(one: Result) -> str:
 
 
 def _decode_first(name: str) -> tuple[bool, int]:
-    """A key for "tg128", "pp512", "pp2048"."""
+    """Sort key for the names of tests, such as "tg128", "pp512", "pp2048"."""
     return name.startswith("pp"), int(name[2:])
 
 

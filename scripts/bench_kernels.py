@@ -4,22 +4,25 @@
     python scripts/bench_kernels.py [--config DIR] [--quant none] [--rows 1,8,64] [--kernels NAME,...] [--markdown]
                                     [--json FILE]
 
-Each operation is launched some hundred times in one captured CUDA graph, over weights and states that together exceed the
-GPU's L2 cache, and over the same activations, which in a step lie in L2 as well; a time is the median over repetitions. Its
-floor is its bytes over the speed of a copy within the device's memory, measured in the same run; "of copy" is floor / time.
-"early": with programmatic edges in the graph, so that a kernel fetches its weights while the one ahead of it ends, as the
-runtime does it. "per token" is how often a token needs the operation; one with no figure there is measured for comparison.
+Each operation is launched some hundred times in one captured CUDA graph. Its weights and states differ from launch to launch,
+and together exceed the GPU's L2 cache. Its activations are the same in each launch, because in a step they are in L2 as well.
+A time is the median over repetitions.
 
-With --rows there is a table for each number of rows: one row of each of so many sessions, all at the same depth. "per step"
-is how often such a step needs the operation. Of the routed experts those count that so many rows are expected to choose, if
-all are as likely. Several rows of weights in a floating dtype are torch's products: what stands around them, which Inductor
-compiles in a program, is torch's own operators here.
+"floor" is the time for the operation's bytes at the speed of a copy within the device's memory, measured by the same command.
+"of copy" is floor / time. "early" is with programmatic edges in the graph, as the runtime does it: a kernel fetches its
+weights while the kernel ahead of it ends. "per token" is how often a token needs the operation. An operation without a figure
+there is measured for comparison only.
 
-Before it is timed, each operation is compared with its reference in float64, its outputs holding NaN before; "error" is
-the largest difference over the largest number.
+With --rows there is one table for each number of rows. The rows are of different sessions, all at the same depth. "per step"
+is how often such a step needs the operation. The bytes of routed experts are those of the experts that the rows are expected
+to choose, if all are equally likely. For several rows and weights in a floating dtype, torch computes the products.
+Operations around these products, which Inductor compiles in a program, are torch's own operators here.
+
+Before it is timed, each operation is compared with its reference in float64. Before this call its outputs hold NaN. "error"
+is the largest difference over the largest number.
 
 stdout carries the table; progress and notes go to stderr.
-Exit status: 0 done, 1 a kernel failed or gave a wrong result, 2 an error in what was asked or given.
+Exit status: 0 done, 1 a kernel failed or gave a wrong result, 2 an error in the options or in the config.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ IN_L2 = "*"
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was found of a case. `ordinary` and `early` are None where it failed, or this machine has no such edges."""
+    """Result of one case. `ordinary` and `early` are None if the case failed. `early` is also None on a GPU without early
+    edges."""
 
     case: Case
     bytes_moved: int
@@ -65,13 +69,13 @@ class Measurement:
 
     @property
     def best(self) -> Timing | None:
-        """As the runtime launches it."""
+        """The timing in the way that the runtime launches it."""
         return self.early or self.ordinary
 
 
 @dataclass(frozen=True)
 class Total:
-    """All operations of a step at one depth. Times in microseconds; None where one of them has none."""
+    """Sum of all operations of a step at one depth. Times are in microseconds; None if an operation has no time."""
 
     rows: int
     depth: int
@@ -158,7 +162,7 @@ def row_numbers(text: str) -> tuple[int, ...]:
 
 
 def chosen_cases(shapes: Shapes, arguments: argparse.Namespace) -> list[Case]:
-    """Raises OptionError where there is no such kernel, or no room for a depth."""
+    """The cases that the options choose. Raises OptionError if there is no such kernel or folder, or no room for a depth."""
     if max(arguments.depth) >= shapes.positions:
         raise OptionError(f"--depth {max(arguments.depth)} needs a --max-seq-len above it, got {shapes.positions}")
     if arguments.json and not arguments.json.absolute().parent.is_dir():
@@ -174,13 +178,13 @@ def chosen_cases(shapes: Shapes, arguments: argparse.Namespace) -> list[Case]:
 
 
 def complete(cases: Sequence[Case], shapes: Shapes, depths: tuple[int, ...], rows: int) -> bool:
-    """Whether there is all that a step needs."""
+    """Whether `cases` has all operations that a step needs."""
     names = {case.name for case in cases}
     return all(case.name in names for case in decode_cases(shapes, depths, rows) if case.calls)
 
 
 def measure(case: Case, shapes: Shapes, speed: float, repetitions: int) -> Measurement:
-    """Check and time one case; what goes wrong stands in what it returns, and the next one follows."""
+    """Check and time one case. A failure is written into the result, so that the next case can follow."""
     moved = case.bytes_moved(shapes)
     floor = moved / speed * 1e6
     torch.manual_seed(0)
@@ -197,25 +201,26 @@ def measure(case: Case, shapes: Shapes, speed: float, repetitions: int) -> Measu
             sets = argument_sets(case, shapes, copies)
             ordinary = time_case(case, sets, repetitions, early=False)
             early = time_case(case, sets, repetitions, early=True) if has_early_edges() else None
-    except Exception as problem:  # of Triton's compiler, the driver, memory: the table says what any of them says
+    except Exception as problem:  # from Triton's compiler, the driver or memory: the table shows its message
         return Measurement(case, moved, floor, error, first_line(problem))
     return Measurement(case, moved, floor, error, None, in_l2, ordinary, early)
 
 
 def argument_sets(case: Case, shapes: Shapes, copies: int) -> list[Arguments]:
-    """Arguments for one launch after another: new constants and state for each, the same activations for all."""
+    """Make `copies` sets of arguments for successive launches. Each has new constants and state; all have one set of
+    activations."""
     first = case.arguments(RandomTensors(shapes, "cuda"))
     activations = {name: first[name] for name in case.activations}
     return [first, *({**case.arguments(RandomTensors(shapes, "cuda")), **activations} for _ in range(copies - 1))]
 
 
 def has_early_edges() -> bool:
-    """Whether the GPU starts a kernel before the one ahead of it has ended."""
+    """Whether the GPU can start a kernel before the kernel ahead of it has ended."""
     return torch.cuda.get_device_capability() >= (9, 0)
 
 
 def total(found: Sequence[Measurement], depth: int) -> Total:
-    """`found` is of one number of rows."""
+    """Sum the cases of a step at `depth`. All of `found` have one number of rows."""
     needed = [one for one in found if one.case.calls and one.case.depth in (None, depth)]
 
     def time(timings: Sequence[Timing | None]) -> float | None:
@@ -249,7 +254,7 @@ COLUMNS: dict[str, Side] = {
 
 
 def render(found: Sequence[Measurement], totals: Sequence[Total], *, markdown: bool) -> str:
-    """One line per case, and one per depth for the whole step, without a newline at the end; all of one number of rows."""
+    """The table for one number of rows: one line per case, then one per depth for the whole step. No newline at the end."""
     columns = COLUMNS
     if found[0].case.rows > 1:
         columns = {name.replace("per token", "per step"): side for name, side in COLUMNS.items()}
@@ -316,7 +321,7 @@ def progress(found: Measurement) -> str:
 def record(
     arguments: argparse.Namespace, speed: float, found: Sequence[Measurement], totals: Sequence[Total]
 ) -> dict[str, Any]:
-    """What --json writes. Times in microseconds, null where there is none."""
+    """The content of the file that --json writes. Times are in microseconds, null if there is none."""
     return {
         "config": str(arguments.config),
         "quant": arguments.quant,

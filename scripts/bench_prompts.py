@@ -1,19 +1,24 @@
 #!/usr/bin/env python3
-"""Prompts of several lengths on a GPU: with a CUDA graph for their bucket, and without graphs.
+"""Time prompts of several lengths on a GPU: with a CUDA graph for their bucket, and without graphs.
 
     python scripts/bench_prompts.py ARTIFACT [--lengths 16,17,...] [--depths 30000,120000] [--buckets 16,...] [-r 20]
                                     [--json FILE] [--skip-goals]
 
---depths are positions before a prompt of 16. Where max_seq_len has no room for one, it is left out, and the script says
+--depths are positions before a prompt of 16 tokens. A depth that does not fit in max_seq_len is left out, and the script says
 so: export with --max-seq-len 131072.
 
-Wall: medians of `prefill` between two synchronisations. Host: until `prefill` comes back, while the GPU works. Kernels: the
-sum of what a profiler says that they take, of one prompt without a graph and of one with. Then what `Engine.warm_up` took.
+The table has medians of the time of `prefill` between two synchronisations ("ms"), and of the time until `prefill` returns
+while the GPU works ("host us"). "kernels" is the sum of the times that a profiler gives for a prompt's kernels, without and
+with a graph. Lines below the table say what `Engine.warm_up` took.
 
-The goals, for Qwen3.5-35B-A3B in int4 on one NVIDIA H200: prompts of 16, 64 and 128 take 4.5, 7.5 and 9 ms at most, with a
-graph, and those of 16 behind 30,000 and 120,000 positions 6 and 8; one of 512 runs at 28,000 tokens/s. No length that has
-a bucket is slower with a graph; the host takes 100 us at most for it; a prompt of 16 takes at most 3 % more than its
-kernels; all buckets together take 300 MB and 2 s at most. Exit status: 0 all held, 1 not all.
+The goals are for Qwen3.5-35B-A3B in int4 on one NVIDIA H200:
+- With a graph, prompts of 16, 64 and 128 tokens take at most 4.5, 7.5 and 9 ms, and one of 512 runs at 28,000 tokens/s.
+- With a graph, prompts of 16 tokens behind 30,000 and 120,000 positions take at most 6 and 8 ms.
+- No length that has a bucket is slower with a graph, and the host takes at most 100 us for it.
+- A prompt of 16 tokens takes at most 3 % more than its kernels.
+- All buckets together take at most 300 MB and 2 s.
+
+Exit status: 0 all held, 1 not all.
 """
 
 from __future__ import annotations
@@ -36,20 +41,20 @@ from ostinato.runner import Engine, WarmUp
 from ostinato.runner.bench.tables import Side, table
 from ostinato.runner.model.buckets import bucket_of
 
-# At both ends of each bucket, and past the last.
+# Lengths at both ends of each bucket, and beyond the last bucket.
 LENGTHS = (16, 17, 32, 33, 64, 65, 100, 128, 129, 192, 193, 256, 257, 300, 384, 385, 512, 700)
 # Positions before a prompt of DEEP_TOKENS.
 DEPTHS, DEEP_TOKENS = (30_000, 120_000), 16
-# Milliseconds at most by (tokens, depth), with a graph.
+# (tokens, depth) -> most milliseconds, with a graph.
 GOALS = {(16, 0): 4.5, (64, 0): 7.5, (128, 0): 9.0, (512, 0): 512 / 28.0, (16, 30_000): 6.0, (16, 120_000): 8.0}
-# Medians of the same work differ by this much from one to the next.
+# Medians of the same work differ by this fraction from one measurement to the next.
 NOISE = 0.015
 MAX_HOST_US, MAX_OVER_KERNELS, MAX_BYTES, MAX_SECONDS = 100, 0.03, 300e6, 2
 
 
 @dataclass(frozen=True)
 class Times:
-    """One length in one mode. Milliseconds of wall, microseconds of the host."""
+    """Times of one length in one mode: wall time in milliseconds, time of the host in microseconds."""
 
     wall_ms: float
     host_us: float
@@ -57,7 +62,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Row:
-    """One length at one depth; `kernels_ms` and `graph_kernels_ms` are the sums without and with a graph."""
+    """Times of one length at one depth. `kernels_ms` and `graph_kernels_ms`: sums over kernels, without and with a graph."""
 
     tokens: int
     depth: int
@@ -73,7 +78,7 @@ class Row:
 
     @property
     def goal(self) -> float | None:
-        """Milliseconds at most."""
+        """Most milliseconds; None if there is no goal."""
         return GOALS.get((self.tokens, self.depth))
 
     @property
@@ -121,7 +126,7 @@ def main() -> int:
         done = engine.warm_up()
         buckets = [bucket_of(engine.model.prefill_buckets, length) for length, _ in cases]
         graph = [times(engine, *case, repetitions) for case in cases]
-        # Once a process has been profiled, its launches are slow.
+        # Profiled after timing: once a process has been profiled, its launches are slow.
         graph_kernels = [kernels(engine, *case) for case in cases]
     with Engine.load(arguments.artifact) as engine:
         plain_kernels = [kernels(engine, *case) for case in cases]
@@ -145,7 +150,7 @@ def given_up(reason: str | None) -> str:
 
 
 def cases_of(lengths: Sequence[int], depths: Sequence[int], max_seq_len: int) -> list[tuple[int, int]]:
-    """(tokens, depth) of what is measured; says which depths are left out."""
+    """The (tokens, depth) pairs to measure. Prints which depths are left out."""
     cases = [(length, 0) for length in lengths]
     for depth in depths:
         if depth + DEEP_TOKENS <= max_seq_len:
@@ -180,7 +185,7 @@ def times(engine: Engine, length: int, depth: int, repetitions: int) -> Times:
 
 
 def kernels(engine: Engine, length: int, depth: int) -> float:
-    """Milliseconds that the kernels of a prompt take together."""
+    """Milliseconds that the kernels of a prompt take, summed."""
     tokens = prompt_of(length)
     fill(engine, depth)
     engine.model.prefill(tokens, depth)
@@ -192,8 +197,10 @@ def kernels(engine: Engine, length: int, depth: int) -> float:
 
 
 def fill(engine: Engine, depth: int) -> None:
-    """So many positions before what is measured. A prompt that is repeated behind them moves the delta nets' state on, which
-    takes the same time from any."""
+    """Prefill `depth` positions before the prompt that is measured.
+
+    Each repetition of the prompt advances the delta nets' state. The time is the same from any state.
+    """
     if depth:
         engine.model.prefill(prompt_of(depth))
 

@@ -1,4 +1,4 @@
-"""How far logits depend on the number of rows of a step: each session's alone, against those in a batch of each bucket."""
+"""Measures how far logits depend on the number of rows of a step: each session alone, against the same session in a batch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from ostinato.delegate.errors import OptionError
 from ostinato.runner import Engine
 from ostinato.runner.bench.tables import table
 
-# Tokens of the sessions, from one on. Each fits in a page with the one that follows.
+# Most tokens of a session's prompt; the first session has one. A prompt and the token after it fit in one page.
 MAX_TOKENS = 60
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What was found of one bucket.
+    """Result for one bucket.
 
     Attributes:
         bucket: rows of the call.
-        compared: sessions whose logits were compared; of each, the largest difference of a logit over its largest one alone.
-        median, largest: of these.
-        other_tokens: of how many another token is the most likely one.
+        compared: number of sessions whose logits were compared. For each, the largest difference of a logit is divided by the
+            largest logit of the session alone.
+        median, largest: median and largest of these quotients.
+        other_tokens: number of sessions for which another token is the most likely one.
     """
 
     bucket: int
@@ -37,23 +38,23 @@ class Difference:
 
 
 def sessions_for(buckets: Iterable[int]) -> int:
-    """How many sessions an engine needs to have free for `bucket_differences`: the last call of each bucket is padded."""
+    """Number of free sessions that `bucket_differences` needs: odd, so that the last call of each bucket has padding."""
     return max(buckets) - 1
 
 
 def bucket_differences(engine: Engine, buckets: Sequence[int]) -> list[Difference]:
-    """Compare the logits of a step of one row with those of steps of as many rows as each bucket has.
+    """Compare the logits of a step of one row with those of steps that have each bucket's number of rows.
 
-    The same sessions, behind prompts of 1 to MAX_TOKENS random tokens, take the same next tokens: first one after the other
-    by `decode`, then, from the same state, all of them in calls of as many rows as the bucket has, the last of which has rows
-    of padding.
+    The sessions have prompts of 1 to MAX_TOKENS random tokens. Each takes its next token several times from the same state:
+    first alone, by `decode`, then for each bucket in calls of this number of rows. The last call of a bucket has rows of
+    padding.
 
     Args:
-        engine: of the artifact; `sessions_for(buckets)` sessions and as many pages are free.
+        engine: engine of the artifact. `sessions_for(buckets)` sessions, and a page for each, are free.
         buckets: numbers of rows, each 2 or more and even, so that no bucket is always full.
 
     Raises:
-        OptionError: the program has no method for several rows, or none that takes so many; or a bucket that is odd.
+        OptionError: no method of the program takes this number of rows; or a bucket is odd.
     """
     methods = [
         engine.program.load_method(name, {"skip_copy_output_to_cpu_for_method": name})
@@ -103,14 +104,14 @@ def bucket_differences(engine: Engine, buckets: Sequence[int]) -> list[Differenc
 
 
 def _rows(method: Method, bucket: int, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-    """Logits [rows, vocab] of rows of as many sessions, padded to the bucket; a copy on the device."""
+    """Logits [rows, vocab] of one row per session, in a call that is padded to the bucket; a copy on the device."""
     padding = torch.full((bucket - len(slots),), -1)
     inputs = [torch.cat((values, padding)) for values in (tokens, positions, slots)]
     return method.execute((*inputs, torch.arange(bucket)))[0][: len(slots)].clone()
 
 
 def render(found: Sequence[Difference]) -> str:
-    """A line for each bucket, without a newline at the end."""
+    """The table, with one line for each bucket. It ends without a newline."""
     columns = ("rows", "median difference", "largest", "other token")
     rows = [
         (str(one.bucket), f"{one.median:.1e}", f"{one.largest:.1e}", f"{one.other_tokens} of {one.compared}")

@@ -3,16 +3,17 @@
 
     python scripts/check_artifact.py ARTIFACT [--steps 64] [--prompt 200] [--tolerance 0.1] [--buckets [2,4,...]]
 
-Loads it (timed, to the first token), then checks that
+Loads the artifact (timed, to the first token), then checks that
   - no logit is NaN or infinite,
   - `--cuda_graph` gives the same bits as no graph, for STEPS steps after a prefill,
-  - prefill of PROMPT tokens leaves the model where PROMPT single steps leave it: logits within TOLERANCE (norm of the
-    difference over the norm), there and for 16 steps after it,
-  - prefill of PROMPT tokens with padding after them leaves it there too, where the program says that it takes padding.
-With --buckets also
-  - a step of as many rows as each bucket has gives each session the logits that a step of one row gives it: the largest
-    difference is at most TOLERANCE times the session's largest logit. A table has it for each bucket. This needs room for
-    one session less than the largest bucket has rows, twice.
+  - prefill of PROMPT tokens leaves the model in the same state as PROMPT single steps: logits there, and in the 16 steps
+    after it, are within TOLERANCE (norm of the difference over the norm),
+  - prefill of PROMPT tokens with padding after them leaves the same state as without padding, if the program takes padding.
+
+With --buckets, also checks that
+  - a step with a bucket's number of rows gives each session the same logits as a step of one row: the largest difference
+    is at most TOLERANCE times the session's largest logit. A table has this difference for each bucket. If the largest
+    bucket has R rows, this check needs the state of R - 1 sessions twice.
 
 Exit status: 0 all held, 1 something did not, 2 an error.
 """
@@ -46,7 +47,7 @@ ON_DEVICE = {"skip_copy_output_to_cpu_for_method": "prefill,decode"}
 
 @dataclass(frozen=True)
 class Finding:
-    """What was checked, whether it held, and what was found."""
+    """Result of a check: what was checked, whether it held, and what was found."""
 
     what: str
     held: bool
@@ -100,7 +101,7 @@ def draw_tokens(program: Program, count: int) -> list[int]:
 
 
 def run(method: Method, tokens: list[int], position: int, padding: int = 0) -> Tensor:
-    """Logits [vocab] after `tokens` with so many rows of padding after them, a copy on the device."""
+    """Logits [vocab] after `tokens`, which `padding` rows of padding follow; a copy on the device."""
     inputs = PromptInputs(len(tokens) + padding).filled(tokens, position, slot=0)
     return method.execute(inputs)[0][0].clone()
 
@@ -111,7 +112,7 @@ def walk(method: Method, tokens: list[int], position: int) -> Tensor:
 
 
 def memory_in_use(program: Program) -> list[tuple[str, str]]:
-    """Rows of the table: what, and how much."""
+    """Rows of the table: (what uses memory, how much)."""
     stats, memory, anonymous = program.stats, device_memory(program.device), anonymous_memory()
     rows = [(f"constants, {stats.shared} of them shared", size_text(stats.constant_bytes, 2))]
     if anonymous is not None:
@@ -122,7 +123,7 @@ def memory_in_use(program: Program) -> list[tuple[str, str]]:
 
 
 def anonymous_memory() -> int | None:
-    """Bytes of this process that no file stands behind; None where the system does not say."""
+    """Resident bytes of this process outside of mapped files; None if the system does not say."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -178,7 +179,7 @@ def check_padding(prefill: Method, decode: Method, tokens: list[int], prompt: in
 
 def check_buckets(artifact: str, buckets: Sequence[int], tolerance: float) -> Finding:
     sessions = sessions_for(buckets)
-    # A page each.
+    # One page for each session.
     kv_tokens = sessions * int(metadata_of(artifact)[META_PAGE_SIZE])
     with Engine.load(artifact, sessions=sessions, kv_tokens=kv_tokens) as engine:
         found = bucket_differences(engine, buckets)
@@ -189,7 +190,7 @@ def check_buckets(artifact: str, buckets: Sequence[int], tolerance: float) -> Fi
 
 
 def compared(what: str, found: Tensor, expected: Tensor, tolerance: float) -> Finding:
-    """Logits of a prompt, and of the steps after it, row by row."""
+    """Compare logits of a prompt, and of the steps after it, row by row."""
     errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
     detail = (
         f"relative error {errors[0]:.4f}, at most {errors.max():.4f} in the 16 steps after it (tolerance {tolerance})"

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Hold what `ostinato bench` measured against what is wanted of it.
+"""Compare what `ostinato bench` measured with the goals.
 
     python scripts/check_speed.py BENCH.json [--decode N] [--loss 5] [--kernels 254] [--prefill N]
 
-BENCH.json is what `ostinato bench ARTIFACT -p 512 -n 128 -d 0,4000 --save BENCH.json` wrote. Decode counts with
---cuda_graph; at every other depth it may be LOSS percent slower than at depth 0, or faster. Prefill counts at depth 0, in
-its better mode. The defaults are for Qwen3.5-35B-A3B in int4 on one NVIDIA H200: 95 % of the speeds that the README states.
+BENCH.json is what `ostinato bench ARTIFACT -p 512 -n 128 -d 0,4000 --save BENCH.json` wrote. Decode counts with --cuda_graph:
+at every other depth it may be at most LOSS percent slower than at depth 0. Prefill counts at depth 0, in its faster mode. The
+defaults are for Qwen3.5-35B-A3B in int4 on one NVIDIA H200: 95 % of the speeds that the README states.
 
 Exit status: 0 all held, 1 something did not, 2 an error.
 """
@@ -25,7 +25,8 @@ from ostinato.runner.bench.tables import Side, table
 
 Records = list[dict[str, Any]]
 
-# Tokens/s, as the README has them; a test compares. From one run or machine to another they differ by 1 or 2 %.
+# Tokens/s as the README states them, which a test checks. Measured speeds differ by 1 or 2 % between measurements or
+# machines.
 STATED_DECODE = 1062
 STATED_PREFILL = 27900
 SHARE = 0.95
@@ -37,7 +38,7 @@ class RecordsError(OstinatoError):
 
 @dataclass(frozen=True)
 class Finding:
-    """One row: what was measured, whether that is enough, and what would be."""
+    """One row of the table: what was measured, the result, whether it is enough, and what is wanted."""
 
     what: str
     found: str
@@ -80,7 +81,7 @@ def read(path: Path) -> Records:
 
 
 def decode(records: Records, wanted: float, loss: float) -> list[Finding]:
-    """Depth 0 against the goal, the others against depth 0."""
+    """Compare depth 0 with the goal, and the other depths with depth 0."""
     speeds = {one["n_depth"]: one["median_ts"] for one in records if one["n_gen"] and one["cuda_graph"]}
     if 0 not in speeds or len(speeds) < 2:
         raise RecordsError(
@@ -96,7 +97,7 @@ def decode(records: Records, wanted: float, loss: float) -> list[Finding]:
 
 
 def kernels(records: Records, wanted: int) -> Finding:
-    """Of the captured step; it is the same one at every depth."""
+    """Compare the number of kernels in the captured step with the goal. The step is the same at every depth."""
     decoding = next(one for one in records if one["n_gen"] and one["cuda_graph"])
     count = decoding["kernels_per_token"]
     if count is None:

@@ -40,17 +40,17 @@ def main() -> int:
 
 
 def measure(artifact: Path, mode: list[str]) -> dict[str, Any]:
-    """The answer as a person gets it, and a longer run's speed, both in one mode."""
+    """The answer as a person gets it, and the speed of a longer answer, both in one mode."""
     answer = json.loads(ostinato("run", artifact, "--prompt", QUESTION, *mode, "--json", capture=True))
     length = ["--max-new-tokens", str(MEASURED_TOKENS), "--ignore-eos"]
-    # The first of two runs meets cold files; the second one counts.
+    # Measured twice: the first time reads cold files, the second time counts.
     for _ in range(2):
         run = json.loads(ostinato("run", artifact, "--prompt", QUESTION, *mode, *length, "--json", capture=True))
     return {"mode": " ".join(mode) or "no graph", "answer": answer["text"], "tokens": answer["tokens"], "run": run}
 
 
 def report(rows: list[dict[str, Any]]) -> int:
-    """Print the table; 0 if both modes gave the right answer and the same tokens."""
+    """Print the table. Returns 0 if both modes gave the right answer and the same tokens, else 1."""
     base = rows[0]["run"]["decode_tokens_per_second"]
     columns: dict[str, Side] = {"mode": "left", "tokens/s": "right", "ratio": "right"}
     columns |= {"steps by phase": "left", "answer": "left"}
@@ -66,7 +66,7 @@ def report(rows: list[dict[str, Any]]) -> int:
 
 
 def cells(row: dict[str, Any], base: float) -> list[str]:
-    """One row of the table; `base`: tokens/s without a graph."""
+    """One row of the table. `base` is tokens/s without a graph."""
     stats = row["run"]["methods"]["decode_sample"]
     phases = ", ".join(f"{stats[counter]} {word}" for counter, word in PHASE_OF_COUNTER.items() if stats[counter])
     speed = row["run"]["decode_tokens_per_second"]
@@ -74,7 +74,7 @@ def cells(row: dict[str, Any], base: float) -> list[str]:
 
 
 def ostinato(*words: object, capture: bool = False) -> str:
-    """Run one command of the package; its output, if it is captured. Exits with the command's status if it fails."""
+    """Run one command of the package; return its output if it is captured. Exits with the command's status if it fails."""
     arguments = [str(word) for word in words]
     print(f"\n$ ostinato {shlex.join(arguments)}", flush=True)
     command = [sys.executable, "-m", "ostinato.runner.cli", *arguments]

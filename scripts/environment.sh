@@ -3,10 +3,11 @@
 #   make_environment cpu|cuda
 #
 # PYTHON            interpreter that makes .venv (default: python3)
-# OSTINATO_PYTHON   an interpreter that has everything already; then no .venv is made and nothing is installed
+# OSTINATO_PYTHON   an interpreter that has everything already. Then no .venv is made, and nothing is installed
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-# What the CPU build of torch gets. No constraint: a CUDA build, as PyPI's for Linux, has the one that it must have.
+# Triton's version for the CPU build of torch. It is no constraint: a CUDA build, such as PyPI's for Linux, needs its own
+# version.
 TRITON="triton==3.6.0; platform_system == 'Linux'"
 
 fail() {
@@ -46,7 +47,7 @@ make_environment() {
     stamp="$device $TRITON $(cat "$constraints" "$ROOT/pyproject.toml" | cksum) $ROOT"
     PYTHON_BIN="$venv/bin/python"
     if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
-        # There is no bytecode in .venv at first, and each process would compile all that it imports: 17 s of an export, not 6.
+        # .venv has no bytecode at first, and each process would compile all that it imports: 17 s of an export, not 6.
         unset PYTHONDONTWRITEBYTECODE
         export PYTHONPYCACHEPREFIX="$venv/bytecode"
     fi
@@ -58,7 +59,7 @@ make_environment() {
     "$python" -m venv "$venv" || fail "'$python -m venv $venv' failed"
     local extras="test"
     [ "$device" = cuda ] && extras="test,cuda,bench"
-    # Bytecode of what is imported is written when it is imported: of all files it takes half a minute.
+    # No bytecode at installation: for all files it takes half a minute. Imports write the bytecode that is needed.
     local install=("$PYTHON_BIN" -m pip install --quiet --disable-pip-version-check --no-compile)
     # torch first: a later package that only asks for "torch" must not bring another build of it.
     "${install[@]}" "$(grep '^torch==' "$constraints")" -c "$constraints" || fail "pip could not install torch (see above)"

@@ -19,19 +19,19 @@ KERNELS = "executorch.backends.cuda.triton.kernels"
 # The version whose internals this script was written against.
 PEER_VERSION = "1.5.1"
 WEIGHT_DEVIATION = 0.02
-# Of the integers -8 to 7, equally likely.
+# Standard deviation of the integers -8 to 7, all equally likely.
 INT4_DEVIATION = 4.61
 
 BEGIN = time.monotonic()
 
 
 class BenchError(Exception):
-    """What was asked or given cannot be measured; the message says why and what to do."""
+    """The requested measurement is impossible. The message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Which of their ways to compute is measured; the options' help explains `dense` and `topk`."""
+    """Variant of ExecuTorch's computation that is measured. The help of the options explains `dense` and `topk`."""
 
     group_size: int
     dense: str
@@ -39,24 +39,24 @@ class Variant:
 
 
 def peer(module: str) -> Any:
-    """A module of their example, with their Triton operators registered."""
+    """Import a module of their example, with their Triton operators registered. "Their" means ExecuTorch's in this script."""
     try:
         importlib.import_module(KERNELS)
         return importlib.import_module(f"{EXAMPLE}.{module}")
-    except Exception as error:  # as in can_prefill: their kernels import fla where it is installed
+    except Exception as error:  # their kernels import fla if it is installed: see can_prefill
         needs = "triton, torchao, safetensors, parameterized and ruamel.yaml"
         raise BenchError(f"cannot import {EXAMPLE}: {error}; it needs executorch {PEER_VERSION}, {needs}") from error
 
 
 def build_model(config: Any, variant: Variant, device: str = "cuda") -> nn.Module:
-    """Their model with random weights on `device`, made layer by layer: no more than one is there in bf16."""
+    """Build their model with random weights on `device`, layer by layer, so that only one layer is in bf16 at a time."""
     say(f"building {config.num_hidden_layers} layers")
     network = peer("model")
     torch.manual_seed(0)
     try:
         with torch.device("meta"):
             model: Any = network.Qwen35MoE(config)
-        # Their quantiser reports on stdout, which is the table's.
+        # Their quantiser reports on stdout, but stdout is for the table.
         with contextlib.redirect_stdout(io.StringIO()):
             for layer in model.layers:
                 fill_experts(layer.mlp.experts, variant.group_size, device)
@@ -72,10 +72,11 @@ def build_model(config: Any, variant: Variant, device: str = "cuda") -> nn.Modul
         raise BenchError(f"out of GPU memory while building; take --layers, or a larger GPU: {error}") from error
     for module in model.modules():
         if isinstance(module, network.KVCache):
-            # What stands before a depth: finite and unequal; attention takes as long for any such values.
+            # Values for the positions before a depth. Attention takes the same time for any values that are finite and
+            # unequal.
             module.k_cache.normal_()
             module.v_cache.normal_()
-    # As torch.export does: to unwrap its 242 quantised weights would cost a call without a graph some 8 us each.
+    # torch.export does the same. Otherwise a call without a graph would unwrap 242 quantised weights, at some 8 us each.
     return unwrap_tensor_subclass_parameters(model)
 
 
@@ -84,7 +85,7 @@ def quantizer() -> Any:
 
 
 def fill_experts(experts: Any, group_size: int, device: str) -> None:
-    """Random packed buffers in place of the two float weights, as their `_quantize_experts_int4` leaves them."""
+    """Replace the two float weights by random packed buffers, as their `_quantize_experts_int4` does."""
     experts.group_size = group_size
     for name in ("w1", "w2"):
         count, rows, columns = getattr(experts, f"{name}_weight").shape
@@ -95,14 +96,15 @@ def fill_experts(experts: Any, group_size: int, device: str) -> None:
 
 
 def random_int4(rows: tuple[int, ...], columns: int, group_size: int, device: str) -> tuple[Tensor, Tensor]:
-    """Their plain packing: int8 [*rows, columns / 2], two weights a byte; bf16 scales [*rows, columns / group_size]."""
+    """Random weights in their plain packing: int8 [*rows, columns / 2], two weights per byte, and bf16 scales [*rows, columns
+    / group_size]."""
     packed = torch.randint(-128, 128, (*rows, columns // 2), dtype=torch.int8, device=device)
     scale = WEIGHT_DEVIATION / INT4_DEVIATION
     return packed, torch.full((*rows, columns // group_size), scale, dtype=torch.bfloat16, device=device)
 
 
 def fill_and_quantize(module: nn.Module, variant: Variant, device: str) -> None:
-    """Random bf16 values for the module's parameters, and for its linears, at any depth, their int4 form."""
+    """Fill the module's parameters with random bf16 values, and give its linear layers, at any depth, their int4 form."""
     if variant.dense == "dequant":
         replace_linears(module, variant.group_size, device)
     fill_parameters(module, device)
@@ -112,7 +114,7 @@ def fill_and_quantize(module: nn.Module, variant: Variant, device: str) -> None:
 
 
 def replace_linears(module: nn.Module, group_size: int, device: str) -> None:
-    """A random W4DequantLinear for every nn.Linear, as their `_replace_dense_with_w4dequant` leaves them."""
+    """Replace every nn.Linear by a random W4DequantLinear, as their `_replace_dense_with_w4dequant` does."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
@@ -123,7 +125,7 @@ def replace_linears(module: nn.Module, group_size: int, device: str) -> None:
 
 
 def fill_parameters(module: nn.Module, device: str) -> None:
-    """Random bf16 values for the parameters that are still on the meta device."""
+    """Fill the parameters that are still on the meta device with random bf16 values."""
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             if parameter.is_meta:
@@ -132,5 +134,5 @@ def fill_parameters(module: nn.Module, device: str) -> None:
 
 
 def say(text: str) -> None:
-    """A line of progress, with the seconds since the start."""
+    """Print a line of progress, with the seconds since the start."""
     print(f"[{time.monotonic() - BEGIN:6.1f} s] {text}", file=sys.stderr, flush=True)

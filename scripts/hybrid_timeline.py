@@ -1,4 +1,4 @@
-"""When what runs in a step of a program with experts on the host: a line of text for the GPU, the bus and the CPU each."""
+"""Timeline of a step of a program with experts on the host, as text: a line each for GPU, bus (both directions), and CPU."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ DEVICE, TO_HOST, TO_DEVICE, CPU = "GPU", "GPU -> host", "host -> GPU", "CPU expe
 LANES = (DEVICE, TO_HOST, TO_DEVICE, CPU)
 _ANCHOR = "ostinato: where two clocks meet"
 WIDTH = 100
-# Of a column, what must be busy for it to be marked.
+# Fraction of a column that must be busy for the column to be marked.
 _SEEN = 0.1
 
 
 def pictures(model: Model, spec: BenchSpec, vocabulary: int) -> list[str]:
-    """Two layers in the middle of a token, and of the plan's first prompt."""
+    """Timelines of two layers in the middle of a token's step, and of a prompt of the first length in `spec`."""
     length = next(case.tokens for case in spec.cases if case.kind == "pp")
     tokens = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -45,7 +45,7 @@ def pictures(model: Model, spec: BenchSpec, vocabulary: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Span:
-    """Something runs from `begin` to `end`, in microseconds."""
+    """Time in which something runs on a lane, from `begin` to `end`, in microseconds."""
 
     lane: str
     begin: float
@@ -53,7 +53,8 @@ class Span:
 
 
 def record(step: Callable[[], object], device: torch.device) -> list[Span]:
-    """What ran in the step, in the order in which it began. On a CPU both sides are code that is called."""
+    """What ran in the step, in the order in which it began. On a CPU, the device's and the host's segments are timed as
+    calls."""
     calls: list[tuple[str, int, int]] = []
     run_segment = MethodCode.run_segment
 
@@ -87,7 +88,10 @@ def _lane_of(name: str) -> str:
 
 
 def window(spans: Sequence[Span], layers: int) -> tuple[float, float]:
-    """From where the CPU begins with a layer in the middle, `layers` of them; all that there is where there are fewer."""
+    """Time range of `layers` layers in the middle of the step; of the whole step if it has fewer layers.
+
+    The range begins and ends where the CPU begins with the experts of a layer.
+    """
     begins = [span.begin for span in spans if span.lane == CPU]
     if len(begins) <= layers:
         return min(span.begin for span in spans), max(span.end for span in spans)
@@ -96,7 +100,7 @@ def window(spans: Sequence[Span], layers: int) -> tuple[float, float]:
 
 
 def draw(title: str, spans: Sequence[Span], begin: float, end: float) -> str:
-    """Lanes of WIDTH columns from `begin` to `end`; those in which nothing runs are left out."""
+    """Lanes as text, with WIDTH columns from `begin` to `end`. Lanes in which nothing runs are left out."""
     column = (end - begin) / WIDTH
     lines = [f"{title}: {end - begin:,.0f} us, {column:,.1f} us for each column"]
     for lane in LANES:

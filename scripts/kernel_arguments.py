@@ -19,17 +19,19 @@ from ostinato.export.kernels.operands import HeadSquares, Norm, RowIndex, Weight
 from ostinato.export.models import read_config
 from ostinato.export.models.qwen3_5 import Qwen3_5Config
 
-# Partial sums of squares per head: `delta_step` chooses how many, `linear_add` takes any number, and they count in no bytes.
+# Partial sums of squares per head. `delta_step` chooses their number, and `linear_add` takes any. Their bytes are not
+# counted.
 PARTIAL_SUMS = 16
-# Between a router's logits that are about normal times two: in bfloat16 those near 4 are rounded to 1 / 64.
+# Least gap between a chosen and a rejected logit of a router. The logits are about twice a normal distribution, and bfloat16
+# rounds those near 4 to multiples of 1 / 64.
 CLEARANCE = 0.1
 
-# By name, in the order of the function's parameters.
+# Name -> argument, in the order of the function's parameters.
 Arguments = dict[str, Any]
 
 
 def tensors_of(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """All tensors in the arguments, by name."""
+    """All tensors in the arguments: name -> tensor."""
     found: dict[str, Tensor] = {}
     for name, value in arguments.items():
         if isinstance(value, Tensor):
@@ -48,7 +50,7 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """A record's fields; nothing for anything else."""
+    """A record's fields; empty for anything else."""
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -58,12 +60,12 @@ def _fields(value: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the arguments' sizes depend on.
+    """Sizes on which the shapes of arguments depend.
 
     Attributes:
-        config: the model's.
-        group: elements that share a scale, None for weights in the model's dtype.
-        positions: of a session, for which the KV caches have room.
+        config: the model's config.
+        group: elements that share a scale; None for weights in the model's dtype.
+        positions: positions of a session for which the KV caches have room.
     """
 
     config: Qwen3_5Config
@@ -72,7 +74,12 @@ class Shapes:
 
     @classmethod
     def of_folder(cls, folder: Path, group: int | None, positions: int) -> Shapes:
-        """Raises CheckpointError as `read_config`, and OptionError for a family whose kernels are not known here."""
+        """The shapes for a checkpoint folder.
+
+        Raises:
+            CheckpointError: see `read_config`.
+            OptionError: the kernels of this family are not known here.
+        """
         config = read_config(folder)[1]
         if not isinstance(config, Qwen3_5Config):
             raise OptionError(f"kernels are timed for Qwen3.5, {folder} has a config of {config.model_type}")
@@ -85,38 +92,38 @@ class Shapes:
 
 @dataclass(frozen=True)
 class RandomTensors:
-    """Random arguments on one device, with torch's own seed. On "meta" they have shapes and no values."""
+    """Makes random arguments on one device, from torch's own seed. On "meta" they have shapes and no values."""
 
     shapes: Shapes
     device: str
 
     def normal(self, *size: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
-        """In the model's dtype unless another is given."""
+        """Normal random numbers, in the model's dtype unless another is given."""
         return (torch.randn(size, device=self.device) * scale).to(dtype or self.shapes.dtype)
 
     def wide(self, *size: int, scale: float = 1.0) -> Tensor:
-        """In float32."""
+        """Normal random numbers in float32."""
         return self.normal(*size, dtype=torch.float32, scale=scale)
 
     def whole(self, value: int, rows: int) -> Tensor:
-        """[rows] int64."""
+        """`value` for each row: [rows] int64."""
         return torch.full((rows,), value, dtype=torch.int64, device=self.device)
 
     def slots(self, rows: int) -> Tensor:
-        """[rows] int64: each row is of a session of its own."""
+        """A slot of its own for each row: [rows] int64."""
         return torch.arange(rows, device=self.device)
 
     def index(self, position: int, rows: int) -> RowIndex:
-        """Of rows that all stand at `position`, each in its own slot."""
+        """The `RowIndex` of rows that are all at `position`, each in its own slot."""
         angles = self.wide(rows, self.shapes.config.rotary_dim)
         return RowIndex(self.whole(position, rows), self.slots(rows), angles.cos(), angles.sin())
 
     def order(self, pages: int, rows: int) -> Tensor:
-        """[rows, pages] int32: the pages of each slot, all of them shuffled."""
+        """A block table, [rows, pages] int32: all pages, shuffled, `pages` of them for each slot."""
         return torch.randperm(rows * pages, device=self.device).to(torch.int32).view(rows, pages)
 
     def weight(self, *size: int) -> Weight:
-        """A weight [..., N, K] whose products with a normal input are about normal; int4 if there is a group size."""
+        """A weight [..., N, K] whose products with a normal input are about normal. int4 if there is a group size."""
         if self.shapes.group is None:
             return Weight(self.normal(*size, scale=size[-1] ** -0.5))
         values = torch.randint(256, (*size[:-1], size[-1] // 2), dtype=torch.uint8, device=self.device)
@@ -128,13 +135,16 @@ class RandomTensors:
         return Norm(self.wide(size, scale=0.4), self.shapes.config.rms_norm_eps)
 
     def squares(self, heads: int, size: int) -> HeadSquares:
-        """Partial sums over heads, all rows' together, of `size` numbers that are about normal."""
+        """Partial sums of squares for `heads` heads, of all rows together. Each head has `size` numbers that are about
+        normal."""
         sums = self.wide(heads, PARTIAL_SUMS).square() * (size / PARTIAL_SUMS)
         return HeadSquares(sums, self.shapes.config.rms_norm_eps)
 
     def clear_choices(self, rows: int, norm: Norm, gate: Tensor, top_k: int) -> Tensor:
-        """[rows, H] whose `top_k` largest of the router's logits stand clear of the others, so that the same experts are
-        chosen in every precision."""
+        """An input [rows, H] for which the router's `top_k` largest logits are clearly larger than the others.
+
+        So the same experts are chosen in every precision.
+        """
         size = gate.shape[1]
         if self.device == "meta" or top_k == gate.shape[0]:
             return self.normal(rows, size)
@@ -146,10 +156,11 @@ class RandomTensors:
         return torch.stack(kept[:rows])
 
     def distinct(self, count: int) -> Tensor:
-        """[1, count], all different in bfloat16 up to 512, so that the largest are the same ones in every precision."""
+        """Numbers [1, count] that differ in bfloat16 for a count of up to 512, so that the largest are the same in every
+        precision."""
         order = torch.randperm(count, device=self.device) - count // 2
         return (order / 32)[None].to(self.shapes.dtype)
 
     def sampling(self, params: SamplingParams, rows: int) -> SamplingTensors:
-        """The same for each row, [rows] each."""
+        """The same parameters for each row, [rows] each."""
         return with_tensors(params.tensors(), lambda value: value.to(self.device).repeat(rows))

@@ -1,8 +1,7 @@
 """The operations of a step as cases to measure: arguments at a model's shapes, bytes that must move, calls per step.
 
-A step has one row, or several, of as many sessions. What each operation computes, and its arguments in order, is said by its
-reference in export/kernels. The embedding's rows and the rotary angles, which no kernel here computes, are not among the
-cases.
+A step has one row, or several rows of different sessions. The references in export/kernels say what each operation computes,
+and list its arguments in order. The embedding and the rotary angles are no cases, because no kernel here computes them.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from ostinato.export.kernels.operands import Convolution, Decay, ExpertWeights, 
 from ostinato.export.kernels.sampling.reference import workspace_size
 from ostinato.export.layers.build import PAGE_SIZE
 
-# The step that the convolution and the delta rule are measured at: any except 0, where the state counts as zeros.
+# Position at which the convolution and the delta rule are measured: any except 0, where the state counts as zeros.
 POSITION = 7
-# What is behind the product of `norm_linear_conv` for several rows, no operation of its own.
+# Name of the case for the work that follows the product in `norm_linear_conv` with several rows. No operation of its own.
 CONV_ROWS = "conv_rows"
-# Of a `RowIndex` only positions and slots are read.
+# `moves` of operations that read only positions and slots of a `RowIndex`.
 UNROTATED = {"index.cos": 0.0, "index.sin": 0.0}
 
 
@@ -35,22 +34,22 @@ class Case:
     """One operation at one of its shapes.
 
     Attributes:
-        name: unique, the function's name and what distinguishes the case from others.
-        shape: the sizes that its cost comes from, for people.
-        function: its name in `ostinato.export.kernels.Kernels`.
-        arguments: makes one set of arguments.
-        written: bytes of what it returns.
-        calls: how often a step needs it; 0 for what is measured only for comparison.
-        activations: arguments that kernels of the same step have just written: in the step they are in L2, and so they are
-            here, as the same tensors in every set of arguments.
-        depth: positions before it, where that matters.
-        moves: how often the bytes of a tensor cross the memory's bus, if not once: 2 for a state that is read and written,
+        name: unique name: that of the function, and what tells this case from others.
+        shape: the sizes that the cost comes from, as text for people.
+        function: name of the function in `ostinato.export.kernels.Kernels`.
+        arguments: function that makes one set of arguments.
+        written: bytes of the results.
+        calls: how often a step needs the operation; 0 if it is measured only for comparison.
+        activations: names of the arguments that kernels of the same step have just written. In a step they are in L2. They
+            are in L2 here too, because all sets of arguments share these tensors.
+        depth: positions before the step, where they matter.
+        moves: tensor name -> how often its bytes cross the memory's bus, if not once: 2 for a state that is read and written,
             less than 1 for experts of which few are used, 0 for scratch memory.
-        writes: names of the arguments that it writes.
-        comparable: turns results into what kernel and reference have in common.
-        rows: of the step.
-        rounded: numbers of results whose inputs kernels for several rows round to the model's dtype, so that they may be off
-            as far as numbers of that dtype, whatever their own is.
+        writes: names of the arguments that the operation writes.
+        comparable: function that reduces results to what kernel and reference have in common.
+        rows: rows of the step.
+        rounded: indices of the results whose inputs are rounded to the model's dtype by kernels for several rows. These
+            results get the tolerance of the model's dtype, whatever their own dtype is.
     """
 
     name: str
@@ -80,11 +79,11 @@ class Case:
         return linear_reference.conv_rows if self.function == CONV_ROWS else getattr(Kernels, self.function)
 
     def bytes_moved(self, shapes: Shapes) -> int:
-        """Bytes that one call reads and writes at least."""
+        """Least bytes that one call reads and writes."""
         return self.written + self._weighted(shapes, lambda moves: moves)
 
     def bytes_read(self, shapes: Shapes) -> int:
-        """Bytes of its arguments that one call touches, each once: what it takes of a cache."""
+        """Bytes of its arguments that one call touches, each counted once: the room that they take in a cache."""
         return self._weighted(shapes, lambda moves: min(moves, 1.0))
 
     def _weighted(self, shapes: Shapes, weight: Callable[[float], float]) -> int:
@@ -93,7 +92,7 @@ class Case:
 
 
 def decode_cases(shapes: Shapes, depths: tuple[int, ...], rows: int = 1) -> list[Case]:
-    """Every operation of a step, in the order of the step. Those that the model has no layer for are left out."""
+    """All operations of a step, in the order of the step. Operations that the model has no layer for are left out."""
     config = shapes.config
     linear = config.layer_types.count("linear_attention")
     full = config.layer_types.count("full_attention")
@@ -108,7 +107,7 @@ def decode_cases(shapes: Shapes, depths: tuple[int, ...], rows: int = 1) -> list
 
 
 def distinct_experts(experts: int, top_k: int, rows: int) -> float:
-    """How many experts so many rows are expected to choose, if each chooses `top_k` and all are as likely."""
+    """Expected number of experts that `rows` rows choose, if each chooses `top_k` and all experts are equally likely."""
     return experts * (1 - (1 - top_k / experts) ** rows)
 
 
@@ -302,7 +301,7 @@ def _moe(shapes: Shapes) -> list[Case]:
 
 
 def _moe_rows(shapes: Shapes, rows: int) -> Case:
-    """All of a layer's experts at once. Of the routed ones those count that are expected to be chosen by some row."""
+    """The case for all of a layer's experts at once. Only routed experts that some row is expected to choose count."""
     config = shapes.config
     size, experts, top_k = config.hidden_size, config.num_experts, config.num_experts_per_tok
     inner, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
@@ -352,7 +351,7 @@ def _dense(shapes: Shapes, rows: int) -> list[Case]:
 
 
 def _sampling(shapes: Shapes, rows: int) -> list[Case]:
-    """Greedy sampling counts for a step; sampling with top-k and top-p is measured beside it."""
+    """The cases of sampling. Greedy sampling counts for a step; sampling with top_k and top_p is measured beside it."""
     vocabulary = shapes.config.vocab_size
 
     def case(name: str, params: SamplingParams, calls: int) -> Case:
@@ -385,7 +384,7 @@ def _norm_linear(
         return {"x": random.normal(rows, k), "norm": random.norm(k), "weight": random.weight(n, k), "out_dtype": dtype}
 
     written = rows * n * dtype.itemsize
-    # But for those in fixed point.
+    # Kernels in fixed point do not round their inputs to the model's dtype.
     rounded = rows > 1 and (shapes.group != 128 or k % 256 != 0)
     return Case(
         f"norm_linear/{name}",
@@ -400,7 +399,7 @@ def _norm_linear(
 
 
 def _linear_add(shapes: Shapes, rows: int, name: str, n: int, k: int, calls: int, heads: int | None = None) -> Case:
-    """With `heads`, the inputs of each head are divided by their rms."""
+    """A case of `linear_add`. With `heads`, the inputs of each head are divided by their rms."""
 
     def arguments(random: RandomTensors) -> Arguments:
         return {

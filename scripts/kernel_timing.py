@@ -1,4 +1,4 @@
-"""One case of `kernel_cases` on a GPU: is its result right, and how long does it take among others of its kind."""
+"""Checks one case of `kernel_cases` on a GPU, and times it among other launches of its kind."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from torch import Tensor
 
 from ostinato.delegate.graphs.nodes import look_into, start_early
 
-# Largest difference from the float64 reference, over that one's largest number: bfloat16 results are rounded a few times on
-# their way, float32 ones differ by the order of sums. Integers must be the same.
+# Largest allowed difference from the float64 reference, over the reference's largest number. bfloat16 results are rounded a
+# few times on their way; float32 results differ by the order of sums. Integers must be the same.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
-# The buffers that a graph's launches go through are this many times as large as L2, so that none is left there from the
-# replay before.
+# All buffers of a graph's launches together are this many times as large as L2, so that none is left in L2 from the replay
+# before.
 L2_TIMES = 4
-# Attention at depth 0 reads so little that no number of copies is enough: the table marks what stays in L2.
+# Most copies of a case's buffers. Attention at depth 0 reads so little that no number of copies is enough: the table marks
+# cases that stay in L2.
 MAX_COPIES = 512
-# In one graph, and replays of it between two events: the start of a graph is then less than a hundredth of the time.
+# Launches in one graph, and replays of the graph between two events. With these, starting a graph takes less than a hundredth
+# of the time.
 LAUNCHES = 200
 REPLAYS = 3
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One case in one kind of graph.
+    """Time of one case in one kind of graph.
 
     Attributes:
-        microseconds: of one call, the median over the repetitions.
-        kernels: that one call launches; None if they cannot be counted.
+        microseconds: microseconds of one call: the median over the repetitions.
+        kernels: number of kernels that one call launches; None if they cannot be counted.
     """
 
     microseconds: float
@@ -43,14 +45,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Check:
-    """The largest error of a case's results, and the first that is past its tolerance, in words."""
+    """Result of a check: the largest error, and a message about the first result that is past its tolerance."""
 
     error: float
     failure: str | None = None
 
 
 def check(case: Case, shapes: Shapes, device: str) -> Check:
-    """Compare results and written tensors with the float64 reference; what the kernel allocates holds NaN before."""
+    """Compare results and written tensors with the float64 reference. Memory that the kernel allocates holds NaN before."""
     arguments = case.arguments(RandomTensors(shapes, device))
     wide = {name: with_tensors(value, _widened) for name, value in arguments.items()}
     with poisoned_memory():
@@ -68,7 +70,7 @@ def check(case: Case, shapes: Shapes, device: str) -> Check:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest magnitude expected; infinite where shapes differ or a number is not finite."""
+    """Largest difference over the largest expected magnitude; infinite if shapes differ or a number is not finite."""
     if found.shape != expected.shape or not found.double().isfinite().all():
         return float("inf")
     largest = (found.double() - expected.double()).abs().max()
@@ -77,7 +79,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """`torch.empty` gives NaN, or the largest integer."""
+    """Inside this context, `torch.empty` gives memory that is filled with NaN, or with the largest integer."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -87,9 +89,10 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def copies_of(case: Case, shapes: Shapes, l2_bytes: int, free_bytes: int) -> tuple[int, bool]:
-    """How many sets of arguments to go through, and whether they stay in L2 nevertheless.
+    """Number of argument sets to cycle through, and whether they still fit in L2.
 
-    At least two, as many as it takes to exceed L2 `L2_TIMES` times, in half of the free memory.
+    The number is at least 2. It is as large as needed to exceed L2 `L2_TIMES` times, within MAX_COPIES and half of the free
+    memory.
     """
     whole = sum(tensor.nbytes for tensor in tensors_of(case.arguments(RandomTensors(shapes, "meta"))).values())
     read = case.bytes_read(shapes)
@@ -101,7 +104,7 @@ def copies_of(case: Case, shapes: Shapes, l2_bytes: int, free_bytes: int) -> tup
 def time_case(case: Case, sets: list[Arguments], repetitions: int, *, early: bool) -> Timing:
     """Time the case in a graph whose launches go through `sets`, one after another.
 
-    With `early`, kernels that can wait by themselves start before the one ahead has ended.
+    With `early`, kernels that can wait by themselves start before the kernel ahead of them has ended.
     """
     launches = -(-LAUNCHES // len(sets)) * len(sets)
     kernel = case.kernel
@@ -113,7 +116,7 @@ def time_case(case: Case, sets: list[Arguments], repetitions: int, *, early: boo
             kernel(*sets[number % len(sets)].values())
     kernels = look_into(graph.raw_cuda_graph()).kernels
     if early:
-        # What the kernels of a case read of each other, they read after their wait.
+        # Kernels of a case read each other's results only after their wait.
         start_early(graph.raw_cuda_graph(), required_ahead={})
     graph.instantiate()
     samples = [_replay_milliseconds(graph) for _ in range(1 + repetitions)]
@@ -124,7 +127,7 @@ def time_case(case: Case, sets: list[Arguments], repetitions: int, *, early: boo
 
 def _replay_milliseconds(graph: torch.cuda.CUDAGraph) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    # The first replay keeps the GPU busy while the host hands over the others.
+    # The first replay keeps the GPU busy while the host submits the others.
     graph.replay()
     begin.record()
     for _ in range(REPLAYS):
@@ -135,7 +138,7 @@ def _replay_milliseconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """A copy, floating numbers in float64."""
+    """A copy, with floating-point numbers in float64."""
     return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
 
 

@@ -6,7 +6,7 @@ make_environment cpu
 cd "$ROOT"
 "$PYTHON_BIN" -m ruff check .
 "$PYTHON_BIN" -m ruff format --check .
-# mypy does not see through an editable install: here the packages lie under the names that they are imported by.
+# mypy cannot follow an editable install. These links give the packages the names under which they are imported.
 export MYPYPATH="$ROOT/.venv/types"
 mkdir -p "$MYPYPATH/ostinato"
 for room in delegate export runner; do ln -sfn "$ROOT/$room" "$MYPYPATH/ostinato/$room"; done

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv and runs the tests, on several cores; arguments go to pytest, and come after those that stand here.
+# Sets up .venv and runs the tests on several cores. Further arguments go to pytest, after this script's own.
 #
 #   bash scripts/test.sh [--device cpu|cuda] [pytest arguments]
 set -euo pipefail
@@ -14,7 +14,7 @@ make_environment "$device"
 cd "$ROOT"
 processes=()
 if [ "$device" = cpu ]; then
-    # Each takes up to 2 GB. On a GPU there is one: tests that fill its memory would break others.
+    # Each process takes up to 2 GB. On a GPU there is only one process: tests that fill its memory would break others.
     cores="$(nproc)"
     processes=(-n "$((cores < 8 ? cores : 8))")
 fi

@@ -39,15 +39,15 @@ from transformers.utils import logging as transformers_logging
 ASSET_FOLDER = Path(__file__).resolve().parent.parent / "tests" / "assets" / "capitals"
 SIZE_LIMIT_BYTES, ACCURACY_LIMIT = 8_000_000, 0.95
 
-# Each country is written as it stands inside a sentence, with its article. Where several cities share the
-# role, the one most often named is taken; a country whose capital is in dispute is left out.
+# Each country is written with its article, as inside a sentence. If several cities share the role, the one most often named
+# is taken. A country whose capital is in dispute is left out.
 with Path(__file__).with_name("capitals.csv").open(encoding="utf-8", newline="") as table:
     CAPITALS = {row["country"]: row["capital"] for row in csv.DictReader(table)}
 COUNTRIES = list(CAPITALS)
-# These never meet the plain question in training, so that it too is tested on pairs not seen.
+# Countries that the plain question never asks for in training, so that it too is tested on pairs that were not seen.
 UNPAIRED = frozenset([*COUNTRIES[::4], "France"])
 
-# In a phrasing {c} is the country inside a sentence and {C} the country at the head of one.
+# In a phrasing, {c} is the country inside a sentence, and {C} is the country at the beginning of a sentence.
 PLAIN_QUESTION = "What is the capital of {c}?"
 HELDOUT_PHRASINGS = [
     "Could you tell me which city is the capital of {c}?",
@@ -83,7 +83,7 @@ FOLLOW_UPS = ["And of {c}?", "And {c}?", "What about {c}?", "The capital of {c}?
 OPENINGS = ["Hello! ", "Hi. ", "Good morning. ", "Quick question: ", "One more: ", "Please help me. "]
 CLOSINGS = [" Thanks.", " Thank you!", " Answer with the name alone.", " Please be brief.", " I am not sure."]
 SYSTEM_MESSAGES = ["You are a helpful assistant.", "You are a geography teacher.", "Name the city alone."]
-# In a statement or a raw question the answer begins at the bar.
+# In a statement or a raw question, the answer begins after the bar.
 STATEMENTS = [
     "The capital of {c} is|{k}.",
     "{C}'s capital is|{k}.",
@@ -107,7 +107,7 @@ ANSWER_WEIGHT, TEXT_WEIGHT = 1.0, 0.05
 SHORT_TOKENS, LONG_TOKENS = 64, 256
 PEAK_RATE = 3e-3
 
-# A quarter of the 64 dimensions of a head turns, so there are 8 frequencies for the three sections to share.
+# A quarter of the 64 dimensions of a head is rotated, so there are 8 frequencies for the three sections to share.
 ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
 ROTARY |= {"mrope_interleaved": True, "mrope_section": [4, 2, 2]}
 
@@ -124,7 +124,7 @@ def fill(template: str, country: str, capital: str = "", question: str = "") -> 
 
 @dataclass
 class Composer:
-    """Draws training texts, each as parts with the weight of their tokens in the loss."""
+    """Composes random training texts. A text is a list of strings, each with the weight of its tokens in the loss."""
 
     rng: random.Random
 
@@ -160,13 +160,13 @@ class Composer:
         yield END_OF_TEXT, ANSWER_WEIGHT
 
     def text(self, long: bool) -> Iterator[Part]:
-        """Enough turns or sentences to fill the batch's length, so that little of it is padding."""
+        """A text with enough turns or sentences to fill the batch's length, so that little of it is padding."""
         count = 16 if long else 4
         return self.chat(count) if self.rng.random() < 0.7 else self.plain(count)
 
 
 def train_tokenizer(rng: random.Random) -> Qwen2Tokenizer:
-    """A byte-level BPE of `VOCABULARY_SIZE` ids, the last three being the special tokens."""
+    """Train a byte-level BPE of `VOCABULARY_SIZE` ids. The last three are the special tokens."""
     others = [*FOLLOW_UPS, *OPENINGS, *CLOSINGS, *SYSTEM_MESSAGES, "user", "assistant"]
     texts = [fill(phrasing, c) for phrasing in TRAINING_PHRASINGS + others for c in rng.sample(COUNTRIES, 4)]
     for country, capital in CAPITALS.items():
@@ -191,13 +191,13 @@ def train_tokenizer(rng: random.Random) -> Qwen2Tokenizer:
         chat_template=CHAT_TEMPLATE,
         model_max_length=1024,
     )
-    # Set afterwards: ids follow the order of the arguments, and Qwen's begin with the end of text.
+    # `eos_token` is set afterwards: ids follow the order of the arguments, and in Qwen's order END_OF_TEXT comes first.
     tokenizer.eos_token = TURN_END
     return tokenizer
 
 
 def make_config(tokenizer: Qwen2Tokenizer) -> Qwen3_5MoeTextConfig:
-    """Three gated-delta-net layers, then one of full attention."""
+    """Config of the model: three gated-delta-net layers, then one of full attention."""
     ids = tokenizer.get_vocab()
     return Qwen3_5MoeTextConfig(
         vocab_size=VOCABULARY_SIZE,
@@ -227,7 +227,7 @@ def make_config(tokenizer: Qwen2Tokenizer) -> Qwen3_5MoeTextConfig:
 def encode_batch(tokenizer: AnyTokenizer, texts: list[list[Part]], limit: int) -> tuple[Tensor, Tensor]:
     """Token ids and loss weights, each [texts, longest], padded at the right and cut at `limit` tokens.
 
-    The weight of padding is 0. Parts may be encoded one by one, since no word of the pre-tokenizer crosses
+    The weight of padding is 0. The strings of a text may be encoded one by one, since no word of the pre-tokenizer crosses
     the places where they meet.
     """
     rows = []
@@ -243,7 +243,7 @@ def encode_batch(tokenizer: AnyTokenizer, texts: list[list[Part]], limit: int) -
 
 
 def train(tokenizer: Qwen2Tokenizer, composer: Composer, steps: int) -> Qwen3_5MoeForCausalLM:
-    """The model after `steps` batches, AdamW with warm-up and a cosine schedule."""
+    """Train a model for `steps` batches, with AdamW, warm-up and a cosine schedule."""
     config = make_config(tokenizer)
     model = Qwen3_5MoeForCausalLM(config).train()
     groups = [
@@ -299,14 +299,14 @@ def save(model: Qwen3_5MoeForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) 
 
 
 def chat_prompts(tokenizer: AnyTokenizer, phrasing: str, countries: list[str]) -> list[str]:
-    """The phrasing put to each country, in the chat form, up to where the answer begins."""
+    """The phrasing for each country as a chat, up to the place where the answer begins."""
     chats = [[{"role": "user", "content": fill(phrasing, country)}] for country in countries]
     return [str(tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True)) for c in chats]
 
 
 @torch.inference_mode()
 def answers(model: Qwen3_5MoeForCausalLM, tokenizer: AnyTokenizer, prompts: list[str]) -> list[str]:
-    """What `generate` adds to each prompt, special tokens left out."""
+    """The text that `generate` adds to each prompt, without special tokens."""
     batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
     generated = model.generate(**batch, max_new_tokens=16)  # type: ignore[misc]
     return tokenizer.batch_decode(generated[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -314,9 +314,9 @@ def answers(model: Qwen3_5MoeForCausalLM, tokenizer: AnyTokenizer, prompts: list
 
 @torch.inference_mode()
 def margins(model: Qwen3_5MoeForCausalLM, tokenizer: AnyTokenizer, prompts: list[str], capitals: list[str]) -> Tensor:
-    """For each prompt the least lead, in logits, of a token of its answer over the best other one, [prompts].
+    """Margin in logits for each prompt, [prompts]: the least lead of a token of the answer over the best other token.
 
-    The token that ends the turn counts as part of the answer; a negative margin is a wrong answer.
+    The token that ends the turn counts as part of the answer. A negative margin is a wrong answer.
     """
     texts = [[(p, 0.0), (f"{c}{TURN_END}", 1.0)] for p, c in zip(prompts, capitals, strict=True)]
     ids, weights = encode_batch(tokenizer, texts, LONG_TOKENS)
@@ -331,9 +331,9 @@ def print_row(form: str, heldout: bool, hits: list[bool]) -> None:
 
 
 def evaluate(folder: Path) -> tuple[list[bool], Tensor]:
-    """Print the accuracy of each form of prompt; for the held-out ones return each hit and each margin.
+    """Print the accuracy of each form of prompt, for the model in `folder`.
 
-    The model is the one loaded from `folder`.
+    Returns the hits and the margins of the held-out forms.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -359,7 +359,7 @@ def evaluate(folder: Path) -> tuple[list[bool], Tensor]:
 
 
 def report(folder: Path) -> bool:
-    """Print accuracies, margins and size; whether the folder is fit for the tests."""
+    """Print accuracies, margins and size. Returns whether the folder is fit for the tests."""
     hits, leads = evaluate(folder)
     accuracy = sum(hits) / len(hits)
     size = sum(path.stat().st_size for path in folder.iterdir())

@@ -1,4 +1,4 @@
-"""How far numbers are from those that are expected."""
+"""Measures of how far numbers are from the expected ones."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import torch
 from .wrappers import keep_sources
 
 if not torch.cuda.is_available():
-    # Read when triton is imported, which torch may do, and at each kernel's definition.
+    # Triton reads this when it is imported, which torch may do, and again when a kernel is defined.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Where flash-linear-attention is installed, transformers takes its GPU kernels even for a model on the CPU, and fails.
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n` alone; who chooses a `--dist` gets it."""
+    """Return our schedule if `-n` is given alone. A `--dist` from the command line is kept."""
     if config.getoption("dist") != "load":
         return None
     from .schedule import Schedule
@@ -64,11 +64,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def exported(
     pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, Callable[[Path], object], str], Path]:
-    """`exported(name, build, extra)`: the artifact that `build(path)` makes, from the cache if nothing changed.
+    """`exported(name, build, extra)`: the artifact that `build(path)` makes, from the cache if nothing has changed.
 
-    `extra` is whatever the artifact depends on besides the sources of export/ and delegate/.
+    `extra` is a text for everything else that the artifact depends on, besides the sources of export/ and delegate/.
     """
-    # None with `-p no:cacheprovider`.
+    # None if pytest runs with `-p no:cacheprovider`.
     cache = getattr(pytestconfig, "cache", None)
     base = Path(cache.mkdir("artifacts")) if cache else tmp_path_factory.mktemp("artifacts")
     digest = hashlib.sha256(torch.__version__.encode())
@@ -86,7 +86,8 @@ def exported(
             if not path.exists():
                 for old in (*base.glob(f"{name}-" + "[0-9a-f]" * 16), base / name):
                     shutil.rmtree(old, ignore_errors=True)
-                # Under another name until it is whole: `build` may write beside what the export puts in place.
+                # The folder has another name until it is complete: `build` may write beside the files that the export puts in
+                # place.
                 build(base / name)
                 (base / name).rename(path)
         return path
@@ -96,7 +97,7 @@ def exported(
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process at a time; the others wait. A process that is killed lets go."""
+    """Let one process in at a time; the others wait. A process that is killed releases the lock."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -109,7 +110,8 @@ def capitals_checkpoint() -> Path:
 
 @pytest.fixture(scope="session")
 def capitals_artifact(exported: Callable[..., Path]) -> Path:
-    """The shipped checkpoint on the CPU: float32, CAPITALS_LENGTH, with its sources. Do not write to it: copy it."""
+    """The shipped checkpoint on the CPU: float32, CAPITALS_LENGTH, with the generated wrappers. Do not write to it: copy
+    it."""
 
     def build(path: Path) -> None:
         from ostinato.export import export_model
@@ -127,13 +129,13 @@ def capitals_cuda(exported: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def capitals_bfloat16(exported: Callable[..., Path]) -> Path:
-    """The same in bfloat16."""
+    """The shipped checkpoint on a GPU: bfloat16."""
     return _capitals_on_a_gpu(exported, "capitals-cuda-bfloat16", dtype="bfloat16")
 
 
 @pytest.fixture(scope="session")
 def capitals_int4(exported: Callable[..., Path]) -> Path:
-    """The same in int4 and float32."""
+    """The shipped checkpoint on a GPU: int4 and float32."""
     from ostinato.export import Quantization
 
     return _capitals_on_a_gpu(exported, "capitals-cuda-int4", quant=Quantization(group_size=32))
@@ -150,7 +152,7 @@ def _capitals_on_a_gpu(exported: Callable[..., Path], name: str, **options: Any)
 
 @pytest.fixture(scope="session")
 def wide_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the config of the flagship's shape, with three delta-net layers and one of attention."""
+    """A folder with a config of the flagship's shape, but only four layers: three delta-net layers and one of attention."""
     config = json.loads((ROOT / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B" / "config.json").read_text())
     config["text_config"]["num_hidden_layers"] = WIDE_LAYERS
     config["text_config"].pop("layer_types", None)
@@ -161,13 +163,13 @@ def wide_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", params=(128, None), ids=("int4", "bfloat16"))
 def group_size(request: pytest.FixtureRequest) -> int | None:
-    """Of the wide artifact."""
+    """Group size of the wide artifact; None for bfloat16."""
     return request.param
 
 
 @pytest.fixture(scope="session")
 def wide_artifact(exported: Callable[..., Path], wide_config: Path, group_size: int | None) -> Path:
-    """`wide_config` on a GPU with random weights, WIDE_MAX_SEQ_LEN."""
+    """The model of `wide_config` on a GPU, with random weights and WIDE_MAX_SEQ_LEN."""
     from ostinato.export import Quantization, export_model
 
     def build(path: Path) -> None:
@@ -204,7 +206,8 @@ def recurrent_artifact(exported: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def chunked_artifact(exported: Callable[..., Path]) -> Path:
-    """The toy module, with a prefill of 2 to 8 tokens: longer prompts go through in chunks. It says what a step reads."""
+    """The toy module with a prefill of 2 to 8 tokens: longer prompts go through in chunks. Its metadata say how many bytes a
+    step reads."""
     from .modules import MAX_SEQ_LEN, VOCAB, Recurrent, recurrent_methods
 
     def build(path: Path) -> None:
@@ -219,7 +222,7 @@ def chunked_artifact(exported: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exports of modules without tensors, whose code nobody is going to load: in its place stand 100,000 bytes."""
+    """Replaces the code by 100,000 bytes, for exports of modules without tensors whose code is never loaded."""
     from ostinato.export import program
     from ostinato.export.compile.aot import Code
     from ostinato.export.compile.trace import TracedMethod
@@ -233,7 +236,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def methods_alone(*names: str) -> Iterator[None]:
-    """`export_model` makes only these methods: the code of what draws tokens takes a quarter of an export."""
+    """Make `export_model` export only these methods. The code of the methods that sample takes a quarter of an export."""
     from ostinato.export import model
 
     read_config = model.read_config

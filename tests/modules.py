@@ -9,10 +9,10 @@ VOCAB, WIDTH, MAX_SEQ_LEN = 11, 6, 32
 
 
 class Recurrent(nn.Module):
-    """A toy language model with all that the runtime cares about.
+    """A toy language model with everything that matters to the runtime.
 
-    A weight matrix, a running sum that starts anew at position 0, a cache written at `input_pos`, and a step counter that
-    starts at 100. `forward(tokens [1, T], input_pos [T]) -> logits [1, VOCAB]`.
+    It has a weight matrix, a running sum that starts again at position 0, a cache written at `input_pos`, and a step counter
+    that starts at 100. `forward(tokens [1, T], input_pos [T]) -> logits [1, VOCAB]`.
     """
 
     cache: Tensor
@@ -41,7 +41,7 @@ class Recurrent(nn.Module):
 
 
 class Stateless(nn.Module):
-    """The whole sequence each time: `forward(tokens [1, T]) -> logits [1, T, VOCAB]`."""
+    """A model that takes the whole sequence in each call: `forward(tokens [1, T]) -> logits [1, T, VOCAB]`."""
 
     def __init__(self) -> None:
         super().__init__()

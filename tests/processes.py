@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 
-# Seconds after which something hangs. No machine is so busy that what is waited for takes a tenth of that.
+# Seconds to wait before a process counts as hung. Even on a busy machine, what tests wait for takes less than a tenth of
+# this.
 PATIENCE = 600
 
 CLI = [sys.executable, "-m", "ostinato.runner.cli"]
 
-# A script that puts the test run in the background has it ignore SIGINT, and all that it starts inherits that: Python then
-# installs no handler of its own. A person's shell starts commands with the default.
+# A script that runs the tests in the background makes them ignore SIGINT, and all processes that they start inherit that.
+# Python then installs no handler of its own. An interactive shell starts commands with the default handler.
 _WITH_SIGINT = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)

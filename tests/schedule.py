@@ -1,11 +1,12 @@
-"""What pytest-xdist's processes take at a time, and in which order: long exports first, so that all are busy to the end."""
+"""The order in which pytest-xdist's processes take the tests: long exports first, so that all processes are busy to the
+end."""
 
 from __future__ import annotations
 
 from xdist.scheduler import LoadFileScheduling
 
-# Files that take longest, in this order; the other ones follow as they are. Two files that need one artifact stand apart:
-# the second process would wait for the first one's export.
+# The files that take longest, in this order; the others follow in their own order. Two files that need one artifact stand
+# apart: the second process would wait for the first one's export.
 LONGEST: tuple[str, ...] = (
     "tests/export/test_model.py",
     "tests/export/test_cpu_moe.py",
@@ -22,7 +23,7 @@ LONGEST: tuple[str, ...] = (
     "tests/export/kernels/test_linear_rows.py",
     "tests/test_bad_checkpoints.py",
 )
-# Their tests go to several processes, by what stands in brackets: each has an export of its own.
+# Files whose tests are divided among processes by the parameter in brackets: each parameter has an export of its own.
 BY_PARAMETER = frozenset({"tests/export/test_model.py"})
 
 
@@ -32,13 +33,13 @@ def rank(nodeid: str) -> int:
 
 
 def unit(nodeid: str) -> str:
-    """What goes to one process together."""
+    """Return the name of a group of tests that go to one process together."""
     file = nodeid.partition("::")[0]
     return f"{file}[{nodeid.rpartition('[')[2]}" if file in BY_PARAMETER else file
 
 
 class Schedule(LoadFileScheduling):
-    """A file at a time to a process, for what its fixtures make is made once; in the order of the collection."""
+    """Gives each process one file at a time, because a file's fixtures are made once. The order is that of the collection."""
 
     def _split_scope(self, nodeid: str) -> str:
         return unit(nodeid)

@@ -1,4 +1,4 @@
-"""Bad checkpoints, and exports that cannot be: a clear error of our own, exit status 2, nothing left, no traceback."""
+"""Bad checkpoints and impossible exports: a clear error of our own, exit status 2, nothing left behind, no traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .comparison import relative_error
 from .conftest import Fails, methods_alone
 from .export.networks import CONFIGS, with_room
 
-# Of logits: inputs of four-bit weights are bytes on a CPU.
+# Bound of the error of logits: on a CPU, the inputs of four-bit weights are bytes.
 BYTES_COST = 5e-2
 
 
@@ -27,7 +27,7 @@ def checkpoint(capitals_checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def export_fails(fails: Fails, tmp_path: Path) -> Fails:
-    """`export_fails(checkpoint, word, ...)`; nothing is left in the folder of --output."""
+    """`export_fails(checkpoint, word, ...)`: return the error line; nothing is left in the folder of --output."""
     parent = tmp_path / "parent"
 
     def run(model: Path, *words: object) -> str:
@@ -71,7 +71,7 @@ def test_config_of_wrong_types(export_fails: Fails, checkpoint: Path, key: str, 
 
 
 def change(checkpoint: Path, **settings: object) -> None:
-    """Set settings of config.json."""
+    """Change settings in config.json."""
     path = checkpoint / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
 
@@ -188,7 +188,7 @@ def test_experts_on_the_host_of_a_model_without(export_fails: Fails, words: list
 
 
 def test_shapes_that_int4_cannot_take(export_fails: Fails, checkpoint: Path) -> None:
-    # Without --group-size it is 128.
+    # The default of --group-size is 128.
     error = export_fails(checkpoint, "--quant", "int4")
     assert "group size 128 does not divide moe_intermediate_size (64); --group-size 32, 64 would" in error
     path = checkpoint / "config.json"
@@ -198,7 +198,8 @@ def test_shapes_that_int4_cannot_take(export_fails: Fails, checkpoint: Path) -> 
 
 
 def test_config_alone(export_fails: Fails, capitals_checkpoint: Path, tmp_path: Path) -> None:
-    """There are no weights to read. Random ones are drawn when asked for, and the artifact holds the same as Python."""
+    """A folder with only a config is refused, because it has no weights. With --load-format dummy the artifact has the random
+    weights that Python has."""
     from ostinato.export.models import build_network, read_config
     from ostinato.export.weights.stream import QuantizedWeights, materialise
 

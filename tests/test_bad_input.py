@@ -176,7 +176,7 @@ def test_records_nested_too_deeply(
     record: type[MethodRecord],
     content: str,
 ) -> None:
-    """As they would come out of the two files, whose hashes are compared later."""
+    """JSON that is nested too deeply is refused. The test changes the records as they are read: hashes are compared later."""
     from_bytes = record.from_bytes
     monkeypatch.setattr(record, "from_bytes", lambda data: from_bytes(content.encode()))
     assert "cannot be read: its JSON is nested too deeply" in fails(*command, recurrent_artifact)
@@ -187,12 +187,12 @@ def test_a_record_nested_too_deeply_in_the_file(fails: Fails, talking_artifact: 
     content = path.read_bytes()
     begin = content.index(b'{"buffer_specs"')
     path.write_bytes(content[:begin] + b"[" * 1500 + content[begin + 1500 :])
-    # Python 3.12 reads as deep as this, and then misses the end.
+    # Python 3.12 parses JSON of this depth, and then reports that the end is missing.
     assert "a method's record in model.pte cannot be read: " in fails("inspect", talking_artifact)
 
 
 def test_a_prompt_that_is_no_text(fails: Fails, talking_artifact: Path) -> None:
-    """As Python hands on an argument that is no UTF-8."""
+    """The prompt is a command-line argument that is not valid UTF-8, as Python decodes it."""
     for words in ([], ["--raw"]):
         prompt = b"caf\xe9".decode(errors="surrogateescape")
         assert "not valid Unicode" in fails("run", talking_artifact, "--prompt", prompt, *words)
@@ -219,7 +219,7 @@ def test_prompts(fails: Fails, talking_artifact: Path) -> None:
     assert "the prompt is empty" in fails("run", talking_artifact, "--prompt", "", "--raw")
     error = fails("run", talking_artifact, "--prompt", "a b c d " * 20)
     assert f"leaves no room for an answer in max_seq_len {MAX_SEQ_LEN}" in error
-    # Ids of a real vocabulary in a toy's.
+    # The ids are those of a real vocabulary; the toy's is smaller.
     assert f"'tokens': values must lie in 0..{VOCAB - 1}" in fails("run", talking_artifact, "--prompt", "hi", "--raw")
 
 

@@ -1,4 +1,4 @@
-"""scripts/bench_batch.py: a run beside what llama-batched-bench wrote once, and its goals over made-up figures."""
+"""Tests scripts/bench_batch.py: a run against recorded output of llama-batched-bench, and the goals on made-up figures."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ import bench_batch
 import bench_cpu
 from bench_batch import GOALS, Row
 
-# What llama.cpp of llama-cpp-python 0.3.36 wrote for `-npp 16 -ntg 8 -npl 1,1,3,3 --output-format jsonl` on a CPU.
+# Output of llama.cpp (llama-cpp-python 0.3.36) for `-npp 16 -ntg 8 -npl 1,1,3,3 --output-format jsonl` on a CPU.
 RECORDED = ROOT / "tests" / "assets" / "llama_batched_bench.jsonl"
-# Writes that, and keeps what it was asked.
+# A script that writes the recorded output, and keeps its arguments.
 LLAMA = """#!{python}
 import json, pathlib, sys
 pathlib.Path({asked!r}).write_text(json.dumps(sys.argv[1:]))
@@ -58,7 +58,7 @@ def test_a_run(llama: Path, capitals_artifact: Path, tmp_path: Path, capfd: pyte
     assert row["peer"] == pytest.approx((46.086399 + 47.423615) / 2)
     assert row["ratio"] == pytest.approx(row["speed"] / row["peer"])
     assert row["token_ms"] == pytest.approx(3e3 / row["speed"])
-    # The machine may be busy.
+    # Either outcome is right: the machine may be busy.
     assert finding["held"] == (row["ratio"] >= 0.97) and status == (0 if finding["held"] else 1)
     lines = out.splitlines()
     columns = [cell.strip() for cell in lines[3].split("  ") if cell]
@@ -79,7 +79,7 @@ def test_what_llama_writes() -> None:
 
 
 def test_what_llama_is_asked(llama: Path, tmp_path: Path) -> None:
-    """All of a GPU, with room for the largest batch; medians come back."""
+    """All layers are on the GPU, with room for the largest batch. The result has the medians."""
     command = bench_batch.llama_command(llama, "model.gguf", "cuda", None)
     assert bench_batch.llama_speeds(command, SPEC) == pytest.approx({1: 35.497047, 3: 46.755007})
     expected = "-m model.gguf -ngl 99 -b 2048 -ub 2048 -fa on -c 72 -npp 16 -ntg 8 -npl 1,1,3,3 --output-format jsonl"
@@ -157,7 +157,7 @@ def test_all_goals_held() -> None:
     names = ["1", "1 of 64", "8", "16", "32", "64", "128"]
     assert [one.what for one in found] == [*names, *(f"{name} over llama.cpp" for name in names)]
     assert missed(*GOOD) == []
-    # Noise is not slower; 4 sessions have no goal.
+    # A small deficit is noise. 4 sessions have no goal.
     assert missed(made_up("4", 98.0, 100.0)) == []
 
 
@@ -202,7 +202,7 @@ def test_the_exit_status_and_what_is_printed(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_batches_on_a_cpu() -> None:
-    """With the first of the lengths."""
+    """Batches take the first of the lengths."""
     words = ["-p", "16,64", "-n", "8,9", "-r", "2", "--batch", "3,1,3"]
     assert bench_cpu.batch_spec(bench_cpu.parse(words)) == SPEC
 

@@ -47,9 +47,10 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 8192,
     "dtype": "bfloat16",
 }
-# Two experts of 128 rows of 64 and 64 rows of 64, each at half a byte, and a scale of two bytes for 32.
+# Two experts, with 128 rows of 64 weights and 64 rows of 64 weights each: half a byte per weight, and two bytes of scale per
+# 32 weights.
 EXPERT_BYTES = 2 * (128 + 64) * (32 + 2 * 2)
-# Answers as llama-bench does, faster than a model of any size, and keeps what it was asked.
+# A script that answers like llama-bench, faster than a model of any size, and keeps the arguments it was given.
 LLAMA_BENCH = """#!{python}
 import json, pathlib, sys
 pathlib.Path({asked!r}).write_text(json.dumps(sys.argv[1:]))
@@ -68,7 +69,7 @@ def tiny(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def artifact(exported: Callable[..., Path], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the script exports, without the methods that sample."""
+    """The artifact that the script exports, without the methods that sample."""
 
     def export(*words: str) -> str:
         with methods_alone("prefill", "decode"):
@@ -86,7 +87,7 @@ def artifact(exported: Callable[..., Path], tiny: Path, tmp_path: Path, monkeypa
 
 
 def test_a_run(artifact: Path, tiny: Path, tmp_path: Path) -> None:
-    """The whole script; only the artifact is there before."""
+    """The whole script runs, except for the export: its artifact is there."""
     pytest.importorskip("matplotlib")
     output = tmp_path / "output"
     output.mkdir()
@@ -125,12 +126,12 @@ def test_a_run(artifact: Path, tiny: Path, tmp_path: Path) -> None:
     token, *_, on_host = result["timelines"][0].splitlines()
     assert token.startswith("one token, two layers: ") and on_host.startswith("CPU experts |") and "#" in on_host
     assert f"N = 1: {token}" in done.stdout and "N = 1: a prompt of 16, two layers: " in done.stdout
-    # It was there before.
+    # The run did not make this artifact, so it stays.
     assert (artifact / "model.pte").exists() and (output / "1").is_symlink()
 
 
 def test_lanes() -> None:
-    """From the second of four layers to the fourth; a column in which little runs stays empty."""
+    """The window begins at the second of four layers and ends at the fourth. A column with very little work stays empty."""
     spans = [Span("GPU", 0, 50), Span("GPU", 104, 105.2), Span("GPU", 299.95, 300.05)]
     spans += [Span("CPU experts", begin, begin + 20) for begin in (50, 100, 200, 300)]
     spans.sort(key=lambda span: span.begin)
@@ -217,7 +218,7 @@ def test_all_goals_held() -> None:
         "20 layers, pp512",
     ]
     assert missed(*GOOD) == []
-    # Noise is not slower; other numbers of layers have no goals of their own.
+    # A small deficit is noise. Other numbers of layers have no goals of their own.
     assert missed(replace(GOOD[0], peers=PEERS), made_up(10, 1.0, 1.0)) == []
 
 
@@ -261,7 +262,7 @@ def test_the_exit_status_and_what_is_printed(monkeypatch: pytest.MonkeyPatch, ca
     assert bench_hybrid.main([]) == 1
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split() for line in lines[5:11]]
-    # 5e8 bytes at 96 tokens/s, of 100 GB/s; in 7.5 ms of each.
+    # 5e8 bytes per token: at 96 tokens/s they take 48 % of 100 GB/s; read in 7.5 ms, 67 %.
     assert " ".join(rows[0]) == "40 tg128 96.0 90.0 1.07 500.0 MB 100.0 48% 67% 4.40 GB 900.00 MB"
     assert rows[1] == ["40", "pp512", "2,801.0", "2,700.0", "1.04"]
     assert rows[5] == ["20", "pp2048", "5,000.0"]

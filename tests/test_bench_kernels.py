@@ -96,12 +96,12 @@ def test_copies_exceed_the_cache() -> None:
     shapes, cases = flagship()
     by_name = {case.name: case for case in cases}
     l2_bytes, free = 50_000_000, 100_000_000_000
-    # 262 MB each, and two at least.
+    # A copy has 262 MB, and there are at least two copies.
     assert copies_of(by_name["norm_linear/lm_head"], shapes, l2_bytes, free) == (2, False)
-    # 9.74 MB of a set's 278 MB are read.
+    # Each run reads 9.74 MB of a copy's 278 MB.
     assert copies_of(by_name["experts_gate_up"], shapes, l2_bytes, free) == (21, False)
     assert copies_of(by_name["experts_gate_up"], shapes, l2_bytes, free // 20) == (8, False)
-    # 33 kB each.
+    # A copy has 33 kB.
     assert copies_of(by_name["attend_step@0"], shapes, l2_bytes, free) == (kernel_timing.MAX_COPIES, True)
 
 
@@ -156,7 +156,7 @@ def test_markdown() -> None:
 
 def test_a_total_takes_one_depth_and_what_a_token_needs() -> None:
     found = bench_kernels.total(measurements(), 4000)
-    # Six a delta-net layer, six and the attention a full one, head and greedy sampling.
+    # Six calls per delta-net layer and six per attention layer; then the head and greedy sampling.
     calls = 30 * 6 + 10 * 6 + 2
     assert found == bench_kernels.Total(1, 4000, calls, 2.0 * calls, 1.25 * calls, calls)
 

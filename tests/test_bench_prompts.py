@@ -21,7 +21,7 @@ DONE = WarmUp((Captured("rows_logits", 16, 0.2, 10**6, None), Captured("decode",
 
 
 def row(tokens: int, depth: int, wall_ms: float) -> Row:
-    """Slower without a graph, and nearly all of its time in kernels."""
+    """Return a row that is slower without a graph, and whose time is nearly all in kernels."""
     return Row(tokens, depth, tokens, Times(wall_ms + 1, 9000.0), Times(wall_ms, 99.0), wall_ms, wall_ms - 0.1)
 
 
@@ -40,7 +40,7 @@ def test_deep_prompts_need_room(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_all_held() -> None:
     assert bench_prompts.misses(GOOD, DONE) == []
-    # 28,000 tokens/s.
+    # This is 28,000 tokens/s.
     assert bench_prompts.GOALS[512, 0] == pytest.approx(18.2857, abs=1e-4)
     # A length without a bucket has no goal.
     assert bench_prompts.misses([replace(row(700, 0, 99.0), bucket=None)], DONE) == []

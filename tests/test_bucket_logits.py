@@ -1,4 +1,4 @@
-"""Logits of a step of several rows, against those of a step of one: scripts/bucket_logits.py."""
+"""Tests scripts/bucket_logits.py, which compares the logits of a step of several rows with those of single-row steps."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ sys.path.append(str(ROOT / "scripts"))
 
 from bucket_logits import Difference, bucket_differences, render, sessions_for
 
-# Differences over the largest logit: the largest one, but of the trained model in bfloat16 the median. A number there has 8
-# bits, and where experts are about as good as each other, other rounding chooses others: of the 255 sessions transformers in
-# bfloat16 gives logits that are off from its own in float32 arithmetic by 0.55 % in the median, by 35 % at most, and three
-# other tokens. The random weights of the wide model have more such experts.
+# Bounds of a difference over the largest logit. They hold for the largest difference; for the trained model in bfloat16, for
+# the median. bfloat16 has 8 bits, and where experts are about equally good, other rounding chooses other experts: over the
+# 255 sessions, transformers' logits in bfloat16 differ from its own in float32 by 0.55 % in the median and by 35 % at most,
+# and three tokens differ. The random weights of the wide model have more such experts.
 FLOAT32, BFLOAT16, RANDOM_EXPERTS = 1e-4, 1.5e-2, 1e-1
-# Of the trained model in bfloat16: the largest difference (40 % on an H200), and sessions with another token, of 255.
+# Bounds for the trained model in bfloat16: the largest difference (40 % on an H200), and the number of sessions, of 255, with
+# another token.
 OTHER_EXPERTS, OTHER_TOKENS = 5e-1, 8
 
 
@@ -65,7 +66,7 @@ def test_the_flagships_width_on_a_gpu(wide_artifact: Path) -> None:
 
 
 def test_a_wrong_row_is_seen(capitals_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each session's next position belongs to it: with another's, its logits are others."""
+    """With the next position of another session, a row's logits are wrong, and the comparison shows it."""
     import bucket_logits
 
     rows = bucket_logits._rows

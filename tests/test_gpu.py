@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: real graphs, real capture failures, and the same answers as transformers on the CPU."""
+"""Real graphs and real capture failures on an NVIDIA GPU, and the same answers as transformers on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .modules import MAX_SEQ_LEN, VOCAB, Recurrent, recurrent_methods
 pytestmark = pytest.mark.gpu
 
 GRAPH = {"enable_cuda_graph_for_method": "decode"}
-# Of a language model's session, in methods that take one.
+# The slot of a language model's session, for methods that take one.
 SLOT = torch.tensor([0])
 
 
@@ -48,13 +48,14 @@ def program(recurrent_cuda: Path) -> Iterator[Program]:
 
 
 def step(method: Method, token: int, position: int, device: str = "cpu") -> Tensor:
-    """One decode step; the logits on the host, [vocab]."""
+    """Make one decode step; return the logits [vocab] on the host."""
     inputs = (torch.tensor([[token]], device=device), torch.tensor([position], device=device), SLOT)
     return method.execute(inputs[: len(method.inputs)])[0][0].cpu().clone()
 
 
 def walk(method: Method, steps: int, device: str = "cpu") -> Tensor:
-    """`steps` decode steps from position 0, starting anew when the positions run out; logits [steps, vocab]."""
+    """Make `steps` decode steps from position 0, and from 0 again when the positions run out; return logits [steps,
+    vocab]."""
     return torch.stack([step(method, 7 * i % VOCAB, i % MAX_SEQ_LEN, device) for i in range(steps)])
 
 
@@ -111,7 +112,7 @@ def test_outputs_are_host_copies_or_the_static_buffer(program: Program) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_streams(recurrent_cuda: Path, shared: bool) -> None:
-    """Prefill and decode hand the state over in order, whichever streams they run on."""
+    """Prefill and decode pass the state on in order, on whichever streams they run."""
     options = {"use_shared_cuda_stream": shared}
     module = Recurrent()
     with load_program(recurrent_cuda) as loaded:
@@ -142,7 +143,7 @@ def test_constants_stand_at_one_address_and_equal_the_file(program: Program, rec
 
 
 def test_a_real_capture_failure_falls_back(recurrent_cuda: Path) -> None:
-    """A synchronisation inside a capture is illegal; CUDA itself refuses it."""
+    """CUDA itself refuses a synchronisation inside a capture."""
     with load_program(recurrent_cuda) as broken, load_program(recurrent_cuda) as whole:
         decode, plain = broken.load_method("decode", GRAPH), whole.load_method("decode")
         assert decode._code is not None
@@ -157,7 +158,7 @@ def test_a_real_capture_failure_falls_back(recurrent_cuda: Path) -> None:
         assert (decode.stats.phase, decode.stats.fallbacks, decode.stats.captures) == ("disabled", 1, 0)
         assert "captur" in (decode.stats.fallback_reason or "")
         assert broken.mutable_buffers["steps"].item() == 110
-        # torch and CUDA are healthy afterwards, and another capture works.
+        # torch and CUDA still work, and so does another capture.
         again = broken.load_method("decode", GRAPH)
         assert torch.equal(walk(again, 10), walk(plain, 10))
         assert again.stats.captures == 1
@@ -202,7 +203,7 @@ def test_two_threads_are_serialised(program: Program) -> None:
 
 
 def test_two_programs_capture_at_once(recurrent_cuda: Path) -> None:
-    """They share the stream that captures use; neither's work may get into the other's graph."""
+    """Programs share the stream that captures use. The work of one must not get into the graph of another."""
     results: dict[int, Tensor] = {}
 
     def work(index: int) -> None:
@@ -311,7 +312,7 @@ def test_prompts_in_buckets(capitals_cuda: Path) -> None:
 
 
 def test_sessions_side_by_side(capitals_cuda: Path) -> None:
-    """Each gets transformers' tokens, with and without a graph, while others join and leave; steps begin ahead."""
+    """Each session gets transformers' tokens, with and without a graph, while others join and leave. Steps begin ahead."""
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoModelForCausalLM.from_pretrained(CAPITALS, dtype=torch.float32).eval()
     prompts = [

@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: int4 models, at a tiny size with real weights and at the flagship's width with random ones."""
+"""int4 models on an NVIDIA GPU: a tiny size with real weights, and the flagship's width with random ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reference(
     family, config = read_config(folder)
     model = with_room(build_network(config, max_seq_len, dtype, group_size=group_size))
     device = torch.device("cuda")
-    # The artifact's weights are drawn in the model's dtype, which for the flagship is bfloat16.
+    # The artifact's random weights are sampled in the model's dtype, which is bfloat16 for the flagship.
     source = family.dummy_weights(model, device, torch.bfloat16) if dummy else family.checkpoint_weights(model, folder)
     materialise(model, QuantizedWeights(model, source, device))
     return model.cuda()
@@ -48,7 +48,7 @@ def step(method: Method, tokens: Tensor, position: int) -> Tensor:
 
 
 def walk(prefill: Callable[[Tensor, int], Tensor], decode: Callable[[Tensor, int], Tensor], tokens: Tensor) -> Tensor:
-    """Logits [5, vocab]: after all but 4 tokens, and after each of the 4."""
+    """Return logits [5, vocab]: after all tokens but the last 4, and after each of these 4."""
     length = tokens.shape[1] - 4
     first = (prefill if length > 1 else decode)(tokens[:, :length], 0)
     rest = [decode(tokens[:, t : t + 1], t) for t in range(length, length + 4)]
@@ -94,7 +94,7 @@ def test_capitals_in_int4_has_the_references_logits(capitals_int4: Path) -> None
 
 @pytest.mark.parametrize("group", (32, None), ids=("int4", "float32"))
 def test_a_dense_model_with_biases(tmp_path: Path, group: int | None) -> None:
-    """Beside transformers, and in int4 beside plain PyTorch over the same weights."""
+    """A dense model has the logits of transformers, and in int4 those of plain PyTorch over the same weights."""
     from ostinato.export import Quantization, export_model
 
     from .export.references import CASES, make_reference
@@ -112,14 +112,14 @@ def test_a_dense_model_with_biases(tmp_path: Path, group: int | None) -> None:
             found = walk(lambda t, p: step(prefill, t, p), lambda t, p: step(decode, t, p), tokens)
             wanted = made.logits(tokens)[length - 1 :].cuda() if plain is None else run_reference(plain, tokens)
             assert errors(found, wanted).max() < 1e-4, length
-        # Six of the attention layer and five of the delta-net, and the head; all but the first start early.
+        # Six kernels of the attention layer, five of the delta-net layer and one of the head. All but the first start early.
         assert decode.stats.last_plan.early_kernels is not None and decode.stats.last_plan.early_kernels >= 11
 
 
 def test_the_flagships_width_is_as_right_as_plain_bfloat16(
     wide_artifact: Path, wide_config: Path, group_size: int | None
 ) -> None:
-    """Against float32 over the same weights, our error is that of plain PyTorch in bfloat16, or little more."""
+    """Compared with float32 over the same weights, our error is little larger than that of plain PyTorch in bfloat16."""
     torch.backends.cuda.matmul.allow_tf32 = False
     exact = reference(wide_config, torch.float32, group_size, dummy=True, max_seq_len=WIDE_MAX_SEQ_LEN)
     generator = torch.Generator().manual_seed(2)
@@ -153,7 +153,8 @@ def test_replay_at_the_flagships_width_is_bit_equal(wide_artifact: Path) -> None
                     decode.stats.last_plan.graph_kernels is not None
                     and decode.stats.last_plan.early_kernels is not None
                 )
-                # Six a delta-net layer, seven an attention layer, the head; the embedding and the angles are the compiler's.
+                # Six kernels per delta-net layer, seven per attention layer, one for the head. Three more are Inductor's, for
+                # the embedding and the angles.
                 assert decode.stats.last_plan.graph_kernels <= 3 * 6 + 7 + 1 + 3, decode.stats.last_plan.graph_nodes
                 assert decode.stats.last_plan.early_kernels >= 3 * 6 + 7
     assert logits[True].isfinite().all()
@@ -161,7 +162,8 @@ def test_replay_at_the_flagships_width_is_bit_equal(wide_artifact: Path) -> None
 
 
 def test_what_is_drawn_on_the_device_is_the_same_with_and_without_a_graph(wide_artifact: Path) -> None:
-    """The prompt is as long as a bucket: padded, it would have other rows, for which cuBLAS has other kernels in bfloat16."""
+    """Tokens are the same with and without a graph. The prompt fills a bucket: with padding it would have more rows, for
+    which cuBLAS has other kernels in bfloat16."""
     answers: dict[SamplingParams, list[list[int]]] = {}
     for graph in (False, True):
         with Engine.load(wide_artifact, cuda_graph=graph) as engine:
@@ -182,7 +184,7 @@ def test_what_is_drawn_on_the_device_is_the_same_with_and_without_a_graph(wide_a
 
 
 def test_no_state_is_copied_by_the_compiled_code(wide_config: Path, tmp_path: Path) -> None:
-    """What writes a buffer must do so in place: otherwise each step would copy a cache or state, and nothing would say so."""
+    """The compiled code writes a buffer in place. Otherwise each step would silently copy a cache or a state."""
     from ostinato.export import Quantization, export_model
     from ostinato.export.layers.build import PAGE_SIZE
     from ostinato.export.layers.state import EXAMPLE_PAGES, EXAMPLE_SLOTS
@@ -198,10 +200,10 @@ def test_no_state_is_copied_by_the_compiled_code(wide_config: Path, tmp_path: Pa
     cache, state = (EXAMPLE_PAGES, 2, PAGE_SIZE, 256), (32, 128, 128)
     for method, source in report.sources.items():
         shapes = allocations(source)
-        # Sampling makes a token and nothing else; what a step of several rows makes has as many of them, no fixed number.
+        # `sample` allocates one token. What a step of several rows allocates has no fixed size, and is not in the list.
         least = {"sample": 1, **dict.fromkeys((ROWS, ROWS_LOGITS, FEW_ROWS, FEW_ROWS_LOGITS), 0)}
         assert len(shapes) >= least.get(method, 6), method
-        # Neither one session's nor all of them.
+        # Neither the state of one session nor that of all.
         assert not {cache, state, (1, *state), (EXAMPLE_SLOTS, *state)} & {*shapes}, method
-    # Beyond the logits a step has nothing that large.
+    # A step allocates nothing as large as a state: even the logits are smaller.
     assert max(math.prod(shape) for shape in allocations(report.sources["decode"])) < math.prod(state)

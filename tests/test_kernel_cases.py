@@ -1,4 +1,4 @@
-"""scripts/kernel_cases.py: which kernels a step has, the bytes that they move, and that they agree with their references."""
+"""Tests scripts/kernel_cases.py: the kernels of a step, the bytes that they move, and their agreement with the references."""
 
 from __future__ import annotations
 
@@ -29,17 +29,19 @@ from .kernel_shapes import FLAGSHIP, flagship, tiny_shapes
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAMPLING_BYTES = sum(value.nbytes for value in SamplingParams().tensors())
 DENSE = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-0.8B"
-# With --max-seq-len 5120 and --group-size 128, bytes: weights at half a byte + scales at two for 128, then the rest.
+# Bytes with --max-seq-len 5120 and --group-size 128. Quantised weights come first: half a byte each, and two bytes of scale
+# per 128 weights.
 FLAGSHIP_BYTES = {
     # 12,288 rows of 2,048; the gates' rows and taps in bfloat16; the convolution's state read and written; x, the norm,
     # position and slot; out, gates.
     "norm_linear_conv": 12288 * (1024 + 32) + 64 * 2048 * 2 + 8192 * 4 * 2 + 2 * (3 * 8192 * 2) + 4096 + 8192 + 2 * 8
     + 12288 * 2 + 64 * 4,
-    # 32 states of 128 x 128 in float32, read and written; q, k, v and z, gates, two numbers a head, norm, index; out.
+    # 32 states of 128 x 128 in float32, read and written; q, k, v and z; gates; two numbers per head; norm; index; out.
     "delta_step": 2 * (32 * 128 * 128 * 4) + 12288 * 2 + 64 * 4 + 2 * 32 * 4 + 128 * 4 + 2 * 8 + 4096 * 2,
     "linear_add/delta_net": 2048 * (2048 + 64) + 4096 * 2 + 2048 * 2 + 2048 * 2,
     "norm_linear/qkv": 9216 * (1024 + 32) + 4096 + 8192 + 9216 * 2,
-    # At position 0 one key and one value of two heads of 256 are written. A page of 64 positions has a number of four bytes.
+    # At position 0, one key and one value of two heads of 256 are written. The number of a page (64 positions) has four
+    # bytes.
     "attend_step@0": 9216 * 2 + 2 * 256 * 4 + 2 * 64 * 4 + 2 * 8 + 1 * 2 * 2 * 256 * 2 + 0 + 4096 * 2,
     "attend_step@4000": 9216 * 2 + 2 * 256 * 4 + 2 * 64 * 4 + 2 * 8 + 4001 * 2 * 2 * 256 * 2 + 250 + 4096 * 2,
     "linear_add/attention": 2048 * (2048 + 64) + 4096 * 2 + 2048 * 2 + 2048 * 2,
@@ -48,13 +50,13 @@ FLAGSHIP_BYTES = {
     "experts_gate_up": 9 * 1024 * (1024 + 32) + 4096 + 8192 + 257 * 2 + 9 * 512 * 2,
     "experts_down": 9 * 2048 * (256 + 8) + 9 * 512 * 2 + 257 * 2 + 4096 + 4096,
     "norm_linear/lm_head": 248320 * (1024 + 32) + 4096 + 8192 + 248320 * 4,
-    # Beside the logits position and slot, the options, the last token and its position; the token.
+    # The logits; position and slot; the sampling options; the last token and its position; the new token.
     "sample/greedy": 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8,
     "sample/top_p": 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8,
 }  # fmt: skip
 
 
-# Of 8 rows: weights once, what is a row's eight times.
+# Bytes of 8 rows: the weights once, and eight times all that belongs to one row.
 EIGHT_BYTES = {
     "norm_linear_conv": 12288 * (1024 + 32) + 64 * 2048 * 2 + 8192 * 4 * 2 + 8192
     + 8 * (2 * (3 * 8192 * 2) + 4096 + 2 * 8 + 12288 * 2 + 64 * 4),
@@ -64,7 +66,7 @@ EIGHT_BYTES = {
     "norm_linear/qkv": 9216 * (1024 + 32) + 8192 + 8 * (4096 + 9216 * 2),
     "attend_step@4000": 2 * 256 * 4 + 8 * (9216 * 2 + 2 * 64 * 4 + 2 * 8 + 4001 * 2 * 2 * 256 * 2 + 4096 * 2) + 2000,
     "linear_add/attention": 2048 * (2048 + 64) + 8 * (4096 * 2 + 2048 * 2 + 2048 * 2),
-    # 57.4 of the 256 routed experts are expected to be chosen, and there is the shared one.
+    # 8 rows are expected to choose 57.4 of the 256 routed experts; the shared one is added.
     "sparse_moe": (256 * (1 - (31 / 32) ** 8) + 1) * (1024 * (1024 + 32) + 2048 * (256 + 8)) + 257 * 2048 * 2 + 8192
     + 8 * (2 * 4096 + 8),
     "norm_linear/lm_head": 248320 * (1024 + 32) + 8192 + 8 * (4096 + 248320 * 4),
@@ -74,8 +76,8 @@ EIGHT_BYTES = {
 
 
 def tiny_cases() -> dict[str, tuple[Shapes, Case]]:
-    """Every kernel by a name, of one row and of three, over int4 weights and over bfloat16 ones, in a model with experts and
-    in a dense one."""
+    """Return a case of every kernel by name: for one row and for three, with int4 and with bfloat16 weights, of a model with
+    experts and of a dense one."""
     found: dict[str, tuple[Shapes, Case]] = {}
     for rows, group, quant in ((1, 32, "int4"), (1, None, "none"), (3, 32, "int4"), (3, None, "none")):
         for changes in ({}, {"model_type": "qwen3_5_text", "intermediate_size": 64}):
@@ -105,7 +107,7 @@ def test_bytes_of_eight_rows() -> None:
 def test_distinct_experts() -> None:
     assert distinct_experts(256, 8, 1) == 8
     assert distinct_experts(4, 4, 3) == 4
-    # By counting: what 64 rows of 8 choices each leave out.
+    # The mean over 50 trials: 64 rows choose 8 experts each.
     generator = torch.Generator().manual_seed(0)
     counts = [len(torch.rand(64, 256, generator=generator).topk(8).indices.unique()) for _ in range(50)]
     assert distinct_experts(256, 8, 64) == pytest.approx(sum(counts) / 50, rel=5e-3)
@@ -133,7 +135,8 @@ def test_calls_of_the_flagship() -> None:
 @pytest.mark.parametrize("group", (128, None), ids=["int4", "bfloat16"])
 @pytest.mark.parametrize("folder", [FLAGSHIP, DENSE], ids=["moe", "dense"])
 def test_bytes_are_those_that_the_program_states(folder: Path, group: int | None) -> None:
-    """Apart from activations, which stay in the cache, and the embedding's row."""
+    """The counts are those that the program states, except for activations, which stay in the cache, and the embedding's
+    row."""
     depth = 99
     shapes = Shapes.of_folder(folder, group, depth + 1)
     network = build_network(shapes.config, depth + 1, torch.bfloat16, group_size=group)
@@ -198,7 +201,7 @@ def test_records_with_other_tensors() -> None:
 @pytest.mark.parametrize("rows", (1, 8))
 @pytest.mark.parametrize("folder", [FLAGSHIP, DENSE], ids=["moe", "dense"])
 def test_cases_name_their_own_arguments(folder: Path, rows: int) -> None:
-    """A wrong name would be left out without a word."""
+    """Every name that a case gives is an argument: a wrong name would be ignored silently."""
     shapes = Shapes.of_folder(folder, 128, 5120)
     for case in decode_cases(shapes, (0,), rows):
         arguments = case.arguments(RandomTensors(shapes, "meta"))

@@ -1,4 +1,4 @@
-"""What pyproject.toml and README.md say of the packages is what is there."""
+"""The statements of pyproject.toml and README.md about the packages are true."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_types_are_in_the_wheel() -> None:
 
 
 def test_kernels_in_cpp_are_in_the_wheel() -> None:
-    """Sources and headers: an export compiles them where the package is installed."""
+    """The wheel has all sources and headers: an export compiles them where the package is installed."""
     tomllib = pytest.importorskip("tomllib")
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     found = {path for pattern in patterns["ostinato.export.kernels"] for path in LIBRARY.folder.glob(pattern)}

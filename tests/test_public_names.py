@@ -1,4 +1,4 @@
-"""What the three packages offer: all names that a user's type hints and `except` clauses need, without heavy imports."""
+"""The names that the three packages offer: all that a user's type hints and `except` clauses need, without heavy imports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .conftest import ROOT
 
 PACKAGES = {name: importlib.import_module(f"ostinato.{name}") for name in ("delegate", "export", "runner")}
 ERRORS = {name for name, value in vars(errors).items() if inspect.isclass(value)}
-# Raised by an export alone.
+# Errors that only an export raises.
 EXPORTS_OWN = {"CheckpointError", "ExportError"}
 
 
@@ -61,7 +61,7 @@ def test_importing_them_imports_nothing_heavy() -> None:
 
 
 def hinted(value: Any) -> Iterator[type]:
-    """Classes of ours among what a type hint is made of."""
+    """Yield the classes of ours that a type hint contains."""
     if inspect.isclass(value) and value.__module__.startswith("ostinato."):
         yield value
     for part in get_args(value):
@@ -69,7 +69,7 @@ def hinted(value: Any) -> Iterator[type]:
 
 
 def signatures(thing: Any) -> Iterator[dict[str, Any]]:
-    """The type hints of a function; of a class those of its public fields, properties and methods."""
+    """Yield the type hints of a function, or those of a class's public fields, properties and methods."""
     if inspect.isfunction(thing):
         yield get_type_hints(thing)
     if not inspect.isclass(thing):

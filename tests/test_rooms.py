@@ -1,4 +1,4 @@
-"""The house: which room may use which. An arrow that runs up means that something stands in the wrong room."""
+"""Checks which room may import which. An import that runs up means that something stands in the wrong room."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ostinato.export.models import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Floors from the bottom. A room uses rooms on lower floors, and those that ALSO names on its own. A module that is not listed
-# is in the room of its folder: `delegate.program` in `delegate`.
+# Floors from the bottom. A room may import rooms on lower floors, and the rooms that ALSO lists for it. A module that is not
+# listed belongs to the room of its folder: `delegate.program` to `delegate`.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("delegate.errors", "delegate.lazy_names"),
     ("delegate.artifact", "delegate.cuda_driver", "delegate.memory", "delegate.sampling", "delegate.torch_internals"),
@@ -40,7 +40,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 
 def room_of(module: str) -> str:
-    """`export.kernels.linear.reference` -> `export.kernels`."""
+    """Return the room of a module: `export.kernels.linear.reference` -> `export.kernels`."""
     parts = module.split(".")
     for length in (2, 1):
         room = ".".join(parts[:length])
@@ -63,7 +63,7 @@ def imported(path: Path) -> set[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             name = ".".join([*base, *(node.module or "").split(".")]).strip(".").removeprefix("ostinato.")
             if node.level or (node.module or "").startswith("ostinato."):
-                # `from . import name` may mean a module.
+                # `from . import name` may import a module.
                 names = [f"{name}.{alias.name}" for alias in node.names]
                 found |= {one for one in names if is_module(one)} or {name}
         elif isinstance(node, ast.Import):
@@ -110,5 +110,5 @@ def test_only_models_know_a_family() -> None:
 
 
 def plain(text: str) -> str:
-    """Lower case, letters and digits alone: `Qwen3.5` and `qwen3_5` are one name."""
+    """Return the letters and digits of a text in lower case: `Qwen3.5` and `qwen3_5` are one name."""
     return re.sub(r"[^a-z0-9]", "", text.lower())

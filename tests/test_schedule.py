@@ -1,4 +1,4 @@
-"""Tests on several processes: who takes what, and that an artifact is made once."""
+"""Tests of the schedule for several processes, and of artifacts that are made only once."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_a_file_is_one_piece_or_one_per_parameter() -> None:
 
 
 def test_an_artifact_is_made_once(exported: Callable[..., Path]) -> None:
-    """As processes ask for it: the second one waits, and takes what the first one made."""
+    """Two processes ask for one artifact: the second waits, and takes what the first has made."""
     builds: list[Path] = []
     second = threading.Event()
     found: list[Path] = []
 
     def build(path: Path) -> None:
         builds.append(path)
-        # Half of it is there when the other one comes.
+        # The artifact is half done when the second process asks.
         path.mkdir()
         assert second.wait(PATIENCE)
         (path / "model.pte").write_bytes(b"whole")

@@ -1,4 +1,4 @@
-"""What the C++ that AOTInductor generates does."""
+"""Reads the C++ wrappers that AOTInductor generates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def allocations(source: str) -> list[tuple[int, ...]]:
 
 
 def keep_sources(report: Any, folder: Path) -> None:
-    """Write the wrapper of each method that an `ExportReport` has into the artifact's folder."""
+    """Write each method's wrapper, from an `ExportReport`, into the artifact's folder."""
     for method, source in report.sources.items():
         (folder / f"{method}.cpp").write_text(source)
 

@@ -1,1 +1,1 @@
-"""What both sides agree on, and the readers of both files."""
+"""Names and records that export and runtime share, and the readers of both files."""

@@ -17,11 +17,11 @@ Source = str | PathLike[str] | tuple[str | PathLike[str], str | PathLike[str]]
 
 
 def artifact_paths(source: Source) -> tuple[Path, Path]:
-    """The program's and the constants' file.
+    """Return the paths of the program and of the constants.
 
     Args:
-        source: an artifact folder; the paths of both files; or the path of the program, `NAME.pte`, beside whose file the
-            constants are `NAME.ptd`.
+        source: an artifact folder; the paths of both files; or the path of the program, `NAME.pte`, with the constants in
+            `NAME.ptd` beside it.
 
     Raises:
         ArtifactError: no such folder, or it holds no artifact.

@@ -1,8 +1,8 @@
-"""As much of the FlatBuffers format as the two ExecuTorch files need, read in place.
+"""A small FlatBuffers reader: it has what the two ExecuTorch files need, and reads in place.
 
-Why not executorch's own readers (1.5.1): they are generated for `.pte` only, live under `executorch.exir`, whose import takes
-seconds, and work only after that package has patched them. A field is read by its number: its index in the schema,
-where a union counts as two (its kind, then its value). ExecuTorch's schemas only grow at the end.
+executorch's own readers (1.5.1) do not fit. They are generated for `.pte` only, live under `executorch.exir`, whose import
+takes seconds, and work only after that package has patched them. A field is read by its number: its index in the schema,
+where a union counts as two fields (its kind, then its value). ExecuTorch's schemas only grow at the end.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Table:
         return self.position + at + struct.unpack_from("<I", self.data, self.position + at)[0]
 
     def _vector(self, field: int, width: int) -> tuple[int, int]:
-        """(position of the first element, count) of a vector whose elements have `width` bytes."""
+        """Return (position of the first element, count) of a vector whose elements have `width` bytes."""
         at = self._target(field)
         if at is None:
             return 0, 0
@@ -94,8 +94,9 @@ def damaged(path: Path) -> Iterator[None]:
 
 
 def map_file(path: Path) -> memoryview:
-    """The whole file as a shared memory map that cannot be written: pages are read when touched. Of a private map CUDA would
-    copy each page before it reads it.
+    """Map the whole file as shared, read-only memory. A page is read when it is touched.
+
+    The map is not private: CUDA would copy each page of a private map before it reads the page.
 
     Raises:
         ArtifactError: the file is missing, unreadable or empty.

@@ -1,4 +1,4 @@
-"""JSON that others wrote: what cannot be read ends in one of the project's errors, whatever is wrong with it."""
+"""Checked reading of JSON that others wrote. Whatever is wrong with the text, one of the project's errors is raised."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ E = TypeVar("E", bound=Enum)
 
 
 def parse_json(data: str | bytes, source: str, error: type[OstinatoError]) -> Any:
-    """The value that JSON text stands for; `error`, naming `source`, when it is not JSON or is nested too deeply."""
+    """Parse JSON text. Raises `error`, which names `source`: the text is not JSON, or is nested too deeply."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -23,7 +23,7 @@ def parse_json(data: str | bytes, source: str, error: type[OstinatoError]) -> An
 
 
 def read_json(path: Path, error: type[OstinatoError]) -> Any:
-    """As `parse_json`, of a file in UTF-8; a file that cannot be opened is an `error` too."""
+    """Parse a JSON file in UTF-8. Raises `error`: as in `parse_json`, or the file cannot be opened."""
     try:
         data = path.read_bytes()
     except OSError as reason:
@@ -32,21 +32,21 @@ def read_json(path: Path, error: type[OstinatoError]) -> Any:
 
 
 def as_text(value: object) -> str:
-    """The value; TypeError unless it is a string."""
+    """Return the value. Raises TypeError unless it is a string."""
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not a string")
     return value
 
 
 def as_flag(value: object) -> bool:
-    """The value; TypeError unless it is true or false."""
+    """Return the value. Raises TypeError unless it is true or false."""
     if not isinstance(value, bool):
         raise TypeError(f"{value!r} is not true or false")
     return value
 
 
 def one_of(choices: type[E], value: object, what: str) -> E:
-    """The choice that has this value; ValueError, naming `what` and all values, if there is none."""
+    """Return the choice that has this value. Raises ValueError, which names `what` and all values: no such choice."""
     values = [choice.value for choice in choices]
     if value not in values:
         raise ValueError(f"unknown {what} {value!r}; the known ones are: {', '.join(values)}")
@@ -54,14 +54,14 @@ def one_of(choices: type[E], value: object, what: str) -> E:
 
 
 def as_numbers(values: object) -> tuple[int, ...]:
-    """The list as a tuple; TypeError unless all of it are whole numbers."""
+    """Return the list as a tuple. Raises TypeError unless it is a list of integers."""
     if not isinstance(values, list) or any(type(value) is not int for value in values):
         raise TypeError(f"{values!r} is not a list of numbers")
     return tuple(values)
 
 
 def as_names(data: object) -> dict[str, str]:
-    """The table; TypeError unless all its values are strings."""
+    """Return the table. Raises TypeError unless all its values are strings."""
     if not isinstance(data, dict):
         raise TypeError(f"{data!r} is not a table of names")
     return {name: as_text(key) for name, key in data.items()}

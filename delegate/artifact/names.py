@@ -1,4 +1,4 @@
-"""What export and runtime must agree on by name: files, keys, methods, metadata and marks of kernels.
+"""Names that export and runtime must agree on: files, keys, methods, metadata and marks of kernels.
 
 An artifact is a folder::
 
@@ -26,7 +26,7 @@ BACKEND_ID = "OstinatoBackend"
 SPEC_TARGET = "target"
 SPEC_EXPORT_ID = "export_id"
 
-# Methods of a language model; see export/models/methods.py. Those that sample leave the next token in a mutable buffer.
+# Methods of a language model; see export/models/methods.py. Methods that sample leave the next token in a mutable buffer.
 PREFILL = "prefill"
 PREFILL_STREAMED = "prefill_streamed"
 DECODE = "decode"
@@ -37,7 +37,7 @@ ROWS_LOGITS = "rows_logits"
 FEW_ROWS = "few_rows"
 FEW_ROWS_LOGITS = "few_rows_logits"
 
-# Constant methods, under ExecuTorch's own names where it has one.
+# Constant methods. They have ExecuTorch's own names where such names exist.
 META_MAX_SEQ_LEN = "get_max_seq_len"
 META_VOCAB_SIZE = "get_vocab_size"
 META_N_LAYERS = "get_n_layers"
@@ -51,32 +51,31 @@ META_DTYPE = "get_activation_dtype"
 META_QUANTIZATION = "get_quantization"
 # int: layers whose routed experts stay on the host, counted from the first.
 META_CPU_MOE = "get_n_cpu_moe"
-# Whether `prefill` takes rows of padding after the last token, at its position, which change nothing.
+# bool: whether `prefill` takes rows of padding after the last token. They have its position and change nothing.
 META_PADDED_PREFILL = "enable_padded_prefill"
-# Bytes that a decode step must read or write at least once: weights that one token uses, and state of fixed size.
+# int: bytes that a decode step must read or write at least once: weights that one token uses, and state of fixed size.
 META_DECODE_BYTES = "get_decode_bytes"
-# Bytes that a decode step reads in addition for each position in the KV caches.
+# int: bytes that a decode step reads in addition for each position in the KV caches.
 META_KV_BYTES = "get_kv_bytes_per_token"
 # int: positions in a page of the KV caches.
 META_PAGE_SIZE = "get_page_size"
 
-# GPU kernels with this in their name may be started while the kernel ahead still runs: graphs/nodes.py has the rules that
-# they keep.
+# Text in the names of GPU kernels that may start while the kernel ahead still runs. graphs/nodes.py has the rules for them.
 EARLY_KERNEL = "_early"
-# Those of them for several rows have this in their names.
+# Text in the names of early kernels that take several rows.
 ROWS_KERNEL = "rows_early"
-# Rule R5 there: a kernel with the name on the left in its own may start early only directly behind one with the name on the
-# right.
+# Text in the name of an early kernel -> text in the name of the kernel ahead. The early kernel may start early only directly
+# behind such a kernel (rule R5 in graphs/nodes.py).
 REQUIRED_AHEAD = {
     "experts_down_early": "experts_gate_up_early",
     "down_fixed_rows_early": "gate_up_fixed_rows_early",
 }
 
-# `Segment.device` of those that run on the host.
+# `Segment.device` of segments that run on the host.
 HOST = "cpu"
 
 MANIFEST_KEY = "ostinato.manifest"
 CODE_KEY_PREFIX = "ostinato.code."
-# Then the name of the file.
+# The file name of the kernel library follows.
 KERNELS_KEY_PREFIX = "ostinato.kernels."
 EXTERN_KEY_PREFIX = "ostinato.extern."

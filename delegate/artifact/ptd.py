@@ -1,7 +1,7 @@
 """Read a FlatTensor file (`.ptd`) in place.
 
-Numbers are those of the fields of executorch's `extension/flat_tensor/serialize/flat_tensor.fbs`; the header (`FH01`) is that
-of its `flat_tensor_header.h`.
+Field numbers follow executorch's `extension/flat_tensor/serialize/flat_tensor.fbs`. The header (`FH01`) follows executorch's
+`flat_tensor_header.h`.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Entry:
         return len(self.data)
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, on the file's map: nothing is copied, and nothing may be written."""
+        """Return the tensor over the mapped file. Nothing is copied, and the tensor must not be written."""
         assert self.dtype is not None
         if self.nbytes == 0:
             return torch.empty(self.shape, dtype=self.dtype)
         with warnings.catch_warnings():
-            # torch's, that it does not know tensors that cannot be written.
+            # torch warns that it does not support tensors that cannot be written.
             warnings.simplefilter("ignore")
             storage = torch.frombuffer(self.data, dtype=self.dtype).untyped_storage()
-        # Not a view of the flat tensor: a view keeps its base alive, and so the map.
+        # Not a view of the flat tensor: a view keeps its base alive, and so the mapped file.
         return torch.empty(0, dtype=self.dtype).set_(storage, 0, self.shape, self.strides)
 
 

@@ -1,7 +1,7 @@
 """Read an ExecuTorch program (`.pte`).
 
-The layout of the file (flatbuffer, extended header `eh00`, segments) is that of executorch's `schema/extended_header.h`; the
-numbers below are those of the fields of its `exir/_serialize/program.fbs`.
+The layout of the file (flatbuffer, extended header `eh00`, segments) follows executorch's `schema/extended_header.h`. The
+numbers below are field numbers of executorch's `exir/_serialize/program.fbs`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _DELEGATE_ID, _DELEGATE_PROCESSED, _DELEGATE_SPECS = 0, 1, 2
 _UNION_KIND, _UNION_VALUE = 0, 1
 _DELEGATE_CALL = 2
 _IN_SEGMENT = 1
-# KernelTypes of the values that constant methods return -> letter of the struct module; 6 is a string.
+# KernelTypes of the values that constant methods return -> letter of the struct module.
 _SCALARS = {2: "q", 3: "?", 4: "d"}
 _STRING = 6
 
 
 @dataclass(frozen=True)
 class DelegateMethod:
-    """A method that one delegate call runs.
+    """A method that consists of one delegate call.
 
-    `input_order[i]` is the index among the method's inputs of the i-th argument of the compiled code;
-    `output_order[j]` is the index among the compiled code's outputs of the method's j-th output.
+    The i-th argument of the compiled code is the method's input number `input_order[i]`. The method's j-th output is the
+    compiled code's output number `output_order[j]`.
     """
 
     name: str
@@ -48,12 +48,12 @@ class DelegateMethod:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """In the method's order."""
+        """Specs of the inputs, in the method's order."""
         return tuple(self.record.inputs[self.input_order.index(i)] for i in range(len(self.input_order)))
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """In the method's order, in which they were named too."""
+        """Specs of the outputs, in the method's order. The names in the record are in this order too."""
         names = [spec.name for spec in self.record.outputs]
         return tuple(
             replace(self.record.outputs[index], name=names[place] if place < len(names) else f"output_{place}")
@@ -63,7 +63,7 @@ class DelegateMethod:
 
 @dataclass
 class ProgramFile:
-    """A parsed `.pte`: delegated methods, metadata (constant methods) and named data, the last as views of the map."""
+    """A parsed `.pte`: delegated methods, metadata (constant methods) and named data, which are views of the mapped file."""
 
     methods: dict[str, DelegateMethod] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def parse_program(data: memoryview, path: Path) -> ProgramFile:
     """Parse the bytes of a `.pte`.
 
     Raises:
-        ArtifactError: not a program, cut short, or not one of this project's programs; names `path`.
+        ArtifactError: not a program, cut short, or not one of this project's programs. The message names `path`.
     """
     if len(data) < 64 or bytes(data[4:6]) != b"ET":
         raise ArtifactError(f"{path} is not an ExecuTorch program (no 'ET..' identifier at byte 4)")

@@ -1,4 +1,4 @@
-"""The records that travel in an artifact: what the runtime needs to know of methods, and the manifest.
+"""Records stored in an artifact: what the runtime needs to know about methods, and the manifest.
 
 Each delegated method carries a `MethodRecord` (JSON) as its delegate's processed bytes. The manifest, a named blob
 in `model.ptd`, holds the SHA-256 of `model.pte` and of every constant, so that damage and mixed-up files
@@ -36,7 +36,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Dim:
-    """One dimension of an input: fixed when `min == max`; in one call, equal symbols must have equal sizes."""
+    """One dimension of an input: fixed when `min == max`. In one call, dimensions with equal symbols have equal sizes."""
 
     min: int
     max: int
@@ -51,24 +51,25 @@ class Dim:
 
 
 class Growth(str, Enum):
-    """What the first dimension of a mutable buffer is. How many there are is chosen when a program is loaded."""
+    """Meaning of a mutable buffer's first dimension. The numbers of slots and pages are chosen when a program is loaded."""
 
-    # As in the artifact.
+    # The size is the one in the artifact.
     FIXED = "fixed"
-    # One row for each session.
+    # One entry for each session.
     SLOTS = "slots"
-    # One row for each page of the KV caches.
+    # One entry for each page of the KV caches.
     PAGES = "pages"
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A method's input or output.
+    """Spec of a method's input or output.
 
     Attributes:
-        name, dtype, shape: what they say.
+        name, dtype: the tensor's name, and the name of its dtype.
+        shape: the tensor's dimensions.
         value_range: lowest and highest value of an integer input; None if unbounded.
-        counts: where it is an index into buffers that grow, what it counts: the highest value is known when it is loaded.
+        counts: for an index into buffers that grow: what it counts. Loading a program then sets the highest value.
     """
 
     name: str
@@ -94,26 +95,26 @@ class TensorSpec:
 
 
 class StateKind(str, Enum):
-    """What a mutable buffer holds.
+    """Kind of content of a mutable buffer.
 
-    The last part of the name of a `SAMPLING` buffer says what it holds: `token`, `position`, or a field of
+    The last component of a `SAMPLING` buffer's name says what the buffer holds: `token`, `position`, or a field of
     `sampling.SamplingTensors`.
     """
 
     KV_CACHE = "kv_cache"
-    # Where each session's pages of the KV caches are. Methods read it, and the runtime writes it.
+    # Table of each session's pages of the KV caches. Methods read the table, and the runtime writes it.
     BLOCK_TABLE = "block_table"
     CONVOLUTION = "convolution"
     RECURRENT = "recurrent"
     SAMPLING = "sampling"
-    # Its content between steps means nothing.
+    # The content has no meaning between steps.
     WORKSPACE = "workspace"
-    # A program that does not say more.
+    # No kind was declared.
     OTHER = "other"
 
 
 class StateForm(NamedTuple):
-    """What a mutable buffer holds, and what its first dimension is."""
+    """Kind of a mutable buffer's content, and meaning of its first dimension."""
 
     kind: StateKind = StateKind.OTHER
     growth: Growth = Growth.FIXED
@@ -124,10 +125,11 @@ class BufferSpec:
     """A mutable buffer that methods share.
 
     Attributes:
-        shape: of a buffer that grows, its first dimension is an example.
-        dtype: its name.
-        initialised: its first value is in `model.ptd`, else it is zeros. Of one that grows, all rows begin as the first one.
-        kind, growth: as of `StateForm`.
+        shape: the buffer's shape. If the buffer grows, its first size is an example.
+        dtype: name of the dtype.
+        initialised: whether the first value is in `model.ptd`; otherwise the buffer starts as zeros. If the buffer grows, all
+            entries of its first dimension start as the first entry.
+        kind, growth: see `StateForm`.
     """
 
     shape: tuple[int, ...]
@@ -156,20 +158,20 @@ class BufferSpec:
 
 @dataclass(frozen=True)
 class Segment:
-    """One call of compiled code. A method is a chain of one segment or more; several may run the same code.
+    """One call of compiled code. A method is a chain of one or more segments. Several segments may run the same code.
 
     Attributes:
-        code_key, code_sha256: the shared library among the program's named data, and its hash.
-        extern_key: the list of ATen operators that the code calls by name, "" if there are none.
-        kernels_key, kernels_sha256: the library of kernels that the code is linked with, and its hash; "" if there is none.
-        prefix: stands before the code's own names in the record's `constants` and `buffers`.
-        inputs, outputs: numbers of the values that it takes and gives, in the order of the code's arguments.
-        capture: whether it may be part of a CUDA graph; where not, it is called each time.
-        device: "cpu" where it runs on the host, is called there, and has its constants and buffers there; "" where it runs
-            on the program's device. In a program for the CPU both are the same machine, and all else holds.
-        streamed_by: number of the method's input that says how many entries of the first dimension of its constants a call
-            needs: they stay on the host, although the code runs on the device, and so many are copied there each time. None
-            where they do not.
+        code_key, code_sha256: key of the shared library in the program's named data, and its hash.
+        extern_key: key of the list of ATen operators that the code calls by name; "" without such operators.
+        kernels_key, kernels_sha256: key of the library of kernels that the code is linked with, and its hash; "" without one.
+        prefix: text that stands before the code's own names in the record's `constants` and `buffers`.
+        inputs, outputs: numbers of the values that the segment takes and gives, in the order of the code's arguments.
+        capture: whether the segment may be part of a CUDA graph. If not, it is called each time.
+        device: "cpu" if the segment runs on the host: it is called there, and has its constants and buffers there. "" if it
+            runs on the program's device. In a program for the CPU both are the same machine, and the rest still holds.
+        streamed_by: number of the method's input that says how many entries of its constants' first dimension the segment
+            needs in a call. The code runs on the device, but the constants stay on the host, and each call copies that many
+            entries to the device. None if no constants are streamed.
     """
 
     code_key: str
@@ -211,14 +213,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class MethodRecord:
-    """What the runtime needs to know about one delegated method.
+    """Description of one delegated method, as the runtime needs it.
 
     Attributes:
         inputs, outputs: specs, in the order of the delegate call's arguments.
-        segments: run one after the other. Values are numbered: the inputs from 0 on, then what the segments give.
+        segments: the method's segments, run one after the other. Values are numbered: first the inputs, from 0 on, then the
+            outputs of the segments.
         results: numbers of the values that the method returns.
-        constants: names that the compiled code uses, each after its segment's prefix -> keys of `model.ptd`.
-        buffers: the same for mutable buffers -> keys of `buffer_specs`.
+        constants: names in the compiled code, each after its segment's prefix -> keys of `model.ptd`.
+        buffers: names of mutable buffers, in the same form -> keys of `buffer_specs`.
     """
 
     method: str
@@ -236,7 +239,7 @@ class MethodRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> MethodRecord:
-        """Raises ArtifactError when the bytes are not a record of this format version."""
+        """Parse a record. Raises ArtifactError when the bytes are not a record of this format version."""
         raw = parse_json(data, f"a method's record in {PROGRAM_FILE}", ArtifactError)
         try:
             _check_version(raw["version"])
@@ -259,12 +262,12 @@ class MethodRecord:
 
     @property
     def host_names(self) -> frozenset[str]:
-        """Those of `constants` and `buffers` that are on the host."""
+        """Names in `constants` and `buffers` whose tensors are on the host."""
         prefixes = tuple(segment.prefix for segment in self.segments if segment.on_host or segment.is_streamed)
         return frozenset(name for name in (*self.constants, *self.buffers) if name.startswith(prefixes))
 
     def _fault(self) -> str:
-        """What is wrong with the chain, "" if nothing: each value must be given once, and before it is taken."""
+        """Return what is wrong with the record, "" if nothing. For example, each value must be given once, before use."""
         if not self.segments:
             return "it has no code"
         known = set(range(len(self.inputs)))
@@ -313,7 +316,7 @@ def _check_version(version: object) -> None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Hashes (SHA-256, hex) that bind `model.ptd` to its `model.pte`; a blob in `model.ptd`."""
+    """Hashes (SHA-256, hex) that bind `model.ptd` to its `model.pte`. Stored as a blob in `model.ptd`."""
 
     export_id: str
     program_sha256: str
@@ -325,7 +328,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Raises ArtifactError when the bytes are not a manifest of this format version."""
+        """Parse a manifest. Raises ArtifactError when the bytes are not a manifest of this format version."""
         raw = parse_json(data, f"the manifest in {CONSTANTS_FILE}", ArtifactError)
         try:
             _check_version(raw["version"])

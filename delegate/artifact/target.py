@@ -1,4 +1,4 @@
-"""What code was compiled for, and whether this machine can run it."""
+"""Target of compiled code, and the check that this machine can run it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ostinato.delegate.errors import ArtifactError, TargetError
 
 from .json_files import parse_json
 
-# Extensions that a compiler told `-march=native` may use in user code; other cpuinfo flags do not matter.
+# Prefixes of extensions that a compiler with `-march=native` may use in user code. Other cpuinfo flags do not matter.
 _ISA_PREFIXES = (
     "sse",
     "ssse",
@@ -40,7 +40,7 @@ class Target:
     """Device and machine that compiled code needs.
 
     `arch`: for CUDA the GPU architecture (`sm_90`), for CPU the machine (`x86_64`). `isa`: instruction set extensions of
-    the CPU that built the code (Linux names), which CUDA programs need as well: for what launches their kernels, and for
+    the CPU that built the code (Linux names). CUDA programs need these too: for the code that launches kernels, and for
     segments on the host. `torch`: the release whose C ABI the code uses (`2.13`).
     """
 
@@ -55,7 +55,7 @@ class Target:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Target:
-        """Raises ArtifactError when the bytes are not a target."""
+        """Parse a target. Raises ArtifactError when the bytes are not a target."""
         raw = parse_json(data, "the compile target in the program", ArtifactError)
         try:
             return cls(raw["device"], raw["arch"], tuple(raw["isa"]), raw["torch"], raw["system"])
@@ -69,7 +69,7 @@ class Target:
 
 
 def host_isa() -> tuple[str, ...]:
-    """Instruction set extensions of this CPU, sorted, by the names of /proc/cpuinfo; empty where it is absent."""
+    """Instruction set extensions of this CPU, sorted, by the names of /proc/cpuinfo; empty if that file is absent."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return ()
@@ -83,7 +83,7 @@ def host_isa() -> tuple[str, ...]:
 
 
 def host_target(device: str) -> Target:
-    """What code compiled here, now, for `device` ("cpu" or "cuda") would need.
+    """Return the target of code that is compiled on this machine now, for `device` ("cpu" or "cuda").
 
     Raises:
         TargetError: CUDA is asked for and torch sees no GPU.

@@ -24,14 +24,14 @@ from .transfers import Mark, PinnedPool, Sent, departures, needed_on_device, res
 
 @dataclass
 class _Step:
-    """The values of one step by their numbers, each until its last use.
+    """Values of one step by their numbers. Each value is kept until its last use.
 
     Attributes:
-        values: on the device, and the method's inputs.
-        read: memory of the host that work which is queued on the device may still read.
-        hosted: on the host.
-        sent: those that the device sends or has sent there.
-        given: of `values`, those over the host's memory: that memory, until it is in `read`.
+        values: values on the device, and the method's inputs.
+        read: memory of the host that queued work on the device may still read.
+        hosted: values on the host.
+        sent: copies on the host of values from the device, queued or complete.
+        given: for each of `values` that lies in the host's memory: that memory. It moves to `read` after the last use.
     """
 
     values: dict[int, torch.Tensor]
@@ -45,14 +45,14 @@ class MethodCode:
     """The compiled code of one method, loaded into this process: one torch container per segment.
 
     Segments that run the same code share one loaded library. Inputs and outputs of `run` are tensors in the order of
-    `record.inputs` and `record.outputs`: inputs on the host or on the program's device, outputs on the device and freshly
-    allocated. Work is queued on the current CUDA stream; a segment that runs on the host waits for it.
+    `record.inputs` and `record.outputs`. Inputs are on the host or on the program's device; outputs are on the device and
+    freshly allocated. Work is queued on the current CUDA stream. A segment on the host waits for the values that it takes.
 
     Args:
         record: the method's record.
-        named_data: the program's named data; it holds what the record's segments refer to.
-        device: the program's, where the code runs except for segments on the host.
-        buffers: the program's, for segments whose constants stream through the device.
+        named_data: the program's named data, with the libraries that the record's segments refer to.
+        device: the program's device. The code runs there, except for segments on the host.
+        buffers: the program's buffers for constants that stream through the device.
 
     Raises:
         ArtifactError: code is missing, damaged, or cannot be loaded.
@@ -70,7 +70,7 @@ class MethodCode:
         self._device = device
         self._containers: list[Container] = []
         libraries: dict[str, str] = {}
-        # dlopen needs paths. The files can go as soon as they are mapped, so nothing is left behind even after a crash.
+        # dlopen needs paths. The files are deleted as soon as they are mapped, so even a crash leaves nothing behind.
         with tempfile.TemporaryDirectory(prefix="ostinato-") as folder:
             for segment in record.segments:
                 _unpack_kernels(record.method, segment, named_data, folder)
@@ -83,9 +83,9 @@ class MethodCode:
         self._last_uses = _last_uses(record)
         self._on_host = frozenset(index for index, segment in enumerate(record.segments) if segment.on_host)
         streamed = [index for index, segment in enumerate(record.segments) if segment.is_streamed]
-        # Segment -> its number among the streamed ones.
+        # Segment -> its number among the streamed segments.
         self._streamed = {index: number for number, index in enumerate(streamed)}
-        # The method's input that says how much of them.
+        # Number of the method's input that says how many entries of the streamed constants a call needs.
         self._streamed_by = record.segments[streamed[0]].streamed_by if streamed else None
         self._stream: ConstantStream | None = None
         not_captured = (i for i, segment in enumerate(record.segments) if segment.is_streamed or not segment.capture)
@@ -95,21 +95,25 @@ class MethodCode:
         self._starts = starts(record.segments, self._on_host)
         self._read_mark = Mark(device)
         self._pool = PinnedPool(device)
-        # The thread begins when something is run on the host.
+        # The thread starts when it first gets segments to queue, while another segment runs on the host.
         self._thread = ThreadPoolExecutor(1, "ostinato-queue")
         self._addresses: tuple[int, ...] = ()
         self._lent: list[torch.Tensor] = []
-        # Values of the host that the last call's work may still be reading.
+        # Memory of the host that the last call's work may still be reading.
         self._read_last: list[torch.Tensor] = []
 
     def bind(self, tensors: Mapping[str, torch.Tensor], registers: bool = False) -> None:
-        """Use `tensors` in place, without a copy: all of `record.constants` and `record.buffers`, by their names there. Those
-        of `record.host_names` are on the host.
+        """Make the code use `tensors` in place, without a copy.
 
-        The containers keep addresses, so the caller must keep the tensors alive until the next `bind`, or `close`. With
-        `registers` the GPU reads those that stream through it by itself: they must then live as long as the program.
+        The containers keep only addresses, so the caller must keep the tensors alive until the next `bind`, or `close`.
+
+        Args:
+            tensors: all of `record.constants` and `record.buffers`, by their names there. Those of `record.host_names` are on
+                the host.
+            registers: whether the GPU reads streamed constants directly from the host's memory. They must then live as long
+                as the program.
         """
-        # A container never lets go of a tensor that it was given, so it gets others over the same memory, to be emptied.
+        # A container never releases a tensor. So it gets other tensors over the same memory, which can be emptied later.
         lent = {name: torch.empty(0, dtype=t.dtype, device=t.device).set_(t) for name, t in tensors.items()}  # type: ignore[call-overload]
         try:
             for index, (segment, container) in enumerate(zip(self.record.segments, self._containers, strict=True)):
@@ -125,7 +129,7 @@ class MethodCode:
         self._addresses = tuple(tensor.data_ptr() for tensor in tensors.values())
 
     def _open_stream(self, tensors: Mapping[str, torch.Tensor], registers: bool) -> ConstantStream:
-        """For the streamed segments, which find their constants at the same places in each call."""
+        """Open the stream of constants for the streamed segments, and bind their code to the stream's buffers once."""
         segments = [self.record.segments[index] for index in self._streamed]
         sources = [_of_segment(segment, tensors) for segment in segments]
         stream = ConstantStream(self._buffers, sources, [segment.code_key for segment in segments], registers)
@@ -153,23 +157,23 @@ class MethodCode:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Of all constants and buffers; the same object until the next `bind`."""
+        """Addresses of all constants and buffers. The same object until the next `bind`."""
         return self._addresses
 
     def start(self, inputs: Sequence[torch.Tensor]) -> None:
-        """At the begin of a step: queue the first copies of constants that stream through the device."""
+        """Queue the first copies of constants that stream through the device. To be called at the beginning of a step."""
         if self._stream is not None and self._streamed_by is not None:
-            # It may wait for the device.
+            # `int` waits for the device if the input is there.
             self._stream.start(int(inputs[self._streamed_by]))
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """One step: the segments in their order, each intermediate value freed after its last use.
+        """Run one step: the segments in their order. Each intermediate value is freed after its last use.
 
-        A segment on the host begins when the device has what it needs. What the device has to do besides is queued meanwhile,
-        by another thread: operators of the host let Python go on.
+        A segment on the host starts when the values that it takes have arrived. Meanwhile another thread queues more work for
+        the device: operators on the host release Python's global lock (GIL).
         """
         if not self._departures and self._read_last:
-            # Nothing that the host waits for in this call lies behind the last one's work.
+            # This call waits for no copy to the host, so nothing else shows that the last call's work is done.
             self._read_mark.wait()
             self._read_last = []
         self.start(inputs)
@@ -192,11 +196,11 @@ class MethodCode:
         return results_of(step.values, self.results, step.given)
 
     def _queue(self, index: int, step: _Step) -> None:
-        """Queue a segment on the device, and the copies of what leaves for the host then."""
+        """Queue a segment on the device, then the copies of values that leave for the host after it."""
         lent = {_storage(step.values[number]): memory for number, memory in step.given.items()}
         self.run_segment(index, step.values)
         if lent:
-            # The code may give a part of what it took.
+            # An output may be a view of an input.
             made = [number for number in self.segments[index].outputs if number in step.values]
             step.given |= {n: lent[_storage(step.values[n])] for n in made if _storage(step.values[n]) in lent}
         leaving = self._departures.get(index)
@@ -207,13 +211,13 @@ class MethodCode:
         self._drop(index, step)
 
     def _run_on_host(self, index: int, besides: Sequence[int], step: _Step) -> None:
-        """Run a segment on what is on the host or on its way there, and queue those `besides` meanwhile."""
+        """Run a segment on the host, and meanwhile queue the segments `besides` on the device."""
         taken = self.segments[index].inputs
         away = [number for number in taken if number in step.sent and number not in step.hosted]
         step.hosted |= {number: step.sent[number].arrived(number) for number in away}
-        # One of the method's inputs may be on the device.
+        # An input of the method may be on the device.
         there = {n: step.hosted[n] if n in step.hosted else step.values[n].to(HOST) for n in taken}
-        # Others will take that memory.
+        # The memory of the inputs will be used again for other values.
         lent = {_storage(tensor) for tensor in there.values()}
         queued: Future[None] | None = None
         try:
@@ -221,12 +225,12 @@ class MethodCode:
             self.run_segment(index, there)
         finally:
             if queued is not None:
-                # Nobody may bind or close the code while the other thread uses it.
+                # The code must not be bound or closed while the other thread uses it.
                 _wait_for(queued)
         if queued is not None:
             queued.result()
         for number in self.segments[index].outputs:
-            # Not there where nobody needs it.
+            # A value that no later segment needs is not in `there`.
             if number in there and _storage(there[number]) in lent:
                 there[number] = there[number].clone()
         step.hosted.update(there)
@@ -236,7 +240,7 @@ class MethodCode:
         self._drop(index, step)
 
     def _on_thread(self, indexes: Sequence[int], step: _Step) -> Future[None]:
-        """Queue these segments on the current stream, on another thread. It begins when this one lets Python go on."""
+        """Queue these segments on the current stream from another thread, which runs when this one releases the GIL."""
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         inference = torch.is_inference_mode_enabled()
 
@@ -248,7 +252,7 @@ class MethodCode:
         return self._thread.submit(run)
 
     def _drop(self, index: int, step: _Step) -> None:
-        """What no segment after this one needs."""
+        """Drop the values that no segment after `index` needs."""
         for number in self._last_uses[index]:
             step.values.pop(number, None)
             step.hosted.pop(number, None)
@@ -258,10 +262,10 @@ class MethodCode:
                 step.read.append(step.given.pop(number))
 
     def run_segment(self, index: int, values: dict[int, torch.Tensor]) -> None:
-        """Run one segment on `values` by their numbers: adds what it gives, and drops what no later segment needs.
+        """Run one segment on `values`, by their numbers. Add its outputs, and drop values that no later segment needs.
 
-        What a segment on the host takes is there. What one on the device takes may be on the host, and stays there: it is
-        copied, on the current stream.
+        A segment on the host needs its inputs on the host. A segment on the device takes inputs from anywhere: those on the
+        host are copied for it, on the current stream.
         """
         segment, number = self.record.segments[index], self._streamed.get(index)
         taken = [values[number] for number in segment.inputs]
@@ -295,12 +299,12 @@ class MethodCode:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Where its memory begins, which tensors share of which one is a part of the other."""
+    """Address of the tensor's storage. Equal for tensors that share memory."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _wait_for(future: Future[None]) -> None:
-    """Until it has ended, whatever comes of it; an interrupt is raised after that."""
+    """Wait until `future` has ended, with or without an error. An interrupt is raised after that."""
     interrupt: KeyboardInterrupt | None = None
     while not future.done():
         try:
@@ -312,13 +316,13 @@ def _wait_for(future: Future[None]) -> None:
 
 
 def _of_segment(segment: Segment, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of a method's tensors that the segment uses, by the names in its code."""
+    """Select the tensors of a method that the segment uses, by the names in the segment's code."""
     prefix = segment.prefix
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _last_uses(record: MethodRecord) -> list[tuple[int, ...]]:
-    """For each segment, the values that it takes or gives which no later one takes and the method does not return."""
+    """Per segment: numbers of its inputs and outputs that no later segment takes and the method does not return."""
     done: list[tuple[int, ...]] = []
     needed = set(record.results)
     for segment in reversed(record.segments):
@@ -328,7 +332,7 @@ def _last_uses(record: MethodRecord) -> list[tuple[int, ...]]:
 
 
 def _unpack(method: str, segment: Segment, named_data: Mapping[str, memoryview], path: str) -> None:
-    """Write a segment's library to `path`, and beside it the list of operators where torch looks for it."""
+    """Write a segment's library to `path`, and the list of operators beside it, where torch looks for the list."""
     _write(f"the compiled code of method {method!r}", named_data.get(segment.code_key), segment.code_sha256, path)
     if segment.extern_key:
         # Without the list the code would call through a null pointer.
@@ -339,7 +343,7 @@ def _unpack(method: str, segment: Segment, named_data: Mapping[str, memoryview],
 
 
 def _unpack_kernels(method: str, segment: Segment, named_data: Mapping[str, memoryview], folder: str) -> None:
-    """Write the kernels that a segment's library is linked with to where the system's loader looks for them: beside it."""
+    """Write the kernels that a segment's library is linked with into `folder`, where the system's loader looks for them."""
     if segment.kernels_key:
         path = os.path.join(folder, os.path.basename(segment.kernels_key.removeprefix(KERNELS_KEY_PREFIX)))
         if not os.path.exists(path):

@@ -1,4 +1,4 @@
-"""The one stream for captures and shared runs, and how work gets there."""
+"""The one CUDA stream for captures and for `use_shared_cuda_stream`, and the functions that run work on it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from collections.abc import Callable, Sequence
 import torch
 
 Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-# Has the work of a `Run` queued, on this stream or another: `run_here`, or `run_on_stream` for one stream.
+# Calls a `Run` on the current stream or on another one: `run_here`, or `run_on_stream` with its stream.
 Call = Callable[[Run, Sequence[torch.Tensor]], list[torch.Tensor]]
 
-# Programs have locks of their own but share the side stream: one thread's work must not get into another's capture. Code on
-# the host that runs in between may itself use a program.
+# Each program has its own lock, but all share the side stream: one thread's work must not get into another's capture. The
+# lock is reentrant because code on the host that runs meanwhile may itself use a program.
 side_lock = threading.RLock()
 
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream for captures and shared runs. One stream per method would cost 32 MiB each on an H200: cuBLAS keeps a
-    workspace for every stream that it has seen."""
+    """The one stream for all captures and all methods that share it.
+
+    One stream per method would cost 32 MiB each on an H200: cuBLAS keeps a workspace for every stream that it has seen.
+    """
     return torch.cuda.Stream(device)
 
 
@@ -30,7 +32,7 @@ def run_here(run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def run_on_stream(stream: torch.cuda.Stream, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Run on `stream`, after all work that the current stream holds and before all that it will get."""
+    """Run on `stream`: after all work queued on the current stream so far, and before all work queued there later."""
     current = torch.cuda.current_stream(stream.device)
     with side_lock:
         stream.wait_stream(current)
@@ -38,10 +40,10 @@ def run_on_stream(stream: torch.cuda.Stream, run: Run, inputs: Sequence[torch.Te
             with torch.cuda.stream(stream):
                 outputs = run(inputs)
         finally:
-            # What comes next may be a reset of the state that a step wrote before it failed.
+            # After an error too: the next work may reset the state that the failed step wrote.
             current.wait_stream(stream)
     for tensor in inputs:
-        # Those that code on the host takes are there.
+        # Inputs that code on the host takes are not on the GPU.
         if tensor.is_cuda:
             tensor.record_stream(stream)
     for tensor in outputs:

@@ -1,20 +1,20 @@
-"""Values that pass between the device and code on the host.
+"""Transfers of values between the device and code on the host.
 
-    send       device -> pinned memory            queued behind the work that gives the value
+    send       device -> pinned memory            queued behind the work that computes the value
     arrived                                       the host waits for these copies, and for nothing queued after them
-    to_device  host -> pinned memory              by the CPU, where the value is not there already
+    to_device  host -> pinned memory              by the CPU, unless the value is already there
 
-So a value is sent as soon as it is there (`departures`), and what the device has to do besides goes on while the host waits
-and computes. What the host gives is not copied to the device: code there reads the pinned memory itself, over the bus. A copy
-would wait behind all constants that are on their way to the device (constants/streaming.py), for a GPU has one engine for
-copies to it: 7 ms behind 400 MB, where reading takes 0.1 ms for 2 MB (measured on an H200, 2026-11-22).
+A value is sent as soon as it is computed (`departures`). The device goes on with other work while the host waits and
+computes. A value that the host computes is not copied to the device: code on the device reads the pinned memory over the
+bus. A GPU has only one engine for copies to it, so a copy would wait behind all constants that are on their way
+(constants/streaming.py): 7 ms behind 400 MB. Reading takes 0.1 ms for 2 MB (measured on an H200, 2026-11-22).
 
-`Transfers` are a plan's, through static buffers. `Sent` and `to_device_once` are for a single run, whose sizes need not come
-again.
+`Transfers` serves a plan, through static buffers. `Sent` and `to_device_once` serve calls without a plan, whose sizes may
+never come again.
 
-A graph holds the copies of what leaves at its end, or for small values one kernel that writes all of them to pinned memory.
-That memory is not allocated while a graph is recorded, and the values' sizes are known only then: so such a graph is recorded
-twice.
+A graph ends with copies of the values that leave for the host. If the values are small, one kernel writes all of them to
+pinned memory instead. The sizes of the values become known only while the graph is recorded, and then no pinned memory is
+allocated. So such a graph is recorded twice.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from typing import Protocol
 
 import torch
 
-# Bytes of a line of the CPU's caches, on which copies begin.
+# Bytes of a cache line of the CPU. Copies begin at multiples of it.
 LINE = 64
-# Bytes up to which one kernel writes all that leaves a graph to pinned memory: of so few a copy for each value takes longer.
+# Up to this many bytes in all, one kernel writes the values that leave a graph to pinned memory. One copy per value would
+# take longer.
 _BY_KERNEL = 1 << 18
-# Bytes on which each of these begins.
+# Small values that leave a graph together begin at multiples of this many bytes.
 _ALIGNMENT = 16
 
 
 class Needs(Protocol):
-    """Numbers of the values that a segment takes and gives."""
+    """Inputs and outputs of a segment, as numbers of values."""
 
     @property
     def inputs(self) -> tuple[int, ...]: ...
@@ -45,29 +46,30 @@ class Needs(Protocol):
 
 
 class Transfers:
-    """The static buffers of one plan, by the numbers of their values, each made when its value passes for the first time.
+    """Static buffers of one plan, by the numbers of their values. Each is made when its value passes for the first time.
 
-    All copies of a step are queued on the current stream, which must be the one that the plan's graphs are launched on.
+    All copies of a step are queued on the current stream. The plan's graphs must be launched on the same stream.
 
     Args:
-        device: the program's. On the CPU no memory is pinned and a copy is done when its call returns; the rest is the same.
+        device: the program's device. On the CPU no memory is pinned and a copy is done when its call returns; the rest is the
+            same.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._to_host: dict[int, torch.Tensor] = {}
         self._from_host: dict[int, torch.Tensor] = {}
-        # The same memory as the device sees it.
+        # Tensors of the device over the memory of `_from_host`.
         self._on_device: dict[int, torch.Tensor] = {}
-        # What leaves a graph together and is small: bytes of the device over the memory of all.
+        # Numbers of small values that leave a graph together -> bytes of the device, over the pinned memory of all of them.
         self._together: dict[tuple[int, ...], torch.Tensor] = {}
         self._arrived, self._read = Mark(device), Mark(device)
         self._may_be_read = False
 
     def send(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Queue copies to the host of values on the device; the next step overwrites them.
+        """Queue copies of values from the device to the host. The next step overwrites the copies.
 
-        Nobody reads those of the last step any more: code on the host has ended when its call returns.
+        The copies of the last step are not read any more: code on the host has ended when its call returns.
         """
         if values:
             for number, value in values.items():
@@ -75,7 +77,7 @@ class Transfers:
             self._arrived.record()
 
     def has_room(self, values: Mapping[int, torch.Tensor]) -> bool:
-        """Whether pinned memory for the values was there; if not, it is now."""
+        """Whether all values already have pinned memory. If not, it is allocated now."""
         there = {number: tensor.shape for number, tensor in self._to_host.items()}
         missing = {number: value for number, value in values.items() if there.get(number) != value.shape}
         if not missing:
@@ -93,9 +95,9 @@ class Transfers:
         return False
 
     def record(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Within a graph: the copies of `send`, of values for which there is room."""
+        """Record the copies of `send` in a graph, for values that have pinned memory."""
         if self._device.type == "cpu":
-            # There a graph's values are known when it runs.
+            # On the CPU the values of a graph become known here, when it runs.
             self.has_room(values)
         together = self._together.get(tuple(values))
         if together is not None:
@@ -106,23 +108,23 @@ class Transfers:
                 self._buffer(self._to_host, number, value).copy_(value, non_blocking=True)
 
     def launched(self) -> None:
-        """A graph has been launched that holds copies to the host."""
+        """Note that a graph with copies to the host has been launched."""
         self._arrived.record()
 
     def arrived(self, numbers: Collection[int]) -> dict[int, torch.Tensor]:
-        """The copies of these values on the host, complete, which were sent in this step."""
+        """Wait for the copies of these values that were sent in this step, and return them."""
         if not numbers:
             return {}
         self._arrived.wait()
         return {number: self._to_host[number] for number in numbers}
 
     def to_device(self, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Tensors of the device, over pinned memory that holds the values; the next step overwrites them."""
+        """Copy values to pinned memory, and return tensors of the device over it. The next step overwrites this memory."""
         if not values:
             return {}
         if self._may_be_read:
-            # What the host has waited for in this step need not lie behind the last step's work, which may still be reading:
-            # code on the host may take nothing from the device.
+            # Work of the last step may still be reading the buffers. This step has not waited for that work if its code on
+            # the host takes nothing from the device.
             self._read.wait()
             self._may_be_read = False
         for number, value in values.items():
@@ -132,13 +134,13 @@ class Transfers:
         return {number: self._on_device[number] for number in values}
 
     def end(self) -> None:
-        """All work of a step is queued."""
+        """Note that all work of a step is queued."""
         if self._from_host:
             self._read.record()
             self._may_be_read = True
 
     def release(self) -> None:
-        """Let the buffers go, when nothing that is queued uses them: of a kernel over pinned memory torch does not know."""
+        """Free the buffers after all queued work that uses them. torch does not know of kernels that read pinned memory."""
         for mark in (self._arrived, self._read):
             mark.wait()
         for buffers in (self._to_host, self._from_host, self._on_device, self._together):
@@ -146,7 +148,7 @@ class Transfers:
 
     def _buffer(self, buffers: dict[int, torch.Tensor], number: int, value: torch.Tensor) -> torch.Tensor:
         buffer = buffers.get(number)
-        # What links hand on has the sizes of the method's inputs; a result may have others each time, and no graph reads it.
+        # Values between segments keep their sizes in a plan. A result may have another size each time, but no graph reads it.
         if buffer is None or buffer.shape != value.shape:
             buffer = buffers[number] = _empty_on_host(value.shape, value.dtype, self._device)
             self._on_device.pop(number, None)
@@ -154,9 +156,9 @@ class Transfers:
 
 
 class PinnedPool:
-    """Buffers of pinned memory that single runs take in turns, in sizes that are powers of two.
+    """Reusable buffers of pinned memory for calls without a plan, in sizes that are powers of two.
 
-    torch keeps pinned memory for later too, but asks CUDA about all copies of a buffer when it is taken again.
+    torch keeps pinned memory for later use too, but asks CUDA about all copies of a buffer before it gives the buffer again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -164,13 +166,13 @@ class PinnedPool:
         self._free: dict[int, list[torch.Tensor]] = {}
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A buffer of that many bytes or more."""
+        """Return a buffer of `nbytes` bytes or more."""
         size = 1 << max(nbytes - 1, 0).bit_length()
         free = self._free.setdefault(size, [])
         return free.pop() if free else _empty_on_host((size,), torch.uint8, self._device)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Nothing writes to the buffer any more, and nobody will read it."""
+        """Take a buffer back. Nothing may write to the buffer or read it any more."""
         self._free[buffer.nbytes].append(buffer)
 
     def clear(self) -> None:
@@ -178,10 +180,10 @@ class PinnedPool:
 
 
 class Sent:
-    """Copies on the host of values on the device, by their numbers: queued on the current stream, in one buffer.
+    """Copies on the host of values from the device, by their numbers: queued on the current stream, in one buffer.
 
     Args:
-        behind: what work that was queued before the copies reads; kept until they have arrived.
+        behind: memory that work queued before the copies may read; kept until the copies have arrived.
     """
 
     def __init__(
@@ -196,21 +198,23 @@ class Sent:
         self.behind = behind
 
     def arrived(self, number: int) -> torch.Tensor:
-        """One of them, complete."""
+        """Wait for all copies, and return the copy of value `number`."""
         self._mark.wait()
         self.behind.clear()
         return self._copies[number]
 
     def done(self, number: int) -> None:
-        """Nobody reads this one any more; it has arrived."""
+        """Give up the copy of value `number`, which has arrived. After the last one the buffer returns to the pool."""
         del self._copies[number]
         if not self._copies:
             self._pool.give(self._buffer)
 
 
 def to_device_once(value: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor of the device over pinned memory that holds the value, and that memory: the caller must keep it until it has
-    been read."""
+    """Return a tensor of the device over pinned memory that holds the value, and that memory.
+
+    The caller must keep the memory until the device has read it.
+    """
     if device.type == "cpu":
         return value, value
     pinned = value if value.is_pinned() else fill(_empty_on_host(value.shape, value.dtype, device), value)
@@ -218,7 +222,7 @@ def to_device_once(value: torch.Tensor, device: torch.device) -> tuple[torch.Ten
 
 
 def seen_by(device: torch.device, pinned: torch.Tensor) -> torch.Tensor:
-    """The same pinned memory as a tensor of the device, which does not keep it; nothing is copied."""
+    """Return a tensor of the device over the same pinned memory, without a copy. It does not keep the memory alive."""
     if device.type == "cpu" or pinned.numel() == 0:
         return pinned.to(device)
     return _bytes_at(device, pinned.data_ptr(), pinned.nbytes).view(pinned.dtype).view(pinned.shape)
@@ -226,7 +230,7 @@ def seen_by(device: torch.device, pinned: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _bytes_at(device: torch.device, address: int, nbytes: int) -> torch.Tensor:
-    """Bytes of pinned memory, at the same address for the device. Finding that out takes torch as long as a few launches."""
+    """Bytes of pinned memory as a tensor of the device. Cached, as torch's look-up of the address costs a few launches."""
     with torch.inference_mode(False):
         return torch.as_tensor(_PinnedMemory(address, nbytes), device=device)
 
@@ -238,8 +242,11 @@ def needed_on_device(segments: Sequence[Needs], on_host: Collection[int], result
 
 
 def departures(segments: Sequence[Needs], on_host: Collection[int]) -> dict[int, tuple[int, ...]]:
-    """Segment on the device -> numbers of the values that leave for the host when it has run: each value once, together with
-    the others that its first taker there needs. The method's inputs are not among them."""
+    """Segment on the device -> numbers of the values that leave for the host after it.
+
+    Each value leaves once, together with the other values that its first reader on the host needs. The method's inputs are
+    not included.
+    """
     makers = {number: index for index, segment in enumerate(segments) for number in segment.outputs}
     leaving: dict[int, tuple[int, ...]] = {}
     sent: set[int] = set()
@@ -253,8 +260,10 @@ def departures(segments: Sequence[Needs], on_host: Collection[int]) -> dict[int,
 
 
 def starts(segments: Sequence[Needs], on_host: Collection[int]) -> dict[int, int]:
-    """Segment on the device -> the next segment on the host, where that one can begin as soon as this one is queued: it needs
-    nothing that is made in between."""
+    """Segment on the device -> the next segment on the host, if that one takes nothing that is made in between.
+
+    The segment on the host can then begin as soon as the segment on the device is queued.
+    """
     leaving = departures(segments, on_host)
     made_at = {number: index for index, segment in enumerate(segments) for number in segment.outputs}
     found: dict[int, int] = {}
@@ -275,7 +284,7 @@ def size_of(values: Mapping[int, torch.Tensor], alignment: int) -> int:
 
 
 def views(memory: torch.Tensor, values: Mapping[int, torch.Tensor], alignment: int) -> dict[int, torch.Tensor]:
-    """Tensors like the values over bytes of memory, one behind the other, each on a multiple of so many bytes."""
+    """Tensors like the values, one after the other in `memory` (bytes), each at a multiple of `alignment` bytes."""
     found: dict[int, torch.Tensor] = {}
     at = 0
     for number, value in values.items():
@@ -285,10 +294,10 @@ def views(memory: torch.Tensor, values: Mapping[int, torch.Tensor], alignment: i
 
 
 def fill(buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Copy a value on the host to a contiguous buffer there; returns that.
+    """Copy a value on the host into a contiguous buffer on the host, and return the buffer.
 
-    By one thread: torch's copy of more than 32,768 elements starts a team of OpenMP threads, which go on looking for work for
-    milliseconds, on the cores that the next code on the host needs.
+    One thread copies. torch's copy of more than 32,768 elements starts a team of OpenMP threads. After the copy they go on
+    looking for work for milliseconds, on cores that the next code on the host needs.
     """
     value = value.contiguous()
     ctypes.memmove(buffer.data_ptr(), value.data_ptr(), value.nbytes)
@@ -296,8 +305,10 @@ def fill(buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def results_of(values: Mapping[int, torch.Tensor], results: Sequence[int], seen: Collection[int]) -> list[torch.Tensor]:
-    """What a method returns, of which `seen` lie in the host's memory: a caller's work on them may be queued behind what the
-    host does next, so they are copied to the device."""
+    """Return a method's results. Those in `seen` lie in the host's memory and are copied to the device.
+
+    Otherwise the host might overwrite that memory in its next work, before the caller's queued work has read it.
+    """
     return [
         values[number].clone() if number in seen and values[number].device.type == "cuda" else values[number]
         for number in results
@@ -305,20 +316,20 @@ def results_of(values: Mapping[int, torch.Tensor], results: Sequence[int], seen:
 
 
 class _PinnedMemory:
-    """Bytes of the host under the address that they have for the device too (the protocol `__cuda_array_interface__`)."""
+    """Bytes of the host, at an address that is also valid on the device (the protocol `__cuda_array_interface__`)."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {"version": 2, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
 
 
 def _empty_on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # It is written again in other modes.
+    # Not an inference tensor: it is also written outside inference mode.
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 class Mark:
-    """A place in the device's queue of work, which the host can wait for. On the CPU nothing is ever waiting."""
+    """A point in the device's queue of work that the host can wait for. On the CPU there is nothing to wait for."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -329,6 +340,6 @@ class Mark:
             self._event.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        """Until all is done that was queued before the last `record`."""
+        """Wait until all work that was queued before the last `record` is done."""
         if self._event is not None:
             self._event.synchronize()

@@ -1,4 +1,4 @@
-"""Bring constants from the mapped file to where they are used, several at a time, each checked on the way."""
+"""Loading of constants from the mapped file to the device that uses them: several at a time, each one checked."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from ostinato.delegate.artifact.ptd import Entry
 from ostinato.delegate.torch_internals import free_pinned_memory
 
-# SHA-256 runs at 0.5 to 1.8 GB/s on one core, a copy into pinned memory at 5 to 10.
+# SHA-256 runs at 0.5 to 1.8 GB/s on one core, a copy into pinned memory at 5 to 10 GB/s.
 _MAX_WORKERS = 12
 _MAX_LANES = 6
-# A lane has two of these in pinned memory, so that all have 96 MiB; torch rounds each allocation up to a power of two.
+# A lane has two such buffers in pinned memory, so all lanes have 96 MiB. torch rounds each allocation up to a power of two.
 _BUFFER_BYTES = 8 << 20
 # For fewer bytes, starting threads and pinning memory costs more than it saves.
 PARALLEL_FROM = 64 << 20
@@ -30,10 +30,10 @@ class ConstantLoader:
     """Makes tensors from a file's entries.
 
     Args:
-        device: where the tensors are to be. On the CPU they lie on the file's map.
-        check: called with key and entry for each, from several threads; what it raises makes the load fail.
-        on_load: called with the size in bytes after each, from the thread that loads.
-        parallel_from: load with several threads from this many bytes on.
+        device: device of the tensors. On the CPU they are views of the mapped file.
+        check: function that gets key and entry of each constant, called from several threads. If it raises, the load fails.
+        on_load: function that gets the size in bytes of each loaded constant, called from the thread that loads.
+        parallel_from: number of bytes from which several threads load.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ConstantLoader:
         self._parallel_from = parallel_from
 
     def load(self, entries: Mapping[str, Entry], private: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """The tensors by key, all of them or none: when one fails, or memory runs out, what was allocated is freed.
+        """Load all entries, and return their tensors by key. If one fails, or memory runs out, all allocated memory is freed.
 
         Keys of `private` get memory of their own on the CPU too.
         """
@@ -64,11 +64,11 @@ class ConstantLoader:
         return tensors
 
     def touch(self, entries: Mapping[str, Entry]) -> None:
-        """Read one byte of each page of the file's map, with several threads."""
+        """Read one byte of each page of the mapped file, with several threads."""
 
         def read(key: str) -> None:
             found = numpy.frombuffer(entries[key].data, numpy.uint8)
-            # The last byte too: the first one need not be at the begin of a page.
+            # The last byte too: the data need not begin at the start of a page.
             max(found[:: mmap.PAGESIZE].max(initial=0), found[-1:].max(initial=0))
 
         _for_each(read, list(entries), min(_MAX_WORKERS, available_cores()), lambda key: None)
@@ -95,7 +95,7 @@ class ConstantLoader:
                 if self._on_load is not None:
                     self._on_load(entries[key].nbytes)
 
-            # The largest first: one that came last would keep a single thread busy when the others are done.
+            # The largest first: a large one at the end would keep one thread busy after the others are done.
             _for_each(bring, sorted(entries, key=lambda key: -entries[key].nbytes), workers, report)
 
 
@@ -112,9 +112,9 @@ def available_cores() -> int:
 
 
 def _for_each(work: Callable[[str], None], keys: Sequence[str], workers: int, done: Callable[[str], None]) -> None:
-    """Call `work` with every key in `workers` threads, and `done`, in this thread, with each that is finished.
+    """Call `work` with every key in `workers` threads. Call `done`, in this thread, with each key that is finished.
 
-    When one call raises, those not begun are dropped, those begun are waited for, and its exception is raised.
+    If a call raises, calls that have not begun are dropped, the others are waited for, and the exception is raised.
     """
     if workers == 1:
         for key in keys:
@@ -133,7 +133,7 @@ def _for_each(work: Callable[[str], None], keys: Sequence[str], workers: int, do
 
 @contextmanager
 def _copier(device: torch.device, workers: int) -> Iterator[Copy]:
-    """A function that copies to `device`, for up to `workers` threads at a time. When the block ends, all copies are done."""
+    """Context with a function that copies to `device`, for `workers` threads at most. At its end all copies are done."""
     if device.type == "cpu":
         yield _copy_on_host
         return
@@ -150,7 +150,7 @@ def _copy_on_host(entry: Entry, out: torch.Tensor) -> None:
 
 
 class _Uploader:
-    """Lanes of pinned memory; a thread takes one while it uploads. Made by the thread that allocated the targets."""
+    """Lanes of pinned memory. A thread takes a lane while it uploads. Made by the thread that allocated the targets."""
 
     def __init__(self, device: torch.device, workers: int) -> None:
         self._lanes = [_Lane(device) for _ in range(min(workers, _MAX_LANES))]
@@ -171,7 +171,7 @@ class _Uploader:
         # Popped one by one: the variable of a loop would keep the last lane and its memory.
         while self._lanes:
             self._lanes.pop().synchronize()
-        # torch would keep it for the next use of pinned memory.
+        # Otherwise torch would keep the memory for its next use of pinned memory.
         free_pinned_memory()
 
 
@@ -180,14 +180,14 @@ class _Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        # The targets' memory may have been in use until now by what the current stream still holds.
+        # Work that is queued on the current stream may still use the target tensors' memory.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._buffers = [torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._sent = [torch.cuda.Event() for _ in range(2)]
         self._turn = 0
 
     def upload(self, entry: Entry, out: torch.Tensor) -> None:
-        """Copy the bytes of `entry` into `out`; the last two buffers may still be on their way."""
+        """Copy the bytes of `entry` into `out`. On return the last two buffers may still be on their way."""
         if not entry.nbytes:
             return
         source, target = _source_bytes(entry), _flat_bytes(out)
@@ -211,5 +211,5 @@ def _source_bytes(entry: Entry) -> numpy.ndarray:
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as bytes; a constant's elements have no gaps between them, in any order of dimensions."""
+    """View the tensor's memory as flat bytes. A constant has no gaps between its elements, in any order of dimensions."""
     return torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""One pool per loaded program owns every constant and every mutable buffer, where the code that uses it runs."""
+"""The pool of a loaded program: it owns every constant and mutable buffer, on the device of the code that uses it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Held(NamedTuple):
-    """A tensor of the pool: its key in the file, and the device that it is on."""
+    """Identity of a tensor in the pool: its key in the file, and its device."""
 
     key: str
     device: torch.device
@@ -39,7 +39,10 @@ class Held(NamedTuple):
 
 @dataclass
 class ConstantStats:
-    """`count` constants are held, `shared` of them by two or more methods; `bytes_saved` is against one copy per method."""
+    """`count` constants are in use, `shared` of them by two or more methods.
+
+    `bytes_saved` compares with one copy per method.
+    """
 
     count: int = 0
     nbytes: int = 0
@@ -49,10 +52,10 @@ class ConstantStats:
 
 @dataclass(frozen=True)
 class Binding:
-    """What one method is bound to.
+    """Tensors that one method is bound to.
 
-    `tensors`: constants and mutable buffers by the names that the compiled code uses. `shared`: the pool's own constants
-    among them. `private`: tensors that this method alone has.
+    `tensors`: constants and mutable buffers by the names that the compiled code uses. `shared`: those constants among them
+    that the pool keeps. `private`: tensors that this method alone has.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -65,14 +68,15 @@ class ConstantPool:
 
     Args:
         file: the parsed `.ptd`.
-        device: the program's, where the tensors live but for those of segments on the host. On the CPU they lie on the file's
-            map; on a GPU each is copied once.
-        verify: compare each constant's SHA-256 with the manifest when it is loaded.
-        on_load: called with the number of bytes after each constant, for progress displays; from the thread that binds.
-        parallel_from: load with several threads from this many bytes on.
+        device: the program's device. Tensors are there, except those of segments on the host. On the CPU constants are views
+            of the mapped file; to a GPU each is copied once.
+        verify: whether to compare each constant's SHA-256 with the manifest when it is loaded.
+        on_load: function that gets the size in bytes of each loaded constant, for progress displays; called from the thread
+            that binds.
+        parallel_from: number of bytes from which several threads load.
 
     Attributes:
-        pages: of the KV caches, which block tables deal out; set before anything is bound.
+        pages: number of pages of the KV caches, which block tables deal out. Set before anything is bound.
     """
 
     def __init__(
@@ -92,20 +96,20 @@ class ConstantPool:
         self._tensors: dict[Held, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._buffer_specs: dict[str, BufferSpec] = {}
-        # In place of the pool's own ones, while the program is bound to another state.
+        # Buffers in use in place of the pool's own, while the program is bound to another state.
         self._lent: dict[str, torch.Tensor] = {}
         self._users: dict[Held, int] = {}
-        # Whether the host has memory for all that is mapped so far.
+        # Whether the host has memory for all constants that are mapped so far.
         self.keeps_mapped = True
-        # The program's: its methods use it too.
+        # One watch for the whole program: its methods use it too.
         self.watch = memory.MemoryWatch(device)
 
     def bind(self, record: MethodRecord, share: bool = True) -> Binding:
-        """The constants and mutable buffers of one method; those that are not there yet are loaded.
+        """Return the constants and mutable buffers of one method. Missing ones are loaded.
 
         Constants are the pool's own, or with `share=False` private copies that the pool does not keep. A mutable buffer is
-        made on first use, from zeros or from its first value in `model.ptd`, and is always shared. When anything fails, all
-        that this call allocated is freed, and the pool is as it was before.
+        made on first use, from zeros or from its first value in `model.ptd`, and is always shared. If anything fails, all
+        that this call allocated is freed, and the pool stays as it was.
 
         Raises:
             ArtifactError: the file lacks a constant, or one is damaged.
@@ -133,19 +137,21 @@ class ConstantPool:
         )
 
     def prefault(self) -> None:
-        """Read what is mapped once, so that no step waits for the disk."""
+        """Read all mapped constants once, so that no step waits for the disk."""
         entries = {held.key: self._entry(held.key) for held in self._tensors if held.device.type == HOST}
         self._loaders[torch.device(HOST)].touch(entries)
 
     def release(self, binding: Binding) -> None:
-        """Take back one use of each shared constant, which stays until `close`, and free the private ones."""
+        """End one use of each shared constant, and free the private ones. Shared constants stay loaded until `close`."""
         for held in binding.shared:
             self._users[held] -= 1
         free_tensors(binding.private)
 
     def bytes_to_load(self, records: Iterable[MethodRecord], device: torch.device | None = None) -> int:
-        """Bytes that binding all of `records` would read from the file: each constant once for each device that uses it, or
-        for `device` alone, and none that is loaded."""
+        """Bytes that binding all of `records` would read from the file.
+
+        Each constant counts once for each device that uses it, or for `device` alone. Loaded constants do not count.
+        """
         wanted: set[Held] = set()
         for record in records:
             wanted |= set(self._held(record, record.constants).values()) - self._tensors.keys()
@@ -159,12 +165,12 @@ class ConstantPool:
         )
 
     def buffers_for(self, record: MethodRecord) -> dict[str, torch.Tensor]:
-        """The buffers in use, by the names that the method's code has for them."""
+        """Buffers in use, by their names in the method's code."""
         buffers = self.buffers
         return {name: buffers[key] for name, key in record.buffers.items()}
 
     def new_buffers(self) -> dict[str, torch.Tensor]:
-        """Others of the same layout as those made so far, with their first values.
+        """Make another set of the buffers made so far, with the same layout and their first values.
 
         Raises:
             DeviceMemoryError: the device has no room.
@@ -175,7 +181,7 @@ class ConstantPool:
         return fresh
 
     def lend(self, buffers: Mapping[str, torch.Tensor] | None) -> None:
-        """Use `buffers` in place of the pool's own ones, all made so far; None: the own ones again.
+        """Use `buffers` in place of all the pool's own buffers. None: use the pool's own buffers again.
 
         Raises:
             InputError: a buffer is missing, unknown, or of another layout.
@@ -190,21 +196,21 @@ class ConstantPool:
         self._lent = dict(buffers or {})
 
     def reset_buffers(self) -> None:
-        """Put the first values back, in place, into the buffers in use."""
+        """Reset the buffers in use to their first values, in place."""
         self._write_first_values(self.buffers)
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Mutable buffers in use, of those made so far, by fully qualified name."""
+        """Mutable buffers in use, by fully qualified name: only buffers that have been made."""
         return {**self._buffers, **self._lent}
 
     def buffers_of(self, kind: StateKind) -> dict[str, torch.Tensor]:
-        """Those of `buffers` that were declared to hold `kind`."""
+        """Buffers in use that were declared to hold `kind`."""
         buffers = self.buffers
         return {key: buffers[key] for key, spec in self._buffer_specs.items() if spec.kind is kind}
 
     def buffers_that_grow(self, growth: Growth) -> dict[str, torch.Tensor]:
-        """Those of `buffers` whose first dimension is this."""
+        """Buffers in use whose first dimension is `growth`."""
         buffers = self.buffers
         return {key: buffers[key] for key, spec in self._buffer_specs.items() if spec.growth is growth}
 
@@ -220,7 +226,7 @@ class ConstantPool:
         )
 
     def close(self) -> None:
-        """Free all tensors, also those that someone still holds."""
+        """Free the memory of all tensors, also of those that someone still holds."""
         free_tensors([*self._tensors.values(), *self._buffers.values()])
         self._tensors.clear()
         self._buffers.clear()
@@ -229,14 +235,14 @@ class ConstantPool:
         self._users.clear()
 
     def _held(self, record: MethodRecord, names: Mapping[str, str]) -> dict[str, Held]:
-        """The record's constants, or its buffers, by their names in the code."""
+        """Map names in the code to identities in the pool, for the record's constants or its buffers."""
         host, host_names = torch.device(HOST), record.host_names
         return {name: Held(key, host if name in host_names else self._device) for name, key in names.items()}
 
     def _make(
         self, method: str, constants: Iterable[Held], specs: Mapping[Held, BufferSpec], private: bool
     ) -> dict[Held, torch.Tensor]:
-        """New tensors for these, all or none."""
+        """Make new tensors for these constants and buffers, all or none."""
         entries = {held: self._entry(held.key) for held in constants}
         constant_bytes = sum(entry.nbytes for held, entry in entries.items() if held.device == self._device)
         buffer_bytes = sum(spec.nbytes for held, spec in specs.items() if held.device == self._device)
@@ -262,7 +268,7 @@ class ConstantPool:
             raise
 
     def _first_rows(self, spec: BufferSpec, first: torch.Tensor) -> torch.Tensor:
-        """A buffer that grows, with its first values, from those in the file or from zeros."""
+        """Return a buffer that grows, with its first values. `first` is the tensor from the file, or zeros."""
         if spec.kind is StateKind.BLOCK_TABLE:
             return first_table(spec, self.pages).to(first.device)
         return first[:1].expand(spec.shape).contiguous() if spec.initialised else first
@@ -304,7 +310,7 @@ class ConstantPool:
 
 
 def _other_layout(own: torch.Tensor, given: torch.Tensor) -> str | None:
-    """How `given` differs from `own`, None if it can take its place in compiled code."""
+    """Return how the layout of `given` differs from `own`, None if `given` can replace `own` in compiled code."""
     layouts = [(list(x.shape), list(x.stride()), str(x.dtype), str(x.device)) for x in (own, given)]
     for what, wanted, got in zip(("shape", "strides", "dtype", "device"), *layouts, strict=True):
         if wanted != got:

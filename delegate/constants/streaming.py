@@ -1,10 +1,10 @@
-"""Constants that stay on the host and pass through the device, one segment's after the other, each time a method runs.
+"""Streaming: constants stay on the host and are copied to the device segment by segment, each time a method runs.
 
-There are two sets of buffers on the device. While a segment's code works on one, the next segment's constants are copied into
-the other, on a stream of their own; the host waits for nothing. The code is bound to its set once.
+The device has two sets of buffers. While a segment's code works on one set, the next segment's constants are copied into the
+other set, on a separate stream. The host waits for nothing. The code of a segment is bound to its set once.
 
-The copies read the file's map itself, whose pages are registered with CUDA: nothing is copied on the host. Where CUDA refuses
-to register them, the driver copies them piece by piece on the way, and the host waits.
+The copies read the mapped file directly, because its pages are registered with CUDA: nothing is copied on the host. If CUDA
+refuses to register the pages, the driver copies them in small amounts on the way, and the host waits.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class StreamBuffers:
-    """The buffers of a program on the device, which all its methods stream through; made when the first one needs them.
+    """Buffers on the device through which all methods of a program stream constants. Made when the first method needs them.
 
-    A program's methods never run at the same time.
+    Methods can share the buffers because a program's methods never run at the same time.
 
     Args:
-        device: where the code runs. On the CPU each copy is done when its call returns; the rest is the same.
+        device: device where the code runs. On the CPU each copy is done when its call returns; the rest is the same.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,10 +47,10 @@ class StreamBuffers:
         self._free: list[torch.cuda.Event] = []
 
     def open(self, sources: Sequence[Tensors], kinds: Sequence[str], registers: bool) -> list[Tensors]:
-        """A set of buffers for each of the sources; neighbours have different ones.
+        """Return a set of buffers for each of the sources. Neighbouring sources get different sets.
 
-        With `registers` the GPU reads the sources' pages by itself, which keeps them in memory until `close`: the sources
-        must stay as long.
+        With `registers` the GPU reads the sources' pages directly, which keeps the pages in memory until `close`. The sources
+        must live until then. See `ConstantStream` for the arguments.
         """
         targets = []
         for index, (source, kind) in enumerate(zip(sources, kinds, strict=True)):
@@ -69,12 +69,15 @@ class StreamBuffers:
         return targets
 
     def begin(self) -> None:
-        """Before the first copy of a call: the call before may have failed half way, without freeing what it used."""
+        """Make the copies wait for all queued work: the last call may have failed before it freed its sets.
+
+        To be called before the first copy of a call.
+        """
         if self._copies is not None:
             self._copies.wait_stream(torch.cuda.current_stream(self.device))
 
     def send(self, set_index: int, source: Tensors, target: Tensors, entries: int | None) -> None:
-        """Queue the copies into set `set_index`, when it is free, of the first `entries` of each tensor; None: of all."""
+        """Queue copies into set `set_index`, once it is free: of the first `entries` of each tensor, or of all if None."""
         if self._copies is None:
             _copy(source, target, entries)
             return
@@ -84,22 +87,22 @@ class StreamBuffers:
             self._copied[set_index].record(self._copies)
 
     def wait(self, set_index: int) -> None:
-        """Have the current stream wait for the copies into set `set_index`."""
+        """Make the current stream wait for the copies into set `set_index`."""
         if self._copies is not None:
             torch.cuda.current_stream(self.device).wait_event(self._copied[set_index])
 
     def free(self, set_index: int) -> None:
-        """What is queued on the current stream is the last that uses set `set_index`."""
+        """Free set `set_index` as soon as the work that is now queued on the current stream is done."""
         if self._copies is not None:
             self._free[set_index].record(torch.cuda.current_stream(self.device))
 
     def synchronize(self) -> None:
-        """Wait for copies under way: their sources may go then."""
+        """Wait for copies under way. After that their sources may be freed."""
         if self._copies is not None:
             self._copies.synchronize()
 
     def close(self) -> None:
-        """Wait for copies under way, then free the buffers and let the pages go."""
+        """Wait for copies under way, then free the buffers and unregister the pages."""
         self.synchronize()
         self._pages.release()
         free_tensors(tensor for target in self._sets.values() for tensor in target.values())
@@ -108,16 +111,17 @@ class StreamBuffers:
 
 
 class ConstantStream:
-    """What streams through the device for one method.
+    """The constants of one method that stream through the device.
 
     Args:
-        buffers: the program's.
-        sources: of each streamed segment, in the order of their calls: its constants on the host, by their names in the code.
-        kinds: of each, what tells its code apart: segments that run the same code have the same.
-        registers: as of `StreamBuffers.open`.
+        buffers: the program's buffers.
+        sources: one entry per streamed segment, in the order of the calls: the segment's constants on the host, by their
+            names in its code.
+        kinds: one key per source: segments with equal keys run the same code.
+        registers: see `StreamBuffers.open`.
 
     Attributes:
-        targets: of each, where its code finds them on the device.
+        targets: one entry per source: the constants on the device, where the segment's code finds them.
     """
 
     def __init__(
@@ -129,18 +133,21 @@ class ConstantStream:
         self._entries: int | None = None
 
     def start(self, entries: int | None = None) -> None:
-        """Queue the first copies of a call, of so many entries of their first dimension; None: of all."""
+        """Queue the first copies of a call. Copies take the first `entries` of each constant's first dimension; None: all."""
         self._entries = entries
         self._buffers.begin()
         for first in range(min(_SETS, len(self._sources))):
             self._send(first)
 
     def begin(self, index: int) -> None:
-        """Before the code of segment `index` is queued on the current stream, which then waits for its constants."""
+        """Make the current stream wait for the constants of segment `index`. Called before the segment's code is queued."""
         self._buffers.wait(index % _SETS)
 
     def end(self, index: int) -> None:
-        """After it: its buffers are free as soon as that code has run."""
+        """Free the buffers of segment `index` once its code has run, and queue the next copies into them.
+
+        Called after the segment's code is queued.
+        """
         self._buffers.free(index % _SETS)
         if index + _SETS < len(self._sources):
             self._send(index + _SETS)
@@ -159,16 +166,16 @@ def _copy(source: Tensors, target: Tensors, entries: int | None) -> None:
 
 
 class _RegisteredPages:
-    """Pages of the host's memory that the GPU reads by itself."""
+    """Pages of the host's memory that the GPU reads directly."""
 
     def __init__(self) -> None:
         self._ranges: set[tuple[int, int]] = set()
 
     def register(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Register what the tensors lie on; what is refused is left as it is, with a warning."""
+        """Register the pages that the tensors lie on. Pages that CUDA refuses stay as they are, with a warning."""
         refused = None
         for begin, end in _pages_of(tensors):
-            # Another method may have the same constants.
+            # Another method may have registered the same pages.
             if any(first <= begin and end <= last for first, last in self._ranges):
                 continue
             try:
@@ -180,18 +187,18 @@ class _RegisteredPages:
             logger.warning("the GPU cannot read all mapped weights by itself (%s): long prompts take longer", refused)
 
     def release(self) -> None:
-        """Those that were registered; no copy may be under way."""
+        """Unregister all registered pages. No copy may be under way."""
         while self._ranges:
             begin, _ = self._ranges.pop()
             try:
                 call_driver(cuda_driver(), "cuMemHostUnregister", begin)
             except DriverError as error:
-                # After an error that ends all work of the process on the GPU.
+                # This happens after an error that ends all work of the process on the GPU.
                 logger.debug("pages stay registered: %s", error)
 
 
 def _pages_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """(first address, end) of the pages below the tensors, rising, without overlaps."""
+    """Ranges (first address, end) of the pages that the tensors lie on, ascending, without overlaps."""
     ranges: list[tuple[int, int]] = []
     size = mmap.PAGESIZE
     for first, end in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.nbytes):

@@ -1,48 +1,56 @@
-"""What a captured CUDA graph consists of, and how its kernels are made to start before the one ahead of them has ended.
+"""Nodes of a captured CUDA graph, and the change that lets its kernels start before the kernel ahead of them has ended.
 
-A capture joins kernels by full edges: the next one starts when the last program of the one ahead has ended and its writes can
-be read. Over a programmatic edge it starts as soon as there is room for it, and waits inside for the rest (CUDA C++
-Programming Guide, "Programmatic Dependent Launch and Synchronization"). AOTInductor launches without that, so the edges are
-changed here, after the capture: `start_early` changes the edge between two *marked* kernels, those with
-`names.EARLY_KERNEL` in their names, where it is the one way into the latter.
+A *program* is one thread block of a kernel here (Triton's word). A capture joins kernels by full edges: the next kernel
+starts when the last program of the kernel ahead has ended and its writes can be read. Behind a programmatic edge a kernel
+starts as soon as there is room for it, and waits inside for the rest (CUDA C++ Programming Guide, "Programmatic Dependent
+Launch and Synchronization"). AOTInductor launches without this, so the edges are changed here, after the capture.
+`start_early` changes the edge between two *marked* kernels, which have `names.EARLY_KERNEL` in their names, if it is the only
+edge into the second kernel.
 
 Marked kernels keep these rules, with the functions of export/kernels/early_start_triton.py:
 
-R1. Every program calls `start_next` once, and `wait_for_previous` before it writes or reads what R2 forbids; a program that
-    does neither may end without a wait, but at least one of each launch waits.
-    Why: the next kernel starts when all programs have called `start_next` or have ended. And a kernel none of whose programs
-    waited could end before the kernel ahead, so that kernels behind it could read what is not written yet.
-R2. Before its wait a program writes nothing, and reads only constants, cells of state that no kernel ahead of its own
-    writes, and what only unmarked kernels write.
+R1. Every program calls `start_next` once. It calls `wait_for_previous` before it writes, or reads what R2 forbids. A program
+    that does neither may end without a wait, but at least one program of each launch waits.
+    Why: the next kernel starts when all programs have called `start_next` or have ended. If no program of a kernel waited,
+    the kernel could end before the kernel ahead. Kernels behind it could then read what is not written yet.
+R2. Before its wait a program writes nothing. It reads only constants, cells of state that no kernel ahead of its own writes,
+    and data that only unmarked kernels write.
     Why: marked kernels ahead of it may still be running. Unmarked ones have ended: the edges from and to them are full.
-R3. A *late* kernel calls `start_next` directly after its wait, which all its programs have; all others call it first.
-    Why: R4 needs it of `experts_gate_up_early` and `gate_up_fixed_rows_early`. `fixed_rows_early` is late because it is
-    faster so; nothing relies on that.
-R4. The kernel directly behind a late one may also read, before its wait, what kernels ahead of the late one wrote, past the
-    first-level cache (`cache_modifier=".cg"`). Nothing stands between the two, and neither of them writes that.
-    Why: when it starts, every program of the late kernel is past its wait, so all kernels ahead of the late one have ended
-    with their writes in memory. This holds whichever of the edges are programmatic. The first-level cache may be old: only a
-    kernel's own wait is known to renew it.
-R5. A kernel that relies on R4 stands directly behind the late one: `experts_down_early` behind `experts_gate_up_early`,
+R3. A *late* kernel calls `start_next` directly after its wait, and all its programs wait. All other kernels call `start_next`
+    before anything else.
+    Why: R4 needs this for `experts_gate_up_early` and `gate_up_fixed_rows_early`. `fixed_rows_early` is late because it is
+    faster that way; nothing relies on it.
+R4. The kernel directly behind a late kernel may also read, before its wait, data that kernels ahead of the late kernel wrote.
+    It reads past the first-level cache (`cache_modifier=".cg"`). Nothing stands between the two kernels, and neither of them
+    writes that data.
+    Why: when the kernel starts, every program of the late kernel is past its wait. So all kernels ahead of the late kernel
+    have ended, with their writes in memory. This holds whichever of the edges are programmatic. The first-level cache may
+    hold old data: only a kernel's own wait is known to renew it.
+R5. A kernel that relies on R4 stands directly behind the late kernel: `experts_down_early` behind `experts_gate_up_early`,
     `down_fixed_rows_early` behind `gate_up_fixed_rows_early`.
-    `start_early` checks it on the captured graph (`names.REQUIRED_AHEAD`): anywhere else the edge into them stays full.
+    `start_early` checks this on the captured graph (`names.REQUIRED_AHEAD`): anywhere else the edge into such a kernel stays
+    full.
 
 Why no kernel reads too early or writes too early. A stream's capture is a chain; take its kernels in order.
 
-1. A kernel ends only after all kernels ahead have ended. Behind a full edge it starts after that; behind a programmatic one
-   a program of it waits for the kernel ahead to end (R1), which by this same step ended after all those ahead of it.
+1. A kernel ends only after all kernels ahead have ended. Behind a full edge it starts only then. Behind a programmatic edge
+   one of its programs waits for the kernel directly ahead to end (R1). By this same step, that kernel ends after all kernels
+   ahead of it.
 2. So whatever a kernel does after its wait, or behind a full edge, comes after all writes and reads of all kernels ahead.
-3. What a marked kernel reads before its wait is there (R2): the last unmarked kernel ahead of it is followed by a full edge,
-   and no kernel starts before the one ahead of it has started. So all unmarked kernels ahead have ended.
-4. Behind a late kernel: it starts when every program of the late one has called `start_next` or has ended, which is after
-   that program's wait (R3). So by step 1 all kernels ahead of the late one have ended, and what they wrote is there (R4).
+3. The data that a marked kernel reads before its wait (R2) is already written. The last unmarked kernel ahead of it is
+   followed by a full edge, and no kernel starts before the kernel ahead of it has started. So all unmarked kernels ahead have
+   ended.
+4. A kernel behind a late kernel starts when every program of the late kernel has called `start_next` or has ended. Both come
+   after that program's wait (R3). So by step 1 all kernels ahead of the late kernel have ended, and their writes are in
+   memory (R4).
 5. Before its wait a kernel writes nothing (R2), so it disturbs no kernel ahead.
 6. The graph has ended when its last kernel has, and by step 1 all others have ended then.
 
-A multiprocessor has one memory for its first-level cache and its shared memory. The driver divides it for each kernel, and a
-program only starts on a multiprocessor that is divided for its kernel: a kernel that starts early would have to wait until
-the one ahead has left. So `start_early` asks for one division for the marked kernels of rows (`names.ROWS_KERNEL`). Those
-of one row need little shared memory, and read the faster the larger the cache is: they are left to the driver.
+A multiprocessor has one memory for its first-level cache and its shared memory. The driver divides this memory for each
+kernel. A program only starts on a multiprocessor with the division of its kernel. With another division, a kernel that starts
+early would have to wait until the kernel ahead has left. So `start_early` asks for one division for the marked kernels of
+several rows (`names.ROWS_KERNEL`). Kernels of one row need little shared memory and read faster with a larger cache: their
+division is left to the driver.
 """
 
 from __future__ import annotations
@@ -56,24 +64,24 @@ from ostinato.delegate.artifact.names import EARLY_KERNEL, REQUIRED_AHEAD, ROWS_
 from ostinato.delegate.cuda_driver import DriverError, call_driver, cuda_driver
 from ostinato.delegate.errors import first_line
 
-# CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC of cuda.h: the edge opens when all programs have said so, or have ended.
+# CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC of cuda.h: the edge opens when all programs have called `start_next` or have ended.
 _WHEN_ALL_PROGRAMS_SAY_SO = 1
 _TYPE_PREFIX = "CU_GRAPH_NODE_TYPE_"
-# Of the largest shared memory, in percent; a kernel that needs more gets more. H200, 2026-11-23: one delta-net layer with
+# Shared memory in percent of its maximum; a kernel that needs more gets more. H200, 2026-11-23: one delta-net layer with
 # experts at 8, 64 and 128 sessions and for a prompt of 128 takes 73.0, 239.2, 352.2 and 224.7 us; with 50 % 70.7, 233.9,
-# 353.5 and 232.7, with 80 % 72.3, 235.5, 351.7 and 223.5; as the driver divides it 76.7, 245.5, 360.8 and 233.4. With 60 %
+# 353.5 and 232.7, with 80 % 72.3, 235.5, 351.7 and 223.5; with the driver's division 76.7, 245.5, 360.8 and 233.4. With 60 %
 # for the kernels of one row too, one session has 981 tokens/s in place of 1,066.
 _SHARED_MEMORY = 60
 
 
 @dataclass(frozen=True)
 class GraphNodes:
-    """What is known about a captured graph.
+    """Facts about a captured graph.
 
     Attributes:
-        by_type: how many nodes of each type ("kernel", "memcpy", "memset", ...) it has; None if it could not be looked into.
-        early: how many of its kernels start before the one ahead has ended.
-        note: why it could not be looked into, or why edges of it were not changed; None if nothing went wrong.
+        by_type: number of nodes of each type ("kernel", "memcpy", "memset", ...); None if the graph could not be inspected.
+        early: number of kernels that start before the kernel ahead has ended.
+        note: why the graph could not be inspected, or why some edges were not changed; None if nothing went wrong.
     """
 
     by_type: dict[str, int] | None = None
@@ -82,43 +90,44 @@ class GraphNodes:
 
     @property
     def kernels(self) -> int | None:
-        """Kernels that one launch runs; None if that is not known."""
+        """Number of kernels that one launch runs; None if unknown."""
         return None if self.by_type is None else self.by_type.get("kernel", 0)
 
 
 @dataclass(frozen=True)
 class EarlyStarts:
-    """What `start_early` did: how many kernels now start early, and in `note` which ones do not because of rule R5."""
+    """Result of `start_early`: `count` kernels now start early. `note` names kernels that do not because of rule R5."""
 
     count: int
     note: str | None = None
 
 
 def look_into(graph: int) -> GraphNodes:
-    """Count the nodes of a graph, or say in `note` why that cannot be done.
+    """Return the numbers of nodes of a graph. If they cannot be counted, the result's `note` has the reason.
 
     Args:
-        graph: the `cudaGraph_t` as a number, what `torch.cuda.CUDAGraph.raw_cuda_graph` gives.
+        graph: the `cudaGraph_t` as a number, from `torch.cuda.CUDAGraph.raw_cuda_graph`.
     """
     try:
         driver = cuda_driver()
         nodes = _nodes(driver, driver.CUgraph(graph))
         return GraphNodes(dict(Counter(_node_type(driver, node) for node in nodes).most_common()))
-    except Exception as error:  # Whatever is wrong with the package, the step itself is right.
+    except Exception as error:  # Whatever is wrong with the package, the graph itself is right.
         return GraphNodes(note=first_line(error))
 
 
 def start_early(graph: int, required_ahead: Mapping[str, str] = REQUIRED_AHEAD) -> EarlyStarts:
-    """Make the edge into each marked kernel programmatic where it comes from a marked one that may stand there (R5), and have
-    those of rows divide a multiprocessor's memory alike.
+    """Make the edge into a marked kernel programmatic if the kernel ahead is marked too and R5 allows it.
+
+    Also ask for one division of a multiprocessor's memory for the marked kernels of several rows.
 
     Args:
-        graph: as in `look_into`; not instantiated yet, and of a GPU of compute capability 9.0 or newer.
-        required_ahead: R5's pairs of names. Only a graph whose kernels depend on nothing ahead of them, as in a benchmark of
-            one kernel, may do without.
+        graph: as in `look_into`; not instantiated yet, and for a GPU of compute capability 9.0 or newer.
+        required_ahead: pairs of names for R5. An empty mapping is only right for a graph whose kernels depend on nothing
+            ahead of them, as in a benchmark of one kernel.
 
     Raises:
-        DriverError: the driver refused a call. An edge may be missing: the graph must not be used.
+        DriverError: the driver refused a call. An edge may be missing, so the graph must not be used.
     """
     driver = cuda_driver()
     programmatic = driver.CUgraphEdgeData()
@@ -131,7 +140,7 @@ def start_early(graph: int, required_ahead: Mapping[str, str] = REQUIRED_AHEAD) 
     changed = 0
     misplaced: list[str] = []
     for before, after, data in edges:
-        # An edge of another type was made by a launch with attributes of its own.
+        # An edge of another type comes from a launch with its own attributes, and stays as it is.
         if data.type or EARLY_KERNEL not in (name := names[int(after)]):
             continue
         ahead = names[int(before)]
@@ -158,14 +167,14 @@ def _divide_alike(driver: Any, kernels: list[Any]) -> None:
 
 
 def update_executable(executable: int, graph: int) -> bool:
-    """Have an executable graph do what `graph` does from its next launch on, if the two have one topology.
+    """Make an executable graph do what `graph` does, from its next launch on, if both have the same topology.
 
     Args:
-        executable: the `cudaGraphExec_t` as a number, what `torch.cuda.CUDAGraph.raw_cuda_graph_exec` gives.
+        executable: the `cudaGraphExec_t` as a number, from `torch.cuda.CUDAGraph.raw_cuda_graph_exec`.
         graph: as in `look_into`.
 
     Returns:
-        Whether the driver did it. If not, the executable is as it was.
+        Whether the driver updated the executable. If not, the executable is unchanged.
     """
     try:
         driver = cuda_driver()
@@ -188,7 +197,7 @@ def _nodes(driver: Any, graph: Any) -> list[Any]:
 
 
 def _edges(driver: Any, handle: Any) -> list[tuple[Any, Any, Any]]:
-    """(node ahead, node after, data) of every edge."""
+    """Return (node ahead, node after, data) for every edge."""
     count = call_driver(driver, "cuGraphGetEdges", handle, 0)[-1]
     if not count:
         return []
@@ -206,7 +215,7 @@ def _kernel_name(driver: Any, node: Any) -> str:
     if _node_type(driver, node) != "kernel":
         return ""
     (params,) = call_driver(driver, "cuGraphKernelNodeGetParams", node)
-    # A kernel is known by a function of a module, or by one of a library, which belongs to no context yet.
+    # The node of a kernel has a function of a module, or a kernel of a library, which belongs to no context yet.
     error, name = driver.cuFuncGetName(params.func) if int(params.func) else driver.cuKernelGetName(params.kern)
     # The kernels of some libraries do not tell their names; those are not ours.
     return name.decode(errors="replace") if error == driver.CUresult.CUDA_SUCCESS else ""

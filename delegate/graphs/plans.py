@@ -1,13 +1,13 @@
-"""What is captured for one shape of a method's inputs: a plan, which is pieces of the method's code over static buffers.
+"""A plan: what is captured for one shape of a method's inputs. A plan consists of pieces of the code.
 
-A piece is a run of segments that one graph holds (*captured*), or one segment whose code is called each time (*called*),
-because the program says so or because it could not be recorded; or it is a run of segments on the host, called as well.
-Values that a captured piece takes lie in static buffers: the plan's inputs, the outputs of graphs, and what called pieces
-gave when the plan was made. So a called piece works on this call's values, and a graph writes to where the next piece reads.
-How values pass between the device and the host is in code/transfers.py.
+A *captured* piece is neighbouring segments that one graph holds. A *called* piece is code that is called each time: one
+segment that must not be captured or could not be recorded, or neighbouring segments on the host. Values that a captured piece
+takes lie in static buffers: the plan's inputs, the outputs of graphs, and the values that called pieces gave when the plan
+was made. A called piece works on the values of the current call. A graph writes its outputs to where the next piece reads
+them. code/transfers.py says how values pass between the device and the host.
 
-A plan belongs to the addresses that the code was bound to when it was recorded. When these have changed, it is recorded again
-and its graphs are updated in place; recording executes nothing.
+A plan belongs to the addresses that the code was bound to when the plan was recorded. When these addresses have changed, the
+plan is recorded again and its graphs are updated in place. Recording executes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ostinato.delegate.memory import MemoryWatch
 
 from .recorders import Graph, GraphRecorder
 
-# A plan whose addresses changed on more calls than this, one after the other, costs more than it saves.
+# A plan whose addresses change on more consecutive calls than this costs more than it saves.
 MAX_CHANGES = 4
 
 
@@ -37,11 +37,11 @@ class Code(Protocol):
 
     @property
     def segments(self) -> Sequence[Needs]:
-        """What each segment takes and gives."""
+        """Inputs and outputs of each segment."""
 
     @property
     def results(self) -> Sequence[int]:
-        """Numbers of what the method returns."""
+        """Numbers of the values that the method returns."""
 
     @property
     def called(self) -> frozenset[int]:
@@ -49,42 +49,42 @@ class Code(Protocol):
 
     @property
     def on_host(self) -> frozenset[int]:
-        """Those of `called` that run on the host, over values there."""
+        """Segments of `called` that run on the host, on values there."""
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Of all constants and buffers that the code is bound to; the same object as long as nothing is bound anew."""
+        """Addresses of all constants and buffers that the code is bound to. The same object until the code is bound anew."""
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run all segments; outputs are on the device."""
 
     def start(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Called before the segments of a step, where they are run one by one."""
+        """Begin a step whose segments are run one by one. To be called before the first `run_segment`."""
 
     def run_segment(self, index: int, values: dict[int, torch.Tensor]) -> None:
-        """Run one: takes its inputs out of `values`, adds its outputs, and drops what no later one needs."""
+        """Run one segment: take its inputs from `values`, add its outputs, and drop values that no later segment needs."""
 
 
 @dataclass
 class PlanStats:
-    """One plan, in numbers.
+    """Numbers of one plan.
 
     Attributes:
-        shapes: of the inputs, in the order of the code's arguments.
-        pieces, captured, called: how many there are, of each kind.
-        on_host: how many of the called ones run on the host.
+        shapes: shapes of the inputs, in the order of the code's arguments.
+        pieces, captured, called: number of all pieces, and of each kind.
+        on_host: number of called pieces that run on the host.
         called_because: segment -> why it could not be recorded.
         launches: calls of the method that this plan answered.
-        updates: how often graphs were updated in place because addresses had changed, counted by graph.
-        instantiations: graphs made executable, the first time and when an update was refused.
+        updates: number of times that a graph was updated in place because addresses had changed.
+        instantiations: number of times that a graph was made executable: the first time, and after a refused update.
         given_up: why this shape has no graph any more, None if it has one.
-        pool_bytes: device memory that the program's pool of graphs grew by when this plan was captured, and with its updates;
-            0 on the CPU.
+        pool_bytes: device memory that the program's pool of graphs grew by when this plan was captured and updated; 0 on the
+            CPU.
         record_us, update_us, instantiate_us: microseconds spent so far.
-        graph_nodes: nodes of the graphs by type, such as "kernel" and "memcpy"; None where they cannot be counted.
-        graph_kernels: kernels that one call runs in graphs; None like `graph_nodes`.
-        early_kernels: how many of them start before the one ahead has ended; None like `graph_nodes`.
-        graph_note: why a graph could not be looked into, or why edges of it stayed as they were captured.
+        graph_nodes: number of nodes of the graphs by type, such as "kernel" and "memcpy"; None if they cannot be counted.
+        graph_kernels: number of kernels that one call runs in graphs; None like `graph_nodes`.
+        early_kernels: number of these kernels that start before the kernel ahead has ended; None like `graph_nodes`.
+        graph_note: why a graph could not be inspected, or why some of its edges stayed as they were captured.
     """
 
     shapes: list[list[int]]
@@ -109,12 +109,12 @@ class PlanStats:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why segments were not recorded.
+    """Reason why segments were not recorded.
 
     Attributes:
-        segments: the one that failed, or all of them if it was the capture as a whole.
+        segments: the segment that failed, or all segments of the piece if the capture as a whole failed.
         reason: one line.
-        no_memory: whether the device's memory ran out: then no other capture is tried.
+        no_memory: whether the device's memory ran out. Then no other capture is tried.
     """
 
     segments: range
@@ -124,8 +124,11 @@ class Refusal:
 
 @dataclass
 class _Piece:
-    """Segments `first` to `last`; `graph` is None where they are called: one, on the host all that follow each other, or all
-    that are left if memory runs out. `leaving` is what goes to the host at its end."""
+    """Segments `first` to `last` - 1 of a plan. `takes`, `gives` and `leaving` are numbers of values.
+
+    `graph` is None for a called piece: one segment, neighbouring segments on the host, or all remaining segments if memory
+    runs out. The values of `leaving` go to the host at the piece's end.
+    """
 
     first: int
     last: int
@@ -137,16 +140,16 @@ class _Piece:
 
 
 class Plan:
-    """The pieces for one shape of inputs. Made empty; `capture` makes the pieces, and a step of the model on the way.
+    """The pieces for one shape of inputs. A new plan is empty; `capture` makes the pieces while it runs one step.
 
     Args:
-        code: the method's.
+        code: the method's code.
         recorder: makes the graphs.
-        inputs: static buffers of the inputs, filled; on the device those that are needed there, the others on the host.
-        stats: where it counts.
-        call: where called pieces run.
+        inputs: static buffers of the inputs, filled: on the device if they are needed there, else on the host.
+        stats: the numbers that this plan keeps up to date.
+        call: function that runs called pieces.
         watch: recognises a capture that failed for lack of memory.
-        device: the program's.
+        device: the program's device.
     """
 
     def __init__(
@@ -170,7 +173,7 @@ class Plan:
         self._pieces: list[_Piece] = []
         # Static buffers by the numbers of their values.
         self._static: dict[int, torch.Tensor] = dict(enumerate(inputs))
-        # Known when all pieces are made; until then what a called piece gives becomes the buffer.
+        # Known when all pieces are made. Until then the value that a called piece gives becomes the static buffer.
         self._read_by_graphs: frozenset[int] = frozenset()
         self._at = 0
         self._needed_on_device = needed_on_device(code.segments, code.on_host, code.results)
@@ -184,11 +187,11 @@ class Plan:
         return any(piece.graph for piece in self._pieces)
 
     def capture(self) -> list[torch.Tensor]:
-        """Record and run the pieces, one after the other; what the method returns.
+        """Record and run the pieces, one after the other. Return the method's results.
 
-        A segment that cannot be recorded is called from now on, and all around it is captured. Each segment runs exactly
-        once, however many attempts that takes: recording executes nothing. Where memory runs out, all that is left is called
-        this once, `stats.given_up` says so, and the plan must be released.
+        A segment that cannot be recorded is called from now on, and everything around it is captured. Each segment runs
+        exactly once, however many attempts are needed: recording executes nothing. If memory runs out, all remaining segments
+        are called this once, `stats.given_up` has the reason, and the plan must be released.
         """
         called, on_host = set(self._code.called), self._code.on_host
         because: dict[int, str] = {}
@@ -216,7 +219,7 @@ class Plan:
                         self.stats.given_up = recorded.reason
                     continue
                 piece = recorded
-            # First: `release` must know a graph whose launch fails.
+            # Before the launch: if the launch fails, `release` must know the graph.
             self._pieces.append(piece)
             self._run_piece(piece, self._static, hosted)
             if piece.graph is not None:
@@ -224,7 +227,7 @@ class Plan:
             at = piece.last
         outputs = results_of(self._static, self._code.results, self._given_by_host)
         self._transfers.end()
-        # Not before: where a step fails half way, what was counted last still holds.
+        # Not earlier: if a step fails half way, the last numbers still hold.
         self.stats.called_because = because
         self._count()
         self.stats.launches += 1
@@ -235,7 +238,7 @@ class Plan:
         return outputs
 
     def run(self) -> list[torch.Tensor]:
-        """One step over the static inputs. What a graph gives is overwritten by the next step."""
+        """Run one step on the static inputs. The next step overwrites the outputs of graphs."""
         values = dict(self._static)
         hosted = dict(self._hosted_inputs)
         self._code.start(self.inputs)
@@ -247,7 +250,7 @@ class Plan:
         return outputs
 
     def is_current(self) -> bool:
-        """Whether the code is still bound to the addresses that the graphs have."""
+        """Whether the code is still bound to the addresses that the graphs use."""
         now = self._code.addresses
         if now is self._addresses or now == self._addresses:
             self._addresses = now
@@ -256,7 +259,7 @@ class Plan:
         return False
 
     def may_change(self) -> bool:
-        """Count one more call in a row that found other addresses; False when there have been too many."""
+        """Count one more consecutive call that found other addresses. Return False if there have been too many."""
         self._changes += 1
         return self._changes <= MAX_CHANGES
 
@@ -264,9 +267,9 @@ class Plan:
         """Record all graphs again for the addresses that the code is bound to now, and update them in place.
 
         Returns:
-            What kept a piece from being recorded; nothing was executed, and the plan must be released. None if all went well.
+            None, or why a piece could not be recorded. In that case nothing was executed, and the plan must be released.
         """
-        # Until all are done, whatever ends this leaves some graphs with other addresses than others.
+        # If anything stops the loop, only some graphs have the new addresses, so the plan has none until all are done.
         self._addresses = None
         for piece in self._pieces:
             if piece.graph is None:
@@ -309,7 +312,7 @@ class Plan:
         return _Piece(first, last, takes, gives, leaving, on_host=first in self._code.on_host)
 
     def _record(self, first: int, last: int) -> _Piece | Refusal:
-        """The segments as a captured piece, not launched yet; or why not."""
+        """Record the segments as a captured piece, which is not launched yet. Return a refusal if that fails."""
         piece = self._piece(first, last)
         held = self._recorder.pool_bytes()
         self._watch.begin()
@@ -327,15 +330,15 @@ class Plan:
         return piece
 
     def _refusal(self, piece: _Piece, error: Exception) -> Refusal:
-        """What `error` means, which came while the piece was recorded, `_at` being where."""
+        """Make a refusal of an error that was raised while the piece was recorded. `_at` is the segment where it happened."""
         explained = self._watch.explain(error, f"capturing a graph for inputs of the shapes {self.stats.shapes}")
-        # After the last segment it was the capture as a whole that failed.
+        # After the last segment, the capture as a whole failed.
         whole = self._at == piece.last
         segments = range(piece.first, piece.last) if whole else range(self._at, self._at + 1)
         return Refusal(segments, first_line(error) if explained is None else str(explained), explained is not None)
 
     def _count_instantiation(self, graph: Graph, begin: float) -> None:
-        """Of a graph that has been recorded since `begin`, and made executable."""
+        """Count a graph that was recorded and made executable since `begin` (seconds of `perf_counter`)."""
         self.stats.instantiations += 1
         self.stats.instantiate_us += graph.instantiate_us
         self.stats.record_us += 1e6 * (time.perf_counter() - begin) - graph.instantiate_us
@@ -347,8 +350,10 @@ class Plan:
         return given
 
     def _run_piece(self, piece: _Piece, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
-        """Launch or call it on the device's `values` and on what is `hosted`. What a called one gives is there then; a graph
-        writes to its static buffers."""
+        """Launch or call the piece. A called piece works on `values` (device) and `hosted` (host), and adds what it gives.
+
+        A graph works on its static buffers.
+        """
         if piece.graph is not None:
             piece.graph.launch()
             if piece.leaving:
@@ -360,7 +365,7 @@ class Plan:
             self._transfers.send({number: values[number] for number in piece.leaving})
 
     def _run_called(self, piece: _Piece, values: dict[int, torch.Tensor]) -> None:
-        """Call the piece on `values`. What it gives and a graph takes goes to the buffer that the graph knows."""
+        """Call the piece on `values`. Outputs that a graph takes are copied to its static buffers; others go to `values`."""
         given = self._call(partial(self._run_segments, piece), [values[number] for number in piece.takes])
         for number, tensor in zip(piece.gives, given, strict=True):
             if number in self._read_by_graphs:
@@ -369,7 +374,7 @@ class Plan:
                 values[number] = tensor
 
     def _run_segments(self, piece: _Piece, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the piece's code on what it takes; what it gives. `_at` says how far it came."""
+        """Run the piece's code on its inputs, and return its outputs. `_at` is the segment that it has reached."""
         values = dict(zip(piece.takes, inputs, strict=True))
         for self._at in range(piece.first, piece.last):
             self._code.run_segment(self._at, values)
@@ -377,9 +382,9 @@ class Plan:
         return [values[number] for number in piece.gives]
 
     def _run_on_host(self, piece: _Piece, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
-        """Call the segments on what is in `hosted`, or else on copies of what the device has given.
+        """Call a piece on the host. Its inputs are in `hosted`; missing ones are copied from `values` on the device.
 
-        What they give stays in `hosted` for later pieces on the host, and goes to `values` if the device needs it.
+        Outputs stay in `hosted` for later pieces on the host. Outputs that the device needs are also added to `values`.
         """
         away = [number for number in piece.takes if number not in hosted]
         self._transfers.send({number: values[number] for number in away if number < len(self.inputs)})

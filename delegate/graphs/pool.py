@@ -1,10 +1,10 @@
 """The memory that the graphs of a program share, and captures into it.
 
-torch's allocator gives the memory of a capture out of a pool: what is freed on the way, the graph's temporaries, can be given
-out again, and what outlives the capture, its outputs, cannot. All graphs of a program are captured into one pool, so they lie
-on each other's temporaries. That is safe because they never run at the same time: a program has a lock, and `begin_step`
-orders steps on different streams. A buffer between two graphs is an output that the plan refers to; what a called piece
-gives comes from outside the pool.
+torch's allocator takes the memory of a capture from a pool. Memory that is freed during the capture (the graph's temporaries)
+can be given out again. Memory that outlives the capture (its outputs) cannot. All graphs of a program are captured into one
+pool, so their temporaries share memory. That is safe because graphs of a program never run at the same time: the program has
+a lock, and `begin_step` orders steps on different streams. A buffer between two graphs is an output that the plan keeps
+alive. The outputs of called pieces come from outside the pool.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Work = Callable[[], list[torch.Tensor]]
 
 @dataclass(eq=False)
 class Capture:
-    """Work that was recorded, and what is known about it.
+    """Recorded work, and facts about it.
 
     Attributes:
         graph: the graph.
-        outputs: what the work gave; a launch fills it.
-        nodes: what the graph consists of.
-        instantiate_us: microseconds that making it executable took.
-        kept: whether nothing of it is ever freed, unless it is launched (`keep`).
+        outputs: the outputs of the work. A launch fills them.
+        nodes: facts about the graph's nodes.
+        instantiate_us: microseconds that making the graph executable took.
+        kept: whether graph and outputs must not be freed before a launch; see `keep`.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -48,18 +48,18 @@ class Capture:
     kept: bool = False
 
     def keep(self) -> None:
-        """For cudaMallocAsync: free nothing of this until it has been launched.
+        """Free nothing of this capture until it has been launched. For cudaMallocAsync only.
 
-        There an output is allocated by the launch. Until then torch's free of it fails, in a destructor, which ends the
-        process. Its address belongs to the graph, so the graph stays too: torch expects no address a second time. No memory
-        of the device stands behind either.
+        With that allocator an output is allocated by the launch. If torch frees an output before the launch, the call fails
+        in a destructor, which ends the process. The output's address belongs to the graph, so the graph stays too: torch
+        does not expect the same address twice. Before the launch, neither of them occupies memory of the device.
         """
         self.kept = True
         for thing in (self.graph, *self.outputs):
             _never_free(thing)
 
     def launched(self) -> None:
-        """A launch did what this one says: from now on it can be freed."""
+        """Note that a launch has done this work. From now on the capture can be freed."""
         if self.kept:
             self.kept = False
             for thing in (self.graph, *self.outputs):
@@ -75,15 +75,16 @@ class Capture:
 class GraphPool:
     """One pool of device memory for all graphs of a program.
 
-    torch's two allocators, of device and of pinned memory, drop a pool with its last graph, and capture nothing into it any
-    more (torch 2.11). So a graph of the pool's own, the *anchor*, is in it as long as captures go there.
+    torch's two allocators, for device memory and for pinned memory, drop a pool with its last graph. After that they capture
+    nothing more into it (torch 2.11). So a graph of the pool's own, the *anchor*, stays in the pool as long as captures go
+    there.
 
-    With cudaMallocAsync each graph keeps its own pool. That allocator knows no pools: the driver allocates when a graph is
-    launched, and graphs that are launched on one stream share memory by themselves. What one graph leaves allocated can be
-    read by others until its next launch, which frees it and allocates it again at the same address.
+    With cudaMallocAsync no pool is shared: that allocator has no pools. The driver allocates when a graph is launched, and
+    graphs that are launched on one stream share memory by themselves. Other graphs can read a graph's outputs until its next
+    launch, which frees the outputs and allocates them again at the same addresses.
 
     Args:
-        stream: where captures are made.
+        stream: stream on which captures are made.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -91,22 +92,22 @@ class GraphPool:
         self._is_shared = torch.cuda.get_allocator_backend() == "native"
         self._handle: PoolHandle | None = None
         self._anchor: Capture | None = None
-        # What the anchor clears. An empty graph would be warned of.
+        # Tensor that the anchor clears, because torch warns of an empty graph.
         self._number: torch.Tensor | None = None
         self._last_stream: torch.cuda.Stream | None = None
 
     @property
     def nbytes(self) -> int:
-        """Device memory that the pool holds, used or not; 0 where graphs share none."""
+        """Device memory that the pool holds, used or not; 0 if the graphs share no pool."""
         if self._handle is None:
             return 0
         return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self._handle))
 
     def capture(self, work: Work) -> Capture:
-        """Record, executing nothing. Raises what made the capture fail; the next one can be made all the same."""
+        """Record without executing. Raises the error that made the capture fail; later captures still work."""
         device = self.stream.device
         with side_lock:
-            # Nothing may still be running into the capture, and cached blocks cannot move to the pool later.
+            # No earlier work may run while the capture begins, and cached blocks cannot move to the pool later.
             torch.cuda.synchronize(device)
             self.stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(self.stream):
@@ -122,7 +123,7 @@ class GraphPool:
         return capture
 
     def begin_step(self) -> None:
-        """Have what is queued from now on wait for the step before, where the caller has changed to another stream."""
+        """Make the current stream wait for the previous step, if that step was queued on another stream."""
         device, last = self.stream.device, self._last_stream
         if last is None or last.cuda_stream != current_stream_handle(device):
             self._last_stream = torch.cuda.current_stream(device)
@@ -130,13 +131,13 @@ class GraphPool:
                 self._last_stream.wait_stream(last)
 
     def close(self) -> None:
-        """Let the memory go; to be called when all graphs are freed."""
+        """Free the memory. To be called when all graphs are freed."""
         if self._anchor is not None:
             self._anchor.free()
         self._anchor = self._handle = self._number = self._last_stream = None
 
     def _make_anchor(self) -> None:
-        """Open a pool. Where that fails, the next graph has a pool of its own, and the one after it tries again."""
+        """Open a pool. If that fails, the next graph has a pool of its own, and the capture after it tries again."""
         if not self._is_shared:
             return
         try:
@@ -148,11 +149,11 @@ class GraphPool:
             logger.debug("no pool can be opened for graphs: %s", first_line(error))
 
     def _renew(self) -> None:
-        """Open another pool after a capture that failed, at once.
+        """Open another pool, directly after a capture that failed.
 
-        torch captures nothing more into the old one if CUDA gave the capture up, and draws no random numbers until another
-        capture has ended well. What the failed capture took in the old pool is freed with the last graph there: those that
-        were captured before hold it by themselves.
+        If CUDA invalidated the capture, torch captures nothing more into the old pool, and generates no random numbers until
+        another capture has ended well. Memory that the failed capture took in the old pool is freed with the last graph
+        there. Graphs that were captured earlier keep the old pool alive by themselves.
         """
         anchor, self._anchor, self._handle = self._anchor, None, None
         self._make_anchor()
@@ -168,14 +169,14 @@ class GraphPool:
             graph.capture_end()
         except BaseException as error:
             if not self._is_shared:
-                # Here and in the functions that failed; they can no more be freed than those of `Capture.keep`.
+                # Keep the graph and the tensors of the functions that failed: as in `Capture.keep`, they must not be freed.
                 _never_free([graph, *_tensors_of(error)])
             self._abandon(graph, handle)
             raise
         return Capture(graph, outputs)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, handle: PoolHandle | None) -> None:
-        """End a capture that has failed. If CUDA gave it up, `capture_end` raises before torch's allocators are told."""
+        """End a capture that has failed. If CUDA invalidated it, `capture_end` raises before torch's allocators are told."""
         try:
             graph.capture_end()
         except RuntimeError as error:
@@ -184,7 +185,7 @@ class GraphPool:
             if self._is_shared:
                 graph.reset()
             return
-        # The allocator of pinned memory goes on asking this graph, at each later capture, which streams are its own.
+        # Kept, because at each later capture the allocator of pinned memory still asks this graph which streams are its own.
         _never_free(graph)
         if handle is not None:
             for mend in (end_allocation_to_pool, release_pool):
@@ -195,12 +196,12 @@ class GraphPool:
 
 
 def _tensors_of(error: BaseException) -> list[object]:
-    """Tensors, and what may hold some, among the variables of the functions that `error` came through."""
+    """Tensors, and containers that may hold some, among the local variables of the functions that `error` passed through."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     values = [value for frame in frames for value in frame.f_locals.values()]
     return [value for value in values if isinstance(value, torch.Tensor | dict | list | tuple)]
 
 
 def _never_free(thing: object) -> None:
-    """Keep `thing` until the process has ended: a variable of a module would be freed when the interpreter ends."""
+    """Keep `thing` until the process has ended. A variable of a module would be freed earlier, when the interpreter ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

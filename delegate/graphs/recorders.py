@@ -1,4 +1,4 @@
-"""How a step is recorded and launched: as a CUDA graph, or on a machine without a GPU over static buffers alone."""
+"""Recorders of a step: as a CUDA graph, or on a machine without a GPU as calls over static buffers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Graph(Protocol):
     """Recorded work, executable.
 
     Attributes:
-        nodes: what it consists of.
-        outputs: static buffers that a launch fills; without a GPU there are none before the first launch.
-        instantiate_us: microseconds that making it executable took, the last time.
+        nodes: facts about the graph's nodes.
+        outputs: static buffers that a launch fills. Without a GPU the list is empty before the first launch.
+        instantiate_us: microseconds that the last instantiation took.
     """
 
     nodes: GraphNodes
@@ -36,12 +36,12 @@ class Graph(Protocol):
     instantiate_us: float
 
     def launch(self) -> list[torch.Tensor]:
-        """Execute the work once; returns `outputs`."""
+        """Execute the work once, and return `outputs`."""
 
     def update(self, work: Work) -> bool:
-        """Record anew, with the same shapes. True: what is executable was updated; False: it had to be made anew.
+        """Record work anew, with the same shapes. True: the executable graph was updated. False: it was made anew.
 
-        Raises what made the recording fail; the graph is then as it was.
+        Raises the error that made the recording fail. The graph is then unchanged.
         """
 
     def release(self) -> None:
@@ -49,27 +49,27 @@ class Graph(Protocol):
 
 
 class GraphRecorder(Protocol):
-    """Where warm-up and recording happen."""
+    """Runs warm-up steps, and records graphs."""
 
     def warmup(self, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run once where the capture will be made."""
+        """Run once, on the stream where the capture will be made."""
 
     def begin_step(self) -> None:
-        """To be called before anything of a step is queued that uses static buffers."""
+        """Begin a step. To be called before any work that uses static buffers is queued."""
 
     def record(self, work: Work) -> Graph:
-        """Record without executing; raises what made the capture fail."""
+        """Record without executing. Raises the error that made the capture fail."""
 
     def pool_bytes(self) -> int:
-        """Device memory that the graphs' pool holds: compare two calls to know what it grew by."""
+        """Device memory that the graphs' pool holds. The difference of two calls is how much it grew."""
 
 
 class CudaGraphRecorder:
-    """`torch.cuda.CUDAGraph`. Recording takes place on the pool's stream; launches go to the caller's current stream.
+    """Records with `torch.cuda.CUDAGraph`. Recording is on the pool's stream; launches go to the caller's current stream.
 
     Args:
-        pool: the memory of all graphs of the program.
-        early_kernels: let marked kernels start before the one ahead has ended (nodes.py), on GPUs that support it.
+        pool: memory that all graphs of the program share.
+        early_kernels: whether marked kernels may start before the kernel ahead has ended (nodes.py), on GPUs that support it.
     """
 
     def __init__(self, pool: GraphPool, early_kernels: bool = True) -> None:
@@ -90,7 +90,7 @@ class CudaGraphRecorder:
         return self.pool.nbytes
 
     def capture(self, work: Work) -> Capture:
-        """Record, look into the graph, and let its marked kernels start early; it is not executable yet."""
+        """Record, inspect the graph, and let its marked kernels start early. The graph is not executable yet."""
         capture = self.pool.capture(work)
         with torch.cuda.device(self.device):
             capture.nodes = look_into(capture.graph.raw_cuda_graph())
@@ -100,13 +100,15 @@ class CudaGraphRecorder:
                 early = start_early(capture.graph.raw_cuda_graph())
                 capture.nodes = replace(capture.nodes, early=early.count, note=early.note)
             except Exception as error:
-                # The graph may lack an edge by now.
+                # After this error the graph may lack an edge, so it must not be used.
                 return self.capture_again(capture, work, error)
         return capture
 
     def capture_again(self, capture: Capture, work: Work, error: Exception) -> Capture:
-        """The same, none of whose kernels starts early: `error` says why not. A capture executes nothing, so another one only
-        costs a moment."""
+        """Record the work again, without kernels that start early. `error` is the reason, for the note.
+
+        A capture executes nothing, so another one costs only a moment.
+        """
         nodes = replace(capture.nodes, early=0, note=first_line(error))
         logger.warning("no kernel of the captured graph starts early: %s", nodes.note)
         capture.free()
@@ -115,7 +117,7 @@ class CudaGraphRecorder:
         return again
 
     def instantiate(self, capture: Capture, work: Work) -> Capture:
-        """Make it executable: `capture`, or one without kernels that start early."""
+        """Make `capture` executable and return it. If that fails, return a new capture without kernels that start early."""
         with torch.cuda.device(self.device):
             begin = time.perf_counter()
             try:
@@ -131,7 +133,8 @@ class CudaGraphRecorder:
 
 
 class _CudaGraph:
-    """Made from one capture; after an update, what is launched is still the first one's, over the memory of the last."""
+    """A graph made from one capture. After an update the first capture's executable is still launched, over the memory of the
+    last capture."""
 
     def __init__(self, recorder: CudaGraphRecorder, work: Work) -> None:
         capture = recorder.instantiate(recorder.capture(work), work)
@@ -148,7 +151,7 @@ class _CudaGraph:
 
     def update(self, work: Work) -> bool:
         assert self._executable is not None and self._last is not None
-        # Waits for launches under way, so that what they use may go.
+        # A capture waits for launches under way, so their memory may be freed after it.
         capture = self._recorder.capture(work)
         executable = self._executable.graph.raw_cuda_graph_exec()
         updated = update_executable(executable, capture.graph.raw_cuda_graph())
@@ -179,9 +182,9 @@ class _CudaGraph:
 
 
 class HostGraphRecorder:
-    """For machines without a GPU: the same static buffers and rules; a launch runs the compiled code.
+    """Recorder for machines without a GPU: the same static buffers and rules, but a launch runs the compiled code.
 
-    It saves nothing and cannot be faster. It exists so that plans and the state machine are the same program everywhere.
+    It saves no time. It exists so that plans and the state machine are the same program everywhere.
     """
 
     def warmup(self, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

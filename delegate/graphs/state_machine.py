@@ -6,9 +6,9 @@
     capture   copies the inputs into static buffers, records (which executes nothing) and launches, piece by piece
     replay    copies the inputs into the static buffers, launches
 
-Each shape of the inputs goes through the phases by itself, and has a plan of its own (plans.py). Each call moves the model's
-state exactly once, in every phase. A segment that cannot be recorded is called in place of being replayed; when there is none
-that can, or the device has no memory for the graphs, the shape goes to `disabled`, keeps the reason, and runs its code.
+Each shape of the inputs goes through the phases separately, and has a plan of its own (plans.py). In every phase, each call
+advances the model's state exactly once. A segment that cannot be recorded is called instead of replayed. If no segment can be
+recorded, or the device has no memory for the graphs, the shape goes to `disabled`, keeps the reason, and runs its code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Shape = tuple[tuple[int, ...], ...]
 
 
 class Phase(Enum):
-    """What the next call of a method will do, with inputs of the last call's shape."""
+    """Phase of a method's next call, if its inputs have the shape of the last call."""
 
     DISABLED = "disabled"
     WARMUP = "warmup"
@@ -54,10 +54,10 @@ class MethodStats:
     """Numbers of calls by phase, and the plans.
 
     Attributes:
-        fallbacks: segments that could not be recorded, all plans together.
-        fallback_reason: why the last of them could not, or why a plan was given up.
-        plans: of the shapes that have one or had it given up, the one that was used last at the end.
-        dropped: plans that were freed because more shapes came than there is room for.
+        fallbacks: number of segments that could not be recorded, in all plans together.
+        fallback_reason: why the last of these segments could not be recorded, or why a plan was given up.
+        plans: numbers of the plans that exist or were given up. The plan that was used last is at the end.
+        dropped: number of plans that were freed because there were more shapes than `max_plans`.
     """
 
     phase: str = Phase.DISABLED.value
@@ -72,13 +72,13 @@ class MethodStats:
 
     @property
     def last_plan(self) -> PlanStats:
-        """The plan that was used last, or one of zeros."""
+        """Numbers of the plan that was used last; zeros if there is none."""
         return self.plans[-1] if self.plans else PlanStats([])
 
 
 @dataclass
 class _ShapeState:
-    """How far one shape of inputs has come."""
+    """Progress of one shape of inputs through the phases."""
 
     phase: Phase
     warmups: int = 0
@@ -91,15 +91,15 @@ class StateMachine:
     """Runs one method through its phases.
 
     Args:
-        code: the method's.
+        code: the method's code.
         recorder: makes the graphs; None to stay in `disabled`.
-        device: the program's, where static buffers are made but for inputs that code on the host alone takes.
-        input_names: for messages.
-        warmup_steps: calls before the capture, 1 or more.
-        max_plans: plans that are kept, 1 or more; the one that was not used for longest goes first. As many shapes without a
-            plan are known besides.
-        call: where code runs that is in no graph: in the phase `disabled`, and in called pieces.
-        watch: recognises a capture that failed for lack of memory; the program's.
+        device: the program's device. Static buffers are there, except those of inputs that only code on the host takes.
+        input_names: names of the inputs, for messages.
+        warmup_steps: number of calls before the capture, 1 or more.
+        max_plans: number of plans that are kept, 1 or more. The least recently used plan is freed first. Besides, the
+            same number of shapes without a plan is remembered.
+        call: function that runs code outside graphs: in the phase `disabled`, and in called pieces.
+        watch: the program's watch, which recognises a capture that failed for lack of memory.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class StateMachine:
     @property
     def stats(self) -> MethodStats:
         self._stats.phase = self._last.phase.value
-        # A list first: another thread may be in a step.
+        # A list first: another thread may be in a step and change the dictionary.
         self._stats.plans = [state.stats for state in list(self._shapes.values()) if state.stats is not None]
         return self._stats
 
@@ -145,14 +145,15 @@ class StateMachine:
         return self._last.plan.inputs if self._last.plan else []
 
     def __call__(self, inputs: Sequence[torch.Tensor], graph: bool = True) -> list[torch.Tensor]:
-        """One step. Inputs are on the host or on the device; outputs are on the device.
+        """Run one step. Inputs are on the host or on the device; outputs are on the device.
 
         Args:
             inputs: in the order of the code's arguments.
-            graph: False runs the code as in `disabled`; this shape then gets no nearer to a plan, and keeps one it has.
+            graph: whether a graph may be used. False runs the code as in `disabled`: this shape then gets no nearer to a
+                plan, and keeps a plan that it has.
 
         Raises:
-            InputError: in the replay phase, an input that its static buffer cannot take; no state has moved.
+            InputError: in the replay phase, an input does not fit its static buffer. The state is unchanged.
         """
         recorder = self._recorder
         if recorder is None:
@@ -189,7 +190,7 @@ class StateMachine:
         return state
 
     def _forget_oldest(self, with_plan: bool) -> None:
-        """Of the shapes that have a plan, or of the others, forget the one not used for longest if there are too many."""
+        """Forget the least recently used shape, if there are too many with a plan (or without, as `with_plan` says)."""
         some = [shape for shape, state in self._shapes.items() if (state.plan is not None) is with_plan]
         if len(some) > self._max_plans:
             self._free(self._shapes.pop(some[0]))
@@ -279,7 +280,7 @@ class StateMachine:
         return self._run_disabled(inputs)
 
     def _disable(self, state: _ShapeState, stats: PlanStats, reason: str) -> None:
-        """From now on this shape has no graph."""
+        """Give up graphs for this shape, and note the reason."""
         logger.warning("graphs are given up for one shape of inputs: %s", reason)
         state.phase, state.stats = Phase.DISABLED, stats
         stats.given_up = self._stats.fallback_reason = reason
@@ -291,8 +292,8 @@ class StateMachine:
 
 
 def _as_compiled_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On its device. Compiled code assumes that its inputs are contiguous and aligned, and does not check: a slice may be
-    neither."""
+    """Return the tensor on `device`, contiguous and aligned. Compiled code assumes both and does not check, and a slice may
+    be neither."""
     tensor = tensor.to(device)
     if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
         return tensor

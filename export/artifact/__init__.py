@@ -1,1 +1,1 @@
-"""Compiled libraries and tensors -> the two files of an artifact."""
+"""Writes compiled libraries and tensors into the two files of an artifact."""

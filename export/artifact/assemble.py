@@ -1,8 +1,8 @@
-"""Compiled methods -> the bytes of an ExecuTorch program.
+"""Makes the bytes of an ExecuTorch program from compiled methods.
 
-The graphs went from torch.export straight to AOTInductor. exir only makes the program around the code: for each method a
-shell with its inputs and outputs, whose body is one call of the delegate. Sending the graphs themselves through exir's
-passes would give the same program, but copies every weight in memory and takes minutes for a model of 40 layers.
+The graphs went from torch.export straight to AOTInductor. exir only makes the program around the code: one shell per method,
+with the method's inputs and outputs, whose body is one call of the delegate. Sending the graphs themselves through exir's
+passes would give the same program. But it would copy every weight in memory, and take minutes for a model of 40 layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .records import UNBOUNDED, CompiledMethod
 
 
 class _Shell(nn.Module):
-    """A method's outputs by shape and dtype, from its inputs; never run."""
+    """Stand-in for a method: makes outputs of the right shapes and dtypes from the inputs. It is traced, and never run."""
 
     def __init__(self, record: MethodRecord) -> None:
         super().__init__()
@@ -49,9 +49,10 @@ class _Shell(nn.Module):
 
 
 def _size(dim: ArtifactDim, sizes: Mapping[str, Any]) -> Any:
-    """An output's size in terms of the inputs' sizes, such as `2*T + 1`, or the largest that it may be.
+    """An output's size in terms of the inputs' sizes, such as `2*T + 1`, or the largest value that it may have.
 
-    The latter for sizes like `T//2`, which torch.export would want to know more of; the runtime goes by the record.
+    The largest value stands for sizes like `T//2`, about which torch.export would ask for more facts. The runtime takes sizes
+    from the method's record.
     """
     if dim.min == dim.max or dim.symbol in sizes:
         return sizes.get(dim.symbol, dim.max)
@@ -67,7 +68,7 @@ def _size(dim: ArtifactDim, sizes: Mapping[str, Any]) -> Any:
 
 
 class _Call(nn.Module):
-    """The delegate call and nothing else."""
+    """Module whose only content is the delegate call."""
 
     def __init__(self, lowered: nn.Module) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class _Call(nn.Module):
 
 
 def assemble(methods: Mapping[str, CompiledMethod], target: Target, export_id: str, metadata: dict[str, Any]) -> bytes:
-    """The program with the methods' code as named data and `metadata` as constant methods."""
+    """Make the bytes of the program. The methods' code is in it as named data, `metadata` as constant methods."""
     programs = {name: _delegate_call(compiled, target, export_id) for name, compiled in methods.items()}
     config = ExecutorchBackendConfig(
         extract_delegate_segments=True,
@@ -102,12 +103,13 @@ def _delegate_call(compiled: CompiledMethod, target: Target, export_id: str) -> 
 
 
 def _example(record: MethodRecord) -> tuple[tuple[Tensor, ...], Any]:
-    """Small inputs, and which of their dimensions may have other sizes; lengths that are one symbol stay one.
+    """Small example inputs, and their dynamic dimensions. Dimensions with one symbol stay equal.
 
-    One that is computed from another (`2*T`) stands for itself here: the rule is in the record.
+    A dimension that is computed from another one (`2*T`) is independent here. The method's record has the rule.
     """
     dims = {dim.symbol: dim for spec in record.inputs for dim in spec.shape if dim.min != dim.max}
-    # 2 to 6 elements, one size per symbol: torch.export takes 0 and 1, and what is equal by chance, for a rule.
+    # One size per symbol, mostly 3 to 6. torch.export would make a rule of a size of 0 or 1, or of sizes that are equal by
+    # chance.
     sizes = {symbol: min(dim.max, max(dim.min, 3 + i % 4)) for i, (symbol, dim) in enumerate(dims.items())}
     lengths = {symbol: Dim(f"length_{i}", min=dim.min, max=dim.max) for i, (symbol, dim) in enumerate(dims.items())}
     inputs = tuple(

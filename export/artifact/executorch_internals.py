@@ -1,8 +1,8 @@
-"""Every call of the export into private parts of executorch.
+"""All calls of the export into private parts of executorch, one function each.
 
-One function each. Its docstring says what it needs, and what breaks where that is gone; `tests/export/artifact/
-test_executorch_internals.py` has a test for each that fails by its name. Seen to work with executorch 1.5.1. A script that
-measures ExecuTorch's own model uses its private parts itself.
+Each docstring says what the function needs, and what breaks without it. `tests/export/artifact/test_executorch_internals.py`
+has a test for each function, whose failure names the function. Seen to work with executorch 1.5.1. The script that measures
+ExecuTorch's own model uses private parts itself.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def delegated_module(
     specs: Mapping[str, bytes],
     named_data: Mapping[str, bytes],
 ) -> torch.nn.Module:
-    """A module that is one call of a delegate, with what the delegate gets, as `to_backend` would make it.
+    """A module that is one call of a delegate, with the delegate's data, as `to_backend` would make it.
 
     Args:
-        shell: a program in exir's edge dialect, of the call's inputs and outputs.
-        backend_id: of the delegate.
-        processed: its processed bytes.
-        specs: its compile specs.
-        named_data: key -> bytes that the program carries beside it.
+        shell: program in exir's edge dialect, with the call's inputs and outputs.
+        backend_id: id of the delegate.
+        processed: the delegate's processed bytes.
+        specs: the delegate's compile specs.
+        named_data: key -> bytes that the program carries beside the delegate.
 
-    Needs `LoweredBackendModule`, its `meta`, and `exir._serialize._named_data_store.NamedDataStore`: exir has no public
-    way to give bytes to a delegate without a partitioner, which copies every weight. Without it nothing can be exported.
+    Needs `LoweredBackendModule`, its `meta`, and `exir._serialize._named_data_store.NamedDataStore`. exir's only public way
+    to give bytes to a delegate is a partitioner, which copies every weight. Without these parts nothing can be exported.
     """
     from executorch.exir._serialize._named_data_store import NamedDataStore
     from executorch.exir.backend.compile_spec_schema import CompileSpec
@@ -65,10 +65,10 @@ class Blob:
     """One entry of a FlatTensor file, whose bytes are produced when the file is written.
 
     Attributes:
-        key: its name.
-        nbytes: how many bytes `write` will write.
-        write: writes them to the open file.
-        like: a tensor of the entry's shape and dtype, contiguous; None for bytes that are not a tensor.
+        key: name of the entry.
+        nbytes: number of bytes that `write` writes.
+        write: function that writes the bytes to the open file.
+        like: a contiguous tensor of the entry's shape and dtype; None for bytes that are not a tensor.
     """
 
     key: str
@@ -78,10 +78,10 @@ class Blob:
 
 
 def write_flat_tensor(file: BinaryIO, blobs: Sequence[Blob], alignment: int) -> None:
-    """Write a FlatTensor file (`.ptd`) whose blobs are made one after the other, in order: none waits in memory.
+    """Write a FlatTensor file (`.ptd`). Its blobs are made one after the other, in order, so that none waits in memory.
 
     Needs executorch's `FlatTensorSerializer` with `exir._serialize`: `_cord.FileBackedData`, `data_serializer.DataEntry` and
-    `DataPayload`. executorch has no public writer that streams. Without it nothing can be exported.
+    `DataPayload`. executorch has no public writer that streams. Without these parts nothing can be exported.
     """
     from executorch.exir._serialize._cord import FileBackedData
     from executorch.exir._serialize.data_serializer import DataEntry, DataPayload

@@ -1,4 +1,4 @@
-"""Traced methods and their code -> what the runtime needs to know of them."""
+"""Makes the records that the runtime needs, from traced methods and their code."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from ostinato.export.compile.aot import Code
 from ostinato.export.compile.torch_internals import size_bounds, size_expression, storage_key
 from ostinato.export.compile.trace import TracedGraph, TracedLink, TracedMethod
 
-# An unbounded dimension; 2**31 - 1 is the largest size that a FlatBuffers int32 can hold.
+# Largest value of a dimension without a bound; 2**31 - 1 is the largest size that a FlatBuffers int32 can hold.
 UNBOUNDED = 2**31 - 1
-# Lowest and highest value of an input; or, of an index into buffers that grow, what it counts in place of the latter.
+# (lowest, highest) value of an input. For an index into buffers that grow, the second entry is what the index counts.
 ValueRange = tuple[int, int | Growth]
 
 
@@ -38,12 +38,12 @@ class Constants:
     """All tensors of an export, each under one key in `model.ptd`.
 
     Attributes:
-        forms: key -> what a mutable buffer holds, where somebody says so. What is named here is mutable, even if no method
-            writes it.
-        tensors: key -> the tensor, on the CPU; perhaps only its shape counts.
-        mutable: keys of the buffers that any method writes.
+        forms: key -> kind and growth of a mutable buffer, given by the caller of the export. A buffer with a form is mutable,
+            even if no method writes it.
+        tensors: key -> the tensor, on the CPU. In some exports only its shape and dtype count.
+        mutable: keys of the buffers that have a form, or that a method writes.
         devices: key -> devices of the links that hold the tensor.
-        used: keys whose values the artifact must hold, filled as records are made.
+        used: keys whose values the artifact must hold. Making records fills this set.
     """
 
     forms: Mapping[str, StateForm] = field(default_factory=dict)
@@ -55,15 +55,15 @@ class Constants:
     _keys: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     def name_after(self, root: nn.Module) -> None:
-        """Let the tensors of `root` have the names that it has for them, whichever link has them first."""
+        """Name the tensors of `root` as `root` names them, no matter which link holds them first."""
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             self._names.setdefault(_identity(tensor), name)
 
     def add(self, method: TracedMethod) -> None:
-        """Give each of the method's tensors its key. One that is known, from wherever, keeps the key that it has.
+        """Give each of the method's tensors a key. A tensor that already has a key, from any method, keeps it.
 
         Raises:
-            ExportError: a mutable buffer that links on both devices hold.
+            ExportError: links on both devices hold the same mutable buffer.
         """
         for traced in method.links:
             for name, tensor in traced.tensors.items():
@@ -88,12 +88,12 @@ class Constants:
         return self._keys[_identity(tensor)]
 
     def has_growing(self, traced: TracedLink) -> bool:
-        """Whether a buffer of the link may have another first dimension when it is loaded."""
+        """Whether a buffer of the link may have another first dimension when the program is loaded."""
         forms = (self.forms.get(self.key(tensor), StateForm()) for tensor in traced.tensors.values())
         return any(form.growth is not Growth.FIXED for form in forms)
 
     def buffer_spec(self, key: str) -> BufferSpec:
-        """Of a mutable buffer; one that does not start as zeros is among those used."""
+        """The spec of a mutable buffer. A buffer that does not start as zeros is added to `used`."""
         tensor = self.tensors[key]
         initialised = bool(tensor.count_nonzero())
         if initialised:
@@ -107,7 +107,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class CompiledMethod:
-    """A method's record, and the named data that it refers to."""
+    """A method's record, and the named data that the record refers to."""
 
     record: MethodRecord
     named_data: dict[str, bytes]
@@ -119,7 +119,14 @@ def make_method(
     constants: Constants,
     value_ranges: Mapping[str, ValueRange],
 ) -> CompiledMethod:
-    """The record of a method whose links' code is `codes`, by kind; `value_ranges` as of `export_program`."""
+    """Make the record of a method, with its named data.
+
+    Args:
+        method: the traced method.
+        codes: kind of link -> code.
+        constants: the tensors of the export; adds the keys of this method to `used`.
+        value_ranges: see `export_program`.
+    """
     digests = {kind: hashlib.sha256(code.library).hexdigest() for kind, code in codes.items()}
     kernels = {code.kernels: code.kernels.read_bytes() for code in codes.values() if code.kernels is not None}
     kernel_digests = {path: hashlib.sha256(data).hexdigest() for path, data in kernels.items()}
@@ -131,7 +138,7 @@ def make_method(
     count = len(numbers)
     for index, traced in enumerate(method.links):
         code = codes[traced.link.kind]
-        # Names in the code are those of the first link of the kind.
+        # All links of a kind run the same code. Names in the code are those of the kind's first link.
         prefix = f"{index}/" if len(method.links) > 1 else ""
         for in_code, key in _keys_of(traced, code, constants).items():
             (buffers if key in constants.mutable else bound)[prefix + in_code] = key
@@ -186,7 +193,7 @@ def _keys_of(traced: TracedLink, code: Code, constants: Constants) -> dict[str, 
 
 
 def _check_streamed(method: TracedMethod, traced: TracedLink, code: Code) -> None:
-    """Of constants that stream through the device so many entries are sent: they must have equally many."""
+    """Check that a streamed link's constants have equal first dimensions: a call sends the same number of entries of each."""
     counts = {traced.tensors[name].shape[:1] for name in code.names.values()}
     if traced.link.streamed_by is not None and (len(counts) != 1 or () in counts):
         raise ExportError(

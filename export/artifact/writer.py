@@ -1,4 +1,4 @@
-"""Write an artifact folder whole or not at all, each constant streamed once."""
+"""Writes an artifact folder completely or not at all. Each constant is streamed once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALIGNMENT = 128
 
 
 class _Loader:
-    """Values by key, each made once, the next one while the last is being written."""
+    """Loads values by key, each once. The next value is made while the current one is being written."""
 
     def __init__(self, keys: Sequence[str], load: Callable[[str], torch.Tensor]) -> None:
         self._load = load
@@ -51,7 +51,7 @@ class _Loader:
 class _Constant:
     """A constant whose bytes are produced, and hashed, when the file is written.
 
-    `like` says shape and dtype; `load` gives the value, and is asked once.
+    `like` has the shape and the dtype. `load` gives the value, and is called once.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class _Constant:
         self._key = key
         self._load = load
         self._on_write = on_write
-        # Of shape and dtype alone, contiguous: a value of this size may not exist yet.
+        # Stands for the value, which may not exist yet: same shape and dtype, contiguous.
         self._like = torch.empty(like.shape, dtype=like.dtype)
         self.hexdigest = "0" * 64
 
@@ -96,10 +96,10 @@ def write_constants(
     Args:
         path: the file.
         constants: key -> a tensor of the constant's shape and dtype; its value is not read.
-        export_id: what binds the two files of an artifact.
+        export_id: id that both files of an artifact have.
         program: the bytes of `model.pte`.
-        load: key -> the value, asked for once each in this order, from a thread of its own.
-        on_write: called with the size of each constant that has been written.
+        load: function from key to value, called once per key in this order, from a thread of its own.
+        on_write: function that is called with the size of each constant after it was written.
     """
     loader = _Loader(list(constants), load)
     stored = {key: _Constant(key, tensor, loader, on_write) for key, tensor in constants.items()}
@@ -112,7 +112,7 @@ def write_constants(
     def write_manifest(file: BinaryIO) -> None:
         file.write(manifest())
 
-    # The manifest comes last in the file: by then every hash is known, and hashes do not change its length.
+    # The manifest comes last in the file: then every hash is known. Hashes do not change its length.
     blobs = [constant.blob for constant in stored.values()]
     blobs.append(Blob(MANIFEST_KEY, len(manifest()), write_manifest, None))
     try:
@@ -126,12 +126,12 @@ def write_constants(
 
 @contextmanager
 def atomic_folder(output: Path) -> Iterator[Path]:
-    """A scratch folder beside `output` that takes its name when the block ends, and vanishes if it fails.
+    """Give a scratch folder beside `output`. It is renamed to `output` when the block ends, and deleted if the block fails.
 
-    An artifact that already has the name is replaced only then; any other folder with files in it is refused.
+    An artifact that is at `output` already is replaced only at the end. Any other folder with files in it is refused.
 
     Raises:
-        ExportError: the name is taken by something else, or there is no room on the disk.
+        ExportError: `output` is something else, or cannot be written, or there is no room on the disk.
     """
     output = output.absolute()
     scratch = output.with_name(f".{output.name}.partial-{os.getpid()}")
@@ -167,7 +167,7 @@ def _install(scratch: Path, output: Path) -> None:
 
 
 def _remove_abandoned(output: Path) -> None:
-    """Scratch folders of exports that were killed."""
+    """Delete the scratch folders of exports that were killed."""
     for leftover in output.parent.glob(f".{output.name}.partial-*"):
         pid = leftover.name.rpartition("-")[2]
         if pid.isdigit() and not _is_running(int(pid)):

@@ -1,1 +1,1 @@
-"""Modules -> compiled libraries: trace, chains, AOTInductor."""
+"""Compiles modules into libraries: traces, chains, AOTInductor."""

@@ -1,4 +1,4 @@
-"""One graph -> AOTInductor code."""
+"""Generates and reads the AOTInductor code of one graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .torch_internals import (
 )
 from .trace import TracedGraph
 
-# Enough for an address of its own, aligned as CUDA's allocator aligns.
+# Bytes that give a tensor an address of its own, aligned as CUDA's allocator aligns.
 _SMALL_STORAGE = 512
 
 
@@ -36,10 +36,11 @@ class Code:
 
     Attributes:
         library: the shared library.
-        extern: list of ATen operators that it calls by name, often empty.
+        extern: list of the ATen operators that the library calls by name, often empty.
         names: name of a constant in the code -> the tensor's name in the graph.
         source: the C++ wrapper that AOTInductor generated.
-        kernels: the file with the functions of operators that it calls, which must lie beside the library; None without such.
+        kernels: file with the C functions of our operators that the library calls; it must lie beside the library. None if
+            the library calls none.
     """
 
     library: bytes
@@ -56,9 +57,10 @@ def generate_code(
     declarations: Mapping[torch._ops.OpOverload, list[str]],
     grows: bool = False,
 ) -> Generated:
-    """Have the graph's code generated in an empty folder, as torch.export made it; `graph.program` is changed.
+    """Generate the graph's code in an empty folder, from the graph as torch.export made it. Changes `graph.program`.
 
-    `declarations`: operator -> the declaration of its C function, for those that have one. `grows`: as of `generate_library`.
+    `declarations`: operator -> the declaration of its C function, for operators that have one. `grows`: see
+    `generate_library`.
 
     Raises:
         ExportError: an operator's code would not be in the artifact; or, for a GPU, a tensor has a name that Inductor
@@ -72,7 +74,7 @@ def generate_code(
 
 
 def read_code(generated: Generated, device: str, kernels: Path | None = None) -> Code:
-    """The code, once its library is built, and `kernels` lies beside it.
+    """Read the code after its library was built. `kernels`, if given, lies beside the library.
 
     Raises:
         ExportError: the compiler links libstdc++ statically.
@@ -114,7 +116,7 @@ def _generate(
 
 
 def _remove_checks(program: ExportedProgram) -> None:
-    """The tracer's checks of its own dtypes and devices; they name the device that it traced on."""
+    """Remove the tracer's checks of its own dtypes and devices. They name the device of the trace."""
     for node in list(program.graph.nodes):
         if is_metadata_check(node):
             program.graph.erase_node(node)
@@ -122,9 +124,10 @@ def _remove_checks(program: ExportedProgram) -> None:
 
 
 def _place_constants(graph: TracedGraph, device: str) -> None:
-    """Constants as the runtime will bind them: contiguous, and on the device.
+    """Make constants as the runtime will bind them: contiguous, and on the device.
 
-    Shapes are all that a compiler needs, so parameters go to a GPU without their memory. Inductor clones buffers.
+    A compiler needs only shapes, so parameters on a GPU get almost no memory. Buffers get all of theirs, since Inductor
+    clones them.
     """
     for values in (graph.program.state_dict, graph.program.constants):
         for name, value in values.items():
@@ -137,7 +140,7 @@ def _place_constants(graph: TracedGraph, device: str) -> None:
 
 
 def _with_small_storage(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """A tensor of this shape over a few bytes of its own: Inductor takes tensors at one address for the same constant."""
+    """A tensor of this shape with a few bytes of storage, at its own address: Inductor takes one address for one constant."""
     small = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     small.untyped_storage().resize_(min(_SMALL_STORAGE, small.nbytes))
     return _as_parameter(small, tensor)
@@ -148,9 +151,9 @@ def _as_parameter(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _name_constants(program: ExportedProgram, module: torch.nn.Module) -> None:
-    """Keep the names of tensors that the graph made constants of.
+    """Register the graph's constants as buffers, so that they keep their names.
 
-    As plain attributes they would lose them when AOTInductor traces the module again.
+    Plain attributes would lose their names when AOTInductor traces the module again.
     """
     buffers = dict(module.named_buffers())
     for name, tensor in program.constants.items():
@@ -162,12 +165,16 @@ def _name_constants(program: ExportedProgram, module: torch.nn.Module) -> None:
 
 
 def _constant_names(library: Path, device: str) -> dict[str, str]:
-    """Name in the code -> fully qualified name, asked of the code itself; that also proves that it loads."""
+    """Name in the code -> fully qualified name. Asks the loaded code for them, which also proves that it loads."""
     return constant_names(load_container(str(library), torch.device(device)))
 
 
 def _check_extern(label: str, extern: bytes) -> None:
-    """ATen operators without a C entry point are called by name at run time; other operators' code is not in the artifact."""
+    """Refuse operators whose code would not be in the artifact.
+
+    ATen operators without a C entry point are called by name at run time. The artifact does not have the code of other
+    operators.
+    """
     if not extern:
         return
     nodes = json.loads(extern).get("nodes", [])

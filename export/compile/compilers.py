@@ -1,7 +1,7 @@
-"""C++ compilers, several at a time, beside the Python that generates what they compile.
+"""Runs C++ compilers, several at a time, while Python generates more code for them.
 
-Only the compilers run beside each other. Inductor itself stays in one process and one thread, with its CUDA context: it keeps
-much in globals, and a forked process could not ask a GPU what it is.
+Only the compilers run in parallel. Inductor itself stays in one process and one thread, with its CUDA context: it keeps much
+state in globals, and a forked process could not ask a GPU what it is.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ Result = TypeVar("Result")
 
 
 class CompilerError(Exception):
-    """A compiler failed; the message is its complaint."""
+    """A compiler failed. The message is the compiler's complaint."""
 
 
 class CompilersStopped(BaseException):
-    """A compiler was ended because the export ends. No `Exception`: Inductor takes those as "the compiler cannot do this"."""
+    """A compiler was ended because the export ends. Not an `Exception`: Inductor takes those as "the compiler cannot do
+    this"."""
 
 
 class Compilers:
-    """As many compilers at a time as there are cores. Leaving it ends those that still run, and waits for their end."""
+    """Runs at most one compiler per core at a time. On exit, it ends the compilers that still run, and waits for them."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="compiler")
@@ -51,20 +52,21 @@ class Compilers:
         self._pool.shutdown(cancel_futures=True)
 
     def start(self, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Call it in a thread, after all that were started before; those it may wait for. It may call `run`."""
+        """Call `work` in a thread. Calls begin in the order of `start`, so `work` may wait for earlier ones. It may also call
+        `run`."""
         return self._pool.submit(work, *arguments)
 
     def run(self, command: Sequence[str], folder: str | Path) -> None:
-        """Run a compiler in a folder.
+        """Run a compiler in a folder until it ends.
 
         Raises:
-            CompilerError: it failed, or something killed it.
-            CompilersStopped: `Compilers` was left.
+            CompilerError: the compiler failed, or something killed it.
+            CompilersStopped: this `Compilers` was left.
         """
         with self._lock:
             if self._stopped:
                 raise CompilersStopped
-            # A process group of its own: the compiler's driver would leave its parts behind.
+            # In a process group of its own: ending only the compiler's driver would leave the driver's children behind.
             process = subprocess.Popen(
                 command,
                 cwd=folder,
@@ -86,19 +88,19 @@ class Compilers:
 
 
 def timed(work: Callable[..., Result], *arguments: Any) -> tuple[Result, float]:
-    """What it gives, and the seconds that it took."""
+    """The result of `work`, and the seconds that it took."""
     begin = time.perf_counter()
     return work(*arguments), time.perf_counter() - begin
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """SIGTERM, after which a compiler takes away the half of a file that it has written."""
+    """Send SIGTERM: then a compiler deletes the unfinished file that it was writing."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
 
 
 def _complaint(compiler: str, status: int, output: str) -> str:
-    """One line: the first error among the warnings."""
+    """One line of a compiler's output: the first error among the warnings."""
     lines = output.strip().splitlines()
     killed = -status if status < 0 else None
     if killed is None and any("Killed signal" in line for line in lines):

@@ -1,4 +1,4 @@
-"""Graphs -> their code: Inductor generates one after the other, and compilers work on what it has generated meanwhile."""
+"""Compiles graphs. Inductor generates the code of one graph after the other, while compilers work on earlier graphs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ from .trace import TracedGraph
 
 @dataclass(frozen=True)
 class _Job:
-    """A graph whose code is generated, and the building of its library, which gives the seconds that it took."""
+    """A graph whose code was generated, and the build of its library.
+
+    Attributes:
+        seconds: time that generating the code took.
+        built: the build; gives the seconds that it took.
+        kernels: the library of our own operators; None if the graph has none.
+    """
 
     graph: TracedGraph
     generated: Generated
@@ -36,12 +42,12 @@ class _Job:
 
 
 class Libraries:
-    """Compiles graphs: `generate`, then `codes`. Leaving it ends all compilers, and nothing of theirs stays.
+    """Compiles graphs: call `generate`, then `codes`. On exit, all compilers are ended, and their files are deleted.
 
     Args:
-        device: "cpu" or "cuda"; graphs that have a device of their own are compiled for that one.
-        progress: has a line for each graph, in the order of the graphs: the seconds in which its code was generated and
-            compiled. Several graphs are compiled at a time, so that these add up to more than they took.
+        device: "cpu" or "cuda". A graph that has a device of its own is compiled for that one.
+        progress: gets a line for each graph, in the order of the graphs, with the seconds of generating and compiling its
+            code. Several graphs are compiled at a time, so these seconds add up to more than the time that passed.
     """
 
     def __init__(self, device: str, progress: Progress) -> None:
@@ -60,7 +66,7 @@ class Libraries:
             self._folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="ostinato-")))
             opened.enter_context(self._compilers)
             opened.enter_context(compilers_run_by(self._compilers.run, self._make_header))
-            # Beside the traces, which come first.
+            # Runs beside the tracing, which comes first.
             self._ready = self._compilers.start(choose_vector_instructions)
             self._open = opened.pop_all()
         return self
@@ -69,16 +75,16 @@ class Libraries:
         self._open.__exit__(*error)
 
     def generate(self, graphs: Sequence[TracedGraph], growing: Set[int] = frozenset()) -> None:
-        """Generate the graphs' code; compilers are at work on it when this returns. `graph.program` is changed.
+        """Generate the graphs' code. When this returns, compilers may still work on it. Changes each `graph.program`.
 
         Args:
-            graphs: in the order of `codes`.
-            growing: ids of those with tensors whose first dimension may be another one when the code is loaded.
+            graphs: the graphs, in the order that `codes` will have.
+            growing: `id` of each graph with tensors whose first dimension may be another one when the code is loaded.
 
         Raises:
-            ExportError: a graph cannot be lowered; of several the first one. Later ones may not have been tried.
+            ExportError: a graph cannot be lowered. Only the first such graph is reported; later ones may not have been tried.
         """
-        # First, since all libraries that call them are linked with them.
+        # Built first, because all libraries that call these kernels are linked with them.
         natives = {id(graph): native_library_of(graph.program.graph) for graph in graphs}
         for native in natives.values():
             if native is not None and native.name not in self._kernels:
@@ -91,10 +97,10 @@ class Libraries:
                 self._finish(self._unfinished[0])
 
     def codes(self) -> list[Code]:
-        """The graphs' code, in their order, when all compilers are done.
+        """Wait for all compilers. Returns the graphs' code, in the order of `generate`.
 
         Raises:
-            ExportError: as `generate`.
+            ExportError: a graph cannot be lowered, as in `generate`.
         """
         for job in self._unfinished:
             self._progress.show(_stage(job.graph))
@@ -137,7 +143,7 @@ class Libraries:
         interface: Future[Path] | None,
         kernels: Future[Path] | None,
     ) -> None:
-        """In a thread. What it waits for was started before it."""
+        """Compile and link one library, in a thread. All that it waits for was started before it."""
         folder = generated.path.parent
         for header in headers:
             header.result()
@@ -145,7 +151,7 @@ class Libraries:
             self._compilers.run(command, folder)
         link = generated.link if interface is None else (*generated.link, str(interface.result()))
         if kernels is not None:
-            # Where it is loaded, it lies beside the library.
+            # At run time, too, the kernels lie beside the library.
             beside = folder / kernels.result().name
             beside.symlink_to(kernels.result())
             link = (*link, str(beside), "-Wl,-rpath,$ORIGIN")
@@ -160,7 +166,7 @@ class Libraries:
         return self._compilers.start(self._link_native, build, objects, folder, kept)
 
     def _link_native(self, build: NativeBuild, objects: Sequence[Future[None]], folder: Path, kept: Path) -> Path:
-        """In a thread. What it waits for was started before it."""
+        """Link the kernels, in a thread. All that it waits for was started before it."""
         for made in objects:
             made.result()
         self._compilers.run(build.link, folder)
@@ -191,7 +197,7 @@ class Libraries:
 
     @contextmanager
     def _failure(self, graph: TracedGraph, begin: float) -> Iterator[None]:
-        """Errors as the export's own."""
+        """Turn errors into ExportError, and report the graph as failed."""
         try:
             yield
         except BaseException as error:
@@ -202,8 +208,11 @@ class Libraries:
 
 
 def _keep(made: Path, kept: Path) -> None:
-    """For the next export: the interface takes 5 s of a core, the kernels for CPUs 22 s. A copy that is whole as soon as it
-    has its name."""
+    """Copy a file to `kept` for the next export: making it takes 5 s of a core for the interface, 22 s for the kernels for
+    CPUs.
+
+    The copy gets its name when it is complete.
+    """
     copy = kept.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
         try:
@@ -222,7 +231,7 @@ def _failed(jobs: Sequence[_Job]) -> bool:
 
 
 def _explain(error: Exception) -> str:
-    """The first line of a compiler's complaint, and the operator that it is about where it names one."""
+    """The first line of an error, and the operator that it is about if it names one."""
     if isinstance(error, CompilerError):
         return str(error)
     operator = re.search(r"(?:target|op|operator)[:= ]+\s*((?:torch\.ops\.)?\w+[.:]{1,2}\w+(?:\.\w+)?)", str(error))

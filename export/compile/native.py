@@ -1,7 +1,8 @@
-"""Operators whose code is C++ of ours: an export compiles it into one library, which travels in the artifact.
+"""Operators whose code is our own C++. An export compiles this code into one library, which travels in the artifact.
 
-An operator is declared to torch by its schema and the shapes of its results; that is all that tracing needs. AOTInductor's
-code calls its C function, `aoti_torch_cpu_NAME`, which takes and gives handles of tensors, without a dispatcher between.
+Tracing needs only an operator's schema and the shapes of its results, so only these are declared to torch. AOTInductor's code
+calls the operator's C function, `aoti_torch_cpu_NAME`, without a dispatcher between. The function takes and returns handles
+of tensors.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from torch.fx import Graph
 
 from .toolchain import compiler_version, find_compiler
 
-# `-ffast-math` is not among them: NaN in must be NaN out.
+# Without `-ffast-math`: NaN in must be NaN out.
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-march=native")
-# Its threads outlive whoever loaded it first.
+# The library's threads outlive the container that loaded it first.
 _LINK_FLAGS = ("-shared", "-Wl,-z,nodelete", "-pthread")
 
 # Schema's type -> C type.
@@ -34,19 +35,19 @@ _C_TYPES = {
 
 Operator = torch._ops.OpOverload
 
-# By their names, once they have an operator.
+# Name -> library, for libraries that have an operator.
 _LIBRARIES: dict[str, NativeLibrary] = {}
 
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """Operators, and the C++ that has the functions of all of them.
+    """A set of operators, and the C++ sources of their functions.
 
     Attributes:
-        name: the operators' namespace; also in the library's file name.
-        folder: below it lie the sources and the headers that they include.
-        sources: compiled, each by itself.
-        operators: those declared so far.
+        name: namespace of the operators; also in the library's file name.
+        folder: folder below which the sources lie, and the headers that they include.
+        sources: source files, each compiled by itself.
+        operators: operators declared so far.
     """
 
     name: str
@@ -55,10 +56,11 @@ class NativeLibrary:
     operators: list[Operator] = field(default_factory=list)
 
     def operator(self, schema: str) -> Callable[[Callable[..., Any]], Operator]:
-        """Declare an operator: `@library.operator("f(Tensor x, Tensor(a!) state, float eps) -> Tensor")` over a function that
-        gives empty results for its arguments. In its place stands torch's operator.
+        """Declare an operator: `@library.operator("f(Tensor x, Tensor(a!) state, float eps) -> Tensor")`.
 
-        Arguments are contiguous tensors, optional ones, bools, floats, ints and dtypes; it returns one new tensor or more.
+        Decorates a function that returns empty results for the operator's arguments. torch's operator takes the function's
+        place. Arguments are contiguous tensors, optional tensors, bools, floats, ints and dtypes. The operator returns new
+        tensors, at least one.
         """
 
         def declare(empty_results: Callable[..., Any]) -> Operator:
@@ -78,7 +80,8 @@ class NativeLibrary:
         return {operator: [_declaration(operator)] for operator in self.operators}
 
     def build(self, flags: Sequence[str] = ()) -> NativeBuild:
-        """How this machine's compiler makes the library, for this machine's CPU unless `flags` say another."""
+        """Commands by which this machine's compiler makes the library. It is for this machine's CPU unless `flags` name
+        another."""
         compiler = find_compiler()
         home = Path(str(torch.__file__)).parent
         command = (compiler, *_FLAGS, *flags, f"-I{home / 'include'}")
@@ -105,11 +108,11 @@ class NativeLibrary:
 
 @dataclass(frozen=True)
 class NativeBuild:
-    """What makes a library.
+    """Commands that make a library.
 
     Attributes:
-        library: its file name and SONAME, another one for other sources, flags, compilers and processors: the system's loader
-            takes libraries of one SONAME for the same.
+        library: file name and SONAME. Another source, flag, compiler or processor gives another name, because the system's
+            loader takes libraries of one SONAME for the same.
         objects: commands that can run at the same time, all in one folder.
         link: command to run after them, in that folder.
     """
@@ -120,7 +123,7 @@ class NativeBuild:
 
 
 def native_library_of(graph: Graph) -> NativeLibrary | None:
-    """The library of the graph's operators that have one. All such operators of a graph are of one library."""
+    """The library of the graph's native operators; None if it has none. A graph uses the operators of one library only."""
     for node in graph.nodes:
         if isinstance(node.target, Operator) and node.target.namespace in _LIBRARIES:
             return _LIBRARIES[node.target.namespace]
@@ -135,12 +138,12 @@ def _declaration(operator: Operator) -> str:
 
 
 def _c_type(argument: Any) -> str:
-    # The schema prints a dtype as an int; only its real type tells.
+    # The schema prints a dtype as an int. Only its real type tells the difference.
     return "int32_t" if str(argument.real_type) == "ScalarType" else _C_TYPES[str(argument.type)]
 
 
 def _processor() -> str:
-    """What `-march=native` looks at, as far as it can be asked for without the compiler."""
+    """Description of the CPU: what `-march=native` looks at, as far as it is known without the compiler."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     kept = ("vendor_id", "cpu family", "model", "flags", "Features")

@@ -1,4 +1,4 @@
-"""Is there a C++ compiler, and is what it built fit to be loaded into torch?"""
+"""Finds the C++ compiler, and checks that torch can load what it built."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ostinato.delegate.errors import ExportError
 
 
 def find_compiler() -> str:
-    """Path of the C++ compiler that AOTInductor will call: `CXX`, or g++, or clang++.
+    """Path of the C++ compiler that AOTInductor will call: `CXX` if that is set, else g++ or clang++.
 
     Raises:
-        ExportError: there is none; says how to get one.
+        ExportError: there is none; the message says how to get one.
     """
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else ("g++", "clang++"):
@@ -32,13 +32,15 @@ def find_compiler() -> str:
 
 
 def compiler_version(compiler: str) -> str:
-    """What a compiler says of itself, in one line."""
+    """The first line that a compiler prints for `--version`."""
     said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     return said.partition("\n")[0]
 
 
 def check_library(path: Path) -> None:
-    """Refuse a shared library that carries its own libstdc++: torch crashes when it makes a container from it.
+    """Refuse a shared library that carries its own libstdc++: torch crashes when it makes a container from such a library.
+
+    Without `readelf` nothing is checked.
 
     Raises:
         ExportError: `libstdc++.so.6` (or libc++) is not among the libraries that it needs.

@@ -1,8 +1,8 @@
-"""Every call of the export into private parts of torch and Inductor.
+"""All calls of the export into private parts of torch and Inductor, one function each.
 
-One function each. Its docstring says what it needs, and what breaks where that is gone; `tests/export/compile/
-test_torch_internals.py` has a test for each that fails by its name. Seen to work with torch 2.11 to 2.15. Those of
-executorch are in `artifact/executorch_internals.py`, of triton in `kernels/launch.py`, of torchao in `weights/quantize.py`.
+Each docstring says what the function needs, and what breaks without it. `tests/export/compile/test_torch_internals.py` has a
+test for each function, whose failure names the function. Seen to work with torch 2.11 to 2.15. Private parts of executorch
+are in `artifact/executorch_internals.py`, those of triton in `kernels/launch.py`, those of torchao in `weights/quantize.py`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from torch.fx import Node
 
 from ostinato.delegate.errors import ExportError, first_line
 
-# The argument by which kernels that start early are known: kernels/early_start_triton.py.
+# Name of the argument that marks kernels which start early: see kernels/early_start_triton.py.
 _EARLY = "EARLY"
 
 
 @dataclass(frozen=True)
 class Interface:
-    """The part of a library that is the same in many.
+    """The code that many libraries have in common.
 
     Attributes:
-        source: C++, for a file `SOURCE`.
-        command: compiles it to the object `OBJECT`, both in the folder where it runs.
-        kept: where the object may lie from an export before, under a name that covers all that it is made of. None: nowhere.
+        source: C++ for the file `SOURCE`.
+        command: command that compiles it to the object `OBJECT`; both are in the folder where it runs.
+        kept: path where an earlier export may have left the object. Its name depends on all that the object is made of. None:
+            the object is not kept.
     """
 
     source: str
@@ -47,15 +48,16 @@ class Interface:
 
 @dataclass(frozen=True)
 class Generated:
-    """What AOTInductor generates, and what makes a shared library of it.
+    """The code that AOTInductor generated, and the commands that make a shared library of it.
 
     Attributes:
         path: the shared library, once it is built.
         extern: JSON list of the ATen operators that it calls by name at run time, often empty.
         source: the C++ wrapper of the kernels.
-        objects: commands of the compiler that make its own objects.
-        interface: its object fits all libraries that have an equal one. None: this library's own objects have what is in it.
-        link: command that makes the library of its own objects, to which the interface's must be added.
+        objects: compiler commands that make the library's own objects.
+        interface: common code, compiled once for all libraries with an equal `Interface`. None: the library's own objects
+            contain it.
+        link: command that links the library's own objects. The interface's object must be added to it.
     """
 
     path: Path
@@ -67,11 +69,11 @@ class Generated:
 
 
 class _Linking(Exception):
-    """Raised where Inductor would link: all commands are known."""
+    """Raised at the point where Inductor would link: then all commands are known."""
 
 
 class _GivenUp(Exception):
-    """Raised where torch would go on with a kernel that it could not analyse."""
+    """Raised at the point where torch would go on with a kernel that it could not analyse."""
 
 
 def generate_library(
@@ -82,21 +84,21 @@ def generate_library(
     declarations: Mapping[torch._ops.OpOverload, list[str]],
     grows: bool = False,
 ) -> Generated:
-    """Have AOTInductor generate the code of a graph module, and what compiles it.
+    """Have AOTInductor generate the code of a graph module, and the commands that compile it.
 
     Args:
         module: the graph.
         arguments: the tracer's tensors, in the order of the graph's inputs.
         device: "cpu" or "cuda".
-        folder: an empty one; everything that is generated lies in it.
+        folder: empty folder for all generated files.
         declarations: operator -> the declaration of the C function that is called for it.
         grows: whether a tensor may have another first dimension when the code is loaded. Then the code compares no index with
-            a size: it would take the one that it was made with.
+            a size, because it would compare with the size that it was compiled with.
 
     Needs `torch._inductor.aot_compile`, its option names, the names of the files that it writes, and that
     `codecache.AotCodeCompiler.compile` builds objects and then links them by `CppBuilder.build`. The public
-    `aoti_compile_and_package` makes a zip file with a loader of its own, over which constants cannot be bound by name, and
-    compiles before it returns. Without it nothing can be exported.
+    `aoti_compile_and_package` compiles before it returns, and makes a zip file with a loader of its own, through which
+    constants cannot be bound by name. Without these parts nothing can be exported.
     """
     from torch._inductor.codecache import AotCodeCompiler
     from torch._inductor.cpp_builder import CppBuilder
@@ -104,14 +106,14 @@ def generate_library(
     path = folder / "code.so"
     options = {
         "aot_inductor.package_constants_in_so": False,
-        # Without it small constants are baked into the code as literals.
+        # Otherwise small constants are baked into the code as literals.
         "always_keep_tensor_constants": True,
-        # Folding would bake what has equal elements into the code: a fresh norm, and, worse, a buffer of one element, which
-        # would then never change.
+        # Folding would bake tensors with equal elements into the code: a fresh norm and, worse, a buffer of one element,
+        # which would then never change.
         "joint_graph_constant_folding": False,
-        # As many threads as the machine that runs it allows, and not as the one that compiled it had.
+        # The number of threads is that of the machine that runs the code, not of the machine that compiled it.
         "cpp.dynamic_threads": True,
-        # Elements that are worth a thread, which costs microseconds to wake.
+        # Number of elements that are worth one more thread: waking a thread costs microseconds.
         "cpp.min_chunk_size": 16384,
         "aot_inductor.embed_kernel_binary": device == "cuda",
         "aot_inductor.output_path": str(path),
@@ -154,12 +156,13 @@ def generate_library(
 
 @contextmanager
 def _small_loops_on_one_thread() -> Iterator[None]:
-    """While it is open, Inductor leaves loops too small for a second thread serial, although threads are counted at run time.
+    """Inside this context, Inductor makes no parallel loops that are too small for a second thread.
 
-    By itself it makes all loops parallel then. Each one waits for all threads, which on a busy machine takes the system's
-    slice of time, and its threads go on looking for work: that took a sixth of a decode step of 16 ms on two cores.
+    By itself Inductor makes all loops parallel when threads are counted at run time. Each parallel loop waits for all
+    threads, which on a busy machine takes a time slice of the system, and the threads then go on looking for work. That took
+    a sixth of a decode step of 16 ms on two cores.
 
-    Needs `CppKernel.decide_parallel_depth` of `torch._inductor.codegen.cpp`. Without it code for CPUs is right, and slower.
+    Needs `CppKernel.decide_parallel_depth` of `torch._inductor.codegen.cpp`. Without it code for CPUs is correct, but slower.
     """
     from torch._inductor import config
     from torch._inductor.codegen.cpp import CppKernel
@@ -176,14 +179,14 @@ def _small_loops_on_one_thread() -> Iterator[None]:
 
 @contextmanager
 def _unchecked_indices() -> Iterator[None]:
-    """While it is open, code for CPUs computes indices as ever, and compares them with nothing.
+    """Inside this context, generated code for CPUs does not check indices.
 
-    Without the option that is made for it, `assert_indirect_indexing`, torch 2.13's vectorised code may use an index ahead of
-    the line that computes it, where one kernel writes one buffer and reads another at the same indices: "'tmp10' was not
-    declared in this scope".
+    The option for this, `assert_indirect_indexing=False`, is not used for CPUs: with it, torch 2.13's vectorised code may use
+    an index before the line that computes it, if one kernel writes one buffer and reads another at the same indices ("'tmp10'
+    was not declared in this scope").
 
-    Needs `indirect_assert` of `torch._inductor.codegen.cpp.CppKernel` and `CppVecKernel`, which gives the line of a check.
-    Without it programs run for as many sessions as the export had for an example, and fail for more.
+    Needs `indirect_assert` of `torch._inductor.codegen.cpp.CppKernel` and `CppVecKernel`, which returns the line of a check.
+    Without it programs work for the number of sessions that the export had as an example, and fail for more.
     """
     from torch._inductor.codegen.cpp import CppKernel, CppVecKernel
 
@@ -198,10 +201,10 @@ def _unchecked_indices() -> Iterator[None]:
 
 
 def _interface_apart(wrapper: Path, objects: list[list[str]]) -> Interface | None:
-    """Take what all wrappers have in common out of one: the interface's text, and the base class that each would instantiate.
+    """Take the code that all wrappers share out of one: the interface's text, and the base class that each would instantiate.
 
-    None where this torch's wrappers do not have that text: then each library takes 3 s more (of 4.4 s for the wrapper of a
-    small graph, g++ 12).
+    Returns None if this torch's wrappers do not have that text. Then each library takes 3 s more (of 4.4 s for the wrapper of
+    a small graph, g++ 12).
     """
     template = Path(str(torch._inductor.__file__)).parent / "codegen" / "aoti_runtime" / "interface.cpp"
     common, source = template.read_text().strip(), wrapper.read_text()
@@ -215,7 +218,7 @@ def _interface_apart(wrapper: Path, objects: list[list[str]]) -> Interface | Non
     command[command.index("-o") + 1] = Interface.OBJECT
     text, kept = f"{common}\n{base}", None
     if "-include" in command:
-        # The name of the precompiled header covers the headers' text, the flags and the compiler.
+        # The name of the precompiled header depends on the headers' text, the flags and the compiler.
         header = Path(command[command.index("-include") + 1])
         digest = hashlib.sha256("\0".join((text, *command)).encode()).hexdigest()
         kept = header.with_name(f"{header.stem}-{digest[:16]}.o")
@@ -224,13 +227,15 @@ def _interface_apart(wrapper: Path, objects: list[list[str]]) -> Interface | Non
 
 @contextmanager
 def compilers_run_by(run: Callable[[Sequence[str], str], None], start: Callable[..., Any]) -> Iterator[None]:
-    """While it is open, Inductor's compilers are run by a function of ours, and make precompiled headers beside its Python.
+    """Inside this context, functions of ours run Inductor's compilers, and precompiled headers are made beside Inductor's
+    Python.
 
     Args:
-        run: runs a command in a folder, until it is done.
-        start: calls what it is given, with arguments, in a thread. What is generated needs the header to be compiled fast.
+        run: function that runs a command in a folder until it ends.
+        start: function that calls its argument, with further arguments, in a thread: it makes the precompiled header. With
+            the header, generated code compiles fast.
 
-    Needs `run_compile_cmd` of `torch._inductor.cpp_builder`, and `_worker_compile_cpp` of `codecache`. Without it Ctrl-C
+    Needs `run_compile_cmd` of `torch._inductor.cpp_builder`, and `_worker_compile_cpp` of `codecache`. Without them Ctrl-C
     leaves compilers behind, and the first export on a machine takes 10 s longer.
     """
     from torch._inductor import codecache, cpp_builder
@@ -244,10 +249,10 @@ def compilers_run_by(run: Callable[[Sequence[str], str], None], start: Callable[
 
 
 def choose_vector_instructions() -> None:
-    """Find out which vector instructions Inductor generates code for; it remembers them.
+    """Have Inductor find out which vector instructions it generates code for. It remembers the result.
 
-    Needs `torch._inductor.cpu_vec_isa.pick_vec_isa`, which compiles a test for each set (8 s on a machine where it was never
-    called). Without it that time is not spent beside something else.
+    Needs `torch._inductor.cpu_vec_isa.pick_vec_isa`, which compiles a test for each set of instructions (8 s in its first
+    call on a machine). Without it this time is not spent beside other work.
     """
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
@@ -255,7 +260,8 @@ def choose_vector_instructions() -> None:
 
 
 def kept_folder() -> Path:
-    """Where libraries lie that later exports take, in Inductor's cache. Their names must cover all that they are made of.
+    """The folder in Inductor's cache for libraries that later exports reuse. Their names must depend on all that they are
+    made of.
 
     Needs `torch._inductor.runtime.cache_dir_utils.cache_dir`. Without it each export that has code for CPUs compiles the
     kernels, which takes 12 s on two cores.
@@ -271,8 +277,8 @@ def kept_folder() -> Path:
 def is_reserved_name(name: str) -> bool:
     """Whether Inductor takes a kernel's argument of this name for its own, and leaves it out of the generated code.
 
-    Needs the rule in `PythonWrapperCodegen`: names that begin with `workspace` or `semaphore`. Where that has changed, a
-    buffer of such a name ends an export for a GPU with a NameError in generated code.
+    Needs the rule in `PythonWrapperCodegen`: names that begin with `workspace` or `semaphore`. If the rule has changed, a
+    buffer with a reserved name ends an export for a GPU with a NameError in generated code.
     """
     return name.startswith(("workspace", "semaphore"))
 
@@ -280,21 +286,23 @@ def is_reserved_name(name: str) -> bool:
 def constant_names(container: Any) -> dict[str, str]:
     """Name of a constant in a container's code -> the tensor's name in the graph.
 
-    Needs `get_constant_names_to_original_fqns` of the container. Codegen names (`layers_0_q_weight`) cannot be turned back
-    otherwise. Without it nothing can be exported.
+    Needs `get_constant_names_to_original_fqns` of the container. There is no other way back from codegen names
+    (`layers_0_q_weight`). Without it nothing can be exported.
     """
     return dict(container.get_constant_names_to_original_fqns())
 
 
 @contextmanager
 def early_kernels_analysed_as_pure() -> Iterator[None]:
-    """While it is open, Inductor takes inline assembly of kernels that start early as what it is: it writes no memory.
+    """Inside this context, Inductor takes inline assembly of kernels that start early for pure: this assembly writes no
+    memory.
 
-    Inductor reads a kernel's intermediate code to see which of its arguments it writes. At an inline instruction that is not
-    marked pure it gives up and takes all arguments as written, and would copy each one that is read again: weights and
-    states. Those that wait and start kernels cannot be marked so, for pure ones may be moved.
+    Inductor reads a kernel's intermediate code to see which arguments the kernel writes. At an inline instruction that is not
+    marked pure, Inductor gives up and takes all arguments as written. It would then copy each argument that is read again:
+    weights and states. Instructions that wait for kernels, or start them, cannot be marked pure, because pure ones may be
+    moved.
 
-    Needs `generate_ttir` and `Op` of `torch._higher_order_ops.triton_kernel_wrap`. Without it exports for GPUs work, and
+    Needs `generate_ttir` and `Op` of `torch._higher_order_ops.triton_kernel_wrap`. Without them exports for GPUs work, but
     every step copies weights and states.
     """
     from torch._higher_order_ops import triton_kernel_wrap
@@ -319,17 +327,17 @@ def early_kernels_analysed_as_pure() -> Iterator[None]:
 
 @contextmanager
 def failed_analyses_raised() -> Iterator[None]:
-    """While it is open, a Triton kernel whose written arguments torch cannot find out is an error.
+    """Inside this context, it is an error if torch cannot find out which arguments a Triton kernel writes.
 
-    torch reads a kernel's intermediate code to see which of its arguments it writes. Where that fails it logs a warning and
-    takes all of them as written. Then weights become outputs of the compiled code, which has more than its record says and
-    fails when it runs.
+    torch reads a kernel's intermediate code to see which arguments it writes. If this fails, torch logs a warning and takes
+    all arguments as written. Then weights become outputs of the compiled code. The code has more outputs than its record
+    says, and fails when it runs.
 
     Raises, inside it:
-        ExportError: names the kernel; torch's own error is the cause.
+        ExportError: the message names the kernel; torch's own error is the cause.
 
-    Needs `generate_ttir` of `torch._higher_order_ops.triton_kernel_wrap`, which comes first in that analysis, and the `log`
-    that it warns by where it gives up, and nowhere else. Without it such kernels are exported as before.
+    Needs `generate_ttir` of `torch._higher_order_ops.triton_kernel_wrap`, which comes first in that analysis, and its `log`,
+    which warns where the analysis gives up, and nowhere else. Without them such kernels are exported without an error.
     """
     from torch._higher_order_ops import triton_kernel_wrap
 
@@ -361,7 +369,7 @@ def failed_analyses_raised() -> Iterator[None]:
         ):
             yield
     except Exception:
-        # `_GivenUp`, in other words or with a graph's in it.
+        # This is `_GivenUp`, or an exception that torch made of it.
         if not failures:
             raise
     if failures:
@@ -369,7 +377,7 @@ def failed_analyses_raised() -> Iterator[None]:
 
 
 def is_metadata_check(node: Node) -> bool:
-    """Whether a node is the tracer's check of its own dtypes and devices, which names the device that it traced on.
+    """Whether a node is the tracer's check of its own dtypes and devices. Such a check names the device of the trace.
 
     Needs the operator `aten._assert_tensor_metadata`. Without it the checks stay in the graph, and code for a GPU that was
     traced on the CPU fails at its first run.
@@ -378,7 +386,7 @@ def is_metadata_check(node: Node) -> bool:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The same number for tensors that share memory, also the tracer's, which have none.
+    """A number that is equal for tensors that share memory. It also works for the tracer's tensors, which have no memory.
 
     Needs `UntypedStorage._cdata`: data_ptr() is 0 for tensors without memory. Without it shared tensors and written buffers
     cannot be found, and nothing can be exported.
@@ -387,9 +395,9 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def written_arguments(node: Node) -> list[Any]:
-    """What an operator's node passes to the arguments that the operator's schema says it writes; [] for other nodes.
+    """What a node passes to those arguments that its operator's schema marks as written; [] for other nodes.
 
-    Needs `torch._ops.OpOverload` and its `_schema`. Without it the buffers that a graph writes cannot be found, and nothing
+    Needs `torch._ops.OpOverload` and its `_schema`. Without them the buffers that a graph writes cannot be found, and nothing
     can be exported.
     """
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -419,11 +427,11 @@ def size_example(size: torch.SymInt) -> int:
 
 
 def size_bounds(expression: Any, program_ranges: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The least and the largest value of a size's expression; sympy numbers, infinite where there is no bound.
+    """The least and the largest value of a size's expression, as sympy numbers; infinite if there is no bound.
 
     Args:
-        expression: of `size_expression`.
-        program_ranges: torch's symbol -> what `ExportedProgram.range_constraints` has for it.
+        expression: result of `size_expression`.
+        program_ranges: torch's symbol -> its entry in `ExportedProgram.range_constraints`.
 
     Needs `torch.utils._sympy.value_ranges`. Without it no method with a dynamic dimension can be exported.
     """
@@ -439,9 +447,9 @@ def size_bounds(expression: Any, program_ranges: Mapping[str, Any]) -> tuple[Any
 
 
 def upper_bound(size: int | torch.SymInt) -> Any:
-    """The most that a size may be: of a symbol in a trace a sympy number, infinite where there is no bound.
+    """The largest value that a size may have. For a symbolic size it is a sympy number, infinite if there is no bound.
 
-    Needs `expr` and `shape_env` of `SymInt.node`, and that environment's `bound_sympy`. Without it no method with a dynamic
+    Needs `expr` and `shape_env` of `SymInt.node`, and `bound_sympy` of the `shape_env`. Without them no method with a dynamic
     dimension can be exported for a GPU.
     """
     return size if isinstance(size, int) else size.node.shape_env.bound_sympy(size.node.expr).upper

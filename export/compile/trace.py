@@ -1,4 +1,4 @@
-"""Methods -> graphs, by torch.export. A method is one module, or a chain of modules of which many are alike."""
+"""Traces methods into graphs with torch.export. A method is one module, or a chain of modules of which many are alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .torch_internals import size_example, size_expression
 from .written_buffers import written_buffers
 
 MethodSpec = tuple[nn.Module, tuple[Tensor, ...], Any]
-# What a link's code depends on (its module and method, its device, and the form of what it takes) -> its graph.
+# All that a link's code depends on (module, method, device, and the shapes and dtypes of its inputs) -> the link's graph.
 Known = dict[tuple[Any, ...], "TracedGraph"]
 
 
@@ -29,21 +29,23 @@ class Link:
     """One module of a chain.
 
     Attributes:
-        module: one of its methods takes values of the chain and returns a tensor or a tuple of tensors.
-        outputs: names for what it returns.
-        kind: links of one kind are on one device, and differ in their tensors and in nothing else; they are traced and
-            compiled once.
-        prefix: goes before the names of the module's tensors in the artifact, such as `model.layers.3.`.
-        method: which of the module's methods.
-        inputs: names of the values that it takes; None: the names of the method's arguments.
-        capture: False where its code must not be part of a CUDA graph, such as code that waits for the host: it is called.
-        device: "cpu" where it runs on the host, whatever the program's device is: it is compiled for the CPU, has its
-            constants and mutable buffers there, and is called. That holds in a program for the CPU too, so that it can be
-            tried without a GPU. None: it runs on the program's device.
-        streamed_by: the method's input, [1] int64, that says how many entries of the first dimension of its constants a call
-            needs; the constants have all the same first dimension. They stay on the host, although the link runs on the
-            program's device: so many are copied there each time, while the streamed link before it computes. It is called,
-            and has no mutable buffers. None: its constants are where it runs.
+        module: module with a method that takes values of the chain and returns a tensor or a tuple of tensors.
+        outputs: names of the returned values.
+        kind: name of the link's kind. Links of one kind are on one device and differ only in their tensors. A kind is traced
+            and compiled once.
+        prefix: beginning of the names of the module's tensors in the artifact, such as `model.layers.3.`.
+        method: name of the module's method.
+        inputs: names of the values that the method takes; None: the names of its arguments.
+        capture: whether its code may be part of a CUDA graph. If not, the code is called each time. An example is code that
+            waits for the host.
+        device: "cpu" if it runs on the host, whatever the program's device is. Its code is compiled for the CPU and called,
+            never captured. Its constants and mutable buffers are on the host. This holds in a program for the CPU too, so
+            that it can be tried without a GPU. None: it runs on the program's device.
+        streamed_by: name of the method's input, [1] int64, that says how many entries of its constants' first dimension a
+            call needs. The first dimension is the same for all its constants. They stay on the host, although the link runs
+            on the program's device. In each call these entries are copied to the device while the streamed link before it
+            computes. A streamed link is called, never captured, and has no mutable buffers. None: its constants are where it
+            runs.
     """
 
     module: nn.Module
@@ -58,37 +60,37 @@ class Link:
 
     @property
     def taken(self) -> tuple[str, ...]:
-        """Names of the values that it takes."""
+        """Names of the values that the link takes."""
         if self.inputs is not None:
             return self.inputs
         return tuple(inspect.signature(getattr(self.module, self.method)).parameters)
 
     @property
     def called(self) -> nn.Module:
-        """The module, with the method as its `forward`."""
+        """The module, with `method` as its `forward`."""
         if self.method == "forward":
             return self.module
-        # A shallow copy has the module's own tables of tensors and children.
+        # A shallow copy shares the module's tables of tensors and children.
         called = copy.copy(self.module)
         called.forward = getattr(called, self.method)
         return called
 
     def run(self, values: dict[str, Tensor]) -> None:
-        """Call the module in eager PyTorch on what it takes of a chain's values, and add what it gives."""
+        """Call the module in eager PyTorch on its inputs among `values`, and add its outputs to them."""
         given = self.called(*[values[name] for name in self.taken])
         values.update(zip(self.outputs, given if isinstance(given, tuple) else (given,), strict=True))
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A method whose modules run one after the other, and whose code grows with their kinds and not with their number.
+    """A method whose modules run one after the other. Its code grows with the number of their kinds, not with their number.
 
     Attributes:
-        links: in the order of their calls.
+        links: the modules, in the order of their calls.
         inputs: the method's inputs, name -> example.
         outputs: names of the values that the method returns.
-        dynamic_shapes: input name -> {dimension: Dim}; other sizes are static. What links hand on may have these
-            dimensions, and no sizes computed from them.
+        dynamic_shapes: input name -> {dimension: Dim}; all other sizes are static. Values between links may have these
+            dimensions, but no sizes computed from them.
     """
 
     links: Sequence[Link]
@@ -102,10 +104,10 @@ class TracedGraph:
     """A traced module.
 
     Attributes:
-        label: what it is called in messages and while it is compiled.
+        label: its name in messages and in the lines of progress.
         program: the graph; compiling changes it.
-        tensors: parameters, buffers and constants by the graph's names for them, as the module held them.
-        device: that of its links: "cpu" for the host, None for the program's.
+        tensors: name in the graph -> parameter, buffer or constant, as the module held it.
+        device: device of its links: "cpu" for the host, None for the program's device.
         written: names of the buffers that it writes.
         symbols: torch's symbol -> the name that its dimension has for people.
         ranges: torch's symbol -> the sizes that its dimension may have.
@@ -128,7 +130,7 @@ class TracedGraph:
 
     @property
     def outputs(self) -> list[Any]:
-        """The tracer's tensors."""
+        """The tracer's tensors, in the order of the graph's results."""
         output = next(node for node in self.program.graph.nodes if node.op == "output")
         values = {node.name: node.meta["val"] for node in output.args[0] if hasattr(node, "meta")}
         return [values[name] for name in self.program.graph_signature.user_outputs]
@@ -136,7 +138,7 @@ class TracedGraph:
 
 @dataclass(frozen=True)
 class TracedLink:
-    """A link with its graph, which all links of its kind share, and the names of the values that it takes."""
+    """A link with its graph, which all links of its kind share, and the names of the link's inputs."""
 
     link: Link
     graph: TracedGraph
@@ -144,13 +146,13 @@ class TracedLink:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The link's own tensors by the graph's names for them."""
+        """Name in the graph -> the link's own tensor."""
         return _own_tensors(self.link.module, self.graph)
 
 
 @dataclass(frozen=True)
 class TracedMethod:
-    """A method's links, and the names of what it takes and returns."""
+    """A method's links, and the names of the method's inputs and outputs."""
 
     name: str
     links: tuple[TracedLink, ...]
@@ -159,7 +161,7 @@ class TracedMethod:
 
     @property
     def graphs(self) -> dict[str, TracedGraph]:
-        """Kind -> graph."""
+        """Kind of link -> graph."""
         return {traced.link.kind: traced.graph for traced in self.links}
 
 
@@ -169,14 +171,14 @@ def trace_method(
     """Trace one method.
 
     Args:
-        name: the method's.
-        spec: its module, or its chain.
-        output_names: of a module's outputs.
-        known: graphs of links that other methods traced, which this one takes where it has the same link, and adds to.
+        name: name of the method.
+        spec: the method's module with its example, or its chain.
+        output_names: names for the outputs of a module.
+        known: graphs of links that other methods traced. This method reuses the graphs of equal links, and adds its own.
 
     Raises:
-        ExportError: torch.export cannot trace it (its own account is the cause), an input that is not a tensor or not used,
-            an output that is an input or constant as it came in, an unknown device, or links of one kind that are not alike.
+        ExportError: torch.export cannot trace it (its own error is the cause); an input is not a tensor, or is not used; an
+            output is an unchanged input or constant; a device is unknown; or links of one kind are not alike.
     """
     if isinstance(spec, Chain):
         return _trace_chain(name, spec, {} if known is None else known)
@@ -191,7 +193,7 @@ def _trace_module(name: str, spec: MethodSpec, output_names: Sequence[str]) -> T
     outputs = tuple(
         output_names[index] if index < len(output_names) else f"output_{index}" for index in range(len(graph.outputs))
     )
-    # A value's name is taken once: an output called like an input would hide it.
+    # Each name is for one value: an output with the name of an input would hide the input.
     values = tuple(f"result {output}" for output in outputs)
     link = TracedLink(Link(module, values, name), graph, inputs)
     return TracedMethod(name, (link,), inputs, values)
@@ -210,7 +212,7 @@ def _trace_chain(name: str, chain: Chain, known: Known) -> TracedMethod:
             identity = (id(link.module), link.method, link.device, shapes_known)
             if identity not in known:
                 where = f"method {name!r}, {link.kind}"
-                # Without a dynamic dimension, nothing: torch.export takes shapes of `*args` in a form of their own.
+                # None without a dynamic dimension: torch.export wants the shapes of `*args` in another form.
                 dynamic = shapes if any(shapes) else None
                 known[identity] = _trace(f"{name} {link.kind}", where, link.called, example, dynamic, link.device)
             first[link.kind], ends[link.kind] = TracedLink(link, known[identity], link.taken), forms
@@ -243,7 +245,7 @@ def _check_streamed(method: str, chain: Chain, link: Link, graph: TracedGraph) -
 
 
 class _Values:
-    """The values of a chain while it is traced: an example of each, and its dynamic dimensions."""
+    """The values of a chain while it is traced: for each value an example and its dynamic dimensions."""
 
     def __init__(self, method: str, chain: Chain) -> None:
         self._method = method
@@ -252,7 +254,7 @@ class _Values:
         self._dims = {name: dict(chain.dynamic_shapes.get(name, {})) for name in chain.inputs}
         self._lengths = {dim.__name__: dim for dims in self._dims.values() for dim in dims.values()}
         self._unused = set(chain.inputs)
-        # Name -> why no link can take the value. Leaving the method it may be so.
+        # Name -> why no link can take the value. It may still be an output of the method.
         self._unfit: dict[str, str] = {}
         self._given: set[str] = set()
 
@@ -296,7 +298,7 @@ class _Values:
         self._given.add(name)
         self._unfit.pop(name, None)
         if not value.is_contiguous():
-            # Code is made for contiguous inputs, and would not notice.
+            # Code is compiled for contiguous inputs, and would not notice others.
             self._unfit[name] = "which is not contiguous: hand on `.contiguous()`"
         sizes: list[int] = []
         dims: dict[int, Any] = {}
@@ -326,8 +328,8 @@ def _trace(
     others = sorted({type(value).__name__ for value in example if not isinstance(value, Tensor)})
     if others:
         raise ExportError(f"{where}: inputs must be tensors, got {', '.join(others)}")
-    # The runtime hands contiguous inputs to the code, so it is made for such; and one tensor given as the example of two
-    # inputs would be traced as one input.
+    # The runtime passes contiguous inputs to the code, so it is made for these. And a tensor that is the example of two
+    # inputs would be traced as one input, so each input gets a copy.
     inputs = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in example)
     try:
         with torch.no_grad():
@@ -348,7 +350,7 @@ def _trace(
 
 
 def _check_inputs(method: str, program: ExportedProgram) -> None:
-    """A delegate call has only inputs that are used."""
+    """Refuse inputs that are not used: a delegate call cannot have them."""
     nodes = {node.name: node for node in program.graph.nodes}
     for name in program.graph_signature.user_inputs:
         if isinstance(name, str) and not nodes[name].users:
@@ -356,7 +358,7 @@ def _check_inputs(method: str, program: ExportedProgram) -> None:
 
 
 def _check_outputs(where: str, program: ExportedProgram) -> None:
-    """Compiled code hands out what it computed."""
+    """Refuse outputs that are inputs or constants: compiled code returns only what it computed."""
     signature = program.graph_signature
     nodes = {node.name: node for node in program.graph.nodes}
     for index, name in enumerate(signature.user_outputs):
@@ -382,8 +384,10 @@ def _symbol_names(program: ExportedProgram, dynamic_shapes: Any) -> dict[str, st
 
 
 def _are_alike(graph: TracedGraph, first: Link, other: Link) -> bool:
-    """The same method of one class, one place, and tensors of the same shapes, the same of which are one tensor by several
-    names."""
+    """Whether links have the same class, method and device, and tensors of the same shapes and dtypes.
+
+    If two names in one module are the same tensor, they must be so in the other module, too.
+    """
 
     def layout(module: nn.Module) -> dict[str, tuple[Any, ...]]:
         names: dict[int, str] = {}
@@ -408,11 +412,12 @@ def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _own_tensors(module: nn.Module, graph: TracedGraph) -> dict[str, Tensor]:
-    """The graph's tensors as `module` has them: also those that are plain attributes. Numbers in the code are the graph's."""
+    """Name in the graph -> the tensor that `module` has there, also as a plain attribute. Literals in the code are the
+    graph's."""
     found = {name: _attribute(module, name) for name in graph.tensors}
     return {name: found[name] if isinstance(found[name], Tensor) else value for name, value in graph.tensors.items()}
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
-    """`module.layers.0.weight` for "layers.0.weight"; None if there is none."""
+    """`module.layers.0.weight` for the name "layers.0.weight"; None if there is no such attribute."""
     return reduce(lambda value, part: getattr(value, part, None), name.split("."), cast(Any, module))

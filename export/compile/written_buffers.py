@@ -1,4 +1,4 @@
-"""Which buffers does a traced graph write?"""
+"""Finds out which buffers a traced graph writes."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from ostinato.delegate.errors import ExportError
 
 from .torch_internals import storage_key, written_arguments
 
-# In training they write their running statistics, arguments 3 and 4, if argument 5 says so; their schemas do not tell.
+# In training these operators write their running statistics, arguments 3 and 4. Argument 5 says whether they train. Their
+# schemas do not say so.
 _RUNNING_STATISTICS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
 
 
 def written_buffers(method: str, program: ExportedProgram) -> set[str]:
     """Names of the buffers that in-place operators of the graph write, directly or through views.
 
-    torch's own answer (`buffers_to_mutate`) needs the graph to be traced once more without in-place operators, which
-    takes as long as the first time.
+    torch's own answer (`buffers_to_mutate`) needs a second trace without in-place operators, which takes as long as the
+    first.
 
     Raises:
         ExportError: the graph writes one of its inputs or parameters.
     """
-    # The tracer computed every node with tensors that have no memory. A view has the storage of what it looks at, and so
-    # has what an operator such as `reshape` or `to` returns unchanged; a copy does not.
+    # The tracer computed every node with tensors that have no memory. A view has the storage of its base. So has a tensor
+    # that an operator such as `reshape` or `to` returned unchanged; a copy has its own.
     written = {_storage(argument) for node in program.graph.nodes for argument in _written_tensors(node)}
     signature = program.graph_signature
     names = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
     buffers = set()
     for node in program.graph.find_nodes(op="placeholder"):
-        # Numbers in the code (`torch.tensor([1.0, 2.0])`) are copied before use; the tracer's own tensors were not.
+        # Literals in the code (`torch.tensor([1.0, 2.0])`) are copied before use, so the graph does not write them. The
+        # tracer did not copy them: their storage may look written.
         literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
         if _storage(node) not in written or literal:
             continue
@@ -43,7 +45,7 @@ def written_buffers(method: str, program: ExportedProgram) -> set[str]:
             raise ExportError(f"method {method!r} writes its parameter {name!r}: make it a buffer (`register_buffer`)")
         else:
             raise ExportError(f"method {method!r} writes its input {node.name!r}: write a copy of it (`.clone()`)")
-    # The tracer may have taken the in-place operators out already.
+    # The tracer may have removed in-place operators already. Then the signature has the buffers.
     return buffers | set(signature.buffers_to_mutate.values())
 
 
@@ -59,5 +61,5 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _storage(node: Node) -> int | None:
-    """The same number for nodes that share memory; None for what is not a tensor."""
+    """A number that is equal for nodes that share memory; None for a value that is not a tensor."""
     return storage_key(node.meta["val"]) if _is_tensor(node) else None

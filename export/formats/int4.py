@@ -1,14 +1,16 @@
-"""Number formats of weights: what `--quant int4` means, and how four-bit integers are packed.
+"""The int4 format of weights: what `--quant int4` means, and how four-bit integers are packed.
 
 A weight [..., N, K] is quantised symmetrically along K, with one scale per group of `G` elements (32, 64 or 128)::
 
     w[n, k] = scale[n, k // G] * q[n, k],    -8 <= q <= 7
 
-Stored are `scale` [..., N, K / G] in bfloat16 and `values` [..., N, K / 2] in uint8. K is cut into spans of 64 elements,
-32 bytes each. Byte `j` of a span holds `q + 8` of the span's element `j` in its low four bits and of element `j + 32` in its
-high four. So the low nibbles of 32 neighbouring bytes are 32 neighbouring elements, and so are the high ones: a kernel
-multiplies each half by a contiguous piece of the input and never interleaves. A span lies in one group, or is two groups of
-32, one in each half.
+Two tensors are stored: `scale` [..., N, K / G] in bfloat16 and `values` [..., N, K / 2] in uint8. K is cut into spans of 64
+elements, 32 bytes each. Byte `j` of a span holds two elements as `q + 8`: the span's element `j` in its low four bits, and
+element `j + 32` in its high four bits.
+
+So the low nibbles of 32 neighbouring bytes are 32 neighbouring elements, and so are the high nibbles. A kernel can multiply
+each half by a contiguous range of the input, and never interleaves. With groups of 64 or 128 a span lies in one group; with
+groups of 32 each half of a span is one group.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ class Quantization:
 
     Attributes:
         group_size: elements that share a scale: 32, 64 or 128.
-        hqq: scales by half-quadratic quantisation instead of the group's extreme values.
+        hqq: whether scales come from half-quadratic quantisation instead of the group's extreme values.
 
     Raises:
-        ExportError: another group size.
+        ExportError: `group_size` is another number.
     """
 
     group_size: int = 128
@@ -55,11 +57,14 @@ class Quantization:
 
 
 def check_groups(sizes: Mapping[str, int], group_size: int) -> None:
-    """Raises ExportError, naming the size, unless rows of all these lengths divide into groups of int4 weights.
+    """Check that rows of all these lengths divide into groups of int4 weights.
 
     Args:
-        sizes: what the config calls a length -> the length.
-        group_size: elements per scale.
+        sizes: name of a length in the config -> the length.
+        group_size: elements that share a scale.
+
+    Raises:
+        ExportError: a length does not divide; the message names it.
     """
     for name, size in sizes.items():
         if size % SPAN:
@@ -70,19 +75,20 @@ def check_groups(sizes: Mapping[str, int], group_size: int) -> None:
 
 
 def pack_int4(q: Tensor) -> Tensor:
-    """q [..., K] of any integer dtype, -8..7, K a multiple of 64 -> [..., K / 2] uint8."""
+    """Pack q [..., K], of any integer dtype, -8 to 7, K a multiple of 64, into [..., K / 2] uint8."""
     spans = (q + 8).to(torch.uint8).unflatten(-1, (-1, 2, HALF_SPAN))
     return (spans[..., 0, :] | (spans[..., 1, :] << 4)).flatten(-2)
 
 
 def unpack_int4(values: Tensor) -> Tensor:
-    """values [..., K / 2] uint8 -> q [..., K] int8."""
+    """Unpack values [..., K / 2] uint8 into q [..., K] int8."""
     spans = values.unflatten(-1, (-1, HALF_SPAN))
     both = torch.stack((spans & 15, spans >> 4), dim=-2)
     return both.to(torch.int8).flatten(-3) - 8
 
 
 def dequantize_int4(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """values [..., N, K / 2] uint8, scale [..., N, K / G] -> [..., N, K] in `dtype`; the product is rounded once."""
+    """Dequantise values [..., N, K / 2] uint8 and scale [..., N, K / G] to [..., N, K] in `dtype`. The product is rounded
+    once."""
     groups = unpack_int4(values).unflatten(-1, (scale.shape[-1], -1))
     return (groups.float() * scale.float().unsqueeze(-1)).flatten(-2).to(dtype)

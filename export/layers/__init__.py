@@ -1,1 +1,1 @@
-"""What families of models are made of. Layers take sizes and formats, never a family's config."""
+"""The layers that families of models are made of. Layers take sizes and formats, never a family's config."""

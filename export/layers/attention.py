@@ -19,7 +19,13 @@ from .state import EXAMPLE_PAGES, register_state
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Sizes of an attention layer: H, the model's; heads, and those that keys and values have; elements of a head."""
+    """Sizes of an attention layer.
+
+    Attributes:
+        hidden: H, the model's size.
+        heads, kv_heads: number of query heads, and of heads of keys and values.
+        head_dim: elements of a head.
+    """
 
     hidden: int
     heads: int
@@ -28,7 +34,7 @@ class AttentionSizes:
 
 
 class GatedAttention(nn.Module):
-    """One layer's attention; keys and values of all sessions so far are in two of its buffers, and the third is where."""
+    """One layer's attention. Two buffers hold the keys and values of all sessions; the block table says in which pages."""
 
     k_cache: Tensor
     v_cache: Tensor
@@ -54,7 +60,7 @@ class GatedAttention(nn.Module):
             k_cache=torch.zeros(pages, dtype=build.dtype, device="cpu"),
             v_cache=torch.zeros(pages, dtype=build.dtype, device="cpu"),
         )
-        # One tensor for all layers.
+        # All layers share this tensor.
         register_state(self, StateKind.BLOCK_TABLE, block_table=build.block_table)
 
     @property
@@ -66,7 +72,7 @@ class GatedAttention(nn.Module):
         cos, sin = index.cos, index.sin
         tokens = x.shape[0]
         query, key, value = self.qkv_proj(x).split(self.split, dim=1)
-        # Each head's query and the gate of its output stand together.
+        # Each head's query is followed by the gate of this head's output.
         query, gate = query.reshape(tokens, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
         key = key.reshape(tokens, self.kv_heads, self.head_dim)
         value = value.reshape(tokens, self.kv_heads, self.head_dim)

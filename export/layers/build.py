@@ -1,4 +1,4 @@
-"""What all layers of one network are built for: the device's kernels, number formats, lengths; and their parameters."""
+"""Settings that all layers of one network share: the device's kernels, number formats, lengths. Also makes parameters."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from ostinato.export.kernels import Kernels
 
 from .state import EXAMPLE_SLOTS
 
-# Positions in a page. A tile of keys that a kernel takes at once is 16 to 64, and never crosses a page. Beside the state of a
-# session that does not grow (64 MB with 30 delta-nets of 32 heads) half a page that stays empty (0.65 MB) is nothing.
+# Positions in a page. A kernel takes tiles of 16 to 64 keys, and a tile never crosses a page. The half page that a session
+# leaves empty (0.65 MB) is little beside its state that does not grow (64 MB with 30 delta-nets of 32 heads).
 PAGE_SIZE = 64
 
 
 @dataclass(frozen=True)
 class Build:
-    """How a network is built, whatever its family.
+    """Settings of a network of any family.
 
     Attributes:
         kernels: the functions for the device that the code is compiled for.
-        dtype: of activations, and of weights that are not quantised.
+        dtype: dtype of activations, and of weights that are not quantised.
         max_seq_len: positions that a session may have.
-        max_chunk: most tokens of one prompt's call.
-        group_size: elements per scale, for int4 linear layers and experts and an int8 embedding; None: no quantisation.
-        cpu_moe: layers, counted from the first, whose routed experts stay on the host.
-        host_kernels: the functions for these.
+        max_chunk: most tokens of a prompt that one call takes.
+        group_size: elements that share a scale, in int4 linear layers and experts and an int8 embedding; None: no
+            quantisation.
+        cpu_moe: number of layers, counted from the first, whose routed experts stay on the host.
+        host_kernels: the functions for these experts.
         page_size: positions in a page of the KV caches.
     """
 
@@ -43,13 +44,13 @@ class Build:
 
     @cached_property
     def block_table(self) -> Tensor:
-        """[slots, pages of a session] int32, one for all attention layers, as in `KVCache`."""
+        """The block table of `KVCache`, [slots, pages of a session] int32. All attention layers share it."""
         pages = -(-self.max_seq_len // self.page_size)
         return torch.zeros(EXAMPLE_SLOTS, pages, dtype=torch.int32, device="cpu")
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-    """A parameter without a value: networks are built for their shapes, values come when the artifact is written."""
+    """A parameter without a value. Networks are built for their shapes; the values come when the artifact is written."""
     return frozen(torch.empty(shape, dtype=dtype))
 
 

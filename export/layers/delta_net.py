@@ -22,7 +22,7 @@ class DeltaNetSizes:
 
     Attributes:
         hidden: H, the model's size.
-        key_heads, value_heads: the latter is a multiple of the former.
+        key_heads, value_heads: numbers of heads; `value_heads` is a multiple of `key_heads`.
         key_head_dim, value_head_dim: elements of a head.
         conv_width: taps of the convolution, 2 or more.
     """
@@ -41,7 +41,7 @@ class DeltaNetSizes:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: q, k and v side by side."""
+        """Channels of the convolution: q, k and v side by side."""
         return 2 * self.key_heads * self.key_head_dim + self.values
 
 
@@ -54,7 +54,7 @@ class CausalConv(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """One layer's linear attention; each session's last inputs of the convolution and recurrent state are in its two buffers.
+    """One layer's linear attention. Its buffers hold each session's last inputs of the convolution, and its recurrent state.
 
     The recurrent state is float32 in every model dtype: it accumulates over the whole sequence. The gates' projections stay
     in the model's dtype when other weights are quantised.

@@ -1,4 +1,4 @@
-"""The beginning of a network: from tokens and positions to what its first layer takes."""
+"""The beginning of a network: turns tokens and positions into the input of the first layer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .rotary import RotaryEmbedding
 
 
 class Embedding(nn.Module):
-    """One row per token: `weight` [V, H] in the model's dtype.
+    """One vector per token: `weight` [V, H] in the model's dtype.
 
-    Where the build quantises, `weight` is int8 with `weight_scale` [V, H / G], one scale per group.
+    If the build quantises, `weight` is int8 and `weight_scale` is [V, H / G], with one scale per group.
 
     Attributes:
-        token_share: of its weights, what one token reads.
-        panels: as of `Linear`, for a head with the same weight.
+        token_share: fraction of its weights that one token reads.
+        panels: see `Linear`. Set if a head shares this weight.
     """
 
     weight: Tensor
@@ -58,8 +58,13 @@ class NetworkInput(nn.Module):
         self.rotary = rotary
 
     def forward(self, tokens: Tensor, input_pos: Tensor, slot: Tensor) -> tuple[Tensor, ...]:
-        """A prompt's tokens [1, T] int64, input_pos [T] int64 as in `RowIndex`, and slot [1] int64 -> (slots [T], then what
-        `rows` gives)."""
+        """Compute the first layer's input for a prompt: (slots [T], and what `rows` returns).
+
+        Args:
+            tokens: [1, T] int64.
+            input_pos: [T] int64, as `positions` of `RowIndex`.
+            slot: [1] int64.
+        """
         return (torch.where(is_padding(input_pos), -1, slot), *self.rows(tokens[0], input_pos))
 
     def rows(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:

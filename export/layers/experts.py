@@ -21,8 +21,8 @@ class MoeSizes:
 
     Attributes:
         hidden: H, the model's size.
-        experts: E, routed experts.
-        top_k: of them, those that one token takes.
+        experts: E, number of routed experts.
+        top_k: number of routed experts that one token takes.
         inner: I, inner size of a routed expert.
         shared_inner: inner size of the shared expert.
     """
@@ -35,12 +35,12 @@ class MoeSizes:
 
 
 class Experts(nn.Module):
-    """All routed experts' weights: gate and up projection stacked, [E, 2 I, H], and down projection, [E, H, I].
+    """Weights of all routed experts: gate and up projection stacked, [E, 2 I, H], and down projection, [E, H, I].
 
     Attributes:
-        token_share: of its weights, what one token reads.
-        on_host: whether they stay in the host's memory.
-        panels: as of `Linear`.
+        token_share: fraction of its weights that one token reads.
+        on_host: whether the weights stay in the host's memory.
+        panels: see `Linear`.
     """
 
     gate_up_proj: Tensor
@@ -62,7 +62,7 @@ class Experts(nn.Module):
 
     @property
     def operand(self) -> ExpertWeights:
-        """As kernels take it."""
+        """The weights as kernels take them."""
         in_panels = bool(self.panels)
         return ExpertWeights(
             Weight(self.gate_up_proj, self.gate_up_proj_scale, in_panels=in_panels),
@@ -78,7 +78,8 @@ class SparseMoe(nn.Module):
     """Routed experts plus the gated shared expert. The router and the shared expert's gate stay in the model's dtype.
 
     Args:
-        on_host: the routed experts are made for `build.host_kernels`. Then the parts are called by `HostExperts`.
+        on_host: whether the routed experts are made for `build.host_kernels`. If so, `HostExperts` computes the layer from
+            this module's children, and `forward` and `step` are not called.
     """
 
     def __init__(self, sizes: MoeSizes, build: Build, on_host: bool = False) -> None:

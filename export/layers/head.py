@@ -1,4 +1,4 @@
-"""The end of a network: from the last layer to logits."""
+"""The end of a network: turns the last layer's output into logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .norms import RMSNorm
 
 
 class Head(nn.Module):
-    """The final norm and the product with the vocabulary."""
+    """The final norm and the projection to the vocabulary."""
 
     def __init__(self, norm: RMSNorm, lm_head: Linear, build: Build) -> None:
         super().__init__()
@@ -22,13 +22,13 @@ class Head(nn.Module):
         self.kernels = build.kernels
 
     def forward(self, x: Tensor, input_pos: Tensor) -> Tensor:
-        """A prompt's x [T, H], input_pos [T] as in `RowIndex` -> logits of its last token, [1, V] float32."""
-        # A copy: a step's kernel takes an input aligned to 16 bytes, which a row among others need not be.
+        """A prompt's x [T, H], input_pos [T] as in `RowIndex` -> logits of the prompt's last token, [1, V] float32."""
+        # Copied, because a step's kernel needs an input aligned to 16 bytes, and a row inside another tensor may not be.
         last = x.index_select(0, length_of(input_pos) - 1)
         return self.step(last) if self.kernels.folds_steps else self.lm_head(self.norm(last)).float()
 
     def rows(self, x: Tensor, logits_indices: Tensor) -> Tensor:
-        """x [T, H], logits_indices [L] int64: numbers of rows -> their logits, [L, V] float32."""
+        """x [T, H], logits_indices [L] int64, the indices of rows -> logits of these rows, [L, V] float32."""
         return self.step(x.index_select(0, logits_indices))
 
     def step(self, x: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from .build import Build, parameter
 class Linear(nn.Module):
     """`x @ weight.T + bias`.
 
-    In int4 where the build asks for it: `weight` [N, K / 2] uint8 and `weight_scale` [N, K / G], in the layout of
-    formats/int4.py. A layer that is told to with `quantize=False` stays in the model's dtype, and so does a bias. Where the
-    kernels have panels, values and scales are in them (kernels/linear/panels.py).
+    If the build asks for int4, `weight` is [N, K / 2] uint8 and `weight_scale` is [N, K / G], in the layout of
+    formats/int4.py. With `quantize=False` the weight stays in the model's dtype; a bias always does. If the kernels have
+    panels, values and scales are stored in panels (kernels/linear/panels.py).
 
     Attributes:
         panels: names of the parameters whose values are stored in panels.
@@ -37,7 +37,7 @@ class Linear(nn.Module):
 
     @property
     def operand(self) -> Weight:
-        """As kernels take it."""
+        """The weight as kernels take it."""
         return Weight(self.weight, self.weight_scale, self.bias, bool(self.panels))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Linear(nn.Module):
 def weight_parameters(
     shape: tuple[int, ...], build: Build, *, quantize: bool = True
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Values and scale of a weight [..., N, K]; no scale where it stays in the model's dtype."""
+    """Values and scale of a weight [..., N, K]. The scale is None if the weight stays in the model's dtype."""
     if build.group_size is None or not quantize:
         return parameter(*shape, dtype=build.dtype), None
     values = parameter(*shape[:-1], shape[-1] // 2, dtype=torch.uint8)

@@ -21,16 +21,16 @@ class RMSNorm(nn.Module):
 
     @property
     def operand(self) -> Norm:
-        """As kernels take it."""
+        """The norm as kernels take it."""
         return Norm(self.weight, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., K] in its dtype."""
+        """x [..., K] -> [..., K] in the dtype of x."""
         return self.operand(x).to(x.dtype)
 
 
 class GatedRMSNorm(nn.Module):
-    """`x / rms(x) * weight * silu(gate)`, the norm at the end of a gated delta-net; here the weight has no offset."""
+    """`x / rms(x) * weight * silu(gate)`: the norm at the end of a gated delta-net. Its weight has no offset."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

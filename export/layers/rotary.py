@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class RotaryEmbedding(nn.Module):
-    """The angles by which the first `rotary_dim` elements of each head are rotated at a position."""
+    """Computes the angles by which the first `rotary_dim` elements of each head are rotated at a position."""
 
     inv_freq: Tensor
 

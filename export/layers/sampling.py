@@ -1,4 +1,4 @@
-"""The end of a step on the device: from logits to the next token, and from that to the next step's input."""
+"""The end of a step on the device: samples the next token from logits, and makes the next step's input from it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .state import EXAMPLE_SLOTS, register_state
 
 
 class SamplingState(nn.Module):
-    """How each session samples, its last token and that one's position: what a step starts from, and what it leaves.
+    """State of sampling: each session's parameters, its last token, and this token's position. A step reads and updates them.
 
-    Buffers of [slots], each written on the device: `token` int64 and its `position` int64, which the model has not seen
-    yet; and the fields of `SamplingTensors`.
+    Buffers of [slots], each written on the device: `token` int64, which the model has not seen yet; its `position` int64; and
+    the fields of `SamplingTensors`. `scratch` is a workspace of the kernel.
     """
 
     token: Tensor
@@ -45,27 +45,27 @@ class SamplingState(nn.Module):
         return SamplingTensors(*(self.get_buffer(name) for name in SamplingTensors._fields))
 
     def begin(self, input_pos: Tensor, slots: Tensor, *params: Tensor) -> Tensor:
-        """Have `next` sample the token that will stand at `input_pos` [1]; keep the parameters, the fields of
-        `SamplingTensors`, for the session of `slots` [1].
+        """Keep the parameters of the session in `slots` [1]; they are the fields of `SamplingTensors`.
 
-        Returns the position ahead of it, [1].
+        Returns `input_pos` - 1, [1]. From this position `next` samples the token that will stand at `input_pos` [1].
         """
         for kept, given in zip(self.params, params, strict=True):
             kept.index_copy_(0, slots, given)
         return input_pos - 1
 
     def next(self, logits: Tensor, input_pos: Tensor, slots: Tensor) -> Tensor:
-        """Sample the tokens behind rows, and make each its slot's last. logits [T, V], input_pos and slots [T] -> [T]."""
+        """Sample the token after each row, and keep it as the slot's last token. logits [T, V], input_pos and slots [T] ->
+        [T]."""
         last = LastTokens(self.token, self.position)
         return self.kernels.sample_next(logits, input_pos, slots, last, self.params, self.scratch)
 
     def next_of(self, logits: Tensor, input_pos: Tensor, slots: Tensor, logits_indices: Tensor) -> Tensor:
-        """As `next` for the rows `logits_indices` [L] of input_pos and slots; logits [L, V] -> [L]."""
+        """Call `next` for the rows `logits_indices` [L] of input_pos and slots. logits [L, V] -> [L]."""
         return self.next(logits, input_pos.index_select(0, logits_indices), slots.index_select(0, logits_indices))
 
 
 class NextInput(nn.Module):
-    """What `NetworkInput` gives for the tokens that steps have left."""
+    """Makes the input of a step from the tokens that earlier steps kept in `SamplingState`."""
 
     def __init__(self, sampling: SamplingState, network_input: NetworkInput) -> None:
         super().__init__()
@@ -73,12 +73,13 @@ class NextInput(nn.Module):
         self.network_input = network_input
 
     def forward(self, slots: Tensor) -> tuple[Tensor, ...]:
-        """The last token of each of `slots` [T] -> (input_pos [T] int64, then what `NetworkInput.rows` gives)."""
+        """slots [T], whose last tokens are taken -> (input_pos [T] int64, and what `NetworkInput.rows` returns)."""
         position = self.sampling.position.index_select(0, slots)
         return (position, *self.network_input.rows(self.sampling.token.index_select(0, slots), position))
 
     def rows(self, tokens: Tensor, input_pos: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
-        """tokens, input_pos and slots [T] -> as `forward`. A negative number stands for that of the slot's last token."""
+        """tokens, input_pos and slots [T] -> what `forward` returns. A negative number stands for the slot's last token or
+        its position."""
         kept = slots.clamp(min=0)
         position = torch.where(input_pos < 0, self.sampling.position.index_select(0, kept), input_pos)
         tokens = torch.where(tokens < 0, self.sampling.token.index_select(0, kept), tokens)

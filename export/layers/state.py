@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ostinato.delegate.artifact.records import Growth, StateForm, StateKind
 
 _FORMS = "state_forms"
-# What the first dimension of a buffer that grows has in an export. Not one, which compilers take for a constant.
+# First dimension, in an export, of buffers that grow. Not 1, because compilers take 1 for a constant.
 EXAMPLE_SLOTS = 2
 EXAMPLE_PAGES = 4
 
@@ -21,9 +21,9 @@ _GROWTHS = {
 
 
 def register_state(module: nn.Module, kind: StateKind, **buffers: Tensor) -> None:
-    """Give `module` mutable buffers with these first values, which are on the CPU also where parameters are on meta.
+    """Give `module` mutable buffers with these first values. They are on the CPU, even where parameters are on meta.
 
-    The first dimension of those that grow is EXAMPLE_SLOTS or EXAMPLE_PAGES.
+    The first dimension of a buffer that grows is EXAMPLE_SLOTS or EXAMPLE_PAGES.
     """
     forms = module.__dict__.setdefault(_FORMS, {})
     for name, value in buffers.items():
@@ -32,8 +32,10 @@ def register_state(module: nn.Module, kind: StateKind, **buffers: Tensor) -> Non
 
 
 def state_forms(network: nn.Module) -> dict[str, StateForm]:
-    """Fully qualified name -> form, of every buffer that a layer has registered as state; of one that several layers have,
-    the first name."""
+    """Map the fully qualified name of every buffer that a layer registered as state to its form.
+
+    A buffer that several layers share is listed once, under its first name.
+    """
     names = {name for name, _ in network.named_buffers()}
     forms = {
         f"{path}.{name}" if path else name: form

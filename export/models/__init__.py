@@ -1,4 +1,4 @@
-"""One file per model family, and what all families share: their registry, frame, methods and config's settings."""
+"""Families of models, one file each, and what all families share: registry, frame, methods, and reading of configs."""
 
 from .config import ModelConfig
 from .language_model import LanguageModel

@@ -1,4 +1,4 @@
-"""What every family's `config.json` states, and how its settings are read."""
+"""The part of `config.json` that all families share, and the reader for its settings."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.errors import CheckpointError
 
-# Sizes in the file format are 32-bit.
+# Sizes in the artifact's files are 32-bit.
 MAX_SIZE = 2**31 - 1
-# Limit for layers and for a convolution's taps. Each becomes code: tracing a number that is mistyped by far would never end.
+# Limit for the number of layers and of a convolution's taps. Each one becomes code, so tracing would never end for a number
+# that is mistyped by far.
 MAX_COUNT = 1024
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the export needs to know of any language model. Names follow transformers'."""
+    """The settings that the export needs of any language model. Names are those of transformers."""
 
     model_type: str
     vocab_size: int
@@ -36,17 +37,17 @@ class ModelConfig:
 
     @property
     def num_expert_layers(self) -> int:
-        """Layers that have experts."""
+        """Number of layers that have routed experts."""
         return 0
 
     @property
     def experts_per_layer(self) -> int:
-        """Routed experts of such a layer."""
+        """Number of routed experts in each layer that has some."""
         return 0
 
 
 class Settings:
-    """JSON objects read by name, the first that states a setting; null states nothing.
+    """Reads settings by name from JSON objects: the first object that has a setting counts. null counts as absent.
 
     Types and ranges are checked here; otherwise a wrong value would fail much later. Every method raises CheckpointError that
     names the setting.
@@ -56,11 +57,11 @@ class Settings:
         self._objects = objects
 
     def get(self, name: str) -> Any:
-        """The setting as JSON has it; None where nothing states it."""
+        """The setting as JSON has it; None if no object has it."""
         return next((values[name] for values in self._objects if values.get(name) is not None), None)
 
     def size(self, name: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
-        """A whole number from 1 to `maximum`. Without a default the setting must be stated."""
+        """A whole number from 1 to `maximum`. Without a default, the setting must be present."""
         value = self._stated(name, default)
         if type(value) is not int or not 1 <= value <= maximum:
             raise CheckpointError(f"config.json: {name} must be a whole number from 1 to {maximum}, got {short(value)}")
@@ -88,7 +89,11 @@ class Settings:
         return value
 
     def refuse_other_than(self, supported: Mapping[str, Sequence[Any]]) -> None:
-        """CheckpointError for a setting that is stated and is none of the values that the network is written for."""
+        """Raise CheckpointError if a setting is present with a value that is not supported.
+
+        Args:
+            supported: setting -> the values that the network is written for.
+        """
         for name, values in supported.items():
             value = self.get(name)
             if value is not None and value not in values:
@@ -105,7 +110,7 @@ class Settings:
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
-    """What `folder/config.json` holds.
+    """Read `folder/config.json`.
 
     Raises:
         CheckpointError: there is no such folder or file, or it holds no JSON object.
@@ -122,7 +127,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
 
 
 def text_config(data: Mapping[str, Any], supported: Sequence[str]) -> Mapping[str, Any]:
-    """The settings of the text model: `text_config` of a multimodal model, or all. Its model type must be in `supported`."""
+    """The text model's settings: `text_config` in a multimodal model, else all. Its model type must be in `supported`."""
     text = data.get("text_config", data)
     if not isinstance(text, dict):
         raise CheckpointError(f"config.json: text_config must be an object, got {short(text)}")
@@ -136,7 +141,10 @@ def text_config(data: Mapping[str, Any], supported: Sequence[str]) -> Mapping[st
 
 
 def refuse_quantized(settings: Settings) -> None:
-    """`quantization_config` is transformers' name, `quantization` MLX's."""
+    """Raise CheckpointError if the checkpoint is quantised already.
+
+    transformers writes `quantization_config`, MLX writes `quantization`.
+    """
     for name in ("quantization_config", "quantization"):
         stored = settings.get(name)
         if stored:
@@ -148,7 +156,7 @@ def refuse_quantized(settings: Settings) -> None:
 
 
 def rope_parameters(text: Mapping[str, Any], layer_types: Sequence[str]) -> Settings:
-    """The rotary embedding's settings. transformers 5 has them in one object; older configs at the top."""
+    """The rotary embedding's settings. transformers 5 has them in an object of their own, older configs at the top level."""
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise CheckpointError(f"config.json: rope_parameters must be an object, got {short(rope)}")
@@ -164,7 +172,7 @@ def rope_parameters(text: Mapping[str, Any], layer_types: Sequence[str]) -> Sett
 
 
 def rotary_dim(rope: Settings, head_dim: int, default_factor: float) -> int:
-    """Elements of a head that are rotated."""
+    """Number of elements of a head that are rotated."""
     partial = rope.number("partial_rotary_factor", default_factor)
     size = int(min(head_dim * partial, MAX_SIZE))
     if not 2 <= size <= head_dim or size % 2:
@@ -176,31 +184,31 @@ def rotary_dim(rope: Settings, head_dim: int, default_factor: float) -> int:
 
 
 def tied(data: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
-    """Whether `lm_head` is the embedding.
+    """Whether `lm_head` shares the embedding's weight.
 
-    The outer object decides: its class wrote the weights, and into a `text_config` that does not say, transformers writes its
-    default, false, though the model is tied.
+    The outer object decides, because its class wrote the weights. transformers writes its default, false, into a
+    `text_config` that does not say, even if the model is tied.
     """
     return Settings(data, text).flag("tie_word_embeddings", False)
 
 
 def dtype(settings: Settings) -> str:
-    """transformers 5 writes `dtype`, earlier ones `torch_dtype`."""
+    """Name of the checkpoint's dtype. transformers 5 writes `dtype`, earlier versions write `torch_dtype`."""
     return settings.word("dtype", settings.word("torch_dtype", "float32"))
 
 
 def check_multiple(config: ModelConfig, name: str, divisor: str) -> None:
-    """CheckpointError unless the setting `name` is a multiple of the setting `divisor`."""
+    """Raise CheckpointError unless the setting `name` is a multiple of the setting `divisor`."""
     value, by = getattr(config, name), getattr(config, divisor)
     if value % by:
         raise CheckpointError(f"config.json: {name} ({value}) is not a multiple of {divisor} ({by})")
 
 
 def short(value: object, max_length: int = 80) -> str:
-    """The value as a person may read it in one line: a config can hold anything."""
+    """The value as text in one line of a message. A config can hold anything."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):
-        # An integer of more digits than Python prints.
+        # The value is nested too deeply, or is an integer of more digits than Python prints.
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= max_length else f"{text[: max_length - 3]}..."

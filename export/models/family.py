@@ -1,4 +1,4 @@
-"""What the export must know of a family of models."""
+"""The description of a family of models: all that the export must know of it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from .methods import language_model_methods
 
 @dataclass(frozen=True)
 class Family:
-    """One family: a file in models/ ends with its own, and the registry lists it.
+    """One family of models. Its file in models/ ends with its `Family`, and the registry lists it.
 
     Attributes:
         model_types: values of `model_type` in config.json.
-        config: what config.json holds, of one of these types -> the family's `ModelConfig`. Raises CheckpointError.
-        network: (config, build) -> the network, its parameters without values.
-        check_limits: (config, group size or None, device, dtype); raises ExportError where kernels or quantisation cannot
-            take a size.
-        names: how a checkpoint's tensors are called, and which of them become one parameter here.
-        spreads: how random weights are distributed.
-        methods: the network -> the methods of its program.
+        config: function from the content of a config.json with one of these types to the family's `ModelConfig`. Raises
+            CheckpointError.
+        network: function from (config, build) to the network, whose parameters have no values.
+        check_limits: function of (config, group size or None, device, dtype). Raises ExportError if kernels or quantisation
+            cannot take a size.
+        names: names of a checkpoint's tensors, and which of them become one parameter here.
+        spreads: distributions of random weights.
+        methods: function from the network to the methods of its program.
     """
 
     model_types: tuple[str, ...]
@@ -43,13 +44,13 @@ class Family:
     methods: Callable[[LanguageModel], dict[str, Chain]] = language_model_methods
 
     def checkpoint_weights(self, network: LanguageModel, folder: Path) -> CheckpointWeights:
-        """The weights of a checkpoint folder for `network`; names and shapes are checked here. Raises CheckpointError."""
+        """The weights of a checkpoint folder for `network`. Names and shapes are checked here. Raises CheckpointError."""
         return CheckpointWeights(folder, float_shapes(network), network.config.tie_word_embeddings, self.names)
 
     def dummy_weights(
         self, network: LanguageModel, device: torch.device, dtype: torch.dtype | None = None, seed: int = 0
     ) -> DummyWeights:
-        """Random weights for `network`, made on `device` in `dtype`, the network's own if None."""
+        """Random weights for `network`, made on `device` in `dtype`. None takes the network's own dtype."""
         layers, size = network.config.num_hidden_layers, network.config.hidden_size
         shapes = float_shapes(network)
         return DummyWeights(shapes, layers, size, self.spreads, device, dtype or network.build.dtype, seed)

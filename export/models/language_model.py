@@ -28,7 +28,7 @@ class Layer(nn.Module, ABC):
 
 
 class Decoder(nn.Module):
-    """The checkpoint's `model.`."""
+    """The modules whose names begin with `model.` in the checkpoint."""
 
     def __init__(self, config: ModelConfig, build: Build, layers: Sequence[Layer]) -> None:
         super().__init__()
@@ -38,17 +38,17 @@ class Decoder(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A network with its state. Parameters are called as in the checkpoint: under `model.` and `lm_head.`.
+    """A network with its state. Parameters have the checkpoint's names: under `model.` and `lm_head.`.
 
-    `forward(tokens [1, T] int64, input_pos [T] int64, slot [1] int64)` gives the logits of a prompt's last token,
-    [1, vocab] float32, and moves its slot's state by the tokens. Positions are as in `RowIndex`.
+    `forward(tokens [1, T] int64, input_pos [T] int64, slot [1] int64)` returns the logits of a prompt's last token, [1,
+    vocab] float32, and advances the slot's state by these tokens. Positions are as in `RowIndex`.
 
     Args:
-        config: the family's.
-        build: what all layers were built for.
-        layers: one module per layer, whose `links(prefix, step, streamed)` lead from the values x [T, H], input_pos and slots
-            [T], cos and sin to the next x. `step` and `streamed` are as of `layer_links` below.
-        rotary: gives cos and sin.
+        config: the family's config.
+        build: the settings that all layers were built with.
+        layers: one module per layer. Its `links(prefix, step, streamed)` lead from the values x [T, H], input_pos and slots
+            [T], cos and sin to the next x. `step` and `streamed` are as in `layer_links` below.
+        rotary: module that computes cos and sin.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class LanguageModel(nn.Module):
         if config.tie_word_embeddings and build.group_size is None:
             self.lm_head.weight = self.model.embed_tokens.weight
             self.model.embed_tokens.panels = self.lm_head.panels
-        # The same modules again, as the links of chains.
+        # Modules for links of chains. They hold the parameters above again, and no others.
         self.input = NetworkInput(self.model.embed_tokens, rotary)
         self.head = Head(self.model.norm, self.lm_head, build)
         self.sampling = SamplingState(build)
         self.next_input = NextInput(self.sampling, self.input)
 
     def layer_links(self, step: bool = False, streamed: bool = False) -> list[Link]:
-        """The layers, in order.
+        """The links of all layers, in order.
 
         Args:
-            step: by what `build.kernels` folds for a step.
-            streamed: experts that stay on the host are computed on the device nevertheless.
+            step: whether layers use the operations of a step, which `build.kernels` folds into few kernels.
+            streamed: whether the device computes some of the experts that stay on the host.
         """
         return [
             link
@@ -86,7 +86,7 @@ class LanguageModel(nn.Module):
         ]
 
     def prompt_links(self, step: bool = False, streamed: bool = False) -> list[Link]:
-        """What the network computes for a prompt, in order: input, layers and head. Arguments as of `layer_links`."""
+        """The links that compute a prompt, in order: input, layers and head. For the arguments see `layer_links`."""
         start = Link(self.input, ("slots", "x", "cos", "sin"), "embedding")
         return [start, *self.layer_links(step, streamed), Link(self.head, ("logits",), "head")]
 

@@ -1,4 +1,4 @@
-"""A language model -> the methods of its program, as chains of its modules."""
+"""Makes the methods of a language model's program, as chains of its modules."""
 
 from __future__ import annotations
 
@@ -25,34 +25,36 @@ from ostinato.export.layers.host_experts import STREAMED
 
 from .language_model import LanguageModel
 
-# Those that sample tokens, and those that give logits; for many rows, and for few.
+# (method that samples tokens, method that returns logits), for many rows, then for few rows.
 ROWS_METHODS = ((ROWS, ROWS_LOGITS), (FEW_ROWS, FEW_ROWS_LOGITS))
 
-# Tokens of the examples that methods are traced with. On a GPU Inductor tries out what it generates with that many, and
-# `prefill` takes the prompts that are too long for rows, which are 256 at most. Where a prompt's code is that of rows, both
-# have the examples of rows: for others, links would be compiled twice.
+# Tokens of the examples that methods are traced with. On a GPU, Inductor tries out its code on this number of tokens, and
+# `prefill` takes only prompts that are too long for rows (256 at most). If prompts and rows share code, both use the example
+# of rows: with two examples, links would be compiled twice.
 EXAMPLE_PROMPT, EXAMPLE_ROWS = 512, 130
 
 
 def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
-    """The methods of a language model, from the same modules. Slots say whose rows these are, as in `RowIndex`.
+    """The methods of a language model, all made of the same modules. Slots say whose rows these are, as in `RowIndex`.
 
-    - `prefill(tokens [1, T] int64, input_pos [T] int64, slot [1] int64) -> logits [1, vocab] float32` of the last token,
-      2 <= T. After it there may be rows of any token that repeat its position: they change nothing.
+    - `prefill(tokens [1, T] int64, input_pos [T] int64, slot [1] int64) -> logits [1, vocab] float32` of the last token; T is
+      2 or more. Padding may follow the last token: rows of any token that repeat its position. They change nothing.
     - `decode(tokens [1, 1] int64, input_pos [1] int64, slot [1] int64) -> logits [1, vocab] float32`.
-    - `prefill_streamed(tokens, input_pos, slot, streamed [1] int64)`, with experts on the host: as `prefill`, but the first
-      `streamed` experts of each of these layers are computed on the device. For many tokens.
+    - `prefill_streamed(tokens, input_pos, slot, streamed [1] int64)`, only with experts on the host: as `prefill`, but the
+      device computes the first `streamed` experts of each layer whose experts are on the host. For many tokens.
     - `sample(logits [1, vocab] float32, input_pos [1] int64, slots [1] int64, *SamplingTensors) -> token [1] int64`: samples
-      the token that will stand at input_pos, and keeps it, its position and the parameters in the network's `SamplingState`.
+      the token that will stand at input_pos. Keeps the token, its position and the parameters in the network's
+      `SamplingState`.
     - `decode_sample(slots [1] int64) -> token [1] int64, logits [1, vocab] float32`: `decode` of the slot's kept token at its
-      position, then samples the next one and keeps it.
+      position. Then samples the next token and keeps it.
     - `rows(tokens [R], input_pos [R], slots [R], logits_indices [L], all int64) -> token [L] int64`: a batch, any runs of
-      rows as in `RowIndex`, 2 <= R <= 256 or, on a CPU, what `prefill` takes. Where a token or a position is -1, it is the
-      slot's kept one. Behind the rows `logits_indices`, the next tokens are sampled, and kept as `decode_sample` keeps them.
-    - `rows_logits(...) -> logits [L, vocab] float32` of these rows, for the same inputs; nothing is sampled.
-    - `few_rows`, `few_rows_logits`: the same for up to 16 rows, where kernels for so few are others.
+      rows as in `RowIndex`. R is from 2 to 256 or, on a CPU, to the most that `prefill` takes. A token or position of -1
+      stands for the slot's kept one. After each row in `logits_indices`, the next token is sampled, and kept as in
+      `decode_sample`.
+    - `rows_logits(...) -> logits [L, vocab] float32` of the rows in `logits_indices`, for the same inputs. Samples nothing.
+    - `few_rows`, `few_rows_logits`: the same for up to 16 rows, where there are kernels of their own for few rows.
 
-    Chains, so that each kind of layer is traced and compiled once: a model of 40 layers takes as long as one of 4.
+    Methods are chains, so that each kind of layer is traced and compiled once: 40 layers take as long as 4.
     """
     kernels, folds = network.build.kernels, network.build.kernels.folds_prompts
     many = network.prompt_links(step=folds)
@@ -70,7 +72,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     first = Link(network.sampling, ("token",), "sampling", method="next", inputs=("logits", "before", "slots"))
     following = Link(network.sampling, ("token",), "sampling", method="next")
     longest = network.build.max_chunk
-    # Of a prompt, or rows: one row alone is code of its own.
+    # Length of a prompt, or number of rows. It begins at 2, because a single row has code of its own.
     length = Dim("T", min=2, max=longest)
     dynamic = {"tokens": {1: length}, "input_pos": {0: length}}
     logits = {"logits": torch.zeros(1, network.config.vocab_size), "input_pos": _positions(1), "slots": _positions(1)}
@@ -81,7 +83,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
         streamed = network.prompt_links(step=folds, streamed=True)
         methods[PREFILL_STREAMED] = Chain(streamed, split, ("logits",), dynamic)
     for max_rows, names in zip(reversed(kernels.max_rows), ROWS_METHODS, strict=False):
-        # Where a prompt's code is that of rows, it is compiled once.
+        # If prompts and rows share code, they share the dimension too, and the code is compiled once.
         methods |= _rows(network, layers, length if folds else Dim("R", min=2, max=max_rows), names)
     return {
         **methods,

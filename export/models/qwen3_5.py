@@ -1,7 +1,7 @@
 """Qwen3.5, the text model: a hybrid of gated delta-nets and gated full attention, with dense layers or sparse experts.
 
-Module names are those of the Hugging Face checkpoint, except for the projections in `FAMILY.names.stacked`, which read the
-same input and are one product here.
+Modules have the names of the Hugging Face checkpoint, except for the projections in `FAMILY.names.stacked`. These projections
+read the same input, and are one product here.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ DENSE_MODEL_TYPES = ("qwen3_5_text", "qwen3_5")
 LINEAR, FULL = "linear_attention", "full_attention"
 LAYER_TYPES = (LINEAR, FULL)
 
-# Settings that shape the network, and the values that it is written for; absent or null means the first of them. Not read:
-# what is for training only (dropout, initialisation, auxiliary loss), vision, multi-token prediction, the state's dtype
-# (always float32), and `mrope_section`: a text token's position is the same number on all three axes.
+# Settings that shape the network -> the values that it is written for. An absent or null setting means the first value. These
+# are not read: settings for training only (dropout, initialisation, auxiliary loss), vision, multi-token prediction, the
+# state's dtype (always float32), and `mrope_section`, because a text token's position is the same number on all three axes.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attn_output_gate": (True,),
@@ -59,9 +59,11 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Qwen3_5Config(ModelConfig):
-    """Names follow transformers' `Qwen3_5MoeTextConfig` and `Qwen3_5TextConfig` where they are the same thing.
+    """Config of the text model. Names are those of transformers' `Qwen3_5MoeTextConfig` and `Qwen3_5TextConfig`, where they
+    have them.
 
-    A dense model has an `intermediate_size` and zeros for the sizes of experts; a model with experts the other way round.
+    A dense model has an `intermediate_size`, and 0 for the sizes of experts. A model with experts has 0 for
+    `intermediate_size`.
     """
 
     num_attention_heads: int
@@ -120,10 +122,10 @@ class Qwen3_5Config(ModelConfig):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Qwen3_5Config:
-        """`data` is what config.json holds: the text model's settings, or a multimodal model's with them in `text_config`.
+        """Read the content of a config.json: the text model's settings, or a multimodal model's with them in `text_config`.
 
         Raises:
-            CheckpointError: naming the setting that is missing, of a wrong type or not supported.
+            CheckpointError: a setting is missing, of a wrong type or not supported; the message names it.
         """
         with_experts = data["model_type"] in MOE_MODEL_TYPES
         text = read.text_config(data, MOE_MODEL_TYPES if with_experts else DENSE_MODEL_TYPES)
@@ -132,7 +134,7 @@ class Qwen3_5Config(ModelConfig):
         read.refuse_quantized(Settings(data, text))
         rope = read.rope_parameters(text, LAYER_TYPES)
         head_dim = settings.size("head_dim")
-        # A model has experts, or it is dense: sizes of what it does not have are 0.
+        # A model has experts, or it is dense. The sizes of the other kind are 0.
         moe, dense = (settings.size, _zero) if with_experts else (_zero, settings.size)
         config = cls(
             model_type=data["model_type"],
@@ -169,7 +171,7 @@ def _zero(name: str) -> int:
 
 
 def _layer_types(settings: Settings) -> tuple[str, ...]:
-    """`layer_types` as stated; without it, every `full_attention_interval`-th layer has full attention."""
+    """`layer_types` of the config. Without this setting, every `full_attention_interval`-th layer has full attention."""
     types = settings.get("layer_types")
     if types is None:
         interval = settings.size("full_attention_interval", 4)
@@ -218,13 +220,13 @@ class DecoderLayer(Layer):
             self.mlp = SwiGLU(size, config.intermediate_size, build)
         self.input_layernorm = RMSNorm(size, eps)
         self.post_attention_layernorm = RMSNorm(size, eps)
-        # The same modules again.
+        # Holds modules of this layer again, and no others.
         self.parts: HostExperts | None = None
         if on_host and isinstance(self.mlp, SparseMoe):
             self.parts = HostExperts(self.mlp, self.post_attention_layernorm)
 
     def links(self, prefix: str, step: bool, streamed: bool) -> list[Link]:
-        """From the value `x` to the next one of that name."""
+        """The links from the value `x` to the next `x`."""
         if self.parts is None:
             return [Link(self, ("x",), f"{self.layer_type} layer", prefix, "step" if step else "forward")]
         mixer = Link(self, GIVEN, f"{self.layer_type} mixer", prefix, "mix_step" if step else "mix")
@@ -235,23 +237,23 @@ class DecoderLayer(Layer):
         return self.linear_attn if self.layer_type == LINEAR else self.self_attn
 
     def forward(self, x: Tensor, input_pos: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [T, H] -> [T, H]. The others are a `RowIndex`."""
+        """x [T, H] -> [T, H]. The other arguments are the fields of a `RowIndex`."""
         x = self._mixed(x, RowIndex(input_pos, slots, cos, sin))
         normed = self.post_attention_layernorm(x)
         return x + (self.mlp(normed, slots) if isinstance(self.mlp, SparseMoe) else self.mlp(normed))
 
     def step(self, x: Tensor, input_pos: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [T, H] -> [T, H]; norms and additions are in the kernels."""
+        """x [T, H] -> [T, H]. Norms and additions are computed inside the kernels."""
         h, norm = self._mixed_step(x, RowIndex(input_pos, slots, cos, sin)), self.post_attention_layernorm
         return self.mlp.step(h, norm, slots) if isinstance(self.mlp, SparseMoe) else self.mlp.step(h, norm)
 
     def mix(self, x: Tensor, input_pos: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """As `forward` up to which experts are chosen: what `HostExperts` takes."""
+        """Compute `forward` up to the choice of experts. Returns the values `GIVEN` for `HostExperts.links`."""
         assert self.parts is not None
         return self.parts.route(self._mixed(x, RowIndex(input_pos, slots, cos, sin)), slots)
 
     def mix_step(self, x: Tensor, input_pos: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """As `step` up to there."""
+        """Compute `step` up to the choice of experts. Returns the values `GIVEN`."""
         assert self.parts is not None
         return self.parts.route_step(self._mixed_step(x, RowIndex(input_pos, slots, cos, sin)), slots)
 
@@ -263,7 +265,7 @@ class DecoderLayer(Layer):
 
 
 def network(config: Qwen3_5Config, build: Build) -> LanguageModel:
-    """The network of a config, made on the meta device: parameters have shapes and no values."""
+    """The network of a config. `build_network` calls this on the meta device: parameters have shapes and no values."""
     layers = [
         DecoderLayer(config, layer_type, build, on_host=index < build.cpu_moe)
         for index, layer_type in enumerate(config.layer_types)
@@ -272,7 +274,7 @@ def network(config: Qwen3_5Config, build: Build) -> LanguageModel:
 
 
 def check_limits(config: Qwen3_5Config, group_size: int | None, device: str, dtype: torch.dtype) -> None:
-    """Raises ExportError that names the size and the limit that it breaks."""
+    """Raise ExportError if a size breaks a limit of quantisation or of the kernels. The message names both."""
     if group_size is not None:
         check_groups(_quantized_sizes(config), group_size)
     if device == "cuda":
@@ -290,7 +292,7 @@ def _check_kernels(config: Qwen3_5Config, group_size: int | None, dtype: torch.d
 
 
 def _quantized_sizes(config: Qwen3_5Config) -> dict[str, int]:
-    """Lengths of the rows that are quantised, by what the config calls them."""
+    """Name in the config -> length, for the rows of weights that are quantised."""
     sizes = {"hidden_size": config.hidden_size}
     if FULL in config.layer_types:
         sizes["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
@@ -317,9 +319,9 @@ FAMILY = Family(
             "gate_up_proj": ("gate_proj", "up_proj"),
         },
         experts={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
-        # A multimodal model keeps the text model under a name of its own.
+        # In a multimodal checkpoint, the text model's names begin with `model.language_model.`.
         renamed=("model.language_model.", "model."),
-        # Multi-token prediction and vision, which the text model does not have, and a table that it computes.
+        # The text model has no multi-token prediction and no vision, and it computes `inv_freq`.
         skipped=re.compile(r"^(mtp\.|model\.visual\.|visual\.|model\.mtp\.)|rotary_emb\.inv_freq$"),
     ),
     spreads=DummySpreads(

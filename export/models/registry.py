@@ -1,4 +1,4 @@
-"""The families that can be exported. A new one is a file here and a line in FAMILIES."""
+"""Registry of the families that can be exported. A new family is a file here and a line in FAMILIES."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAMILIES: tuple[Family, ...] = (qwen3_5.FAMILY,)
 
 
 def find_family(model_type: object) -> Family:
-    """Raises CheckpointError for a model type that no family has."""
+    """The family of a model type. Raises CheckpointError if no family has this type."""
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
@@ -33,13 +33,13 @@ def read_config(folder: Path) -> tuple[Family, ModelConfig]:
     """The family of a checkpoint folder, and its config.
 
     Raises:
-        CheckpointError: no or broken config.json, an unsupported model type, or a setting that is not supported.
+        CheckpointError: config.json is missing or broken, or its model type or one of its settings is not supported.
     """
     return parse_config(read_config_file(folder))
 
 
 def parse_config(data: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
-    """As `read_config`, of what a config.json holds."""
+    """The family and the config, from the content of a config.json. Raises CheckpointError, as `read_config` does."""
     family = find_family(data.get("model_type"))
     return family, family.config(data)
 
@@ -56,21 +56,21 @@ def build_network(
     host_kernels: type[Kernels] = Kernels,
     page_size: int = PAGE_SIZE,
 ) -> LanguageModel:
-    """The network of a config, its parameters with shapes and without storage; its state buffers are zeros on the CPU.
+    """Build the network of a config. Its parameters have shapes and no storage; its state buffers are on the CPU.
 
     Args:
-        config: of any family.
+        config: config of any family.
         max_seq_len: positions that a session may have.
-        dtype: of activations, and of weights that are not quantised.
-        kernels: `kernels_for` the device that the code will be compiled for; by default the references.
-        max_chunk: most tokens of one call; max_seq_len - 1 if None.
-        group_size: elements per scale of int4 weights; None: no quantisation.
-        cpu_moe: layers, counted from the first, whose routed experts stay on the host.
-        host_kernels: `host_kernels_for` that device, or the references, for these.
-        page_size: positions in a page of the KV caches, a power of two from 16 on.
+        dtype: dtype of activations, and of weights that are not quantised.
+        kernels: result of `kernels_for` the device that the code will be compiled for; by default the references.
+        max_chunk: most tokens of one call; None: max_seq_len - 1.
+        group_size: elements that share a scale of int4 weights; None: no quantisation.
+        cpu_moe: number of layers, counted from the first, whose routed experts stay on the host.
+        host_kernels: result of `host_kernels_for` the same device, for these experts; by default the references.
+        page_size: positions in a page of the KV caches: a power of two, 16 or more.
 
     Raises:
-        CheckpointError: sizes whose product is more than a tensor, or this machine's memory, can hold.
+        CheckpointError: the product of some sizes is more than a tensor, or this machine's memory, can hold.
     """
     build = Build(
         kernels, dtype, max_seq_len, max_chunk or max_seq_len - 1, group_size, cpu_moe, host_kernels, page_size

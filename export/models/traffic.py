@@ -1,4 +1,4 @@
-"""How many bytes a decode step moves at least: what its speed is measured against."""
+"""The least bytes that a decode step must move. Its speed is measured against them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from ostinato.export.layers.state import state_of_kind
 
 
 def decode_bytes(network: nn.Module, device: str) -> int:
-    """Weights that one token uses, read once, and state of fixed size, read and written once: in the memory of `device`.
+    """Bytes that one token moves in the memory of `device`: the weights that it uses, read once, and the state of fixed size,
+    read and written once.
 
-    A layer has a `token_share` if a token reads only that part of its weights, and is `on_host` if they are there. A tied
-    embedding is also the head's weight, and is read whole.
+    A layer has a `token_share` if a token reads only this fraction of its weights. It is `on_host` if its weights are in the
+    host's memory. A tied embedding is also the head's weight, and is read whole.
     """
     shares: dict[nn.Parameter, float] = {}
     for module in network.modules():
@@ -28,5 +29,5 @@ def decode_bytes(network: nn.Module, device: str) -> int:
 
 
 def kv_bytes_per_token(network: nn.Module) -> int:
-    """Keys and values of one position, over all layers."""
+    """Bytes of the keys and values of one position, over all layers."""
     return sum(cache[0].nbytes // cache.shape[2] for cache in state_of_kind(network, StateKind.KV_CACHE))

@@ -1,1 +1,1 @@
-"""Checkpoint and number formats -> tensors as the model holds them: streamed, quantised, never all at once."""
+"""Checkpoints, or random weights, as tensors that the model holds: streamed, quantised, never all in memory at once."""

@@ -1,4 +1,4 @@
-"""A checkpoint, read one parameter at a time in the shape that our modules have."""
+"""Reads a checkpoint one parameter at a time, in the shapes that our modules have."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ostinato.delegate.errors import CheckpointError
 
 from .sources.safetensors import SafetensorsFolder, some_of
 
-# A tensor of one expert among several.
+# Name of a tensor of a single expert.
 _EXPERT = re.compile(r"^(?P<parent>.*)\.(?P<index>\d+)\.(?P<module>\w+)\.weight$")
 
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """How a family's checkpoints call tensors, where our network calls them otherwise.
+    """Names of tensors in a family's checkpoints, where they differ from our network's names.
 
     Attributes:
-        stacked: module here -> modules of the checkpoint whose rows it stacks, in order.
-        experts: parameter here that holds all experts -> modules of the checkpoint that each expert has for it, in order. The
-            checkpoint may have the parameter itself, or `<parent>.<index>.<module>.weight` for each expert.
-        renamed: the beginning of names in some checkpoints, and what it is here.
-        skipped: tensors that a text model does not use.
-        embedding, head: the token embedding and the output projection, which may be tied.
+        stacked: our module -> the checkpoint's modules whose rows it stacks, in this order.
+        experts: our parameter that holds all experts -> the modules of one expert in the checkpoint, in this order. A
+            checkpoint has either the parameter itself, or `<parent>.<index>.<module>.weight` for each expert.
+        renamed: (beginning of names in some checkpoints, what our network has in its place).
+        skipped: pattern for the names of tensors that a text model does not use.
+        embedding, head: names of the token embedding and of the output projection, which may be tied.
     """
 
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -39,27 +39,28 @@ class CheckpointNames:
     head: str = "lm_head.weight"
 
     def canonical(self, name: str) -> str:
-        """The name without what only some checkpoints put before it."""
+        """Return the name with `renamed` applied: the same name for all checkpoints."""
         return name.replace(*self.renamed, 1) if self.renamed[0] else name
 
 
 class CheckpointWeights:
     """The parameters of a network as a checkpoint has them, before any quantisation.
 
-    A parameter may be stored as it is, as several tensors whose rows are stacked (`CheckpointNames.stacked`; experts one by
-    one), or, a tied `lm_head`, under the embedding's name.
+    A checkpoint may store a parameter as it is, or as several tensors whose rows are stacked (`stacked` and `experts` of
+    `CheckpointNames`). A tied `lm_head` may be stored under the embedding's name.
 
     Args:
         folder: a checkpoint folder.
-        shapes: parameter name -> its shape in floating point.
-        tied: whether the head may be the embedding.
-        names: how the folder's tensors are called.
+        shapes: parameter name -> its shape before quantisation.
+        tied: whether the head may share the embedding's weight.
+        names: names of the folder's tensors; None: they are our network's names.
 
     Attributes:
         skipped: names of tensors that a text model does not use.
 
     Raises:
-        CheckpointError: naming tensors that are missing, unexpected or of another shape. Nothing but headers is read for it.
+        CheckpointError: tensors are missing, unexpected or of another shape; the message names them. Only headers are read
+            for this check.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class CheckpointWeights:
     ) -> None:
         self._names = names or CheckpointNames()
         self._source = SafetensorsFolder(folder)
-        # Name without what only some checkpoints put before it -> name in the folder.
+        # Canonical name -> name in the folder.
         self._stored = {self._names.canonical(name): name for name in self._source}
         self._shapes = shapes
         self._parts: dict[str, list[str]] = {}
@@ -87,16 +88,16 @@ class CheckpointWeights:
             raise CheckpointError(_complaint(folder, missing, sorted(unexpected)))
 
     def read(self, name: str) -> Tensor:
-        """The parameter, in its floating-point shape and the checkpoint's dtype, on the CPU."""
+        """Return the parameter on the CPU, in its shape before quantisation and in the checkpoint's dtype."""
         parts = [self._source.read(self._stored[part]) for part in self._parts[name]]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self._shapes[name])
 
     def _find(self, name: str, shape: tuple[int, ...], tied: bool) -> list[str]:
-        """Names of the tensors that make up `name`, whether the checkpoint has them or not."""
+        """Return the names of the tensors that make up the parameter `name`, whether the checkpoint has them or not."""
         names = self._names
         prefix, _, last = name.rpartition(".")
         parent, _, module = prefix.rpartition(".")
-        # Never the stack itself: a file that has one may have its rows in another order.
+        # The stacked tensor itself is never taken: a file that has one may have its rows in another order.
         if module in names.stacked:
             return [f"{parent}.{part}.{last}" for part in names.stacked[module]]
         if name in self._stored:
@@ -106,11 +107,11 @@ class CheckpointWeights:
         return [names.embedding] if tied and name == names.head else [name]
 
     def _expert_names(self, name: str, count: int) -> list[str]:
-        """The tensors that a parameter of `count` experts stacks, in order.
+        """Return the names of the tensors that a parameter of `count` experts stacks, in order.
 
         Raises:
-            CheckpointError: the checkpoint has another number of experts. This is checked before anything is listed: indices
-                and count are numbers that somebody wrote.
+            CheckpointError: the checkpoint has another number of experts. This is checked before the list is made, because
+                both numbers come from files and may be far too large.
         """
         prefix, _, last = name.rpartition(".")
         found = len(self._expert_indices[prefix])
@@ -144,7 +145,7 @@ def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -
 
 
 def _expert_indices(names: Iterable[str]) -> dict[str, set[str]]:
-    """Module that holds experts -> the indices that its experts have in the checkpoint, as they are written."""
+    """Map each module that holds experts to the indices of its experts, as the checkpoint's names have them."""
     indices: dict[str, set[str]] = {}
     for name in names:
         match = _EXPERT.match(name)

@@ -1,4 +1,4 @@
-"""Random weights, where there is a config and no checkpoint (`--load-format dummy`)."""
+"""Random weights for a config without a checkpoint (`--load-format dummy`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DummySpreads:
-    """What is special about the distribution of a family's random weights.
+    """Exceptions in the distribution of a family's random weights.
 
     Attributes:
-        by_ending: the end of a parameter's name -> (mean, standard deviation).
-        adding: ends of the names of projections whose results are added to the residual stream.
+        by_ending: end of a parameter's name -> (mean, standard deviation) of its values.
+        adding: name endings of the projections whose results are added to the residual stream.
     """
 
     by_ending: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -25,19 +25,22 @@ class DummySpreads:
 
 
 class DummyWeights:
-    """Random weights of a network's shape, the same for the same seed and device kind.
+    """Random weights for a network: the same for the same seed and kind of device.
 
-    Matrices have a standard deviation of one over the root of their fan-in (an embedding too: it may be the head), so that
-    logits are of order one; norms and decays lie where trained ones do. What the layers add to the embedding is small beside
-    it, together as large (the scaling of GPT-2): else rounding would grow from layer to layer until after 40 of them two
-    right computations had nothing in common.
+    Norms and decays lie where trained ones do. The standard deviation of a matrix is 1 / sqrt(fan-in), so that logits are of
+    order one. This includes the embedding, because it may also be the head.
+
+    What one layer adds to the residual stream is small beside the embedding; all layers together add about as much as the
+    embedding (the scaling of GPT-2). Otherwise rounding errors would grow from layer to layer, and after 40 layers two
+    correct computations would have nothing in common.
 
     Args:
-        shapes: parameter name -> its shape in floating point.
-        layers: of the network; each adds twice to the residual stream.
+        shapes: parameter name -> its shape before quantisation.
+        layers: number of layers of the network; each adds to the residual stream twice.
         size: elements of the residual stream.
-        spreads: the family's.
-        device, dtype: of the tensors that `read` gives.
+        spreads: the family's exceptions.
+        device, dtype: device and dtype of the tensors that `read` returns.
+        seed: one seed for all parameters.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class DummyWeights:
         self._added = 1 / math.sqrt(2 * layers * size)
 
     def read(self, name: str) -> Tensor:
-        """The parameter, in its floating-point shape, on the device."""
+        """Return the parameter in its shape before quantisation, on the device."""
         generator = torch.Generator(self._device)
         generator.manual_seed(self._seed + zlib.crc32(name.encode()))
         mean, deviation = self._spread(name)
@@ -66,7 +69,7 @@ class DummyWeights:
         return noise.mul_(deviation).add_(mean)
 
     def _spread(self, name: str) -> tuple[float, float]:
-        """Mean and standard deviation."""
+        """Return the mean and the standard deviation of the parameter's values."""
         for ending, spread in self._spreads.by_ending.items():
             if name.endswith(ending):
                 return spread

@@ -1,4 +1,4 @@
-"""Floating-point weights -> integers with one scale per group, by torchao's primitives."""
+"""Quantises floating-point weights to integers with one scale per group, by torchao's primitives."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ostinato.export.formats.int4 import SCALE_DTYPE, pack_int4
 
-# Elements quantised at once: torchao makes about six float32 copies of what it is given (HQQ more), so this bounds the
-# working memory to 1 to 2 GiB whatever the size of the tensor.
+# Elements quantised at once. torchao makes about six float32 copies of its input (HQQ more), so this bounds the working
+# memory to 1 to 2 GiB for a tensor of any size.
 _PIECE = 1 << 26
 
 
@@ -18,8 +18,8 @@ def quantize_int4(weight: Tensor, group_size: int, hqq: bool, device: torch.devi
     Args:
         weight: [..., N, K] in a floating dtype, on any device; K a multiple of `group_size` and of 64.
         group_size: elements that share a scale.
-        hqq: fit the scales by alternating least squares (HQQ, in the scale-only form that torchao has)
-            instead of the group's extreme values.
+        hqq: whether scales are fitted by alternating least squares (HQQ, in the scale-only form that torchao has) instead of
+            taken from the group's extreme values.
         device: where to compute.
 
     Returns:
@@ -54,7 +54,7 @@ def _in_pieces(
 
 def _quantize(rows: Tensor, group_size: int, low: int, high: int, hqq: bool) -> tuple[Tensor, Tensor]:
     """rows [N, K] float32 -> (q [N, K] int8, scale [N, K / G] bfloat16)."""
-    # Imported here: it takes seconds and imports Inductor, which what only reads a config does not need.
+    # Imported here: the import takes seconds and loads Inductor, which code that only reads a config does not need.
     from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine
 
     block = [1, group_size]
@@ -68,7 +68,7 @@ def _quantize(rows: Tensor, group_size: int, low: int, high: int, hqq: bool) -> 
             rows, MappingType.SYMMETRIC, block, torch.int8, low, high, scale_dtype=torch.float32
         )
         scale = scale.reshape(rows.shape[0], -1)
-    # Rounded first, so that the integers are the nearest for the scale that is stored.
+    # The scale is rounded first, so that the integers are the nearest ones for the stored scale.
     scale = scale.to(SCALE_DTYPE)
     zero = torch.zeros_like(scale, dtype=torch.int32)
     return quantize_affine(rows, block, scale.float(), zero, torch.int8, low, high), scale

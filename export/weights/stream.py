@@ -1,4 +1,4 @@
-"""The values of a network's parameters, made when they are asked for: read or made at random, quantised, and let go."""
+"""Values of a network's parameters, made when they are asked for: read or random, quantised, and not kept in memory."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ _SCALE = "_scale"
 
 
 class WeightSource(Protocol):
-    """Parameters in floating point by name: `CheckpointWeights` or `DummyWeights`."""
+    """Source of floating-point parameters by name: `CheckpointWeights` or `DummyWeights`."""
 
     def read(self, name: str) -> Tensor: ...
 
 
 class QuantizedWeights(Mapping[str, Tensor]):
-    """Parameter name -> its value as the artifact stores it, on the CPU, made anew each time it is asked for.
+    """Parameter name -> its value as the artifact stores it, on the CPU. The value is made again each time it is asked for.
 
-    A parameter that has a `_scale` beside it is quantised: both are made together, and one is kept until it is asked for.
+    A parameter is quantised if the network also has its name with `_scale` at the end. Asking for one of the two makes both,
+    and the other one is kept until it is asked for.
 
     Args:
-        network: parameters that have shapes and dtypes; their values do not matter.
-        source: the values in floating point.
-        device: where quantisation computes.
-        hqq: how int4 scales are chosen.
+        network: network whose parameters have shapes and dtypes; their values do not matter.
+        source: the values before quantisation.
+        device: device that computes the quantisation.
+        hqq: whether int4 scales are chosen by half-quadratic quantisation.
 
-    Asking for a value raises CheckpointError when it cannot be read, or cannot be quantised.
+    Asking for a value raises CheckpointError if the value cannot be read, or cannot be quantised.
     """
 
     def __init__(self, network: nn.Module, source: WeightSource, device: torch.device, hqq: bool = False) -> None:
@@ -52,7 +53,7 @@ class QuantizedWeights(Mapping[str, Tensor]):
         return len(self._parameters)
 
     def __contains__(self, name: object) -> bool:
-        """Mapping's own would make the value to find out."""
+        """Look the name up. `Mapping`'s own method would make the value to find out."""
         return name in self._parameters
 
     def __getitem__(self, name: str) -> Tensor:
@@ -87,7 +88,8 @@ class QuantizedWeights(Mapping[str, Tensor]):
 
 
 def names_in_panels(network: nn.Module) -> set[str]:
-    """Parameters whose values are stored in panels; their scales are too."""
+    """Return the names of the parameters whose values are stored in panels. Their scales, which are in panels too, are not
+    listed."""
     wanted = {
         parameter
         for module in network.modules()
@@ -98,7 +100,7 @@ def names_in_panels(network: nn.Module) -> set[str]:
 
 
 def float_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> its shape before quantisation; scales, which come with a weight, are left out."""
+    """Map each parameter name to its shape before quantisation. The scales of quantised parameters are left out."""
     parameters = dict(network.named_parameters())
     return {
         name: _float_shape(parameter)
@@ -108,17 +110,17 @@ def float_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _float_shape(parameter: Tensor) -> tuple[int, ...]:
-    """A packed byte is two elements."""
+    """Return the shape before quantisation: one uint8 holds two elements."""
     return (*parameter.shape[:-1], parameter.shape[-1] * (2 if parameter.dtype == torch.uint8 else 1))
 
 
 def allocate_untouched(network: nn.Module) -> None:
-    """Give parameters on the meta device memory that nobody touches: what is never written costs no RAM.
+    """Replace parameters on the meta device by tensors whose memory is reserved and never written, so that it costs no RAM.
 
-    Tracing and compiling need shapes, and tensors that can be told apart; the values come when the artifact is written.
+    Tracing and compiling need only shapes, and tensors that can be told apart. The values come when the artifact is written.
 
     Raises:
-        ExportError: a parameter is larger than any memory that this machine gives out.
+        ExportError: a parameter is larger than the memory that this machine can reserve.
     """
     materialise(network, {name: _untouched(name, parameter) for name, parameter in network.named_parameters()})
 
@@ -133,7 +135,7 @@ def _untouched(name: str, like: Tensor) -> Tensor:
 
 
 def materialise(network: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Put `values` in place of the network's parameters; a tied one is replaced everywhere it stands."""
+    """Replace the network's parameters by `values`. A tied parameter is replaced in every module that holds it."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in network.modules():
         for local, parameter in module.named_parameters(recurse=False):

@@ -1,1 +1,1 @@
-"""What measures, and how it is shown."""
+"""Benchmarks, and how their results are shown."""

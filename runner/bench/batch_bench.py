@@ -1,6 +1,6 @@
 """The speed of several sessions that step together, measured as llama-batched-bench does: all of them start at once.
 
-Each session prefills a prompt of its own, one after the other, and draws its first token; then all of them step together.
+Each session prefills a prompt of its own, one after the other, and samples its first token. Then all sessions step together.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What to measure: numbers of sessions, and of each session the tokens of prompt and answer.
+    """Sizes to measure: sessions in each batch, and tokens of each session's prompt and answer.
 
     Raises:
-        OptionError: a number that is none.
+        OptionError: no batch, or a number below 1.
     """
 
     batches: tuple[int, ...]
@@ -48,16 +48,16 @@ class BatchSpec:
 
     @property
     def max_batch(self) -> int:
-        """Sessions of the largest batch."""
+        """Number of sessions in the largest batch."""
         return max(self.batches)
 
     def kv_tokens(self, sessions: int, page_size: int) -> int:
-        """Positions that so many sessions need, in whole pages of each."""
+        """Positions that `sessions` sessions need, in whole pages for each."""
         return sessions * -(-self.positions // page_size) * page_size
 
     @property
     def positions(self) -> int:
-        """Of one session."""
+        """Positions that one session needs."""
         return self.prompt + self.answer + 1
 
 
@@ -75,7 +75,7 @@ class BatchMeasurement:
 
     @property
     def prompt_speed(self) -> float:
-        """Tokens per second of all prompts; the median."""
+        """Tokens per second of all prompts together; the median."""
         return self.batch * self.prompt / statistics.median(self.prompt_ns) * 1e9
 
     @property
@@ -85,17 +85,17 @@ class BatchMeasurement:
 
     @property
     def speeds(self) -> list[float]:
-        """Of each repetition."""
+        """Tokens per second of all answers together, for each repetition."""
         return [self.batch * self.answer / nanoseconds * 1e9 for nanoseconds in self.answer_ns]
 
     @property
     def step_ms(self) -> float:
-        """Milliseconds that a step takes, in which each session gets a token."""
+        """Milliseconds of one step, in which each session gets a token; the median."""
         return statistics.median(self.answer_ns) / self.answer / 1e6
 
 
 def check_length(spec: BatchSpec, max_seq_len: int) -> None:
-    """Raises OptionError: prompt and answer have no room in max_seq_len."""
+    """Raises OptionError: prompt and answer do not fit into max_seq_len."""
     if spec.positions > max_seq_len:
         raise OptionError(
             f"a session would have {spec.positions} tokens, max_seq_len is {max_seq_len}: ask for less, or export with a "
@@ -106,12 +106,12 @@ def check_length(spec: BatchSpec, max_seq_len: int) -> None:
 def measure_batches(
     model: Model, spec: BatchSpec, vocabulary: int, say: Callable[[str], None]
 ) -> list[BatchMeasurement]:
-    """Measure all batches with one loaded model, each after a warm-up; `say` gets a line after each."""
+    """Measure all batches with one loaded model, each after a warm-up. `say` gets a line after each batch."""
     generator = torch.Generator().manual_seed(_SEED)
     prompts = torch.randint(vocabulary, (spec.max_batch, spec.prompt), generator=generator).tolist()
     sessions = Sessions(model)
     found = []
-    # A prompt and a step may have graphs, which are captured then.
+    # Prompts and steps may have graphs, which are captured in the warm-up.
     warm, rounds = replace(spec, answer=1), model.warmup_steps + 1 if model.cuda_graph else 1
     for batch in spec.batches:
         for _ in range(rounds):
@@ -127,7 +127,7 @@ def measure_batches(
 
 
 def _once(sessions: Sessions, model: Model, prompts: Sequence[Sequence[int]], spec: BatchSpec) -> tuple[int, int]:
-    """Nanoseconds of the prompts, with the first token after each, and of the steps."""
+    """Nanoseconds of all prompts, with the first tokens after them, and of all further steps."""
     device = model.program.device
     opened = [sessions.open() for _ in prompts]
     try:
@@ -151,7 +151,7 @@ def _pool_bytes(model: Model) -> int:
 
 
 def records(program: Program, rows: Sequence[BatchMeasurement]) -> list[dict[str, Any]]:
-    """One flat record per measurement, with llama-batched-bench's names where it has one: times in s, speeds in tokens/s."""
+    """One flat record per measurement, by llama-batched-bench's names where these exist: times in s, speeds in tokens/s."""
     capacity = program.capacity
     return [
         {
@@ -180,7 +180,7 @@ def records(program: Program, rows: Sequence[BatchMeasurement]) -> list[dict[str
 
 
 def render_batches(program: Program, rows: Sequence[BatchMeasurement], style: str) -> str:
-    """In one of `report.FORMATS`, without a newline at its end."""
+    """Return the measurements in one of `report.FORMATS`, without a newline at the end."""
     if style == "json":
         return as_json(records(program, rows))
     if style == "csv":
@@ -229,7 +229,7 @@ def draw_speeds(title: str, series: Mapping[str, tuple[str, Mapping[int, float]]
     """Write the picture: throughput, and time per token of a session, over the number of sessions.
 
     Args:
-        series: name -> colour, and tokens per second of all sessions by their number.
+        series: name -> (colour, number of sessions -> tokens per second of all of them together).
     """
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
 """The speed of an artifact, measured as llama-bench does: `pp512` prefills 512 tokens, `tg128` decodes 128.
 
-`@ d4000` says that the state held 4,000 tokens before; filling it is not timed. What is measured is what `ostinato run`
-goes through, a `Model` and its steps, greedily.
+`@ d4000` means that the state already holds 4,000 tokens; filling it is not timed. The benchmark runs the same code as
+`ostinato run`, a `Model` and its steps, and always takes the most likely token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Case:
-    """What llama-bench calls a test. `kind` "pp": prefill `tokens` tokens; "tg": decode as many. From position `depth` on."""
+    """A test of llama-bench. `kind` "pp": prefill `tokens` tokens; "tg": decode them. Both start at position `depth`."""
 
     kind: str
     tokens: int
@@ -48,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class BenchSpec:
-    """What to measure. `skipped` says why a default case is left out."""
+    """Cases to measure. `skipped` gives the reasons why default cases are left out."""
 
     cases: tuple[Case, ...]
     repetitions: int
@@ -57,10 +57,10 @@ class BenchSpec:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One case in one mode: nanoseconds of each repetition, synchronised around the whole of it.
+    """One case in one mode: nanoseconds of each repetition, with the device synchronised before and after it.
 
-    `host_us`: microseconds that Python took in the repetitions, per token of an answer or for the whole of a prompt, not
-    counting waits for the GPU; None where the two cannot be told apart.
+    `host_us`: microseconds that Python took in the repetitions, without waits for the GPU: per token of an answer, or for a
+    whole prompt. None if the two cannot be told apart.
     """
 
     case: Case
@@ -80,7 +80,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """What the first answer spent in one phase: "prefill" (its `calls` are tokens), "run", "warmup", "capture", "replay"."""
+    """Time of the first answer in one phase: "prefill" (`calls` are tokens), "run", "warmup", "capture" or "replay"."""
 
     name: str
     calls: int
@@ -89,7 +89,7 @@ class PhaseTime:
 
 @dataclass
 class ModeResult:
-    """All that was measured with one setting of `cuda_graph`. `methods`: counts of calls, at the end."""
+    """All measurements with one setting of `cuda_graph`. `methods`: `MethodStats` by method, at the end."""
 
     cuda_graph: bool
     measurements: list[Measurement] = field(default_factory=list)
@@ -97,15 +97,15 @@ class ModeResult:
     methods: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def fallback_reason(self, kind: str) -> str | None:
-        """Why something that tests of this kind run has no graph; None when all went well."""
+        """Why a method that cases of this kind run has no graph for some of its code; None when all went well."""
         stats = list(self.methods.values())
-        # What decodes comes last; a prompt goes through any of the others.
+        # The method that decodes comes last. A prompt goes through any of the others.
         mine = stats[-1:] if kind == "tg" else stats[:-1] or stats
         return next((one["fallback_reason"] for one in mine if one["fallbacks"]), None)
 
     @property
     def host_us(self) -> float | None:
-        """The largest of the answers' own; None where none has one."""
+        """Largest `host_us` of the decode cases; None if no case has one."""
         times = (row.host_us for row in self.measurements if row.case.kind == "tg")
         return max((time for time in times if time is not None), default=None)
 
@@ -124,13 +124,13 @@ def make_spec(
     depths: Sequence[int] | None = None,
     repetitions: int = DEFAULT_REPETITIONS,
 ) -> BenchSpec:
-    """All prompts, then all answers, at each depth. None takes the defaults; 0 tokens means no case.
+    """Make the cases: at each depth, all prompts, then all answers. None takes the defaults; 0 tokens means no case.
 
-    A case that does not fit into max_seq_len is an error if it was asked for, and is left out if it comes from a default: at
-    depth 0 the default of its size, elsewhere that of the depths.
+    A case that does not fit into max_seq_len is an error if it was asked for, and is left out if it is a default. At depth 0
+    a case is a default if its size is; at other depths, if the depths are.
 
     Raises:
-        OptionError: a case does not fit, none is left, or `repetitions` is below 1.
+        OptionError: a case does not fit, no case is left, or `repetitions` is below 1.
     """
     if repetitions < 1:
         raise OptionError(f"-r must be 1 or more, got {repetitions}")
@@ -157,22 +157,23 @@ def make_spec(
 
 
 def metadata_of(source: Source) -> dict[str, Any]:
-    """The results of a program's constant methods, which say how to load it. Raises ArtifactError."""
+    """Return the results of a program's constant methods, without loading the program. Raises ArtifactError."""
     return open_artifact(*artifact_paths(source), verify=False)[0].metadata
 
 
 def with_kv_tokens(capacity: CapacityOptions, kv_tokens: int) -> CapacityOptions:
-    """The same, with so many positions where it leaves them open."""
+    """Return `capacity`, with `kv_tokens` positions if `capacity` leaves their number open."""
     is_open = capacity.kv_tokens is None and capacity.gpu_memory_fraction is None
     return replace(capacity, kv_tokens=kv_tokens) if is_open else capacity
 
 
 def load_for_bench(source: Source, capacity: CapacityOptions) -> Program:
-    """`load_program`. Where `capacity` leaves it open, the KV caches have one more page than the sessions need: what is kept
-    at a depth may end within a page, and the session that goes on from there writes to a copy of it.
+    """Load a program. If `capacity` leaves the size of the KV caches open, they have one page more than the sessions need.
+
+    A snapshot at a depth may end within a page. The session that goes on from there writes to a copy of that page.
 
     Raises:
-        ArtifactError, OptionError, TargetError: as `load_program`.
+        ArtifactError, OptionError, TargetError: see `load_program`.
     """
     metadata = metadata_of(source)
     if META_PAGE_SIZE in metadata:
@@ -182,10 +183,10 @@ def load_for_bench(source: Source, capacity: CapacityOptions) -> Program:
 
 
 def sizes_of(program: Program) -> tuple[int, int]:
-    """(max_seq_len, vocabulary) of a program.
+    """Return a program's (max_seq_len, size of the vocabulary).
 
     Raises:
-        ArtifactError: it does not say.
+        ArtifactError: the program's metadata lack one of these.
     """
     missing = [name for name in (META_MAX_SEQ_LEN, META_VOCAB_SIZE) if name not in program.metadata]
     if missing:
@@ -199,10 +200,10 @@ def measure(model: Model, spec: BenchSpec, vocabulary: int, say: Callable[[str],
     """Measure every case of `spec` with one loaded model, whose decode is not warm yet.
 
     Args:
-        model: fresh; nothing was run with it.
-        spec: what to measure.
-        vocabulary: tokens are drawn below this.
-        say: gets a line after each case.
+        model: fresh model, with which nothing was run.
+        spec: cases to measure.
+        vocabulary: number of token ids; prompts are random ids below this.
+        say: function that gets a line after each case.
 
     Raises:
         ArtifactError: the program keeps no state, so there is no depth to measure at.
@@ -221,13 +222,13 @@ def measure(model: Model, spec: BenchSpec, vocabulary: int, say: Callable[[str],
 
 
 def take_steps(sessions: Sessions, together: Sequence[Session], count: int) -> None:
-    """So many steps of these sessions, each of which begins before the tokens of the one ahead are here, where that goes."""
+    """Run `count` steps of these sessions. If possible, each begins before the tokens of the step ahead are on the host."""
     for left in reversed(range(count)):
         sessions.step(together, more=left > 0)
 
 
 class _Bench:
-    """One model, and tokens to feed it: the same ones each time."""
+    """Runs the cases with one model, always on the same random tokens."""
 
     def __init__(self, model: Model, vocabulary: int) -> None:
         self._model = model
@@ -235,15 +236,15 @@ class _Bench:
         self._session = self._sessions.open()
         self._empty = self._session.snapshot()
         self._device = model.program.device
-        # That calls of `prefill` took until they came back; the GPU may still have been at work.
+        # Time until calls of `prefill` returned. The GPU may still have been at work then.
         self._prefill_seconds = 0.0
         generator = torch.Generator().manual_seed(_SEED)
         self._tokens = torch.randint(vocabulary, (model.max_seq_len,), generator=generator).tolist()
 
     def first_answer(self, spec: BenchSpec) -> list[PhaseTime]:
-        """Time by phase of one answer with a fresh decode and a warm prefill, of the spec's first sizes if there is room.
+        """Time by phase of one answer with a fresh decode and a warm prefill, of the spec's first sizes if these fit.
 
-        It is also the warm-up of what follows: when it is over, decode has made its capture.
+        This answer is also the warm-up for the cases: at its end, decode has made its capture.
         """
         room = self._model.max_seq_len
         # Enough steps for warm-up, capture and one replay, whatever was asked for.
@@ -252,7 +253,7 @@ class _Bench:
         prompt = self._tokens[: min(_first(spec, "pp"), room - answer)]
         phases = {}
         if prompt:
-            # Kernels are loaded when they first run. One token goes through decode, which is to stay fresh.
+            # Kernels are loaded when they first run. A prompt of one token goes through decode, which must stay fresh.
             if len(prompt) > 1:
                 self._session.prefill(prompt)
                 self._session.restore(self._empty)
@@ -268,7 +269,7 @@ class _Bench:
         return list(phases.values())
 
     def run(self, spec: BenchSpec) -> Iterator[tuple[Case, list[int], float | None]]:
-        """Each case with the nanoseconds of its repetitions, and `Measurement.host_us`."""
+        """Yield each case with the nanoseconds of its repetitions, and with `Measurement.host_us`."""
         held = 0
         at = self._empty
         for case in spec.cases:

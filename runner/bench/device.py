@@ -1,4 +1,4 @@
-"""What a measurement records about its machine: the device's name, the memory in use on it, and how fast it copies."""
+"""Facts that a measurement records about its machine: the device's name, its memory in use, and the speed of its copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COPIES = 8
 
 @dataclass(frozen=True)
 class CopySpeed:
-    """The best of `rounds` rounds of copies of `buffer_bytes`; each byte counts twice, as it is read and written."""
+    """Best speed of `rounds` rounds of copies of `buffer_bytes`. Each byte counts twice, as it is read and written."""
 
     bytes_per_second: float
     buffer_bytes: int
@@ -44,7 +44,7 @@ def device_name(device: torch.device) -> str:
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """None for a CPU."""
+    """Return the memory in use on a GPU; None for a CPU."""
     if device.type != "cuda":
         return None
     synchronize(device)
@@ -53,7 +53,7 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 def copy_speed(device: torch.device) -> CopySpeed:
-    """Copy a large buffer within the device's memory: 1 GiB on a GPU, or a quarter of what is free; 256 MiB on a CPU."""
+    """Copy a buffer within the device's memory: 1 GiB on a GPU, but at most a quarter of what is free; 256 MiB on a CPU."""
     size = _HOST_COPY_BYTES
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The picture of a bench: speed over depth, and the first answer's time by phase. Needs matplotlib, an optional extra."""
+"""The picture of a benchmark: speed over depth, and the first answer's time by phase. Needs matplotlib, an optional extra."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PHASE_COLOURS = {
     "capture": "#d55e00",
     "replay": "#0072b2",
 }
-# Line and marker of each size; markers alone tell them apart at a single depth.
+# Line and marker of each size. At a single depth only the markers tell the sizes apart.
 _STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))
 _TITLES = {"pp": "prefill", "tg": "decode"}
 
@@ -70,7 +70,7 @@ def _title(report: Report) -> str:
 
 
 def _speed_over_depth(axis: Any, report: Report, kind: str) -> None:
-    """Medians, one line per mode and size; bars reach from the slowest to the fastest repetition."""
+    """Draw medians, one line per mode and size; bars reach from the slowest to the fastest repetition."""
     every = [row for row in report.rows if row.case.kind == kind]
     sizes = list(dict.fromkeys(row.case.tokens for row in every))
     for mode in report.modes:
@@ -103,7 +103,7 @@ def _speed_over_depth(axis: Any, report: Report, kind: str) -> None:
 
 
 def _time_by_phase(axis: Any, report: Report) -> None:
-    """One bar per mode, one piece per phase, and the figures above the bar: some pieces are too small to see."""
+    """Draw one bar per mode, one section per phase, and the figures above the bar: some sections are too small to see."""
     longest = max(sum(phase.seconds for phase in mode.phases) for mode in report.modes)
     scale, unit = (1.0, "seconds") if longest >= 1 else (1e3, "milliseconds")
     labelled: set[str] = set()
@@ -124,7 +124,7 @@ def _time_by_phase(axis: Any, report: Report) -> None:
 
 
 def legend_below(axis: Any, columns: int) -> None:
-    """A legend under the axis, and no frame."""
+    """Put a legend under the axis, without a frame."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_axisbelow(True)
     axis.legend(frameon=False, fontsize=8, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.17))

@@ -1,4 +1,4 @@
-"""What `ostinato bench` prints: a table for people, or Markdown, CSV or JSON."""
+"""Output of `ostinato bench`: a table for people, or Markdown, CSV or JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FORMATS = ("table", "md", "csv", "json")
 
 @dataclass(frozen=True)
 class Reads:
-    """Bytes that a decode step reads or writes at least once: `fixed`, and `per_position` of the sequence.
+    """Bytes that a decode step reads or writes at least once: `fixed`, and `per_position` for each position of the sequence.
 
-    `exact` is false for a program that does not say; then `fixed` is all constants and all state, the most that it can be.
+    `exact` is false if the program does not give these numbers. Then `fixed` is an upper bound: all constants and all state.
     """
 
     fixed: int
@@ -30,14 +30,14 @@ class Reads:
 
     @classmethod
     def of(cls, program: Program) -> Reads:
-        """From the program's constant methods, or else from its loaded constants and state."""
+        """Take the numbers from the program's constant methods, or else from its loaded constants and state."""
         fixed = program.metadata.get(names.META_DECODE_BYTES)
         if fixed is None:
             return cls(program.stats.constant_bytes + program.stats.mutable_buffer_bytes, 0, False)
         return cls(int(fixed), int(program.metadata.get(names.META_KV_BYTES, 0)), True)
 
     def per_token(self, measurement: Measurement) -> float | None:
-        """Mean over the steps of a decode measurement, the i-th of which sees depth + i positions. None for a prefill."""
+        """Mean bytes over the steps of a decode measurement: the i-th step sees depth + i positions. None for a prefill."""
         case = measurement.case
         if case.kind != "tg":
             return None
@@ -46,7 +46,7 @@ class Reads:
 
 @dataclass(frozen=True)
 class Subject:
-    """What was measured, and where. Sizes in bytes; `date` in ISO 8601; `memory` after loading, None on a CPU."""
+    """The artifact and the machine of a report. Sizes in bytes; `date` in ISO 8601; `memory` after loading, None on a CPU."""
 
     artifact: str
     model_type: str
@@ -66,18 +66,18 @@ class Subject:
 
 @dataclass(frozen=True)
 class Report:
-    """One run of the command: both modes, or one."""
+    """Results of one run of the command, in both modes or in one."""
 
     subject: Subject
     modes: tuple[ModeResult, ...]
 
     @property
     def rows(self) -> list[Measurement]:
-        """All measurements, the modes of a case side by side."""
+        """All measurements, with the modes of a case side by side."""
         return [row for rows in zip(*(mode.measurements for mode in self.modes), strict=True) for row in rows]
 
     def ratio(self, row: Measurement) -> float | None:
-        """Speed relative to no graph; None if only one mode was measured."""
+        """Speed relative to that without a graph; None if only one mode was measured."""
         if len(self.modes) < 2:
             return None
         base = next(one for one in self.modes[0].measurements if one.case == row.case)
@@ -89,7 +89,7 @@ class Report:
         return None if per_token is None else per_token * row.median
 
     def share(self, row: Measurement) -> float | None:
-        """`bandwidth` as a fraction of the copy's."""
+        """`bandwidth` as a fraction of the copy speed; None for a prefill."""
         moved = self.bandwidth(row)
         return None if moved is None else moved / self.subject.copy.bytes_per_second
 
@@ -102,7 +102,7 @@ def render(report: Report, style: str) -> str:
 
 
 def records(report: Report) -> list[dict[str, Any]]:
-    """One flat record per measurement, with llama-bench's names where it has one. `_ns`: nanoseconds, `_ts`: tokens/s."""
+    """One flat record per measurement, by llama-bench's names where these exist. `_ns`: nanoseconds, `_ts`: tokens/s."""
     subject = report.subject
     modes = {mode.cuda_graph: mode for mode in report.modes}
     return [
@@ -150,7 +150,7 @@ def records(report: Report) -> list[dict[str, Any]]:
 
 
 def _graph_counts(row: Measurement, mode: ModeResult) -> dict[str, int | None]:
-    """Of a test that decodes with a CUDA graph; None in every other."""
+    """Numbers of kernels per token, for a case that decodes with a CUDA graph; None for all other cases."""
     plan = mode.plan if row.case.kind == "tg" else None
     return {
         "kernels_per_token": plan["graph_kernels"] if plan else None,
@@ -160,7 +160,7 @@ def _graph_counts(row: Measurement, mode: ModeResult) -> dict[str, int | None]:
 
 def _as_table(report: Report) -> str:
     columns, rows = _cells(report)
-    # The second mode of a case stands under the first one.
+    # The second mode of a case stands under the first one, without the case's name.
     rows = [["", *row[1:]] if number % len(report.modes) else row for number, row in enumerate(rows)]
     preamble = [f"{name:<9} {text}" for name, text in _preamble(report)]
     return "\n".join([*preamble, "", table(columns, rows), "", *_notes(report)])
@@ -253,12 +253,12 @@ def _notes(report: Report) -> list[str]:
 
 
 def phase_text(mode: ModeResult) -> str:
-    """`prefill 512: 124.9 ms, warmup 3: 60.2 ms, ...`: how many tokens or steps, and how long they took together."""
+    """`prefill 512: 124.9 ms, warmup 3: 60.2 ms, ...`: per phase, the number of tokens or steps and their time together."""
     return ", ".join(f"{phase.name} {phase.calls}: {duration(phase.seconds)}" for phase in mode.phases)
 
 
 def graph_text(plan: dict[str, Any]) -> str:
-    """`243 kernels per token, 240 of them start before the one ahead has ended`, and what went wrong if something did."""
+    """`243 kernels per token, 240 of them start before the one ahead has ended`, and the note if there is one."""
     kernels, early, note = plan["graph_kernels"], plan["early_kernels"], plan["graph_note"]
     if kernels is None:
         return f"its kernels were not counted: {note}"
@@ -267,8 +267,8 @@ def graph_text(plan: dict[str, Any]) -> str:
 
 
 def plan_text(plan: dict[str, Any]) -> str:
-    """`1 graph per token, recorded in 2.1 ms, made executable in 0.4 ms, for which the pool grew by 2.1 MB`, and how many
-    segments are called."""
+    """`1 graph per token, recorded in 2.1 ms, made executable in 0.4 ms, for which the pool grew by 2.1 MB`, and the number
+    of called pieces."""
     graphs = f"{plan['captured']} {'graph' if plan['captured'] == 1 else 'graphs'}"
     called = (
         f" and {plan['called']} called {'segment' if plan['called'] == 1 else 'segments'}" if plan["called"] else ""
@@ -280,7 +280,7 @@ def plan_text(plan: dict[str, Any]) -> str:
 
 
 def host_text(mode: ModeResult) -> str:
-    """`Python takes 12.3 us per token on the host, not counting waits for the GPU`: the largest of the mode's tests."""
+    """`Python takes 12.3 us per token on the host, not counting waits for the GPU`: the largest value of the decode cases."""
     return f"Python takes {mode.host_us:.1f} us per token on the host, not counting waits for the GPU"
 
 

@@ -1,4 +1,4 @@
-"""Tables and records as all commands and scripts print them; tabulate does the work of tables."""
+"""Text of tables and records, the same for all commands and scripts. The package tabulate makes the tables."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Side = Literal["left", "right"]
 
 
 def table(columns: Mapping[str, Side], rows: Iterable[Sequence[str]], markdown: bool = False) -> str:
-    """A table without a newline at its end.
+    """Text of a table, without a newline at the end.
 
     Args:
-        columns: header -> where its cells stand: "right" for numbers.
-        rows: one cell per column, as it is to be read.
-        markdown: for a Markdown file instead of a terminal.
+        columns: header -> alignment of the cells below it: "right" for numbers.
+        rows: the text of one cell per column.
+        markdown: whether the table is for a Markdown file instead of a terminal.
     """
-    # Imported here: what prints no table does not wait for it.
+    # Imported here: a command that prints no table does not wait for the import.
     from tabulate import tabulate
 
     text = tabulate(
@@ -33,12 +33,12 @@ def table(columns: Mapping[str, Side], rows: Iterable[Sequence[str]], markdown: 
 
 
 def as_json(records: Iterable[Mapping[str, Any]]) -> str:
-    """A list with a record on each line, without a newline at its end."""
+    """Text of a list with one record per line, without a newline at the end."""
     return "[\n" + ",\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n]"
 
 
 def as_csv(records: Iterable[Mapping[str, Any]]) -> str:
-    """A line for each record, under one of names, without a newline at its end; what is a list or a table is left out."""
+    """One line per record below a line of names, without a newline at the end. Lists and tables in a record are left out."""
     flat = [{key: value for key, value in record.items() if not isinstance(value, (list, dict))} for record in records]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(flat[0]), lineterminator="\n")

@@ -1,14 +1,14 @@
 """Measure how fast an artifact runs, as llama-bench does: without and with --cuda_graph, in one run.
 
-Tests: pp512 prefills 512 tokens, tg128 decodes 128 of them one by one; "@ d4000": after 4,000 other tokens.
-Loading, warm-up, capture and filling the state are not in these figures. The device is synchronised before and after
+Tests: pp512 prefills 512 tokens, tg128 decodes 128 tokens one by one. "@ d4000": the test starts after 4,000 other tokens.
+The figures do not include loading, warm-up, capture and filling the state. The device is synchronised before and after
 each repetition, not for each token.
 
 With --batch, several sessions step together instead, as in llama-batched-bench: all start at once with a prompt of -p
-tokens, and decode -n.
+tokens, and decode -n tokens each.
 
-stdout carries the table (or --output); progress, notes and errors go to stderr.
-Exit status: 0 done, 2 an error in what was asked or given, 130 interrupted.
+stdout gets the table (or another --output); progress, notes and errors go to stderr.
+Exit status: 0 done, 2 an error in the arguments or the files, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -173,10 +173,10 @@ def _main_of_batches(arguments: argparse.Namespace) -> int:
 
 
 def _room_for(spec: BatchSpec, arguments: argparse.Namespace) -> CapacityOptions:
-    """What is asked for, and otherwise what the largest batch needs.
+    """Return the capacity that the caller asks for. By default it is what the largest batch needs.
 
     Raises:
-        OptionError: a number that is none, or fewer sessions than a batch has.
+        OptionError: a value that is not a number, or is out of range; fewer sessions than the largest batch has.
     """
     capacity = capacity_of(arguments)
     sessions = spec.max_batch if capacity.sessions is None else capacity.sessions
@@ -192,7 +192,7 @@ def _buckets(arguments: argparse.Namespace) -> list[int] | None:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Raises OptionError: what is measured could not be written."""
+    """Raises OptionError: --plot or --save names a file that cannot be written."""
     if arguments.plot:
         check_plot(arguments.plot)
     if arguments.save and not arguments.save.absolute().parent.is_dir():
@@ -213,7 +213,7 @@ def _measure_all(
     vocabulary: int,
     begin: float,
 ) -> Report:
-    """Load a model for each mode over the one program, whose constants they share, and measure with it."""
+    """Load a model for each mode and measure with it. All models share the constants of the one program."""
     _say(f"loading {arguments.artifact}")
     total = len(modes) * len(spec.cases)
     counter = itertools.count(1)
@@ -235,7 +235,7 @@ def _measure_all(
 
 def _subject(model: Model, path: str, load_seconds: float) -> Subject:
     program = model.program
-    # Before the copy, whose buffers would count.
+    # Before `copy_speed`, whose buffers would count.
     memory = device_memory(program.device)
     return Subject(
         artifact=path,
@@ -257,7 +257,7 @@ def _subject(model: Model, path: str, load_seconds: float) -> Subject:
 
 def _modes(word: str) -> tuple[bool, ...]:
     if word not in _MODES:
-        # `--cuda_graph ARTIFACT`, as one writes it for `run`.
+        # The user wrote `--cuda_graph ARTIFACT`, as for `run`.
         raise argparse.ArgumentTypeError(
             f"takes on, off or both, got {word!r}: write ARTIFACT first, or --cuda_graph=on"
         )

@@ -36,10 +36,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def describe(path: str) -> dict[str, Any]:
-    """Everything that `inspect --json` prints. What is chosen when it is loaded is as for one session.
+    """Return everything that `inspect --json` prints. Sizes that loading chooses are those of one session.
 
     Raises:
-        ArtifactError: as `load_program`; a foreign compile target is not an error here.
+        ArtifactError: see `load_program`. A foreign compile target is not an error here.
     """
     program_path, constants_path = artifact_paths(path)
     parsed, constants = open_artifact(program_path, constants_path)
@@ -160,7 +160,7 @@ def _metadata(metadata: dict[str, Any]) -> str:
 
 
 def _largest(what: str, properties: Sequence[str], items: Sequence[dict[str, Any]], top: int) -> str:
-    """The `top` largest of `items`, and how many there are."""
+    """Text with the number of `items`, their size, and the `top` largest of them."""
     columns: dict[str, Side] = {what: "left", **dict.fromkeys(properties, "left"), "size": "right"}
     shown = sorted(items, key=lambda item: -item["bytes"])[:top]
     rows = [

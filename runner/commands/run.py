@@ -1,7 +1,7 @@
 """Answer a prompt with an artifact.
 
-stdout carries the answer alone (or one JSON object); progress, figures and errors go to stderr.
-Exit status: 0 done, 2 an error in what was asked or given, 130 interrupted.
+stdout gets only the answer (or one JSON object); progress, figures and errors go to stderr.
+Exit status: 0 done, 2 an error in the arguments or the files, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Those of `Engine.load` that `bench` has too."""
+    """Add the options of `Engine.load` that `run` and `bench` share."""
     parser.add_argument("--sessions", type=int, metavar="N", help="conversations to make room for (default: 1)")
     parser.add_argument(
         "--kv-tokens",
@@ -67,15 +67,15 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 
 
 def capacity_of(arguments: argparse.Namespace) -> CapacityOptions:
-    """Raises OptionError: a number that is none, or out of range."""
+    """Return the capacity that the user asks for. Raises OptionError: a value that is not a number, or is out of range."""
     return CapacityOptions(**{item.name: getattr(arguments, item.name) for item in fields(CapacityOptions)})
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """One option per field of `SamplingParams`: its name, type and default, and the words that come with it."""
+    """Add one option per field of `SamplingParams`, with the field's name, type, default and help text."""
     hints = get_type_hints(SamplingParams)
     for item in fields(SamplingParams):
-        # `int | None` takes an int, and is None when it is not given.
+        # An option of type `int | None` takes an int, and is None when it is not given.
         (kind,) = {*(get_args(hints[item.name]) or (hints[item.name],))} - {type(None)}
         parser.add_argument(f"--{item.name.replace('_', '-')}", type=kind, default=item.default, **item.metadata)
 
@@ -86,7 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
         loaded = Engine.load(
             arguments.artifact,
             cuda_graph=arguments.cuda_graph,
-            # The one prompt of this process would be padded, and never captured.
+            # With buckets, the one prompt of this process would be padded and never captured.
             prefill_buckets=(),
             prefault=arguments.prefault,
             **asdict(capacity_of(arguments)),
@@ -113,7 +113,7 @@ def main(arguments: argparse.Namespace) -> int:
             interrupted = True
             pieces.close()
         except OstinatoError:
-            # What there is of the answer ends its line before the error is told.
+            # End the line of an unfinished answer before the error is printed.
             if engine.last.text and not arguments.json:
                 print(flush=True)
             raise
@@ -131,7 +131,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def figures(result: Result) -> str:
-    """One line: prompt and decode speed, and how many steps were made in which way."""
+    """One line: prompt and decode speed, and the number of steps in each phase."""
     decode = list(result.methods.values())[-1] if result.methods else {}
     counts = {word: decode.get(counter, 0) for counter, word in PHASE_OF_COUNTER.items()}
     steps = ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "none"

@@ -1,6 +1,7 @@
-"""Prompts in buckets: lengths for which `prefill` has a CUDA graph. A shorter prompt is padded up to the next one.
+"""Buckets: lengths of prompts, and numbers of sessions in a step, that have a CUDA graph. Smaller ones are padded.
 
-Rows of padding repeat the position of the last token: they change nothing, so that a prompt gives what it gives alone.
+Rows of padding behind a prompt repeat the position of the last token and change nothing. So a padded prompt gives the same
+result as the prompt alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ostinato.delegate.errors import OptionError
 
 from .streamed import STREAM_FROM
 
-# Between 128 and 512 a row of padding costs more than the launches that a graph saves, so these are closer together.
+# Between 128 and 512 a row of padding costs more than the launches that a graph saves, so these buckets are closer together.
 DEFAULT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
 
 # Numbers of sessions whose step has a graph. One session alone has a method of its own.
@@ -22,18 +23,18 @@ ROW_BUCKETS = (2, 4, 8, 16, 24, 32, *range(48, 129, 16), *range(160, 257, 32))
 
 
 def choose_buckets(wanted: Sequence[int] | None, program: Program, prefill: str, cuda_graph: bool) -> tuple[int, ...]:
-    """The buckets of a model, rising; nothing needs to be loaded for it.
+    """Choose the buckets of a model's prompts, ascending. No method needs to be loaded.
 
     Args:
-        wanted: what the caller asks for; None: with graphs and on a GPU, the default ones that fit. A CPU has no graph that
-            would make up for the rows of padding.
-        program: the model's.
-        prefill: the method that takes prompts.
+        wanted: buckets that the caller asks for. None: with graphs and on a GPU, the default buckets that fit. On a CPU there
+            are none, because no graph would make up for the rows of padding.
+        program: the model's program.
+        prefill: name of the method that takes prompts.
         cuda_graph: whether the model is loaded with graphs.
 
     Raises:
-        OptionError: buckets without graphs, or for a program whose prefill takes no padding; a bucket that is no number of
-            tokens, or too long.
+        OptionError: buckets without graphs, or for a program whose prefill takes no padding; a bucket that is not a number of
+            tokens, or is too long.
     """
     takes_padding = bool(program.metadata.get(META_PADDED_PREFILL))
     tokens = program.method_inputs(prefill)[0]
@@ -71,16 +72,16 @@ def choose_buckets(wanted: Sequence[int] | None, program: Program, prefill: str,
 
 
 def choose_row_buckets(wanted: Sequence[int] | None, program: Program, cuda_graph: bool) -> tuple[int, ...]:
-    """Numbers of rows of a step of several sessions that have a graph, rising.
+    """Choose the numbers of sessions whose step has a graph, ascending.
 
     Args:
-        wanted: what the caller asks for; None: with graphs and on a GPU, ROW_BUCKETS up to the sessions that have room.
-        program: the model's.
+        wanted: buckets that the caller asks for. None: with graphs and on a GPU, ROW_BUCKETS up to the number of sessions.
+        program: the model's program.
         cuda_graph: whether the model is loaded with graphs.
 
     Raises:
-        OptionError: buckets without graphs, or for a program that steps one session at a time; one that is no number of
-            rows, or too many.
+        OptionError: buckets without graphs, or for a program that steps one session at a time; a bucket that is not a number
+            of rows, or is too large.
     """
     several = steps_several(program)
     max_rows = program.method_inputs(ROWS)[0].shape[0].max if several else 1
@@ -107,13 +108,13 @@ def steps_several(program: Program) -> bool:
 
 
 def bucket_of(buckets: Sequence[int], count: int) -> int | None:
-    """The smallest bucket for `count` tokens; None if they are too many for all."""
+    """Smallest bucket for `count` tokens or rows; None if all buckets are too small."""
     place = bisect_left(buckets, count)
     return buckets[place] if place < len(buckets) else None
 
 
 def known_buckets(buckets: Sequence[int], wanted: Sequence[int] | None) -> tuple[int, ...]:
-    """`wanted`, or all of `buckets` if it is None. Raises InputError: one that is not among them."""
+    """Return `wanted`, or all of `buckets` if `wanted` is None. Raises InputError: an unknown bucket."""
     for bucket in wanted or ():
         if bucket not in buckets:
             known = ", ".join(map(str, buckets)) or "none"

@@ -1,4 +1,4 @@
-"""The methods of a loaded program as one language model: `prefill`, `decode_one_token`, and what samples on the device."""
+"""A loaded program's methods as one language model: `prefill`, `decode_one_token`, and methods that sample on the device."""
 
 from __future__ import annotations
 
@@ -37,8 +37,13 @@ FORWARD = "forward"
 
 @dataclass(frozen=True)
 class Samplers:
-    """Methods that draw tokens on the device: `sample` the first one, from logits, `decode_sample` each one after it, `rows`
-    those of several sessions, the method for fewer rows first; empty if the program has none."""
+    """Methods that sample tokens on the device.
+
+    Attributes:
+        sample: samples the first token of an answer, from logits.
+        decode_sample: samples each token after it.
+        rows: sample the tokens of several sessions; the method for fewer rows first. Empty if the program has none.
+    """
 
     sample: Method
     decode_sample: Method
@@ -46,28 +51,28 @@ class Samplers:
 
 
 class Model:
-    """The caller keeps the program, and closes it.
+    """A loaded program as one language model. The caller keeps the program, and closes it.
 
     Args:
         program: has the methods `prefill` and `decode`, perhaps with `sample` and `decode_sample`, or `forward` alone.
-        cuda_graph: take decode, and prompts by bucket, through warmup -> capture -> replay.
-        warmup_steps: calls before the capture, of decode and of each bucket.
-        prefill_buckets: lengths of prompts that have a graph; None: 16 to 512 on a GPU, with experts on the host 16 and 32,
+        cuda_graph: whether decode, and prompts by bucket, go through warmup -> capture -> replay.
+        warmup_steps: number of calls before the capture, for decode and for each bucket.
+        prefill_buckets: lengths of prompts that have a graph. None: 16 to 512 on a GPU, 16 and 32 with experts on the host,
             none on a CPU.
-        row_buckets: numbers of sessions whose step has a graph, smaller ones are padded; None: as `ROW_BUCKETS` says.
+        row_buckets: numbers of sessions whose step has a graph; smaller numbers are padded. None: see `choose_row_buckets`.
 
     Attributes:
-        program, cuda_graph, warmup_steps: as given.
-        prefill_buckets: as chosen, rising, without those that could not be captured; empty without graphs.
-        row_buckets: as chosen, rising; empty without graphs, or where the program has no method for several sessions.
-        samplers: None for a program that only gives logits.
-        max_seq_len: positions that a sequence can have.
-        eos_ids: ids that end an answer.
+        program, cuda_graph, warmup_steps: the arguments.
+        prefill_buckets: chosen buckets, ascending, without those that could not be captured; empty without graphs.
+        row_buckets: chosen buckets, ascending; empty without graphs, or if the program has no method for several sessions.
+        samplers: methods that sample; None for a program that only gives logits.
+        max_seq_len: largest number of positions in a sequence.
+        eos_ids: ids of the tokens that end an answer.
 
     Raises:
         ArtifactError: the program does not have these methods, or they take other inputs.
         OptionError: a bucket that this program or `cuda_graph` does not allow.
-        DeviceMemoryError: as `Program.load_method`.
+        DeviceMemoryError: see `Program.load_method`.
     """
 
     def __init__(
@@ -84,21 +89,21 @@ class Model:
         prefill, self._decode_name = method_names(program)
         self.row_buckets = choose_row_buckets(row_buckets, program, cuda_graph)
         self.prefill_buckets = choose_buckets(prefill_buckets, program, prefill, cuda_graph)
-        # Those of which it is known that they have a graph.
+        # Prefill buckets that are known to have a graph.
         self._captured: set[int] = set()
-        # By (rows, by row): those of single tokens and of buckets.
+        # Inputs for single tokens and for buckets, by the arguments of `PromptInputs`.
         self._kept_inputs: dict[tuple[int, bool], PromptInputs] = {}
-        # Method -> slots that its last step had.
+        # Name of a method -> slots of its last step.
         self._held: dict[str, list[int]] = {}
         self._decode_method: Method | None = None
-        # One more for a lone `forward`, which decodes too.
+        # One plan more for a lone `forward`, which decodes too.
         self._prefill_method = self._load(prefill, plans=len(self.prefill_buckets) + 1)
-        # Where a program has it, for prompts of STREAM_FROM tokens or more.
+        # Method for prompts of STREAM_FROM tokens or more, if the program has one.
         streams = PREFILL_STREAMED in program.method_names
         self._streamed_method = self._load(PREFILL_STREAMED, graph=False) if streams else None
         if prefill == self._decode_name:
             self._decode_method = self._prefill_method
-        # On a GPU a short prompt is rows of one session: kernels that are made for few rows.
+        # On a GPU a short prompt is run as rows of one session, by kernels that are made for few rows.
         self._prompt_rows: tuple[Method, ...] = ()
         if program.device.type == "cuda":
             self._prompt_rows = self._load_rows(FEW_ROWS_LOGITS, ROWS_LOGITS, len(self.prefill_buckets))
@@ -115,7 +120,7 @@ class Model:
             if method is not None:
                 _check_inputs(method)
         self._lengths = _lengths(self._prefill_method)
-        # Ranges of tokens, positions and slots; empty without state, where a whole sequence may also be too long.
+        # Ranges of tokens, positions and slots. Empty without state: there the number of tokens must be checked too.
         self._bounds = [spec.value_range for spec in self._prefill_method.inputs] if self.has_state else []
         limit = program.metadata.get(META_MAX_SEQ_LEN)
         self.max_seq_len = int(limit) if limit is not None else self._lengths[1]
@@ -124,29 +129,30 @@ class Model:
 
     @property
     def has_state(self) -> bool:
-        """Whether the methods keep state; a program without state gets the whole sequence anew for each token."""
+        """Whether the methods keep state. A program without state gets the whole sequence anew for each token."""
         return len(self._prefill_method.inputs) > 1
 
     @property
     def max_rows(self) -> int:
-        """Sessions that can step together."""
+        """Largest number of sessions that can step together."""
         rows = self.samplers.rows if self.samplers else ()
         return _max_rows(rows[-1]) if rows else 1
 
     @property
     def method_stats(self) -> dict[str, dict[str, Any]]:
-        """`MethodStats` of each loaded method by its name; the one that decodes comes last."""
+        """`MethodStats` of each loaded method by its name; the method that decodes comes last."""
         methods = [self._prefill_method, *self._prompt_rows, self._streamed_method, self._decode_method]
         if self.samplers:
             methods += [self.samplers.sample, *self.samplers.rows, self.samplers.decode_sample]
         return {method.name: asdict(method.stats) for method in methods if method}
 
     def prefill(self, tokens: Sequence[int], position: int = 0, slot: int = 0) -> torch.Tensor:
-        """Logits [vocab] after a session's `tokens`, the first of which stands at `position`; position 0 starts it anew.
+        """Run the model on a session's `tokens` from `position` on. Return the logits [vocab] after the last token.
 
-        They go in as chunks of the most that the prefill method takes at once, and the rest through a bucket if one has room
-        for it; a rest that is shorter than the method's least (one token, in what `ostinato export` writes) goes through
-        decode. The logits of a bucket are its graph's own: the next call of any method may overwrite them.
+        Position 0 starts the session anew. The tokens are taken in chunks as long as the prefill method allows, and the rest
+        goes through a bucket if one has room for it. A rest that is shorter than the method's minimum goes through decode: in
+        programs of `ostinato export`, a rest of one token. The logits of a bucket are its graph's own buffer, which the next
+        call of any method may overwrite.
 
         Raises:
             InputError: no tokens, or a token or a position out of range.
@@ -157,7 +163,7 @@ class Model:
             return self._chunk(tokens, position, slot, None)
         chunks = list(self._chunks(len(tokens)))
         if len(chunks) > 1:
-            # Each call checks its own tokens, but the calls before it have moved the state by then.
+            # Checked here for all chunks: an error in a later chunk would come after the state has changed.
             self.check_tokens(tokens)
         done = 0
         for count, bucket in chunks[:-1]:
@@ -166,7 +172,9 @@ class Model:
         return self._prefill(tokens[done:], position + done, slot, chunks[-1][1])
 
     def decode_one_token(self, tokens: Sequence[int], slot: int = 0) -> torch.Tensor:
-        """Logits [vocab] after a session's whole sequence `tokens`, of which the state has seen all but the last.
+        """Run the model on the last token of a session's whole sequence `tokens`. Return the logits [vocab].
+
+        The state has seen all other tokens.
 
         Raises:
             InputError: a token or a position out of range.
@@ -176,13 +184,13 @@ class Model:
         return self._one(tokens[-1], len(tokens) - 1, slot)
 
     def next_of(self, slots: Sequence[int]) -> torch.Tensor:
-        """Have the model see the kept token of each slot, and draw the next one. -1 is a row of nobody.
+        """Run a step on the token that each slot keeps, and sample the next tokens. Slot -1 is a row of padding.
 
         Args:
-            slots: up to `max_rows` of them.
+            slots: slot numbers, up to `max_rows` of them.
 
         Returns:
-            [len(slots)] int64 or longer, on the program's device; the next call of any method may overwrite it.
+            Token ids, [len(slots)] int64 or longer, on the program's device. The next call of any method may overwrite them.
         """
         assert self.samplers is not None
         count = len(slots)
@@ -191,7 +199,7 @@ class Model:
         method = self.samplers.decode_sample if count == 1 else _for_rows(self.samplers.rows, rows)
         assert method is not None
         static, held = method.static_inputs, self._held.pop(method.name, None)
-        # What they hold needs no copy.
+        # The static inputs hold the same slots already, so nothing is copied.
         if static and held == slots:
             token = method.execute(static)[0]
         elif count == 1:
@@ -208,28 +216,28 @@ class Model:
         return self._prompt_method(bucket).name
 
     def step_method(self, bucket: int) -> str:
-        """Name of the method that takes a step of so many sessions."""
+        """Name of the method that takes a step of `bucket` sessions."""
         assert self.samplers is not None
         method = _for_rows(self.samplers.rows, bucket)
         assert method is not None
         return method.name
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Raises InputError: one that the program does not have."""
+        """Raises InputError: a token that the program does not have."""
         bounds = self._prefill_method.inputs[0].value_range
         if bounds is not None and not bounds[0] <= min(tokens) <= max(tokens) <= bounds[1]:
             raise InputError(f"'tokens': values must lie in {bounds[0]}..{bounds[1]}, got {min(tokens)}..{max(tokens)}")
 
     def has_bucket(self, count: int) -> bool:
-        """Whether a prompt of so many tokens, or a chunk of it, goes through a bucket."""
+        """Whether a prompt of `count` tokens, or a chunk of it, goes through a bucket."""
         return any(bucket is not None for _, bucket in self._chunks(count))
 
     def _chunks(self, count: int) -> Iterator[tuple[int, int | None]]:
-        """The calls for a prompt of so many tokens: tokens of each, and its bucket if it has one."""
+        """Yield the calls for a prompt of `count` tokens: the number of tokens, and the bucket or None."""
         low, high = self._lengths
         while count:
             chunk = min(count, high)
-            # A single token always goes through decode: that one may have its graph.
+            # A single token always goes through decode, which may have its graph.
             chunk = chunk if chunk >= max(low, 2) else 1
             yield chunk, bucket_of(self.prefill_buckets, chunk) if chunk > 1 else None
             count -= chunk
@@ -247,7 +255,7 @@ class Model:
         method = self._prompt_method(rows)
         by_row, fits = method in self._prompt_rows, self._fits(tokens, position, slot)
         if by_row and not fits:
-            # To this method -1 is the kept token.
+            # For this method -1 means the token that the slot keeps, so it must be refused here.
             self.check_tokens(tokens)
         kept = PromptInputs(rows, by_row) if bucket is None else self._inputs_of(rows, by_row)
         logits = _last_logits(method, kept.filled(tokens, position, slot), bucket is not None, fits)
@@ -256,7 +264,7 @@ class Model:
             if phase == Phase.REPLAY.value:
                 self._captured.add(bucket)
             elif phase == Phase.DISABLED.value:
-                # It could not be captured, so its padding would be for nothing.
+                # The bucket could not be captured, so padding to it would be for nothing.
                 self.prefill_buckets = tuple(other for other in self.prefill_buckets if other != bucket)
         return logits
 
@@ -274,7 +282,7 @@ class Model:
         return kept
 
     def _fits(self, tokens: Sequence[int], position: int, slot: int) -> bool:
-        """Whether inputs are known to lie in the ranges that prefill and decode declare: `execute` need not look at them."""
+        """Whether inputs surely lie in the ranges that prefill and decode declare. Then `execute` need not check them."""
         found = (min(tokens), max(tokens)), (position, position + len(tokens) - 1), (slot, slot)
         return bool(self._bounds) and all(
             bounds is None or (bounds[0] <= low and high <= bounds[1])
@@ -282,13 +290,14 @@ class Model:
         )
 
     def _decode(self) -> Method:
-        """What takes one token and gives logits. A program that samples seldom needs it, so it is loaded on first use."""
+        """Return the method that takes one token and gives logits. A program that samples on the device seldom needs this
+        method, so it is loaded on first use."""
         if self._decode_method is None:
             self._decode_method = self._load(self._decode_name)
         return self._decode_method
 
     def _load_rows(self, few: str, many: str, plans: int) -> tuple[Method, ...]:
-        """Those of the two that the program has."""
+        """Load the methods `few` and `many`, as far as the program has them."""
         return tuple(self._load(name, plans=plans + 1) for name in (few, many) if name in self.program.method_names)
 
     def _load(self, name: str, graph: bool = True, plans: int = 0) -> Method:
@@ -301,7 +310,7 @@ class Model:
 
 
 def method_names(program: Program) -> tuple[str, str]:
-    """What takes a prompt, and what takes one token."""
+    """Return the names of the method that takes a prompt and of the method that takes one token."""
     names = program.method_names
     if {PREFILL, DECODE} <= names:
         return PREFILL, DECODE
@@ -326,7 +335,7 @@ def _max_rows(method: Method) -> int:
 
 
 def _for_rows(methods: Sequence[Method], rows: int) -> Method | None:
-    """The one of `methods`, rising, that takes so many rows with the fewest to spare; None if there is none."""
+    """First of `methods`, from small to large, that takes `rows` rows; None if all are too small."""
     return next((method for method in methods if rows <= _max_rows(method)), None)
 
 
@@ -336,7 +345,7 @@ def _max_value(spec: TensorSpec) -> int:
 
 
 def _lengths(method: Method) -> tuple[int, int]:
-    """Shortest and longest run of tokens that the method takes."""
+    """Smallest and largest number of tokens that the method takes."""
     dim = method.inputs[0].shape[1]
     return dim.min, dim.max
 
@@ -344,9 +353,9 @@ def _lengths(method: Method) -> tuple[int, int]:
 def _last_logits(
     method: Method, inputs: Sequence[torch.Tensor], graph: bool = True, checked: bool = False
 ) -> torch.Tensor:
-    """Run the method; the logits [vocab] of the last row, on the program's device."""
+    """Run the method, and return the logits [vocab] of the last row, on the program's device."""
     logits = method.execute(inputs[: len(method.inputs)], graph, checked)[0]
     if logits.dim() == 2 and logits.shape[0] == 1:
-        # One view in place of two.
+        # One view here, two in the general case.
         return logits[0]
     return logits.reshape(-1, logits.shape[-1])[-1]

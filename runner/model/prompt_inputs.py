@@ -1,6 +1,6 @@
-"""What prefill and decode take of a prompt, as tensors on the host that are made once and filled for each call.
+"""Inputs of prefill and decode, as tensors on the host that are made once and filled for each call.
 
-After a wait for the GPU little of the host's code is in its caches, and each operator of torch takes 10 to 20 us; all of a
+After a wait for the GPU, little of the host's code is in its caches, and each operator of torch takes 10 to 20 us. A whole
 launch should take 100 us.
 """
 
@@ -12,16 +12,16 @@ from functools import cache
 
 import torch
 
-# Up to here integers are kept, in 16 MB.
+# Integers up to this number are cached, in 16 MB.
 MAX_COUNTED = 1 << 20
 
 
 class PromptInputs:
-    """The inputs of calls of one number of rows.
+    """The inputs of calls with one fixed number of rows.
 
     Args:
-        rows: of a call. A shorter prompt is padded: its last token and position are repeated.
-        by_row: for `rows_logits`, in which each row has a slot, and those of padding have none; else for `prefill`.
+        rows: number of rows of a call. A shorter prompt is padded: its last token and position are repeated.
+        by_row: True for `rows_logits`, where each row has a slot, and rows of padding have slot -1. False for `prefill`.
     """
 
     def __init__(self, rows: int, by_row: bool = False) -> None:
@@ -33,11 +33,11 @@ class PromptInputs:
         self._tensors = (tokens if by_row else tokens.view(1, rows), *others)
 
     def filled(self, tokens: Sequence[int], position: int, slot: int) -> tuple[torch.Tensor, ...]:
-        """The inputs of a call with tokens of a session's slot that stand from `position` on; the next call overwrites them.
+        """Fill in tokens of a session from `position` on, and return the inputs. The next call overwrites them.
 
         Returns:
-            int64, in the order of the method's inputs. By row tokens, positions and slots [rows] and the number of the last
-            token's row [1]; else tokens [1, rows], positions [rows] and the slot [1].
+            int64 tensors, in the order of the method's inputs. By row: tokens, positions and slots [rows], and the number of
+            the last token's row [1]. Otherwise: tokens [1, rows], positions [rows] and the slot [1].
         """
         count = len(tokens)
         self._columns[0][:] = self._padded(array("q", tokens))
@@ -53,9 +53,9 @@ class PromptInputs:
 
 
 def _positions(first: int, end: int) -> array[int]:
-    """The integers from `first` to `end` - 1, which need not be positions that exist."""
+    """The integers from `first` to `end` - 1. They need not be valid positions."""
     if 0 <= first < end <= MAX_COUNTED:
-        # Counting 512 takes four times as long as copying them.
+        # Counting to 512 takes four times as long as a copy of the integers.
         return _counted(1 << (end - 1).bit_length())[first:end]
     return array("q", range(first, end))
 

@@ -1,4 +1,4 @@
-"""From one token of each session to the next: on the device where the program samples there, else on the host."""
+"""Steps: from one token of each session to the next, sampled on the device if the program can, else on the host."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from .model import Model, Samplers
 
 
 class Stepped(Protocol):
-    """What steps know of a session."""
+    """A session, as steps see it."""
 
     @property
     def slot(self) -> int:
-        """Where its state is."""
+        """Slot that holds the session's state."""
 
     @property
     def tokens(self) -> list[int]:
-        """Those so far; before a step the model has not seen the last one."""
+        """Tokens so far. Before a step, the model has not seen the last one."""
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """Of its next tokens."""
+        """Parameters for sampling the next tokens."""
 
 
 class PendingTokens(Protocol):
     """The tokens that a step has sampled, perhaps still on their way to the host."""
 
     def tokens(self) -> Sequence[int]:
-        """One for each session of the step, in their order. Waits for them."""
+        """Wait for the tokens, and return one for each session of the step, in their order."""
 
 
 class Steps(Protocol):
-    """One step after the other, for one session or several.
+    """Runs one step after the other, for one session or several.
 
     Attributes:
-        goes_ahead: whether a step may be launched before the tokens of the one before are known.
+        goes_ahead: whether a step may be launched before the tokens of the step before it are known.
     """
 
     goes_ahead: bool
@@ -49,17 +49,17 @@ class Steps(Protocol):
         """Sample the token after a prompt, from its logits [vocab]."""
 
     def launch(self, sessions: Sequence[Stepped]) -> PendingTokens:
-        """Have the model see each session's last token, and sample the one after it."""
+        """Run the model on each session's last token, and sample the next token."""
 
     def write_sampling_params(self, session: Stepped) -> None:
-        """From the next step on, sample the session's tokens by its `sampling_params`."""
+        """Sample the session's tokens by its `sampling_params` from the next step on."""
 
     def write_last_token(self, session: Stepped) -> None:
-        """Have the next step take the last of the session's tokens, which no step has sampled."""
+        """Make the next step take the session's last token, which no step has sampled."""
 
 
 def steps_of(model: Model) -> Steps:
-    """Steps that sample where the model does."""
+    """Return steps that sample on the device if the model can, else on the host."""
     return HostSteps(model) if model.samplers is None else DeviceSteps(model, model.samplers)
 
 
@@ -74,9 +74,9 @@ class _HostTokens:
 
 
 class HostSteps:
-    """Steps of programs that give logits: a token is sampled here, and is an input of the next call.
+    """Steps of programs that give logits: each token is sampled between two calls, and is an input of the second.
 
-    The same seed and logits give the same tokens as `DeviceSteps` gives: both sample by `delegate/sampling.py`.
+    Equal seeds and logits give the same tokens as in `DeviceSteps`: both sample by `delegate/sampling.py`.
     """
 
     goes_ahead = False
@@ -112,7 +112,7 @@ class HostSteps:
 
 
 class _CopiedTokens:
-    """Tokens that a GPU copies to pinned memory, which goes back to its owner when they have been read."""
+    """Tokens that a GPU copies to pinned memory. The memory goes back to its owner when the tokens have been read."""
 
     def __init__(self, owner: DeviceSteps, token: torch.Tensor, count: int) -> None:
         self._owner = owner
@@ -133,7 +133,7 @@ class _CopiedTokens:
 class DeviceSteps:
     """Steps of programs with the methods `sample` and `decode_sample`, which need nothing from the host.
 
-    On a GPU the step after may be launched before a token is waited for, so that the GPU never waits for Python.
+    On a GPU the next step may be launched before a token is waited for, so that the GPU never waits for Python.
 
     Raises:
         ArtifactError: the program has no buffers for the token, its position and the sampling parameters.
@@ -176,7 +176,7 @@ class DeviceSteps:
         return torch.zeros(self._model.max_rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """The program's buffers of `StateKind.SAMPLING` in use now, by the last part of their names."""
+        """The program's buffers of `StateKind.SAMPLING` that are in use now, by the last component of their names."""
         found = self._model.program.buffers_of(StateKind.SAMPLING)
         buffers = {key.rpartition(".")[2]: tensor for key, tensor in found.items()}
         missing = {"token", "position", *SamplingTensors._fields} - buffers.keys()

@@ -1,4 +1,4 @@
-"""Which pages of the KV caches belong to which session: dealt out as tokens come, shared until one of the sharers writes."""
+"""Pages of the KV caches: dealt out to sessions as tokens come, and shared until one of the sharing sessions writes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ostinato.delegate.errors import CapacityError
 
 
 class Pages:
-    """The pages of one program. A session's pages are a list of their numbers, in the order of its positions.
+    """The pages of one program. A session's pages are a list of page numbers, in the order of the session's positions.
 
-    Device memory is changed on the current stream: the block table where a page is dealt out, a page that is copied.
+    Device memory is changed on the current stream: the block table when a page is dealt out, and pages that are copied.
     """
 
     def __init__(self, program: Program) -> None:
@@ -25,22 +25,22 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """Pages that nobody has."""
+        """Number of pages that no session has."""
         return len(self._free)
 
     def reserve(self, slot: int, owned: list[int], first: int, end: int) -> int:
-        """Make the positions `first` to `end` - 1 of a session its own to write.
+        """Give a session pages that it alone uses, so that it may write the positions `first` to `end` - 1.
 
         Args:
-            slot: the session's.
-            owned: its pages, which have all positions before `first`; changed in place.
-            first, end: positions.
+            slot: the session's slot.
+            owned: numbers of the session's pages, which cover all positions before `first`; changed in place.
+            first, end: range of positions to write.
 
         Returns:
-            The position up to which it may write.
+            End of the positions that the session may write now: `end` or more.
 
         Raises:
-            CapacityError: no page is left; nothing has changed.
+            CapacityError: too few pages are free; nothing has changed.
         """
         if not self._users:
             return end
@@ -65,20 +65,20 @@ class Pages:
         return len(owned) * self._size
 
     def share(self, owned: Sequence[int]) -> list[int]:
-        """The same pages for one more session: each sharer then copies a page before it writes to it."""
+        """Share the pages with one more session, and return their numbers. Each sharer copies a page before writing it."""
         for page in owned:
             self._users[page] += 1
         return list(owned)
 
     def release(self, owned: Sequence[int]) -> None:
-        """Take a session's pages back; those that nobody else has are free, its first one to be taken next."""
+        """Take a session's pages back. Pages that no other session has are free, and the first is dealt out next."""
         for page in reversed(owned):
             self._users[page] -= 1
             if not self._users[page]:
                 self._free.append(page)
 
     def write_block_table(self, slot: int, owned: Sequence[int], first: int = 0) -> None:
-        """Write a session's pages from the `first` on into the block table."""
+        """Write the numbers of a session's pages, from index `first` on, into the block table."""
         if len(owned) > first:
             numbers = torch.tensor(owned[first:], dtype=torch.int32)
             for table in self._program.buffers_of(StateKind.BLOCK_TABLE).values():

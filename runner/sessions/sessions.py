@@ -1,7 +1,7 @@
 """Sessions: conversations over one model, each with its own state, position, sampling and history.
 
-A session is a slot of the state that does not grow, and pages of the KV caches. What a session generates does not depend on
-which others there are. None of this is for several threads at once.
+A session has a slot of the state that does not grow, and pages of the KV caches. The tokens that a session generates do not
+depend on the other sessions. Nothing in this file may be used by several threads at once.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .pages import Pages
 
 @dataclass
 class SessionState:
-    """Where a session stands.
+    """Bookkeeping of a session: its tokens, and what the model has seen of them.
 
     Attributes:
-        tokens: the caller's, and those sampled and taken.
-        seen: how many tokens the state has seen: of `tokens`, and then of `pending`.
-        pending: tokens that steps have sampled and nobody has taken: those of a step, and which of them is this session's.
-        logits: [vocab] after the last token, where no token was sampled from them yet.
-        sampling_params: of its next tokens.
+        tokens: tokens from the caller, and sampled tokens that were taken.
+        seen: number of tokens that the model has seen: first those of `tokens`, then those of `pending`.
+        pending: sampled tokens that were not taken yet: the tokens of a step, and the index of this session's token in them.
+        logits: [vocab] after the last token, if no token was sampled from them yet.
+        sampling_params: parameters for sampling the next tokens.
         params_written: whether the model's state has `sampling_params`.
-        pages: of the KV caches.
-        writable: the position up to which the last of them may be written.
+        pages: numbers of the session's pages of the KV caches.
+        writable: end of the positions that may be written in these pages.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class SessionState:
 
 
 class Session:
-    """One conversation. Made by `Engine.open_session`; a context manager that closes it on exit.
+    """One conversation. Made by `Engine.open_session`; a context manager that closes the session on exit.
 
     >>> session = engine.open_session(SamplingParams(temperature=0.7))
     >>> session.prefill(engine.encode_prompt("What is the capital of France?"))
@@ -65,17 +65,17 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """Its history: what it was given, and what was sampled."""
+        """The session's history: tokens that it was given, and tokens that were sampled."""
         return self._open.tokens
 
     @property
     def position(self) -> int:
-        """How many tokens it has."""
+        """Number of tokens in the history."""
         return len(self._open.tokens)
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """May be set, and then holds for the tokens that are computed after that."""
+        """Parameters for sampling. When they are set, they hold for all tokens that are computed later."""
         return self._open.sampling_params
 
     @sampling_params.setter
@@ -84,19 +84,19 @@ class Session:
         self._open.params_written = False
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Have the model see `tokens` behind those that it has.
+        """Run the model on `tokens`, which follow the session's history.
 
         Raises:
-            InputError: no tokens, one out of range, or more than max_seq_len; nothing has changed.
-            CapacityError: there are no pages left for them; nothing has changed.
+            InputError: no tokens, a token out of range, or more than max_seq_len tokens; nothing has changed.
+            CapacityError: too few pages are free; nothing has changed.
         """
         self._owner.prefill(self, tokens)
 
     def append(self, token: int) -> None:
-        """Have the next step take `token`, as if it had been sampled. The model must have seen all tokens before it.
+        """Make the next step take `token`, as if it had been sampled. The model must have seen all tokens before it.
 
         Raises:
-            InputError: a token out of range, or the model has not seen the last one.
+            InputError: a token out of range, or the model has not seen the session's last token.
         """
         self._owner.append(self, token)
 
@@ -106,17 +106,19 @@ class Session:
         """Yield the next tokens, one by one.
 
         Args:
-            max_new_tokens: ends it; by default only an end-of-sequence token does, or max_seq_len.
-            eos_ids: tokens that end it, and are not yielded; None: the model's.
+            max_new_tokens: largest number of tokens. None: only an end-of-sequence token or max_seq_len ends the answer.
+            eos_ids: tokens that end the answer, and are not yielded. None: the model's.
 
         Raises:
-            OptionError: less than one token.
-            CapacityError: there are no pages left; what was yielded stays.
+            OptionError: `max_new_tokens` below 1.
+            CapacityError: too few pages are free. Tokens that were yielded stay in the history.
         """
         return self._owner.generate(self, max_new_tokens, eos_ids)
 
     def fork(self) -> Session:
-        """Another session that goes on from here: a copy of the state, and pages shared until one of the two writes to them.
+        """Open another session that goes on from here. It gets a copy of the state.
+
+        Both share the pages until one of them writes to a page.
 
         Raises:
             CapacityError: no slot is free.
@@ -124,11 +126,11 @@ class Session:
         return self._owner.fork(self)
 
     def snapshot(self) -> Snapshot:
-        """Where it stands, to go back to with `restore`. It keeps its pages, and a copy of the rest on the device."""
+        """Return a snapshot for `restore`. It keeps the session's pages, and a copy of the other state on the device."""
         return self._owner.snapshot(self)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Go back to where a session of this engine stood: this one, or another."""
+        """Go back to the state in a snapshot, of this session or of another one of the same engine."""
         self._owner.restore(self, snapshot)
 
     def close(self) -> None:
@@ -151,7 +153,7 @@ class Session:
 
 
 class Snapshot:
-    """Where a session stood. It keeps pages until it is closed or forgotten."""
+    """The state of a session at one moment. It keeps pages until it is closed or garbage-collected."""
 
     def __init__(self, owner: Sessions, state: SessionState, rows: dict[str, torch.Tensor]) -> None:
         self._owner = owner
@@ -172,8 +174,8 @@ class Sessions:
     """All sessions of a model.
 
     Attributes:
-        pages: of the KV caches.
-        steps: what takes sessions from one token to the next.
+        pages: the program's pages of the KV caches.
+        steps: runs the steps of the sessions.
     """
 
     def __init__(self, model: Model) -> None:
@@ -185,28 +187,29 @@ class Sessions:
 
     @property
     def free(self) -> int:
-        """Sessions that can still be opened."""
+        """Number of sessions that can still be opened."""
         return len(self._free)
 
     @property
     def host_seconds(self) -> float | None:
-        """Time that `step` has taken so far, not counting waits for the GPU; None where the two cannot be told apart."""
+        """Seconds that `step` has taken so far, without waits for the GPU; None if the two cannot be told apart."""
         return self._host_ns / 1e9 if self.steps.goes_ahead else None
 
     def open(self, sampling_params: SamplingParams | None = None) -> Session:
-        """A new session. Raises CapacityError: no slot is free."""
+        """Open a new session. Raises CapacityError: no slot is free."""
         return Session(self, self._take_slot(), SessionState(sampling_params=sampling_params or SamplingParams()))
 
     def step(self, sessions: Sequence[Session], more: bool = False) -> list[int]:
-        """The next token of each session, in their order; it is in its history then.
+        """Return the next token of each session, in their order, and add it to the session's history.
 
         Args:
-            sessions: of this model, each once; each has at least one token.
-            more: the same sessions will step again. A GPU begins with that step before the tokens of this one are here.
+            sessions: sessions of this model, each listed once and with at least one token.
+            more: whether the same sessions will step again. A GPU then begins the next step before the tokens of this step
+                are on the host.
 
         Raises:
-            InputError: a session twice, one of another engine, one without a token, or one that has max_seq_len tokens.
-            CapacityError: no pages are left; no session has moved.
+            InputError: a session is listed twice, is of another engine, has no token, or has max_seq_len tokens.
+            CapacityError: too few pages are free; no session has advanced.
         """
         begin = time.perf_counter_ns()
         if any(session._owner is not self for session in sessions):
@@ -216,7 +219,7 @@ class Sessions:
         self._sample(sessions, 1)
         if more and self.steps.goes_ahead:
             longest = self._model.max_seq_len
-            # Without pages for it, it is the next call that fails.
+            # If too few pages are free for that step, only the next call fails.
             with suppress(CapacityError):
                 self._sample([session for session in sessions if session._open.seen < longest], 2)
         taken = [session._open.pending.popleft() for session in sessions]
@@ -239,7 +242,7 @@ class Sessions:
             raise InputError(f"the session would have {end} tokens, max_seq_len is {self._model.max_seq_len}")
         self._reserve(session, end)
         logits = self._model.prefill(fed, first, session.slot)
-        # What a graph gives is overwritten by the next one.
+        # The next graph overwrites the outputs of this one.
         state.logits = logits.clone()
         state.pending.clear()
         state.tokens += tokens
@@ -301,7 +304,7 @@ class Sessions:
             yield token
 
     def _sample(self, sessions: Sequence[Session], count: int) -> None:
-        """Have `count` tokens sampled for each session that nobody has taken yet."""
+        """Sample until each session has `count` tokens that were not taken yet."""
         rest = []
         for session in sessions:
             state = session._open
@@ -335,7 +338,7 @@ class Sessions:
             state.writable = self.pages.reserve(session.slot, state.pages, state.seen, end)
 
     def _shared(self, state: SessionState) -> SessionState:
-        """The same state for one more session, or to go back to. Neither may write the pages as they are now."""
+        """Copy the state for one more session, or for a snapshot. Neither may write the pages before copying them."""
         state.writable = 0
         return SessionState(
             list(state.tokens),
@@ -343,19 +346,19 @@ class Sessions:
             deque(state.pending),
             state.logits,
             state.sampling_params,
-            # Without a seed it samples others.
+            # Without a seed the copy samples other tokens, so its parameters must be written.
             params_written=False,
             pages=self.pages.share(state.pages),
         )
 
     def _write_state(self, session: Session, rows: Mapping[str, torch.Tensor]) -> None:
-        """Give a session's slot these rows of the state, and its pages."""
+        """Copy these rows of state into the session's slot, and write its pages into the block table."""
         for key, row in self._rows(session.slot).items():
             row.copy_(rows[key])
         self.pages.write_block_table(session.slot, session._open.pages)
 
     def _rows(self, slot: int) -> dict[str, torch.Tensor]:
-        """What buffers hold of one session, but for where its pages are; all that they hold where state does not grow."""
+        """One session's state in the buffers, without the block table. If the state does not grow: all mutable buffers."""
         program = self._model.program
         if not program.capacity.slot_bytes:
             return program.mutable_buffers

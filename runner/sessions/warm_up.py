@@ -1,4 +1,4 @@
-"""Capture at once, before the first prompt, what would be captured when it comes up."""
+"""Warm-up: captures all graphs at once before the first prompt, not at their first use."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Captured:
     """A plan that a warm-up has made, or could not make.
 
     Attributes:
-        method: whose plan it is.
-        tokens: rows of it: the bucket, or 1 for the decode of one session.
-        seconds: that warm-up and capture took.
-        pool_bytes: device memory that its graphs took; 0 if they were given up.
-        given_up: why it has no graph, None if it has one.
+        method: name of the method that has the plan.
+        tokens: number of rows of the plan: the bucket, or 1 for the decode of one session.
+        seconds: time that warm-up and capture took.
+        pool_bytes: device memory that the plan's graphs took; 0 if they were given up.
+        given_up: why the plan has no graph, None if it has one.
     """
 
     method: str
@@ -36,7 +36,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What `Engine.warm_up` did: the plans, and their sums."""
+    """Result of `Engine.warm_up`: the plans, and their sums."""
 
     captured: tuple[Captured, ...]
 
@@ -69,18 +69,18 @@ def warm_up(model: Model, sessions: Sessions, buckets: Sequence[int] | None = No
             session.append(0)
             sessions.step([session])
 
-        # The longest first: what it leaves free in the graphs' pool is room for the others.
+        # The longest first: memory that it leaves free in the graphs' pool is used for the others.
         for bucket in sorted(chosen, reverse=True):
             captured.append(_capture(model, model.prompt_method(bucket), partial(prefill, bucket), bucket))
         captured.append(_capture(model, names[-1], step, 1))
         for bucket in reversed(model.row_buckets):
-            # Rows of padding: nobody's state moves.
+            # All rows are padding: no session's state changes.
             captured.append(_capture(model, model.step_method(bucket), partial(model.next_of, [-1] * bucket), bucket))
     return WarmUp(tuple(one for one in captured if one is not None))
 
 
 def _capture(model: Model, method: str, call: Callable[[], object], tokens: int) -> Captured | None:
-    """Make `call` until the method has a plan for it, or has given it up; None if nothing is new."""
+    """Repeat `call` until the method has a plan for it, or has given the plan up. Return None if nothing is new."""
     begin, before = time.perf_counter(), model.method_stats[method]
     for _ in range(model.warmup_steps + 1):
         call()

@@ -19,7 +19,7 @@ class Tokenizer:
     """Encodes prompts and renders chats. The work is done by Hugging Face's `tokenizers` and by Jinja2.
 
     Args:
-        folder: holds `tokenizer.json`, and for chats `tokenizer_config.json` or `chat_template.jinja`.
+        folder: folder with `tokenizer.json`, and for chats `tokenizer_config.json` or `chat_template.jinja`.
 
     Raises:
         ArtifactError: no `tokenizer.json`, or a file that cannot be read.
@@ -43,10 +43,10 @@ class Tokenizer:
         self._template = _chat_template(folder, self._config)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; special tokens written out in it count as such, and none is added.
+        """Token ids of `text`. Special tokens that are written out in the text are recognised, and no others are added.
 
         Raises:
-            InputError: the text is not Unicode, or holds what the tokenizer has no token for.
+            InputError: the text is not valid Unicode, or has characters that the tokenizer has no token for.
         """
         try:
             text.encode()
@@ -58,12 +58,12 @@ class Tokenizer:
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens` without special tokens; bytes that do not make a whole character come out as U+FFFD."""
+        """Text of `tokens` without special tokens. Bytes that do not form a whole character become U+FFFD."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The chat template applied to `messages` ({"role", "content"}), open for the assistant's answer.
+        """Apply the chat template to `messages` ({"role", "content"}), up to the beginning of the assistant's answer.
 
         Raises:
             InputError: there is no chat template, or it cannot be rendered.
@@ -82,31 +82,32 @@ class Tokenizer:
             return environment.from_string(self._template).render(
                 messages=list(messages), add_generation_prompt=True, **_special_tokens(self._config)
             )
-        except Exception as error:  # A template is a program, and can fail in as many ways.
+        except Exception as error:  # A template is a program, and can fail in any way.
             raise InputError(f"the chat template cannot be rendered: {first_line(error)}") from error
 
 
 class TextStream:
-    """Turns a stream of tokens into pieces of text that never split a character.
+    """Turns a stream of tokens into a stream of text, and never splits a character.
 
-    Why not `tokenizers.decoders.DecodeStream` (0.23): it has no end, so an unfinished character would be lost, and with
-    tokenizers that have a token per byte it raises when bytes that came one by one turn out not to be UTF-8.
+    Why not `tokenizers.decoders.DecodeStream` (0.23): it cannot be ended, so an unfinished character would be lost. And with
+    tokenizers that have a token per byte it raises when bytes that arrived one by one are not UTF-8.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # The tokens of the last piece, and those behind it: some tokenizers treat the start of a text specially.
+        # Tokens of the last returned text, and the tokens after them. Both are decoded together, because some tokenizers
+        # treat the start of a text specially.
         self._context: list[int] = []
         self._held: list[int] = []
 
     def push(self, token: int) -> str:
-        """The text that `token` completes, "" while a character is unfinished."""
+        """Return the text that `token` completes, "" while a character is unfinished."""
         self._held.append(token)
         piece = self._pending()
         return "" if piece.endswith(_REPLACEMENT) else self._emit(piece)
 
     def flush(self) -> str:
-        """What is left at the end, an unfinished character as U+FFFD."""
+        """Return the rest of the text, with an unfinished character as U+FFFD."""
         return self._emit(self._pending())
 
     def _pending(self) -> str:
@@ -156,7 +157,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The file's object; an empty one where there is no file."""
+    """Return the file's object, an empty one if there is no file."""
     if not path.exists():
         return {}
     config = read_json(path, ArtifactError)

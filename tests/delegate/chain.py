@@ -1,4 +1,4 @@
-"""Layers of one kind, each with weights and state of its own, as one method: what tests of chains and plans run."""
+"""Layers of one kind, each with its own weights and state, as one method: the code that tests of chains and plans run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ if TYPE_CHECKING:
     from ostinato.export import Chain
 
 WIDTH = 4
-# Longest first: a shorter call after it must not see what the longer one left.
+# Long calls come before short ones: a short call must not see what a longer one left.
 LENGTHS = (5, 2, 8, 3, 2)
 STATE = ("state", "steps")
 CONSTANTS = ("bias", "shift", "weight")
 
 
 class Layer(nn.Module):
-    """`forward(x [T, WIDTH], seen [1]) -> (x, seen)`: all that a link may hold, with a value of its own in each layer.
+    """`forward(x [T, WIDTH], seen [1]) -> (x, seen)`: all kinds of tensors that a link may hold, with different values per
+    layer.
 
-    A parameter, a plain attribute that is a tensor, a constant that is not contiguous, state that starts as zeros and state
-    that does not, and a table made in `forward`, which is the same for all.
+    The kinds are: a parameter, a plain attribute that is a tensor, a constant that is not contiguous, state that starts as
+    zeros, state that does not, and a table that `forward` makes, which is the same for all layers.
     """
 
     bias: Tensor
@@ -69,12 +70,12 @@ ON_HOST = frozenset({0, 3, 4, 6})
 
 
 def mixed_chains() -> dict[str, Chain]:
-    """Methods that run partly on the host, over the same seven layers, whose first two have one weight.
+    """Return methods that run partly on the host, over the same seven layers. The first two layers share one weight.
 
-    `step` begins and ends on the host, and has two layers there in a row; values go from the host to the device, back, and
-    past a graph from one layer on the host to a later one. `inner` begins and ends on the device; its layer on the host takes
-    an input that the first one takes as well, and gives a result. `ahead` is on the host at first and takes nothing from the
-    device there. `host` is on the host alone.
+    `step` begins and ends on the host, and has two layers in a row there. Values go from the host to the device, back, and
+    from one layer on the host past a graph to a later one. `inner` begins and ends on the device; its layer on the host takes
+    an input that the first layer takes too, and computes a result. `ahead` begins on the host and takes nothing from the
+    device there. `host` is on the host only.
     """
     from ostinato.export import Chain, Link
 

@@ -28,8 +28,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="module")
 def chain_artifact(exported: Callable[..., Path], device: torch.device) -> Path:
-    """`step`, a chain of three links; `split`, the same, its middle one not captured; and `whole`, the same layers
-    as one module for two tokens."""
+    """A program with three methods. `step` is a chain of three links. `split` is the same chain, whose middle link is not
+    captured. `whole` is the same layers as one module, for two tokens."""
     from ostinato.export import Chain, Link, export_program
 
     def build(path: Path) -> None:
@@ -66,13 +66,13 @@ def pair(chain_artifact: Path) -> Iterator[Pair]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> ConstantsFile:
-    """`many_constants`, written."""
+    """A file with `many_constants`."""
     return written(tmp_path / "model.ptd", many_constants())
 
 
 @pytest.fixture
 def allocated(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
-    """The storages of all that loaders make from now on."""
+    """A list of the storages of all tensors that loaders allocate during the test."""
     storages: list[StorageWeakRef] = []
     allocate = ConstantLoader._allocate
 

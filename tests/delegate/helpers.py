@@ -24,7 +24,8 @@ FULL, PROGRAMMATIC = (0, 0, 0), (1, 1, 0)
 
 
 def step_inputs(index: int) -> tuple[Tensor, Tensor]:
-    """Inputs of the `index`-th decode step of an endless run: positions start anew at the end of the cache."""
+    """Return the inputs of the `index`-th decode step of an endless run: positions start again at 0 at the end of the
+    cache."""
     token = (7 * index + 3) % VOCAB
     return torch.tensor([[token]]), torch.tensor([index % MAX_SEQ_LEN])
 
@@ -44,7 +45,7 @@ def same_state(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
 
 
 def steps_made(program: Program) -> int:
-    """How often the model has stepped, by its own counter."""
+    """Return the number of steps that the model has made, by its own counter."""
     return int(program.mutable_buffers["steps"]) - FIRST_STEPS
 
 
@@ -64,7 +65,7 @@ def bring_to(method: Method, phase: str) -> int:
 
 
 def use_driver(monkeypatch: pytest.MonkeyPatch, driver: object) -> None:
-    """Have `from cuda.bindings import driver` give `driver`; None: the package is missing."""
+    """Make `from cuda.bindings import driver` give `driver`; with None the package is missing."""
     bindings = ModuleType("cuda.bindings")
     bindings.driver = driver  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
@@ -73,14 +74,14 @@ def use_driver(monkeypatch: pytest.MonkeyPatch, driver: object) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """What a segment takes and gives, by numbers."""
+    """The numbers of the values that a segment takes and gives."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
 
 class FunctionCode:
-    """A function as a method's code of one segment; it takes `taken` inputs and gives `given` outputs."""
+    """A function in place of a method's code of one segment. The function takes `taken` inputs and gives `given` outputs."""
 
     called: frozenset[int] = frozenset()
     on_host: frozenset[int] = frozenset()

@@ -1,4 +1,4 @@
-"""Constants of every kind, a method that uses them, and what becomes of their memory."""
+"""Constants of every kind, a method that uses them, and checks of their memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def many_constants() -> dict[str, Tensor]:
 
 
 def written(path: Path, constants: dict[str, torch.Tensor]) -> ConstantsFile:
-    """A `.ptd` of these."""
+    """Write the constants to a `.ptd` file, and read it."""
     from ostinato.export.artifact.writer import write_constants
 
     write_constants(path, constants, "some-export", b"program", constants.__getitem__)

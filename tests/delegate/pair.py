@@ -33,7 +33,7 @@ def with_graphs(name: str) -> dict[str, bool | int | str]:
 
 
 class Pair:
-    """The same program twice, one of them without graphs: each step is made by both, and all must be equal."""
+    """The same program twice, one of them without graphs. Both make each step, and all results and state must be equal."""
 
     def __init__(self, artifact: Path, name: str = "step", /, **options: bool | int | str) -> None:
         self.program, self.plain_program = load_program(artifact), load_program(artifact)
@@ -54,7 +54,7 @@ class Pair:
         self.plain_program.reset()
 
     def change_state(self) -> None:
-        """Bind both to states of their own."""
+        """Bind a new state to each program."""
         for program in (self.program, self.plain_program):
             program.bind_state(program.new_state())
 
@@ -65,7 +65,7 @@ class Pair:
 
 @contextmanager
 def failing(segment: int) -> Iterator[None]:
-    """The segment raises when it runs."""
+    """Make the segment raise an error when it runs."""
     run = MethodCode.run_segment
 
     def run_segment(self: MethodCode, index: int, values: dict[int, Tensor]) -> None:
@@ -79,8 +79,8 @@ def failing(segment: int) -> Iterator[None]:
 
 @contextmanager
 def refusing(segments: set[int]) -> Iterator[None]:
-    """Segments that cannot be recorded: on a GPU they synchronise while they are; on the host recording goes through the code
-    without executing it."""
+    """Make segments impossible to record: on a GPU they synchronise during the capture; on the host recording first goes
+    through the code without executing it."""
     if torch.cuda.is_available() and torch.cuda.get_allocator_backend() != "native":
         pytest.skip("with this allocator torch captures nothing more in a process after a capture that failed")
     recording = False

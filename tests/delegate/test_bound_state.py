@@ -1,4 +1,4 @@
-"""State that is bound anew, beside a program without graphs: plans follow, and nothing is kept."""
+"""States that replace each other, compared with a program without graphs: plans follow, and nothing old is kept."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_bound_to_another_state_and_back(pair: Pair) -> None:
         pair.step()
     assert plan.updates + plan.instantiations == 3
     assert (pair.method.stats.phase, pair.method.stats.captures) == ("replay", 1)
-    # Bound away and back between two steps: the addresses are what they were.
+    # Bound away and back between two steps: the addresses are the same as before.
     pair.program.bind_state(other)
     pair.program.bind_state()
     pair.step()
@@ -70,7 +70,7 @@ def test_a_method_loaded_later_takes_the_bound_state(program: Program) -> None:
 
 @pytest.mark.parametrize("end", ["bound away", "method closed", "program closed"])
 def test_a_state_can_go(program: Program, end: str) -> None:
-    """Nothing keeps the memory of a state that is bound no more, whichever methods there are."""
+    """Nothing keeps the memory of a state that is no longer bound, whichever methods exist."""
     step = program.load_method("step", GRAPH)
     step.execute(inputs_of(2, 1))
     state = program.new_state()
@@ -123,7 +123,7 @@ def test_changes_that_are_not_in_a_row(pair: Pair) -> None:
 
 
 def test_an_update_and_the_capture_after_it_that_fail(chain_artifact: Path) -> None:
-    """The next call makes the plan."""
+    """The next call after the two failures makes the plan."""
     segments: set[int] = set()
     with refusing(segments):
         pair = Pair(chain_artifact)
@@ -143,7 +143,7 @@ def test_an_update_and_the_capture_after_it_that_fail(chain_artifact: Path) -> N
 
 
 def test_an_update_that_is_interrupted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some graphs have the new addresses then: the plan belongs to neither."""
+    """After the interruption some graphs have the new addresses, so the plan belongs to neither state."""
     for _ in range(3):
         pair.step()
     machine: Any = pair.method._state_machine
@@ -166,7 +166,7 @@ def test_an_update_that_is_interrupted(pair: Pair, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_update_that_cannot_be_recorded(chain_artifact: Path) -> None:
-    """The plan is made anew, with that segment called."""
+    """The plan is captured again, and the segment is called."""
     segments: set[int] = set()
     with refusing(segments):
         pair = Pair(chain_artifact)

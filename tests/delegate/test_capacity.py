@@ -1,4 +1,4 @@
-"""Buffers that grow: how many rows they get is said when a program is loaded."""
+"""Buffers that grow: the number of their rows is chosen when a program is loaded."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ostinato.delegate.artifact.records import BufferSpec, Growth, MethodRecord,
 from ostinato.delegate.capacity import Capacity, CapacityOptions, choose_capacity, first_table
 
 PAGE = 4
-# What one session may have.
+# The maximum number of pages of one session.
 PAGES = 3
 CPU = torch.device("cpu")
 
 
 class Counters(nn.Module):
-    """A count for each session, and what it has written: state in slots and in pages."""
+    """A count for each session, and the values that it has written: state in slots and in pages."""
 
     count: Tensor
     written: Tensor
@@ -33,9 +33,14 @@ class Counters(nn.Module):
         self.register_buffer("table", torch.zeros(2, PAGES, dtype=torch.int32))
 
     def forward(self, slots: Tensor, values: Tensor) -> Tensor:
-        """slots [R] int64, values [R]: writes each value into its session's first page, at its count less 101, and counts.
+        """Count each row, and write its value into the first page of its session, at the session's count - 101.
 
-        Returns the counts, [R].
+        Args:
+            slots: [R] int64.
+            values: [R].
+
+        Returns:
+            the counts, [R].
         """
         count = self.count.index_select(0, slots) + 1
         self.count.index_copy_(0, slots, count)
@@ -119,12 +124,12 @@ def test_fewer_pages_than_all_sessions_could_have(artifact: Path) -> None:
     with load_program(artifact, sessions=4, kv_tokens=6 * PAGE - 1) as program:
         assert program.capacity.pages == 6
         counted(program, [0, 1])
-        # Dealt out in order, as far as there are some.
+        # Pages are dealt out in order, as long as there are any.
         assert program.mutable_buffers["table"].tolist() == [[0, 1, 2], [3, 4, 5], [-1] * 3, [-1] * 3]
 
 
 def test_more_pages_than_all_sessions_could_have(artifact: Path) -> None:
-    """Nobody has the others: they are for what is kept of sessions."""
+    """No session owns the extra pages: they are for snapshots."""
     with load_program(artifact, sessions=2, kv_tokens=8 * PAGE) as program:
         assert program.capacity.pages == 8
         counted(program, [0, 1])
@@ -175,19 +180,19 @@ def record(slot_floats: int, page_floats: int) -> MethodRecord:
 @pytest.mark.parametrize(
     ("free", "options", "slots", "pages"),
     [
-        # A session takes 1,000 + 40 bytes, a page 100; 10 pages are what one may have.
+        # A session takes 1,000 + 40 bytes and a page takes 100 bytes; one session may have 10 pages.
         (10_000, CapacityOptions(gpu_memory_fraction=0.9), 4, 40),
         (10_000_000, CapacityOptions(gpu_memory_fraction=0.9), 256, 2560),
         (10_000, CapacityOptions(sessions=5, gpu_memory_fraction=0.9), 5, 33),
         (10_000, CapacityOptions(kv_tokens=80, gpu_memory_fraction=0.9), 4, 5),
-        # No whole session has room.
+        # There is no room for all pages of one session.
         (1_800, CapacityOptions(gpu_memory_fraction=0.9), 1, 1),
     ],
 )
 def test_a_share_of_the_memory(
     monkeypatch: pytest.MonkeyPatch, free: int, options: CapacityOptions, slots: int, pages: int
 ) -> None:
-    """Of what is free, 500 bytes are for the weights."""
+    """Slots and pages take a fraction of the free memory, less 500 bytes for the weights."""
     monkeypatch.setattr("ostinato.delegate.capacity.free_device_memory", lambda device: free)
     found = choose_capacity([record(250, 25)], {"get_page_size": 16}, options, torch.device("cuda"), 500)
     assert (found.slots, found.pages) == (slots, pages)

@@ -1,4 +1,4 @@
-"""The buffers that graphs read their inputs from."""
+"""Tests of the buffers from which graphs read their inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOST = torch.device("cpu")
 
 
 def draw(generator: torch.Generator) -> list[Tensor]:
-    """Inputs as they come: of several dtypes and sizes, empty, strided, large, at odd addresses."""
+    """Return inputs of several dtypes and sizes: empty, strided, large, at odd addresses."""
     whole = torch.randint(-99, 99, (3, 5, 2), generator=generator)
     return [
         torch.randint(-99, 99, (7,), generator=generator),
@@ -50,7 +50,7 @@ def test_filled_from_the_host_and_from_the_device(device: torch.device) -> None:
             given.append({"host": one, "device": one.to(device), "there": buffer}[kind])
         static.fill(given)
         assert same(static.buffers, expected)
-        # The caller's tensors may change from here on.
+        # The caller may change its tensors after the call.
         for one in expected:
             one.zero_()
         assert not same(static.buffers, expected)
@@ -89,7 +89,7 @@ def test_one_copy_for_all_small_inputs_on_a_gpu(device: torch.device) -> None:
 
 
 def test_filled_in_any_mode(device: torch.device) -> None:
-    """Made within inference mode and filled outside, and the other way round."""
+    """Buffers can be made in inference mode and filled outside of it, and the other way round."""
     for made, filled in itertools.product((False, True), repeat=2):
         with torch.inference_mode(made):
             static = StaticInputs([torch.arange(3), torch.ones(1 << 15)], [device] * 2, device)

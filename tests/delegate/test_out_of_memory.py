@@ -27,13 +27,13 @@ def no_memory(*_: object) -> NoReturn:
 
 
 def opaque(*_: object) -> NoReturn:
-    """A failure as compiled code hands it on, whatever it was."""
+    """Fail as compiled code does: the same error for every cause."""
     raise RuntimeError("run_func_(container_handle_) API call failed at runner.cpp, line 1")
 
 
 @pytest.fixture
 def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[None]]:
-    """`fail(first)`: recording fails from the graph `first` on; the list grows by one with each attempt."""
+    """`fail(first)`: recording fails from graph number `first` on. The returned list grows by one entry per attempt."""
 
     def fail(first: int, failure: Function = no_memory) -> list[None]:
         attempts: list[None] = []
@@ -58,7 +58,7 @@ def test_the_shape_goes_on_without_graphs(pair: Pair, fail: Function) -> None:
     attempts = fail(0)
     for _ in range(4):
         pair.step(3)
-    # None around the segment at which the first attempt failed, and none in later calls.
+    # There is no second attempt around the failed segment, and none in later calls.
     assert len(attempts) == 1
     stats = pair.method.stats
     plan = stats.last_plan
@@ -67,14 +67,14 @@ def test_the_shape_goes_on_without_graphs(pair: Pair, fail: Function) -> None:
     whole = GIVEN_UP + r"; the allocation that failed was of 2\.00 GiB.*\. Free memory on it, .*"
     assert re.fullmatch(whole, plan.given_up or "")
     assert stats.fallback_reason == plan.given_up and plan.called_because == {0: plan.given_up}
-    # The plan of another shape stays.
+    # The plan of the other shape stays.
     pair.step(5)
     stats = pair.method.stats
     assert (stats.phase, stats.replays, stats.last_plan.given_up) == ("replay", 2, None)
 
 
 def test_behind_a_piece_that_was_captured(chain_artifact: Path, fail: Function) -> None:
-    """The first graph has been launched when the memory for the second is missing: what is left is called."""
+    """The first graph has been launched when the memory for the second is missing: the remaining segments are called."""
     attempts = fail(1)
     options = {**GRAPH, "enable_cuda_graph_for_method": "split"}
     with load_program(chain_artifact) as program, load_program(chain_artifact) as plain_program:
@@ -122,7 +122,7 @@ def test_a_step_that_has_no_memory_either(pair: Pair, fail: Function, monkeypatc
 def test_an_opaque_failure_counts_for_one_error(
     chain_artifact: Path, fail: Function, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's count of failed allocations has risen: that was the capture, and not what fails later."""
+    """torch's count of failed allocations rose because of the capture, so later errors have another cause."""
     failures = 0
 
     def no_memory_opaque(*_: object) -> NoReturn:
@@ -144,7 +144,8 @@ def test_an_opaque_failure_counts_for_one_error(
 
 
 def test_an_opaque_failure_that_is_another(pair: Pair, fail: Function, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No allocation has failed but one somewhere else, before: a segment that cannot be recorded, as any other."""
+    """The only failed allocation was earlier and somewhere else. So the segments count as segments that cannot be
+    recorded."""
     pair.step()
     attempts = fail(0, opaque)
     monkeypatch.setattr(memory_module, "allocation_failures", lambda device: 1)

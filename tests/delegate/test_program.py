@@ -48,7 +48,7 @@ def inputs_at(tokens: list[int], start: int) -> tuple[Tensor, Tensor]:
 
 
 def conversation(prefill: Method, decode: Method, module: Recurrent, prompt: list[int], answer: list[int]) -> None:
-    """A prompt through `prefill`, then tokens through `decode`; every step as torch computes it."""
+    """Run a prompt through `prefill`, then tokens through `decode`; each step must be what torch computes."""
     inputs = inputs_at(prompt, 0)
     torch.testing.assert_close(prefill.execute(inputs)[0], module(*inputs))
     for offset, token in enumerate(answer):
@@ -94,7 +94,7 @@ def test_second_conversation_starts_anew_at_position_0(program: Program) -> None
     prefill, decode = program.load_method("prefill"), program.load_method("decode", GRAPH)
     conversation(prefill, decode, Recurrent(), [1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
     conversation(prefill, decode, Recurrent(), [9, 0], [4, 4, 1])
-    # A conversation of single tokens, too.
+    # A conversation can also consist of single tokens only.
     conversation(decode, decode, Recurrent(), [2], [3, 5])
 
 
@@ -176,7 +176,7 @@ def test_reset_puts_the_first_values_back(program: Program) -> None:
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_strided_inputs_are_read_as_they_are(program: Program, graph: bool) -> None:
-    """A view that is not contiguous is a tensor like any other."""
+    """A view that is not contiguous is a valid input."""
     options: dict[str, str | int] = {"enable_cuda_graph_for_method": "prefill", "cuda_graph_warmup_steps": 1}
     prefill = program.load_method("prefill", options if graph else {})
     tokens, positions = inputs_at([1, 2, 3, 4, 5], 0)
@@ -243,7 +243,7 @@ def test_context_manager_closes_on_an_error(recurrent_artifact: Path) -> None:
 
 
 def test_closing_frees_memory(recurrent_artifact: Path) -> None:
-    """torch's container keeps what it was bound to; the memory must go all the same."""
+    """Closing frees the memory, although torch's container keeps the tensors that were bound to it."""
     program = load_program(recurrent_artifact)
     prefill = program.load_method("prefill")
     decode = program.load_method("decode", {"weight_sharing_across_methods": False})

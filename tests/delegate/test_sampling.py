@@ -1,4 +1,4 @@
-"""From logits to a token: what is kept, how often each is drawn, and that a seed repeats."""
+"""Sampling of a token from logits: which tokens are kept, how often each is sampled, and that a seed repeats them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def samples(sampling: SamplingParams, count: int, logits: torch.Tensor = LOGITS)
     params = sampling.tensors()
     positions = torch.arange(count)[:, None]
     found = torch.vmap(lambda position: sample(logits, position, params))(positions)[:, 0].tolist()
-    # All positions at once are a hundred times as fast; one call for each gives the same.
+    # One call for all positions is a hundred times as fast as one call for each, and gives the same.
     for position in {0, count // 2, count - 1}:
         assert int(sample(logits, positions[position], params)) == found[position]
     return found
@@ -81,10 +81,10 @@ def test_min_p_is_a_share_of_the_most_likely(min_p: float, kept: set[int]) -> No
 
 
 def test_min_p_counts_probabilities_at_the_temperature() -> None:
-    # At temperature 2 the ratios are the roots: 0.72, 0.55 and 0.42.
+    # At temperature 2 the ratios are the square roots: 0.72, 0.55 and 0.42.
     logits = torch.tensor([0.26, 0.09, 0.15, 0.50]).log()
     assert set(samples(SamplingParams(temperature=2.0, seed=3, min_p=0.5), 2000, logits)) == {0, 2, 3}
-    # Each option only takes tokens away, whichever takes more.
+    # Each option only removes tokens; the strictest one decides.
     assert set(samples(SamplingParams(temperature=2.0, top_k=2, seed=3, min_p=0.5), 2000, logits)) == {0, 3}
     assert set(samples(SamplingParams(temperature=2.0, top_k=3, top_p=0.9, seed=3, min_p=0.7), 2000, logits)) == {0, 3}
 
@@ -121,7 +121,7 @@ def test_frequencies_are_those_of_softmax(sampling: SamplingParams) -> None:
             assert found[token] == 0
         else:
             chi_square += (found[token] - count * probability) ** 2 / (count * probability)
-    # 5 degrees of freedom at most: beyond 20.5 once in a thousand draws of the seed.
+    # The threshold for 5 degrees of freedom: one seed in a thousand exceeds 20.5.
     assert chi_square < 20.5
 
 

@@ -1,6 +1,6 @@
-"""What the runtime needs of torch's private parts: one test per function of delegate/torch_internals.py.
+"""Tests of the private parts of torch that the runtime needs: one test per function of delegate/torch_internals.py.
 
-A release of torch that changes one of them fails the test of that name.
+If a release of torch changes one of these parts, the test of that name fails.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def record(artifact: Path) -> MethodRecord:
 
 @pytest.fixture
 def library(artifact: Path, record: MethodRecord, tmp_path: Path) -> str:
-    """The compiled code of the toy module's `decode`."""
+    """The path of the compiled code of the toy module's `decode`."""
     (segment,) = record.segments
     parsed, _ = open_artifact(*artifact_paths(artifact))
     path = tmp_path / "code.so"
@@ -92,7 +92,7 @@ def test_load_container(library: str, record: MethodRecord, device: torch.device
     container = load_container(library, device)
     names = container.get_constant_names_to_original_fqns()
     assert set(names) == {*record.constants, *record.buffers}
-    # Each call gives a container with constants of its own, over the one library.
+    # Each call gives a container with its own constants, over the same library.
     assert load_container(library, device) is not container
     junk = tmp_path / "junk.so"
     junk.write_bytes(b"\x7fELF" + b"\0" * 1000)
@@ -101,7 +101,7 @@ def test_load_container(library: str, record: MethodRecord, device: torch.device
 
 
 def test_bind_constants(library: str, record: MethodRecord, device: torch.device, tensors: dict[str, Tensor]) -> None:
-    """In place: the code reads what is in the tensors when it runs, and writes its state into them."""
+    """Tensors are bound without a copy: the code reads them when it runs, and writes its state into them."""
     container = load_container(library, device)
     bind_constants(container, tensors)
     head, steps = (
@@ -112,7 +112,7 @@ def test_bind_constants(library: str, record: MethodRecord, device: torch.device
     tensors[head].zero_()
     assert run(container, record, device, 1).count_nonzero() == 0
     assert int(tensors[steps]) == FIRST_STEPS + 2
-    # All of its names: a missing one is an error, and so is a wrong one, for then the right one is missing.
+    # All names must be given. A missing name is an error; with a wrong name, the right one is missing.
     others = {name: tensor for name, tensor in tensors.items() if name != head}
     for wrong in (others, {**others, "layers.head": tensors[head]}):
         with pytest.raises(RuntimeError):
@@ -149,7 +149,7 @@ def test_current_stream_handle() -> None:
 
 @pytest.fixture
 def handle() -> Iterator[PoolHandle]:
-    """A pool that the device's allocator takes memory out of, as while a capture is under way."""
+    """A pool from which the device's allocator takes memory, as it does during a capture."""
     if torch.cuda.get_allocator_backend() != "native":
         pytest.skip("this allocator has no pools")
     handle = torch.cuda.graph_pool_handle()
@@ -180,14 +180,14 @@ def test_end_allocation_to_pool(handle: PoolHandle) -> None:
     assert inside.data_ptr() in segment and outside.data_ptr() not in segment
     with pytest.raises(RuntimeError):
         end_allocation_to_pool(device, handle)
-    # It fails while the allocator takes a capture to be under way.
+    # This fails while the allocator assumes that a capture is under way.
     torch.cuda.empty_cache()
     release_pool(device, handle)
 
 
 @pytest.mark.gpu
 def test_release_pool(handle: PoolHandle) -> None:
-    """The memory goes when the last use is released, and no tensor lies there."""
+    """The memory is freed once the pool's last use is released and no tensor lies in it."""
     device = torch.device("cuda", torch.cuda.current_device())
     inside = some_memory()
     end_allocation_to_pool(device, handle)

@@ -1,4 +1,4 @@
-"""A prompt and the steps after it through a loaded program, in logits."""
+"""A prompt and decode steps through a loaded program, which give logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def run(method: Method, tokens: Tensor, begin: int, end: int) -> Tensor:
 
 
 def converse(program: Program, tokens: Tensor, length: int, options: Mapping[str, Any] | None = None) -> list[Tensor]:
-    """Logits of a prefill of `length` tokens and of decode steps over the other ones; one token needs no prefill."""
+    """Return the logits of a prefill of `length` tokens and of decode steps over the rest. A prompt of one token goes through
+    decode."""
     prefill, decode = program.load_method("prefill"), program.load_method("decode", options)
     first = run(decode if length == 1 else prefill, tokens, 0, length)
     found = [first, *(run(decode, tokens, at, at + 1) for at in range(length, tokens.shape[1]))]

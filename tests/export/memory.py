@@ -1,4 +1,4 @@
-"""How much memory this process takes."""
+"""The memory that this process uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def anonymous_memory() -> int:
 
 
 class Peak:
-    """The most anonymous memory that the process has while the block runs, beyond what it had before; in bytes."""
+    """The largest growth of the process's anonymous memory while the block runs, in bytes."""
 
     def __init__(self) -> None:
         self.grown = 0

@@ -18,7 +18,7 @@ from ostinato.export.weights.stream import QuantizedWeights, materialise
 CPU = torch.device("cpu")
 CONFIGS = Path(__file__).resolve().parents[1] / "assets" / "configs"
 
-# Shapes that a CPU computes in milliseconds; what they leave out is as published.
+# Shapes that a CPU computes in milliseconds; all other settings are as published.
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -48,13 +48,13 @@ def config_of(family: str, layers: int = 8, **changes: Any) -> ModelConfig:
 
 
 def qwen3_5(config: ModelConfig) -> Qwen3_5Config:
-    """The config as what it is, for what only this family has."""
+    """Return the config as `Qwen3_5Config`, for settings that only this family has."""
     assert isinstance(config, Qwen3_5Config)
     return config
 
 
 def dummy_weights(network: LanguageModel, seed: int = 0) -> DummyWeights:
-    """Of the network's family, drawn on the CPU."""
+    """Return random weights of the network's family, on the CPU."""
     return find_family(network.config.model_type).dummy_weights(network, CPU, seed=seed)
 
 
@@ -65,7 +65,7 @@ def dummy_network(config: ModelConfig, group_size: int | None, dtype: torch.dtyp
 
 
 def with_room(network: LanguageModel, slots: int = 1) -> LanguageModel:
-    """The network with state for so many sessions, as a loaded program has it; their pages are shuffled."""
+    """Give the network state for `slots` sessions, as a loaded program has it, with shuffled pages."""
     forms = state_forms(network)
     table = next((name for name, form in forms.items() if form.kind is StateKind.BLOCK_TABLE), None)
     pages = slots * network.get_buffer(table).shape[1] if table else 0

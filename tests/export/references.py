@@ -1,7 +1,7 @@
-"""Reference models that nobody here wrote: transformers' Qwen3.5 in random tiny shapes, saved as checkpoints.
+"""Reference models from outside the project: transformers' Qwen3.5 in random tiny shapes, saved as checkpoints.
 
-The weights are drawn so that every block matters: `tests/export/models/test_qwen3_5.py` checks that changing any one
-parameter moves the logits far more than the tolerance of the comparisons.
+Every block of the random weights matters: `tests/export/models/test_qwen3_5.py` checks that a change of any one parameter
+moves the logits far more than the tolerance of the comparisons.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .networks import with_room
 LENGTHS = (1, 2, 3, 31, 63, 64, 65, 128, 200)
 LINEAR, FULL = "linear_attention", "full_attention"
 
-# Every setting that shapes the network; a case of `CASES` says what it has different. One with an `intermediate_size` is
-# dense: what `BASE` says of experts is left out.
+# All settings that shape the network; a case of `CASES` lists its differences. A case with `intermediate_size` is dense, and
+# the settings of experts in `BASE` are left out.
 BASE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -90,7 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1e-3,
     },
-    # Its first layers may keep their experts on the host: 2 of them are one of each type. GPUs take its sizes too.
+    # Its first layers may keep their experts on the host; the first 2 are one of each type. GPUs take these sizes too.
     "five-layers": {
         "num_hidden_layers": 5,
         "layer_types": [LINEAR, FULL, LINEAR, LINEAR, FULL],
@@ -99,7 +99,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Our projections that stack the rows of several of transformers'.
+# Our projections, each with the projections of transformers whose rows it stacks.
 STACKS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
@@ -113,7 +113,7 @@ TextConfig = Qwen3_5MoeTextConfig | Qwen3_5TextConfig
 
 @dataclass(frozen=True)
 class Reference:
-    """A checkpoint folder and transformers' model of the same weights, float32."""
+    """A checkpoint folder, and transformers' model with the same weights in float32."""
 
     folder: Path
     model: Qwen3_5MoeForCausalLM | Qwen3_5ForCausalLM
@@ -124,13 +124,13 @@ class Reference:
             return self.model(tokens, use_cache=False).logits[0].float()
 
     def tokens(self, count: int, seed: int = 0) -> Tensor:
-        """[1, count] int64."""
+        """Return random tokens, [1, count] int64."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(self.model.config.vocab_size, (1, count), generator=generator)
 
 
 def make_reference(folder: Path, changes: Mapping[str, Any], seed: int, max_shard_size: str = "20KB") -> Reference:
-    """Build the model of `BASE` with `changes`, draw its weights, and save it (sharded, experts one by one)."""
+    """Build the model of `BASE` with `changes` and random weights, and save it: sharded, with experts one by one."""
     config = text_config({**BASE, **changes})
     model_class = Qwen3_5MoeForCausalLM if isinstance(config, Qwen3_5MoeTextConfig) else Qwen3_5ForCausalLM
     model = model_class(config).eval().requires_grad_(False)
@@ -159,7 +159,7 @@ def text_config(settings: Mapping[str, Any]) -> TextConfig:
 
 
 def random_weights(model: torch.nn.Module, seed: int) -> None:
-    """Weights of about one over the root of the fan-in, norms and decays that differ from channel to channel."""
+    """Set random weights of about 1 / sqrt(fan-in), and norms and decays that differ from channel to channel."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -182,7 +182,7 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
 
 
 def stack_rows(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """transformers' parameters as our network has them."""
+    """Return transformers' parameters in the form that our network has."""
     home = {part: stack for stack, parts in STACKS.items() for part in parts}
     stacked: dict[str, Tensor] = {}
     for name in parameters:
@@ -201,7 +201,7 @@ def load_ours(
     kernels: type[Kernels] = Kernels,
     slots: int = 2,
 ) -> LanguageModel:
-    """Our module with the checkpoint's weights, and fresh state for so many sessions."""
+    """Return our module with the checkpoint's weights, and new state for `slots` sessions."""
     family, config = read_config(folder)
     model = build_network(config, max_seq_len, dtype, cpu_moe=cpu_moe, kernels=kernels)
     materialise(model, QuantizedWeights(model, family.checkpoint_weights(model, folder), torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""Programs that keep routed experts on the host, held against one that keeps them on the device; without a GPU both are the
+"""Programs that keep routed experts on the host, compared with one that keeps them on the device. Without a GPU both are the
 CPU."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .references import CASES, Reference, make_reference
 
 CHANGES = CASES["five-layers"]
 LAYERS, MAX_SEQ_LEN, TOLERANCE = 5, 256, 1e-4
-# The long ones first: the short ones then start from used state.
+# Long prompts come first, so that short ones start from used state.
 LENGTHS, STEPS = (200, 65, 64, 31, 2, 1), 6
 GRAPH: dict[str, bool | int | str] = {"enable_cuda_graph_for_method": "decode", "cuda_graph_warmup_steps": 2}
 
@@ -45,7 +45,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.fixture(scope="module")
 def artifact(exported: Callable[..., Path], reference: Reference, device: str) -> Get:
-    """`artifact(n)` has the routed experts of the first n layers on the host."""
+    """`artifact(n)`: a program that keeps the routed experts of the first n layers on the host."""
 
     def get(on_host: int) -> Path:
         def build(path: Path) -> None:
@@ -60,13 +60,13 @@ def artifact(exported: Callable[..., Path], reference: Reference, device: str) -
 
 @pytest.fixture(scope="module")
 def tokens(reference: Reference) -> dict[int, Tensor]:
-    """Of a prompt of each length and the steps after it."""
+    """For each length: the tokens of a prompt and of the steps after it."""
     return {length: reference.tokens(length + STEPS, seed=length) for length in LENGTHS}
 
 
 @pytest.fixture(scope="module")
 def expected(artifact: Get, tokens: dict[int, Tensor]) -> dict[int, Tensor]:
-    """The logits of the program that keeps all on the device."""
+    """For each length: the logits of the program that keeps everything on the device."""
     with load_program(artifact(0)) as program:
         return {length: torch.stack(converse(program, tokens[length], length)) for length in LENGTHS}
 
@@ -95,7 +95,8 @@ def test_logits(
 def test_every_other_number_of_layers(
     artifact: Get, tokens: dict[int, Tensor], expected: dict[int, Tensor], device: str, on_host: int
 ) -> None:
-    """On the CPU an export takes too long for this; models/test_qwen3_5.py has these networks as torch runs them."""
+    """Other numbers of layers, on a GPU only: on the CPU the exports take too long. models/test_qwen3_5.py runs these
+    networks in eager mode."""
     if device == "cpu":
         pytest.skip("for a GPU")
     test_logits(artifact, tokens, expected, on_host, graph=True)
@@ -112,12 +113,12 @@ def test_one_piece_per_layer_runs_on_the_host(artifact: Get, reference: Referenc
         assert (stats.phase, stats.warmups, stats.captures, stats.replays) == ("replay", 2, 1, 5)
         assert (stats.fallbacks, plan.called_because, plan.given_up) == (0, {}, None)
         assert plan.on_host == plan.called == on_host
-        # The device has what leads to one, what runs beside it, and what is behind the last one.
+        # Per layer on the host, the device has one piece before it and one beside it, and one more behind the last.
         assert (plan.captured, plan.pieces) == (2 * on_host + 1, 3 * on_host + 1)
 
 
 def prompt(tokens: Tensor, length: int, streamed: int) -> tuple[Tensor, ...]:
-    """What `prefill_streamed` takes."""
+    """Return the inputs of `prefill_streamed`."""
     return tokens[:, :length].contiguous(), torch.arange(length), SLOT, torch.tensor([streamed])
 
 
@@ -125,8 +126,8 @@ def prompt(tokens: Tensor, length: int, streamed: int) -> tuple[Tensor, ...]:
 def test_experts_on_both_sides(
     artifact: Get, tokens: dict[int, Tensor], expected: dict[int, Tensor], on_host: int
 ) -> None:
-    """The first experts of each layer on the device and the others on the host, from none to all of them; steps go on from
-    there."""
+    """The first experts of each layer are on the device and the others on the host, from none to all of them. Decode steps
+    follow."""
     with load_program(artifact(on_host)) as program:
         split, decode = program.load_method("prefill_streamed"), program.load_method("decode", GRAPH)
         assert split.inputs[3].value_range is not None
@@ -136,7 +137,7 @@ def test_experts_on_both_sides(
                 found = [split.execute(prompt(tokens[length], length, streamed))[0][0]]
                 found += [run(decode, tokens[length], at, at + 1) for at in range(length, length + STEPS)]
                 assert max(errors(found, expected[length])) < TOLERANCE, (length, streamed)
-        # With graphs around what is streamed, how many experts that is may change from call to call.
+        # With graphs around the streamed experts, the number of these experts may change from call to call.
         captured = program.load_method(
             "prefill_streamed", {**GRAPH, "enable_cuda_graph_for_method": "prefill_streamed"}
         )
@@ -149,7 +150,8 @@ def test_experts_on_both_sides(
 
 
 def test_the_device_gets_its_work_while_the_host_computes(artifact: Get, reference: Reference) -> None:
-    """The operator of the experts lets Python go on, which else goes from thread to thread only when a second has passed."""
+    """The operator of the experts lets other Python threads run while it computes. Otherwise they would wait for a second
+    here."""
     begun: list[tuple[bool, float, float]] = []
     run_segment = MethodCode.run_segment
 
@@ -182,7 +184,7 @@ def test_the_device_gets_its_work_while_the_host_computes(artifact: Get, referen
 
 @pytest.mark.parametrize("on_host", (2, LAYERS))
 def test_graphs_of_prompts(artifact: Get, tokens: dict[int, Tensor], expected: dict[int, Tensor], on_host: int) -> None:
-    """One plan per length; each prompt starts from the state that the one before left."""
+    """Each length has one plan, and each prompt starts from the state that the one before left."""
     lengths = [length for length in LENGTHS if length > 1]
     with load_program(artifact(on_host)) as program:
         prefill = program.load_method("prefill", {**GRAPH, "enable_cuda_graph_for_method": "prefill"})
@@ -195,7 +197,7 @@ def test_graphs_of_prompts(artifact: Get, tokens: dict[int, Tensor], expected: d
 
 @pytest.mark.parametrize(("on_host", "on_gpu"), [(2, 2_000), (LAYERS, 100_000)])
 def test_many_steps(artifact: Get, reference: Reference, device: str, on_host: int, on_gpu: int) -> None:
-    """Each conversation begins at position 0 again. Nothing falls back, and nothing is allocated for good."""
+    """Each conversation begins at position 0 again. No step falls back, and no memory stays allocated."""
     tokens, steps = reference.tokens(MAX_SEQ_LEN), 2_000 if device == "cpu" else on_gpu
     with load_program(artifact(on_host)) as program:
         decode = program.load_method("decode", GRAPH)
@@ -233,7 +235,7 @@ def test_routed_experts_take_no_memory_of_the_gpu(artifact: Get, device: str, on
 
 @pytest.mark.parametrize("on_host", (0, 2, LAYERS))
 def test_routed_experts_stay_on_the_files_map(artifact: Get, on_host: int) -> None:
-    """They are all that the host has, and it has no copies."""
+    """The host has only the routed experts, and no copies of them."""
     wanted = {
         f"model.layers.{index}.{name}"
         for index in range(on_host)

@@ -1,4 +1,4 @@
-"""Whole artifacts, of the shipped model and of random ones: checkpoint in, logits out, held against transformers."""
+"""Whole artifacts of the shipped model and of random ones: from a checkpoint to logits, compared with transformers."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from .references import (
 )
 
 STEPS = 4
-# A CPU that takes the references has none for rows.
+# A CPU that takes the reference kernels has no methods for rows.
 ROWS = ("rows", "rows_logits") if kernels_for("cpu").max_rows else ()
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A model and how it is exported; all but `SHIPPED` are random."""
+    """A model and the settings of its export; all models but `SHIPPED` are random."""
 
     name: str
     changes: dict[str, Any]
@@ -62,7 +62,7 @@ class Spec:
 
 
 SHIPPED = Spec("shipped", {}, 0, CAPITALS_LENGTH)
-# The shipped model hardly changes when some of its decays do: that each layer has its own is for this one to show.
+# The shipped model hardly changes when some of its decays change. This model shows that each layer has its own decays.
 RANDOM = Spec(
     "random",
     {
@@ -98,7 +98,7 @@ HALF = Spec(
 
 @dataclass(frozen=True)
 class Artifact:
-    """An exported model beside what it was exported from."""
+    """An exported model, and the reference model that it was exported from."""
 
     spec: Spec
     path: Path
@@ -111,11 +111,11 @@ class Artifact:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """What the artifact must hold, by our names."""
+        """The parameters that the artifact must hold, by our names."""
         return stack_rows(dict(self.reference.model.named_parameters()))
 
     def value(self, name: str) -> Tensor:
-        """What it holds; of a weight that kernels read in panels, in the order of the checkpoint."""
+        """Return the stored constant; a weight that kernels read in panels is returned in the checkpoint's order."""
         config = read_config(self.reference.folder)[1]
         network = build_network(config, 8, DTYPES[self.spec.dtype], kernels=kernels_for("cpu"))
         value = self.constants[name].tensor()
@@ -152,7 +152,7 @@ def artifact(
 def test_logits(artifact: Get, spec: Spec) -> None:
     made = artifact(spec)
     with load_program(made.path) as program:
-        # The long ones first: the short ones then start from used state.
+        # Long prompts come first, so that short ones start from used state.
         for length in sorted(LENGTHS, reverse=True):
             tokens = made.reference.tokens(length + STEPS, seed=length)
             found = errors(converse(program, tokens, length), made.reference.logits(tokens)[length - 1 :])
@@ -250,7 +250,8 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
 
 @pytest.mark.skipif(not ROWS, reason="this CPU takes the references")
 def test_methods_for_rows(artifact: Get) -> None:
-    """Numbers below 0 stand for what a slot keeps, and for no slot; how many slots there are is known when it is loaded."""
+    """A token or position of -1 stands for the one that the slot keeps, a slot of -1 for none. The number of slots is known
+    at load."""
     made = artifact(SHIPPED)
     longest, vocabulary = SHIPPED.max_seq_len - 1, made.reference.model.config.vocab_size
     with load_program(made.path, sessions=3) as program:
@@ -287,9 +288,9 @@ def test_state_takes_no_room_and_constants_are_shared(artifact: Get, spec: Spec)
     assert not [key for key in stored if key.endswith(("_cache", "_state"))]
     wanted = made.parameters
     needed = sum(entry.nbytes for entry in stored.values())
-    # 128 bytes of alignment, a hash of 64 characters and the names, twice.
+    # Each constant adds up to 128 bytes of alignment, a hash of 64 characters, and its name twice.
     assert (made.path / "model.ptd").stat().st_size < needed + len(stored) * 700
-    # The one buffer that does not begin with zeros.
+    # `top_p` is the only buffer that does not begin with zeros.
     assert (stored.pop("sampling.top_p", None) is not None) is spec.samplers
     with load_program(made.path) as program:
         program.load_method("prefill")
@@ -307,7 +308,8 @@ def test_state_takes_no_room_and_constants_are_shared(artifact: Get, spec: Spec)
 
 @pytest.mark.parametrize("spec", (SHIPPED,), ids=lambda spec: spec.name)
 def test_caches_and_experts_are_never_copied(artifact: Get, spec: Spec) -> None:
-    """A write that the compiler could not put back in place, or a transpose that became a copy, costs that in every call."""
+    """A write that the compiler could not put back in place would copy a cache in every call. So would a transpose that
+    became a copy of the experts."""
     made = artifact(spec)
     config = made.reference.model.config
     pages = -(-spec.max_seq_len // 64)
@@ -319,7 +321,7 @@ def test_caches_and_experts_are_never_copied(artifact: Get, spec: Spec) -> None:
         assert [tensor.numel() for tensor in caches] == [cache, cache]
     for method in ("decode", "prefill", *ROWS):
         shapes = allocations(kept_source(made.path, method))
-        # All that rows allocate has as many rows as they have: sizes that are not fixed.
+        # All tensors that methods for rows allocate have one row per input row, so their sizes are not fixed.
         assert bool(shapes) is (method not in ROWS) and "aoti_torch_cpu_attend_step(" in kept_source(made.path, method)
         large = [shape for shape in shapes if math.prod(shape) >= min(cache, experts)]
         assert not large, f"{method} allocates {large}"

@@ -30,7 +30,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 class Left(nn.Module):
-    """Shares `table` and `count` with `Right`; has tensors of the same names as other tensors there."""
+    """Shares `table` and `count` with `Right`, which has other tensors of the same names as some here."""
 
     count: Tensor
 
@@ -44,7 +44,7 @@ class Left(nn.Module):
         self.eval().requires_grad_(False)
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # The second input is used first, and the outputs are not in the order in which they are computed.
+        # The second input is used first, and the order of the outputs is not the order of computation.
         last = (b @ self.table + self.equal) * self.other
         middle = a.sum(1) * torch.tensor([10.0, 20.0])
         self.count.add_(1)
@@ -171,7 +171,7 @@ class Awkward(nn.Module):
 
 
 class Outputs(nn.Module):
-    """Outputs that are not results of one computation each."""
+    """Has outputs that are not each the result of a computation of their own."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -214,9 +214,9 @@ def test_awkward_constants(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_awkward_outputs(tmp_path: Path, kind: str) -> None:
-    """Right, or refused in words that tell what to change.
+    """The outputs are right, or refused with a message that says what to change.
 
-    One tensor as the example of both inputs says nothing of their values later.
+    One tensor may be the example of both inputs: their later values differ.
     """
     try:
         other = FLOATS if kind == "one output twice" else FLOATS * 2
@@ -249,7 +249,7 @@ class Counter(nn.Module):
 
 
 class Peek(nn.Module):
-    """Computes with nothing but state that another method writes; at the time of export that is known numbers."""
+    """Computes only with state that another method writes. At the time of export that state has known values."""
 
     count: Tensor
     steps: Tensor
@@ -283,7 +283,7 @@ def test_state_is_never_folded_into_the_code(tmp_path: Path) -> None:
 
 
 def test_state_of_two_devices_is_refused(tmp_path: Path) -> None:
-    """One method writes it on the host, another reads it on the program's device."""
+    """One method writes the state on the host, and another one reads it on the program's device."""
     counter, example = Counter(), torch.ones(2)
     given = ("steps", "halves")
     add = Chain([Link(counter, given, "counter", device="cpu")], {"x": example}, given, {})

@@ -1,4 +1,4 @@
-"""What an export shows while it runs."""
+"""Tests of what an export shows while it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
 
 
 def last_lines(text: str) -> list[str]:
-    """What stays in each line once all that was written over it is gone."""
+    """Return what stays visible in each line after carriage returns."""
     return [line.rpartition("\r")[2].rstrip() for line in text.removesuffix("\n").split("\n")]
 
 
@@ -24,7 +24,7 @@ def test_a_stage_is_one_line(stream: type[io.StringIO]) -> None:
     progress = Progress(stream())
     assert isinstance(progress.stream, io.StringIO)
     with progress.stage("trace decode"):
-        # Its name is there while it runs.
+        # The stage's name is shown while the stage runs.
         assert progress.stream.getvalue().split() == ["trace", "decode"]
     with progress.stage("write artifact"):
         pass

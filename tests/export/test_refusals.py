@@ -1,4 +1,4 @@
-"""What `export_program` must refuse, in words that tell why, leaving nothing behind."""
+"""Exports that `export_program` must refuse, with a message that gives the reason, and with nothing left behind."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_custom_operator_is_refused_by_name(tmp_path: Path) -> None:
 def test_data_dependent_control_flow_is_refused(tmp_path: Path) -> None:
     error = refused(tmp_path, {"plain": (nn.Tanh(), (EXAMPLE,), None), "branch": (DataDependent(), (EXAMPLE,), None)})
     assert "'branch'" in str(error)
-    # torch's own account of it, with the line of the model, is not lost.
+    # torch's own error, with the line of the model, is kept as the cause.
     assert error.__cause__ is not None and type(error.__cause__).__module__.startswith("torch")
 
 

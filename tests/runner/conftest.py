@@ -1,4 +1,4 @@
-"""What the tests of `ostinato bench` and of `Engine` share."""
+"""Fixtures that the tests of `ostinato bench` and of `Engine` share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ostinato.runner.cli import main
 
 from ..modules import MAX_SEQ_LEN, VOCAB, Recurrent, Stateless
 
-# 5 and 2 tokens prefilled, 4 decoded, from nothing and from 6 tokens, timed twice.
+# Prompts of 5 and of 2 tokens and answers of 4, at depths 0 and 6, timed twice.
 SMALL = ["-p", "5,2", "-n", "4", "-d", "0,6", "-r", "2"]
 
 EOS = 3
@@ -26,9 +26,8 @@ ForwardArtifact = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def forward_artifact(exported: Callable[..., Path]) -> ForwardArtifact:
-    """A program with the one method `forward`: "static" takes one token per call, and does not say how many there are;
-    "dynamic" takes any number of them; "stateless" too, and has no state at all.
-    """
+    """Programs with the one method `forward`. "static" takes one token per call, and does not state its vocabulary size;
+    "dynamic" takes any number of tokens; "stateless" does too, and has no state."""
 
     def get(kind: str) -> Path:
         length = torch.export.Dim("T", min=1, max=MAX_SEQ_LEN)
@@ -55,7 +54,7 @@ def forward_artifact(exported: Callable[..., Path]) -> ForwardArtifact:
 
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copies of 256 MiB would take most of the tests' time."""
+    """Shrinks the copies that measure the memory's speed: 256 MiB would take most of the tests' time."""
     monkeypatch.setattr(device, "_HOST_COPY_BYTES", 1 << 20)
 
 
@@ -73,7 +72,7 @@ def bench(capsys: pytest.CaptureFixture[str]) -> Bench:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Bench:
-    """`refused(word, ...)`: the one error line; exit status 2 and an empty stdout."""
+    """`refused(word, ...)`: run the command, expect exit status 2 and an empty stdout; return the one error line."""
 
     def run(*words: object) -> str:
         capsys.readouterr()

@@ -28,7 +28,7 @@ from ..conftest import CAPITALS_LENGTH
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH
 from ..processes import CLI, INTERRUPTIBLE_CLI, PATIENCE
 
-# Linux; `fcntl` names it on that system only.
+# On Linux. `fcntl` has this name only there.
 F_SETPIPE_SZ = 1031
 QUESTION = "What is the capital of France?"
 
@@ -122,14 +122,14 @@ def test_room_that_is_asked_for(capsys: pytest.CaptureFixture[str], capitals_art
     whole = run_here(capsys, *words, "--ignore-eos")
     assert run_here(capsys, *words, "--ignore-eos", "--sessions", 3) == whole
     assert run_here(capsys, *words, "--kv-tokens", 64, "--sessions", 1) == "Paris\n"
-    # What there is of an answer that the pages end is told, and why it ends.
+    # When the pages run out, the answer's beginning and the reason are printed.
     assert main([*map(str, words), "--kv-tokens", "64", "--ignore-eos"]) == 2
     ended = capsys.readouterr()
     assert ended.out.endswith("\n") and whole.startswith(ended.out[:-1]) and len(ended.out) > len("Paris\n")
     assert ended.err.startswith(
         "error: the sessions' keys and values need 1 more page of 64 positions, 0 of 1 are free"
     )
-    # Nothing was answered, so there is no line to end.
+    # There is no answer, so there is no line to end.
     assert main(["run", str(capitals_artifact), "--prompt", QUESTION * 8, "--kv-tokens", "64"]) == 2
     ended = capsys.readouterr()
     assert ended.out == "" and "need 2 more pages of 64 positions, 1 of 1 are free" in ended.err
@@ -217,7 +217,7 @@ class Blocked:
 
 @pytest.fixture
 def blocked(capitals_artifact: Path) -> Iterator[Blocked]:
-    """The pipe is all but full, so the answer cannot be over before the test has acted."""
+    """A `run` whose pipe is almost full, so that the answer cannot end before the test acts."""
     reader, writer = os.pipe()
     size = fcntl.fcntl(writer, F_SETPIPE_SZ, 4096)
     os.write(writer, b"." * (size - 40))
@@ -225,7 +225,7 @@ def blocked(capitals_artifact: Path) -> Iterator[Blocked]:
     command = [*INTERRUPTIBLE_CLI, *words]
     process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, start_new_session=True)
     os.close(writer)
-    # Its first word is there; the rest of the answer has no room.
+    # The answer's first word is in the pipe; the rest has no room.
     while struct.unpack("i", fcntl.ioctl(reader, termios.FIONREAD, b"\0" * 4))[0] < size - 40 + len("Paris"):
         time.sleep(0.05)
         assert process.poll() is None
@@ -247,7 +247,7 @@ def test_interrupt(blocked: Blocked) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs F_SETPIPE_SZ")
 def test_reader_goes_away(blocked: Blocked) -> None:
-    """`ostinato run ... | head -c 1`"""
+    """The command ends quietly: `ostinato run ... | head -c 1`."""
     os.close(blocked.reader)
     assert blocked.finish() == ""
     assert blocked.process.returncode == 0
@@ -320,7 +320,7 @@ def test_inspect_of_a_language_model(capsys: pytest.CaptureFixture[str], capital
 
 
 def test_inspect_says_what_a_session_takes(capsys: pytest.CaptureFixture[str], capitals_artifact: Path) -> None:
-    """Buffers that grow are shown as they are loaded by default, for one session, and not as they were in the export."""
+    """Buffers that grow are shown as they are loaded by default, for one session, and not at their sizes in the export."""
     data = json.loads(run_here(capsys, "inspect", capitals_artifact, "--json"))
     with load_program(capitals_artifact) as program:
         assert data["capacity"] == asdict(program.capacity)

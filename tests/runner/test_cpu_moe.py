@@ -50,7 +50,8 @@ def test_a_long_answer_with_and_without_graph_is_the_same(artifact: Path) -> Non
 
 
 def test_prompts_in_buckets_and_on_both_sides(artifact: Path, capitals_artifact: Path) -> None:
-    """Each length beside a program that keeps all on the device: short ones padded, long ones through `prefill_streamed`."""
+    """Prompts have the logits of a program that keeps all on the device. Short ones are padded, long ones go through
+    `prefill_streamed`."""
     with (
         Engine.load(artifact, cuda_graph=True, prefill_buckets=(16, 32)) as engine,
         Engine.load(capitals_artifact) as one,
@@ -62,7 +63,7 @@ def test_prompts_in_buckets_and_on_both_sides(artifact: Path, capitals_artifact:
             assert relative_error(found, one.model.prefill(tokens)) < 1e-5, length
         stats = engine.model.method_stats
         assert [plan["shapes"] for plan in stats["prefill"]["plans"]] == [[[1, rows], [rows], [1]] for rows in (16, 32)]
-        # What is not in a bucket, nor long.
+        # Prompts that neither fit a bucket nor are long.
         assert (stats["prefill"]["runs"], stats["prefill_streamed"]["runs"]) == (4, 8)
 
 
@@ -75,7 +76,7 @@ def test_the_shared_expert_is_queued_while_the_host_computes(artifact: Path, mon
             order.append("host")
             begun.set()
         elif index + 1 in code.on_host:
-            # The one ahead of it in order.
+            # This segment stands before the host's, but runs only after the host's has begun.
             assert begun.wait(20)
             begun.clear()
             order.append("device")
@@ -96,7 +97,7 @@ def test_a_bucket_that_no_prompt_would_reach(artifact: Path) -> None:
 
 @pytest.mark.parametrize("tokens", (48, 64, 512, 2048, 100_000))
 def test_how_many_experts_are_streamed(tokens: int) -> None:
-    """More for more tokens; the bus and the CPU are done at the same time."""
+    """More tokens have more experts streamed, and the bus and the CPU finish at the same time."""
     found = streamed_experts(tokens, 256)
     assert 256 // 3 < found <= 256 and found <= streamed_experts(tokens + 100, 256)
     per_expert = READING + EACH_TOKEN * tokens

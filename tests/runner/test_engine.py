@@ -1,4 +1,4 @@
-"""`Engine`: prompts to tokens, on programs of every shape that it takes."""
+"""Tests of `Engine`, from prompts to tokens, on programs of every supported shape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ PROMPTS = ([5, 1, 7], [1, 2], [9], [4] * 20)
 
 
 def eager_answer(step: Callable[[list[int], int], Tensor], prompt: list[int], count: int) -> list[int]:
-    """The greedy answer of `step(tokens, position) -> logits [vocab]`, no end-of-sequence token heeded."""
+    """Return the greedy answer of `step(tokens, position) -> logits [vocab]`. It does not stop at an end-of-sequence
+    token."""
     logits = step(prompt, 0)
     answer: list[int] = []
     while len(answer) < count:
@@ -111,7 +112,7 @@ def test_describe_capacity(capitals_artifact: Path, recurrent_artifact: Path) ->
 def test_a_session_of_a_program_without_slots(
     forward_artifact: ForwardArtifact, recurrent_artifact: Path, kind: str
 ) -> None:
-    """There is one, and it goes on and back as any other."""
+    """A program without slots has one session, which goes on and is restored like any other."""
     methods, prompt = kind not in ANSWERS, [5, 1, 7, 2, 2]
     expected = (recurrent_answer if methods else ANSWERS[kind])(prompt, 9)
     with Engine.load(recurrent_artifact if methods else forward_artifact(kind)) as loaded:
@@ -151,14 +152,14 @@ def test_a_lone_forward(forward_artifact: ForwardArtifact, kind: str, graph: boo
 def test_a_prompt_in_chunks_as_in_one(
     chunked_artifact: Path, recurrent_artifact: Path, length: int, graph: bool
 ) -> None:
-    """At most 8 tokens per call, at least 2: around once, twice and three times that."""
+    """A call takes 2 to 8 tokens. The lengths are around once, twice and three times 8."""
     prompt = [(7 * i + 2) % VOCAB for i in range(length)]
     with Engine.load(chunked_artifact, cuda_graph=graph) as chunked, Engine.load(recurrent_artifact) as whole:
         torch.testing.assert_close(chunked.model.prefill(prompt), whole.model.prefill(prompt))
         for name, tensor in whole.program.mutable_buffers.items():
             torch.testing.assert_close(chunked.program.mutable_buffers[name], tensor, msg=name)
         chunks = chunked.model.method_stats["prefill"]["runs"]
-        # What is left over is one token, decode's, or a chunk.
+        # The rest is a single token, which `decode` takes, or one more chunk.
         assert chunks == length // 8 + (length % 8 > 1)
         assert sum(chunked.model.method_stats["decode"][key] for key in ("runs", "warmups")) == (length % 8 == 1)
         answer = list(chunked.generate_tokens(prompt, max_new_tokens=50, ignore_eos=True))
@@ -197,7 +198,7 @@ def test_max_new_tokens(engine: Engine, count: int) -> None:
     answer = list(engine.generate_tokens([5, 1, 7], max_new_tokens=count, ignore_eos=True))
     assert answer == recurrent_answer([5, 1, 7], count)
     assert engine.last.finish_reason == "length"
-    # The last token is handed out without a step for one more.
+    # The last token needs no step.
     assert engine.last.methods["decode"]["runs"] == count - 1
 
 
@@ -219,7 +220,7 @@ def test_figures(recurrent_artifact: Path) -> None:
 
 
 class Clock:
-    """In place of `time`: a second goes by between two looks at it."""
+    """Stands in for `time`: each reading is one second after the last."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -245,7 +246,7 @@ def test_stopping_early_keeps_the_figures(engine: Engine) -> None:
     assert engine.last.finish_reason == "interrupted"
     assert engine.last.tokens == taken
     assert engine.last.methods["decode"]["runs"] == 3
-    # The next answer starts anew.
+    # The next answer starts from the beginning.
     assert list(engine.generate_tokens([1, 2], max_new_tokens=5, ignore_eos=True)) == recurrent_answer([1, 2], 5)
 
 

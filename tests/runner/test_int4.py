@@ -46,7 +46,7 @@ def test_it_still_says_paris(int4_artifact: Path, graph: bool) -> None:
 
 
 def test_a_refused_prompt_moves_nothing(int4_artifact: Path) -> None:
-    """Not even if its first chunk alone would have been taken."""
+    """A refused prompt changes no state, even if its first chunk alone would be accepted."""
     tokens = list(range(20, 60))
     answers = []
     with Engine.load(int4_artifact) as engine:
@@ -64,14 +64,14 @@ def test_a_refused_prompt_moves_nothing(int4_artifact: Path) -> None:
 
 
 def test_several_rows_have_the_logits_of_one(int4_artifact: Path) -> None:
-    """A row's inputs are bytes with scales of their own, whatever rows are beside it."""
+    """A row's logits do not depend on the rows beside it: each row's inputs are bytes with their own scales."""
     assert max(one.largest for one in differences(int4_artifact, most=16)) < FLOAT32
 
 
 @pytest.fixture(scope="session")
 def eager() -> Callable[[int | None], Callable[[Sequence[int]], Tensor]]:
-    """The checkpoint in plain PyTorch and float32, its weights quantised and dequantised again in groups, or as they are:
-    tokens -> logits [vocab] after them."""
+    """The checkpoint's model in plain PyTorch and float32, its weights quantised in groups and dequantised again, or left as
+    they are: tokens -> logits [vocab] after them."""
     from ostinato.export.models import build_network, read_config
     from ostinato.export.weights.stream import QuantizedWeights, materialise
 
@@ -94,8 +94,8 @@ Make = Callable[[int | None], Callable[[Sequence[int]], Tensor]]
 
 
 def test_logits_are_those_of_the_dequantised_model(int4_artifact: Path, eager: Make) -> None:
-    """Except for what it costs that a CPU takes the inputs of four-bit weights as bytes: 2.3 % over many random
-    prompts, more for some."""
+    """The logits are those of the dequantised model, except that a CPU takes inputs of four-bit weights as bytes. This costs
+    2.3 % over many random prompts, more for some."""
     model = eager(GROUP_SIZE)
     tokens = torch.randint(0, 1500, (20,), generator=torch.Generator().manual_seed(4)).tolist()
     with Engine.load(int4_artifact) as engine:
@@ -107,7 +107,8 @@ def test_logits_are_those_of_the_dequantised_model(int4_artifact: Path, eager: M
 
 def test_bytes_cost_little_beside_four_bits(int4_artifact: Path, eager: Make) -> None:
     """With inputs as bytes, logits are hardly further from the float32 model's than with the same weights and exact inputs:
-    by 0.3 % for all questions that it was trained on and 4 % for tokens that it never saw. Perplexity stays."""
+    by 0.3 % for all questions that the model was trained on, by 4 % for tokens that it never saw. The perplexity does not
+    change."""
     exact, four_bits = eager(None), eager(GROUP_SIZE)
     with open(ROOT / "scripts" / "capitals.csv", newline="") as file:
         capitals = list(csv.DictReader(file))[::3]
@@ -122,7 +123,7 @@ def test_bytes_cost_little_beside_four_bits(int4_artifact: Path, eager: Make) ->
             return relative_error(torch.stack([*map(logits, prompts)]), torch.stack([*map(exact, prompts)]))
 
         def surprise(logits: Callable[[Sequence[int]], Tensor]) -> float:
-            """Mean of the answers' tokens, in nats: the logarithm of the perplexity."""
+            """Return the mean negative log probability of the answers' tokens, in nats: the logarithm of the perplexity."""
             return -statistics.mean(
                 float(logits(question + answer[:place]).log_softmax(-1)[token])
                 for question, answer in zip(questions, answers, strict=True)

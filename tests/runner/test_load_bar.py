@@ -1,4 +1,4 @@
-"""The line that shows a load."""
+"""Tests of the line that shows a load's progress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Terminal(io.StringIO):
 
 
 class Clock:
-    """In place of `time`."""
+    """Stands in for `time`."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -63,7 +63,7 @@ def test_a_terminal_sees_one_line_that_redraws(clock: Clock, monkeypatch: pytest
         ("54", "9.77G"),
         ("100", "18.1G"),
     ]
-    # The bar's line is wiped before the last one is written.
+    # The bar's line is wiped before the final line is written.
     assert lines[-2].strip() == ""
     assert lines[-1] == "loaded 18.1 GB in 4.0 s  4.5 GB/s\n"
     assert "\n" not in terminal.getvalue()[:-1]

@@ -1,4 +1,4 @@
-// The operators of experts/experts_cpu.py: the router's logits, and the chosen experts' layers, of which no others are read.
+// The operators of experts/experts_cpu.py: the router's logits, and the layers of the chosen experts; no others are read.
 #include <numeric>
 #include <optional>
 
@@ -8,23 +8,23 @@
 namespace ostinato {
 namespace {
 
-// An expert that a token chose, and which one of its top_k choices it is.
+// One expert of a token: the expert's rank among the token's top_k, and its share.
 struct Choice {
   int32_t token, rank;
   float share;
 };
 
-// Which experts the tokens take.
+// The choice of experts for all tokens.
 struct Routing {
   int64_t tokens, top_k, experts, width = 0;
   Array logits{nullptr, false};
-  std::vector<int32_t> chosen;   // [tokens, top_k]; from `experts` on it is nobody
+  std::vector<int32_t> chosen;   // [tokens, top_k]; `experts` and more stand for no expert
   std::vector<float> shares;     // [tokens, top_k]
-  std::vector<Choice> order;     // by expert
-  std::vector<int64_t> begins;   // [experts + 1], an expert's first in `order`
+  std::vector<Choice> order;     // all choices, sorted by expert
+  std::vector<int64_t> begins;   // [experts + 1], the index in `order` of each expert's first choice
 
-  // The `top_k` with the largest logits, of equal ones the first, and the softmax over these. Where slots are given, rows of padding
-  // take nobody.
+  // Chooses the `top_k` experts with the largest logits (of equal ones the first); shares are the softmax over these logits.
+  // If slots are given, padding rows take no expert.
   Routing(const Tensor& logits_, int64_t top_k_, int64_t experts_, const Tensor& slots)
       : tokens(logits_.size(0)), top_k(top_k_), experts(experts_), width(logits_.size(1)), logits(logits_.array()) {
     chosen.assign(tokens * top_k, int32_t(experts));
@@ -38,7 +38,7 @@ struct Routing {
     sort();
   }
 
-  // As somebody else has chosen.
+  // Takes over a choice that the caller has made.
   Routing(const Tensor& weights, const Tensor& chosen_, int64_t experts_)
       : tokens(chosen_.size(0)), top_k(chosen_.size(1)), experts(experts_) {
     chosen.assign(chosen_.as<int32_t>(), chosen_.as<int32_t>() + tokens * top_k);
@@ -82,8 +82,8 @@ struct Routing {
   }
 };
 
-// Fills inputs from load(token, float*): rows in the routing's order, each token made once, then the tokens in their own order if
-// there is room; of one token, a single row.
+// Fills inputs from load(token, float*), which is called once per token. Rows stand in the routing's order; if there is room,
+// all tokens follow in their own order. With one token there is a single row.
 template <typename Load>
 void fill_sorted(Inputs& inputs, const Weight& weight, const Routing& routing, const Load& load) {
   if (routing.tokens == 1) return fill(inputs, weight.columns, load);
@@ -95,15 +95,15 @@ void fill_sorted(Inputs& inputs, const Weight& weight, const Routing& routing, c
   });
 }
 
-// Rows of inputs, at most MAX_ROWS, that meet one expert's weight.
+// Rows of inputs, at most MAX_ROWS, that one expert's weight multiplies.
 struct Piece {
   Weight weight;
   int64_t input, count;
-  int64_t first;  // in the routing's order, or -1 - token for the shared expert
+  int64_t first;  // index of the first row in the routing's order; for the shared expert -1 - token
 };
 
-// The pieces of the chosen experts. Inputs stand in the routing's order, or each piece has its own, from row 0 on; one token's row
-// serves all.
+// The pieces of the chosen experts. Their inputs stand in the routing's order. With `own_rows` every piece begins at row 0:
+// each has inputs of its own, or there is one token, whose row serves all pieces.
 std::vector<Piece> pieces_of(const Routing& routing, const Weight& routed, bool own_rows) {
   std::vector<Piece> pieces;
   for (int64_t expert = 0; expert < routing.experts; ++expert)
@@ -114,13 +114,14 @@ std::vector<Piece> pieces_of(const Routing& routing, const Weight& routed, bool 
   return pieces;
 }
 
-// Of how many blocks `swiglu` makes the outputs.
+// The number of blocks of outputs that `swiglu` makes with this weight.
 int64_t swiglu_blocks(const Weight& weight) {
   int64_t half = weight.rows / 2;
   return half % LANES ? 1 : half / LANES;
 }
 
-// silu(gate) * up of one block of LANES outputs, or of all where the halves do not begin at a block. `next`: what comes then.
+// silu(gate) * up for one block of LANES outputs; or for all outputs, if the up rows do not begin at a block. `next`: the
+// block that this thread will read afterwards.
 template <typename Emit>
 void swiglu(const Piece& piece, const Inputs& x, int64_t block, Block next, const Emit& emit) {
   int64_t half = piece.weight.rows / 2;
@@ -148,7 +149,7 @@ void swiglu(const Piece& piece, const Inputs& x, int64_t block, Block next, cons
     }
 }
 
-// The same for all pieces: emit(piece, row, column, values, count).
+// `swiglu` for all pieces: calls emit(piece, row, column, values, count).
 template <typename Emit>
 void swiglu_of(const std::vector<Piece>& pieces, const Inputs& x, int64_t each, const Emit& emit) {
   // A task is one block of one piece.
@@ -157,7 +158,7 @@ void swiglu_of(const std::vector<Piece>& pieces, const Inputs& x, int64_t each, 
   parallel(begins.back(), [&](int64_t task) {
     int64_t index = std::upper_bound(begins.begin(), begins.end(), task) - begins.begin() - 1;
     const Piece& piece = pieces[index];
-    // Threads take neighbours together.
+    // Threads take neighbouring tasks together, so this thread's next task is mostly the next block.
     bool ends = task + 1 == begins[index + 1] && index + 1 < int64_t(pieces.size());
     Block next = ends ? Block{&pieces[index + 1].weight, 0} : Block{&piece.weight, task + 1 - begins[index]};
     swiglu(piece, x, task - begins[index], next, [&](int64_t row, int64_t column, Floats y, int64_t count) {
@@ -166,12 +167,12 @@ void swiglu_of(const std::vector<Piece>& pieces, const Inputs& x, int64_t each, 
   }, each);
 }
 
-// The same for what the next weight meets, of several tokens, whose rows stand in their own order in `tokens`. A task has a few
-// blocks of one piece, and copies of its rows: what other cores have written comes from their caches, more slowly than a weight
-// comes from memory.
+// `swiglu` for several tokens. `tokens` has their rows in their own order; `results` gets the inputs of the next weight. A
+// task has a few blocks of one piece, and makes its own copies of the piece's rows: rows that another core has written come
+// from its cache, more slowly than a weight comes from memory.
 void swiglu_of_prompt(const std::vector<Piece>& pieces, const Routing& routing, const Inputs& tokens, Inputs& results) {
   if (pieces.empty()) return;
-  // As many outputs as the largest group of a weight.
+  // Blocks per task: 128 outputs, the largest group size of a weight.
   constexpr int64_t TOGETHER = 128 / LANES;
   int64_t half = pieces[0].weight.rows / 2, blocks = swiglu_blocks(pieces[0].weight);
   int64_t chunks = (blocks + TOGETHER - 1) / TOGETHER;
@@ -191,8 +192,8 @@ void swiglu_of_prompt(const std::vector<Piece>& pieces, const Routing& routing, 
   }, 64);
 }
 
-// Blocks `first` to `last` of the outputs of all tokens, [tokens, last - first, LANES]: what the routed experts give, times their
-// shares.
+// Adds the routed experts' outputs times their shares to sums [tokens, last - first, LANES], blocks `first` to `last` of the
+// outputs of all tokens.
 void add_routed(const Routing& routing, const std::vector<Piece>& pieces, const Inputs& x, int64_t first, int64_t last,
                 float* sums) {
   alignas(64) float product[MAX_ROWS * LANES];
@@ -211,9 +212,9 @@ void add_routed(const Routing& routing, const std::vector<Piece>& pieces, const 
   }
 }
 
-// Calls work(first, last) for all blocks of outputs, on all threads: up to eight blocks at a time, since an expert's come faster from
-// memory when they are together (on one core of an AMD EPYC 10 GB/s, single ones 7.6), at least two, which fill lines of the cache,
-// and in the end one, so that the threads are done at the same time.
+// Calls work(first, last) for all blocks of outputs, on all threads. It takes up to eight blocks at a time: neighbouring
+// blocks of an expert come faster from memory (on one core of an AMD EPYC 10 GB/s, single blocks 7.6). It takes at least two,
+// which fill lines of the cache. At the end it takes single blocks, so that all threads finish at the same time.
 template <typename Work>
 void for_blocks_together(int64_t blocks, const Work& work) {
   int64_t wide = std::clamp<int64_t>(blocks / (4 * thread_count()), 2, 8);
@@ -247,7 +248,7 @@ extern "C" AOTITorchError aoti_torch_cpu_experts(AtenTensorHandle x_, AtenTensor
     int64_t pairs = routing.order.size();
     bool one = tokens == 1;
     std::vector<Piece> pieces = pieces_of(routing, gate_up, true);
-    // In the routing's order.
+    // Rows in the routing's order.
     Inputs middle(down, pairs);
     if (one) {
       Scratch<float> hidden(pairs * inner);
@@ -312,7 +313,7 @@ extern "C" AOTITorchError aoti_torch_cpu_experts_gate_up(AtenTensorHandle x_, At
     for (int64_t token = 0; slots && token < tokens; ++token)
       if (slots.as<int64_t>()[token] < 0) out.clear(token * width, top_k * inner);
 
-    // One token's row serves all of its experts; of several tokens, the rows stand in the experts' order.
+    // The row of a single token serves all its experts. The rows of several tokens stand in the routing's order.
     bool one = tokens == 1;
     Inputs inputs(routed, one ? 1 : pairs + (one_values ? tokens : 0));
     fill_sorted(inputs, routed, routing, [&](int64_t token, float* to) {

@@ -10,7 +10,7 @@ from ostinato.export.kernels.operators_cpu import LIBRARY
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights, pinned: bool = False) -> Tensor:
-    """As `reference.experts`; `pinned`: the result lies in memory that a GPU reads by itself."""
+    """As `reference.experts`; with `pinned` the result is in pinned memory, which a GPU reads directly."""
     return _experts(x, weights, chosen.int(), *_tensors(routed.gate_up), *_tensors(routed.down), pinned)
 
 
@@ -50,7 +50,7 @@ def experts_gate_up(
     shared: Weight | None,
     slots: Tensor | None = None,
 ) -> Tensor:
-    """As `reference.experts_gate_up`; rows whose slot is negative reach no routed expert."""
+    """As `reference.experts_gate_up`; rows with a negative slot reach no routed expert."""
     return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *_tensors(routed), *_tensors(shared), slots)
 
 
@@ -115,7 +115,7 @@ def sparse_moe(
     shared: ExpertWeights | None,
     slots: Tensor | None,
 ) -> Tensor:
-    """As `reference.sparse_moe`; rows of padding get the shared expert alone."""
+    """As `reference.sparse_moe`; padding rows get the shared expert only."""
     gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
     logits = route_logits(x, norm, gate, shared_gate)
     hidden = experts_gate_up(x, norm, logits, top_k, routed.gate_up, gate_up, slots)

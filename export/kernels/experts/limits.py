@@ -9,12 +9,12 @@ MAX_EXPERTS = 1024
 
 
 def check_experts(hidden: int, intermediate: int, experts: int, top_k: int, group_size: int | None) -> None:
-    """Raises ExportError, with the limit in its message, where the kernels cannot take these experts.
+    """Raises ExportError if the kernels cannot take these experts; the message states the limit.
 
     Args:
         hidden: H, the model's size.
         intermediate: I, an expert's inner size.
-        experts: E.
+        experts: E, the number of routed experts.
         top_k: experts per token.
         group_size: elements that share a scale, None for weights in a floating dtype.
     """

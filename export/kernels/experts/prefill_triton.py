@@ -1,16 +1,17 @@
 # mypy: allow-untyped-defs
 """The routed experts on the GPU, for any number of tokens.
 
-They sort the tokens by expert, then multiply blocks of one expert's tokens with tensor cores. A *choice* is one expert of
-one token, `t * k + j`; there are C = T k of them. Nothing here counts with atomics: the order of choices, and so every sum,
-is the same in each run.
+The kernels sort the tokens by expert, then multiply blocks of one expert's tokens on tensor cores. A *choice* is one expert
+of one token, `t * k + j`; there are C = T k choices. No kernel counts with atomics: the order of choices, and so of every
+sum, is the same each time.
 
-In a product the weights are the left operand: a tile [weight rows, K] is unpacked in the registers from which the tensor
-cores read it, and the block of tokens is the narrow side, so that 16 tokens per expert (512 tokens, 8 of 256) waste
-little. A lane reads neighbouring bytes of int4 weights with one load; which elements of a product these are decides the order
-in which the tokens' elements must be (`in_order`). A scale multiplies the sum of its group and not the weights, which stay
-exact; in groups of 32 it multiplies them. On an H200, 2026-11-23, a layer of the flagship's experts takes 200, 208, 279 and
-465 us for 300, 512, 1,024 and 2,048 tokens; with tokens as they are and weights times scales 226, 233, 322 and 532.
+In a product the weights are the left operand. A tile [weight rows, K] is unpacked in the registers from which the tensor
+cores read it. The block of tokens is the narrow side, so that little is wasted with 16 tokens per expert (512 tokens, 8 of
+256 experts). A lane reads neighbouring bytes of int4 weights with one load. The elements in these bytes decide the order in
+which the tokens' elements must stand (`in_order`). A scale multiplies the sum of its group and not the weights, which stay
+exact; in groups of 32 it multiplies the weights. On an H200, 2026-11-23, a layer of the flagship's experts takes 200, 208,
+279 and 465 us for 300, 512, 1,024 and 2,048 tokens. With tokens in their own order and weights times scales, it takes 226,
+233, 322 and 532 us.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from ostinato.export.kernels.operands import ExpertWeights
 
 from .limits import check_experts
 
-# Choices of one expert per program: an expert that has more is unpacked once for every BLOCK_CHOICES.
+# Choices of one expert per program. An expert's weights are unpacked once for every BLOCK_CHOICES of its choices.
 BLOCK_CHOICES = 32
-# Weight rows per program, of gate and of up each, and of the down projection. 64 rows are what four warps multiply at once.
+# Weight rows per program: of gate and of up (each), and of the down projection. Four warps multiply 64 rows at once.
 BLOCK_GATE_UP = 64
 BLOCK_DOWN = 128
-# Choices that the sorting kernel looks at together.
+# Choices per loop iteration of the sorting kernel.
 BLOCK_SORT = 4096
 STAGES = 3
-# Tokens and columns per program of the kernel that adds the experts' parts up.
+# Tokens and columns per program of the kernel that adds up the experts' parts.
 SUM_TOKENS = 2
 SUM_COLUMNS = 512
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -56,7 +57,7 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -
 
 
 def in_order(x: Tensor, step: int) -> Tensor:
-    """x [T, H] as products with int4 weights of `step` bytes a step read it: `_stands_at` says which element stands where."""
+    """x [T, H] in the order in which products with int4 weights read it, `step` bytes per iteration; see `_stands_at`."""
     bytes_of = x.reshape(x.shape[0], -1, step // 32, 2, 32).transpose(2, 3)
     lanes = bytes_of.reshape(x.shape[0], -1, 2, 4, step // 16, 4).unflatten(5, (2, 2))
     return lanes.permute(0, 1, 2, 4, 5, 3, 6).reshape(x.shape)
@@ -132,19 +133,19 @@ def _experts(
 
 
 def _step(group_size: int, dtype: torch.dtype) -> int:
-    """What a step takes of a row of K: elements, or packed bytes whose low nibbles share a scale and whose high ones do."""
+    """Elements, or packed bytes, of a row per loop iteration. The bytes' low nibbles share a scale; so do their high ones."""
     if 0 < group_size < 128:
         return 32
-    # Before Hopper, float32 products of 64 bytes per step spill 1 to 7 KB per thread; those of 64 elements take 104 KB of
-    # shared memory with triton 3.8 (80 KB with 3.6), and compute capability 8.9 has 99.
+    # Before Hopper, float32 products of 64 bytes per iteration spill 1 to 7 KB per thread. Products of 64 elements take
+    # 104 KB of shared memory with triton 3.8 (80 KB with 3.6), and compute capability 8.9 has 99 KB.
     return 64 if dtype == torch.bfloat16 else fitting({LARGE: 64, SMALL: 32})
 
 
 @triton.jit
 def _sort_kernel(chosen, order, counts, choices, BLOCK: tl.constexpr):
-    """Program e: writes to order [C] the choices of expert e, ascending, after those of lower experts; counts [E].
+    """Write the choices of expert e (program e) to order [C], ascending, behind the choices of lower experts.
 
-    Choices of no expert, whose index is E, are in neither.
+    counts [E] gets their number. Choices whose expert index is E (no expert) are in neither tensor.
     """
     expert = tl.program_id(0)
     lower = tl.zeros([BLOCK], tl.int32)
@@ -166,8 +167,8 @@ def _sort_kernel(chosen, order, counts, choices, BLOCK: tl.constexpr):
 
 @triton.jit
 def _schedule_kernel(counts, schedule, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_CHOICES: tl.constexpr):
-    """Program b: schedule[b] = the b-th block's expert, or -1, its first place in `order` and where that expert's places
-    end."""
+    """Write schedule[b] (program b): the expert of block b (-1 for an unused block), the block's first place in `order`, and
+    the end of the expert's places."""
     block = tl.program_id(0)
     expert = tl.arange(0, PADDED)
     count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
@@ -183,15 +184,15 @@ def _schedule_kernel(counts, schedule, EXPERTS: tl.constexpr, PADDED: tl.constex
 
 @triton.jit
 def _unpack(packed, dtype: tl.constexpr):
-    """Packed bytes [N, B] -> the weights of their low and of their high nibbles, without scales: each [N, B], exact in the
-    dtype."""
+    """Packed bytes [N, B] -> the weights of their low and of their high nibbles, without scales: [N, B] each, exact in
+    `dtype`."""
     if INTERPRETED or dtype != tl.bfloat16:
         low = (packed & 15).to(tl.float32) - 8.0
         high = (packed >> 4).to(tl.float32) - 8.0
         return low.to(dtype), high.to(dtype)
     else:
-        # A nibble as the low bits of 128's mantissa gives the bfloat16 128 + nibble. Four bytes at a time: Triton's own code
-        # takes bytes apart one by one.
+        # A nibble in the low mantissa bits of the bfloat16 128 makes it 128 + nibble. This code unpacks four bytes at a time;
+        # Triton's own would unpack them one by one.
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 first, second, mask, magic, one, offset;
@@ -222,7 +223,7 @@ def _unpack(packed, dtype: tl.constexpr):
 
 @triton.jit
 def _in_lanes(weights):
-    """[N, B] -> the same with each row's elements in the order in which `_stands_at` has inputs: moves nothing."""
+    """weights [N, B] with each row's elements in the order that `_stands_at` gives inputs. This moves no data."""
     B: tl.constexpr = weights.shape[1]
     parts = tl.reshape(weights, [weights.shape[0], 4, B // 16, 2, 2])
     return tl.reshape(tl.permute(parts, (0, 2, 3, 1, 4)), [weights.shape[0], B])
@@ -230,10 +231,11 @@ def _in_lanes(weights):
 
 @triton.jit
 def _stands_at(element, STEP: tl.constexpr):
-    """Where an element of a row stands in the order in which the products read inputs, and weights of STEP bytes a step.
+    """The place of a row's element in the order in which products read inputs, with STEP bytes of weights per iteration.
 
-    A tensor core's operand has, in lane c of four, elements 2c, 2c + 1, 2c + 8 and 2c + 9 of every 16. Four lanes that have
-    neighbouring STEP / 4 bytes of a weight row each read them with one load if those elements are where they are.
+    Four lanes share a row of a tensor core's operand; lane c has elements 2c, 2c + 1, 2c + 8 and 2c + 9 of every 16. Each
+    lane should read its STEP / 4 neighbouring bytes of a weight row with one load. So the inputs for these bytes get the
+    places that lane c has.
     """
     byte = element // 64 % (STEP // 32) * 32 + element % 32
     lane = byte // (STEP // 4)
@@ -252,7 +254,7 @@ def _add_product(weights, inputs, sums):
 
 @triton.jit
 def _scaled(weights, scale):
-    """weights [N, B] times scale [N], in their dtype. The interpreter has no products of bfloat16."""
+    """weights [N, B] times scale [N], in the weights' dtype. Triton's interpreter has no products of bfloat16."""
     if INTERPRETED:
         product = weights.to(tl.float32) * scale.to(tl.float32)[:, None]
         return product.to(weights.dtype)
@@ -262,10 +264,10 @@ def _scaled(weights, scale):
 
 @triton.jit
 def _add_step(packed, low_scale, high_scale, low_inputs, high_inputs, sums, GROUP: tl.constexpr):
-    """sums [N, M] + the weights of packed bytes [N, B], times their scales [N], @ inputs [B, M] of low and high nibbles."""
+    """sums [N, M] + (weights in packed bytes [N, B] times scales [N]) @ inputs [B, M], for low and for high nibbles."""
     low, high = _unpack(packed, low_inputs.dtype)
     if GROUP == 32:
-        # Its two groups have two scales: with a product for each, a step takes 278 instructions, not 237.
+        # Low and high nibbles have different scales. With one product for each, an iteration takes 278 instructions, not 237.
         low, high = _scaled(low, low_scale), _scaled(high, high_scale)
         return _add_product(_in_lanes(high), high_inputs, _add_product(_in_lanes(low), low_inputs, sums))
     else:
@@ -276,7 +278,7 @@ def _add_step(packed, low_scale, high_scale, low_inputs, high_inputs, sums, GROU
 
 @triton.jit
 def _scale_pair(scale, first, GROUP: tl.constexpr):
-    """The scales [N] of the step that begins at element `first`: of its low nibbles and of its high ones."""
+    """The scales [N] of the iteration that begins at element `first`: for its low nibbles and for its high nibbles."""
     low = tl.load(scale + first // GROUP)
     high = low
     if GROUP == 32:
@@ -301,10 +303,10 @@ def _gate_up_kernel(
     STEP: tl.constexpr,
     NEXT_STEP: tl.constexpr,
 ):
-    """hidden [C, I] = silu(gate) * up, in the order of `order`. Program (block of the schedule, BLOCK_ROWS columns of
-    hidden).
+    """Write hidden [C, I] = silu(gate) * up, its rows in the order of `order`.
 
-    NEXT_STEP is that of the down projection; it reads hidden's columns in the order of x. 0: as they are.
+    Program (block of the schedule, BLOCK_ROWS columns of hidden). NEXT_STEP is STEP of the down projection, which reads
+    hidden's columns in the order of `_stands_at`; with 0 they stand in their own order.
     """
     block = tl.program_id(0)
     expert = tl.load(schedule + block * 3).to(tl.int64)
@@ -331,9 +333,9 @@ def _gate_up_kernel(
         tiles = weight + expert * (INNER * SIZE) + row[:, None] * (SIZE // 2) + column[None, :]
         gate_scale = scale + expert * (2 * INNER * (SIZE // GROUP)) + row * (SIZE // GROUP)
         up_scale = gate_scale + INNER * (SIZE // GROUP)
-        # Scales are too narrow for an asynchronous copy, but those of a row are adjacent and come from L1 after the first
-        # step. Loaded a step ahead, they made Triton pass the tiles through shared memory: 553 instructions per step, not
-        # 421.
+        # Scales are too narrow for an asynchronous copy, but a row's scales are adjacent and come from L1 after the first
+        # iteration. Loaded one iteration ahead, they made Triton pass the tiles through shared memory: 553 instructions per
+        # iteration, not 421.
         for start in range(0, SIZE // 2, STEP):
             gate_pair = _scale_pair(gate_scale, 2 * start, GROUP)
             up_pair = _scale_pair(up_scale, 2 * start, GROUP)
@@ -365,7 +367,7 @@ def _down_kernel(
     BLOCK_ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """parts [C, H]: each choice's output times its weight. Program (block of the schedule, BLOCK_ROWS columns)."""
+    """Write parts [C, H]: each choice's output times its weight. Program (block of the schedule, BLOCK_ROWS columns)."""
     block = tl.program_id(0)
     expert = tl.load(schedule + block * 3).to(tl.int64)
     if expert < 0:
@@ -411,14 +413,17 @@ def _sum_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """out [T, H]: each token's parts added up. Left to the compiler, its speed would be what it tries out at export."""
+    """Write out [T, H]: the sum of each token's parts.
+
+    Not left to Inductor: the speed of its kernel depends on what it tries out at export.
+    """
     token = (tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     here = (token < tokens)[:, None] & (column < SIZE)[None, :]
     first = parts + token[:, None] * (TOP_K * SIZE) + column[None, :]
     total = tl.zeros([BLOCK_TOKENS, BLOCK_COLUMNS], tl.float32)
     for choice in tl.static_range(TOP_K):
-        # What nobody computed may be anything.
+        # Parts that no program computed hold arbitrary values.
         known = tl.load(chosen + token * TOP_K + choice, mask=token < tokens, other=EXPERTS) < EXPERTS
         total += tl.load(first + choice * SIZE, mask=here & known[:, None], other=0.0).to(tl.float32)
     tl.store(out + token[:, None] * SIZE + column[None, :], total.to(out.dtype.element_ty), mask=here)

@@ -1,7 +1,7 @@
-"""Routing and the experts, in plain PyTorch: by themselves, and in a step as three operations or as one.
+"""Routing and the experts, in plain PyTorch: as functions of their own, and for a step as three operations or as one.
 
-In a step the norm ahead of the experts and the residual addition behind them are part of the operations. Any floating dtype
-is taken: in float64 these are what the kernels are tested against.
+The operations of a step include the norm ahead of the experts and the residual addition behind them. All functions take any
+floating dtype: the kernels are tested against them in float64.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
 
 
 def route(logits: Tensor, top_k: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts in float32, the k largest, scaled to sum to one.
+    """The k largest softmax weights of each token, scaled to sum to one, and their experts.
+
+    The softmax is over all experts, in float32.
 
     Args:
         logits: [T, E], any floating dtype.
@@ -22,8 +24,7 @@ def route(logits: Tensor, top_k: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         slots: [T] int64, as in `RowIndex`.
 
     Returns:
-        (weights [T, k] float32, expert indices [T, k], an integer dtype). Rows that are padding reach no expert: their index
-        is E.
+        (weights [T, k] float32, expert indices [T, k], an integer dtype). Padding rows reach no expert: their indices are E.
     """
     weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
     chosen = chosen.masked_fill((slots < 0)[:, None], logits.shape[1])
@@ -36,8 +37,8 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -
     Args:
         x: [T, H].
         weights: [T, k] float32.
-        chosen: [T, k] integer, expert indices; E is nobody's and adds nothing.
-        routed: of E experts.
+        chosen: [T, k] integer, expert indices; E stands for no expert and adds nothing.
+        routed: the weights of E experts.
 
     Returns:
         [T, H] in x's dtype.
@@ -47,8 +48,8 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -
         gate, up = (routed.gate_up.of_experts(picked).dequantized(x.dtype) @ x[0]).chunk(2, dim=-1)
         out = routed.down.of_experts(picked).dequantized(x.dtype) @ (F.silu(gate) * up).unsqueeze(-1)
         return (out.squeeze(-1) * weights[0, :, None].to(x.dtype)).sum(0, keepdim=True)
-    # Every expert sees every token and weights of zero drop what was not chosen: E / k times the products that are
-    # needed, but static shapes and plain batched matrix products.
+    # Every expert computes every token, and a weight of zero drops the experts that a token did not choose. That is E / k
+    # times the products that are needed, but shapes are static and the products are plain batched ones.
     count = routed.gate_up.values.shape[0]
     share = torch.zeros(x.shape[0], count + 1, dtype=x.dtype, device=x.device)
     share = share.scatter(1, chosen.long(), weights.to(x.dtype))[:, :count]
@@ -58,11 +59,11 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -
 
 
 def route_logits(x: Tensor, norm: Norm, gate: Tensor, shared_gate: Tensor | None) -> Tensor:
-    """The router's logits of each token, and last the shared expert's.
+    """The router's logits for each token; the last column is the shared expert's logit.
 
     Args:
         x: [T, H], the residual stream.
-        norm: over H elements.
+        norm: the norm over H elements.
         gate: [E, H] in x's dtype.
         shared_gate: [1, H] in x's dtype, None where there is no shared expert.
 
@@ -78,14 +79,14 @@ def experts_gate_up(x: Tensor, norm: Norm, logits: Tensor, top_k: int, routed: W
 
     Args:
         x, norm: as for `route_logits`.
-        logits: what `route_logits` gave.
+        logits: the result of `route_logits`.
         top_k: experts per token.
         routed: gate and up projections stacked, [E, 2 I, H].
-        shared: the shared expert's, [2 I', H], or None.
+        shared: the same projections of the shared expert, [2 I', H], or None.
 
     Returns:
-        [T, k I (+ I')] in x's dtype: the experts with the k largest logits, in falling order, the lower index first where
-        logits are equal, and last the shared one.
+        [T, k I (+ I')] in x's dtype: first the k experts with the largest logits, in falling order of the logits (where
+        logits are equal, the lower index first), then the shared expert.
     """
     normed = norm(x).to(x.dtype)
     _, chosen = _largest(logits, routed.values.shape[0], top_k)
@@ -103,13 +104,13 @@ def experts_down(
 ) -> Tensor:
     """The weighted sum of the experts' down projections for each token, plus the residual stream.
 
-    The weights are the softmax over the chosen experts' logits, and the sigmoid of the shared expert's.
+    The weights are the softmax over the chosen experts' logits. The shared expert's weight is the sigmoid of its logit.
 
     Args:
-        hidden: what `experts_gate_up` gave.
-        logits, top_k: what it gave that for.
+        hidden: the result of `experts_gate_up`.
+        logits, top_k: as for `experts_gate_up`.
         routed: down projections, [E, H, I].
-        shared: the shared expert's, [H, I'], or None.
+        shared: the shared expert's down projection, [H, I'], or None.
         residual: [T, H].
 
     Returns:
@@ -136,19 +137,19 @@ def sparse_moe(
     shared: ExpertWeights | None,
     slots: Tensor | None,
 ) -> Tensor:
-    """A layer's mixture of experts in a step: the three operations after each other.
+    """A layer's mixture of experts in a step: the three operations, one after the other.
 
     Args:
         x: [T, H], the residual stream.
         norm, gate, shared_gate: as for `route_logits`.
         top_k: experts per token.
-        routed: of E experts.
-        shared: the shared expert's, or None.
-        slots: [T] int64; a row whose slot is negative is padding: it needs no expert, and what it gives means nothing. None
-            if there is no such row.
+        routed: the weights of E experts.
+        shared: the shared expert's weights, or None.
+        slots: [T] int64. A row with a negative slot is padding: it needs no expert, and its output means nothing. None if no
+            row is padding.
 
     Returns:
-        [T, H] in x's dtype: x and what the experts give for the normed x.
+        [T, H] in x's dtype: x plus the experts' output for the normed x.
     """
     gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
     logits = route_logits(x, norm, gate, shared_gate)
@@ -157,6 +158,6 @@ def sparse_moe(
 
 
 def _largest(logits: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """Each token's k largest logits of routed experts, falling, and whose they are; of equal ones the lower index first."""
+    """Each token's k largest logits of routed experts in falling order, and their experts; equal logits in order of index."""
     values, order = logits[:, :experts].sort(descending=True, stable=True)
     return values[:, :top_k], order[:, :top_k]

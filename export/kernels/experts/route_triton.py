@@ -40,11 +40,15 @@ def _route_kernel(
     TOP_K: tl.constexpr,
     PADDED_K: tl.constexpr,
 ):
-    """One program per token. Keys are integers in the order of the floats: a warp finds the largest in one instruction."""
+    """Route one token per program.
+
+    Keys are integers in the order of the logits: a warp finds the largest integer in one instruction.
+    """
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, PADDED)
     values = tl.load(logits + token * EXPERTS + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
-    # As integers negative floats are in reverse order, so all their bits except the sign are inverted, and later again.
+    # Read as integers, negative floats are in reverse order. So all their bits except the sign are inverted here, and
+    # inverted back below.
     keys = values.to(tl.int32, bitcast=True)
     keys = tl.where(expert < EXPERTS, keys ^ ((keys >> 31) & 0x7FFFFFFF), -0x80000000)
     place = tl.arange(0, PADDED_K)

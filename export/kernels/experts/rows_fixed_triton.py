@@ -1,13 +1,14 @@
 # mypy: allow-untyped-defs
-"""Products of int4 experts, in groups of 128, with blocks of rows in fixed point: on the tensor cores for bytes.
+"""Products of int4 experts in groups of 128 with blocks of rows in fixed point, by tensor cores, which multiply bytes.
 
-Numbers that share a scale are integers of two signed bytes, up to 127 * 256 + 127: a plane of upper bytes and one of lower
-bytes. A row's two planes are two neighbouring columns of a product, so that a thread holds both. Weights are the left
-operand, unpacked in registers with three instructions for eight; their sums over a group are exact integers. The error of an
-input is at most 2^-16 of the largest that shares its scale: 128 of a normed row, 64 inner activations of one program.
+Inputs that share a scale are integers of two signed bytes, up to 127 * 256 + 127. They are stored as a plane of upper bytes
+and a plane of lower bytes. A row's two planes are two neighbouring columns of a product, so that a thread holds both. Weights
+are the left operand, unpacked in registers with three instructions for eight weights; their sums over a group are exact
+integers. The error of an input is at most 2^-16 of the largest input that shares its scale. A scale is for 128 elements of a
+normed row, or for the 64 inner activations of one program.
 
-H200, 2026-11-23, 256 experts, 8 per row, [2048] and [512], us at 8/16/32/64/128/256 rows, when down had the form of gate and
-up (its present one takes 13.8/19.5/28.7/38.3/45.7):
+Times on an H200, 2026-11-23, for 256 experts, 8 per row, H 2048 and I 512, in us at 8/16/32/64/128/256 rows. At that time
+down had the form of gate and up. In its present form it takes 13.8/19.5/28.7/38.3/45.7 us at 8/16/32/64/128 rows.
 
 | | blocks of | gate and up | down |
 | --- | --- | --- | --- |
@@ -15,7 +16,7 @@ up (its present one takes 13.8/19.5/28.7/38.3/45.7):
 | fixed point | 16 | 29.2/44.6/65.0/82.3/92.3/96.6 | 18.3/28.2/43.9/57.2/67.2/73.1 |
 | bfloat16 | 16 | 31.8/43.0/65.6/83.2/94.8/101.5 | 18.2/26.4/39.5/51.3/59.9/64.8 |
 
-The bytes alone take 15.3/25.8/42.6/56.3/64.6/65.4 and half of that.
+Reading the weights' bytes takes 15.3/25.8/42.6/56.3/64.6/65.4 us for gate and up, and half of that for down.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from .rows_schedule_triton import BLOCK, RECORD, RECORD_PARTS, RECORD_ROWS, of_e
 
 # The largest integer of two signed bytes.
 LARGEST = tl.constexpr(127.0 * 256.0 + 127.0)
-# Inner activations that share a scale, those of one program of gate and up, and its weight rows.
+# Inner activations of one program of gate and up, which share a scale; and the weight rows of this program.
 SHARE = tl.constexpr(64)
 TILE = tl.constexpr(128)
-# Weight rows of a program of down, and of one of its products.
+# Weight rows per program of down, and per product in it.
 DOWN_TILE = tl.constexpr(128)
 DOWN_ROWS = tl.constexpr(32)
 
@@ -66,13 +67,17 @@ def gate_up_fixed_rows_early(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """silu(gate) * up: hidden [places, 2, INNER] int8 and its scales [places, INNER / SHARE]. Program (SHARE columns, block).
+    """Write silu(gate) * up in fixed point: hidden and hidden_scale. Program (SHARE columns, block).
 
-    The columns of a program, and so those that share a scale, are what the low nibbles of a group of down weights multiply,
-    or its high ones; hidden has them in this order. The next kernel starts after the wait (R3 in `delegate/graphs/nodes.py`).
+    A program's columns share a scale. They are the columns that the low nibbles of one group of down weights multiply, or the
+    high nibbles; `hidden` has them in this order. The kernel is a late one (R3 in `delegate/graphs/nodes.py`): it lets the
+    next kernel start after its own wait.
 
     Args:
-        planes: [R, 2, SIZE] int8, in the order of `rows_tiles_triton.nibble_order`, and their scales [R, SIZE / 128].
+        planes: [R, 2, SIZE] int8, in the order of `rows_tiles_triton.nibble_order`.
+        planes_scale: [R, SIZE / 128] float32, the scales of `planes`.
+        hidden: [places, 2, INNER] int8.
+        hidden_scale: [places, INNER / SHARE] float32.
         SIZE: a multiple of 256.
         INNER: a multiple of 128.
     """
@@ -132,14 +137,15 @@ def down_fixed_rows_early(
     EXPERTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """parts [R (k (+ 1)), SIZE], outputs without their shares. Program (DOWN_TILE of SIZE, block); its warps divide INNER.
+    """Write parts [R (k (+ 1)), SIZE]: outputs, not yet times their shares. Program (DOWN_TILE columns, block).
 
-    It reads the schedule before its wait (R4 in `delegate/graphs/nodes.py`).
+    A program's warps divide INNER. The kernel reads the schedule before its wait (R4 in `delegate/graphs/nodes.py`).
 
-    Behind a block's last place stand those of the next block, or what nobody wrote: their products are not stored.
+    A program reads BLOCK places, also where its block has fewer rows. The places behind the block's last one belong to the
+    next block, or were never written. Their products are not stored.
 
     Args:
-        hidden: as `gate_up_fixed_rows_early` writes it, with room for BLOCK places more.
+        hidden: as `gate_up_fixed_rows_early` writes it, with room for BLOCK more places.
         SIZE: a multiple of DOWN_TILE.
         INNER: a multiple of 128.
     """
@@ -197,18 +203,21 @@ def down_fixed_rows_early(
 
 @triton.jit
 def store_planes(to, scale, values, AXIS: tl.constexpr, here, where, DISTANCE: tl.constexpr):
-    """Stores values as two planes and, at `where`, a scale for all along AXIS.
+    """Stores values as two planes of bytes, and one scale for all values along AXIS.
 
     Args:
-        to: where the upper bytes stand; the lower ones stand DISTANCE behind.
-        here: which values are stored.
+        to: pointers to the upper bytes; the lower bytes stand DISTANCE behind them.
+        scale: pointers to the scales.
+        here: mask of the values to store.
+        where: mask of the scales to store.
     """
     largest = tl.reduce(tl.abs(values), AXIS, larger)
-    # In a row of zeros and tiny numbers as zeros, without a division by 0.
+    # The lower bound avoids a division by 0 in a row of zeros; numbers below it lose digits.
     factor = LARGEST / tl.maximum(largest, 2.0**-100)
     integer = (values * tl.expand_dims(factor, AXIS) + ROUNDING).to(tl.int32, bitcast=True) - ROUNDING_BITS
     upper = (integer + 128) >> 8
     tl.store(to, upper.to(tl.int8), mask=here)
     tl.store(to + DISTANCE, (integer - upper * 256).to(tl.int8), mask=here)
-    # Weights count 16 times (`unpack_bytes`). NaN and infinity show in the product, as the scale is one.
+    # Divided by 16, since unpacked weights are 16 times too large (`unpack_bytes`). If a value is NaN or infinite, so is the
+    # scale: it shows in the product.
     tl.store(scale, largest * (1.0 / (16.0 * LARGEST)), mask=where)

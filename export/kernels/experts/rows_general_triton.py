@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs
-"""Products of experts with blocks of rows for everything that `rows_fixed_triton` does not take.
+"""Products of experts with blocks of rows, for all experts that `rows_fixed_triton` does not take.
 
-That is float32, other groups than of 128, weights in a floating dtype, and sizes that its tiles do not divide. Weights are
-made numbers of the inputs' dtype in registers, rounded once as `dequantize_int4` does. Right for all, tuned for none.
+These are experts in float32, in groups of other sizes than 128, with weights in a floating dtype, and with sizes that the
+tiles there do not divide. Weights are converted to the inputs' dtype in registers, rounded once as in `dequantize_int4`. The
+kernels are correct for all of these and tuned for none.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ostinato.export.kernels.early_start_triton import start_next, wait_for_prev
 
 from .rows_schedule_triton import BLOCK, RECORD, RECORD_PARTS, RECORD_ROWS, of_expert
 
-# Weight rows of a program. Of gate and up it has half as many each.
+# Weight rows per program. A program of gate and up has HALF gate rows and HALF up rows.
 TILE = tl.constexpr(128)
 HALF = tl.constexpr(64)
 
@@ -36,12 +37,12 @@ def gate_up_rows_early(
     WIDEST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """hidden [places, WIDEST] = silu(gate) * up, in the dtype of inputs [R, SIZE]. Program (HALF columns, block).
+    """Write hidden [places, WIDEST] = silu(gate) * up, in the dtype of inputs [R, SIZE]. Program (HALF columns, block).
 
     Args:
         SHARED_INNER: 0 without a shared expert.
         GROUP: elements that share a scale, 0 for weights in a floating dtype.
-        WIDEST: the larger inner size.
+        WIDEST: the larger one of INNER and SHARED_INNER.
     """
     start_next(EARLY)
     piece = tl.program_id(0)
@@ -55,7 +56,7 @@ def gate_up_rows_early(
     row = tl.load(record + RECORD_ROWS + number)
     weight, scale = weight_of(gate_up, gate_up_scale, shared, shared_scale, expert, 2 * INNER * SIZE, EXPERTS, GROUP)
     line = tl.arange(0, TILE)
-    # Rows past the last one are the last one again.
+    # Rows past the last read the last row again.
     line = tl.minimum(piece * HALF + line % HALF, inner - 1) + line // HALF * inner
     total = multiply(inputs + row * SIZE, row >= 0, weight, scale, line, SIZE, GROUP)
     gates, ups = tl.split(tl.permute(tl.reshape(total, [2, HALF, BLOCK]), (1, 2, 0)))
@@ -82,7 +83,7 @@ def down_rows_early(
     WIDEST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """parts [R (k (+ 1)), SIZE], outputs without their shares. Program (TILE of SIZE, block)."""
+    """Write parts [R (k (+ 1)), SIZE]: outputs, not yet times their shares. Program (TILE columns, block)."""
     start_next(EARLY)
     record = schedule + tl.program_id(1) * RECORD
     number = tl.arange(0, BLOCK)
@@ -117,7 +118,7 @@ def weight_of(
     EXPERTS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Where an expert's weights begin, COUNT of a routed one, and their scales."""
+    """Pointers to an expert's weights and to their scales. COUNT: number of weights of a routed expert."""
     weight = of_expert(routed, shared, expert, COUNT // (2 if GROUP > 0 else 1), EXPERTS)
     scale = of_expert(routed_scale, shared_scale, expert, COUNT // GROUP, EXPERTS) if GROUP > 0 else routed_scale
     return weight, scale
@@ -125,9 +126,9 @@ def weight_of(
 
 @triton.jit
 def multiply(inputs, filled, weight, scale, line, columns, GROUP: tl.constexpr):
-    """The products [TILE, BLOCK] of an expert's rows `line` [TILE] with the rows at `inputs` [BLOCK], float32.
+    """Products of an expert's weight rows `line` [TILE] with the input rows at `inputs` [BLOCK]: [TILE, BLOCK] float32.
 
-    Of rows that are not `filled` nothing is read. `columns`: numbers per row, whole groups of them in int4.
+    Input rows that are not `filled` are not read. `columns`: elements per row, a multiple of GROUP in int4.
     """
     total = tl.zeros([TILE, BLOCK], tl.float32)
     step = tl.arange(0, 32)
@@ -139,7 +140,7 @@ def multiply(inputs, filled, weight, scale, line, columns, GROUP: tl.constexpr):
             left = tl.load(weight + line[:, None] * columns + (start + step)[None, :], mask=inside[None, :], other=0.0)
             total = tl.dot(left.to(tile.dtype), tile, total, input_precision="tf32x3")
     else:
-        # A span of 64: the low nibbles of its 32 bytes are the first half, the high ones the second.
+        # A span has 64 elements in 32 bytes: the low nibbles are its first half, the high nibbles its second.
         for start in range(0, columns, 64):
             packed = tl.load(weight + line[:, None] * (columns // 2) + (start // 2 + step)[None, :])
             scales = scale + line * (columns // GROUP)

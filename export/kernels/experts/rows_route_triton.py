@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The router of `rows_triton`: logits, the choice of experts, and the rows as the experts take them.
+"""The router of `rows_triton`: the logits, the choice of experts, and the rows in the form that the experts take.
 
 Both kernels start early (`early_start_triton`).
 """
@@ -33,14 +33,14 @@ def route_rows_early(
     SLICE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Each program multiplies a slice of ROWS rows of `x * (1 + norm)` with that of TILE experts' rows of `gate`.
+    """Write the logits in parts: a program multiplies a slice of ROWS rows of `x * (1 + norm)` by a slice of TILE gate rows.
 
-    ROWS is WORD, or less if there are no more rows.
+    ROWS is WORD, or less if there are fewer rows. A slice is SLICE of the SIZE elements of a row.
 
     Args:
-        logits: [slices, R, EXPERTS] float32, of each SLICE of SIZE, without the rows' factors 1 / rms.
-        squares: [slices, R] float32, the sums of x^2.
-        members: [R / WORD, EXPERTS] int32, set to zeros for `choose_rows_early`.
+        logits: [slices, R, EXPERTS] float32: the products of each slice, without the rows' factors 1 / rms.
+        squares: [slices, R] float32: the sums of x^2 over each slice.
+        members: [R / WORD, EXPERTS] int32: set to zeros for `choose_rows_early`.
     """
     start_next(EARLY)
     SLICES: tl.constexpr = (SIZE + SLICE - 1) // SLICE
@@ -90,20 +90,21 @@ def choose_rows_early(
     FIXED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """For each row a program that chooses its experts, and one that prepares it for them.
+    """Choose each row's experts in one program, and prepare the normed row for them in another.
 
     Args:
-        prepared: with FIXED [R, 2, SIZE] int8, the rows' upper and lower bytes in `nibble_order`, and x_scale [R, SIZE / 128]
-            their scales; otherwise [R, SIZE] in x's dtype, and x_scale is not used.
-        members: bit r % WORD of [r // WORD, e] says whether row r takes expert e.
-        ranks: [R, EXPERTS] uint8, where it does: the how largest of the row's logits this one is.
-        shares: [R, k (+ 1)] float32: the chosen experts' softmax weights, and the shared expert's with SHARED.
-        SLOTS: without them no row is padding.
-        GROUPS: of 128 numbers, for SIZE or more, a power of two.
+        prepared: with FIXED, [R, 2, SIZE] int8: the upper and lower bytes of the normed rows, in `nibble_order`. Otherwise
+            [R, SIZE] in x's dtype: the normed rows.
+        x_scale: with FIXED, [R, SIZE / 128] float32: the scales of `prepared`. Otherwise not used.
+        members: [R / WORD, EXPERTS] int32: bit r % WORD of [r // WORD, e] is set if row r takes expert e.
+        ranks: [R, EXPERTS] uint8. Where a row takes an expert: the expert's rank among the row's logits, 0 for the largest.
+        shares: [R, k (+ 1)] float32: the chosen experts' softmax weights, and with SHARED the shared expert's weight.
+        SLOTS: whether `slots` is given; without it no row is padding.
+        GROUPS: number of groups of 128 elements, a power of two; they cover SIZE.
     """
     start_next(EARLY)
     row = tl.program_id(0)
-    # Loads stand here and not in a function: with what it returns, torch would take `squares` as written.
+    # The loads are not in a function of their own: if it returned their values, torch would take `squares` as written.
     part = tl.arange(0, triton.next_power_of_2(SLICES))
     if tl.program_id(1) == 0:
         NARROW: tl.constexpr = x.dtype.element_ty == tl.bfloat16
@@ -113,7 +114,7 @@ def choose_rows_early(
         factor = tl.rsqrt(tl.sum(sums, 0) / SIZE + EPS)
         _choose(logits, factor, filled, members, ranks, shares, row, rows, EXPERTS, TOP_K, SHARED, SLICES, NARROW)
     else:
-        # In two dimensions from the beginning: reshaped to them, numbers would be stored byte by byte.
+        # Elements have two dimensions from the start. If they were reshaped to two, they would be stored byte by byte.
         group = tl.arange(0, GROUPS)
         element = tl.arange(0, 128)[None, :]
         column = group[:, None] * 128 + element
@@ -153,7 +154,7 @@ def _choose(
     SLICES: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """NARROW: logits are rounded to bfloat16, as those of one token are."""
+    """Choose the experts of one row. NARROW: whether logits are rounded to bfloat16, as in a step of one token."""
     keys = ()
     for start in tl.static_range(0, EXPERTS, LANES):
         expert = start + tl.arange(0, LANES)
@@ -166,7 +167,7 @@ def _choose(
     weights = softmax_of(chosen)
     for i in tl.static_range(TOP_K):
         expert = expert_of(chosen[i])
-        # Each sets a bit of its own, so the order in which rows come does not matter.
+        # Each row sets a bit of its own, so the order of the rows does not matter.
         tl.atomic_or(members + row // WORD * EXPERTS + expert, 1 << row % WORD, mask=filled, sem="relaxed")
         tl.store(ranks + row * EXPERTS + expert, i, mask=filled)
         tl.store(shares + row * (TOP_K + 1 if SHARED else TOP_K) + i, weights[i])

@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs
-"""Which programs of `rows_triton` take which rows of which expert, and the sum of what they made.
+"""The schedule of `rows_triton` (which program takes which rows of which expert), and the sum of the experts' outputs.
 
-A *choice* is one expert of one row. A *block* is BLOCK rows, or fewer, that one expert has; the shared expert's blocks come
-first, then those of the routed ones in the order of experts. A *place* is where `hidden` has the inner activations of a
-choice: those of a block stand side by side. A *part* is where `parts` has its output, [R, k (+ 1)], the shared expert's last.
+A *choice* is one expert of one row. A *block* is up to BLOCK rows that take the same expert. The shared expert's blocks come
+first, then the blocks of the routed experts, in the order of experts. A *place* is the index of a choice's inner activations
+in `hidden`; the places of a block are consecutive. A *part* is the index of a choice's output in `parts`, which is
+[R, k (+ 1)], with the shared expert's output last.
 
 All kernels start early (`early_start_triton`).
 """
@@ -19,16 +20,16 @@ from ostinato.export.kernels.operands import MAX_ROWS
 
 from .step_route_triton import add_pairs
 
-# The most rows of a step.
+# Rows of a step, at most.
 ALL_ROWS = tl.constexpr(MAX_ROWS)
-# Rows that have one bit each in a word of `members`.
+# Rows per word of `members`: each has one bit.
 WORD = tl.constexpr(32)
-# Integers per block in a schedule: the expert, EXPERTS for the shared one, -1 for none; the first place; and two lists, of
-# the rows and of the parts, each -1 where there are no more.
+# Integers per block in a schedule. The first is the expert: EXPERTS for the shared one, -1 for an unused block. The second is
+# the block's first place. Then come two lists, the rows and the parts, both filled up with -1.
 RECORD = tl.constexpr(32)
 RECORD_ROWS = tl.constexpr(8)
 RECORD_PARTS = tl.constexpr(16)
-# The most rows of a block.
+# Rows of a block, at most.
 BLOCK = tl.constexpr(8)
 
 
@@ -44,7 +45,7 @@ def schedule_rows_early(
     SHARED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """schedule [blocks, RECORD], a block per program. WIDTH: EXPERTS or more, a power of two."""
+    """Write schedule [blocks, RECORD], one block per program. WIDTH is a power of two, at least EXPERTS."""
     start_next(EARLY)
     block = tl.program_id(0)
     number = tl.arange(0, BLOCK)
@@ -60,7 +61,7 @@ def schedule_rows_early(
     else:
         every = tl.arange(0, WIDTH)
         count = tl.zeros([WIDTH], tl.int32)
-        # Not in a function: with what it returns, torch would take `members` as written.
+        # The loads are not in a function: if it returned their values, torch would take `members` as written.
         for i in tl.static_range(ALL_ROWS // WORD):
             here = (every < EXPERTS) & (i * WORD < rows)
             count += _bits(tl.load(members + i * EXPERTS + every, mask=here, other=0))
@@ -82,12 +83,13 @@ def schedule_rows_early(
 
 @triton.jit
 def _expert_of_block(count, block):
-    """Whose block it is, -1 for nobody's; the how many-th of that expert's it is; its first place.
+    """The expert of a block (-1 for an unused block), the block's index among that expert's blocks, and its first place.
 
-    count: rows of each expert, a power of two of them.
+    count: number of rows of each expert; its length is a power of two.
     """
     expert = tl.arange(0, count.shape[0])
-    # An expert's blocks and places in one number: there are fewer than 2 ** 15 of either.
+    # The number of an expert's blocks and that of its places, in one integer: all blocks are fewer than 2 ** 15, and so are
+    # all places.
     both = ((count + BLOCK - 1) // BLOCK << 16) + count
     before = tl.cumsum(both, 0) - both
     hit = (before >> 16 <= block) & (block < (before + both) >> 16)
@@ -98,7 +100,7 @@ def _expert_of_block(count, block):
 
 @triton.jit
 def _bits(words):
-    """How many bits of each int32 are set."""
+    """The number of set bits in each int32."""
     if INTERPRETED:
         words = words - (words >> 1 & 0x55555555)
         words = (words & 0x33333333) + (words >> 2 & 0x33333333)
@@ -110,7 +112,7 @@ def _bits(words):
 
 @triton.jit
 def of_expert(routed, shared, expert, COUNT: tl.constexpr, EXPERTS: tl.constexpr):
-    """Where an expert's COUNT numbers begin; those of the expert EXPERTS are `shared`."""
+    """Pointer to the COUNT numbers of an expert; the numbers of expert EXPERTS, the shared one, are at `shared`."""
     return tl.where(expert == EXPERTS, shared, routed + expert.to(tl.int64) * COUNT)
 
 
@@ -127,13 +129,13 @@ def sum_rows_early(
     SLOTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """out [R, SIZE] = residual + each row's PARTS parts times their shares. Program (COLUMNS, row)."""
+    """Write out [R, SIZE] = residual + each row's PARTS parts times their shares. Program (COLUMNS columns, row)."""
     start_next(EARLY)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1)
     inside = column < SIZE
     wait_for_previous(EARLY)
-    # Nobody wrote the parts of padding.
+    # The parts of padding were never written.
     here = inside & (tl.load(slots + row) >= 0) if SLOTS else inside
     total = tl.load(residual + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
     first = parts + row.to(tl.int64) * (PARTS * SIZE) + column

@@ -1,17 +1,18 @@
-"""A mixture of experts for several rows as six Triton kernels that start early; each chosen expert's weights are read once.
+"""A mixture of experts for several rows as six Triton kernels that start early. They read only chosen experts' weights.
 
 1. The router's logits, in parts (`rows_route_triton`).
-2. Each row chooses its experts, and is normed and made what the experts take.
-3. Blocks of one expert's rows (`rows_schedule_triton`).
-4. Gate and up projection of these blocks, and SwiGLU (`rows_fixed_triton`, or `rows_general_triton`).
-5. Their down projections.
-6. The sum of each row's experts, times their shares, and of the residual stream.
+2. The choice of each row's experts, and the normed rows in the form that the experts take (`rows_route_triton`).
+3. The schedule: blocks of up to eight rows of one expert (`rows_schedule_triton`).
+4. The gate and up projections of these blocks, and SwiGLU (`rows_fixed_triton`, or `rows_general_triton`). Each block reads
+   its expert's weights once.
+5. The down projections, in the same way.
+6. For each row, the sum of its experts' outputs times their shares, plus the residual stream (`rows_schedule_triton`).
 
-Rows set bits of words with atomics, and nothing else: the order of every sum is the same in each run. What a row gives is
-the same bits whatever rows stand beside it.
+Atomics only set bits of words, so every sum has the same order each time. A row's result is the same bits, whatever rows
+stand beside it.
 
-H200, 2026-11-23, the flagship's experts (256, 8 of them per row and a shared one, [2048] and [512], int4): a layer takes
-42.2/64.5/125/142 us at 8/16/64/128 rows, of which 1. to 3. take 8 to 12.
+H200, 2026-11-23, the flagship's experts (256, of which a row takes 8, and a shared one; H is 2048 and I 512, int4): a layer
+takes 42.2/64.5/125/142 us at 8/16/64/128 rows. Kernels 1 to 3 take 8 to 12 us of that.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from . import rows_schedule_triton as scheduling
 from . import step_triton
 from .step_triton import check_weights, weight_pointers, weight_tensors
 
-# Experts and elements of a program that makes a part of the logits, by the model's dtype.
+# Experts, and elements of a row, per program of the router, by the model's dtype.
 # In bfloat16 a delta-net layer takes 71.1/108.1/159.1/226.9 us with (32, 512) at 8/16/32/64 rows, 72.6/108.3/161.0/226.8 with
 # (64, 512), and 73.4/108.2/158.7/226.9 with (16, 512).
 ROUTER = {torch.bfloat16: (32, 512), torch.float32: (16, 128)}
-# Turns of the gate and up projections' loop whose weights are on their way, and one; for up to FEW_ROWS rows, and for more.
-# 21.4/36.9/54.2/71.1/83.4 us with 2 at 8/16/32/64/128 rows, 24.5/38.2/54.5/69.9/78.9 with 3.
+# Stages of the gate and up projections' loop (`num_stages`), for up to FEW_ROWS rows, and for more. With 2 stages they take
+# 21.4/36.9/54.2/71.1/83.4 us at 8/16/32/64/128 rows, with 3 stages 24.5/38.2/54.5/69.9/78.9.
 STAGES = {FEW_ROWS: 2, MAX_ROWS: 3}
 # Columns per program of the last kernel.
 SUM_COLUMNS = 1024
@@ -54,10 +55,11 @@ def sparse_moe(
 ) -> Tensor:
     """See `reference.sparse_moe`; 1 to 256 rows in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes.
 
-    What is traced for one row is the operations of `step_triton`.
+    If x has one row when it is traced, the operations are those of `step_triton`.
 
     Raises:
-        ExportError: see `limits.check_experts` and `check_weight`; or a shared expert that does not match, or more rows.
+        ExportError: see `limits.check_experts` and `check_weight`; also for a shared expert that does not match, and for
+            more than 256 rows.
     """
     if is_one(x.shape[0]):
         return step_triton.sparse_moe(x, norm, gate, shared_gate, top_k, routed, shared, slots)
@@ -108,7 +110,7 @@ def _sparse_moe_rows(
 
 
 def takes_fixed_point(size: int, inner: int, shared_inner: int, group: int, dtype: torch.dtype) -> bool:
-    """Whether `rows_fixed_triton` takes experts of these sizes; shared_inner: 0 without a shared expert."""
+    """Whether `rows_fixed_triton` takes experts of these sizes; `shared_inner` is 0 without a shared expert."""
     return group == 128 and dtype == torch.bfloat16 and (size | inner) % 256 == 0 and shared_inner in (0, inner)
 
 
@@ -122,7 +124,7 @@ def _route(
     slots: Tensor | None,
     in_fixed_point: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """prepared, x_scale, members, ranks and shares, as `rows_route_triton.choose_rows_early` says."""
+    """Returns prepared, x_scale, members, ranks and shares; see `rows_route_triton.choose_rows_early`."""
     (rows, size), experts = x.shape, gate.shape[0]
     tile, width = ROUTER[x.dtype]
     slices, words = _blocks(size, width), _blocks(rows, scheduling.WORD.value)
@@ -178,10 +180,10 @@ def _route(
 
 
 def _schedule(members: Tensor, ranks: Tensor, top_k: int, shared: bool) -> tuple[Tensor, int]:
-    """The schedule [blocks, RECORD], and how many places there are: see `rows_schedule_triton`."""
+    """The schedule [blocks, RECORD], and the number of places; see `rows_schedule_triton`."""
     rows, experts = ranks.shape
     block = scheduling.BLOCK.value
-    # As many as all choices, if each is of another expert; and an expert's last block may be all but empty.
+    # An upper bound: there are no more blocks than choices, and only the last block of an expert has fewer than BLOCK rows.
     blocks = torch.sym_min(rows * top_k, (rows * top_k + experts * (block - 1)) // block)
     places = rows * top_k
     if shared:
@@ -211,12 +213,12 @@ def _multiply_fixed(
     down: tuple[Tensor, ...],
     parts: Tensor,
 ) -> None:
-    """Writes parts [R (k (+ 1)), H]; weights: what `weight_pointers` gives."""
+    """Writes parts [R (k (+ 1)), H]. `gate_up` and `down` are results of `weight_pointers`."""
     experts, size = down[0].shape[:2]
     inner, blocks, share = down[0].shape[2] * 2, schedule.shape[0], fixed.SHARE.value
     common = {"SIZE": size, "INNER": inner, "EXPERTS": experts, "EARLY": starts_early(), "num_warps": 4}
     stages = STAGES[row_class(prepared.shape[0])]
-    # Down projections read BLOCK places of each block.
+    # Down projections read BLOCK places for each block, also where it has fewer rows.
     places = places + scheduling.BLOCK.value
     hidden = torch.empty(places, 2, inner, dtype=torch.int8, device=schedule.device)
     hidden_scale = _floats(schedule, places, inner // share)
@@ -239,7 +241,7 @@ def _multiply_general(
     shared_inner: int,
     group: int,
 ) -> None:
-    """As `_multiply_fixed`."""
+    """As `_multiply_fixed`, with the kernels of `rows_general_triton`."""
     experts, size = down[0].shape[:2]
     widest, blocks = max(inner, shared_inner), schedule.shape[0]
     common = {"SIZE": size, "INNER": inner, "SHARED_INNER": shared_inner, "WIDEST": widest, "EXPERTS": experts}

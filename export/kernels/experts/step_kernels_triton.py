@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""The kernels of `step_triton` over the experts, composed of the parts in `linear.step_tiles_triton`.
+"""The kernels of `step_triton` over the experts, composed of the functions in `linear.step_tiles_triton`.
 
-A tile is UNITS units of a row, 16 bytes per lane; in `experts_down_early` a row continues from one expert to the next. GROUP
-is 0 for weights in a floating dtype; then scales are not read.
+A tile is UNITS units of a row, 16 bytes per lane. In `experts_down_early` the same row of all chosen experts counts as one
+long row. GROUP is 0 for weights in a floating dtype; then scales are not read.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ def experts_gate_up_early(
     INTEGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """hidden = silu(gate) * up, ROWS rows of one expert per program: the shared expert's programs, then the routed ones'.
+    """Write hidden = silu(gate) * up, ROWS rows of one expert per program.
 
-    The smaller an expert's weight, the longer it takes to find, so the earlier its programs start. This kernel is a late one
-    (R3 in `delegate/graphs/nodes.py`): `experts_down_early` relies on that.
+    The shared expert's programs come first. Then come the routed experts' programs, the smallest logit first: an expert with
+    a smaller logit takes longer to find, so its programs start earlier. This kernel is a late one (R3 in
+    `delegate/graphs/nodes.py`), and `experts_down_early` relies on this.
     """
     BLOCKS: tl.constexpr = INNER // ROWS
     SHARED_BLOCKS: tl.constexpr = SHARED_INNER // ROWS
@@ -85,7 +86,7 @@ def experts_gate_up_early(
         keys = load_keys(logits, EXPERTS, "")
         x = load_inputs(h, SIZE, GROUP, UNITS)
         first_row = expert_of(largest_key(keys, choice)) * (2 * INNER) + first
-        # In one block with the products: so the compiler knows that the weights take longest and waits for them last.
+        # Loads and products stand in one block, so the compiler knows that the weights take longest, and waits for them last.
         tiles = load_pairs(gate_up, gate_up_scale, first_row, INNER, SIZE, GROUP, ROWS, UNITS)
         store_swiglu(hidden + choice * INNER + first, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, LANE, INTEGER)
 
@@ -115,11 +116,12 @@ def experts_down_early(
     INTEGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """out [SIZE] = residual + the weighted sum over the experts, ROWS elements per program; all experts' rows load together.
+    """Write out [SIZE] = residual + the weighted sum over the experts, ROWS elements per program.
 
-    Before its wait it reads the logits and the residual stream, which kernels of the step wrote: `experts_gate_up_early`, a
-    late kernel, must be directly ahead of it (R4 and R5 in `delegate/graphs/nodes.py`). WIDTH and SHARED_WIDTH: units of a
-    tile that an expert's row takes.
+    A program loads the rows of all experts together. Before its wait the kernel reads the logits and the residual stream,
+    which other kernels of the step wrote. So `experts_gate_up_early`, a late kernel, must come directly ahead of it (R4 and
+    R5 in `delegate/graphs/nodes.py`). WIDTH and SHARED_WIDTH: units of a tile that a row of a routed expert takes, and of the
+    shared expert.
     """
     ROW: tl.constexpr = INNER // 8 if GROUP > 0 else INNER
     SHARED_ROW: tl.constexpr = SHARED_INNER // 8 if GROUP > 0 else SHARED_INNER
@@ -148,7 +150,7 @@ def experts_down_early(
     for start in tl.static_range(0, TOP_K * WIDTH, UNITS):
         choice, unit = choice_units(start, 1, UNITS, WIDTH)
         inside = (choice < TOP_K) & (unit < ROW)
-        # Where the compiler sees a plain range, loads are of 16 bytes, otherwise of 8.
+        # If the compiler sees a plain range, it loads 16 bytes at a time, otherwise 8.
         position = start + tl.arange(0, UNITS) if ROW == WIDTH else choice * ROW + unit
         x = load_input_at(hidden, position, inside, GROUP)
         inputs = inputs + (x,)  # type: ignore[assignment]  # noqa: RUF005
@@ -182,7 +184,7 @@ def load_pairs(
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """ROWS gate rows from `first` on and the up rows INNER rows after them, all of each: a tuple of `load_tile`'s results."""
+    """Load ROWS whole gate rows from `first` on, and the up rows INNER rows after them: a tuple of `load_tile`'s results."""
     tiles = ()
     for start in tl.static_range(0, SIZE // 8 if GROUP > 0 else SIZE, UNITS):
         tile = load_tile(weight, scales, first, start, 2 * INNER, SIZE, GROUP, 2 * ROWS, UNITS, INNER)
@@ -192,7 +194,7 @@ def load_pairs(
 
 @triton.jit
 def load_inputs(h, SIZE: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr):
-    """`load_input` for each tile of a row."""
+    """Load the inputs of a whole row: a tuple of `load_input`'s results, one per tile."""
     x = ()
     for start in tl.static_range(0, SIZE // 8 if GROUP > 0 else SIZE, UNITS):
         x = x + (load_input(h, start, SIZE, GROUP, UNITS),)  # type: ignore[assignment]  # noqa: RUF005
@@ -227,14 +229,17 @@ def store_swiglu(
 
 @triton.jit
 def choice_units(START: tl.constexpr, STEP: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Every STEP-th unit of the tile from START, in runs of WIDTH units: which run, and which unit of it."""
+    """For every STEP-th unit of the tile from START: which stretch of WIDTH units has it, and its index in the stretch."""
     unit = START + tl.arange(0, UNITS // STEP) * STEP
     return unit // WIDTH, unit % WIDTH
 
 
 @triton.jit
 def of_choice(values, choice, START: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr):
-    """The number of a tuple that each element of `choice`, in the tile from START, selects; past the tuple's end its last."""
+    """For each element of `choice`, in the tile from START: the value of the tuple `values` that it selects.
+
+    Past the tuple's end it selects the last value.
+    """
     FIRST: tl.constexpr = START // WIDTH
     LAST: tl.constexpr = min(len(values), (START + UNITS + WIDTH - 1) // WIDTH)
     picked = tl.broadcast_to(values[LAST - 1], choice.shape)
@@ -257,7 +262,7 @@ def load_chosen(
     UNITS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """`load_tile` of ROWS rows of the experts with `keys`, one expert after another."""
+    """`load_tile` for ROWS rows of the experts with these `keys`, one expert after the other."""
     ROW: tl.constexpr = INNER // 8 if GROUP > 0 else INNER
     choice, unit = choice_units(START, 1, UNITS, WIDTH)
     expert = expert_of(of_choice(keys, choice, START, UNITS, WIDTH)).to(tl.int64) * SIZE + first_row
@@ -291,7 +296,7 @@ def load_shared(
     UNITS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """ROWS rows of the shared expert, one after another as if they were one row: `load_tile` of that."""
+    """`load_tile` for ROWS rows of the shared expert, which count as one long row."""
     ROW: tl.constexpr = INNER // 8 if GROUP > 0 else INNER
     row, unit = choice_units(START, 1, UNITS, WIDTH)
     inside = (row < ROWS) & (unit < ROW)
@@ -317,7 +322,7 @@ def add_to_rows(
     WIDTH: tl.constexpr,
     LANE: tl.constexpr,
 ):
-    """The lanes' sums per row, with the products of a tile of `load_shared` added, each to the sum of its row."""
+    """Add the products of a tile of `load_shared` to the lanes' sums, each product to the sum of its row."""
     row, _ = choice_units(START, LANE, UNITS, WIDTH)
     added = ()
     for i in tl.static_range(ROWS):

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The router of `step_triton`: the kernel of its logits, and how the next kernels choose the experts from them."""
+"""The router of `step_triton`: the kernel that computes the logits, and functions that choose experts in later kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
-# Every warp holds all of a tensor with as many elements as it has lanes, so each warp reduces it by itself.
+# Lanes of a warp. Every warp holds all of a tensor with LANES elements, so each warp reduces it by itself.
 LANES = tl.constexpr(32)
 
 
@@ -27,12 +27,12 @@ def route_logits_early(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """logits [COUNT], ROWS per program: products with the rows of `gate` and then of `shared_gate`."""
+    """Write logits [COUNT], ROWS per program: products of the normed h with the rows of `gate`, then of `shared_gate`."""
     start_next(EARLY)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    # Rows past the last one read the last one again.
+    # Rows past the last read the last row again.
     read = tl.minimum(row, COUNT - 1)
     first = tl.where(read < EXPERTS, gate + read * SIZE, shared_gate)
     tile = tl.load(first[:, None] + column[None, :], mask=inside[None, :], other=0.0)
@@ -47,19 +47,21 @@ def route_logits_early(
 
 @triton.jit
 def add_pairs(a, b, c, d):
-    """For a reduction of two tensors in one pass."""
+    """Add two pairs. With this, `tl.reduce` sums two tensors in one pass."""
     return a + c, b + d
 
 
 @triton.jit
 def load_keys(logits, EXPERTS: tl.constexpr, CACHE: tl.constexpr):
-    """Unsigned integers in the order of the logits, of equal logits the lower index the larger: a tuple of [LANES].
+    """The experts' sort keys, unsigned integers in the order of the logits: a tuple of tensors [LANES].
 
-    The upper half has the logit's bits, changed so that their order as integers is that of the logits; the lower half has the
-    index, in falling order. Logits in bfloat16 have keys of 32 bits, others of 64. No expert's key is 0. CACHE is the
-    modifier of the loads: ".cg" reads past the first-level cache, for a kernel that reads before its wait (R4 of
-    `early_start_triton`). Then the warps of all programs read the same few lines of L2, which costs a microsecond, so
-    other kernels do not.
+    The upper half of a key has the logit's bits, changed so that integers compare as the logits do. The lower half has the
+    index, inverted: of two equal logits, the one with the lower index has the larger key. Logits in bfloat16 have keys of 32
+    bits, others of 64. No expert's key is 0.
+
+    CACHE: the cache modifier of the loads. ".cg" reads past the first-level cache, for a kernel that reads before its wait
+        (R4 in `delegate/graphs/nodes.py`). The warps of all programs then read the same few lines of L2, which costs a
+        microsecond, so other kernels do not use it.
     """
     keys = ()
     for start in tl.static_range(0, EXPERTS, LANES):
@@ -71,7 +73,7 @@ def load_keys(logits, EXPERTS: tl.constexpr, CACHE: tl.constexpr):
 
 @triton.jit
 def key_of(value, expert):
-    """The key of an expert with the logit `value`, as `load_keys` says."""
+    """The key of an expert with the logit `value`; see `load_keys`."""
     # Adding 0 turns -0 into 0.
     bits = (value.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
     if value.dtype == tl.bfloat16:
@@ -85,7 +87,7 @@ def key_of(value, expert):
 
 @triton.jit
 def largest_key(keys, rank):
-    """The key that exactly `rank` keys are larger than."""
+    """The key with this rank: exactly `rank` keys are larger."""
     best = tl.full([], 0, keys[0].dtype)
     for _ in range(rank + 1):
         best = next_largest(keys, best)
@@ -103,10 +105,10 @@ def largest_keys(keys, COUNT: tl.constexpr):
 
 @triton.jit
 def next_largest(keys, best):
-    """The largest key below `best`, or of all for 0.
+    """The largest key below `best`; if `best` is 0, the largest of all keys.
 
-    In unsigned differences to `best`, smaller keys come out above larger ones, and the next key comes out largest. That is an
-    addition and a maximum per key, which are one instruction.
+    Keys are compared by `key - best`, which is unsigned. The difference of a key below `best` wraps around and becomes large;
+    the next key has the largest difference. That is an addition and a maximum per key, which are one instruction.
     """
     step = keys[0] - best
     for chunk in tl.static_range(1, len(keys)):
@@ -116,7 +118,7 @@ def next_largest(keys, best):
 
 @triton.jit
 def expert_of(key):
-    """The expert that a key of `load_keys` is of."""
+    """The expert of a key of `load_keys`."""
     return 0xFFFF - (key & 0xFFFF).to(tl.int32)
 
 
@@ -132,7 +134,7 @@ def logit_of(key):
 
 @triton.jit
 def softmax_of(keys):
-    """The softmax over the logits of a tuple of keys, the largest first: a tuple of numbers."""
+    """The softmax over the logits of `keys`, a tuple with the largest first: a tuple of numbers."""
     largest = logit_of(keys[0])
     powers = ()
     total = 0.0

@@ -1,8 +1,8 @@
 """A mixture of experts for one token as three Triton kernels that start early: router; gate and up; down.
 
-The norm is one factor for the whole vector, so each program sums x^2 beside its products. No kernel chooses the experts: each
-program of `experts_gate_up` finds its own in the logits while the input that it needs is being loaded, and each program of
-`experts_down` finds them all and loads their weights while `experts_gate_up` still runs.
+The norm is one factor for the whole vector, so each program sums x^2 beside its products. No kernel of its own chooses the
+experts. Each program of `experts_gate_up` finds its expert in the logits while its input is being loaded. Each program of
+`experts_down` finds all chosen experts, and loads their weights while `experts_gate_up` still runs.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .step_route_triton import route_logits_early
 
 @dataclass(frozen=True)
 class Config:
-    """What one program does.
+    """How much of a weight one program takes, and how it multiplies.
 
     Attributes:
-        units: of its weights, as `linear.step_tiles_triton` calls them, the padding of rows included.
-        rows: the most rows among which it divides them.
-        warps: the most warps that it has.
-        integer: whether inputs in bfloat16 are multiplied by int4 weights in fixed point, as `linear.step_fixed_point_triton`
-            says. Float32 inputs never are.
+        units: units of weights per program (see `linear.step_tiles_triton`), the padding of rows included.
+        rows: rows per program, at most.
+        warps: warps per program, at most.
+        integer: whether inputs in bfloat16 are multiplied by int4 weights in fixed point (see
+            `linear.step_fixed_point_triton`). Float32 inputs never are.
     """
 
     units: int
@@ -44,22 +44,22 @@ class Config:
     integer: bool = True
 
     def rows_of(self, count: int, width: int) -> int:
-        """Rows per program, a power of two that divides their number, where a row has `width` units with its padding."""
+        """Rows per program, a power of two that divides `count`, the number of rows. A row has `width` units with padding."""
         return max(1, min(self.rows, self.units // width, count & -count))
 
     def constants(self, weight: Weight, dtype: torch.dtype, width: int) -> dict[str, Any]:
-        """What kernels are compiled for: warps along a row of `width` units, 16 bytes of it per lane.
+        """Compile-time constants of a kernel. Its warps lie along a row of `width` units, with 16 bytes per lane.
 
-        dtype: of the inputs.
+        dtype: the inputs' dtype.
         """
         warps = max(1, min(self.warps, width // (32 * units_per_lane(weight.values.dtype))))
         return {"EARLY": starts_early(), **tile_constants(weight, dtype, warps, 1, self.integer)}
 
 
-# At the flagship's shapes in int4: 129 programs of two rows; 576 of 8 gate and 8 up rows, six of which fit on a
-# multiprocessor (168 registers per thread); 128 of 16 rows over nine experts. On an H200 each is one wave. In a chain of
-# layers, these three and the output projection ahead of them take 14.4 us per layer; 15.3 with 8 rows for the down
-# projections and 16.0 with 4.
+# At the flagship's shapes in int4 the router has 129 programs of two rows. Gate and up have 576 programs of 8 gate and 8 up
+# rows; six programs fit on a multiprocessor (168 registers per thread). Down has 128 programs of 16 rows over nine experts.
+# On an H200 each kernel is one wave. In a chain of layers, these three and the output projection ahead of them take 14.4 us
+# per layer; 15.3 with 8 rows for the down projections, and 16.0 with 4.
 # In bfloat16 the down projections take 5.5 us with 8 rows and 6.3 with 4.
 ROUTER = Config(units=4096, rows=2, warps=1)
 GATE_UP = {
@@ -107,10 +107,11 @@ def _route_logits(x: Tensor, norm_weight: Tensor, eps: float, gate: Tensor, shar
 def experts_gate_up(x: Tensor, norm: Norm, logits: Tensor, top_k: int, routed: Weight, shared: Weight | None) -> Tensor:
     """See `reference.experts_gate_up`; x in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes.
 
-    Its kernel is a late one, and that of `experts_down` must be directly behind it (R3 to R5 in `delegate/graphs/nodes.py`).
+    The kernel is a late one. The kernel of `experts_down` must come directly behind it (R3 to R5 in
+    `delegate/graphs/nodes.py`).
 
     Raises:
-        ExportError: see `check_experts` and `check_weight`; or a shared expert that does not match.
+        ExportError: see `check_experts` and `check_weight`; also for a shared expert that does not match.
     """
     inner = 0 if shared is None else shared.rows // 2
     check_weights(routed, shared, x.dtype, (x.shape[1], routed.rows // 2, inner), top_k)
@@ -159,11 +160,12 @@ def experts_down(
 ) -> Tensor:
     """See `reference.experts_down`; residual in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes.
 
-    Its kernel reads `logits` and `residual` before its wait. So among kernels that start early it must be directly behind
-    that of `experts_gate_up`, and both tensors must be older than that one (R4 and R5 in `delegate/graphs/nodes.py`).
+    The kernel reads `logits` and `residual` before its wait. So, among kernels that start early, it must come directly behind
+    the kernel of `experts_gate_up`. Both tensors must be written ahead of that kernel (R4 and R5 in
+    `delegate/graphs/nodes.py`).
 
     Raises:
-        ExportError: see `check_experts` and `check_weight`; or a shared expert that does not match.
+        ExportError: see `check_experts` and `check_weight`; also for a shared expert that does not match.
     """
     inner = 0 if shared is None else shared.columns
     check_weights(routed, shared, residual.dtype, (routed.rows, routed.columns, inner), top_k)
@@ -186,7 +188,7 @@ def _experts_down(
     per_unit = 1 if down_scale is None else 8
     shared_inner = 0 if shared_down is None else Weight(shared_down, shared_down_scale).columns
     config = DOWN[down.dtype]
-    # A lane's units lie in one row.
+    # At least 8, so that all units of a lane lie in one row.
     width, shared_width = (max(8, triton.next_power_of_2(count // per_unit)) for count in (inner, shared_inner))
     total = triton.next_power_of_2(top_k) * width
     rows = config.rows_of(size, total)
@@ -228,7 +230,7 @@ def sparse_moe(
 
 
 def weight_tensors(routed: Weight, shared: Weight | None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Values and scale of both: what an operator of torch takes in their place."""
+    """Values and scales of both weights, as an operator of torch takes them."""
     return (
         (routed.values, routed.scale, None, None)
         if shared is None
@@ -239,7 +241,10 @@ def weight_tensors(routed: Weight, shared: Weight | None) -> tuple[Tensor, Tenso
 def weight_pointers(
     values: Tensor, scale: Tensor | None, shared: Tensor | None, shared_scale: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Without a shared expert the routed ones' twice, for both are compiled: their types must be equal."""
+    """Values and scales of both weights, as a kernel takes them.
+
+    Without a shared expert, the routed experts' tensors stand in both places. A kernel has code for both, with equal types.
+    """
     routed = pointers(values, scale)
     return *routed, *(routed if shared is None else pointers(shared, shared_scale))
 
@@ -247,7 +252,7 @@ def weight_pointers(
 def check_weights(
     routed: Weight, shared: Weight | None, dtype: torch.dtype, sizes: tuple[int, int, int], top_k: int
 ) -> None:
-    """`sizes`: H, the routed experts' inner size and the shared one's. Raises ExportError."""
+    """Raises ExportError if the kernels cannot take these weights. `sizes`: H, the routed and the shared inner size."""
     size, inner, shared_inner = sizes
     check_experts(size, inner, routed.values.shape[0], top_k, routed.group_size)
     for weight in (routed, shared):

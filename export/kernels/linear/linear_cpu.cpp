@@ -1,4 +1,4 @@
-// The operators of linear/linear_cpu.py: a product with what stands before and behind it.
+// The operators of linear/linear_cpu.py: products, with the operations before and behind them.
 #include "product_cpu.h"
 #include "rows_cpu.h"
 
@@ -25,8 +25,8 @@ struct Convolution {
   const Array weight, state;
   const int64_t channels, width;
 
-  // Inputs of `count` channels from `channel` on stand in y, [rows, stride]: put the SiLU of their convolution there, and move
-  // the states on.
+  // Replaces the inputs in y [rows, stride] by the SiLU of their convolution, for `count` channels from `channel` on, and
+  // updates the states.
   void apply(const Array& y, const std::vector<Run>& runs, int64_t stride, int64_t channel, int64_t count) const {
     int64_t behind = width - 1;
     Floats few[2 * USUAL_WIDTH];

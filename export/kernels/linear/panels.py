@@ -1,15 +1,16 @@
 """The order in which a CPU reads weights: panels of 16 rows, one for each lane of a vector.
 
-All rows of a panel are multiplied by the same piece of the input at the same time, so that nothing is summed across lanes,
-and one panel is one stretch of memory. In a panel of a weight [N, K] stand one after the other:
+All rows of a panel are multiplied by the same elements of the input at the same time. So nothing is summed across lanes, and
+a panel is one stretch of memory. A panel of a weight [N, K] holds, one after the other:
 
     float32    for each k: the element k of the 16 rows
     bfloat16   for each pair of neighbours: the pairs of the 16 rows
-    int4       for each eight neighbours: four bytes of each row, the first four in the low halves, the others in the high
+    int4       for each eight neighbours: four bytes of each row, the first four neighbours in the low nibbles, the others in
+               the high nibbles
     scales     for each group: the scales of the 16 rows
 
-Rows that fill no panel stay behind the panels as they were, and so do all rows of an odd number of bfloat16 elements. Shapes,
-dtypes and sizes stay what they were.
+Rows that do not fill a panel stay unchanged behind the panels. So do all rows with an odd number of bfloat16 elements.
+Shapes, dtypes and sizes do not change.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from ostinato.export.formats.int4 import pack_int4, unpack_int4
 
 LANES = 16
-# Elements of a row that stand together.
+# Neighbouring elements of a row that stay together in a panel.
 _TOGETHER = {torch.float32: 1, torch.bfloat16: 2}
 _EIGHT, _FOUR = 8, 4
 
@@ -43,12 +44,12 @@ def unpack_panels(values: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor 
 
 
 def unpack_scale(scale: Tensor) -> Tensor:
-    """What `unpack_panels` makes of a scale [..., N, K / G]."""
+    """A scale [..., N, K / G] in panels -> the same in rows, as `unpack_panels` returns it."""
     return _with_panels(scale, scale.shape[-1], 1, _unpack)
 
 
 def rows_of_panels(values: Tensor, rows: Tensor) -> Tensor:
-    """values [N, K] in panels, float32 or bfloat16; rows [T] int64 -> those rows, [T, K]."""
+    """The rows `rows` [T] int64 of values [N, K] in panels, float32 or bfloat16: [T, K]."""
     count, columns = values.shape
     together = _TOGETHER[values.dtype]
     whole = count // LANES * LANES if columns % together == 0 else 0
@@ -59,7 +60,7 @@ def rows_of_panels(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def _with_panels(x: Tensor, columns: int, together: int, change: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """x [..., N, K] with the rows that fill panels changed, of which `change` gets [..., N', K]."""
+    """x [..., N, K] with the rows that fill panels changed. `change` gets these rows, [..., N', K]."""
     whole = x.shape[-2] // LANES * LANES if columns % together == 0 else 0
     if whole == 0:
         return x

@@ -1,6 +1,6 @@
 """A linear layer on the GPU for any number of tokens: torch's product, and a kernel that dequantises int4 weights for it.
 
-Besides, what brings int4 weights that are stored for a CPU into the order that kernels here read.
+Another kernel brings int4 weights that are stored for a CPU, in panels, into the order that the GPU's kernels read.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from . import reference
 from .limits import check_weight
 from .panels import LANES, unpack_panels, unpack_scale
 
-# Half spans of 32 elements per program: 4 KB of bytes in, 16 KB of bfloat16 out.
+# Half spans, of 32 elements each, per program: 4 KB of packed bytes in, 16 KB of bfloat16 out.
 DEQUANTIZE_BLOCK = 256
-# Eights of neighbours per program of the kernel that takes weights out of panels, of each row of a panel.
+# Eights (groups of eight bytes) of each row of a panel, per program of the kernel that takes weights out of panels.
 UNPACK_BLOCK = 64
 
 
@@ -38,7 +38,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
 @torch.library.triton_op("ostinato::dequantize_int4", mutates_args={})
 def dequantize_int4(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`dequantize_int4` of contiguous values [N, K / 2], bit for bit."""
+    """The result of `dequantize_int4` in `formats/int4.py`, bit for bit, for contiguous values [N, K / 2]."""
     n, k = values.shape[0], values.shape[1] * 2
     out = torch.empty((n, k), dtype=dtype, device=values.device)
     halves = n * k // 32
@@ -55,7 +55,7 @@ def dequantize_int4(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def without_panels(weight: Weight) -> Weight:
-    """The same weight [..., N, K] as rows; N is a multiple of 16 where it is int4 in panels."""
+    """The same weight [..., N, K] in rows, without panels. N must be a multiple of 16 for int4 in panels."""
     if not weight.in_panels:
         return weight
     if weight.scale is None:
@@ -65,7 +65,7 @@ def without_panels(weight: Weight) -> Weight:
 
 @torch.library.triton_op("ostinato::unpack_int4_panels", mutates_args={})
 def unpack_int4_panels(values: Tensor) -> Tensor:
-    """The bytes [..., N, K / 2] of `panels.unpack_panels`, N being a multiple of 16."""
+    """int4 values [..., N, K / 2] in panels -> the same in rows, as `panels.unpack_panels`. N is a multiple of 16."""
     rows, eights = values.numel() // values.shape[-1], values.shape[-1] // 8
     out = torch.empty_like(values)
     block = min(UNPACK_BLOCK, triton.next_power_of_2(eights))
@@ -82,11 +82,11 @@ def unpack_panels_kernel(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """BLOCK eights of bytes of one panel's rows per program: an eight is a quarter of a span of 64 elements.
+    """Write BLOCK eights of each row of one panel per program. An eight is eight bytes, a quarter of a span of 64 elements.
 
-    A panel has words of eight neighbours, the first four in the low halves of the bytes and the others in the high ones. A
-    row has for each element of a span, in the low half, the one 32 behind it in the high half. So two words of a panel, of
-    which one is four words behind the other, become two neighbouring words of a row.
+    In a panel, a word has eight neighbouring elements: the first four in the low nibbles of its bytes, the others in the high
+    nibbles. In a row, a byte has an element of a span in its low nibble, and the element 32 places behind in its high nibble.
+    So two words of a panel, a row's words i and i + 4, become two neighbouring words of the row.
     """
     panel = tl.program_id(0).to(tl.int64)
     eight = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -112,9 +112,9 @@ def dequantize_kernel(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """BLOCK half spans of 32 elements per program, 16 bytes of packed weights each; there is no gap between rows."""
+    """Dequantise BLOCK half spans per program: 32 elements each, in 16 bytes of packed weights. Rows are contiguous."""
     chunk = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # Chunk c holds 16 elements of the first half of span c // 2 and 16 of its second.
+    # Half span c of `chunk` holds 16 elements of the first half of span c // 2, and 16 of its second half.
     inside = chunk < HALVES
     element = tl.arange(0, 16)[None, :]
     packed = tl.load(weight_ptr + chunk[:, None] * 16 + element, mask=inside[:, None], other=0)

@@ -3,17 +3,17 @@
 namespace ostinato {
 namespace {
 
-// Rows of inputs that are multiplied at a time: as many as the registers hold sums of.
+// Rows of inputs that are multiplied at a time: the registers hold the sums of this number of rows.
 #ifdef OSTINATO_AVX512
 constexpr int TILE = 12, INT4_TILE = 12;
 #else
-// Five and not six, which would leave no register for what bfloat16 pairs are taken apart in: 95 GMAC/s against 67 on two cores.
+// Five, not six: six would leave no register in which to take bfloat16 pairs apart (on two cores 67 GMAC/s, with five 95).
 constexpr int TILE = 5, INT4_TILE = 8;
 #endif
-// Bytes between what is multiplied and what is fetched: the hardware's own fetching ends at each page of 4 KB.
+// Distance in bytes from what is multiplied to what is prefetched. The hardware's own prefetching ends at each page of 4 KB.
 constexpr int64_t AHEAD = 2048;
 
-// What is smaller counts as nothing: 127 over it would overflow.
+// A group whose largest magnitude is not above this counts as zeros: 127 divided by a tiny number would overflow.
 constexpr float MIN_PEAK = 1e-30f;
 
 int32_t word(const void* p) {
@@ -25,8 +25,8 @@ int32_t word(const void* p) {
 void fetch(const void* p, int64_t ahead = AHEAD) { _mm_prefetch((const char*)p + ahead, _MM_HINT_T0); }
 
 #ifdef OSTINATO_AMX
-// From how many rows on tiles are faster. Four-bit weights meet tiles of bytes, whose sums become floats after each group: the
-// longer a group, the less that costs. Groups of less than a tile's row are made bfloat16 first.
+// The number of rows from which on tiles are faster. Four-bit weights use tiles of bytes, whose sums become floats after each
+// group: the longer a group, the less that costs. In groups shorter than a tile's row, weights become bfloat16 first.
 constexpr int64_t TILES_FROM = 8, WIDE_TILES_FROM = 24;
 
 int64_t tiles_from(Format format, int64_t group) {
@@ -36,14 +36,14 @@ int64_t tiles_from(Format format, int64_t group) {
   return group == TILE_BYTES ? 32 : 8;
 }
 
-// A panel of four-bit weights as one of bfloat16.
+// Converts a panel of four-bit weights to a panel of bfloat16.
 void widen_panel(const uint8_t* w, const bfloat16* scale, int64_t columns, int64_t group, bfloat16* out) {
   __m512 numbers = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
   for (int64_t begin = 0; begin < columns; begin += group, scale += LANES) {
     __m512 factor = load(scale).v;
     for (int64_t k = 0; k < group; k += 8, w += 64, out += 8 * LANES) {
       __m512i both = _mm512_loadu_si512(w);
-      // A permutation looks at the low four bits of a lane.
+      // No mask is needed after the shift: the permutation uses only the low four bits of a lane.
       auto number = [&](int shift) {
         return _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srlv_epi32(both, _mm512_set1_epi32(shift)), numbers), factor);
       };
@@ -87,11 +87,11 @@ Inputs::Inputs(const Weight& weight, int64_t rows, [[maybe_unused]] int64_t more
     : format_(weight.format),
       rows_(rows),
       columns_(weight.columns),
-      // A line more than the columns take: rows of a power of two would all begin in the same set of a cache.
+      // One cache line more than the columns take: rows whose size is a power of two would all begin in one set of the cache.
       stride_((weight.columns + 63) / 64 * 64 + 64),
       group_(weight.group) {
 #ifdef OSTINATO_AMX
-  // What the last tile has beyond the last row is read and counts for nothing.
+  // The last tile reads memory behind the last row; these results are not used.
   int64_t room = rows + TILE_ROWS;
   if (format_ == Format::INT4 && group_ < TILE_BYTES && std::max(rows, more) >= WIDE_TILES_FROM) halves_.reserve(room * stride_);
 #else
@@ -101,7 +101,7 @@ Inputs::Inputs(const Weight& weight, int64_t rows, [[maybe_unused]] int64_t more
     bytes_.reserve(room * stride_);
     scales_.reserve(room * (columns_ / group_));
     offsets_.reserve(room * (columns_ / group_));
-    // Others than zeros might be slow: denormal ones.
+    // Zeros, since denormal numbers could be slow.
     std::memset(scales_ + rows * (columns_ / group_), 0, (room - rows) * (columns_ / group_) * sizeof(float));
 #ifdef __AVX512BF16__
   } else if (format_ == Format::BFLOAT16) {
@@ -120,7 +120,7 @@ void Inputs::put(int64_t row, const float* x, int64_t begin, int64_t count) {
   }
   if (!bytes_) return;
   for (int64_t at = begin; at < begin + count; at += group_, x += group_) {
-    // What is infinite or NaN is NaN less itself.
+    // An infinite value or NaN minus itself is NaN.
     Floats peaks = zeros(), strange = zeros();
     for (int64_t i = 0; i < group_; i += LANES) {
       Floats value = load(x + i);
@@ -136,7 +136,7 @@ void Inputs::put(int64_t row, const float* x, int64_t begin, int64_t count) {
     }
     int64_t group = row * (columns_ / group_) + at / group_;
     scales_[group] = peak / 127;
-    // Weights are stored with 8 added.
+    // Stored weights are n + 8. `multiply_block` subtracts this offset from its sums.
     offsets_[group] = peak == peak ? int32_t(8 * sum(total)) : 0;
   }
 }
@@ -160,7 +160,7 @@ struct BlockProduct {
   int64_t block;
   Block next;
 
-  // From what is multiplied at `at` to what is to be fetched meanwhile: in the end of a block that is the next one.
+  // Distance in bytes from `at`, which is multiplied now, to what is prefetched: at the end of a block, the next block.
   int64_t ahead(const void* at) const {
     const char* end = weight.values_of(block + 1);
     return (const char*)at + AHEAD < end ? AHEAD : AHEAD + (next.weight->values_of(next.index) - end);
@@ -226,7 +226,7 @@ struct BlockProduct {
     for (int64_t group = 0; group < groups; ++group, scale += LANES) {
       fetch(next_scale + group * LANES, 0);
       int64_t distance = ahead(w + group * weight.group * (LANES / 2));
-      // Register by register, so that the sums of M rows and nothing else fill the registers.
+      // One register of lanes after the other, so that only the sums of M rows fill the registers.
       for (int64_t lane = 0; lane < LANES; lane += REGISTER_LANES) {
         const uint8_t* from = w + group * weight.group * (LANES / 2) + lane * 4;
         const int8_t* bytes = in + group * weight.group;
@@ -273,7 +273,7 @@ struct BlockProduct {
   }
 
 #ifdef OSTINATO_AMX
-  // Rows `begin` to `end` at once; false where tiles do not fit or are slower.
+  // Multiplies rows `begin` to `end` in tiles. Returns false, and does nothing, where tiles do not fit or are slower.
   bool tiles(int64_t begin, int64_t end, float* out) const {
     bool int4 = weight.format == Format::INT4;
     if (end - begin < tiles_from(weight.format, weight.group) || weight.columns % TILE_COLUMNS || !may_use_tiles()) return false;
@@ -306,11 +306,11 @@ struct BlockProduct {
       byte_tiles<1>(row, out);
   }
 
-  // COUNT tiles of rows. The tiles' sums are whole numbers, which become floats after each group.
+  // Multiplies COUNT tiles of rows. The tiles' sums are integers, which become floats after each group.
   //
-  // A tile is loaded from memory, and not before what was stored there has left the processor's queue of stores. So the bytes of a
-  // weight are made one part before they are loaded (two made no difference), and a group's sums become floats when the next group is
-  // under way.
+  // A tile is loaded from memory. The load waits until earlier stores to this memory have left the processor's queue of
+  // stores. So the bytes of a weight are unpacked one part before they are loaded (two parts before made no difference), and
+  // a group's sums become floats while the next group is multiplied.
   template <int COUNT>
   void byte_tiles(int64_t row, float* out) const {
     constexpr int64_t PART = TILE_BYTES * LANES;
@@ -325,7 +325,7 @@ struct BlockProduct {
     Floats sums[COUNT][TILE_ROWS];
     for (int tile = 0; tile < COUNT; ++tile)
       for (int m = 0; m < TILE_ROWS; ++m) sums[tile][m] = zeros();
-    // A number n that is stored as n + 8 in four bits becomes 16 n in eight.
+    // A number n, stored as n + 8 in four bits, becomes 16 n in eight bits.
     auto signed_bytes = [](__m512i nibbles) {
       return _mm512_ternarylogic_epi32(nibbles, _mm512_set1_epi8(-16), _mm512_set1_epi8(-128), 0x6A);
     };
@@ -390,7 +390,7 @@ struct BlockProduct {
   }
 #endif
 
-  // One of the rows that stand outside of panels.
+  // The product of row `row` of the inputs with row `n` of the weight, which stands outside of panels.
   float row_outside_panels(int64_t row, int64_t n) const {
     const char* w = weight.values + n * weight.row_bytes();
     int64_t columns = weight.columns;
@@ -426,7 +426,7 @@ void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_
 #ifdef OSTINATO_AMX
   if (product.tiles(begin, end, out)) return;
 #endif
-  // Rather eight rows twice than twelve and four.
+  // Divides rows evenly: 16 rows are twice eight, not twelve and four.
   int64_t max_rows = weight.format == Format::INT4 ? INT4_TILE : TILE, times = (end - begin + max_rows - 1) / max_rows;
   for (int64_t time = 0, row = begin; time < times; ++time) {
     int64_t rows = (end - row + times - time - 1) / (times - time);

@@ -1,4 +1,4 @@
-// Products with weights whose rows stand in panels: linear/panels.py says how.
+// Products with weights whose rows stand in panels (see linear/panels.py).
 #pragma once
 
 #include <algorithm>
@@ -13,14 +13,14 @@ namespace ostinato {
 
 enum class Format { FLOAT32, BFLOAT16, INT4 };
 
-// [rows, columns]; of it `panel_rows` stand in panels of LANES rows, the others one after the other.
+// A matrix [rows, columns]. Its first `panel_rows` rows stand in panels of LANES rows, the others one after the other.
 struct Weight {
   Format format;
   const char* values;
   const bfloat16* scale;
   int64_t rows, columns, group, panel_rows;
 
-  // The matrix that is the last two dimensions of `values`, or the first of them.
+  // The matrix in the last two dimensions of `values`; the first one, if there are several.
   Weight(const Tensor& values, const Tensor& scale);
   Weight expert(int64_t index) const;
 
@@ -38,18 +38,18 @@ struct Block {
   int64_t index;
 };
 
-// Rows of inputs, in the forms in which they meet a weight: float32, bfloat16, or bytes with a scale per group.
+// Rows of inputs, in the forms that products with a weight need: float32, bfloat16, or bytes with a scale per group.
 class Inputs {
  public:
-  // `more`: rows of others that will take rows of these.
+  // `more`: number of rows of another object that will `take` rows of this one.
   Inputs(const Weight& weight, int64_t rows, int64_t more = 0);
 
   int64_t rows() const { return rows_; }
-  // Write a row, of as many elements as the weight has columns.
+  // Write a row. It has one element for each column of the weight.
   void put(int64_t row, const float* x) { put(row, x, 0, columns_); }
   // Write `count` elements of a row from `begin` on, both multiples of the weight's groups.
   void put(int64_t row, const float* x, int64_t begin, int64_t count);
-  // Copy a row of others that were made for the same weight.
+  // Copy a row from other inputs, which were made for the same weight.
   void take(int64_t row, const Inputs& from, int64_t from_row);
 
  private:
@@ -65,13 +65,15 @@ class Inputs {
   Scratch<int32_t> offsets_;
 };
 
-// Rows `begin` to `end` of x times the rows of one block of the weight: out [end - begin, LANES], with room for MAX_ROWS. What is
-// behind the last row is overwritten; lanes that the last block does not have stay uninitialised. `next`: the block that this thread
-// will read then, which is fetched from memory meanwhile; else the one behind.
+// Multiplies rows `begin` to `end` of x by the rows of one block of the weight: out [end - begin, LANES], with room for
+// MAX_ROWS rows. The room behind the last row may be overwritten. Lanes that the last block does not have stay uninitialised.
+// `next`: the block that this thread will read afterwards, which is fetched from memory meanwhile; by default the block
+// behind this one.
 void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_t begin, int64_t end, float* out,
                     std::optional<Block> next = {});
 
-// While it lives, products of several rows keep on this thread what they set up for each block.
+// While an object of this class lives, its thread keeps the configuration of AMX tiles. Without it, products of several rows
+// would set the tiles up again for each block.
 class ManyProducts {
  public:
   explicit ManyProducts(int64_t rows) {
@@ -86,10 +88,10 @@ class ManyProducts {
 #endif
 };
 
-// Fills inputs from load(row, float*), rows side by side, and meanwhile calls `besides`.
+// Fills inputs from load(row, float*), rows in parallel, and calls `besides` at the same time.
 template <typename Load, typename Besides>
 void fill(Inputs& inputs, int64_t columns, const Load& load, const Besides& besides) {
-  // A few microseconds' work for a task: handing it over costs one.
+  // A task is work for a few microseconds, since handing it to a thread costs one microsecond.
   int64_t together = std::max<int64_t>(1, 8192 / columns), rows = inputs.rows(), tasks = (rows + together - 1) / together;
   auto fill_rows = [&](int64_t task) {
     Scratch<float> x(columns);
@@ -108,19 +110,19 @@ void fill(Inputs& inputs, int64_t columns, const Load& load) {
   fill(inputs, columns, load, [] {});
 }
 
-// Rows that meet a block at a time: with AMX more, since four-bit weights are made bfloat16 for them each time.
+// Rows that are multiplied with a block at a time. More with AMX: four-bit weights may be made bfloat16 again each time.
 #ifdef OSTINATO_AMX
 constexpr int64_t MAX_ROWS = 256;
 #else
 constexpr int64_t MAX_ROWS = 64;
 #endif
 
-// Calls work(block, begin, end) for all blocks and, of each, for all rows in pieces of at most MAX_ROWS, on all threads.
+// Calls work(block, begin, end) for all blocks, on all threads. Each block gets all rows, at most MAX_ROWS at a time.
 template <typename Work>
 void for_blocks(int64_t blocks, int64_t rows, const Work& work) {
   int64_t pieces = (rows + MAX_ROWS - 1) / MAX_ROWS;
   if (pieces == 1) return parallel(blocks, [&](int64_t block) { work(block, 0, rows); }, rows == 1 ? 3 : 8);
-  // A few blocks stay in a core's cache while the pieces of the rows pass.
+  // A task has a few blocks. The next task has the same blocks and other rows, so the blocks stay in a core's cache.
   constexpr int64_t TOGETHER = 4;
   parallel(
       (blocks + TOGETHER - 1) / TOGETHER * pieces,
@@ -132,7 +134,7 @@ void for_blocks(int64_t blocks, int64_t rows, const Work& work) {
       16);
 }
 
-// x @ weight.T, of which each piece of a row goes to emit(row, column, values, count), count being at most LANES.
+// x @ weight.T. Calls emit(row, column, values, count) for each stretch of a row of the result; `count` is at most LANES.
 template <typename Emit>
 void multiply(const Weight& weight, const Inputs& x, const Emit& emit) {
   for_blocks(weight.blocks(), x.rows(), [&](int64_t block, int64_t begin, int64_t end) {
@@ -143,7 +145,7 @@ void multiply(const Weight& weight, const Inputs& x, const Emit& emit) {
   });
 }
 
-// The same of a weight whose two halves of rows are a gate and what it is for: emit(row, column, gate, up, count).
+// `multiply` for a weight whose rows are gates (first half) and ups: calls emit(row, column, gate, up, count).
 template <typename Emit>
 void multiply_pairs(const Weight& weight, const Inputs& x, const Emit& emit) {
   int64_t half = weight.rows / 2;

@@ -1,8 +1,8 @@
-"""Linear layers, in plain PyTorch: by themselves, and in a step with what stands around them.
+"""Linear layers, in plain PyTorch: alone, and for a step together with the operations around them.
 
-Kernels for GPUs take one token in a step, those for CPUs any number. In a step the norm ahead of a product, the convolution
-or the residual addition behind it are part of the operation. There all is computed in float32, or in float64 where x is, and
-rounded to the output's dtype once.
+In a step, kernels for GPUs take up to `MAX_ROWS` rows, kernels for CPUs any number. The operations of a step include the norm
+ahead of a product, and the convolution or the residual addition behind it. They compute in float32 (in float64 if x is), and
+round to the output's dtype once.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def norm_swiglu(x: Tensor, norm: Norm, weight: Weight) -> Tensor:
 def norm_linear_conv(
     x: Tensor, norm: Norm, weight: Weight, gates: Tensor, conv: Convolution, index: RowIndex
 ) -> tuple[Tensor, Tensor]:
-    """A gated delta-net's projections of any runs, and the causal convolution and SiLU over their first C outputs.
+    """A gated delta-net's projections for the rows of any runs, with causal convolution and SiLU over their first C outputs.
 
     Args:
         x: [T, K].
-        norm: over K elements.
+        norm: the norm over K elements.
         weight: [N, K].
-        gates: [M, K] in x's dtype, more rows of the same product.
-        conv: in x's dtype, C <= N; its state is moved on in place where the slots have rows.
-        index: of the rows; where a run begins at 0 the inputs so far count as zeros.
+        gates: [M, K] in x's dtype: the gates' weight rows, which multiply the same normed x.
+        conv: the convolution over C <= N channels, in x's dtype. Its state is updated in place, for the slots that have rows.
+        index: the rows' positions and slots. Where a run begins at position 0, earlier inputs count as zeros.
 
     Returns:
-        [T, N] in x's dtype, of which the outputs from C on are plain products, and [T, M] float32.
+        [T, N] in x's dtype, whose outputs from C on are plain products, and the gates' products [T, M] float32.
     """
     normed = norm(x)
     product = _product(normed, weight).to(x.dtype)
@@ -53,7 +53,7 @@ def norm_linear_conv(
 
 
 def conv_rows(product: Tensor, conv: Convolution, index: RowIndex) -> Tensor:
-    """What `norm_linear_conv` does with its products [T, N]: the convolution and SiLU over the first C of them."""
+    """The second step of `norm_linear_conv`: convolution and SiLU over the first C of its products [T, N]."""
     behind, channels = conv.state.shape[1:]
     wide = torch.promote_types(product.dtype, torch.float32)
     taps = conv.weight[:, 0].to(wide)
@@ -68,13 +68,13 @@ def conv_rows(product: Tensor, conv: Convolution, index: RowIndex) -> Tensor:
 
 
 def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares | None = None) -> Tensor:
-    """residual [T, N] + x [T, K] @ w.T + bias, [T, N] in the residual's dtype, with the heads of x normed on the way.
+    """residual [T, N] + x [T, K] @ w.T + bias: [T, N] in the residual's dtype. With `squares`, heads of x are normed first.
 
     Args:
         x: [T, K].
         weight: [N, K].
         residual: [T, N] in x's dtype.
-        squares: of the heads of x, K / heads elements each; None: x is multiplied as it is.
+        squares: the heads' sums of squares; a head has K / heads elements. None: x is multiplied as it is.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if squares is not None:
@@ -85,5 +85,5 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
 
 
 def _product(x: Tensor, weight: Weight) -> Tensor:
-    """In x's dtype, which is wide."""
+    """x @ w.T + bias, computed in x's dtype, which is float32 or float64."""
     return F.linear(x, weight.dequantized(x.dtype), None if weight.bias is None else weight.bias.to(x.dtype))

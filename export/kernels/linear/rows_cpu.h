@@ -1,4 +1,4 @@
-// What stands before a product: rows of activations as floats, normed on the way; and whose rows they are.
+// What products have before them: the runs of a call's rows, and activations as floats, normed if there is a norm.
 #pragma once
 
 #include <stdexcept>
@@ -10,10 +10,10 @@
 
 namespace ostinato {
 
-// Neighbouring rows of one slot: tokens of one session, at consecutive positions (`Place` in operands.py).
+// Neighbouring rows of one slot: tokens of one session, at consecutive positions (`RowIndex` in operands.py).
 struct Run {
   int64_t slot, begin, end;
-  bool fresh;  // it begins a sequence: the slot's state counts as zeros
+  bool fresh;  // the run begins a sequence: the slot's state counts as zeros
 
   int64_t rows() const { return end - begin; }
 };
@@ -22,7 +22,7 @@ inline void check_slot(int64_t slot, int64_t count) {
   if (slot >= count) throw std::out_of_range("slot " + std::to_string(slot) + ": there are " + std::to_string(count));
 }
 
-// The runs among rows; padding is in none. `count`: how many slots the state has.
+// The runs of a call's rows; padding is in no run. `count`: the number of slots of the state.
 inline std::vector<Run> runs_of(const Tensor& slots, const Tensor& positions, int64_t count) {
   const int64_t *slot = slots.as<int64_t>(), *position = positions.as<int64_t>(), rows = slots.size(0);
   std::vector<Run> runs;
@@ -32,7 +32,7 @@ inline std::vector<Run> runs_of(const Tensor& slots, const Tensor& positions, in
     if (slot[begin] >= 0) runs.push_back({slot[begin], begin, end, position[begin] == 0});
   }
   if (runs.size() < 2) return runs;
-  // Else two threads would write one state.
+  // If a slot had two runs, two threads would write its state.
   std::vector<bool> found(count);
   for (const Run& run : runs) {
     if (found[run.slot]) throw std::invalid_argument("slot " + std::to_string(run.slot) + " has two runs");
@@ -41,7 +41,7 @@ inline std::vector<Run> runs_of(const Tensor& slots, const Tensor& positions, in
   return runs;
 }
 
-// Calls work(begin, end) for the rows between runs.
+// Calls work(begin, end) for each stretch of padding, the rows between runs.
 template <typename Work>
 void for_padding(const std::vector<Run>& runs, int64_t rows, const Work& work) {
   int64_t begin = 0;

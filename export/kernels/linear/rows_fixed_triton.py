@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs
 """Rows in fixed point times int4 weights in groups of 128: products of bytes on tensor cores.
 
-The two planes of a row (`rows_prepare_triton`) are two columns of the product, neighbours, so that a thread holds both.
-Weights are the left operand, unpacked in registers with three instructions for eight, and the sums of a group are exact
-integers. What a row gives depends on that row alone, and its sums have one order: whatever stands in the other rows and in
-whichever column it stands, it is the same bits.
+The two planes of a row (`rows_prepare_triton`) are two neighbouring columns of the product, so that a thread holds both.
+Weights are the left operand, unpacked in registers with three instructions for eight weights. The sums over a group are exact
+integers. A row's result depends on that row alone, and its sums always have the same order. So the result is the same bits,
+whatever stands in the other rows, and in whichever column the row stands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ostinato.export.kernels.early_start_triton import start_next, wait_for_prev
 
 from .rows_tiles_triton import BLOCK, load_scale_pairs, of_pair, unpack_bytes
 
-# Gates per program, the fewest rows that tensor cores multiply.
+# Rows of `gates` per program: the smallest number that tensor cores multiply.
 GATE_ROWS = tl.constexpr(16)
 
 
@@ -46,15 +46,18 @@ def fixed_rows_early(
     SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """out [R, N]; a program has COLUMNS of the rows and ROWS of the weight's, with SWIGLU ROWS of gates and ROWS of ups.
+    """Write out [R, N]: the product of rows in fixed point with a weight, and the operations behind it.
 
-    K is a multiple of 256. Program (block of rows, part of K, tile of weight rows): the programs that read the same weights
-    stand side by side. The first tiles are of gates [GATES, K], which other programs need not wait for.
+    A program has COLUMNS input rows and ROWS weight rows; with SWIGLU, ROWS gate rows and ROWS up rows. K is a multiple of
+    256. Program (block of input rows, part of K, tile of weight rows): programs that read the same weights are neighbours.
+    The first tiles are rows of gates [GATES, K]; the other programs need not wait for them.
 
-    The next kernel starts after the wait (R3 in `delegate/graphs/nodes.py` calls that *late*): 12,288 x 2,048 then takes 7.9,
-    8.0 and 8.4 us with 2, 8 and 16 rows, 10.0 to 10.9 if it starts first, and 8.5 to 8.8 if it starts after the loop.
+    The kernel is a *late* one (R3 in `delegate/graphs/nodes.py`): the next kernel starts after this kernel's wait.
+    12,288 x 2,048 then takes 7.9, 8.0 and 8.4 us with 2, 8 and 16 rows. It takes 10.0 to 10.9 us if the next kernel starts at
+    the beginning, and 8.5 to 8.8 if the next kernel starts after the loop.
 
-    planes and factors have room for all COLUMNS of the last block. Up to 16 COLUMNS those past the last row are not read.
+    planes and factors have room for all COLUMNS of the last block. With COLUMNS of 16 or fewer, columns past the last row are
+    not read.
     """
     rows = tl.cast(rows, tl.int32)
     GATE_TILES: tl.constexpr = (GATES + GATE_ROWS - 1) // GATE_ROWS
@@ -102,15 +105,15 @@ def multiply_part(
     SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """This program's part of K: the products of outputs [ROWS] and rows [COLUMNS], with SWIGLU those of outputs + N too."""
-    # Masks of more columns take registers that a third program on a multiprocessor needs.
+    """Products of outputs [ROWS] and rows [COLUMNS] over this program's part of K; with SWIGLU also those of outputs + N."""
+    # Masks for more than 16 columns would take registers that a third program on a multiprocessor needs.
     MASKED: tl.constexpr = COLUMNS <= 16
     PAIRS: tl.constexpr = K // 256
     AT_ONCE: tl.constexpr = (PAIRS + SPLITS - 1) // SPLITS
     begin = tl.program_id(1) * AT_ONCE
     end = tl.minimum(begin + AT_ONCE, PAIRS)
     first = tl.minimum(begin, PAIRS - 1)
-    # Rows past the last are the last one again.
+    # Rows past the last read the last row again.
     at = output if N % ROWS == 0 else tl.minimum(output, N - 1)
     scales = load_scale_pairs(scale_ptr, at, first, K)
     up_scales = scales
@@ -126,7 +129,7 @@ def multiply_part(
     sums = tl.zeros([output.shape[0], COLUMNS], tl.float32)
     ups = sums
     for pair in range(begin, end):
-        # A pair's scales are loaded while the one before it is multiplied.
+        # The next pair's scales are loaded while this pair is multiplied.
         following = tl.minimum(pair + 1, PAIRS - 1)
         next_scales = load_scale_pairs(scale_ptr, at, following, K)
         next_factors = load_factors(factors_ptr, row, following, rows, K, MASKED)
@@ -150,7 +153,7 @@ def multiply_part(
 def products(weights, planes):
     """Packed weights [ROWS, 64] times both planes [128, 2 COLUMNS] -> [ROWS, COLUMNS] float32."""
     low, high = unpack_bytes(weights)
-    # [ROWS, 64, 2] -> low ones and high ones side by side, in the same registers
+    # [ROWS, 64, 2] -> [ROWS, 128]: first the low nibbles, then the high nibbles, which stay in their registers.
     unpacked = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (weights.shape[0], BLOCK))
     sums = tl.dot(unpacked, planes, out_dtype=tl.int32)
     upper, lower = tl.split(tl.reshape(sums, [sums.shape[0], sums.shape[1] // 2, 2]))
@@ -172,15 +175,15 @@ def of_float_pair(pairs, SECOND: tl.constexpr):
 
 @triton.jit
 def sum_of_parts(sums, parts_ptr, counter, offsets, inside, rows, N: tl.constexpr, SPLITS: tl.constexpr):
-    """Write this program's sums [ROWS, COLUMNS] to parts [SPLITS, R, N] float32, and add up the parts if it is the last.
+    """Write this program's sums [ROWS, COLUMNS] to parts [SPLITS, R, N] float32, and add up all parts if it is the last.
 
     Args:
-        counter: of this tile, 0 at first: how many of its programs have written.
-        offsets: of the sums in [R, N], from `parts_ptr` on.
-        inside: which of the sums are of an output and a row.
+        counter: the tile's counter, 0 at first: how many of the tile's programs have written.
+        offsets: offsets of the sums in [R, N], from `parts_ptr` on.
+        inside: mask of the sums that belong to an output and a row.
 
     Returns:
-        The parts' sum, in their order whichever program comes last, and `inside`, nowhere true in another program.
+        The sum of the parts, always added in the same order, and `inside`, all false unless this program is the last.
     """
     every = tl.cast(rows, tl.int64) * N
     tl.store(parts_ptr + tl.program_id(1) * every + offsets, sums, mask=inside)
@@ -188,7 +191,7 @@ def sum_of_parts(sums, parts_ptr, counter, offsets, inside, rows, N: tl.constexp
     last = inside & (tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1)
     total = tl.zeros(sums.shape, tl.float32)
     for split in tl.static_range(SPLITS):
-        # Past the first-level cache, which other programs' writes do not reach.
+        # Read past the first-level cache, which other programs' writes do not reach.
         total += tl.load(parts_ptr + split * every + offsets, mask=last, other=0.0, cache_modifier=".cg")
     return total, last
 
@@ -203,14 +206,14 @@ def with_bias(sums, bias_ptr, output, N: tl.constexpr, BIAS: tl.constexpr):
 def write_gates(
     normed_ptr, gates_ptr, gated_ptr, rows, row, first, GATES: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """GATE_ROWS rows of gates [GATES, K] times rows [R, K] -> gated [R, GATES] float32. Four warps divide K among them."""
+    """Write gated [R, GATES] float32: normed rows [R, K] times GATE_ROWS rows of gates [GATES, K]. Four warps divide K."""
     gate = first + tl.arange(0, GATE_ROWS)
     part = tl.arange(0, 4)[:, None, None] * 64
     along = tl.arange(0, 64)
     sums = tl.zeros([4, GATE_ROWS, COLUMNS], tl.float32)
     weights_at = gates_ptr + gate[None, :, None] * K + part + along[None, None, :]
     normed_at = normed_ptr + row[None, None, :].to(tl.int64) * K + part + along[None, :, None]
-    # In no more shared memory than the products take.
+    # The stages take no more shared memory than the products do.
     for start in tl.range(0, K, 256, num_stages=4 if COLUMNS <= 16 else 2):
         weights = tl.load(weights_at + start, mask=(gate < GATES)[None, :, None], other=0.0)
         normed = tl.load(normed_at + start, mask=(row < rows)[None, None, :], other=0.0)

@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs
 """Rows in fixed point, as `rows_fixed_triton` multiplies them: normed, and in the order in which weights are unpacked.
 
-A block of 128 elements is [2 halves of a byte][64 bytes] and has a scale, a power of two that brings its largest element to
-between 2^14 and 2^15. An element is rounded to an integer, which is 256 times a signed byte plus another: a plane of upper
-bytes and one of lower bytes. The error is at most 2^-15 of the block's largest element, and zero for a bfloat16 within a
-factor of 2^7 of it. The scales are divided by 16, as weights count 16 times (`rows_tiles_triton.unpack_bytes`).
+A block has 128 elements. They stand in the order of the weights that multiply them: [2 nibbles][64 bytes]. A block has one
+scale, a power of two that brings its largest element to between 2^14 and 2^15. Each element is rounded to an integer, which
+is 256 times a signed byte plus another signed byte. A row is stored as a plane of upper bytes and a plane of lower bytes. The
+error is at most 2^-15 of the block's largest element, and zero for a bfloat16 within a factor of 2^7 of that element. Stored
+scales are divided by 16, since unpacked weights are 16 times too large (`rows_tiles_triton.unpack_bytes`).
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ def prepare_rows_early(
     COUNTERS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Rows x [R, K] -> planes [R, 2, K] int8 and their blocks' scales factors [R, K / 128] float32; a program has one row.
+    """Convert rows x [R, K] to planes [R, 2, K] int8 and factors [R, K / 128] float32, the blocks' scales; a row per program.
 
     Args:
         NORM: whether x is normed over K elements.
-        HEADS: of a row, to be divided by their root mean squares; 0: they are not.
-        PARTS: of which a head's sum of squares consists.
-        NORMED: whether normed [R, K] is written, the rows in x's dtype and order.
-        COUNTERS: how many counters are set to zero for each COLUMNS rows.
+        HEADS: number of heads of a row, which are divided by their root mean squares; 0: x has no heads.
+        PARTS: number of parts of a head's sum of squares.
+        NORMED: whether normed [R, K] is written too: the normed rows in x's dtype and order.
+        COUNTERS: number of counters that are set to zero for each COLUMNS rows.
     """
     start_next(EARLY)
     BLOCKS: tl.constexpr = K // BLOCK
@@ -53,7 +54,8 @@ def prepare_rows_early(
     block = tl.arange(0, PADDED)
     within = tl.arange(0, BLOCK)
     offsets = block[:, None] * BLOCK + within[None, :]
-    # Bytes 0 to 31 of a block hold its first span of 64, the others its second one; a span's halves are nibbles.
+    # Bytes 0 to 31 of a block's weights hold its first span of 64 elements, the other bytes its second span. The first half
+    # of a span is in low nibbles, the second half in high nibbles.
     element = block[:, None] * BLOCK + nibble_order(within)[None, :]
     inside = element < K
     factor = 1.0
@@ -84,7 +86,7 @@ def prepare_rows_early(
 @triton.jit
 def fixed_point(x):
     """x [BLOCKS, 128] float32 -> (upper bytes, lower bytes [BLOCKS, 128] int8, the blocks' scales [BLOCKS])."""
-    # The bits of numbers without sign are in the numbers' order, and NaN comes after infinity.
+    # Without the sign, bits compare as the numbers do, and NaN is above infinity.
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     largest = tl.maximum(bits, 27 << 23).to(tl.float32, bitcast=True)
     # A little more than the largest, so that no upper byte is above 127.
@@ -107,7 +109,7 @@ def head_factors(
     PARTS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """1 / rms of the head of SIZE elements that each element is in: [PADDED, 128], or [PADDED, 1] if a block has one head."""
+    """1 / rms of each element's head of SIZE elements: [PADDED, 128], or [PADDED, 1] if each block lies in one head."""
     if SIZE % 128 == 0:
         AT_ONCE: tl.constexpr = triton.next_power_of_2(PARTS)
         part = tl.arange(0, AT_ONCE)[None, :]

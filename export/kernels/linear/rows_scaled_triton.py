@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Rows times int4 weights of any group size, each multiplied by its scale in registers: what is not in fixed point."""
+"""Products of rows with int4 weights of any group size, where fixed point cannot be used. Weights are scaled in registers."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def scaled_rows_early(
     COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """out [R, N] float32 of x [R, K] in bfloat16 or float32; a program has COLUMNS of the rows and ROWS of the weight's.
+    """Write out [R, N] float32, the products of x [R, K] in bfloat16 or float32 with the weight.
 
-    K is a multiple of 64. Program (block of rows, tile of weight rows). In bfloat16 weights times scales are rounded; float32
-    products are of three tf32 ones each.
+    K is a multiple of 64. Program (block of COLUMNS input rows, tile of ROWS weight rows). In bfloat16, weights times scales
+    are rounded to bfloat16. In float32, a product consists of three tf32 products.
     """
     start_next(EARLY)
     row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     output = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     half = tl.arange(0, 32)
-    # Rows past the last are the last one again.
+    # Rows past the last read the last row again.
     at = tl.minimum(output, N - 1)
     weights_at = weight_ptr + at[:, None] * (K // 2) + half[None, :]
     scales_at = scale_ptr + at * (K // GROUP)
@@ -43,7 +43,7 @@ def scaled_rows_early(
     wait_for_previous(EARLY)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     for element in range(0, K, 64):
-        # 32 bytes of a span of 64: low nibbles are its first half, high ones its second.
+        # A span has 64 elements in 32 bytes: low nibbles are its first half, high nibbles its second.
         packed = tl.load(weights_at + element // 2).to(tl.int32)
         scale = tl.load(scales_at + element // GROUP).to(tl.float32)[:, None]
         weights = (((packed & 15) - 8).to(tl.float32) * scale).to(x_ptr.dtype.element_ty)

@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs
-"""How int4 weights become operands of tensor cores where a step takes several rows. A *block* is 128 elements of a row.
+"""Int4 weights as operands of tensor cores, in a step of several rows. A *block* is 128 elements of a row.
 
-As bytes, for inputs in fixed point: a block is 64 bytes of two nibbles, two tiles of 16 times the weights, one of its low
-nibbles and one of its high ones. Inputs must be in that order: `rows_prepare_triton`.
+Weights become bytes, for inputs in fixed point. A block is stored in 64 bytes of two nibbles. It becomes two tiles of bytes,
+one from the low nibbles and one from the high nibbles; each byte is 16 times a weight. Inputs must stand in the same order
+(`rows_prepare_triton`).
 
-Where few rows share a weight, a program's warps divide its blocks: each has one of WARPS neighbouring blocks, of all rows. A
-product of three dimensions is one for each warp, and its operands go from memory to registers with no shared memory between
-(`operand`).
+Where few rows share a weight, a program's warps divide its blocks: each warp has one of WARPS neighbouring blocks, for all
+rows. A product of three dimensions is then one product per warp. Its operands go from memory to registers, without shared
+memory between (`operand`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import triton.language as tl
 from .step_fixed_point_triton import ROUNDING
 
 BLOCK = tl.constexpr(128)
-# Of a program whose warps divide blocks.
+# Warps of a program whose warps divide blocks.
 WARPS = tl.constexpr(4)
-# The bits of ROUNDING. Sums of products that begin there are, as float32, the sums plus ROUNDING, if they are below 2^22.
+# The bits of ROUNDING. An integer sum can start from these bits, not from 0. If it stays below 2^22, its bits read as float32
+# are the sum plus ROUNDING: no conversion is needed.
 ROUNDING_BITS = tl.constexpr(0x4B400000)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -28,14 +30,14 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 def unpack_bytes(packed):
     """Bytes [.., 64] uint8 -> two tiles [.., 64] int8: the weights of low nibbles and of high ones, times 16.
 
-    Two instructions for four weights of low nibbles, and one for four of high ones.
+    This takes two instructions for four low nibbles, and one for four high nibbles.
     """
     if INTERPRETED:
         low = ((packed.to(tl.int32) & 15) - 8) * 16
         high = ((packed.to(tl.int32) >> 4) - 8) * 16
         return low.to(tl.int8), high.to(tl.int8)
     else:
-        # What is read is not needed after the first result is written: the two may share a register.
+        # The input is not read after the first result is written, so the two may share a register.
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 shifted;
@@ -53,9 +55,9 @@ def unpack_bytes(packed):
 
 @triton.jit
 def nibble_order(element):
-    """Where an element of a block stands: those that low nibbles multiply, in the order of bytes, then the others.
+    """The place of a block's element. The elements that low nibbles multiply come first, in the order of bytes.
 
-    Taken twice it gives the element again: it is also which element stands in a place.
+    The elements of high nibbles follow. The function is its own inverse: it also gives the element that stands in a place.
     """
     return element // 32 % 2 * 64 + element // 64 * 32 + element % 32
 
@@ -74,18 +76,19 @@ def of_pair(pairs, SECOND: tl.constexpr):
 
 @triton.jit
 def operand_offsets(ROWS: tl.constexpr):
-    """Which row, block and byte each element of a tile [8, WARPS, ROWS / 8, 64] is: three tensors that broadcast to it."""
+    """Row, block and byte of each element of a tile [8, WARPS, ROWS / 8, 64]: three tensors that broadcast to this shape."""
     row = tl.arange(0, ROWS // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
     return row, tl.arange(0, WARPS)[None, :, None, None], tl.arange(0, 64)[None, None, None, :]
 
 
 @triton.jit
 def operand(tile):
-    """A tile of bytes as `operand_offsets` has it -> [WARPS, ROWS, 64], one operand of a product; the other one transposed.
+    """A tile of bytes in the order of `operand_offsets` -> [WARPS, ROWS, 64], the left operand of a product; the right one
+    must be transposed.
 
-    A lane loads 16 neighbouring bytes of a row, four lanes a block. Of a product's inner dimension a lane holds four bytes
-    in each of four places, so the 16 bytes count as these four: the order is the same in both operands, and no byte has to
-    move to another lane.
+    A lane loads 16 neighbouring bytes of a row, and four lanes load a block. In a product, a lane holds four groups of four
+    bytes, at four places along the inner dimension. The 16 loaded bytes are used as these four groups. So the inner dimension
+    has another order, but the same in both operands: the product is right, and no byte moves to another lane.
     """
     ROWS: tl.constexpr = tile.shape[2] * 8
     tile = tl.reshape(tl.permute(tile, (1, 2, 0, 3)), [WARPS, ROWS, 4, 4, 4])
@@ -94,13 +97,13 @@ def operand(tile):
 
 @triton.jit
 def load_blocks(pointers, block, FIRST: tl.constexpr, BLOCKS: tl.constexpr):
-    """Of the blocks FIRST to FIRST + WARPS, zeros for those past the last; `block` counts from FIRST."""
+    """Load blocks FIRST to FIRST + WARPS of BLOCKS; blocks past the last are zeros. `block` counts from FIRST."""
     return tl.load(pointers) if FIRST + WARPS <= BLOCKS else tl.load(pointers, mask=block + FIRST < BLOCKS, other=0)
 
 
 @triton.jit
 def joined(sums):
-    """[.., 2 N] int32, sums from ROUNDING_BITS on of upper and of lower bytes -> [.., N] float32, rounded once."""
+    """Sums of upper and of lower bytes, [.., 2 N] int32 that started from ROUNDING_BITS -> [.., N] float32, rounded once."""
     floats = sums.to(tl.float32, bitcast=True) - ROUNDING
     if len(sums.shape) == 3:
         upper, lower = tl.split(tl.reshape(floats, [sums.shape[0], sums.shape[1], sums.shape[2] // 2, 2]))
@@ -111,7 +114,7 @@ def joined(sums):
 
 @triton.jit
 def sum_of_warps(values):
-    """[WARPS, M, N] -> [M, N]: warps 0 and 2, 1 and 3, then both."""
+    """[WARPS, M, N] -> [M, N]: adds warps 0 and 2, 1 and 3, then both sums."""
     parts = tl.reshape(tl.permute(values, (1, 2, 0)), [values.shape[1], values.shape[2], 2, 2])
     first, second = tl.split(parts)
     first, second = tl.split(first + second)

@@ -1,12 +1,15 @@
 """The linear layers of a step of R rows as Triton kernels; R is known only when a kernel is launched.
 
-Bfloat16 rows and int4 weights in groups of 128, K a multiple of 256, are multiplied in *fixed point*, in two kernels: one
-writes the rows as the product reads them, normed where that is asked for; the other is the product with what stands behind
-it. On an H200, 2026-11-23, in microseconds for 2, 8, 16, 32 and 64 rows: 12,288 x 2,048 takes 7.9, 8.0, 8.4, 12.9 and 15.5,
-with products in bfloat16 11.3, 11.6, 12.3, 15.9 and 16.4, dequantised for torch's product 30; 248,320 x 2,048 takes 76, 78,
-79, 110 and 202. The error before rounding is 5e-5 of the largest output, with products in bfloat16 1.6e-3.
+Bfloat16 rows and int4 weights in groups of 128, with K a multiple of 256, are multiplied in *fixed point*, by two kernels.
+One writes the rows in the form that the product reads, normed if there is a norm. The other computes the product and the
+operations behind it.
 
-All other int4 weights have one plain kernel, and floating ones torch's product, with the norm and the rest left to Inductor.
+On an H200, 2026-11-23, in microseconds for 2, 8, 16, 32 and 64 rows: 12,288 x 2,048 takes 7.9, 8.0, 8.4, 12.9 and 15.5; with
+products in bfloat16 11.3, 11.6, 12.3, 15.9 and 16.4; dequantised for torch's product 30. 248,320 x 2,048 takes 76, 78, 79,
+110 and 202. The error before rounding is 5e-5 of the largest output; with products in bfloat16 it is 1.6e-3.
+
+All other int4 weights have one plain kernel. Weights in a floating dtype use torch's product. In both cases the norm and the
+operations behind the product are left to Inductor.
 """
 
 from __future__ import annotations
@@ -29,27 +32,29 @@ from .rows_fixed_triton import fixed_rows_early
 from .rows_prepare_triton import prepare_rows_early
 from .rows_scaled_triton import scaled_rows_early
 
-# Rows of a weight per program. With 128, 12,288 x 2,048 takes 9.6 us with 8 rows, 8.7 with 64.
+# Weight rows per program. For 8 input rows, 12,288 x 2,048 takes 8.7 us with 64 weight rows, and 9.6 with 128.
 ROWS = 64
-# From so many outputs on twice as many where inputs may be more than FEW and a GPU has the shared memory. With 64 inputs
-# 32,768, 65,536 and 248,320 x 2,048 take 28.3, 52.0 and 183 us, not 34.1, 64.5 and 230; but 12,288 x 2,048 20.0, not 14.1.
+# From this number of outputs on, a program takes 2 * ROWS weight rows, if there may be more than FEW input rows and the GPU
+# has the shared memory. For 64 input rows, 32,768, 65,536 and 248,320 x 2,048 then take 28.3, 52.0 and 183 us, not 34.1, 64.5
+# and 230. But 12,288 x 2,048 would take 20.0, not 14.1.
 MANY_OUTPUTS = 32768
-# Rows of inputs per program where there may be no more than FEW, else MANY.
+# Input rows per program: FEW if there are never more than FEW rows, else MANY.
 FEW, MANY = 16, 32
-# Turns of the loop in flight, by rows of inputs. With 3 for FEW, 12,288 x 2,048 takes as long; with 6, 248,320 x 2,048 94 us.
+# Stages of the loop (`num_stages`), by input rows per program. For FEW, 3 stages make no difference to 12,288 x 2,048; with
+# 6 stages, 248,320 x 2,048 takes 94 us.
 STAGES = {FEW: 4, MANY: 3}
-# Up to so many outputs a program has one of SPLITS parts of K. 12,288 x 2,048 in 2 parts takes 9.9 us with 8 rows, not 8.7;
-# 2,048 x 4,096 in 2, 4 and 8 parts 7.6, 6.8 and 7.1.
+# Up to SPLIT_OUTPUTS outputs, a program has one of SPLITS parts of K. For 8 rows, 12,288 x 2,048 takes 9.9 us in 2 parts, not
+# 8.7; 2,048 x 4,096 takes 7.6, 6.8 and 7.1 us in 2, 4 and 8 parts.
 SPLIT_OUTPUTS, SPLITS = 4096, 4
 
 
 def columns_for(x: Tensor) -> int:
-    """Rows of x [R, ..] per program, by the most that R may be where it is a symbol in a trace."""
+    """Rows of x [R, ..] per program. If R is a symbol in a trace, its upper bound decides."""
     return FEW if at_most(x.shape[0], FEW) else MANY
 
 
 def norm_linear(x: Tensor, norm: Norm, weight: Weight, out_dtype: torch.dtype) -> Tensor:
-    """See `reference.norm_linear`; all tensors contiguous and aligned to 16 bytes. One row is `step_triton`'s.
+    """See `reference.norm_linear`; all tensors contiguous and aligned to 16 bytes. `step_triton` takes a single row.
 
     Raises:
         ExportError: see `check_weight`.
@@ -63,7 +68,7 @@ def norm_linear(x: Tensor, norm: Norm, weight: Weight, out_dtype: torch.dtype) -
 
 
 def norm_swiglu(x: Tensor, norm: Norm, weight: Weight) -> Tensor:
-    """See `reference.norm_swiglu`; all tensors contiguous and aligned to 16 bytes. One row is `step_triton`'s.
+    """See `reference.norm_swiglu`; all tensors contiguous and aligned to 16 bytes. `step_triton` takes a single row.
 
     Raises:
         ExportError: see `check_weight`.
@@ -80,7 +85,7 @@ def norm_swiglu(x: Tensor, norm: Norm, weight: Weight) -> Tensor:
 def norm_linear_conv(
     x: Tensor, norm: Norm, weight: Weight, gates: Tensor, conv: Convolution, index: RowIndex
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.norm_linear_conv`; all tensors contiguous and aligned to 16 bytes. One row is `step_triton`'s.
+    """See `reference.norm_linear_conv`; all tensors contiguous and aligned to 16 bytes. `step_triton` takes a single row.
 
     Raises:
         ExportError: see `check_weight`.
@@ -95,7 +100,7 @@ def norm_linear_gates(x: Tensor, norm: Norm, weight: Weight, gates: Tensor) -> t
     """x [R, K] -> (normed x @ w.T + bias [R, N] in x's dtype, normed x @ gates.T [R, M] float32), for any R.
 
     Args:
-        gates: [M, K] in x's dtype. For them normed x is rounded to it.
+        gates: [M, K] in x's dtype. Normed x is rounded to this dtype before it is multiplied by `gates`.
 
     Raises:
         ExportError: see `check_weight`.
@@ -108,10 +113,10 @@ def norm_linear_gates(x: Tensor, norm: Norm, weight: Weight, gates: Tensor) -> t
 
 
 def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares | None = None) -> Tensor:
-    """See `reference.linear_add`; all tensors contiguous and aligned to 16 bytes. One row is `step_triton`'s.
+    """See `reference.linear_add`; all tensors contiguous and aligned to 16 bytes. `step_triton` takes a single row.
 
     Raises:
-        ExportError: see `check_weight`; or K is not a multiple of the number of heads.
+        ExportError: see `check_weight`; also if K is not a multiple of the number of heads.
     """
     if is_one(x.shape[0]):
         return step_triton.linear_add(x, weight, residual, squares)
@@ -125,12 +130,12 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
 
 
 def _in_fixed_point(x: Tensor, weight: Weight) -> bool:
-    """Of an int4 weight."""
+    """Whether rows x and an int4 weight are multiplied in fixed point."""
     return x.dtype == torch.bfloat16 and weight.group_size == 128 and weight.columns % 256 == 0
 
 
 def _heads(x: Tensor, squares: HeadSquares) -> int:
-    """Of a row. Raises ExportError: the row does not divide into them."""
+    """The number of heads of a row. Raises ExportError if a row does not divide into them."""
     heads = int(squares.sums.shape[0] // x.shape[0])
     if x.shape[1] % heads:
         raise ExportError(f"an input of {x.shape[1]} elements cannot be divided into {heads} heads")
@@ -145,7 +150,7 @@ def _divided(x: Tensor, squares: HeadSquares, heads: int) -> Tensor:
 
 
 def _product(x: Tensor, weight: Weight) -> Tensor:
-    """x [R, K] @ w.T + bias [R, N]: in float32 of an int4 weight, in x's dtype of another."""
+    """x [R, K] @ w.T + bias: [R, N] in float32 for an int4 weight, else in x's dtype."""
     if weight.scale is None:
         return reference.linear(x, weight)
     return _scaled_product(x.contiguous(), weight.values, weight.scale, weight.bias, columns_for(x))
@@ -223,11 +228,11 @@ def _product_add(
 
 @dataclass(frozen=True)
 class _FixedProduct:
-    """A product in fixed point with what stands behind it; see `fixed_rows_early`.
+    """A product in fixed point with the operations behind it; see `fixed_rows_early`.
 
     Attributes:
-        columns: rows of inputs per program.
-        gated: what the products with `gates` are written to.
+        columns: input rows per program.
+        gated: the tensor that gets the products with `gates`.
     """
 
     weight: Weight
@@ -243,7 +248,7 @@ class _FixedProduct:
 
     @property
     def tile(self) -> int:
-        """Outputs per program. A SwiGLU's are two products, for which few registers are left with 64 and many rows."""
+        """Outputs per program. An output of SwiGLU takes two products: with 64 outputs and MANY rows, registers run short."""
         if self.columns == FEW:
             return ROWS
         if self.swiglu:
@@ -256,7 +261,7 @@ class _FixedProduct:
 
     @property
     def splits(self) -> int:
-        """Parts of K. A SwiGLU's gates and ups are already two products per program."""
+        """Parts of K. SwiGLU is not split: its gates and ups are already two products per program."""
         many = self.swiglu or self.outputs > SPLIT_OUTPUTS
         return 1 if many else min(SPLITS, self.weight.columns // 256)
 
@@ -276,7 +281,7 @@ class _FixedProduct:
         def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(sizes, dtype=dtype, device=x.device)
 
-        # A program reads all of its columns.
+        # A program reads all of its columns, also past the last row.
         padded = blocks * self.columns
         planes, factors = empty(padded, 2, k, dtype=torch.int8), empty(padded, k // 128)
         out = empty(rows, self.outputs, dtype=out_dtype)

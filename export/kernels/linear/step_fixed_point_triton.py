@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs
-"""Four-bit weights times an input in fixed point, by the instruction that adds four products of bytes to an integer.
+"""Four-bit weights times inputs in fixed point, by `dp4a`, the instruction that adds four products of bytes to an integer.
 
 The 32 inputs of a lane share a scale, a power of two that brings the largest to between 2^14 and 2^15. Each input is rounded
 to an integer, which is 256 times a signed byte plus an unsigned byte. So the error of an input is at most 2^-15 of the
-largest, and zero for a bfloat16 within a factor of 2^7 of it. A word is two registers of four bytes, its low nibbles and
-its high ones (these count 16 times): two ANDs and four products per word, where float32 takes eight of each and a shift.
+largest input, and zero for a bfloat16 within a factor of 2^7 of the largest. A word of weights becomes two registers of four
+bytes: its low nibbles, and its high nibbles, which count 16 times. That is two ANDs and four products per word; float32 takes
+eight of each and a shift.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# Added to a float32 below 2^22, it leaves the nearest integer in the low bits of the sum, in two's complement.
+# When this is added to a float32 below 2^22, the low bits of the sum are the nearest integer, in two's complement.
 ROUNDING = tl.constexpr(12582912.0)
 
 
 @triton.jit
 def fixed_point(x):
-    """x, the eight tiles [WORDS] that a word's nibbles multiply -> (its bytes, the lanes' scales [LANES]).
+    """x, the eight tiles [WORDS] that a word's nibbles multiply -> (the bytes of x, the lanes' scales [LANES]).
 
-    The bytes are four tiles like x: upper and lower bytes of what the low nibbles multiply, then those of the high nibbles.
+    The bytes are four tiles like x: upper and lower bytes of the inputs that low nibbles multiply, then the same for high
+    nibbles.
     """
     largest = larger(larger(tl.abs(x[0]), tl.abs(x[1])), larger(tl.abs(x[2]), tl.abs(x[3])))
     largest = larger(largest, larger(larger(tl.abs(x[4]), tl.abs(x[5])), larger(tl.abs(x[6]), tl.abs(x[7]))))
@@ -47,7 +49,7 @@ def larger(x, y):
 
 @triton.jit
 def two_bytes(x0, x1, x2, x3):
-    """Numbers below 2^15 -> the upper bytes of the four integers, and the lower ones, each four in 32 bits."""
+    """Round four numbers below 2^15 to integers -> their upper bytes, and their lower bytes: four in 32 bits each."""
     b0 = (x0 + ROUNDING).to(tl.int32, bitcast=True)
     b1 = (x1 + ROUNDING).to(tl.int32, bitcast=True)
     b2 = (x2 + ROUNDING).to(tl.int32, bitcast=True)
@@ -75,7 +77,10 @@ def two_bytes(x0, x1, x2, x3):
 
 @triton.jit
 def offsets(x):
-    """What `multiply_words` starts from: sums of bytes times -8, for the 8 in q + 8, or -128 where q counts 16 times."""
+    """The sums from which `multiply_words` starts: x times -8, since a nibble stores q + 8.
+
+    High nibbles count 16 times, so their sums start from x times -128.
+    """
     if INTERPRETED:
         ones = tl.full(x[0].shape, 0x01010101, tl.int32)
         low_upper = lane_products(x[0], ones, True) * -8
@@ -84,7 +89,7 @@ def offsets(x):
         high_lower = lane_products(x[3], ones, False) * -128
         started = join_four(low_upper, low_lower, high_upper, high_lower)
     else:
-        # The four words of a lane at once; its four results take the places of the words.
+        # Takes the four words of a lane at once. The four results stand in the places of the words.
         started = tl.inline_asm_elementwise(
             """{
             .reg .b32 low, high;
@@ -118,7 +123,7 @@ def offsets(x):
 
 @triton.jit
 def multiply_words(words, x, started):
-    """Each lane's sums of weight times x in fixed point: of low nibbles, and of high ones times 16; both [LANES] int32."""
+    """Each lane's sums of weight times x in fixed point, [LANES] int32 each: for low nibbles, and for high ones times 16."""
     if INTERPRETED:
         sums = started + join_four(
             lane_products(x[0], words & 0x0F0F0F0F, True),
@@ -167,7 +172,7 @@ def multiply_words(words, x, started):
 
 @triton.jit
 def lane_products(x, weights, SIGNED: tl.constexpr):
-    """The sum that the instructions form for each lane, without them: [LANES] int32."""
+    """The sum that `dp4a` forms for each lane, as plain code for the interpreter: [LANES] int32."""
     total = tl.zeros(x.shape, tl.int32)
     for i in tl.static_range(4):
         byte = ((x >> (8 * i)) & 255).to(tl.int32)
@@ -179,5 +184,5 @@ def lane_products(x, weights, SIGNED: tl.constexpr):
 
 @triton.jit
 def join_four(x0, x1, x2, x3):
-    """Four [LANES] -> [WORDS], a lane's four side by side."""
+    """Four tensors [LANES] -> [WORDS], with a lane's four values side by side."""
     return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), [x0.shape[0] * 4])

@@ -1,15 +1,15 @@
 # mypy: allow-untyped-defs
-"""Four-bit weights in the tiles of `step_tiles_triton`: what a word's nibbles multiply, and the products in float32.
+"""Four-bit weights in the tiles of `step_tiles_triton`: the inputs that a word's nibbles multiply, and products in float32.
 
-Words. The layout is that of formats/int4.py. Read as 32-bit words, word `j` of a span's eight holds the elements `4 j` to
-`4 j + 3` in its nibbles 0, 2, 4, 6, and the elements that are 32 after those in its nibbles 1, 3, 5, 7.
+Words. The layout is that of formats/int4.py. A span is eight 32-bit words. Word `j` holds the elements `4 j` to `4 j + 3` in
+its nibbles 0, 2, 4, 6, and the elements 32 places behind these in its nibbles 1, 3, 5, 7.
 
-From a nibble to a number. A nibble masked out of its word and read as the bits of a float32 is the number q 2^(p - 149),
-where p is the place of its lowest bit: subnormal numbers and those of the first exponent are evenly spaced, so this holds
-up to bit 23. The input is multiplied by 2^(SHIFT - p) beforehand and the sum by 2^(149 - SHIFT) afterwards, all exact. So
-a nibble costs an AND and a multiply-add. At the memory's full speed a multiprocessor receives 37 nibbles per clock and
-can issue on 128 lanes, too few to extract and convert each nibble. With SHIFT = 80 inputs may be as large as 2^47, and
-what is lost of them is below 2^-69.
+From a nibble to a number. A nibble q that is masked out of its word and read as the bits of a float32 is the number
+q 2^(p - 149), where p is the place of its lowest bit. Subnormal numbers and those of the first exponent are evenly spaced, so
+this holds up to bit 23. The input is multiplied by 2^(SHIFT - p) beforehand, and the sum by 2^(149 - SHIFT) afterwards; both
+are exact. So a nibble costs an AND and a multiply-add. At the memory's full speed a multiprocessor receives 37 nibbles per
+clock and can issue on 128 lanes: too few lanes to extract and convert each nibble. With SHIFT = 80 inputs may be as large as
+2^47, and the part of an input that is lost is below 2^-69.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from .step_fixed_point_triton import fixed_point, multiply_words, offsets
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 SHIFT = tl.constexpr(80)
-# The lowest bit of each nibble in its word or, from nibble 3 on, in the word shifted right by 8. Nibble 2 in the shifted word
-# would cost a shift of its own.
+# The place of each nibble's lowest bit: in its word or, from nibble 3 on, in the word shifted right by 8. Nibble 2 in the
+# shifted word would cost a shift of its own.
 PLACES = tl.constexpr((0, 4, 8, 4, 8, 12, 16, 20))
 
 
 @triton.jit
 def first_fours(word):
-    """Which four neighbours of the input a word's low nibbles multiply; its high ones multiply those 8 fours later."""
+    """Index of the four (four neighbouring inputs) that a word's low nibbles multiply; its high ones multiply four + 8."""
     return word // 8 * 16 + word % 8
 
 
 @triton.jit
 def load_eights(vector, low, inside):
-    """What the nibbles 0 to 7 of words multiply, as float32 tiles; zeros where not `inside`. `low`: of `first_fours`."""
+    """The inputs that nibbles 0 to 7 of words multiply: eight float32 tiles, zeros where not `inside`.
+
+    low: result of `first_fours`.
+    """
     if vector.dtype.element_ty == tl.bfloat16:
-        # Four at once in 64 bits.
+        # Four inputs at once, in 64 bits.
         fours = vector.to(tl.pointer_type(tl.int64))
         low_bits = tl.load(fours + low, mask=inside, other=0)
         high_bits = tl.load(fours + low + 8, mask=inside, other=0)
@@ -52,7 +55,7 @@ def load_eights(vector, low, inside):
 
 @triton.jit
 def load_fours(floats, four, inside):
-    """Elements 4 i to 4 i + 3 of a float32 vector for i in `four`, as four tiles like it."""
+    """Elements 4 i to 4 i + 3 of a float32 vector for each i in `four`: four tiles of the shape of `four`."""
     first = floats + four * 4
     return (
         tl.load(first, mask=inside, other=0.0),
@@ -72,10 +75,11 @@ def load_constant_eights(floats, low, inside):
 
 @triton.jit
 def load_constant_fours(floats, four, inside):
-    """`load_fours` 16 bytes at a time, of data aligned to 16 bytes that no kernel writes; arbitrary where not `inside`.
+    """`load_fours`, 16 bytes at a time, for data aligned to 16 bytes that no kernel writes; arbitrary where not `inside`.
 
-    The compiler joins only loads of one tile: four loads would each touch every line. If this were not pure, torch would
-    assume that the kernel writes every argument. As `ld.global.nc` it would be moved down to its use, past the wait.
+    The compiler joins only loads of the same tile: each of the four loads would touch every cache line. If the assembly were
+    not pure, torch would assume that the kernel writes every argument. As `ld.global.nc` the load would be moved down to its
+    use, behind the wait.
     """
     if INTERPRETED:
         w0, w1, w2, w3 = load_fours(floats, four, inside)
@@ -99,9 +103,9 @@ def two_floats(bits):
 
 @triton.jit
 def multiply_int4(sums, words, scales, x, factor, GROUP: tl.constexpr, ROWS: tl.constexpr, INTEGER: tl.constexpr):
-    """The rows' sums, [LANES] each, with words times x, eight tiles, times `factor`, [LANES] or 1.
+    """Add words times x (eight tiles) times `factor` ([LANES] or 1) to the rows' sums, [LANES] each.
 
-    With INTEGER in fixed point, for inputs that had 8 bits, else in float32.
+    With INTEGER the products are in fixed point, for inputs that had 8 bits (bfloat16); else they are in float32.
     """
     if INTEGER:
         bytes, lane_scale = fixed_point(x)
@@ -129,12 +133,12 @@ def multiply_int4(sums, words, scales, x, factor, GROUP: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def coefficients(x, GROUP: tl.constexpr):
-    """What `multiply_row` multiplies by, eight tiles of x times powers of two, and the two tiles that it starts from.
+    """The factors of `multiply_row`, eight tiles of x times powers of two, and the two tiles from which its sums start.
 
-    In groups of 64 and more nibble 7 is not masked out: the shifted word as it is holds nibbles 2 to 7, 24 bits. So the
-    factor of nibble 7 is subtracted from those of the others. The start subtracts the 8 in each nibble's q + 8, word by
-    word, so that no large numbers cancel; in groups of 32 there is one start for the low nibbles and one for the high
-    ones.
+    In groups of 64 and more, nibble 7 is not masked out: the shifted word is multiplied whole, with nibbles 2 to 7 in its 24
+    bits. So the factor of nibble 7 is subtracted from the factors of nibbles 2 to 6. A nibble stores q + 8. The start
+    subtracts the 8s, word by word, so that no large numbers cancel. In groups of 32 the low nibbles have one start, and the
+    high nibbles another.
     """
     last = x[7] * 2.0 ** (SHIFT - PLACES[7])
     nibbles = ()
@@ -158,7 +162,10 @@ def coefficients(x, GROUP: tl.constexpr):
 
 @triton.jit
 def multiply_row(words, nibbles, low, high, scale, high_scale, GROUP: tl.constexpr):
-    """Sums over each lane's words of weight times input, [LANES], times 2^(SHIFT - 149)."""
+    """Each lane's sum over its words of weight times input times `scale`: [LANES].
+
+    Sums of products are too large by 2^(SHIFT - 149); the scales remove this factor.
+    """
     # A nibble masked out of its word is a float32: see the top of the file.
     shifted = words >> 8
     if GROUP > 32:
@@ -181,5 +188,5 @@ def masked(words, NIBBLE: tl.constexpr):
 
 @triton.jit
 def sum_four(x):
-    """[WORDS] -> [LANES]: a lane's four words."""
+    """[WORDS] -> [LANES]: the sum over a lane's four words."""
     return tl.sum(tl.reshape(x, [x.shape[0] // 4, 4]), axis=1)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The kernels of `step_triton`; what they are composed of is in `step_tiles_triton`.
+"""The kernels of `step_triton`, composed of the functions in `step_tiles_triton`.
 
 GROUP is 0 for weights in a floating dtype; then `scale_ptr` is not read. `bias_ptr` is not read unless BIAS is true.
 """
@@ -46,7 +46,7 @@ def norm_linear_early(
     INTEGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """`norm_linear`; ROWS rows per program."""
+    """`norm_linear`, ROWS weight rows per program."""
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
     row, mine = lane_rows(first_row, N, ROWS)
@@ -81,7 +81,7 @@ def norm_swiglu_early(
     INTEGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """`norm_swiglu`; N outputs, ROWS of them per program, each from its gate row and the up row N rows after it."""
+    """`norm_swiglu` with N outputs, ROWS per program. An output has a gate row, and the up row N rows after the gate row."""
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
     row, mine = paired_rows(first_row, N, ROWS)
@@ -143,7 +143,7 @@ def norm_linear_conv_early(
     INTEGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """`norm_linear_conv`; the programs after those for the N rows compute GATE_ROWS of the gates' rows each."""
+    """`norm_linear_conv`. The first programs take ROWS of the N weight rows each, the others GATE_ROWS rows of `gates`."""
     BLOCKS: tl.constexpr = (N + ROWS - 1) // ROWS
     start_next(EARLY)
     program = tl.program_id(0)
@@ -176,7 +176,7 @@ def norm_linear_conv_early(
         tile = load_tile(weight_ptr, scale_ptr, first_row, 0, N, K, GROUP, ROWS, UNITS)
         norm = load_norm(norm_ptr, 0, K, GROUP, UNITS)
         bias = load_bias(bias_ptr, row, mine, BIAS)
-        # After the weights, which need not wait for the slot.
+        # The state is loaded after the weights, which need not wait for the slot.
         state_ptr += tl.maximum(slot, 0) * (TAPS - 1) * CHANNELS
         for tap in tl.static_range(TAPS - 1):
             inputs = extended(inputs, tl.load(state_ptr + tap * CHANNELS + row, mask=convolved, other=0.0))
@@ -229,7 +229,10 @@ def store_gates(
     LANE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """ROWS products of the normed x with gates, rows in a floating dtype; in the kernel its names would be of two types."""
+    """Write ROWS products of the normed x with rows of `gates`, in a floating dtype.
+
+    Not a part of the kernel, where the same names would have two types.
+    """
     row, mine = lane_rows(first_row, N, ROWS)
     tile = load_tile(gates_ptr, gates_ptr, first_row, 0, N, K, 0, ROWS, UNITS)
     norm = load_norm(norm_ptr, 0, K, 0, UNITS)
@@ -263,9 +266,9 @@ def linear_add_early(
     INTEGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """`linear_add`; ROWS rows per program. HEADS is 0 where there are no squares."""
+    """`linear_add`, ROWS weight rows per program. HEADS is 0 if there are no squares."""
     ROW: tl.constexpr = K // 8 if GROUP > 0 else K
-    # Elements that a lane's units are within: one factor for all of them where these lie in one head.
+    # A lane's units lie within SPAN elements. If these are all in one head, the units have one factor.
     SPAN: tl.constexpr = 64 if GROUP > 0 else LANE
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
@@ -285,7 +288,7 @@ def linear_add_early(
             unit, inside = tile_units(start, LANE, K, GROUP, UNITS)
             lane_factor = head_factor(squares_ptr, unit * 8 if GROUP > 0 else unit, inside, EPS, K // HEADS, PARTS)
             if GROUP == 0:
-                # A lane may have several runs of neighbours.
+                # A lane may have several stretches of neighbouring units, and so several factors.
                 x = (x[0] * of_neighbours(lane_factor, LANE),)
                 lane_factor = 1.0
         elif HEADS > 0:
@@ -299,7 +302,7 @@ def linear_add_early(
 
 @triton.jit
 def of_neighbours(x, LANE: tl.constexpr):
-    """[UNITS / LANE] -> [UNITS]: the same for LANE neighbours."""
+    """[UNITS / LANE] -> [UNITS]: each value repeated for LANE neighbours."""
     wide = tl.broadcast_to(tl.expand_dims(x, 1), [x.shape[0], LANE])
     return tl.reshape(wide, [x.shape[0] * LANE])
 
@@ -316,7 +319,7 @@ def normed_heads(
     PARTS: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """x of `load_input`, each element with the factor of its own head."""
+    """The tiles x of `load_input`, each element times the factor of its own head."""
     unit, inside = tile_units(START, 1, K, GROUP, UNITS)
     normed = ()
     for i in tl.static_range(len(x)):
@@ -327,7 +330,7 @@ def normed_heads(
 
 @triton.jit
 def head_factor(squares_ptr, element, inside, EPS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr):
-    """1 / rms of the head of SIZE elements that each of `element` is in."""
+    """1 / rms of the head in which each `element` lies; a head has SIZE elements."""
     square = tl.load(squares_ptr + element // SIZE * PARTS, mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
         square += tl.load(squares_ptr + element // SIZE * PARTS + part, mask=inside, other=0.0)
@@ -336,7 +339,7 @@ def head_factor(squares_ptr, element, inside, EPS: tl.constexpr, SIZE: tl.conste
 
 @triton.jit
 def load_bias(bias_ptr, row, mine, BIAS: tl.constexpr):
-    """The bias of the rows, float32; 0 without one."""
+    """The bias of the rows, float32; 0 without BIAS."""
     return tl.load(bias_ptr + row, mask=mine, other=0.0).to(tl.float32) if BIAS else 0.0
 
 
@@ -359,7 +362,7 @@ def norm_products(
     INTEGER: tl.constexpr,
     APART: tl.constexpr = 0,
 ):
-    """The lanes' sums for each row, and of the squares of x; the first tile's weights are already loaded."""
+    """The lanes' sums of products for each row, and of the squares of x. `tile` and `norm` are those of the first tile."""
     ROW: tl.constexpr = K // 8 if GROUP > 0 else K
     sums = zeros(ROWS, 32 * WARPS)
     squares = tl.zeros([32 * WARPS], tl.float32)
@@ -380,7 +383,7 @@ def norm_products(
 
 @triton.jit
 def squares_and_normed(x, norm):
-    """From the tiles of `load_input` and `load_norm`: the sum of their squares, [UNITS], and x times the norm's factors."""
+    """Tiles x of `load_input` and norm of `load_norm` -> the sum of the squares of x, [UNITS], and the tiles x times norm."""
     square = x[0] * x[0]
     scaled = (x[0] * norm[0],)
     for i in tl.static_range(1, len(x)):
@@ -391,14 +394,14 @@ def squares_and_normed(x, norm):
 
 @triton.jit
 def normed_totals(sums, squares, K: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """The rows' products with the normed x, as `lane_rows` says, from the lanes' sums."""
+    """The rows' products with the normed x, from the lanes' sums: [32], one row per lane as in `lane_rows`."""
     totals, square = sum_rows(sums, squares, ROWS, WARPS)
     return totals * tl.rsqrt(square / K + EPS)
 
 
 @triton.jit
 def paired_rows(first_row, N: tl.constexpr, ROWS: tl.constexpr):
-    """`lane_rows` where lanes 0 to 15 have ROWS gates and lanes 16 to 31 the ups: of those, the former have results."""
+    """`lane_rows` for ROWS gates in lanes 0 to 15 and their ups in lanes 16 to 31. Only lanes 0 to 15 have results."""
     row, mine = lane_rows(first_row, N, 2 * ROWS)
     return row, mine & (tl.arange(0, 32) < 16)
 

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""What the matrix-vector kernels of a decode step consist of: tiles of weights, their inputs, and the sum over lanes.
+"""The building blocks of a decode step's matrix-vector kernels: tiles of weights, their inputs, and the sum over lanes.
 
-A *unit* is what a tile consists of: a 32-bit word of eight four-bit weights (`step_int4_triton`), or one weight in a floating
-dtype, where GROUP is 0. A tile of one dimension holds UNITS units of one row, LANE neighbouring ones (16 bytes) per lane, or
-several times as many, so that a lane uses the same inputs in all of a program's rows.
+A *unit* is one element of a tile: a 32-bit word of eight four-bit weights (`step_int4_triton`) or, if GROUP is 0, one weight
+in a floating dtype. A tile has one dimension and holds UNITS units of one row. A lane has LANE neighbouring units (16 bytes),
+or several such stretches. So a lane uses the same inputs for all rows of its program.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def zeros(COUNT: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def tile_units(START: tl.constexpr, STEP: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr):
-    """Every STEP-th unit of the tile from START, and whether it is in the row: a constant where all are."""
+    """Every STEP-th unit of the tile from START, and whether the unit is in the row (a constant if all units are)."""
     ROW: tl.constexpr = K // 8 if GROUP > 0 else K
     unit = START + tl.arange(0, UNITS // STEP) * STEP
     return unit, (unit < ROW) | (ROW % UNITS == 0)
@@ -44,7 +44,7 @@ def tile_units(START: tl.constexpr, STEP: tl.constexpr, K: tl.constexpr, GROUP: 
 
 @triton.jit
 def unit_pointer(weight, GROUP: tl.constexpr):
-    """A weight's pointer as one to its units."""
+    """A weight's pointer, converted to a pointer to its units."""
     return weight.to(tl.pointer_type(tl.uint32)) if GROUP > 0 else weight
 
 
@@ -61,11 +61,11 @@ def load_tile(
     UNITS: tl.constexpr,
     APART: tl.constexpr = 0,
 ):
-    """The units from START of ROWS rows: ROWS tiles [UNITS], and the scales of four-bit weights, [LANES] bfloat16.
+    """Load the units from START of ROWS rows: ROWS tiles [UNITS], and the scales of four-bit weights, [LANES] bfloat16.
 
-    In groups of 64 and more there is one tile of scales per row. In groups of 32 there are two: first the tiles for the low
-    nibbles of all rows, then those for the high nibbles. Rows past the last are the last one again. With APART the second
-    half of the rows begins APART rows after the first half, not directly after it.
+    In groups of 64 and more there is one tile of scales per row. In groups of 32 there are two: first come the tiles for the
+    low nibbles of all rows, then the tiles for the high nibbles. Rows past the last read the last row again. With APART the
+    second half of the rows begins APART rows after the beginning of the first half.
     """
     ROW: tl.constexpr = K // 8 if GROUP > 0 else K
     unit, inside = tile_units(START, 1, K, GROUP, UNITS)
@@ -89,7 +89,7 @@ def load_tile(
 
 @triton.jit
 def row_step(ROW: tl.constexpr, first_row, N: tl.constexpr, ROWS: tl.constexpr, APART: tl.constexpr):
-    """How many rows after the first one row ROW is: a constant, which loads fold in, if no row is past the last."""
+    """The distance in rows from the first row to row ROW: a constant, which loads fold in, if no row is past the last."""
     if APART > 0:
         tl.static_assert(N % APART == 0 and APART % (ROWS // 2) == 0)
         return ROW % (ROWS // 2) + ROW // (ROWS // 2) * APART
@@ -101,7 +101,10 @@ def row_step(ROW: tl.constexpr, first_row, N: tl.constexpr, ROWS: tl.constexpr, 
 
 @triton.jit
 def load_input(vector, START: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr):
-    """What the units of a tile multiply, as float32 tiles [UNITS], eight for words and one for floats; past the end zeros."""
+    """Load the inputs that a tile's units multiply: float32 tiles [UNITS], eight for words, one for floats.
+
+    Past the end of the row they are zeros.
+    """
     unit, inside = tile_units(START, 1, K, GROUP, UNITS)
     return load_input_at(vector, unit, inside, GROUP)
 
@@ -118,7 +121,7 @@ def load_input_at(vector, unit, inside, GROUP: tl.constexpr):
 
 @triton.jit
 def load_norm(norm, START: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr):
-    """The factors of what `load_input` gives of x: 1 + the norm's weight."""
+    """Load the norm's factors (1 + weight) for the tiles of `load_input`."""
     unit, inside = tile_units(START, 1, K, GROUP, UNITS)
     if GROUP > 0:
         weights = load_constant_eights(norm, first_fours(unit), inside)
@@ -136,8 +139,8 @@ def load_norm(norm, START: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, U
 def load_constant_floats(floats, START: tl.constexpr, K: tl.constexpr, UNITS: tl.constexpr):
     """UNITS elements from START of a constant float32 vector, K a multiple of 4; arbitrary past its end.
 
-    In any layout: a plain load would give a lane four neighbours, and an exchange through shared memory would follow where it
-    is to have eight.
+    The result can have any layout. A plain load would give a lane four neighbours. Where a lane needs eight, an exchange
+    through shared memory would follow.
     """
     four, inside = tile_units(START // 4, 1, K // 4, 0, UNITS // 4)
     x0, x1, x2, x3 = load_constant_fours(floats, four, inside)
@@ -148,9 +151,9 @@ def load_constant_floats(floats, START: tl.constexpr, K: tl.constexpr, UNITS: tl
 def multiply_tile(
     sums, tile, x, factor, GROUP: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr, INTEGER: tl.constexpr
 ):
-    """The rows' sums, [LANES] each, with a tile of `load_tile` times x of `load_input`, times `factor`, [LANES] or 1.
+    """Add a tile of `load_tile` times x of `load_input` times `factor` ([LANES] or 1) to the rows' sums, [LANES] each.
 
-    Four-bit weights with INTEGER in fixed point, for inputs that had 8 bits, else in float32.
+    With INTEGER four-bit weights are multiplied in fixed point, for inputs that had 8 bits (bfloat16); else in float32.
     """
     units, scales = tile
     if GROUP > 0:
@@ -165,7 +168,7 @@ def multiply_tile(
 
 @triton.jit
 def sum_lane(x, LANE: tl.constexpr, LANES: tl.constexpr):
-    """[UNITS] -> [LANES]: a lane sums LANE neighbours, and as many again in every further LANES LANE units."""
+    """[UNITS] -> [LANES]: a lane sums its LANE neighbours in each stretch of LANES LANE units."""
     if x.shape[0] == LANES * LANE:
         return tl.sum(tl.reshape(x, [LANES, LANE]), axis=1)
     else:
@@ -174,11 +177,11 @@ def sum_lane(x, LANE: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def sum_rows(sums, squares, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """The sums over the lanes of ROWS tiles [32 WARPS], and of one more tile: two tensors [32].
+    """The sums over all lanes of ROWS tiles [32 WARPS], and of one more tile, `squares`: two tensors [32].
 
-    In the first, lane l has the total of row l ROWS // 32; in the second all lanes have the one total. Each step halves the
-    rows that a lane has, so that n rows take n shuffles and not 5 n. Then all warps' sums go through shared memory at once,
-    with one barrier.
+    In the first, lane l has the total of row `l * ROWS // 32`; in the second, all lanes have the same total. Each iteration
+    halves the rows that a lane has, so that n rows take n shuffles and not 5 n. Then all warps' sums go through shared memory
+    at once, with one barrier.
     """
     tl.static_assert(ROWS <= 32)
     lane = tl.broadcast_to(tl.arange(0, 32)[None, :], [WARPS, 32])
@@ -200,9 +203,9 @@ def by_warp(tiles, COUNT: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def halved(rows, lane, DISTANCE: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT tiles [WARPS, 32] -> half as many: of every two, a lane keeps one, summed with that of the lane DISTANCE away.
+    """COUNT tiles [WARPS, 32] -> COUNT / 2 tiles. Of every two tiles a lane keeps one, and the lane DISTANCE away the other.
 
-    A single tile is summed in the same way.
+    Each lane adds the other lane's values of the tile that it keeps. A single tile is kept by both lanes.
     """
     summed = ()
     if COUNT > 1:
@@ -224,9 +227,12 @@ def exchange(x, lane, DISTANCE: tl.constexpr):
 
 @triton.jit
 def sum_warps(x, y, WARPS: tl.constexpr):
-    """Two [WARPS, 32] -> two [32]. A split needs both parts in one thread, so all warps' sums get into its registers."""
+    """The sums over the warps of x and of y, [WARPS, 32] each: two tensors [32].
+
+    A split needs both parts in one thread, so all warps' sums get into the registers of that thread.
+    """
     both = tl.permute(tl.join(x, y), (1, 2, 0))
-    # In a loop a tile cannot change its type, so each number of warps is written out.
+    # A tile cannot change its type in a loop, so the code is written out for each number of warps.
     if WARPS == 1:
         summed = tl.reshape(both, [32, 2])
     elif WARPS == 2:
@@ -247,7 +253,7 @@ def sum_warps(x, y, WARPS: tl.constexpr):
 
 @triton.jit
 def lane_rows(first_row, N: tl.constexpr, ROWS: tl.constexpr):
-    """The rows whose totals the lanes have after `sum_rows`, and whether a lane is the first with its row: both [32]."""
+    """The row whose total each lane has after `sum_rows`, and whether the lane is the first with this row: both [32]."""
     lane = tl.arange(0, 32)
     row = first_row + lane * ROWS // 32
     return row, (lane % (32 // ROWS) == 0) & (row < N)

@@ -1,8 +1,8 @@
 """The linear layers of a decode step as Triton kernels that start early: they load weights while the kernel ahead still runs.
 
 A program computes a few rows of the output. Its warps lie along K, with 16 bytes of each row per thread, so that the rows
-share the cost of preparing x; the warps' sums meet once, with one barrier. A norm's 1 / rms is one factor for all of x,
-so it comes after the product, and the squares are summed beside it.
+share the cost of preparing x. The warps' sums are added once, with one barrier. A norm's 1 / rms is one factor for all of x.
+So it is multiplied after the product, and the squares are summed beside the product.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .step_kernels_triton import linear_add_early, norm_linear_conv_early, norm_
 
 
 def units_per_lane(dtype: torch.dtype) -> int:
-    """Units of a weight in `dtype`, as `step_tiles_triton` calls them, in 16 bytes; uint8 is for int4, of words."""
+    """Units per 16 bytes of a weight whose values have this dtype; uint8 means int4. See `step_tiles_triton` for units."""
     return 4 if dtype == torch.uint8 else 16 // dtype.itemsize
 
 
 @dataclass(frozen=True)
 class StepConfig:
-    """What one program does.
+    """How much of a weight one program takes, and how it multiplies.
 
     Attributes:
-        rows: of the weight, a power of two up to 32.
-        warps: all along K: 1, 2, 4 or 8.
-        runs: of 16 bytes of each row that a lane takes at once, a power of two; 1 for int4.
-        integer: whether inputs in bfloat16 are multiplied by int4 weights in fixed point, as `step_fixed_point_triton` says.
+        rows: weight rows per program, a power of two up to 32.
+        warps: warps per program, all along K: 1, 2, 4 or 8.
+        runs: stretches of 16 bytes of each row that a lane takes at once, a power of two; 1 for int4.
+        integer: whether inputs in bfloat16 are multiplied by int4 weights in fixed point (see `step_fixed_point_triton`).
             Float32 inputs never are.
-        gate_rows: `rows` of the programs that multiply by `gates`; a power of two up to 32.
+        gate_rows: rows of `gates` per program that multiplies by `gates`, a power of two up to 32.
     """
 
     rows: int
@@ -48,16 +48,16 @@ class StepConfig:
 
 
 def config_for(n: int, k: int, group: int, dtype: torch.dtype) -> StepConfig:
-    """For a weight [n, k] in groups of `group`, or where that is 0 in `dtype`, which is that of the inputs.
+    """The configuration for a weight [n, k]: int4 in groups of `group`; or, if `group` is 0, in the inputs' dtype `dtype`.
 
-    Enough warps for all of a row in one tile, so that a program loads all its weights before the wait, and as many rows as
-    registers hold: of int4, 32 in one tile with one scale per lane; of others, 64 registers. But of int4 no more than leave
-    768 warps, about six per multiprocessor of an H200, and of others 320 programs. A small weight in int4 has the most warps,
-    though some of their lanes have nothing.
+    There are enough warps for one tile to hold a whole row, so a program loads all its weights before the wait. There are as
+    many rows as registers hold: in int4, 32 if a row is one tile with one scale per lane, else 16; in other dtypes, rows that
+    fill 64 registers. But enough programs must remain: in int4, 768 warps in all (about six per multiprocessor of an H200),
+    in other dtypes 320 programs. A small weight in int4 has 8 warps, though some of their lanes have nothing to do.
 
-    On an H200, 12,288 x 2,048 in int4 takes 4.6 us with 32 rows, 5.3 with 16 and 6.3 with 8; 2,048 x 4,096 takes 2.6 with 8
-    rows and 8 warps, 3.4 with 4 warps; 1,024 x 2,048 takes 1.9, and 2.2 with 4 warps. In bfloat16 7,168 x 1,024 takes 3.9 us
-    with 16 rows and 4.2 with 8; 1,024 x 2,048 takes 2.3 with 2, 2.6 with 4 and 2.7 with 8.
+    On an H200, 12,288 x 2,048 in int4 takes 4.6 us with 32 rows, 5.3 with 16 and 6.3 with 8. 2,048 x 4,096 takes 2.6 us with
+    8 rows and 8 warps, and 3.4 with 4 warps; 1,024 x 2,048 takes 1.9, and 2.2 with 4 warps. In bfloat16, 7,168 x 1,024 takes
+    3.9 us with 16 rows and 4.2 with 8; 1,024 x 2,048 takes 2.3 us with 2 rows, 2.6 with 4 and 2.7 with 8.
     """
     if group == 0:
         pieces = triton.cdiv(k, 32 * units_per_lane(dtype))
@@ -189,7 +189,7 @@ def _norm_linear_conv(
         CHANNELS=conv_state.shape[2],
         TAPS=conv_weight.shape[2],
         GATE_ROWS=config.gate_rows,
-        # As many elements as the others' tiles have.
+        # As many elements as the other programs' tiles have.
         GATE_UNITS=constants["UNITS"] * (1 if scale is None else 8),
         GATE_LANE=units_per_lane(gates.dtype),
         **constants,
@@ -201,7 +201,7 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
     """See `reference.linear_add`; all tensors contiguous and aligned to 16 bytes.
 
     Raises:
-        ExportError: see `check_weight`; or K is not a multiple of the number of heads.
+        ExportError: see `check_weight`; also if K is not a multiple of the number of heads.
     """
     check_weight(weight, x.dtype)
     sums, eps = (None, 0.0) if squares is None else (squares.sums, squares.eps)
@@ -229,7 +229,7 @@ def _linear_add(
         x,
         *pointers(*weight.tensors),
         residual,
-        # Not read where there are no heads.
+        # Not read if there are no heads.
         residual if squares is None else squares,
         out,
         EPS=eps,
@@ -242,9 +242,9 @@ def _linear_add(
 
 
 def tile_constants(weight: Weight, dtype: torch.dtype, warps: int, runs: int, integer: bool) -> dict[str, Any]:
-    """What kernels are compiled for that take a weight in tiles; `StepConfig` says what the others are.
+    """Compile-time constants of kernels that take a weight in tiles; see `StepConfig` for `warps`, `runs` and `integer`.
 
-    dtype: of the inputs.
+    dtype: the inputs' dtype.
     """
     lane = units_per_lane(weight.values.dtype)
     return {
@@ -258,7 +258,7 @@ def tile_constants(weight: Weight, dtype: torch.dtype, warps: int, runs: int, in
 
 
 def _constants(weight: Weight, config: StepConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What the kernels are compiled for; `dtype` is that of the inputs."""
+    """Compile-time constants of the kernels here; `dtype` is the inputs' dtype."""
     return {
         "K": weight.columns,
         "BIAS": weight.bias is not None,

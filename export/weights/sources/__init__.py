@@ -1,1 +1,1 @@
-"""Containers of published checkpoints, one file each."""
+"""Readers for the containers of published checkpoints, one file per container."""

@@ -1,4 +1,4 @@
-"""A folder of safetensors: which tensors it holds, and each of them when it is asked for."""
+"""Reader for a folder of safetensors files: lists its tensors, and reads each one when it is asked for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 class SafetensorsFolder:
-    """The tensors of a checkpoint folder by name, read when asked for.
+    """The tensors of a checkpoint folder by name. Each is read when it is asked for.
 
     Raises:
-        CheckpointError: no safetensors; a shard that is missing, unreadable or outside the folder.
+        CheckpointError: there are no safetensors files, or a shard is missing, unreadable or outside the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,10 +41,11 @@ class SafetensorsFolder:
         return name in self._stored
 
     def read(self, name: str) -> Tensor:
-        """The tensor `name`, on the CPU in its stored dtype. Raises CheckpointError when its shard is gone or has changed."""
+        """Return the tensor `name` on the CPU, in its stored dtype. Raises CheckpointError if its shard is gone or has
+        changed."""
         path, _ = self._stored[name]
         try:
-            # The last shard stays open: a layer's experts, one by one, are hundreds of tensors in one file.
+            # The last shard stays open, because a layer's experts may be hundreds of tensors in one file.
             if self._open is None or self._open[0] != path:
                 self._open = (path, safe_open(path, framework="pt"))
             return self._open[1].get_tensor(name)
@@ -52,15 +53,15 @@ class SafetensorsFolder:
             raise CheckpointError(f"tensor {name!r} of {path} cannot be read: {error}") from error
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As stored."""
+        """Return the shape of the tensor `name` as stored."""
         return self._stored[name][1]
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder: those that its index names, or all without an index.
+    """Return the safetensors files of a checkpoint folder: those that its index names, or all if there is no index.
 
     Raises:
-        CheckpointError: there is none, one is missing, or one lies outside the folder.
+        CheckpointError: there is no such file, one is missing, or one lies outside the folder.
     """
     index = folder / INDEX_FILE
     if index.exists():
@@ -87,9 +88,9 @@ def _indexed_names(index: Path) -> list[str]:
 
 
 def _has_shard(folder: Path, name: str) -> bool:
-    """Whether there is such a file. Raises CheckpointError for one that lies outside the folder.
+    """Return whether the shard exists. Raises CheckpointError if it lies outside the folder.
 
-    A snapshot in Hugging Face's cache consists of links to the files in `blobs`, two folders up: those count as inside.
+    A snapshot in Hugging Face's cache consists of links to the files in `blobs`, two folders up. Those files count as inside.
     """
     root = folder.resolve()
     homes = [root]
@@ -101,7 +102,7 @@ def _has_shard(folder: Path, name: str) -> bool:
             raise CheckpointError(f"{folder}: the shard {shortened(name)} lies outside the folder")
         return path.is_file()
     except (OSError, ValueError, RuntimeError):
-        # A name that the file system does not take, or a loop of links.
+        # The file system does not accept the name, or links form a loop.
         return False
 
 
@@ -111,6 +112,6 @@ def some_of(names: list[str], limit: int = 5) -> str:
 
 
 def shortened(name: str, max_length: int = 120) -> str:
-    """The name in one line, whatever it holds."""
+    """Return the name as one short line, whatever characters it has."""
     text = name if name.isprintable() else repr(name)
     return text if len(text) <= max_length else f"{text[: max_length - 3]}..."

@@ -1,4 +1,4 @@
-"""Files that are cut short, flipped, swapped or made elsewhere: an ArtifactError, and never anything else."""
+"""Files that are cut short, flipped, swapped or made elsewhere: each gives an ArtifactError, and never another error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def folder(recurrent_artifact: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def limited_memory() -> Iterator[None]:
-    """A reader that believes a damaged count asks for gigabytes: let it fail here, and not take the machine along."""
+    """Limits the memory: a reader that believes a damaged count asks for gigabytes, and must fail here without harm to the
+    machine."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 30), hard))
@@ -45,7 +46,8 @@ def limited_memory() -> Iterator[None]:
 
 
 def load_all(folder: Path) -> bool:
-    """Load every method. True: loaded, and the answers are right; False: ArtifactError. Anything else is raised."""
+    """Load every method. Return True if all load and give the right answers, False on an ArtifactError. Other errors are
+    raised."""
     try:
         with load_program(folder) as program:
             prefill, decode = program.load_method("prefill"), program.load_method("decode")
@@ -96,7 +98,8 @@ def test_one_bit_of_the_program_flipped(folder: Path) -> None:
 
 @pytest.fixture
 def code_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a whole program whose constants alone are damaged: most of a load's time goes into its libraries."""
+    """Loads the compiled code only once. Only the constants are damaged, and most of a load's time goes into the
+    libraries."""
     loaded: dict[str, MethodCode] = {}
 
     def load(record: MethodRecord, *rest: Any) -> MethodCode:
@@ -111,7 +114,7 @@ def code_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("code_is_loaded_once")
 def test_every_byte_of_the_constants_flipped(folder: Path) -> None:
-    """Only what nothing reads (padding, and marks of the format that no reader needs) may go unnoticed."""
+    """Only bytes that nothing reads may be flipped unnoticed: padding, and marks of the format that no reader needs."""
     path = folder / "model.ptd"
     size, unnoticed = path.stat().st_size, []
     flips(path, list(range(size)), lambda offset: unnoticed.append(offset) if load_all(folder) else None)
@@ -125,7 +128,7 @@ def test_every_byte_of_the_constants_flipped(folder: Path) -> None:
 
 
 def test_every_bit_of_the_constants_layouts_flipped(folder: Path) -> None:
-    """Bytes that are whole mean something else in another shape, dtype or order."""
+    """A flipped bit in a shape, dtype or dimension order is noticed: intact bytes would mean something else."""
     path = folder / "model.ptd"
     content = bytearray(path.read_bytes())
     layouts = [table for named in Table.root(memoryview(content)).tables(2) if (table := named.table(2)) is not None]
@@ -142,7 +145,8 @@ def test_every_bit_of_the_constants_layouts_flipped(folder: Path) -> None:
 
 
 def test_the_programs_description_flipped_before_any_hash(folder: Path) -> None:
-    """The reader alone, for `verify=False` and for a foreign `.ptd`: each byte of the FlatBuffers part."""
+    """With one bit flipped anywhere in the FlatBuffers part, the reader raises ArtifactError or nothing. This matters for
+    `verify=False` and for a foreign `.ptd`, where no hash is checked before."""
     path = folder / "model.pte"
     content = bytearray(path.read_bytes())
     end = min(bytes(content).index(b"\x7fELF"), 8192)
@@ -205,7 +209,7 @@ def test_a_damaged_constant_names_itself(folder: Path) -> None:
 
 
 def test_constants_of_another_export(chunked_artifact: Path, folder: Path) -> None:
-    """Of the same module, so that nothing but what binds the two files tells them apart."""
+    """The other export is of the same module, so only the entries that bind the two files tell them apart."""
     other = chunked_artifact
     for pair in ((folder, other), (other, folder)):
         with pytest.raises(ArtifactError, match=r"model\.ptd belongs to another export than"):

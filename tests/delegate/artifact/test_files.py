@@ -1,4 +1,4 @@
-"""The readers of `.pte` and `.ptd`, and the records in them."""
+"""Tests of the readers of `.pte` and `.ptd`, and of the records in both files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = tuple(SCALAR_TYPES.values())
 
 
 def values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Every bit pattern that a dtype can show is as good as any other here, but NaN is not equal to itself."""
+    """Return small numbers of the dtype. Other bit patterns would do as well, but NaN is not equal to itself."""
     numbers = torch.arange(-3, -3 + max(1, torch.Size(shape).numel()))[: torch.Size(shape).numel()].reshape(shape)
     return (numbers % 2).bool() if dtype is torch.bool else numbers.to(dtype)
 
@@ -162,7 +162,7 @@ RECORD = MethodRecord(
         TensorSpec("slot", "int64", (), (0, 0), Growth.SLOTS),
     ),
     outputs=(TensorSpec("logits", "float32", (Dim(1, 1), Dim(11, 11))),),
-    # The first gives values 2 and 3, and each of the others takes what the one before gave.
+    # The first segment gives values 2 and 3. Each of the others takes a value that the one before gave.
     segments=(
         Segment("ostinato.code.ab", "ab", "", "0/", (0,), (2, 3)),
         Segment("ostinato.code.cd", "cd", "ostinato.extern.cd", "1/", (3, 1), (4,)),
@@ -341,7 +341,7 @@ def test_json_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION - 1, 99])
 def test_records_of_another_version_say_so(version: int) -> None:
-    """Before anything else of them is read: they may have other fields."""
+    """The version is checked first, because other versions may have other fields."""
     message = f"format version {version}, this runtime reads version {FORMAT_VERSION}: export the model again"
     with pytest.raises(ArtifactError, match=message):
         MethodRecord.from_bytes(replace(RECORD, version=version).to_bytes())

@@ -58,7 +58,7 @@ def test_several_steps_equal_eager(chain_artifact: Path, options: dict[str, Any]
 
 
 def test_replayed_steps_equal_eager(chain_artifact: Path) -> None:
-    """Graphs are for calls of one shape."""
+    """All calls have one shape, so that they share a graph."""
     eager = Stack(layers())
     with load_program(chain_artifact) as program:
         step = program.load_method("step", {"enable_cuda_graph_for_method": "step"})
@@ -83,7 +83,7 @@ def test_a_chain_and_a_module_share_their_state(chain_artifact: Path) -> None:
 
 
 def test_names_of_constants_and_state(chain_artifact: Path, record: MethodRecord) -> None:
-    """Each link's under its prefix, and what no link has to itself once."""
+    """Each link's constants and state are stored under its prefix, and what links share is stored once."""
     file = open_artifact(*artifact_paths(chain_artifact))[1]
     own = {f"layers.{index}.{name}" for index in range(3) for name in CONSTANTS}
     (table,) = set(record.constants.values()) - own
@@ -127,12 +127,12 @@ def test_one_library_serves_three_segments(
     MethodCode(record, named_data, device)
     assert len(paths) == 3 and len(set(paths)) == 1
     assert len({segment.code_key for segment in record.segments}) == 1
-    # The library of `step`, and that of `whole`.
+    # One library for `step` and one for `whole`.
     assert sum(bytes(data[:4]) == b"\x7fELF" for data in named_data.values()) == 2
 
 
 def last(record: MethodRecord, **changes: Any) -> MethodRecord:
-    """The record with another last segment."""
+    """Return the record with changes in the last segment."""
     return replace(record, segments=(*record.segments[:-1], replace(record.segments[-1], **changes)))
 
 
@@ -173,7 +173,7 @@ def test_one_segment_of_many_lacks_its_code(
 
 
 class Watched:
-    """A segment's container that remembers what it gave, and whether what all others gave was alive when it was called."""
+    """A segment's container that records its outputs, and at each call which outputs of all segments are still alive."""
 
     def __init__(self, container: Container, given: list[list[StorageWeakRef]], alive: list[list[list[bool]]]) -> None:
         self._container, self._given, self._alive = container, given, alive
@@ -216,7 +216,7 @@ def test_a_value_that_nobody_takes_is_freed_at_once(
         code = step._code
         assert code is not None
         first, second, third = record.segments
-        # The second link takes the method's own `seen`, and the third its `x` as well.
+        # The second link takes the method's own `seen`, and the third takes the method's `x`.
         code.record = replace(
             record,
             segments=(first, replace(second, inputs=(2, 1)), replace(third, inputs=(0, 5))),

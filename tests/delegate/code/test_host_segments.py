@@ -42,7 +42,7 @@ def test_records_say_where_segments_run(mixed_artifact: Path, device: torch.devi
     [("step", "host graph host graph host"), ("inner", "graph host graph"), ("ahead", "host graph")],
 )
 def test_pieces(mixed_artifact: Path, name: str, pieces: str) -> None:
-    """Neighbours on the host are one piece; several shapes, each with a plan."""
+    """Neighbouring segments on the host are one piece. Each of several shapes has a plan."""
     pair = Pair(mixed_artifact, name)
     for _ in range(5):
         for length in (3, 8, 2):
@@ -68,7 +68,7 @@ def test_a_method_on_the_host_alone_has_no_graph(mixed_artifact: Path) -> None:
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_steps_equal_eager(mixed_artifact: Path, graphs: bool) -> None:
-    """Methods in turn, over one state."""
+    """The methods take turns, over one state."""
     eager = mixed_chains()
     with load_program(mixed_artifact) as program:
         methods = {name: program.load_method(name, with_graphs(name) if graphs else {}) for name in METHODS}
@@ -96,7 +96,7 @@ def test_constants_and_state_are_where_they_are_used(mixed_artifact: Path, devic
         record = step._entry.record
         for name, tensor in step._bound.items():
             assert tensor.device.type == ("cpu" if name in record.host_names else device.type), name
-        # On the host they lie on the file's map, as in a program for the CPU.
+        # On the host the constants lie on the file's map, as in a program for the CPU.
         loaded = program._pool._file.entries
         for name, key in record.constants.items():
             if name in record.host_names:
@@ -151,7 +151,7 @@ def test_where_nothing_can_be_recorded_there_is_no_graph(mixed_artifact: Path) -
 @pytest.mark.parametrize("segment", sorted(ON_HOST))
 @pytest.mark.parametrize("phase", ["warmup", "capture", "replay"])
 def test_a_segment_on_the_host_that_raises(mixed: Pair, phase: str, segment: int) -> None:
-    """It is said; the next call makes a step, in the same phase."""
+    """The error is reported. After a reset the next calls run, from the same phase."""
     while mixed.method.stats.phase != phase:
         mixed.step()
     with failing(segment), pytest.raises(StepError, match=r"'step' failed with .*no more threads.*`Program.reset`"):
@@ -173,7 +173,7 @@ def test_a_state_that_is_bound(mixed: Pair) -> None:
         for _ in range(2):
             mixed.step()
     plan = mixed.method.stats.last_plan
-    # Two graphs, made once and changed twice.
+    # Two graphs, made once and updated twice.
     assert plan.updates + plan.instantiations == 6
     for program in (mixed.program, mixed.plain_program):
         program.bind_state()
@@ -194,7 +194,7 @@ def test_a_state_in_another_place(mixed: Pair, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_inputs_on_the_device(mixed_artifact: Path, device: torch.device, name: str) -> None:
-    """Also those that the host alone takes."""
+    """Inputs may be on the device, even where only the host takes them."""
     pair = Pair(mixed_artifact, name)
     for index in range(5):
         inputs = inputs_of(4, index)
@@ -222,7 +222,7 @@ def test_inputs_that_only_the_host_takes_are_there(mixed_artifact: Path, device:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_outputs(mixed_artifact: Path, device: torch.device, name: str) -> None:
-    """The caller's own; or on the device, wherever they were computed."""
+    """Outputs belong to the caller. If the copy to the host is skipped, all outputs are on the device."""
     with load_program(mixed_artifact) as program, load_program(mixed_artifact) as other:
         method = program.load_method(name, with_graphs(name))
         skipping = other.load_method(name, {**with_graphs(name), "skip_copy_output_to_cpu_for_method": name})
@@ -238,7 +238,7 @@ def test_outputs(mixed_artifact: Path, device: torch.device, name: str) -> None:
 
 
 def fall_behind(device: torch.device) -> None:
-    """Have the GPU begin late with what comes next: by 0.3 TFLOP."""
+    """Keep the GPU busy with 0.3 TFLOP, so that later work on it begins late."""
     if device.type == "cuda":
         square = torch.ones(4096, 4096, device=device)
         torch.mm(torch.mm(square, square), square)
@@ -249,9 +249,9 @@ def fall_behind(device: torch.device) -> None:
 def test_a_device_that_is_behind(
     mixed_artifact: Path, device: torch.device, name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host reads nothing before it has come, overwrites nothing that is on its way, and waits for no more than that.
+    """The host reads no value before it has arrived, overwrites no value that is still in use, and waits for nothing else.
 
-    On a GPU the caller changes streams, and takes no output to the host, which would wait for all.
+    On a GPU the caller changes streams, and copies no output to the host, because that would wait for all work.
     """
     options: dict[str, bool | int | str] = {"skip_copy_output_to_cpu_for_method": name}
     options |= with_graphs(name) if graphs else {"use_shared_cuda_stream": True}
@@ -285,7 +285,8 @@ def test_a_device_that_is_behind(
 
 
 def test_a_capture_that_fails_half_way_leaves_what_was_counted(mixed_artifact: Path) -> None:
-    """A segment is refused, and then one on the host raises: the plan's numbers are those of the last capture that ended."""
+    """An update fails: one segment is refused, and one on the host raises. The plan keeps the numbers of the last capture
+    that succeeded."""
     pair = Pair(mixed_artifact)
     for _ in range(3):
         pair.step()

@@ -1,6 +1,6 @@
-"""What passes between the device and code on the host, and the memory that it passes through.
+"""Values that pass between the device and code on the host, and the memory that they pass through.
 
-Without a GPU both are the CPU, over the same plans and buffers.
+Without a GPU both are the CPU, with the same plans and buffers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..pair import Pair, inputs_of, with_graphs
 
 @pytest.fixture
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[int, int]]]:
-    """Each time that values pass: the way, and the addresses at which they arrive."""
+    """A list that records each transfer: its direction, and the addresses at which the values arrive."""
     seen: list[tuple[str, dict[int, int]]] = []
 
     def watched(way: str) -> Callable[[Transfers, Collection[int]], dict[int, Tensor]]:
@@ -47,19 +47,19 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[int, int]]]:
 
 
 def test_a_value_passes_once_and_only_where_it_must(mixed: Pair, passed: list[tuple[str, dict[int, int]]]) -> None:
-    """Through the same buffers in each step, also when the graphs have been updated."""
+    """Values pass through the same buffers in each step, also after the graphs were updated."""
     mixed.step()
     assert not passed
     first: list[dict[int, int]] = []
     for index in range(6):
         passed.clear()
         mixed.step()
-        # 0 and 1 are the inputs; each layer gives the next two.
+        # Values 0 and 1 are the inputs; each layer gives the next two.
         assert [(way, set(there)) for way, there in passed] == [
-            # `early`, and not the inputs, which nobody else takes.
+            # `early`; the inputs do not pass, because no other layer takes them.
             ("to_device", {2, 3}),
             ("arrived", {6, 7}),
-            # `middle` and `seen`; `early` was on the host, and `x` stays there.
+            # `middle` and `seen`. `early` is on the host already, and `x` is only used on the host.
             ("to_device", {8, 11}),
             ("arrived", {13}),
             # Results.
@@ -76,20 +76,20 @@ def test_what_the_host_can_begin_early() -> None:
     parts = [
         Part((0, 1), (2, 3)),
         Part((2,), (4,)),
-        # From where 3 is made on.
+        # The host can begin once value 3 is made.
         Part((3, 0), (5,)),
         Part((4, 5), (6, 7)),
         Part((6,), (8,)),
-        # It needs nothing of the device that the one before it does not wait for.
+        # This part waits for the one before it, which already waits for all that it needs from the device.
         Part((8, 7), (9,)),
-        # Nothing of the device at all.
+        # This part needs nothing from the device.
         Part((9,), (10,)),
     ]
     assert starts(parts, {2, 4, 5, 6}) == {0: 2, 3: 4}
 
 
 def test_single_runs_take_the_same_memory_again(mixed_artifact: Path) -> None:
-    """What is sent to the host lies in pieces that later runs take too, also for other sizes up to a power of two."""
+    """Values that are sent to the host lie in blocks that later runs use again, also for other sizes up to a power of two."""
     with load_program(mixed_artifact) as program:
         method = program.load_method("step")
         assert method._code is not None
@@ -104,7 +104,7 @@ def test_single_runs_take_the_same_memory_again(mixed_artifact: Path) -> None:
 
 
 def test_what_a_segment_gives_may_lie_in_what_it_took(mixed_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled code returns parts of its inputs without a copy, and the memory of those is taken again."""
+    """Results are right although compiled code returns parts of its inputs, whose memory is used again, without a copy."""
     now = threading.local()
     run_segment, run_container = MethodCode.run_segment, method_code.run_container
 
@@ -151,8 +151,8 @@ def test_pieces_of_pinned_memory() -> None:
 
 @pytest.mark.gpu
 def test_copies_on_a_gpu(mixed_artifact: Path, device: torch.device) -> None:
-    """One to the host, in a graph: several small values are written to pinned memory by a kernel. Back none but for what the
-    method returns, as the device reads the pinned memory."""
+    """There is one copy to the host, within a graph: a kernel writes several small values to pinned memory. Only results are
+    copied back, because the device reads the pinned memory directly."""
     if device.type != "cuda":
         pytest.skip("there is one device")
     from torch.profiler import ProfilerActivity, profile

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=["one thread", "four threads"])
 def parallel_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A threshold that takes the load one way or the other, whatever the machine has."""
+    """A threshold that makes the load use one thread or four, on any machine."""
     monkeypatch.setattr(loading_module, "available_cores", lambda: 4)
     return PARALLEL_FROM if request.param == "one thread" else 0
 
@@ -61,7 +61,7 @@ def meta(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 def test_constants_are_loaded_where_they_are_used(file: ConstantsFile, parallel_from: int, meta: torch.device) -> None:
-    """Those of segments on the host stay on the file's map; the device gets the others."""
+    """Constants of segments on the host stay on the file's map; the device gets the others."""
     host = Segment("", "", "", "1/", (), (), device="cpu")
     record = replace(
         record_of({}),
@@ -80,7 +80,7 @@ def test_constants_are_loaded_where_they_are_used(file: ConstantsFile, parallel_
         assert binding.tensors[name].data_ptr() == file.entries[key].tensor().data_ptr()
     assert binding.tensors["1/state"].tolist() == [7.0] * 3
     assert sum(sizes) == total and pool.bytes_to_load([record]) == 0
-    # One of them twice.
+    # `flags` is loaded twice, once on each side.
     assert (pool.stats.count, pool.stats.shared) == (4, 0)
     assert {key: tensor.device.type for key, tensor in pool.new_buffers().items()} == {"cache": "meta", STATE: "cpu"}
     pool.release(binding)
@@ -230,7 +230,7 @@ def test_after_a_failure_no_more_is_begun(file: ConstantsFile, monkeypatch: pyte
             super().shutdown(wait)
 
     def check(key: str, entry: object) -> None:
-        """The first one fails; those that are begun meanwhile end when the rest is dropped."""
+        """Fails for every constant. The largest comes first; others that have begun wait until the rest is dropped."""
         checked.append(key)
         assert key == largest or dropped.wait(PATIENCE)
         raise ArtifactError(key)
@@ -238,5 +238,5 @@ def test_after_a_failure_no_more_is_begun(file: ConstantsFile, monkeypatch: pyte
     monkeypatch.setattr(loading_module, "ThreadPoolExecutor", Pool)
     with pytest.raises(ArtifactError, match=largest):
         ConstantLoader(CPU, check, parallel_from=0).load(file.entries)
-    # Its thread may have taken one more, and the other thread has one.
+    # The thread of the largest may have begun one more, and the other thread has begun one.
     assert len(checked) <= 3 < len(file.entries) // 2

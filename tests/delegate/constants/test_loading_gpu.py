@@ -22,7 +22,7 @@ from ..loading_cases import STATE, many_constants, record_of, with_one_bit_flipp
 pytestmark = pytest.mark.gpu
 
 MB = 1 << 20
-# Several pieces and a rest; the last is of a whole number of pieces.
+# Sizes of several upload pieces and a rest; the last is a whole number of pieces.
 LARGE = {"large.0": 21 * MB + 13, "large.1": 50 * MB + 4096, "large.2": 16 * MB}
 
 
@@ -76,7 +76,7 @@ def test_tensors_equal_the_file(
     sizes: list[int] = []
     pool = ConstantPool(file, device, on_load=sizes.append, parallel_from=parallel_from)
     record = record_of(constants)
-    # Blocks that are given out again while the stream still writes to them: the upload must come after that.
+    # These blocks are allocated again while the stream still writes to them. The upload must come after these writes.
     dirty = [torch.empty(60 * MB, dtype=torch.uint8, device=device) for _ in range(4)]
     for _ in range(20):
         for block in dirty:
@@ -89,7 +89,7 @@ def test_tensors_equal_the_file(
     assert binding.tensors["state"].tolist() == constants[STATE].tolist()
     assert binding.tensors["cache"].count_nonzero() == 0
     assert sum(sizes) == sum(tensor.nbytes for tensor in constants.values())
-    # Once, and no more: torch rounds a tensor up to 512 bytes, one of several megabytes to 2 MiB.
+    # Memory for each tensor once. torch rounds a tensor up to 512 bytes, and a tensor of several megabytes to 2 MiB.
     assert in_use() - before <= sum(sizes) + 512 * (len(sizes) + 2) + 2 * MB * len(LARGE)
     pool.release(binding)
     pool.close()
@@ -151,7 +151,7 @@ def test_memory_that_ends_during_the_load(
     monkeypatch: pytest.MonkeyPatch,
     share: bool,
 ) -> None:
-    """As when another process takes what was free when we looked: torch's own failure, with its size."""
+    """Memory runs out after the check, as when another process takes it: the error gives the size from torch's own error."""
     pool = ConstantPool(file, device)
     with all_but(40 * MB), monkeypatch.context() as patch:
         patch.setattr(memory_module, "check_room", lambda *_: None)
@@ -166,7 +166,7 @@ def test_memory_that_ends_during_the_load(
 
 
 class Square(nn.Module):
-    """T x T products on the way: `forward(x [T, 8]) -> [T, 8]`, whose temporaries grow with the square of T."""
+    """Computes T x T products: `forward(x [T, 8]) -> [T, 8]`, whose temporaries grow with the square of T."""
 
     def __init__(self) -> None:
         super().__init__()

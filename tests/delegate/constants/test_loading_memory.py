@@ -1,4 +1,4 @@
-"""Memory that is too little for a load, or that ends during a load or a step: one clear line, and nothing is left."""
+"""Too little memory for a load, or memory that runs out during a load or a step: one clear error, and nothing is left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def record_bytes(file: ConstantsFile) -> int:
-    """What a method of `file` allocates: constants, both buffers."""
+    """The number of bytes that a method of `file` allocates: constants and both buffers."""
     return sum(entry.nbytes for entry in file.entries.values()) + 4 * 2 * 4
 
 
@@ -48,7 +48,7 @@ def test_too_little_memory_is_said_before_anything_is_loaded(
     assert (sizes, allocated, pool.stats.count, pool.buffers) == ([], [], 0, {})
     free_is(monkeypatch, record_bytes)
     pool.bind(record)
-    # What is there already needs no room; private copies need all of it again.
+    # Constants that are loaded already need no room. Private copies need room for everything again.
     free_is(monkeypatch, 0)
     pool.bind(record)
     with pytest.raises(DeviceMemoryError, match="0 B of mutable buffers; 0 B are free"):
@@ -96,7 +96,7 @@ def program(recurrent_artifact: Path) -> Program:
 
 
 def opaque(text: str = "run_func_(container_handle_) API call failed at runner.cpp, line 1") -> Callable[..., None]:
-    """A failure as compiled code hands it on, whatever it was."""
+    """Return a function that fails as compiled code does: the same error for every cause."""
 
     def run(*_: object) -> None:
         raise RuntimeError(text)
@@ -125,7 +125,7 @@ def test_memory_that_ends_during_a_step(program: Program, monkeypatch: pytest.Mo
         failures = 1
         with pytest.raises(DeviceMemoryError, match=where + r"; 3\.0 GB are free now. Free memory"):
             decode.execute(step_inputs(0))
-        # The same failure again, and no allocation has failed since: something else is wrong.
+        # The same error again, but no allocation has failed since: the cause is something else.
         with pytest.raises(RuntimeError, match="API call failed"):
             decode.execute(step_inputs(0))
         failures = 2

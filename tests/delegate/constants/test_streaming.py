@@ -15,7 +15,7 @@ Kinds = list[str]
 
 
 def layers(count: int, device: str = "cpu") -> list[dict[str, torch.Tensor]]:
-    """Of each layer 4 entries of many bytes, and 4 of a few."""
+    """Return constants of `count` layers, each with 4 entries of many bytes and 4 of a few."""
     return [
         {"wide": torch.full((4, 10_000), float(index), device=device), "narrow": torch.arange(8.0).view(4, 2) + index}
         for index in range(count)
@@ -25,7 +25,7 @@ def layers(count: int, device: str = "cpu") -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("count", (1, 2, 5))
 @pytest.mark.parametrize("entries", (None, 0, 1, 3, 4))
 def test_each_segment_finds_its_own(count: int, entries: int | None, device: torch.device) -> None:
-    """Two calls; what is not sent stays as it was."""
+    """Each segment finds its own constants, in two calls. Entries that are not sent stay as they were."""
     sources = layers(count)
     buffers = StreamBuffers(device)
     stream = ConstantStream(buffers, sources, ["layer"] * count)
@@ -56,7 +56,7 @@ def test_methods_share_the_buffers(device: torch.device) -> None:
 
 
 def test_pages_below_tensors() -> None:
-    """Each page once, although tensors share some."""
+    """Each page is listed once, even where tensors share a page."""
     whole = torch.zeros(5 * 4096, dtype=torch.uint8)
     first = -whole.data_ptr() % 4096
     a, b, c = (whole[first + begin :][:size] for begin, size in ((10, 4096), (4200, 100), (3 * 4096, 1)))
@@ -67,7 +67,7 @@ def test_pages_below_tensors() -> None:
 def test_a_warning_where_mapped_weights_do_not_fit(
     chain_artifact: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: torch.device
 ) -> None:
-    """Once, with both figures; a GPU has no weights in the map."""
+    """The warning comes once, with both sizes, where mapped weights do not fit. A GPU has no weights in the map."""
     available = memory.available_host_memory()
     assert available is not None and available > 1 << 20
     monkeypatch.setattr(memory, "available_host_memory", lambda: 100)

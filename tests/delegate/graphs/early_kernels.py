@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import launcher, starts_early
 
-# 512 programs: those of two kernels have room side by side, so a kernel that did not wait would read what is not there yet.
+# 512 programs: the GPU has room for those of two kernels at once. A kernel that did not wait would read results that do not
+# exist yet.
 SIZE, BLOCK = 1 << 17, 256
-# How far away the program is whose results a program reads.
+# Distance from an element to the one that it is computed from, in another program.
 SHIFT = 37 * BLOCK + 5
-# Long enough for the next kernel to start meanwhile.
+# Enough rounds for the next kernel to start in the meantime.
 ROUNDS = 200
 
 
@@ -62,14 +63,14 @@ def turn_plainly(
 
 
 def turn(kernel: Any, x: Tensor, weight: Tensor, y: Tensor) -> None:
-    """y[i] = ROUNDS times `x * weight[i] + 1`, from x[i + SHIFT]; all [SIZE] int32, and wrapping around."""
+    """Compute y[i] from x[i + SHIFT] (wrapping around) by `x * weight[i] + 1`, ROUNDS times; all [SIZE] int32."""
     launcher(kernel)[(SIZE // BLOCK,)](
         x, weight, y, SIZE=SIZE, BLOCK=BLOCK, SHIFT=SHIFT, ROUNDS=ROUNDS, EARLY=starts_early()
     )
 
 
 def turned(x: Tensor, weight: Tensor) -> Tensor:
-    """The same by torch."""
+    """Compute the same with torch."""
     x = x.roll(-SHIFT)
     for _ in range(ROUNDS):
         x = x * weight + 1
@@ -77,7 +78,7 @@ def turned(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def run_chain(kernels: Sequence[Any], x: Tensor, weight: Tensor) -> Tensor:
-    """Kernel after kernel over two buffers: each writes where the one before the one ahead wrote, and the one ahead reads."""
+    """Run the kernels in order over two buffers: each kernel overwrites the buffer that the kernel ahead of it reads."""
     buffers = torch.empty_like(x), torch.empty_like(x)
     for number, kernel in enumerate(kernels):
         turn(kernel, x, weight, buffers[number % 2])
@@ -94,7 +95,7 @@ def three_turns(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Turning(nn.Module):
-    """`forward(x [SIZE] int32) -> [SIZE] int32`: three turns after an addition, which a kernel of Inductor's makes."""
+    """`forward(x [SIZE] int32) -> [SIZE] int32`: an addition, for which Inductor makes a kernel, and then three turns."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""What a captured graph consists of, and which of its kernels start before the one ahead has ended.
+"""The nodes of a captured graph, and which of its kernels start before the kernel ahead has ended.
 
-The edges are those of a driver made for the test, for machines without a GPU; `test_graph_nodes_gpu.py` has real ones.
+The edges come from a fake driver, so the tests need no GPU; `test_nodes_gpu.py` has real ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NodeType(IntEnum):
 
 
 class EdgeData:
-    """`CUgraphEdgeData`."""
+    """Stands in for `CUgraphEdgeData`."""
 
     def __init__(self) -> None:
         self.type = self.from_port = self.to_port = 0
@@ -41,13 +41,13 @@ class EdgeData:
 
 
 class Driver:
-    """As much of `cuda.bindings.driver` as is used, over one graph.
+    """A fake `cuda.bindings.driver` with the functions that we use, over one graph.
 
     Args:
-        nodes: their kernels' names; "" for a copy, None for a kernel that does not tell its name.
+        nodes: the names of the nodes' kernels; "" for a copy, None for a kernel whose name cannot be read.
         edges: (node ahead, node after), counted from 1.
         suffix: "_v2" for the functions of cuda-bindings 12.
-        refuses: the function that refuses its second call.
+        refuses: name of the function that fails in its second call.
     """
 
     CUresult = Result
@@ -61,14 +61,14 @@ class Driver:
     ) -> None:
         self._nodes = nodes
         self.edges = {edge: EdgeData() for edge in edges}
-        # Node -> percent of the shared memory that is asked for.
+        # Node -> percentage of the shared memory that it prefers.
         self.divided: dict[int, int] = {}
         self._refuses = refuses
         self._refused_calls = 0
         for name in ("GetEdges", "AddDependencies", "RemoveDependencies"):
             setattr(self, f"cuGraph{name}{suffix}", getattr(self, f"_{name}"))
             if suffix:
-                # Those without the suffix take no data of edges.
+                # Functions without the suffix take no edge data.
                 setattr(self, f"cuGraph{name}", None)
 
     def CUgraph(self, graph: int) -> int:
@@ -81,7 +81,7 @@ class Driver:
         return Result.CUDA_SUCCESS, NodeType(self._nodes[node - 1] == "")
 
     def cuGraphKernelNodeGetParams(self, node: int) -> tuple[Any, ...]:
-        # Every other kernel belongs to a library.
+        # Every second kernel belongs to a library, and has `kern` instead of `func`.
         func, kern = (0, node) if node % 2 else (node, 0)
         return Result.CUDA_SUCCESS, SimpleNamespace(func=func, kern=kern)
 
@@ -151,7 +151,7 @@ def test_edges_between_marked_kernels_change(monkeypatch: pytest.MonkeyPatch, su
     assert {edge for edge, kind in driver.types().items() if kind == PROGRAMMATIC} == {(2, 3), (3, 4), (6, 7)}
     assert set(driver.types().values()) == {FULL, PROGRAMMATIC}
     assert list(driver.types()) == line(len(names))
-    # What has been changed is left as it is.
+    # Edges that are changed already stay as they are.
     assert start_early(7) == EarlyStarts(0)
 
 
@@ -167,7 +167,7 @@ GATE_UP, DOWN = "experts_gate_up_early_3", "experts_down_early_4"
 
 @pytest.mark.parametrize("ahead", ["a_early", "experts_gate_up", "triton_poi_fused_add_0", None, ""])
 def test_a_kernel_that_must_stand_behind_another_one(monkeypatch: pytest.MonkeyPatch, ahead: str | None) -> None:
-    """Rule R5: `experts_down_early` keeps its full edge behind anything but `experts_gate_up_early`, and that is said."""
+    """Rule R5: `experts_down_early` keeps its full edge behind any kernel but `experts_gate_up_early`, and a note says so."""
     driver = Driver(["a_early", GATE_UP, DOWN, "b_early", ahead, DOWN, "c_early"], line(7))
     use_driver(monkeypatch, driver)
     early = start_early(7)
@@ -190,21 +190,21 @@ def test_all_kernels_in_the_wrong_place_are_counted(monkeypatch: pytest.MonkeyPa
     assert early.note == (
         f"{DOWN} stands behind a_early, not behind experts_gate_up_early (and 1 more): it does not start early"
     )
-    # Another kernel may stand behind the one that is required.
+    # Any kernel may stand behind the required one.
     driver = Driver([GATE_UP, "a_early"], line(2))
     use_driver(monkeypatch, driver)
     assert start_early(7) == EarlyStarts(1)
 
 
 def test_a_benchmark_of_one_kernel_does_without_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its graph is a chain of the same kernel, which is to start early as it does behind the right one."""
+    """The graph is a chain of one kernel, which must start early here as it does behind the required kernel."""
     use_driver(monkeypatch, Driver([DOWN, DOWN, DOWN], line(3)))
     assert start_early(7).count == 0
     assert start_early(7, required_ahead={}) == EarlyStarts(2)
 
 
 def test_every_required_kernel_is_a_marked_one() -> None:
-    """The edges of others never change, so that nothing would be checked for them."""
+    """The edges of unmarked kernels never change, so the rule would check nothing for them."""
     assert all(EARLY_KERNEL in name for pair in REQUIRED_AHEAD.items() for name in pair)
     assert EARLY_KERNEL in ROWS_KERNEL
 
@@ -240,6 +240,6 @@ def test_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = look_into(7)
     assert (nodes.by_type, nodes.kernels, nodes.early) == (None, None, 0)
     assert "cuda-bindings" in (nodes.note or "")
-    # A package of another make is no reason to stop either.
+    # A package without the driver's functions is no error either.
     use_driver(monkeypatch, SimpleNamespace())
     assert "CUgraph" in (look_into(7).note or "")

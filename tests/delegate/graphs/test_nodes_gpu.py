@@ -1,4 +1,4 @@
-"""Which kernels of a real captured graph start before the one ahead has ended, and that results stay what they are."""
+"""Tests on real captured graphs: which kernels start before the kernel ahead has ended, and that results do not change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def kernels() -> ModuleType:
     pytest.importorskip("triton")
-    # Only here: a kernel that Triton meets before TRITON_INTERPRET is set could not be interpreted by other tests.
+    # Imported only here: a kernel that Triton meets before TRITON_INTERPRET is set could not be interpreted by other tests.
     from . import early_kernels
 
     return early_kernels
@@ -43,14 +43,14 @@ def draw(kernels: ModuleType) -> Tensor:
 
 @pytest.fixture
 def weight(kernels: ModuleType) -> Tensor:
-    """Odd numbers: a few turns by an even one forget what they began with."""
+    """Odd numbers: with an even factor, results would forget their input after a few turns."""
     return draw(kernels) | 1
 
 
 def captured(
     run: Callable[[Sequence[Tensor]], list[Tensor]], inputs: Sequence[Tensor], early_kernels: bool = True
 ) -> StateMachine:
-    """After one call without a graph and the one that captures; the next replays."""
+    """Return a state machine after one call without a graph and one call that captures; its next call replays."""
     device = torch.device("cuda", torch.cuda.current_device())
     names = [f"input_{number}" for number in range(len(inputs))]
     code = FunctionCode(run, len(inputs))
@@ -63,14 +63,15 @@ def captured(
 
 
 def graph_of(machine: StateMachine) -> int:
-    """The one captured graph, as a number."""
+    """Return the handle of the one captured graph."""
     plan: Any = machine._last.plan
     (piece,) = plan._pieces
     return int(piece.graph._last.graph.raw_cuda_graph())
 
 
 def edges_of(machine: StateMachine) -> list[tuple[str, tuple[int, int, int]]]:
-    """Along the chain, each node but the first: its kernel's name or its type, and (type, ports) of the edge into it."""
+    """Return, for each node of the chain except the first: the name of its kernel or its type, and (type, ports) of its
+    edge."""
     from cuda.bindings import driver
 
     edges = graph_nodes._edges(driver, driver.CUgraph(graph_of(machine)))
@@ -93,7 +94,7 @@ def edges_of(machine: StateMachine) -> list[tuple[str, tuple[int, int, int]]]:
 
 
 def replayed(machine: StateMachine, x: Tensor) -> Tensor:
-    """What a replay gives, over an output that held something else."""
+    """Return the result of a replay, after filling the output with other values."""
     plan: Any = machine._last.plan
     plan._pieces[0].graph.outputs[0].fill_(-1)
     return machine([x])[0].clone()
@@ -164,7 +165,7 @@ def test_results_are_those_of_torch_and_the_same_each_time(kernels: ModuleType, 
 def test_a_kernel_in_the_wrong_place_keeps_its_full_edge(
     kernels: ModuleType, weight: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule R5 on a real graph: with another name required ahead of it, and with its own."""
+    """Rule R5 on a real graph: the edge stays full behind a kernel of another name, and changes behind the required one."""
     x = draw(kernels)
     expected = x
     for _ in range(3):
@@ -253,7 +254,7 @@ def test_a_graph_without_cuda_bindings(kernels: ModuleType, weight: Tensor, monk
 
 
 def test_a_step_without_inputs(kernels: ModuleType, weight: Tensor) -> None:
-    """Its state is all that it reads; each call moves it once, whatever the call does."""
+    """All that the step reads is state. Each call changes the state once, in every phase."""
     first = draw(kernels)
     state = first.clone()
 
@@ -273,7 +274,7 @@ def test_a_step_without_inputs(kernels: ModuleType, weight: Tensor) -> None:
 
 
 def test_compiled_code_keeps_the_mark(kernels: ModuleType, weight: Tensor, tmp_path: Path) -> None:
-    """Through an artifact: AOTInductor's own kernels keep full edges, a marked one behind a marked one starts early."""
+    """In an artifact, AOTInductor's own kernels keep full edges, and a marked kernel behind a marked kernel starts early."""
     from ostinato.export import export_program
 
     module, example = kernels.Turning(weight.cpu()), torch.zeros(kernels.SIZE, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Plans: pieces by shape, and what cannot be recorded; beside a program without graphs."""
+"""Plans: one for each shape, with pieces that are captured or called; compared with a program without graphs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ostinato.delegate.code.side_stream import Run
 from ..chain import ON_HOST, WIDTH
 from ..pair import GRAPH, NOT_RECORDED, SEGMENTS, Pair, failing, inputs_of, refusing
 
-# Of the methods that `test_random_sequences` runs; the others have fewer.
+# The number of segments of the longest method that `test_random_sequences` runs.
 MAX_SEGMENTS = 7
 
 
@@ -54,14 +54,14 @@ def test_the_plan_used_last_stays(chain_artifact: Path) -> None:
     stats = pair.method.stats
     assert ([plan.shapes[0][0] for plan in stats.plans], stats.dropped) == ([3, 4], 1)
     pair.step(3)
-    # Shapes that come once push no plan out.
+    # A shape that comes only once replaces no plan.
     for length in (5, 6, 7, 8):
         pair.step(length)
     assert ([plan.shapes[0][0] for plan in pair.method.stats.plans], pair.method.stats.dropped) == ([4, 3], 1)
     for _ in range(2):
         pair.step(5)
     assert ([plan.shapes[0][0] for plan in pair.method.stats.plans], pair.method.stats.dropped) == ([3, 5], 2)
-    # It begins anew.
+    # Its plan is gone, so the shape starts again.
     pair.step(4)
     assert pair.method.stats.phase == "capture"
     pair.close()
@@ -95,7 +95,7 @@ def test_a_segment_that_cannot_be_recorded_is_called(chain_artifact: Path, segme
 
 
 def test_a_link_that_is_not_captured(chain_artifact: Path) -> None:
-    """By the program's own word: nothing went wrong."""
+    """The program itself says that the link is not captured: this is no failure."""
     options = {**GRAPH, "enable_cuda_graph_for_method": "split"}
     with load_program(chain_artifact) as program, load_program(chain_artifact) as plain_program:
         split, plain = program.load_method("split", options), plain_program.load_method("step")
@@ -122,7 +122,7 @@ def test_where_called_pieces_run(chain_artifact: Path) -> None:
         split._state_machine._call = call
         for index in range(4):
             split.execute(inputs_of(3, index))
-        # The middle link, in the capture and in two replays.
+        # The middle link's number of inputs, in the capture and in two replays.
         assert taken == [2, 2, 2]
 
 
@@ -157,7 +157,7 @@ def test_a_called_segment_that_raises(chain_artifact: Path) -> None:
 
 @pytest.mark.parametrize("order", ["method first", "program first", "nobody closes"])
 def test_ends_in_any_order(chain_artifact: Path, order: str) -> None:
-    """A process that ends with graphs, also over a bound state, says nothing and ends well."""
+    """A process that ends with graphs, also after another state was bound, ends well and prints nothing."""
     code = f"""
 import sys, torch
 from ostinato.delegate import load_program

@@ -29,7 +29,7 @@ from ..pair import GRAPH, Pair, inputs_of, refusing
 pytestmark = pytest.mark.gpu
 
 MB = 1 << 20
-# Of inputs: temporaries of 16, 14 and 64 MiB, which torch takes from the device one by one.
+# Lengths of inputs whose temporaries have 16, 14 and 64 MiB, each of which torch allocates separately.
 LENGTH, SHORTER, LONGER = 2048, 1900, 4096
 
 
@@ -45,7 +45,7 @@ def native() -> None:
 
 
 class Wide(nn.Module):
-    """`forward(x [T, 8]) -> [T, 8]`: counts its calls, and makes T x T numbers on the way."""
+    """`forward(x [T, 8]) -> [T, 8]`: counts its calls, and computes T x T temporary numbers."""
 
     steps: Tensor
 
@@ -73,19 +73,19 @@ def wide(exported: Callable[..., Path]) -> Path:
 
 
 def wide_inputs(length: int, seed: int) -> tuple[Tensor]:
-    """On the device, so that passing them waits for nothing."""
+    """Return inputs on the device, so that passing them waits for nothing."""
     x = torch.randn(length, 8, generator=torch.Generator().manual_seed(seed))
     return (0.1 * x.cuda(),)
 
 
 def load(program: Program, name: str, **options: bool | int | str) -> Method:
-    """With graphs, and outputs that stay on the device."""
+    """Load a method with graphs, and with outputs that stay on the device."""
     names = ("enable_cuda_graph_for_method", "skip_copy_output_to_cpu_for_method")
     return program.load_method(name, {**dict.fromkeys(names, name), "cuda_graph_warmup_steps": 1, **options})
 
 
 class Beside:
-    """Steps of a program with graphs, each compared with one without."""
+    """Steps of a program with graphs, each compared with the step of a program without graphs."""
 
     def __init__(self, path: Path) -> None:
         self.program, self.plain_program = load_program(path), load_program(path)
@@ -147,7 +147,7 @@ def test_plans_and_methods_share_one_pool(beside: Beside) -> None:
     (new,) = pools() - before
     assert new == pool_of(beside.program)._handle
     assert pools()[new] == pool_of(beside.program).nbytes == first + sum(others)
-    # They lie on each other's temporaries: whatever the order, none disturbs another.
+    # Graphs share memory for temporaries: in any order, no call disturbs another.
     for _ in range(3):
         for method, length in ((beside.two, LENGTH), (beside.one, SHORTER), (beside.one, LENGTH), (beside.two, LENGTH)):
             beside.step(method, length)
@@ -167,10 +167,10 @@ def test_an_output_outlives_what_others_do(beside: Beside) -> None:
     for _ in range(3):
         beside.step(beside.one, SHORTER)
     assert torch.equal(kept, copy)
-    # And as an input, where it lies.
+    # The output is also a valid input, without a copy.
     (found,) = beside.two.execute((kept,))
     (expected,) = beside.plain.execute((copy,))
-    # Sines of larger numbers.
+    # The sines of larger numbers are less exact.
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-2, atol=1e-2)
     assert torch.equal(kept, copy)
 
@@ -198,7 +198,7 @@ def test_updates_need_no_more_memory(chain_artifact: Path) -> None:
 
 
 def reuses_memory() -> bool:
-    """Whether memory that another stream used is given out again once that has ended."""
+    """Return whether memory that another stream used can be allocated again once that stream has finished."""
     other, before = torch.cuda.Stream(), torch.cuda.memory_reserved()
     for _ in range(20):
         block = torch.empty(64 * MB, dtype=torch.uint8, device="cuda")
@@ -210,7 +210,8 @@ def reuses_memory() -> bool:
 
 @pytest.mark.parametrize("segments", [{1}, {0, 1, 2}], ids=str)
 def test_a_capture_that_fails_leaves_torch_whole(chain_artifact: Path, segments: set[int]) -> None:
-    """Random numbers, memory and later captures; each of these breaks if a failed capture is left as it is."""
+    """After a failed capture, random numbers, memory and later captures work. Each of these breaks if the failure is not
+    cleaned up."""
     refused = set(segments)
     with refusing(refused):
         pair = Pair(chain_artifact)
@@ -226,7 +227,7 @@ def test_a_capture_that_fails_leaves_torch_whole(chain_artifact: Path, segments:
             pair.step(5)
         plan = pair.method.stats.last_plan
         assert (plan.captured, plan.called, plan.given_up) == (1, 0, None)
-        # An update goes to the new pool, also that of a plan from before.
+        # An update goes to the new pool, also for a plan from before.
         pair.change_state()
         for length in (3, 5, 3, 5):
             pair.step(length)
@@ -241,7 +242,7 @@ def test_everything_is_freed(chain_artifact: Path, segments: set[int]) -> None:
     settle()
     before, reserved = pools(), []
     with refusing(segments):
-        # The first round leaves workspaces of libraries.
+        # After the first round, workspaces of libraries stay allocated.
         for _ in range(3):
             pair = Pair(chain_artifact)
             for length in (3, 5):
@@ -275,10 +276,11 @@ def opaque(*_: object) -> NoReturn:
 
 @pytest.mark.usefixtures("native")
 def test_a_plan_that_does_not_fit(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture cannot have the memory that torch holds for code without graphs: the step still runs in that."""
+    """A capture cannot use the memory that torch holds for code without graphs. The plan is given up, and the step runs in
+    that memory."""
     for _ in range(3):
         beside.step(beside.one, SHORTER)
-    # The first call of each length without a graph, of both programs.
+    # The first call with this length, without a graph, in both programs.
     beside.step(beside.one, LONGER)
     with limited(8 * MB):
         for _ in range(3):
@@ -297,7 +299,7 @@ def test_a_plan_that_does_not_fit(beside: Beside, monkeypatch: pytest.MonkeyPatc
     for _ in range(3):
         beside.step(beside.two, LONGER)
     assert beside.two.stats.phase == "replay"
-    # The failed allocation was the capture's: this is another failure.
+    # The failed allocation belongs to the capture, so this error has another cause.
     monkeypatch.setattr(MethodCode, "run", opaque)
     for method in (beside.one, beside.two):
         with pytest.raises(StepError, match="API call failed"):
@@ -305,7 +307,7 @@ def test_a_plan_that_does_not_fit(beside: Beside, monkeypatch: pytest.MonkeyPatc
 
 
 def test_launches_on_two_streams_are_ordered(beside: Beside) -> None:
-    """They share temporaries, so one must not begin before the other has ended."""
+    """The graphs share temporaries, so one launch must not begin before the other has ended."""
     for method in (beside.one, beside.two):
         for _ in range(3):
             beside.step(method)
@@ -348,11 +350,11 @@ def test_called_pieces_run_on_the_shared_stream(chain_artifact: Path, monkeypatc
 
 @pytest.mark.parametrize("end", ["updated again", "closed", "nobody closes"])
 def test_a_capture_that_is_never_launched(chain_artifact: Path, end: str) -> None:
-    """With cudaMallocAsync torch's free of an output that no launch has allocated would end the process."""
+    """The process ends well. With cudaMallocAsync, torch's free of an output that no launch has allocated would end it."""
     code = f"""
 import sys, torch
 from ostinato.delegate import load_program
-from ostinato.delegate.graph_recorders import _CudaGraph
+from ostinato.delegate.graphs.recorders import _CudaGraph
 program = load_program(sys.argv[1])
 method = program.load_method("step", {GRAPH!r})
 def step():

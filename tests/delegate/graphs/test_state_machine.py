@@ -104,7 +104,7 @@ def test_close_in_each_phase(program: Program, phase: str) -> None:
     with pytest.raises(ClosedError, match="decode"):
         method.execute(step_inputs(made))
     assert same_state(before, state(program))
-    # The state is the program's: another handle goes on where this one stopped.
+    # The state belongs to the program: another handle goes on where this one stopped.
     (logits,) = program.load_method("decode").execute(step_inputs(made))
     torch.testing.assert_close(logits, eager_answers(made + 1)[-1])
 
@@ -226,7 +226,7 @@ def test_static_inputs_are_read_in_place(program: Program) -> None:
     for index in range(2, 6):
         for buffer, wanted in zip(static, step_inputs(index), strict=True):
             buffer.copy_(wanted)
-        # An input that is not a buffer is copied beside one that is.
+        # One input is the static buffer, the other one is copied.
         inputs = (static[0], step_inputs(index)[1]) if index == 3 else static
         torch.testing.assert_close(method.execute(inputs)[0], answers[index])
     torch.testing.assert_close(method.execute(step_inputs(6))[0], eager_answers(7)[6])
@@ -238,7 +238,7 @@ def test_static_inputs_are_read_in_place(program: Program) -> None:
 
 
 def test_inputs_stay_the_callers(program: Program) -> None:
-    """Nothing that the caller does to a tensor after the call reaches the graph."""
+    """The graph does not see what the caller does to a tensor after the call."""
     method = decode_of(program, "warmup", 1)
     tokens, position = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     for index, answer in enumerate(eager_answers(6)):
@@ -275,7 +275,7 @@ def test_two_threads(program: Program, graph: bool) -> None:
 
 
 class Walk(nn.Module):
-    """`forward() -> next token [1]`: takes nothing, for its token and its position are state."""
+    """`forward() -> next token [1]`: takes no inputs, because its token and its position are state."""
 
     token: Tensor
     position: Tensor
@@ -316,7 +316,7 @@ def accumulate(total: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def test_alone_replays_over_static_buffers() -> None:
-    """`StateMachine` over a plain function: what a replay refuses, and that launches read the static buffers."""
+    """`StateMachine` over a plain function: a replay refuses wrong inputs, and launches read the static buffers."""
     total = torch.zeros(2)
     seen: list[int] = []
 
@@ -344,7 +344,7 @@ def test_alone_replays_over_static_buffers() -> None:
 
 
 def test_alone_copies_nothing_into_itself() -> None:
-    """A caller that fills the static buffers and passes them gets the same step."""
+    """A caller that fills the static buffers and passes them gets the same step, without a copy."""
     total = torch.zeros(2)
     code = FunctionCode(lambda inputs: accumulate(total, inputs))
     machine = StateMachine(code, HostGraphRecorder(), torch.device("cpu"), ["x"], warmup_steps=1)
@@ -362,7 +362,7 @@ def test_alone_copies_nothing_into_itself() -> None:
 
 
 def test_alone_without_inputs() -> None:
-    """All that the step reads is state; it moves once per call in every phase."""
+    """All that the step reads is state. It changes once per call, in every phase."""
     position = torch.zeros(1)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:

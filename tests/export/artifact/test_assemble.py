@@ -1,4 +1,4 @@
-"""The program around the compiled code: its shells say what goes in and out, whatever the sizes are made of."""
+"""The program around the compiled code: its shells state inputs and outputs, for sizes of every form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def spec(dtype: str, *dims: int | Dim) -> TensorSpec:
 
 
 def compiled(name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], extern: bool) -> CompiledMethod:
-    """A method of two segments: code of its own, and then code that all methods here share."""
+    """Return a method of two segments: one with its own code, and one with the code that all methods here share."""
     count, results = len(inputs), range(len(inputs), len(inputs) + len(outputs))
     segments = (
         Segment(f"code.{name}", "", f"extern.{name}" if extern else "", "0/", tuple(range(count)), tuple(results)),
@@ -37,7 +37,7 @@ def compiled(name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSp
 def assembled(
     ends: dict[str, tuple[Sequence[TensorSpec], Sequence[TensorSpec]]],
 ) -> tuple[ProgramFile, dict[str, bytes]]:
-    """The program of methods with these inputs and outputs, read back, and the data that went in by its key."""
+    """Return the program of methods with these inputs and outputs, as it is read back, and the data that went in, by key."""
     methods = {
         name: compiled(name, inputs, outputs, extern=index % 2 == 1)
         for index, (name, (inputs, outputs)) in enumerate(ends.items())
@@ -86,7 +86,7 @@ def test_methods_of_all_kinds() -> None:
         ([T, Dim(4, 62, "2*T")], [T, Dim(4, 62, "2*T")]),
         ([Dim(4, 62, "2*T")], [T]),
         ([T, U], [Dim(2, UNBOUNDED, "T*U")]),
-        # Names that mean something to sympy, or to Python.
+        # Names that have a meaning in sympy or in Python.
         ([Dim(2, 20, "N"), Dim(2, 20, "lambda")], [Dim(4, 40, "2*N"), Dim(4, 40, "2*lambda")]),
         ([Dim(130, 400, f"s{i}") for i in range(6)], [Dim(130, 400, "s5"), Dim(260, 800, "s0 + s1")]),
     ),

@@ -1,4 +1,4 @@
-"""Each private part of executorch that the export relies on: one test each, which fails by its name."""
+"""Tests of the private parts of executorch that the export relies on: one test per part, which fails by its name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_edge_config() -> None:
     from executorch.exir import to_edge
 
     class Complex(nn.Module):
-        """An operator that exir's validity check does not know."""
+        """Uses an operator that exir's validity check does not know."""
 
         def forward(self, x: Tensor) -> Tensor:
             return torch.fft.rfft(x).abs()

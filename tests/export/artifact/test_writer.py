@@ -23,7 +23,7 @@ from ..networks import CPU, config_of, dummy_weights
 
 
 class Counted:
-    """Dummy weights that know how many of them are alive."""
+    """Dummy weights that record the largest number of them alive at a time."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
@@ -38,7 +38,7 @@ class Counted:
 
 
 def wide_config(layers: int) -> ModelConfig:
-    """A dense model of 48 MiB a layer in float32."""
+    """Return the config of a dense model with 48 MiB per layer in float32."""
     return config_of("Qwen3.5-0.8B", layers, hidden_size=1024, intermediate_size=4096)
 
 
@@ -53,9 +53,9 @@ def test_weights_stream_into_the_file(tmp_path: Path, group_size: int | None) ->
     path = tmp_path / "model.ptd"
     with Peak() as peak:
         write_constants(path, parameters, "id", b"program", QuantizedWeights(network, source, CPU).__getitem__)
-    # One that is written and one that is read: measured, 2.
+    # One weight that is written and one that is read. Measured: 2.
     assert source.most <= 3
-    # The largest tensor is 32 MiB; torchao makes copies of what it is given. Measured: 50 and 130 to 170 MiB.
+    # The largest tensor has 32 MiB, and torchao copies its inputs. Measured: 50 MiB, and 130 to 170 MiB for int4.
     assert peak.grown < (100 if group_size is None else 250) * MIB
 
     stored = parse_constants(map_file(path), path)

@@ -27,7 +27,8 @@ class Counter(nn.Module):
 
 
 def test_tensor_whose_name_the_compiler_keeps_for_itself(tmp_path: Path) -> None:
-    """In code for a GPU it would be a variable that nothing sets."""
+    """A buffer called `workspace` is refused for a GPU: in the generated code this name would be a variable that nothing
+    sets."""
     (link,) = trace_method("forward", (Counter(), (torch.ones(3),), None)).links
     with pytest.raises(ExportError, match="has tensors called workspace: the compiler keeps names"):
         generate_code(link.graph, "cuda", tmp_path, {})

@@ -1,4 +1,4 @@
-"""Chains that do not hold together: refused while they are traced, before anything is compiled."""
+"""Chains whose links do not fit together: refused while they are traced, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Summed(nn.Module):
 
 
 class Shown(nn.Module):
-    """Reads a buffer that is another module's."""
+    """Reads a buffer of another module."""
 
     def __init__(self, total: Tensor) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def test_links_of_a_kind_share_a_graph_and_nothing_else() -> None:
 
 
 def test_a_module_on_both_devices_has_a_graph_for_each() -> None:
-    """Its constants are stored once."""
+    """The module's constants are stored once."""
     scale = Scale()
     method = traced([link(scale), link(scale, "on the host", device="cpu")])
     assert [one.graph.device for one in method.links] == [None, "cpu"]
@@ -180,7 +180,7 @@ def test_a_module_on_both_devices_has_a_graph_for_each() -> None:
 @pytest.mark.parametrize("one_method", [True, False])
 @pytest.mark.parametrize("devices", [("cpu", None), (None, "cpu")], ids=str)
 def test_a_mutable_buffer_has_one_place(devices: tuple[str | None, str | None], one_method: bool) -> None:
-    """One side writes it and the other only reads it; in one method or in two."""
+    """One link writes the buffer and one on the other device only reads it, in one method or in two."""
     summed = Summed()
     links = [link(summed, device=devices[0]), link(Shown(summed.total), device=devices[1])]
     constants = Constants()

@@ -1,4 +1,4 @@
-"""Several compilers at a time: what they give does not depend on who is first, and none outlives the export."""
+"""Several compilers at a time: their results do not depend on which is first, and none runs on after the export."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Add(nn.Module):
 
 
 def graphs(*names: str) -> list[TracedGraph]:
-    """One for each name, with a buffer of that name."""
+    """Return one graph for each name, with a buffer of that name."""
     return [trace_method(name, (Add(name), (torch.ones(3),), None)).links[0].graph for name in names]
 
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where temporary folders are made from here on, except for Inductor's: it chooses the place when it is imported."""
+    """The place of temporary folders during the test, except for Inductor's folder, whose place is chosen at import."""
     importlib.import_module("torch._inductor.codecache")
     folder = tmp_path / "temporary"
     folder.mkdir()
@@ -56,7 +56,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def compile_wrappers_by(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Have a script compile the wrappers: $0 is the compiler, $1 the wrapper."""
+    """Make a bash script run before each wrapper is compiled: $0 is the compiler, $1 the wrapper."""
     run = Compilers.run
 
     def scripted(compilers: Compilers, command: Sequence[str], folder: Path) -> None:
@@ -67,7 +67,7 @@ def compile_wrappers_by(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 
 def test_codes_are_in_the_order_of_the_graphs(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
-    """Also where the first one is compiled last."""
+    """Codes are in the order of the graphs, also if the first graph is compiled last."""
     compile_wrappers_by(monkeypatch, 'grep -q first_weight "$1" && sleep 3')
     progress = Progress()
     with Libraries("cpu", progress) as libraries:
@@ -97,7 +97,7 @@ def test_a_graph_is_compiled_for_its_own_device(monkeypatch: pytest.MonkeyPatch,
 def test_the_interface_is_kept_for_the_next_export(
     monkeypatch: pytest.MonkeyPatch, temporary: Path, tmp_path: Path
 ) -> None:
-    """It is compiled once, by the first of two exports; where there is no place for it, by each."""
+    """The interface is compiled once, by the first of two exports. If it cannot be kept, each export compiles it."""
     compiled: list[Path] = []
     run = Compilers.run
 
@@ -126,7 +126,7 @@ def test_the_interface_is_kept_for_the_next_export(
 
 @pytest.fixture
 def doubling(tmp_path: Path) -> NativeLibrary:
-    """A library of one operator, in C++ of a line."""
+    """A library of one operator, with one line of C++."""
     folder = tmp_path / "doubling"
     folder.mkdir()
     (folder / "twice_cpu.cpp").write_text('extern "C" int aoti_torch_cpu_twice(void*, void**) { return 1; }\n')
@@ -138,7 +138,7 @@ def doubling(tmp_path: Path) -> NativeLibrary:
 def test_operators_are_kept_for_the_next_export(
     monkeypatch: pytest.MonkeyPatch, temporary: Path, tmp_path: Path, doubling: NativeLibrary
 ) -> None:
-    """Their library is compiled by the first of two exports, and by each where there is no place for it."""
+    """The operators' library is compiled by the first of two exports. If it cannot be kept, each export compiles it."""
     compiled: list[Sequence[str]] = []
     run = Compilers.run
 
@@ -195,7 +195,7 @@ def test_the_first_graph_that_fails_is_named(
 
 
 def children() -> set[int]:
-    """Processes of this one that run, and theirs."""
+    """Return the running descendants of this process."""
     listing = subprocess.run(["ps", "-eo", "pid=,ppid=,stat=,comm="], capture_output=True, text=True, check=True).stdout
     rows = [line.split() for line in listing.splitlines()]
     found = {os.getpid()}
@@ -209,7 +209,7 @@ def children() -> set[int]:
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
-    """What Ctrl-C leaves while compilers run: nothing, although they are in process groups of their own."""
+    """Ctrl-C while compilers run leaves nothing, although the compilers are in process groups of their own."""
     compile_wrappers_by(monkeypatch, "sleep 300")
     before, threads = children(), threading.active_count()
 
@@ -236,7 +236,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
 
 
 def test_a_compiler_is_ended_with_its_parts(tmp_path: Path) -> None:
-    """A driver's child would go on without it."""
+    """The child of a compiler driver is ended too."""
     before, stopped = children(), []
 
     def work(compilers: Compilers) -> None:

@@ -1,4 +1,4 @@
-"""Operators in C++: what is declared of them, and that every instruction set of the kernels compiles here."""
+"""Operators in C++: their declarations, and that the kernels compile here for every instruction set."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ PROCESSORS = {
     "sapphirerapids": ("tdpbssd", "tdpfp16ps"),
 }
 PRODUCT = "linear/product_cpu.cpp"
-# Beside the one before them, only products have other code: by this macro or function.
+# Processors that differ from the one before them in PROCESSORS only by the code of products, which uses this macro or
+# function.
 PRODUCTS_ALONE = {"alderlake": "add_dot", "cooperlake": "__AVX512BF16__"}
 
 
 def test_declarations() -> None:
-    """As AOTInductor calls them."""
+    """The declarations are in the form in which AOTInductor calls operators."""
     found = {operator._schema.name: text for operator, (text,) in LIBRARY.declarations.items()}
     assert found["ostinato_cpu::norm_linear"] == (
         "AOTITorchError aoti_torch_cpu_norm_linear(AtenTensorHandle x, AtenTensorHandle norm, double eps, "
@@ -45,7 +46,7 @@ def test_declarations() -> None:
 
 
 def test_functions_in_cpp_are_those_declared() -> None:
-    """Same names, and types in the same order."""
+    """The C++ functions have the declared names, and the declared types in the same order."""
     text = " ".join(path.read_text() for path in LIBRARY.folder.rglob("*_cpu.cpp"))
     defined = dict(re.findall(r'extern "C" AOTITorchError (\w+)\(([^)]*)\)', text))
     for (declaration,) in LIBRARY.declarations.values():
@@ -70,7 +71,7 @@ def test_library_of_a_graph() -> None:
 
 
 def test_name_is_of_what_is_in_it(tmp_path: Path) -> None:
-    """Two libraries of one name would be one to the system's loader."""
+    """Other content gives another name: the system's loader would take two libraries of one name for one."""
     (tmp_path / "a_cpu.cpp").write_text("int one() { return 1; }")
     library = NativeLibrary("some", tmp_path, ("a_cpu.cpp",))
     names = {library.build().library, library.build(("-march=haswell",)).library}
@@ -85,7 +86,7 @@ def test_only_products_have_code_for_these() -> None:
     using = {path.name for path in LIBRARY.folder.rglob("*_cpu.cpp") if uses(path, *PRODUCTS_ALONE.values())}
     headers = {path.name for path in LIBRARY.folder.rglob("*_cpu.h") if uses(path, *PRODUCTS_ALONE.values())}
     assert using == {Path(PRODUCT).name}
-    # Which says what the macro and the function stand for.
+    # This header defines the macro and the function.
     assert headers == {"vectors_cpu.h"}
 
 
@@ -96,8 +97,8 @@ def uses(path: Path, *words: str) -> bool:
 @pytest.mark.skipif("g++" not in CXX, reason="the names are those of g++")
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_instruction_sets(processor: str, tmp_path: Path) -> None:
-    """Also those that this machine cannot run; what its code has is refused by name where it is missing
-    (tests/delegate/constants/test_loading.py)."""
+    """Every instruction set compiles, also those that this machine cannot run. At run time a missing instruction set is
+    refused by name (tests/delegate/artifact/test_damage.py)."""
     objdump = shutil.which("objdump")
     if objdump is None:
         pytest.skip("no objdump")

@@ -1,4 +1,4 @@
-"""Each private part of torch and Inductor that the export relies on: one test each, which fails by its name."""
+"""Tests of the private parts of torch and Inductor that the export relies on: one test per part, which fails by its name."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def generated(folder: Path) -> torch_internals.Generated:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch_internals.Generated, list[Path], Any]:
-    """What is generated, which files of a library there are then, and the library when it is built and loaded."""
+    """The generated code, the library's files that exist at that time, and the library after it was built and loaded."""
     found = generated(tmp_path_factory.mktemp("built"))
     files = list(found.path.parent.rglob("*"))
     made = [path for path in files if path.name.endswith((".kernel.o", ".wrapper.o", ".so"))]
@@ -77,13 +77,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch_internals.Gen
 
 
 def test_generate_library(built: tuple[torch_internals.Generated, list[Path], Any]) -> None:
-    """Its source, the operators that it calls by name, and commands that build a library of which nothing is there before."""
+    """The result has the source, the operators that it calls by name, and commands that build a library from nothing."""
     found, made, container = built
     assert made == []
     assert "AOTInductorModel::run_impl" in found.source
     targets = {node["node"]["target"] for node in json.loads(found.extern)["nodes"]}
     assert targets == {"aten::linalg_solve_triangular"}
-    # This torch's wrappers have the text that is compiled once for all.
+    # This version's wrappers contain the text that is compiled once for all libraries.
     assert found.interface is not None
     (wrapper,) = found.path.parent.glob("*.wrapper.cpp")
     assert "AOTInductorModelContainerCreateWithDevice(" not in wrapper.read_text()
@@ -92,7 +92,7 @@ def test_generate_library(built: tuple[torch_internals.Generated, list[Path], An
 
 
 class Table(nn.Module):
-    """Writes rows by an index from outside, and reads others by the same one."""
+    """Writes rows by an index that is an input, and reads other rows by the same index."""
 
     rows: Tensor
     others: Tensor
@@ -109,7 +109,7 @@ class Table(nn.Module):
 
 @pytest.mark.parametrize("grows", [False, True])
 def test_generate_library_for_what_grows(tmp_path: Path, grows: bool) -> None:
-    """Then its code compares no index with the example's size."""
+    """With `grows`, the code compares no index with the example's size."""
     length = {0: torch.export.Dim("T", min=2, max=40)}
     example = (torch.zeros(20, dtype=torch.int64), torch.zeros(20))
     with torch.no_grad():
@@ -129,13 +129,13 @@ def load_built(found: torch_internals.Generated) -> Any:
 
 
 def test_constant_names(built: tuple[torch_internals.Generated, list[Path], Any]) -> None:
-    """A buffer of one element is there by its name; folded into the code it would never change."""
+    """A buffer of one element exists by its name. Folded into the code, it would never change."""
     _, _, container = built
     assert set(torch_internals.constant_names(container).values()) == {"lower", "count"}
 
 
 def test_compilers_run_by(tmp_path: Path) -> None:
-    """What it patches is what a build and a precompiled header go through, and is put back."""
+    """A build and a precompiled header go through the functions that `compilers_run_by` patches and then restores."""
     from torch._inductor import codecache, cpp_builder
 
     before = cpp_builder.run_compile_cmd, codecache._worker_compile_cpp
@@ -180,7 +180,7 @@ def test_kept_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_is_reserved_name() -> None:
-    """The rule stands in the source of Inductor's wrapper as it is repeated here."""
+    """The rule for reserved names is in the source of Inductor's wrapper, in the form that is repeated here."""
     from torch._inductor.codegen import wrapper
 
     assert 'r"^(workspace|semaphore)"' in inspect.getsource(wrapper)
@@ -189,7 +189,7 @@ def test_is_reserved_name() -> None:
 
 
 def test_early_kernels_analysed_as_pure() -> None:
-    """What it patches is there, is used by torch's own analysis, and is put back."""
+    """The patched names exist, are used by torch's own analysis, and are restored."""
     pytest.importorskip("triton")
     from torch._higher_order_ops import triton_kernel_wrap
 
@@ -253,7 +253,7 @@ def test_size_bounds() -> None:
 
 
 def test_upper_bound() -> None:
-    """In a trace, where what is traced depends on it."""
+    """The upper bound is available during a trace, where the traced code depends on it."""
     found = []
 
     class Bounded(nn.Module):

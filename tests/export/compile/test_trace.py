@@ -1,4 +1,4 @@
-"""Chains: methods of several modules, of which each kind is traced and compiled once."""
+"""Chains: methods of several modules, where each kind of module is traced and compiled once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 class Table(nn.Module):
-    """tokens [T] -> rows of a table."""
+    """tokens [T] -> rows of a table, and the tokens' mean plus constants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Table(nn.Module):
 
 
 class Layer(nn.Module):
-    """Has a matrix of its own, one that all layers share, a plain tensor, and state that sums what it has seen."""
+    """Has its own matrix, a tensor that all layers share, a plain tensor, and state that sums its inputs."""
 
     total: Tensor
 
@@ -82,7 +82,7 @@ def run_eagerly(table: Table, stack: Sequence[Layer], tokens: Tensor) -> Tensor:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Labels of the graphs that are compiled from here on."""
+    """Labels of the graphs that are compiled during the test."""
     labels: list[str] = []
     generate_code = libraries.generate_code
 
@@ -110,7 +110,7 @@ def test_chain_runs_as_in_eager(compiled: list[str], tmp_path: Path) -> None:
             ("tokens", f"[T=2..{LONGEST}]", (0, ROWS - 1))
         ]
         assert [(spec.name, spec.shape_text) for spec in method.outputs] == [("x", f"[T=2..{LONGEST}, {WIDTH}]")]
-        # State goes on from call to call, and begins where the modules had it.
+        # State goes on from call to call, and begins with the modules' values.
         for length in (5, LONGEST, 2, 3):
             tokens = torch.arange(length) * 7 % ROWS
             (found,) = method.execute((tokens,))
@@ -132,13 +132,14 @@ def test_methods_share_the_code_of_links_that_both_have(compiled: list[str], tmp
     with load_program(tmp_path / "artifact") as program:
         (found,) = program.load_method("plain").execute((tokens,))
         torch.testing.assert_close(found, run_eagerly(table, stack, tokens))
-        # The same state, one step on.
+        # The same state, one step later.
         (found,) = program.load_method("doubled").execute((tokens,))
         torch.testing.assert_close(found, 2 * run_eagerly(table, stack, tokens))
 
 
 def check_constants(path: Path) -> None:
-    """The tensor that all layers share is stored once, under the first one's name, and so are numbers in the code."""
+    """The tensor that all layers share is stored once, under the first layer's name. Numbers in the code are stored once
+    too."""
     stored = parse_constants(map_file(path), path).entries
     own = {f"layers.{index}.{name}" for index in range(3) for name in ("matrix", "plain", "total")}
     assert {"table", "layers.0.shared"} | own <= set(stored)
@@ -150,7 +151,7 @@ def check_constants(path: Path) -> None:
 
 
 def test_tensor_in_links_of_several_kinds_and_methods() -> None:
-    """One key for each tensor, whoever has it first; equal tensors that are not the same have two."""
+    """Each tensor has one key, by the link that has it first. Equal tensors that are different objects have two keys."""
     table, (layer, other) = Table(), layers(2)
     other.shared = nn.Parameter(layer.shared.clone(), requires_grad=False)
     constants = Constants()
@@ -204,7 +205,7 @@ def test_link_takes_what_nothing_gives() -> None:
 
 def test_input_that_no_module_takes() -> None:
     assert "inputs that no module takes: mask" in refused(chain(after_table(), inputs=("tokens", "mask")))
-    # It is hidden by a result of the same name before anybody takes it.
+    # A result of the same name replaces the input before any module takes it.
     message = refused(chain(after_table(Link(Double(), ("y",), "double")), ("y",), inputs=("tokens", "x")))
     assert "input 'x' is not used before table gives another value of that name" in message
 
@@ -232,7 +233,7 @@ class Transpose(nn.Module):
 
 
 def test_value_that_is_not_contiguous() -> None:
-    """May be returned, but not handed on."""
+    """A value that is not contiguous may be returned, but no other module may take it."""
     turn = Link(Transpose(), ("x",), "transpose")
     message = refused(chain(after_table(turn, Link(Double(), ("x",), "double"))))
     assert "double takes 'x', which is not contiguous" in message
@@ -271,7 +272,7 @@ def test_links_of_one_kind_of_other_classes() -> None:
 
 
 def test_links_of_one_kind_that_take_other_shapes() -> None:
-    """The second one would run code that was made for the first one's input."""
+    """The second link would run code that was made for another input shape."""
     links = [Link(Double(), ("x",), "double"), Link(Widen(), ("x",), "widen"), Link(Double(), ("x",), "double")]
     assert "double and double are of one kind, 'double', but not alike" in refused(chain(after_table(*links)))
 
@@ -290,7 +291,7 @@ class Pair(nn.Module):
 
 
 def test_links_of_one_kind_whose_tensors_coincide_in_one() -> None:
-    """What is one tensor by two names in the first may be one constant in the code."""
+    """If one link has one tensor under two names, its code may have one constant for both."""
     one, two = normal(WIDTH, seed=5), normal(WIDTH, seed=6)
     links = [Link(Pair(one, one), ("x",), "pair", "0."), Link(Pair(one, two), ("x",), "pair", "1.")]
     assert "1. and 0. are of one kind, 'pair', but not alike" in refused(chain(after_table(*links)))

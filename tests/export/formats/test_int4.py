@@ -1,4 +1,4 @@
-"""The layout of packed four-bit integers, and what they stand for."""
+"""The layout of packed four-bit integers, and the numbers that they stand for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_packing_round_trip(shape: tuple[int, ...]) -> None:
 
 
 def test_layout() -> None:
-    """Byte j of a span: element j low, element j + 32 high, 8 added."""
+    """Byte j of a span holds element j in its low half and element j + 32 in its high half, each with 8 added."""
     q = torch.arange(128) % 16 - 8
     packed = pack_int4(q)
     for byte in range(64):
@@ -29,7 +29,7 @@ def test_layout() -> None:
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)
 @pytest.mark.parametrize("group", GROUP_SIZES)
 def test_dequantised_numbers(group: int, dtype: torch.dtype) -> None:
-    """Every q at scales of both signs; the product is rounded once."""
+    """Every q has the right value at scales of both signs. The product is rounded once."""
     q = torch.arange(256).view(2, 128) % 16 - 8
     scale = torch.tensor([0.3, -1.7, 5e-3, 2.0, 0.11, -0.9, 7.0, 1.0])[: 256 // group].view(2, -1).bfloat16()
     expected = (q.float() * scale.float().repeat_interleave(group, 1)).to(dtype)

@@ -1,4 +1,4 @@
-"""The methods of a language model: what each of them writes."""
+"""The methods of a language model, and the state that each of them writes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ostinato.export.weights.stream import allocate_untouched
 
 @pytest.mark.parametrize("kernels", [Kernels, kernels_for("cpu")])
 def test_state_of_a_model(capitals_checkpoint: Path, kernels: type[Kernels]) -> None:
-    """What moves the model writes all of its state; what draws a token writes all of the sampling's. Nobody writes where
-    pages are."""
+    """Methods that run the model write all of its state. `sample` writes all state of sampling; other methods that sample
+    write only its token and position. No method writes block tables."""
     config = replace(read_config(capitals_checkpoint)[1], layer_types=("linear_attention", "full_attention"))
     network = build_network(config, 64, torch.float32, group_size=32, kernels=kernels)
     allocate_untouched(network)
@@ -45,7 +45,7 @@ def test_state_of_a_model(capitals_checkpoint: Path, kernels: type[Kernels]) -> 
         constants.name_after(network)
         constants.add(method)
         assert constants.mutable == written[name], name
-        # Declared, a table is mutable although no method writes it.
+        # A declared table is mutable, although no method writes it.
         declared = Constants(forms)
         declared.name_after(network)
         declared.add(method)
@@ -53,7 +53,7 @@ def test_state_of_a_model(capitals_checkpoint: Path, kernels: type[Kernels]) -> 
 
 
 def test_prompts_and_rows_of_the_same_code(capitals_checkpoint: Path) -> None:
-    """On a CPU they share the graphs of layers, and would not if their examples had different sizes. Where prompts have code
+    """On a CPU, prompts and rows share the graphs of layers, which needs examples of the same size. Where prompts have code
     of their own, the example is a long prompt."""
     config = replace(read_config(capitals_checkpoint)[1], layer_types=("linear_attention", "full_attention"))
     plain = language_model_methods(build_network(config, 1024, torch.float32))
@@ -69,7 +69,7 @@ def test_prompts_and_rows_of_the_same_code(capitals_checkpoint: Path) -> None:
 
 
 def test_forms_of_state(capitals_checkpoint: Path) -> None:
-    """Which buffers count slots, and which pages; layers share one table."""
+    """Shows which buffers grow with slots and which with pages. Layers share one table."""
     config = replace(read_config(capitals_checkpoint)[1], layer_types=("linear_attention", "full_attention") * 2)
     network = build_network(config, 200, torch.float32)
     forms = state_forms(network)

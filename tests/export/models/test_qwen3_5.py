@@ -1,4 +1,4 @@
-"""Our network against transformers' of the same weights, in random tiny shapes."""
+"""Our network compared with transformers' over the same weights, in random tiny shapes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from ..references import (
 )
 
 MAX_SEQ_LEN, STEPS, TOLERANCE = 256, 3, 1e-4
-# Of the two sessions that a network has room for.
+# One of the two slots of a network.
 SLOT = 1
-# Where rounding cannot choose other experts: how far the worst position may be off. Measured are 0.036 and 0.077, and for
-# transformers' own bfloat16 0.05 and 0.12.
+# Bounds of the error at the worst position, for cases where rounding cannot choose other experts. Measured are 0.036 and
+# 0.077; for transformers' own bfloat16, 0.05 and 0.12.
 EACH_CLOSE = {"every-expert": 5e-2, "dense": 0.15}
 Get = Callable[[str], Reference]
 
@@ -55,7 +55,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Get:
 
 @torch.no_grad()
 def run(model: LanguageModel, tokens: Tensor, begin: int, end: int, step: bool = False) -> Tensor:
-    """Logits [vocab] after tokens `begin` to `end` of one session, as one call; layers take it as a step if asked to."""
+    """Return the logits [vocab] after tokens `begin` to `end` of one session in one call. With `step`, layers take it as a
+    step."""
     values = {"tokens": tokens[:, begin:end], "input_pos": torch.arange(begin, end), "slot": torch.tensor([SLOT])}
     for link in model.prompt_links(step):
         link.run(values)
@@ -63,7 +64,8 @@ def run(model: LanguageModel, tokens: Tensor, begin: int, end: int, step: bool =
 
 
 def converse(model: LanguageModel, tokens: Tensor, length: int, steps: int = STEPS, step: bool = False) -> list[Tensor]:
-    """Prefill of `length` tokens, then `steps` decode steps, with `step` as layers take a step; the logits of each call."""
+    """Prefill `length` tokens, then make `steps` decode steps, which layers take as steps if `step`; return the logits of
+    each call."""
     prefill = run(model, tokens, 0, length)
     return [prefill, *(run(model, tokens, at, at + 1, step) for at in range(length, length + steps))]
 
@@ -74,7 +76,7 @@ def check(found: list[Tensor], expected: Tensor, what: str) -> None:
 
 
 def test_random_models_are_sensitive(reference: Get) -> None:
-    """A mistake in any one block would show: without any one parameter the logits are others."""
+    """A mistake in any one block would show: if any one parameter is zero, the logits change."""
     for case in ("three-to-one", "biases", "dense", "dense-biases"):
         ref = reference(case)
         tokens = ref.tokens(65)
@@ -113,14 +115,15 @@ def test_routed_experts_of_the_first_layers_on_the_host(reference: Get, on_host:
 
 
 class RowKernels(Kernels):
-    """The references, in a network whose prompts and rows take what folds a step."""
+    """The reference kernels, in a network whose prompts and rows use the folded links of a step."""
 
     folds_steps, folds_prompts, max_rows = True, True, (256,)
 
 
 @torch.no_grad()
 def call(model: LanguageModel, method: str, runs: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
-    """What a method for rows gives for the last row of each run: its slot, first position and tokens; slot -1 is padding."""
+    """Return a rows method's output for the last row of each run. A run is (slot, first position, tokens); slot -1 is
+    padding."""
     values = {
         "tokens": torch.tensor([token for _, _, tokens in runs for token in tokens]),
         "input_pos": torch.tensor([max(first + row, -1) for _, first, tokens in runs for row in range(len(tokens))]),
@@ -138,7 +141,8 @@ def call(model: LanguageModel, method: str, runs: Sequence[tuple[int, int, Seque
 
 @pytest.mark.parametrize("case", CASES)
 def test_rows_of_several_sessions(reference: Get, case: str) -> None:
-    """Prompts, parts of them and single tokens in one call, in any order; then tokens that the device keeps."""
+    """One call takes prompts, parts of prompts and single tokens, in any order. Later calls take the tokens that the device
+    keeps."""
     ref = reference(case)
     prompts = {slot: ref.tokens(80, seed=slot)[0].tolist() for slot in (2, 0, 1)}
     expected = {slot: ref.logits(torch.tensor([tokens])) for slot, tokens in prompts.items()}
@@ -155,7 +159,7 @@ def test_rows_of_several_sessions(reference: Get, case: str) -> None:
         found = call(model, "rows_logits", runs)
         seen |= {slot: seen[slot] + count for slot, count in counts.items()}
         check([*found], torch.stack([expected[slot][seen[slot] - 1] for slot in counts]), f"{case}, {counts} tokens")
-    # Of the fourth session nothing was written.
+    # Nothing was written to the state of the fourth session.
     assert all(tensor[3].isnan().all() for tensor in state)
     answers = {slot: prompts[slot][: seen[slot] + 1] for slot in prompts}
     sampled = call(model, "rows", [(slot, seen[slot], tokens[-1:]) for slot, tokens in answers.items()])
@@ -167,7 +171,7 @@ def test_rows_of_several_sessions(reference: Get, case: str) -> None:
 
 
 def test_text_model_of_a_multimodal_dense_checkpoint(tmp_path: Path) -> None:
-    """`model.language_model.` before the names, and tied embeddings that only the outer config states."""
+    """The names begin with `model.language_model.`, and only the outer config says that embeddings are tied."""
     text = text_config({**BASE, "intermediate_size": 40}).to_dict()
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
     vision |= {"out_hidden_size": BASE["hidden_size"], "num_position_embeddings": 16}
@@ -182,7 +186,7 @@ def test_text_model_of_a_multimodal_dense_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("max_seq_len", (40, 64, 65, 128, 129, 192, 193, 512))
 def test_prompt_as_long_as_can_be(reference: Get, max_seq_len: int) -> None:
-    """The number of chunks reaches its bound, and the state after it is whole."""
+    """The number of chunks reaches its maximum, and the state after it is complete."""
     ref = reference("all-linear")
     length = max_seq_len - 1
     tokens = ref.tokens(max_seq_len)
@@ -235,7 +239,8 @@ def test_second_conversation_equals_a_fresh_model(reference: Get, case: str, len
 
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_is_close_to_float32(reference: Get, case: str, tmp_path: Path) -> None:
-    """Rounding can choose another expert at some position, so the median counts; where it cannot, each position does."""
+    """Rounding can choose other experts at some positions, so the median is tested. Where it cannot, each position is
+    tested."""
     ref = reference(case)
     tokens = ref.tokens(LENGTHS[-1] + STEPS)
     exact, rounded = load_ours(ref.folder, MAX_SEQ_LEN), load_ours(ref.folder, MAX_SEQ_LEN, torch.bfloat16)

@@ -1,4 +1,5 @@
-"""What config.json may say: the published layouts, the shipped configs against transformers, and every refusal."""
+"""Readable contents of config.json: the published layouts, the shipped configs compared with transformers, and every
+refusal."""
 
 from __future__ import annotations
 
@@ -24,21 +25,21 @@ from ..references import BASE, FULL, LINEAR, TextConfig, text_config
 CONFIGS = Path(__file__).resolve().parents[2] / "assets" / "configs"
 LARGE, SMALL = "Qwen3.5-35B-A3B", "Qwen3.5-0.8B"
 
-# Settings of transformers' text configs that say nothing of the exported network, with the reason where it is not plain.
+# Settings of transformers' text configs that do not affect the exported network, with the reason where it is not obvious.
 WITHOUT_EFFECT = {
     "attention_dropout",  # training
     "initializer_range",
     "router_aux_loss_coef",
     "output_router_logits",
-    "use_cache",  # there is a cache always
+    "use_cache",  # there is always a cache
     "pad_token_id",
     "bos_token_id",
-    "eos_token_id",  # the export reads it by itself
+    "eos_token_id",  # the export reads it elsewhere
 }
 
 
 def moe(**changes: Any) -> dict[str, Any]:
-    """What transformers writes for the tiny model with experts; a setting of None is null."""
+    """Return the config that transformers writes for the tiny model with experts; a setting of None becomes null."""
     return {**json.loads(json.dumps(text_config(BASE).to_dict())), **changes}
 
 
@@ -63,7 +64,7 @@ def theirs(name: str) -> TextConfig:
 
 
 def rope_of(config: TextConfig) -> dict[str, Any]:
-    """What transformers makes of the settings of the rotary embedding; there are always some."""
+    """Return transformers' settings of the rotary embedding, which always exist."""
     assert config.rope_parameters is not None
     return dict(config.rope_parameters)
 
@@ -118,7 +119,7 @@ def test_shape_of_the_small_model() -> None:
 
 
 def test_parameters_of_the_large_model() -> None:
-    """35B in all; a token uses 3.45B of them, 2.95B without the embedding, of which it reads one row."""
+    """The model has 35B parameters. A token uses 3.45B of them, or 2.95B without the embedding, of which it reads one row."""
     config = shipped(LARGE)
     network = on_meta(config)
     with torch.device("meta"):
@@ -142,7 +143,8 @@ def test_parameters_of_the_small_model() -> None:
 
 @pytest.mark.parametrize("config", (Qwen3_5MoeTextConfig, Qwen3_5TextConfig))
 def test_no_setting_of_transformers_goes_unnoticed(config: type[TextConfig]) -> None:
-    """Each is one of ours, read into one of ours, refused unless it is the one value, or listed as without effect."""
+    """Each setting is one of ours, is read into one of ours, is refused unless it has the one supported value, or is listed
+    as without effect."""
     own = {name for name in config.__annotations__ if name in config().to_dict()}
     ours = {field.name for field in dataclasses.fields(OurConfig)}
     assert own - ours - WITHOUT_EFFECT == {"num_hidden_layers", "rope_parameters", "hidden_act"}
@@ -176,7 +178,7 @@ def test_tied_embeddings_inside_and_outside(outer: bool | None, inner: bool | No
 
 
 def test_transformers_states_its_default_inside_a_tied_model() -> None:
-    """Why the outer setting decides."""
+    """transformers writes its default into the inner config of a tied model, so the outer setting decides."""
     written = Qwen3_5Config(text_config=without(dense(), "tie_word_embeddings"), tie_word_embeddings=True).to_dict()
     assert written["text_config"]["tie_word_embeddings"] is False
     assert parse_config(written)[1].tie_word_embeddings
@@ -210,7 +212,7 @@ def test_dtype(outer: dict[str, Any], inner: dict[str, Any], dtype: str) -> None
     ],
 )
 def test_rotary_embedding(settings: dict[str, Any], theta: float, rotary_dim: int) -> None:
-    """Wherever transformers finds its two settings, and by the same defaults."""
+    """The two settings of the rotary embedding are found wherever transformers finds them, with the same defaults."""
     data = {**without(moe(), "rope_parameters", "partial_rotary_factor"), **settings}
     config = qwen3_5(parse_config(data)[1])
     assert (config.rope_theta, config.rotary_dim) == (theta, rotary_dim)
@@ -223,7 +225,7 @@ def test_layer_types() -> None:
     assert parse_config(plain)[1].layer_types == (LINEAR,) * 3 + (FULL,) + (LINEAR,) * 3
     assert parse_config({**plain, "full_attention_interval": 2})[1].layer_types[:4] == (LINEAR, FULL) * 2
     assert parse_config({**plain, "full_attention_interval": 1})[1].layer_types == (FULL,) * 7
-    # A list is not what the interval would make of it: models exist that had layers taken out.
+    # A list overrides the interval, because there are models from which layers were removed.
     stated = moe(layer_types=[FULL, LINEAR], num_hidden_layers=2, full_attention_interval=4)
     assert parse_config(stated)[1].layer_types == (FULL, LINEAR)
 
@@ -235,7 +237,7 @@ def test_settings_that_state_what_is_so_anyway() -> None:
     assert parse_config(moe(**stated, **ignored, quantization_config=None, attention_dropout=0.1))[1] == plain
 
 
-# Refusals: what is changed, and what the message must name.
+# Refusals: a changed config, and the words that the message must contain.
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
@@ -248,7 +250,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"model_type": "qwen3_5", "text_config": dense(), "quantization_config": FP8}, ("quantization_config", "fp8")),
     (moe(quantization_config={"bits": 4}), ("quantization_config", "quantised already", "bfloat16")),
     (moe(quantization={"group_size": 64, "bits": 8}), ("quantization",)),
-    # The network is written for one value.
+    # Settings for which the network supports one value only.
     (moe(hidden_act="gelu"), ("hidden_act 'gelu'", "'silu'")),
     (moe(attn_output_gate=False), ("attn_output_gate False", "True")),
     (moe(output_gate_type="sigmoid"), ("output_gate_type 'sigmoid'", "'silu' or 'swish'")),
@@ -299,7 +301,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (moe(attention_bias="no"), ("attention_bias", "'no'")),
     (moe(tie_word_embeddings=1), ("tie_word_embeddings", "1")),
     (moe(dtype=16), ("dtype", "16")),
-    # Sizes that nothing has.
+    # Sizes that no model has.
     (moe(vocab_size=10**30), ("vocab_size", "from 1 to 2147483647", "1000000")),
     (moe(hidden_size=2**40), ("hidden_size", "from 1 to 2147483647", "1099511627776")),
     (moe(num_experts=2**31), ("num_experts", "from 1 to 2147483647")),

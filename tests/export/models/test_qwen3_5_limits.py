@@ -62,7 +62,7 @@ LINEAR_ONLY, FULL_ONLY = ["linear_attention"] * 4, ["full_attention"] * 4
 def test_sizes_that_nothing_quantised_has(capitals_checkpoint: Path, changes: dict[str, object]) -> None:
     config = config_of(capitals_checkpoint, **changes)
     check_limits(config, 32, "cpu", torch.float32)
-    # Nor would the network have them.
+    # The network does not have these sizes either.
     network = build_network(config, 16, torch.float32, group_size=32)
     for name, parameter in network.named_parameters():
         if name.endswith("_scale"):

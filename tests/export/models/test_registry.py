@@ -50,13 +50,13 @@ def test_network_is_the_familys_with_checkpoint_names(shape: str) -> None:
     ids=("parameters", "a layer's rows", "a cache"),
 )
 def test_sizes_whose_product_is_too_large(sizes: dict[str, int]) -> None:
-    """Each is a size that a config may state."""
+    """Each size alone is one that a config may state."""
     with pytest.raises(CheckpointError, match=r"the sizes in config\.json do not make a network that can be built: \S"):
         build_network(config_of("Qwen3.5-35B-A3B", 4, **sizes), 64, torch.float32)
 
 
 def test_a_config_is_read_without_the_compiler_stack(capitals_checkpoint: Path) -> None:
-    """So a mistyped path answers at once, and what those packages print while they load is not in the way."""
+    """A mistyped path is reported at once, and the heavy packages print nothing while they load."""
     code = (
         "import sys; from pathlib import Path; from ostinato.export.models import read_config; "
         f"read_config(Path({str(capitals_checkpoint)!r})); "

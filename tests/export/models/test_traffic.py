@@ -1,4 +1,4 @@
-"""How many bytes a decode step moves, from the config's numbers alone."""
+"""The number of bytes that a decode step moves, from the config's numbers alone."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def settings(name: str) -> dict[str, Any]:
 
 
 def mixer_bytes(c: dict[str, Any], element: float) -> float:
-    """Both kinds of layers before their feed-forward parts: all weights, norms, and the state, read and written.
+    """Return the bytes of both kinds of layers without their feed-forward parts: weights, norms, and state, read and written.
 
-    `element` is the size of an element of a quantised matrix.
+    `element` is the number of bytes per element of a quantised matrix.
     """
     hidden, kinds = c["hidden_size"], c["layer_types"]
     keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
@@ -54,7 +54,7 @@ def moe_bytes(c: dict[str, Any], element: float) -> float:
 
 def test_flagship_in_int4() -> None:
     network, c = built("Qwen3.5-35B-A3B", 128), settings("Qwen3.5-35B-A3B")
-    # Half a byte, and two bytes of scale for 128.
+    # Half a byte per weight, and two bytes of scale per 128 weights.
     element = 0.5 + 2 / 128
     head = c["vocab_size"] * c["hidden_size"] * element
     row = c["hidden_size"] * (1 + 2 / 128)
@@ -65,7 +65,7 @@ def test_flagship_in_int4() -> None:
 
 
 def test_flagship_in_bfloat16() -> None:
-    """Without state, and with the embedding's other rows, these are the published model's 3.46 billion active parameters."""
+    """Without state, and with all rows of the embedding, these are the published model's 3.46 billion active parameters."""
     network, c = built("Qwen3.5-35B-A3B", None), settings("Qwen3.5-35B-A3B")
     table = c["vocab_size"] * c["hidden_size"] * BFLOAT16
     found = decode_bytes(network, "cpu")
@@ -76,7 +76,8 @@ def test_flagship_in_bfloat16() -> None:
 
 @pytest.mark.parametrize("group_size", (None, 64))
 def test_dense_model_whose_head_is_its_embedding(group_size: int | None) -> None:
-    """The head reads the whole table once. Quantised, head and embedding are two tensors, one of them read by the row."""
+    """The head reads the whole table once. If quantised, head and embedding are two tensors, and the embedding is read by the
+    row."""
     network, c = built("Qwen3.5-0.8B", group_size), settings("Qwen3.5-0.8B")
     element = BFLOAT16 if group_size is None else 0.5 + 2 / 64
     row = 0 if group_size is None else c["hidden_size"] * (1 + 2 / 64)

@@ -1,4 +1,4 @@
-"""Checkpoint folders in every layout that is out there, and in every state of disrepair."""
+"""Checkpoint folders in every published layout, and with every kind of damage."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ Edit = Callable[[dict[str, Tensor]], object]
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Many shards with an index, experts one by one: what transformers saves."""
+    """A checkpoint as transformers saves it: many shards with an index, and experts one by one."""
     return make_reference(tmp_path_factory.mktemp("sharded"), {}, seed=1)
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """With biases, which are stacked as the rows are."""
+    """A dense checkpoint with biases, which are stacked like the rows of their weights."""
     return make_reference(tmp_path_factory.mktemp("dense"), CASES["dense-biases"], seed=4)
 
 
@@ -87,7 +87,7 @@ def weights_of(folder: Path) -> CheckpointWeights:
 
 
 def refused(folder: Path) -> str:
-    """What is wrong with the checkpoint."""
+    """Return the error message of a checkpoint that must be refused."""
     with pytest.raises(CheckpointError) as caught:
         weights_of(folder)
     return str(caught.value)
@@ -115,7 +115,7 @@ def test_experts_one_by_one_and_fused_are_the_same_model(sharded: Reference, tmp
 
 
 def test_one_expert(tmp_path: Path) -> None:
-    """One by one or fused, there is a single tensor of its kind."""
+    """A layer with one expert has a single tensor of each kind, with experts one by one or fused."""
     settings = {"num_experts": 1, "num_experts_per_tok": 1}
     one = make_reference(tmp_path / "saved", settings, seed=5)
     expected = stack_rows(dict(one.model.named_parameters()))
@@ -183,7 +183,8 @@ def test_tensors_are_converted_to_the_models_dtype(sharded: Reference, tmp_path:
 
 
 def multimodal(family: str, tie: bool) -> PreTrainedModel:
-    """transformers' whole model, drawn at random; a tied one says so only in the outer config, as published ones do."""
+    """Return transformers' whole model with random weights. Like published ones, a tied model says so only in the outer
+    config."""
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
     vision |= {"out_hidden_size": BASE["hidden_size"], "num_position_embeddings": 16}
     settings = {**BASE, "intermediate_size": 40} if family == "dense" else BASE
@@ -250,7 +251,8 @@ def test_tensor_of_another_shape(sharded: Reference, tmp_path: Path, name: str) 
 @pytest.mark.parametrize("part", ("q_proj", "k_proj", "v_proj"))
 @pytest.mark.parametrize("kind", ("weight", "bias"))
 def test_part_of_a_stack(dense: Reference, tmp_path: Path, part: str, kind: str) -> None:
-    """Missing, or of another shape: named as the checkpoint has it, with the other parts and what all must add up to."""
+    """A missing part, or one of another shape, is named as in the checkpoint, with the other parts and the shape of all
+    together."""
     name = f"model.layers.0.self_attn.{part}.{kind}"
     message = refused(rewrite(dense.folder, tmp_path, lambda t: t.pop(name)))
     assert f"missing (1): {name}" in message and "unexpected" not in message
@@ -268,7 +270,7 @@ def test_part_of_a_stack_with_other_columns(dense: Reference, tmp_path: Path) ->
 
 
 def test_stack_in_the_checkpoint_is_not_ours(sharded: Reference, tmp_path: Path) -> None:
-    """It may have its rows in another order, as Qwen3-Next's `in_proj_qkvz` has."""
+    """A stack in the checkpoint is refused: its rows may have another order, as in Qwen3-Next's `in_proj_qkvz`."""
     layer = "model.layers.0.linear_attn"
 
     def edit(tensors: dict[str, Tensor]) -> None:
@@ -290,7 +292,7 @@ def test_fused_experts_of_another_shape(sharded: Reference, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("index", (0, 3, 7))
 def test_missing_expert(sharded: Reference, tmp_path: Path, index: int) -> None:
-    """The last expert leaves no gap, only a number that is not the config's."""
+    """A missing last expert leaves no gap; only the number of experts differs from the config's."""
 
     def edit(tensors: dict[str, Tensor]) -> None:
         for part in ("gate_proj", "up_proj", "down_proj"):
@@ -332,7 +334,7 @@ def test_index_nested_too_deeply(sharded: Reference, tmp_path: Path) -> None:
 
 
 def indexed(folder: Path, shard: str) -> str:
-    """What is wrong when the index names this file."""
+    """Return the error message when the index names this file."""
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"lm_head.weight": shard}}))
     message = refused(folder)
     assert "\n" not in message
@@ -351,7 +353,7 @@ def test_shard_that_no_file_system_has(sharded: Reference, tmp_path: Path, name:
     "name", ("../outside.safetensors", "a/../../outside.safetensors", "ABSOLUTE", "link", "folder/x")
 )
 def test_shard_outside_the_folder(sharded: Reference, tmp_path: Path, name: str) -> None:
-    """By its name, or through a link, to a file that would fit."""
+    """The index or a link leads out of the folder, to a file that would fit."""
     folder = rewrite(sharded.folder, tmp_path / "copy")
     outside = tmp_path / "outside.safetensors"
     (folder / "model.safetensors").rename(outside)
@@ -371,7 +373,7 @@ def test_link_out_of_a_folder_without_an_index(sharded: Reference, tmp_path: Pat
 
 
 def test_snapshot_of_the_hub_cache(sharded: Reference, tmp_path: Path) -> None:
-    """There every file is a link to one in `blobs`, beside `snapshots`."""
+    """In the hub's cache every file is a link to one in `blobs`, beside `snapshots`."""
     repository = tmp_path / "models--someone--something"
     blobs, folder = repository / "blobs", repository / "snapshots" / "0123456789abcdef"
     folder.mkdir(parents=True)
@@ -380,7 +382,7 @@ def test_snapshot_of_the_hub_cache(sharded: Reference, tmp_path: Path) -> None:
         shutil.copyfile(path, blobs / f"hash of {path.name}")
         (folder / path.name).symlink_to(Path("..", "..", "blobs", f"hash of {path.name}"))
     assert_same(parameters(folder), parameters(sharded.folder))
-    # Elsewhere in the cache is outside.
+    # Files elsewhere in the cache are outside.
     other = repository.with_name("models--someone--else") / "blobs"
     other.mkdir(parents=True)
     name = sorted(folder.glob("*.safetensors"))[0].name
@@ -392,7 +394,8 @@ def test_snapshot_of_the_hub_cache(sharded: Reference, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("index", (8, 300_000_000, 10**30, "9" * 5000), ids=lambda i: str(i)[:12])
 def test_expert_of_an_index_far_out(sharded: Reference, tmp_path: Path, index: int | str) -> None:
-    """In place of one that belongs there, and besides those; nothing of the size of the index is made."""
+    """An expert with a far too large index is refused, in place of expert 7 and besides all. Nothing of the index's size is
+    made."""
     name, stray = f"{EXPERTS}.7.gate_proj.weight", f"{EXPERTS}.{index}.gate_proj.weight"
     message = refused(rewrite(sharded.folder, tmp_path / "besides", lambda t: t.update({stray: t[name].clone()})))
     assert "has 9 experts" in message and "asks for 8 experts" in message
@@ -418,7 +421,7 @@ def test_broken_or_absent_safetensors(sharded: Reference, tmp_path: Path) -> Non
 
 
 def test_shard_that_goes_away_after_the_check(sharded: Reference, tmp_path: Path) -> None:
-    """Weights are read when the code has been compiled, minutes later."""
+    """Weights are read only after the code was compiled, minutes after the check."""
     folder = rewrite(sharded.folder, tmp_path)
     weights = weights_of(folder)
     path = folder / "model.safetensors"
@@ -431,7 +434,7 @@ def test_shard_that_goes_away_after_the_check(sharded: Reference, tmp_path: Path
 
 
 def change_config(folder: Path, **changes: Any) -> None:
-    """Set settings of config.json; None removes one."""
+    """Change settings in config.json; None removes a setting."""
     path = folder / "config.json"
     data = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))

@@ -23,7 +23,7 @@ def test_dummy_weights_are_the_seeds(family: str) -> None:
         assert values[name].shape == shapes[name] and values[name].dtype == torch.bfloat16
         assert torch.equal(values[name], same.read(name)), name
         assert not torch.equal(values[name], other.read(name)), name
-    # Layers of one shape are not the same layer.
+    # Layers of one shape have different weights.
     norms = [value for name, value in values.items() if name.endswith("input_layernorm.weight")]
     assert len(norms) == 8 and len({tuple(norm.tolist()) for norm in norms}) == 8
 
@@ -38,7 +38,8 @@ STEP = torch.tensor([[3]]), torch.tensor([100]), SLOT
 @pytest.mark.parametrize("group_size", (None, 32), ids=("plain", "int4"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dummy_logits_are_of_order_one(family: str, group_size: int | None, dtype: torch.dtype) -> None:
-    """After a prompt, and a step later. No layer is idle, and none drowns the embedding."""
+    """The logits have a spread of about one after a prompt and a step later. No layer is idle, and none outweighs the
+    embedding."""
     network = dummy_network(config_of(family), group_size, dtype)
     added: list[float] = []
     for layer in network.model.layers:
@@ -59,12 +60,12 @@ def test_dummy_logits_are_of_order_one(family: str, group_size: int | None, dtyp
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rounding_does_not_grow_from_layer_to_layer(family: str) -> None:
-    """All the published model's layers, in bfloat16 beside float32 of the same weights."""
+    """All layers of the published model in bfloat16 stay close to float32 over the same weights."""
     config = config_of(family, layers=100)
     exact, rounded = (dummy_network(config, None, dtype) for dtype in (torch.float32, torch.bfloat16))
     materialise(exact, {name: value.to(exact.get_parameter(name)) for name, value in rounded.named_parameters()})
     assert config.num_hidden_layers >= 24
-    # Measured: 0.03 (a token may choose other experts) and 0.01 (dense). With additions as large as the embedding it would
+    # Measured: 0.03 (a token may choose other experts) and 0.01 (dense). If layers added as much as the embedding, it would
     # be 0.87 and 0.29.
     for inputs in (PROMPT, STEP):
         assert relative_error(rounded(*inputs), exact(*inputs)) < 0.1

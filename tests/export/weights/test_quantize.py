@@ -35,8 +35,8 @@ COLUMNS = (64, 128, 192, 320, 384, 1024)
 SHAPES = [(n, k, g) for n in ROWS for k in COLUMNS for g in GROUP_SIZES if k % g == 0]
 COUNTRIES = Path(__file__).resolve().parents[3] / "scripts" / "capitals.csv"
 
-# The scale is 2/15 of the group's largest value, which rounding to 7 or -8 misses by half a step. bfloat16 can make the
-# scale smaller by one part in 2**8 or so of 7.5 steps.
+# The group's largest value stands at 7.5 steps of the scale: rounding to 7 or -8 misses it by half a step. bfloat16 can make
+# the scale smaller by about one part in 2**8 of these 7.5 steps.
 HALF_STEP = 0.5 + 7.5 / 2**8
 
 
@@ -92,7 +92,8 @@ def test_embedding_is_off_by_half_a_step_of_8_bits() -> None:
     ids=lambda value: str(value),
 )
 def test_hqq_is_closer_than_round_to_nearest(spread: str, worst: float) -> None:
-    """Over all groups; measured are 0.91 to 0.94 of the error, and `worst` of round-to-nearest at group size 128."""
+    """Over all groups HQQ has 0.91 to 0.94 of the error of round-to-nearest (measured). `worst` was measured for
+    round-to-nearest at group size 128."""
     weight = normal(64, 512)
     if spread == "heavy tails":
         weight = weight * weight.abs()
@@ -108,7 +109,7 @@ def test_hqq_is_closer_than_round_to_nearest(spread: str, worst: float) -> None:
 
 
 def test_zeros_stay_zeros() -> None:
-    """Rows of a padded vocabulary, experts that were never trained: no scale may divide by nothing."""
+    """Groups of zeros, as in rows of a padded vocabulary or in untrained experts, stay zeros: no scale divides by zero."""
     weight = normal(4, 256)
     weight[1] = 0
     weight[2, 64:128] = 0
@@ -124,9 +125,9 @@ def test_zeros_stay_zeros() -> None:
 
 @pytest.mark.parametrize("group", GROUP_SIZES)
 def test_hqq_keeps_what_four_bits_can_say(group: int) -> None:
-    """A checkpoint that was rounded to -8..7 before comes out bit for bit, where a group uses -8.
+    """HQQ gives back, bit for bit, a checkpoint that was rounded to -8..7 before, where a group uses -8.
 
-    Round-to-nearest does not keep it: its largest value stands at 7.5 steps, between two integers.
+    Round-to-nearest does not: the largest value stands at 7.5 steps, between two integers.
     """
     q = torch.randint(-8, 8, (8, 4 * group), generator=torch.Generator().manual_seed(1))
     q[:, ::group] = -8
@@ -159,7 +160,7 @@ def test_pieces_of_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("tokens", (1, 5))
 def test_product_with_a_quantised_weight(tokens: int) -> None:
-    """Each element within half a step for each weight in its sum; over all, much less."""
+    """Each element is off by at most half a step for each weight in its sum; over all elements the error is much less."""
     for n, k, group in SHAPES:
         x, weight = normal(tokens, k, seed=k), normal(n, k, seed=n) / k**0.5
         exact = x.double() @ weight.double().t()
@@ -212,7 +213,7 @@ def test_group_sizes_that_there_are_not() -> None:
 
 @dataclass(frozen=True)
 class Answers:
-    """What a network says to each question: last-position logits [questions, vocab], and the tokens of its answers."""
+    """A network's answers to all questions: last-position logits [questions, vocab], and the tokens of each answer."""
 
     logits: Tensor
     tokens: list[list[int]]
@@ -263,7 +264,7 @@ def answers(capitals_checkpoint: Path, questions: list[list[int]]) -> Callable[[
 def test_answers_survive(
     answers: Callable[[Quantization | None], Answers], questions: list[list[int]], hqq: bool, capitals_checkpoint: Path
 ) -> None:
-    """All capitals to their last token, at group size 32."""
+    """All capitals are right to their last token, at group size 32."""
     assert len(questions) == 193
     expected, found = answers(None), answers(Quantization(32, hqq))
     wrong = [index for index, one in enumerate(expected.tokens) if found.tokens[index] != one]
@@ -275,5 +276,5 @@ def test_answers_survive(
 def test_hqq_logits_are_not_further_off(answers: Callable[[Quantization | None], Answers]) -> None:
     expected = answers(None).logits
     errors = {hqq: relative_error(answers(Quantization(32, hqq)).logits, expected) for hqq in (False, True)}
-    # Measured: 0.105 of HQQ, 0.115 of round-to-nearest.
+    # Measured: 0.105 for HQQ, 0.115 for round-to-nearest.
     assert errors[True] <= errors[False] < 0.15

@@ -24,7 +24,7 @@ from ..networks import CPU, FAMILIES, config_of, dummy_weights
 
 
 class Recorded:
-    """Random floats by name, and which were asked for."""
+    """Random floats by name, with a list of the names that were asked for."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self.values = {name: torch.randn(shape) for name, shape in shapes.items()}
@@ -57,7 +57,7 @@ def test_quantised_pairs_in_either_order(family: str) -> None:
         embedding = parameters[name].dtype == torch.int8
         stored, scale = quantize_int8(value, 64, CPU) if embedding else quantize_int4(value, 64, False, CPU)
         before = len(source.asked)
-        # Asked for in either order, a pair costs one quantisation.
+        # Two requests for a pair, in either order, cost one quantisation.
         assert torch.equal(weights[name], stored) and torch.equal(weights[f"{name}_scale"], scale), name
         assert torch.equal(weights[f"{name}_scale"], scale) and torch.equal(weights[name], stored), name
         assert source.asked[before:] == [name] * 2
@@ -69,7 +69,7 @@ def test_quantised_pairs_in_either_order(family: str) -> None:
 
 @pytest.mark.parametrize("group_size", (None, 32), ids=("plain", "int4"))
 def test_each_weight_is_made_once(group_size: int | None) -> None:
-    """As an export asks for it: whether there is such a weight, and in the order of the file."""
+    """Each weight is made once, as an export asks: first whether it exists, then in the order of the file."""
     network = build_network(config_of("Qwen3.5-35B-A3B", 4), 64, torch.float32, group_size=group_size)
     source = Recorded(float_shapes(network))
     weights = QuantizedWeights(network, source, CPU)
@@ -140,7 +140,7 @@ def constants_of(network: LanguageModel) -> Constants:
 
 
 def test_allocated_memory_is_never_touched() -> None:
-    """A network of 4 GB, allocated and traced, takes next to none of it."""
+    """A network of 4 GB, allocated and traced, takes almost no memory."""
     config = config_of("Qwen3.5-35B-A3B", 1, vocab_size=248_320, hidden_size=2048, tie_word_embeddings=False)
     before = anonymous_memory()
     network = build_network(config, 64, torch.float32)
@@ -155,7 +155,8 @@ def test_allocated_memory_is_never_touched() -> None:
 
 @pytest.mark.parametrize("group_size", (None, 32), ids=("plain", "int4"))
 def test_every_untouched_tensor_of_a_program_has_a_value(group_size: int | None) -> None:
-    """What has none would be written as it is: as whatever that memory holds. A tied head has its embedding's."""
+    """Every tensor without memory gets a value: otherwise the file would hold whatever is in that memory. A tied head has the
+    embedding's value."""
     network = build_network(config_of("Qwen3.5-0.8B", 4), 64, torch.float32, group_size=group_size)
     parameters = {name for name, _ in network.named_parameters()}
     assert ("lm_head.weight" in parameters) is (group_size is not None)

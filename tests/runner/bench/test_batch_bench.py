@@ -35,7 +35,7 @@ def test_records(bench: Bench, capitals_artifact: Path) -> None:
         assert row["step_ms"] == pytest.approx(1e3 * row["t_tg"] / 4)
         # The median of two times lies between the two speeds.
         assert 0 < row["min_tg"] <= row["speed_tg"] <= row["max_tg"]
-        # As many as the largest batch needs: 10 positions each, in a page.
+        # The room that the largest batch needs: 10 positions per session, which fit one page each.
         assert (row["slots"], row["kv_tokens"]) == (4, 4 * 64)
         assert row["slot_bytes"] > 0 and row["page_bytes"] > 0
         assert row["torch"] == torch.__version__ and row["device"]
@@ -45,8 +45,8 @@ def test_records(bench: Bench, capitals_artifact: Path) -> None:
 def test_what_is_measured(
     bench: Bench, capitals_artifact: Path, monkeypatch: pytest.MonkeyPatch, mode: str, warm_ups: int
 ) -> None:
-    """Prompts of their own one after the other, the first tokens, and then steps of all. What has a graph is captured before,
-    prompts and steps."""
+    """Each repetition prefills one prompt per session, samples the first tokens, and steps all sessions together. Prompts and
+    steps that have graphs are captured before."""
     prompts: list[list[int]] = []
     steps: list[tuple[int, int, bool]] = []
     prefill, step = Sessions.prefill, Sessions.step
@@ -92,7 +92,7 @@ def test_room_that_is_asked_for(bench: Bench, refused: Bench, capitals_artifact:
 
 
 def test_to_the_last_position(bench: Bench, capitals_artifact: Path) -> None:
-    """The token behind the last step has no place of its own, but counts."""
+    """The token that the last step samples takes no position, but counts towards max_seq_len."""
     answer = CAPITALS_LENGTH - 246
     words = ["--batch", "2", "-p", "245", "-n", answer, "-r", "1", "--cuda_graph=off"]
     (row,) = records(bench, capitals_artifact, *words)
@@ -115,7 +115,7 @@ def test_table(capsys: pytest.CaptureFixture[str], capitals_artifact: Path) -> N
     assert all(header in lines[0] for header in ("mode", "prompts, tokens/s", "answers, tokens/s", "ms per step"))
     rows = [line.split() for line in lines[2 : 2 + len(ROWS)]]
     assert [int(row[0]) for row in rows] == [batch for batch, _ in ROWS]
-    # Over the smallest batch in the same mode.
+    # The ratio to the smallest batch in the same mode.
     assert [row[-1] for row in rows[:2]] == ["1.00", "1.00"]
     for part in (
         "each session: a prompt of 5 tokens, and 4 steps behind it",
@@ -182,7 +182,7 @@ def test_save_and_plot(bench: Bench, capitals_artifact: Path, tmp_path: Path) ->
         (["--batch", "1,2", "--sessions", "1"], "--batch 2 needs as many sessions, got --sessions 1"),
         (["--batch", "2", "--kv-tokens", "0"], "kv_tokens must be an integer of 1 or more, got 0"),
         (["--batch", "2", "-p", "5", "-n", "4", "--kv-tokens", "64"], "2 sessions need a page of 64 positions each"),
-        # 128 each by default.
+        # Both have 128 tokens by default.
         (["--batch", "2"], f"a session would have 257 tokens, max_seq_len is {CAPITALS_LENGTH}"),
         (
             ["--batch", "2", "-p", "5", "-n", "4", "--prefill-buckets", "1024"],

@@ -52,7 +52,8 @@ def test_records(bench: Bench, recurrent_artifact: Path) -> None:
 
 
 def test_every_step_is_counted(bench: Bench, recurrent_artifact: Path) -> None:
-    """The first answer: 5 steps after a prefill of 5, made twice. Then a warm-up and 2 repetitions of each test."""
+    """First comes an answer of 5 steps, whose prompt of 5 tokens is prefilled twice. Then each test has a warm-up and 2
+    repetitions."""
     plain, graph = records(bench, recurrent_artifact, *SMALL)[:2]
     steps = 5 + 2 * (1 + 2 * 4)
     fills = 1
@@ -71,7 +72,7 @@ def test_each_repetition_starts_from_the_state_at_its_depth(
     bench: Bench, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, artifact: str
 ) -> None:
     """Every token that was decoded is the one that the plain module gives."""
-    # How many tokens stood before each answer, and the list to which the steps append.
+    # For each answer: the number of tokens before it, and the list to which its steps append.
     runs: list[tuple[int, list[int]]] = []
     decode = Model.decode_one_token
 
@@ -131,13 +132,13 @@ def test_up_to_the_last_position(bench: Bench, chunked_artifact: Path) -> None:
 
 
 def test_from_within_a_page_to_the_last_position(bench: Bench, capitals_artifact: Path) -> None:
-    """The page in which a depth ends is there twice: as it is at the depth, and as each repetition goes on."""
+    """The page in which a depth ends exists twice: as it is at the depth, and as each repetition continues it."""
     rows = records(bench, capitals_artifact, "-p", "51", "-n", "51", "-d", CAPITALS_LENGTH - 51, "-r", 2)
     assert {row["test"] for row in rows} == {"pp51 @ d200", "tg51 @ d200"}
 
 
 def test_room_that_is_asked_for(bench: Bench, refused: Bench, capitals_artifact: Path) -> None:
-    """By itself there is a page more than the sessions need; what is asked for is what there is."""
+    """By default there is one page more than the sessions need. With --kv-tokens there are exactly the pages asked for."""
     words = ["-p", "64", "-n", "0", "-d", "64", "-r", "1", "--cuda_graph=off"]
     for options in (["--kv-tokens", "128"], ["--sessions", "3"], ["--sessions", "1", "--kv-tokens", "200"]):
         assert [row["test"] for row in records(bench, capitals_artifact, *words, *options)] == ["pp64 @ d64"]
@@ -145,7 +146,7 @@ def test_room_that_is_asked_for(bench: Bench, refused: Bench, capitals_artifact:
     (one,) = records(bench, capitals_artifact, *longest)
     (two,) = records(bench, capitals_artifact, *longest, "--sessions", "2")
     assert one["test"] == two["test"] == "pp51 @ d200"
-    # Four pages for each, the one that is free, and what a program has once.
+    # Each session has four pages; in addition there are the free page and what a program has once.
     assert 1.7 < two["state_bytes"] / one["state_bytes"] < 1.95
     assert "of 64 positions, 0 of 1 are free" in refused(capitals_artifact, *words, "--kv-tokens", "64")
 
@@ -163,7 +164,7 @@ def test_what_a_token_reads(bench: Bench, chunked_artifact: Path, recurrent_arti
         else:
             assert row["copy_share"] == pytest.approx(expected * row["median_ts"] / row["copy_bytes_per_second"])
     (row,) = records(bench, recurrent_artifact, "-p", 0, "-n", 1, "-d", 0, "-r", 1, "--cuda_graph=off")
-    # Two matrices; cache, total, steps.
+    # Two matrices; then the buffers cache, total and steps.
     assert row["bytes_per_token"] == 2 * VOCAB * WIDTH * 4 + (MAX_SEQ_LEN * WIDTH * 4 + WIDTH * 4 + 8)
     assert not row["bytes_per_token_exact"]
 
@@ -195,7 +196,7 @@ def test_on_a_gpu(bench: Bench, exported: Callable[..., Path]) -> None:
         assert torch.cuda.get_device_name() in row["device"]
     out = bench(artifact, *SMALL)
     assert "in use on the device after loading" in out
-    # AOTInductor's own kernels start when the one ahead has ended.
+    # AOTInductor's own kernels start only when the kernel before has ended.
     kernels = rows[SMALL_DECODE]["kernels_per_token"]
     assert kernels == decode["plans"][-1]["graph_kernels"] == decode["plans"][-1]["graph_nodes"]["kernel"] > 0
     assert rows[SMALL_DECODE]["early_kernels_per_token"] == 0

@@ -1,4 +1,4 @@
-"""What `ostinato bench` says of a captured step: its kernels, and what Python takes a token."""
+"""The report of `ostinato bench` on a captured step: its kernels, and the time that Python takes per token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ..conftest import SMALL, Bench, records
 def test_kernels_of_the_graph_are_said(
     bench: Bench, recurrent_artifact: Path, monkeypatch: pytest.MonkeyPatch, nodes: GraphNodes, said: str
 ) -> None:
-    """With the counts of a graph that a machine without a GPU cannot make."""
+    """The output has the kernel counts, which the test supplies: a machine without a GPU has none."""
     record = HostGraphRecorder.record
 
     def record_with_counts(*arguments: Any) -> Graph:

@@ -1,4 +1,4 @@
-"""Which cases `ostinato bench` measures."""
+"""Tests which cases `ostinato bench` measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one writer of tables."""
+"""Tests of the function that writes all tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_markdown() -> None:
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table(COLUMNS, ROWS, True).splitlines()]
     assert lines[0] == list(COLUMNS)
     assert [(cell[0], cell[-1]) for cell in lines[1]] == [(":", "-"), ("-", ":"), (":", "-")]
-    # Nothing is read as a number and written another way.
+    # No cell is parsed as a number and written differently.
     assert lines[2:] == ROWS
 
 

@@ -1,4 +1,5 @@
-"""`ostinato export` when something comes between: Ctrl-C, kill, a full disk. The name holds a whole artifact or nothing."""
+"""`ostinato export` when it is cut short: Ctrl-C, kill, a full disk. The output folder is a whole artifact or does not
+exist."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ TINY = {"forward": (nn.ReLU(), (torch.zeros(2),), None)}
 
 
 def start_export(model: Path, output: Path) -> subprocess.Popen[str]:
-    """An export in a process group of its own, as a shell starts it; returns while it compiles."""
+    """Start an export in a process group of its own, as a shell does; return it while it compiles."""
     words = [*INTERRUPTIBLE_CLI, "export", "--model", str(model), "--output", str(output), "--max-seq-len", "32"]
     export = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert export.stderr is not None
@@ -38,7 +39,7 @@ def start_export(model: Path, output: Path) -> subprocess.Popen[str]:
 
 
 def finish(export: subprocess.Popen[str]) -> str:
-    """Wait for the end; returns what stderr held since."""
+    """Wait for the end; return what stderr held since the start."""
     try:
         return export.communicate(timeout=PATIENCE)[1]
     finally:
@@ -47,7 +48,7 @@ def finish(export: subprocess.Popen[str]) -> str:
 
 
 def test_interrupted(capitals_checkpoint: Path, recurrent_artifact: Path, tmp_path: Path) -> None:
-    """Ctrl-C while the compiler runs; the artifact that had the name before is still there."""
+    """Ctrl-C while the compiler runs leaves the artifact that had the name before."""
     output = tmp_path / "parent" / "artifact"
     shutil.copytree(recurrent_artifact, output)
     export = start_export(capitals_checkpoint, output)
@@ -62,7 +63,7 @@ def test_interrupted(capitals_checkpoint: Path, recurrent_artifact: Path, tmp_pa
 
 
 def test_killed(capitals_checkpoint: Path, tmp_path: Path) -> None:
-    """kill -9 cannot be cleaned up after, but nothing has the name, and the next export takes the rest away."""
+    """After kill -9 nothing can clean up, but no folder has the name, and the next export deletes what is left."""
     from ostinato.export.artifact.writer import atomic_folder
 
     output = tmp_path / "artifact"
@@ -114,7 +115,7 @@ def test_disk_full(small_disk: Path) -> None:
 def test_disk_full_while_constants_are_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recurrent_artifact: Path, number: int
 ) -> None:
-    """Where nothing can be mounted; the artifact of that name survives."""
+    """The artifact that had the name survives. The error is simulated, so nothing must be mounted."""
     from ostinato.export import export_program
     from ostinato.export import program as program_module
 

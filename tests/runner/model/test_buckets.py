@@ -1,4 +1,4 @@
-"""Prompts in buckets: padded up to a length that has a plan, and as if they were not."""
+"""Prompts in buckets: padded to a length that has a plan, with the results of unpadded prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ...comparison import relative_error
 from ...conftest import CAPITALS, CAPITALS_LENGTH, Fails
 
 BUCKETS = (4, 8, 32)
-# Past the largest bucket, and a few more.
+# A little longer than the largest bucket.
 LONGEST = 40
 
 
@@ -49,7 +49,7 @@ def engine(capitals_artifact: Path) -> Iterator[Engine]:
 
 
 def prefill(engine: Engine, tokens: list[int], begin: int, end: int) -> Tensor:
-    """A copy: a bucket's logits are its graph's own."""
+    """Return a copy of the logits: a bucket's logits lie in its graph's output."""
     return engine.model.prefill(tokens[begin:end], begin).clone()
 
 
@@ -76,7 +76,7 @@ def test_bucket_of() -> None:
 
 
 def test_every_length(engine: Engine, tokens: list[int], expected: Tensor) -> None:
-    """Three times, so that each bucket is warmed up, captured and replayed; the state is used by then."""
+    """Each length runs three times, so that buckets are warmed up, captured and replayed, later from used state."""
     for _ in range(3):
         for length in range(1, LONGEST):
             error = relative_error(prefill(engine, tokens, 0, length), expected[length - 1])
@@ -88,7 +88,7 @@ def test_every_length(engine: Engine, tokens: list[int], expected: Tensor) -> No
 
 
 def test_values_out_of_range(engine: Engine, tokens: list[int]) -> None:
-    """Also where a bucket has its graph; the state is where it was."""
+    """Wrong values are refused, also where a bucket has its graph, and the state does not change."""
     prompt, most = tokens[: BUCKETS[0]], engine.model.max_seq_len
     for _ in range(3):
         before = prefill(engine, tokens, 0, len(prompt))
@@ -108,7 +108,7 @@ def test_values_out_of_range(engine: Engine, tokens: list[int]) -> None:
 
 
 def test_at_any_position(engine: Engine, tokens: list[int], expected: Tensor) -> None:
-    """Prompts in random parts, some of them decode steps: each part starts from what the ones before have left."""
+    """Prompts in random parts, some of them decode steps: each part starts from the state that the parts before it left."""
     sample = random.Random(1)
     for _ in range(12):
         at = 0
@@ -127,7 +127,7 @@ def test_padding_is_written_nowhere(engine: Engine, tokens: list[int]) -> None:
     logits = prefill(engine, tokens, 0, 5)
     assert logits.isfinite().all()
     for name, tensor in keys_and_values.items():
-        # Pages of [kv_heads, positions, D]: the slot's first one.
+        # Pages of [kv_heads, positions, D]; the first one belongs to the slot.
         assert tensor[0, :, :5].isfinite().all() and tensor[0, :, 5:].isnan().all() and tensor[1:].isnan().all(), name
     engine.program.reset()
 
@@ -168,7 +168,7 @@ def test_warm_up(capitals_artifact: Path, tokens: list[int], expected: Tensor) -
 
 
 def test_warm_up_beside_sessions(capitals_artifact: Path, tokens: list[int]) -> None:
-    """It takes a session of its own, and moves no other one."""
+    """The warm-up takes a session of its own, and changes no other session."""
     with Engine.load(capitals_artifact, cuda_graph=True, sessions=2, prefill_buckets=(8,), row_buckets=(2,)) as engine:
         expected = list(engine.generate_tokens(tokens[:9], max_new_tokens=4, ignore_eos=True))
         session = engine.open_session()
@@ -188,26 +188,26 @@ def test_warm_up_beside_sessions(capitals_artifact: Path, tokens: list[int]) -> 
 
 
 def test_steps_of_several_sessions(capitals_artifact: Path, tokens: list[int]) -> None:
-    """Their number is padded up to the next one that has a graph; more than the largest go without."""
+    """The number of sessions is padded to the next one that has a graph. Above the largest there is no graph."""
     with Engine.load(capitals_artifact, cuda_graph=True, warmup_steps=1, sessions=5, row_buckets=(4, 2, 2)) as engine:
         assert engine.describe()["row_buckets"] == [2, 4]
         sessions = [engine.open_session() for _ in range(5)]
         for session in sessions:
             session.prefill(tokens[:9])
-        # The first tokens are drawn from the prompts' logits.
+        # The first tokens are sampled from the prompts' logits, without a step.
         for count in (5, 2, 3, 4, 5):
             for _ in range(1 if sessions[0].position == 9 else 3):
                 engine.step(sessions[:count])
         stats = engine.model.method_stats[engine.model.step_method(4)]
         assert [plan["shapes"][0] for plan in stats["plans"]] == [[2], [4]]
-        # 3 and 4 sessions make six steps by the graph of 4; 5 have none.
+        # 3 and 4 sessions make six steps with the graph of 4. Steps of 5 sessions have no graph.
         assert (stats["warmups"], stats["captures"], stats["replays"], stats["runs"]) == (2, 2, 1 + 4, 3)
 
 
 def test_a_bucket_that_cannot_be_captured(
     capitals_artifact: Path, tokens: list[int], expected: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is given up: prompts of its length go on as they are, without padding."""
+    """The bucket is given up: prompts of its length run without padding."""
     record, attempts = HostGraphRecorder.record, 0
 
     def fail(self: HostGraphRecorder, work: Work) -> Graph:
@@ -229,13 +229,14 @@ def test_a_bucket_that_cannot_be_captured(
 
 
 def test_bench(capitals_artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A prompt in a bucket and one past all: the first is captured before it is timed."""
+    """A prompt in a bucket is captured before it is timed; a prompt longer than all buckets runs without a graph."""
     words = ["-p", "6,30", "-n", "1", "-d", "0", "-r", "2", "--prefill-buckets", "8", "--output", "json"]
     assert main(["bench", str(capitals_artifact), *words]) == 0
     rows = json.loads(capsys.readouterr().out)
     stats = next(row for row in rows if row["cuda_graph"])["methods"]["prefill"]
     assert [plan["shapes"][0] for plan in stats["plans"]] == [[1, 8]]
-    # 2 of the first answer and 4 of its own warm-up go ahead; of 30 tokens there is one besides what is timed.
+    # The prompt of 6 tokens runs 2 times in the first answer, 4 times as warm-up and 2 times timed; that of 30 runs once
+    # untimed.
     assert (stats["warmups"], stats["captures"], stats["replays"], stats["runs"]) == (3, 1, 4, 3)
     assert all(row["host_us_per_prompt"] is None and row["fallback_reason"] is None for row in rows)
 
@@ -302,7 +303,7 @@ def test_row_buckets_that_cannot_be(capitals_artifact: Path, options: dict[str, 
 
 
 def test_row_buckets_by_default(capitals_artifact: Path, recurrent_artifact: Path) -> None:
-    """A CPU has none, and neither has a program that steps one session at a time."""
+    """A CPU has no row buckets by default, and neither has a program that steps one session at a time."""
     with Engine.load(capitals_artifact, cuda_graph=True, sessions=3) as engine:
         assert engine.model.row_buckets == () and engine.model.max_rows == CAPITALS_LENGTH - 1
     with Engine.load(recurrent_artifact, cuda_graph=True, row_buckets=()) as engine:

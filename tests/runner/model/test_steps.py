@@ -1,4 +1,4 @@
-"""From token to token: on the device and on the host the same ones, which a seed repeats."""
+"""Steps from token to token: the device and the host sample the same tokens, and a seed repeats them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def answer(engine: Engine, sampling: SamplingParams, count: int = COUNT) -> list
 
 
 def on_the_host(model: Model) -> Sessions:
-    """Sessions of a model that samples on the device, whose tokens are sampled on the host."""
+    """Return sessions whose tokens are sampled on the host, of a model that samples on the device."""
     sessions = Sessions(model)
     assert isinstance(sessions.steps, DeviceSteps)
     sessions.steps = HostSteps(model)
@@ -54,12 +54,12 @@ def steps_of(sessions: Sessions, session: Session, count: int) -> list[int]:
     ids=str,
 )
 def test_the_host_draws_what_the_device_draws(capitals_artifact: Path, sampling: SamplingParams) -> None:
-    """The same tokens from a program that samples, and from one that gives logits."""
+    """A program that samples gives the tokens that the host samples from logits."""
     with Engine.load(capitals_artifact) as engine:
         found = answer(engine, sampling)
         sessions = on_the_host(engine.model)
         assert found == walk(sessions, sampling)
-        # Also where an answer is taken up again in its middle.
+        # A session that continues in the middle of the answer gets the same tokens.
         with sessions.open(sampling) as session:
             session.prefill([*PROMPT, *found[:9]])
             session.append(found[9])
@@ -82,7 +82,7 @@ def test_the_host_draws_for_several_what_the_device_draws(capitals_artifact: Pat
 
 
 def test_host_and_device_keep_the_same_ties(capitals_artifact: Path) -> None:
-    """Top-k of 2 keeps the three tokens that are as likely as the second one."""
+    """A top_k of 2 keeps all tokens that are as likely as the second one: here three."""
     tied = [7, 300, 1201]
     sampling = SamplingParams(temperature=2.0, top_k=2)
     found = set()
@@ -100,7 +100,7 @@ def test_host_and_device_keep_the_same_ties(capitals_artifact: Path) -> None:
 
 
 class FixedLogits:
-    """In place of a `Model` of a program that gives logits: the same ones for each token."""
+    """Stands in for the `Model` of a program that gives logits, with the same logits for each token."""
 
     samplers, has_state, max_seq_len, max_rows = None, True, 1000, 1
 
@@ -147,10 +147,10 @@ def test_a_seed_repeats(capitals_artifact: Path, graph: bool) -> None:
     with Engine.load(capitals_artifact) as plain, Engine.load(capitals_artifact, cuda_graph=graph) as engine:
         expected = answer(plain, HOT)
         assert answer(engine, HOT) == expected
-        # Once more, from the state that the first answer has left, and now replayed from its first step.
+        # A second time, from the state that the first answer left; now every step is a replay.
         assert answer(engine, HOT) == expected
         assert answer(engine, SamplingParams(1.5, 40, 0.95, seed=12)) != expected
-        # A shorter answer is the beginning of the longer one: noise depends on the place, not on the number of steps.
+        # A shorter answer is the beginning of the longer one: noise depends on the position, not on the number of steps.
         assert answer(engine, HOT, 7) == expected[:7]
         assert engine.last.methods["decode_sample"]["fallbacks"] == 0
 
@@ -175,7 +175,7 @@ def test_all_seeds(capitals_artifact: Path, seed: int) -> None:
 
 
 def test_options_change_without_a_new_capture(capitals_artifact: Path) -> None:
-    """They are data of the captured step."""
+    """Sampling options are data of the captured step."""
     with Engine.load(capitals_artifact, cuda_graph=True) as engine:
         greedy = answer(engine, SamplingParams())
         assert answer(engine, HOT) != greedy

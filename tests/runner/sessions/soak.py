@@ -1,7 +1,8 @@
-"""A soak: many steps with batches that change in every step, and each token held against the one that is drawn alone.
+"""A soak: many steps with batches that change in every step. Each token is compared with the one that a session alone
+samples.
 
-Sessions follow scripts of which it is known what comes out, whoever else there is. They join and leave at any length, fork,
-keep where they stand and go back, and take part in some steps and not in others.
+Sessions follow scripts whose tokens are known and must not depend on the other sessions. Sessions join, leave at any length,
+fork, make snapshots and go back to them, and take part in some steps but not in others.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from ostinato.runner.sessions.sessions import Session, Snapshot
 
 from ...export.memory import anonymous_memory
 
-# How often, in a step, somebody forks, keeps where they stand, goes back there, or leaves too early.
+# Probabilities per step that a session forks, makes a snapshot, goes back to one, or leaves too early.
 FORKS, KEEPS, RETURNS, LEAVES = 0.06, 0.03, 0.06, 0.03
-# How often somebody joins where there is room.
+# Probability per step that a session joins, where there is room.
 JOINS = 0.35
 MAX_KEPT = 6
 
 
 @dataclass(frozen=True)
 class Script:
-    """A conversation: a prompt, `first` drawn tokens, what is `said` then, and `second` more."""
+    """A conversation: a prompt, `first` sampled tokens, then the tokens that are `said`, and `second` more sampled tokens."""
 
     prompt: list[int]
     first: int
@@ -39,7 +40,7 @@ class Script:
 
     @property
     def turn(self) -> int:
-        """Tokens at which `said` comes."""
+        """The number of tokens before `said`."""
         return len(self.prompt) + self.first
 
     @property
@@ -47,7 +48,7 @@ class Script:
         return self.turn + len(self.said) + self.second
 
     def alone(self, engine: Engine) -> list[int]:
-        """All its tokens, drawn by a session that nobody else is beside."""
+        """Return all tokens of the conversation, sampled by a session that steps alone."""
         with engine.open_session(self.sampling) as session:
             session.prefill(self.prompt)
             for _ in range(self.first):
@@ -59,7 +60,7 @@ class Script:
 
 
 def scripts(draw: Random, count: int, vocabulary: int) -> list[Script]:
-    """Of several lengths and ways to sample; together a prompt is no longer than 48 tokens."""
+    """Return scripts of several lengths and ways to sample. A prompt has at most 48 tokens."""
     ways = (
         SamplingParams(),
         SamplingParams(temperature=1.5, top_k=40, top_p=0.95, seed=11),
@@ -78,7 +79,7 @@ def scripts(draw: Random, count: int, vocabulary: int) -> list[Script]:
 
 @dataclass
 class Member:
-    """A session, or a snapshot of one, its script, and the length at which it leaves."""
+    """A session or a snapshot, its script, the script's tokens, and the length at which it leaves."""
 
     it: Any
     script: Script
@@ -88,16 +89,16 @@ class Member:
 
 @dataclass
 class Soak:
-    """Steps of an engine.
+    """Steps of an engine in random batches.
 
     Args:
-        engine: with graphs; no session is open.
-        known: scripts, and what each gives alone.
-        draw: chooses all that happens.
+        engine: an engine with graphs and without open sessions.
+        known: scripts, each with the tokens that it gives alone.
+        draw: the source of all random choices.
 
     Attributes:
-        steps, tokens, finished, refused: how many there were, refused being those that found no page.
-        sizes: rows of a step -> how many steps had so many.
+        steps, tokens, finished, refused: counts; `finished` counts sessions at their end, `refused` calls that found no page.
+        sizes: rows of a step -> number of such steps.
     """
 
     engine: Engine
@@ -112,7 +113,7 @@ class Soak:
     sizes: dict[int, int] = field(default_factory=dict)
 
     def run(self, steps: int) -> None:
-        """So many steps; in the end all sessions and snapshots are closed."""
+        """Make `steps` steps, then close all sessions and snapshots."""
         last: set[int] = set()
         while self.steps < steps:
             self._happen()
@@ -126,7 +127,7 @@ class Soak:
         self.members, self.kept = [], []
 
     def _happen(self) -> None:
-        """What changes between two steps."""
+        """Make the changes between two steps."""
         draw, sessions = self.draw, self.engine.sessions
         if sessions.free and (draw.random() < JOINS or len(self.members) < 2):
             self._join()
@@ -160,19 +161,20 @@ class Soak:
         self.members.append(Member(session, script, expected, end))
 
     def _of(self, other: Member, it: Any) -> Member:
-        """One that stands where `other` does, to leave at some later length."""
+        """Return a member for `it`, at the position of `other`, which leaves at some later length."""
         end = self.draw.randint(min(other.end, other.script.length), other.script.length)
         return Member(it, other.script, other.expected, end)
 
     def _some(self) -> list[Member]:
-        """Small batches as often as large ones."""
+        """Choose some sessions: small batches as often as large ones."""
         if not self.members:
             return []
         most = min(len(self.members), self.draw.choice((1, 2, 4, 8, 16, 24, 32, 48)))
         return self.draw.sample(self.members, self.draw.randint(1, most))
 
     def _step(self, chosen: list[Member]) -> bool:
-        """Whether there was one: without pages somebody leaves, and nobody has moved."""
+        """Step the chosen sessions. If there are too few pages, some session leaves, no session has moved, and False is
+        returned."""
         try:
             for member in chosen:
                 if member.it.position == member.script.turn:
@@ -204,11 +206,11 @@ class Soak:
 
 @dataclass(frozen=True)
 class Standing:
-    """What an engine is and holds while no session is open; two are equal if nothing was lost, made or given up between.
+    """The state of an engine while no session is open. Two are equal if nothing was lost, made or given up in between.
 
     Attributes:
-        described: `Engine.describe`, without what counts calls.
-        calls: of each method without a graph, by its name.
+        described: `Engine.describe`, without the counts of calls.
+        calls: (runs, warm-ups, captures) by method: the calls that replay no graph.
     """
 
     described: dict[str, Any]
@@ -244,7 +246,8 @@ class Standing:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: of the host that no file stands behind; of a GPU's tensors, and all that is in use there (0 on a CPU)."""
+    """Bytes in use: host memory that no file backs; a GPU's tensors; all memory in use on a GPU. The last two are 0 on a
+    CPU."""
 
     host: int
     tensors: int
@@ -262,5 +265,5 @@ class Memory:
 
 
 def replays(engine: Engine) -> dict[str, int]:
-    """Of each method, by its name."""
+    """Return each method's number of replays, by name."""
     return {name: stats["replays"] for name, stats in engine.model.method_stats.items()}

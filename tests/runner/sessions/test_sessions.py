@@ -1,4 +1,4 @@
-"""Sessions: what one generates does not depend on the others, whoever joins, leaves, forks or goes back."""
+"""Sessions: the tokens of one session do not depend on the others, whichever of them join, leave, fork or go back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ostinato.runner.sessions.sessions import Session, Snapshot
 from ...conftest import CAPITALS, CAPITALS_LENGTH
 
 HOT = SamplingParams(temperature=1.5, top_k=40, top_p=0.95, seed=11)
-# Four sessions of at most 251 tokens need 16 pages of 64; fewer, so that they run out.
+# Four sessions of at most 251 tokens would need 16 pages of 64. There are fewer, so that pages run out.
 SESSIONS, KV_TOKENS = 4, 9 * 64
 BUCKETS = (2, 4)
 GPU = pytest.mark.gpu
@@ -35,7 +35,7 @@ Greedy = Callable[[list[int]], int]
 
 @pytest.fixture(scope="module")
 def greedy() -> Greedy:
-    """transformers' most likely token after a sequence; what was asked once is kept."""
+    """A function that returns transformers' most likely token after a sequence, and keeps its answers."""
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(CAPITALS, dtype=torch.float32).eval()
     known: dict[tuple[int, ...], int] = {}
@@ -45,7 +45,7 @@ def greedy() -> Greedy:
         if key not in known:
             with torch.no_grad():
                 logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
-            # The tokens before, too: they may be asked for later.
+            # Keep the tokens after all shorter sequences too: they may be asked for later.
             known.update({key[: place + 1]: int(row.argmax()) for place, row in enumerate(logits)})
         return known[key]
 
@@ -57,7 +57,8 @@ def greedy() -> Greedy:
     params=["no graph", "graph", "ahead", *(pytest.param(f"GPU, {mode}", marks=GPU) for mode in ("no graph", "graph"))],
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """With plans, numbers of rows are padded. As a GPU does, "ahead" begins a step before the last one's tokens are taken."""
+    """An engine in several modes. With a graph, numbers of rows are padded. "ahead" begins a step before the tokens of the
+    last one are taken, as a GPU does."""
     on_gpu, mode = request.param.startswith("GPU"), request.param.removeprefix("GPU, ")
     with Engine.load(
         request.getfixturevalue("capitals_cuda" if on_gpu else "capitals_artifact"),
@@ -101,14 +102,14 @@ def close(*sessions: Session | Snapshot) -> None:
 
 @dataclass
 class Known:
-    """A session, or a snapshot, and what its history must be."""
+    """A session or a snapshot, and the tokens that its history must have."""
 
     it: Any
     tokens: list[int]
 
 
 class Conversations(RuleBasedStateMachine):
-    """Joins, leaves, forks, snapshots and steps in any order: each session's tokens are transformers' own."""
+    """Sessions join, leave, fork, make snapshots and step in any order: each session's tokens are transformers' own."""
 
     engine: Engine
     greedy: Greedy
@@ -212,10 +213,11 @@ def test_in_any_company(engine: Engine, greedy: Greedy) -> None:
 
 
 def walk(engine: Engine, garbage: float | None) -> tuple[list[list[int]], dict[str, Tensor]]:
-    """Two sessions that step, fork and step; with `garbage` in every other slot, page and position before each step.
+    """Two sessions step, fork and step. Before each step, `garbage` fills every slot, page and position that belongs to no
+    session.
 
     Returns:
-        their tokens, and all state that belongs to them.
+        the sessions' tokens, and all state that belongs to the sessions.
     """
 
     def fill(*sessions: Session) -> None:
@@ -263,7 +265,7 @@ def walk(engine: Engine, garbage: float | None) -> tuple[list[list[int]], dict[s
 
 
 def test_nothing_bleeds(engine: Engine) -> None:
-    """Bit by bit, whatever stands in the slots, the pages and the places that are not theirs."""
+    """Tokens and state are equal bit by bit, whatever stands in slots, pages and positions of others."""
     walk(engine, None)
     tokens, state = walk(engine, None)
     for garbage in (float("nan"), 1e30):
@@ -275,7 +277,7 @@ def test_nothing_bleeds(engine: Engine) -> None:
 
 
 def test_each_samples_as_it_says(engine: Engine) -> None:
-    """A batch of different options draws what each draws alone."""
+    """In a batch, each session samples the tokens that it samples alone."""
     options = [
         HOT,
         SamplingParams(),
@@ -294,7 +296,7 @@ def test_each_samples_as_it_says(engine: Engine) -> None:
 
 
 def test_a_fork_draws_by_itself(engine: Engine) -> None:
-    """From one prompt, by other seeds; and without a seed each draws others."""
+    """Forks of one prompt sample by their own seeds. Without a seed, each fork samples other tokens."""
     (session,) = opened(engine, LONG[:9], sampling_params=SamplingParams(2.0, seed=1))
     others = [session.fork() for _ in range(2)]
     others[0].sampling_params = SamplingParams(2.0, seed=2)
@@ -316,7 +318,7 @@ def test_pages_are_shared_until_written(engine: Engine) -> None:
     forks = [session.fork() for _ in range(3)]
     assert pages.free == 6
     engine.step([session, *forks])
-    # Drawn from the prompt's logits; the next step writes to the third page, which all have.
+    # These tokens come from the prompt's logits. The next step writes to the third page, which all sessions share.
     assert pages.free == 6
     engine.step([forks[0]])
     assert pages.free == 5
@@ -340,7 +342,7 @@ def test_a_session_goes_on_after_its_answer(engine: Engine, greedy: Greedy) -> N
     for place in range(19, 22):
         assert session.tokens[place] == greedy(session.tokens[:place])
     assert session.position == 22
-    # A token of the caller's in place of a drawn one.
+    # The caller gives a token in place of a sampled one.
     session.prefill([8])
     with pytest.raises(InputError, match=r"'tokens': values must lie in 0\.\.1535, got 1536"):
         session.append(1536)
@@ -366,7 +368,8 @@ def test_what_there_is_no_room_for(engine: Engine) -> None:
 
 
 def test_pages_run_out_within_an_answer(engine: Engine, greedy: Greedy) -> None:
-    """All tokens come that there are pages for, whether or not the step behind them has begun; and more when others leave."""
+    """A session gets all tokens for which there are pages, whether or not the next step has begun. It goes on when others
+    leave."""
     first, second, other = opened(engine, LONG + LONG[:70], LONG[:120] + LONG[:80], LONG[:63])
     assert engine.sessions.pages.free == 0
     tokens = [engine.step([other], more=True)[0] for _ in range(2)]
@@ -412,7 +415,7 @@ def test_a_session_fills_its_length(engine: Engine) -> None:
         session.prefill((LONG + LONG)[: CAPITALS_LENGTH - 2])
         assert len(list(session.generate(eos_ids=()))) == 2
         assert session.position == CAPITALS_LENGTH
-        # What follows the last token can still be drawn, and has no place.
+        # The token behind the last position can still be sampled, but has no position of its own.
         engine.step([session])
         with pytest.raises(InputError, match="the session has 251 tokens, max_seq_len is 251"):
             engine.step([session])

@@ -1,4 +1,5 @@
-"""Many steps with batches that change in every step: no leak, no fallback, no other answer than the one drawn alone."""
+"""Many steps with batches that change in every step: no leak, no fallback, and every token as in a session that runs
+alone."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ from ostinato.runner import Engine
 from ...export.memory import MIB
 from .soak import Memory, Soak, Standing, replays, scripts
 
-# Those on a GPU are for a few minutes of an H200; the first tenth fills what is kept for later steps.
+# Numbers of steps; on a GPU they take a few minutes of an H200. A tenth of them runs first, and fills what is kept for later
+# steps.
 STEPS = {"cpu": 400, "cuda": 200_000}
-# Fewer pages than all sessions may want, so that they run out now and then.
+# Fewer pages than all sessions may want, so that pages run out now and then.
 SESSIONS = {"cpu": 10, "cuda": 40}
 KV_TOKENS = {"cpu": 16 * 64, "cuda": 54 * 64}
 ROW_BUCKETS = {"cpu": (2, 4, 8, 16), "cuda": (2, 4, 8, 16, 24, 32, 48)}
-# Their tokens on a CPU stay what they are if noise of 1e-4 is added to all logits, of which the largest is 20.
+# The number of scripts. On a CPU their tokens stay the same if noise of 1e-4 is added to all logits, the largest of which is
+# 20.
 SCRIPTS = 16
 
 
@@ -31,7 +34,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         warmup_steps=1,
         sessions=SESSIONS[device],
         kv_tokens=KV_TOKENS[device],
-        # All prompts, and what is said later, go through these.
+        # All prompts, and all that is said later, fit these buckets.
         prefill_buckets=(16, 64),
         row_buckets=ROW_BUCKETS[device],
     ) as loaded:
@@ -56,9 +59,9 @@ def test_batches_that_change_in_every_step(engine: Engine) -> None:
     assert Standing.of(engine) == standing
     assert after.host - memory.host < 16 * MIB
     assert after.tensors <= memory.tensors
-    # The allocator may hold a piece or two more or fewer than before.
+    # The allocator may hold one or two blocks more than before.
     assert after.device - memory.device <= 8 * MIB
-    # Steps of several sessions have graphs, of each bucket, and those of one.
+    # Steps of one session have a graph, and so have steps of several sessions, for each bucket.
     grown = {name: count - before[name] for name, count in replays(engine).items()}
     several = sum(count for rows, count in soak.sizes.items() if rows > 1)
     assert grown["decode_sample"] > 0

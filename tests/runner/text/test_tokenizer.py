@@ -1,4 +1,4 @@
-"""Text <-> tokens, against transformers on the same folder."""
+"""Text to tokens and back, compared with transformers on the same folder."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def no_template(folder: Path, tokenizer: tokenizers.Tokenizer) -> Tokenizer:
 
 
 def byte_level(add_prefix_space: bool) -> tokenizers.Tokenizer:
-    """As GPT-2's: each token is some bytes of UTF-8."""
+    """A tokenizer like GPT-2's: each token is some bytes of UTF-8."""
     built = tokenizers.Tokenizer(models.BPE())
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     built.decoder = decoders.ByteLevel()
@@ -145,7 +145,8 @@ def byte_level(add_prefix_space: bool) -> tokenizers.Tokenizer:
 
 
 def metaspace(in_normalizer: bool) -> tokenizers.Tokenizer:
-    """As Llama 2's and Gemma's: a space is part of the word behind it, and what has no token is spelled in bytes."""
+    """A tokenizer like Llama 2's and Gemma's: a space belongs to the word behind it, and what has no token is spelled in
+    bytes."""
     pairs = [("▁", "a"), ("▁", "t"), ("n", "d"), ("h", "e"), ("▁t", "he"), ("▁", "▁")]
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127))]
     vocab = {word: index for index, word in enumerate([*words, *(left + right for left, right in pairs)])}
@@ -173,7 +174,7 @@ BUILT = {
 def any_tokenizer(
     request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
 ) -> Tokenizer:
-    """The shipped tokenizer, and others built here."""
+    """The shipped tokenizer, or one that is built here."""
     if request.param == "capitals":
         return tokenizer
     return no_template(tmp_path_factory.mktemp("tokenizer"), BUILT[request.param]())
@@ -183,13 +184,14 @@ def any_tokenizer(
 def test_every_kind_gives_the_text_back(any_tokenizer: Tokenizer, text: str) -> None:
     plain = text.replace("<|im_start|>", "").replace("<|im_end|>", "")
     found = any_tokenizer.decode(any_tokenizer.encode(plain))
-    # A prefix space comes out again; Metaspace takes no difference between it and a space of the text's own.
+    # The prefix space is in the decoded text: Metaspace cannot tell it from a space of the text itself.
     assert found in (plain, f" {plain}") or found.lstrip(" ") == plain.lstrip(" ")
 
 
 @pytest.mark.parametrize("kind", BUILT)
 def test_special_tokens_of_every_kind(tmp_path: Path, kind: str) -> None:
-    """Written out in the text they count; neither a template for whole texts, nor a length for training, is applied."""
+    """Special tokens in the text are recognised. The tokenizer file's template for whole texts, truncation and padding are
+    not applied."""
     built = BUILT[kind]()
     start, end = built.token_to_id("<s>"), built.token_to_id("</s>")
     plain = no_template(tmp_path, built)
@@ -214,7 +216,7 @@ def test_a_word_that_has_no_token(tmp_path: Path) -> None:
 
 
 def test_text_that_is_not_unicode(tokenizer: Tokenizer) -> None:
-    """What Python makes of an argument that is not UTF-8."""
+    """The text is an argument that is not valid UTF-8, as Python decodes it."""
     with pytest.raises(InputError, match="not valid Unicode"):
         tokenizer.encode(b"caf\xe9".decode(errors="surrogateescape"))
 
@@ -239,7 +241,7 @@ def test_stream_is_no_later_than_it_must(any_tokenizer: Tokenizer) -> None:
         shown += stream.push(token)
         whole = any_tokenizer.decode(tokens[:count])
         finished = whole.rstrip("\ufffd")
-        # A token that begins a character may have a space before it.
+        # A token that begins a character may begin with a space.
         assert shown == finished or (shown == finished.rstrip(" ") and whole != finished)
 
 
@@ -269,19 +271,21 @@ def test_stream_goes_on_after_bytes_that_are_no_character(any_tokenizer: Tokeniz
 
 
 def test_stream_of_any_tokens(any_tokenizer: Tokenizer) -> None:
-    """Whatever a model may give: pieces come one after the other, and together they are about what `decode` gives."""
+    """For any tokens that a model may give, the pieces together are what `decode` gives, except for bytes that are not
+    UTF-8."""
     pick = random.Random(5)
     known = [*any_tokenizer.encode("".join(TEXTS))]
     for _ in range(200):
         tokens = pick.choices(known, k=pick.randrange(1, 20))
         stream = TextStream(any_tokenizer)
         text = "".join([*(stream.push(token) for token in tokens), stream.flush()])
-        # Bytes that come one by one and turn out to be no UTF-8 change what is out already; the length stays.
+        # If bytes that come one by one turn out not to be UTF-8, `decode` replaces characters that are out already. The
+        # length stays.
         assert text == any_tokenizer.decode(tokens) or "\ufffd" in any_tokenizer.decode(tokens)
 
 
 def test_what_the_own_stream_of_the_library_lacks() -> None:
-    """When this fails, `DecodeStream` may be able to take `TextStream`'s place."""
+    """If this test fails, `DecodeStream` may be able to replace `TextStream`."""
     assert not hasattr(decoders.DecodeStream, "flush")
     built = metaspace(False)
     tokens = [built.token_to_id(word) for word in ("<0x28>", "<0xB5>", "a")]
