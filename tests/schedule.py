@@ -14,17 +14,19 @@ LONGEST: tuple[str, ...] = (
     "tests/runner/test_int4.py",
     "tests/export/kernels/test_attention_prefill.py",
     "tests/export/compile/test_native.py",
-    "tests/export/kernels/test_experts_step.py",
+    "tests/export/kernels/test_sampling.py",
     "tests/export/kernels/test_delta_rule_rows.py",
-    "tests/export/kernels/test_experts_rows.py",
-    "tests/export/kernels/test_linear_step.py",
     "tests/test_bench_hybrid.py",
     "tests/export/test_program.py",
-    "tests/export/kernels/test_linear_rows.py",
+    "tests/export/kernels/test_compiled.py",
+    "tests/export/kernels/test_experts_rows.py",
+    "tests/export/kernels/test_experts_step.py",
+    "tests/export/kernels/test_sampling_rows.py",
     "tests/test_bad_checkpoints.py",
 )
-# Files whose tests are divided among processes by the parameter in brackets: each parameter has an export of its own.
-BY_PARAMETER = frozenset({"tests/export/test_model.py"})
+# Files whose tests go to several processes, by the text in brackets: each parameter has an export, or a group of kernels to
+# compile, of its own.
+BY_PARAMETER = frozenset({"tests/export/test_model.py", "tests/export/kernels/test_compiled.py"})
 
 
 def rank(nodeid: str) -> int:
@@ -33,7 +35,7 @@ def rank(nodeid: str) -> int:
 
 
 def unit(nodeid: str) -> str:
-    """Return the name of a group of tests that go to one process together."""
+    """The name that all tests which go to one process together have in common."""
     file = nodeid.partition("::")[0]
     return f"{file}[{nodeid.rpartition('[')[2]}" if file in BY_PARAMETER else file
 

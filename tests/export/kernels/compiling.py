@@ -1,22 +1,25 @@
-"""Kernels compiled for GPUs that are not there, as an export compiles them: what the scripts `compiling_*` share.
+"""Kernels recorded, analysed and compiled as an export does it, for GPUs that this machine does not have.
 
-Functions run on tensors without storage, and each launch is recorded, not made; then what was to be launched is compiled,
-from the source that Inductor generates for it. The scripts run in a process without Triton's interpreter
-(`python -m tests.export.kernels.compiling_model`) and print JSON; `printed` runs them.
+`recorded` runs functions on tensors without storage and keeps each launch instead of making it. `compile_all` compiles the
+source that Inductor generates for a launch's kernel, and `written` asks torch's analysis what the kernel writes. All this
+needs a process without Triton's interpreter: `conftest.run_compiled` starts one, in which `printed` runs a script.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import io
 import os
+import pkgutil
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -28,29 +31,40 @@ from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitiv
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ostinato.export import kernels
 from ostinato.export.compile.torch_internals import early_kernels_analysed_as_pure, failed_analyses_raised
 from ostinato.export.kernels import launch
 
 BF16, F32 = torch.bfloat16, torch.float32
-# Compute capability -> bytes of shared memory that a block may have.
+# Compute capability -> the most bytes of shared memory that a block may have.
 SHARED = {80: launch.MEDIUM, 89: launch.SMALL, 90: launch.LARGE}
-# Of a multiprocessor.
+# Registers of a multiprocessor.
 REGISTERS = 65536
 TYPES = {BF16: "bf16", F32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.int8: "i8"}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, its arguments by name, and how many warps and stages it is compiled for."""
+    """A recorded launch.
+
+    Attributes:
+        kernel: the kernel, as `triton.jit` returns it.
+        arguments: its arguments by name.
+        options: `num_warps` and `num_stages`, for which it is compiled.
+    """
 
     kernel: Any
     arguments: dict[str, Any]
     options: dict[str, int]
 
     @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    @property
     def key(self) -> str:
         """Equal for launches that run the same code."""
-        return f"{self.kernel.__name__} {self.signature} {self.constants} {self.aligned} {self.options}"
+        return f"{self.name} {self.signature} {self.constants} {self.aligned} {self.options}"
 
     @property
     def signature(self) -> dict[str, str]:
@@ -83,17 +97,17 @@ class Compiled:
         dtype: the model's, as Triton writes it.
         capability: 90 for 9.0.
         shared: bytes of shared memory per block.
-        room: the most that the GPU can give it.
+        max_shared: bytes of shared memory that the GPU can give a block.
         spilled: bytes per thread that do not fit its registers.
-        programs: how many of it a multiprocessor has registers and shared memory for.
-        constants: what it was compiled for.
+        programs: number of its programs for which a multiprocessor has registers and shared memory.
+        constants: its constants by name.
     """
 
     kernel: str
     dtype: str
     capability: int
     shared: int
-    room: int
+    max_shared: int
     spilled: int
     programs: int
     constants: dict[str, Any]
@@ -106,18 +120,34 @@ class Recorder:
         self.launches: list[Launch] = []
 
     def __call__(self, kernel: Any) -> Any:
-        def note(*values: Any, num_warps: int = 4, num_stages: int = 3, **named: Any) -> None:
+        def record(*values: Any, num_warps: int = 4, num_stages: int = 3, **named: Any) -> None:
             arguments = dict(zip(kernel.arg_names, values, strict=False)) | named
             self.launches.append(Launch(kernel, arguments, {"num_warps": num_warps, "num_stages": num_stages}))
 
-        return mock.MagicMock(**{"__getitem__.return_value": note})
+        return mock.MagicMock(**{"__getitem__.return_value": record})
+
+
+def kernel_modules() -> list[ModuleType]:
+    """All modules of `ostinato.export.kernels` with Triton code."""
+    names = [info.name for info in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+    return [importlib.import_module(name) for name in names if name.endswith("_triton")]
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """What is launched meanwhile; tensors that are made meanwhile have no storage."""
+def recorded(capability: int) -> Iterator[list[Launch]]:
+    """Record launches as an export on a GPU of this compute capability makes them.
+
+    Yields:
+        The launches inside the context, in order. A tensor that is made there has no storage.
+    """
     recorder = Recorder()
-    with mock.patch.object(torch.library, "wrap_triton", recorder), torch.device("meta"):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.library, "wrap_triton", recorder))
+        stack.enter_context(mock.patch.object(launch, "shared_memory", lambda: SHARED[capability]))
+        for module in kernel_modules():
+            if hasattr(module, "starts_early"):
+                stack.enter_context(mock.patch.object(module, "starts_early", lambda: capability >= 90))
+        stack.enter_context(torch.device("meta"))
         yield recorder.launches
 
 
@@ -133,53 +163,70 @@ def as_generated(kernel: Any, folder: Path) -> Any:
     return getattr(module, kernel.__name__)
 
 
-def compile_for(found: Launch, kernel: Any, dtype: torch.dtype, capability: int, folder: Path) -> Compiled:
-    """`kernel` in place of the launch's own, compiled to machine code."""
-    names = list(found.signature)
+def compile_for(launched: Launch, kernel: Any, dtype: torch.dtype, capability: int, folder: Path) -> Compiled:
+    """Compile `kernel`, which takes the place of the launch's own, to machine code."""
+    names = list(launched.signature)
     source = ASTSource(
         fn=kernel,
-        signature=found.signature,
-        constexprs={(names.index(name),): value for name, value in found.constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in found.aligned},
+        signature=launched.signature,
+        constexprs={(names.index(name),): value for name, value in launched.constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in launched.aligned},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=found.options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launched.options)
     binary = folder / "cubin"
     binary.write_bytes(compiled.asm["cubin"])
     command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
-    name, shared, room = kernel.__name__, compiled.metadata.shared, SHARED[capability]
-    # A thread gets registers by eights; a block takes 1 KB of shared memory for itself, which `room` leaves out once.
-    of_block = -(-int(registers) // 8) * 8 * 32 * found.options["num_warps"]
-    programs = min(REGISTERS // of_block, (room + 1024) // (shared + 1024))
-    return Compiled(name, TYPES[dtype], capability, shared, room, int(stack), programs, found.constants)
+    shared, max_shared = compiled.metadata.shared, SHARED[capability]
+    # A thread gets registers by eights. A block takes 1 KB of shared memory for itself, which `max_shared` leaves out once.
+    block_registers = -(-int(registers) // 8) * 8 * 32 * launched.options["num_warps"]
+    programs = min(REGISTERS // block_registers, (max_shared + 1024) // (shared + 1024))
+    constants = launched.constants
+    return Compiled(launched.name, TYPES[dtype], capability, shared, max_shared, int(stack), programs, constants)
 
 
-def compile_all(launches: Iterable[tuple[Launch, torch.dtype, int]]) -> list[dict[str, Any]]:
-    """A `Compiled` as a dict for each (launch, the model's dtype, compute capability)."""
+def compile_all(launches: Iterable[tuple[int, torch.dtype, Launch]]) -> list[Compiled]:
+    """Compile each code once.
+
+    Args:
+        launches: (compute capability, the model's dtype, launch) each.
+    """
+    different = {(capability, dtype, one.key): one for capability, dtype, one in launches}
     generated: dict[str, Any] = {}
+    compiled = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        entries = []
-        for found, dtype, capability in launches:
-            name = found.kernel.__name__
-            if name not in generated:
-                generated[name] = as_generated(found.kernel, folder)
-            entries.append(asdict(compile_for(found, generated[name], dtype, capability, folder)))
-    return entries
+        for (capability, dtype, _), one in different.items():
+            if one.name not in generated:
+                generated[one.name] = as_generated(one.kernel, folder)
+            compiled.append(compile_for(one, generated[one.name], dtype, capability, folder))
+    return compiled
 
 
-def written(found: Launch) -> list[str]:
-    """Arguments that the kernel writes, as torch's own analysis sees it in an export; ExportError where it cannot tell."""
-    tensors = {name: value for name, value in found.arguments.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in found.arguments.items() if name not in tensors}
-    kernel, constants = kernel_side_table.add_kernel(found.kernel), kernel_side_table.add_constant_args(others)
+def written(launched: Launch) -> list[str]:
+    """Names of the arguments that the kernel writes, sorted, as torch's own analysis finds them in an export.
+
+    Raises:
+        ExportError: the analysis cannot tell.
+    """
+    tensors = {name: value for name, value in launched.arguments.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in launched.arguments.items() if name not in tensors}
+    kernel, constants = kernel_side_table.add_kernel(launched.kernel), kernel_side_table.add_constant_args(others)
     with early_kernels_analysed_as_pure(), failed_analyses_raised():
         return sorted(get_mutated_tensors(kernel, constants, tensors, {}))
 
 
+def all_written(launches: Iterable[Launch]) -> dict[str, list[str]]:
+    """For each kernel the different sets of arguments that its launches write: sorted names with spaces between them."""
+    sets: dict[str, set[str]] = {}
+    for one in {one.key: one for one in launches}.values():
+        sets.setdefault(one.name, set()).add(" ".join(written(one)))
+    return {name: sorted(found) for name, found in sets.items()}
+
+
 class AbsentDriver:
-    """What torch's analysis asks a driver for, on a machine without one."""
+    """Answers what torch's analysis asks a driver, on a machine without one."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -191,16 +238,16 @@ class AbsentDriver:
         return torch.device("cpu")
 
 
+def without_a_driver() -> None:
+    """Let torch's analysis run on this machine. A script calls this first."""
+    assert "TRITON_INTERPRET" not in os.environ
+    if not torch.cuda.is_available():
+        triton.runtime.driver.set_active(AbsentDriver())
+
+
 def printed(code: str) -> str:
-    """What it prints, run as a script."""
+    """Run a script in this process and return what it prints."""
     output = io.StringIO()
     with redirect_stdout(output):
         exec(code, {"__name__": "__main__"})
     return output.getvalue()
-
-
-def without_a_driver() -> None:
-    """Let torch's analysis run on this machine; at the beginning of each script."""
-    assert "TRITON_INTERPRET" not in os.environ
-    if not torch.cuda.is_available():
-        triton.runtime.driver.set_active(AbsentDriver())

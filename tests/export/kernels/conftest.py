@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,28 +141,3 @@ def size(value):
 outputs = program.graph.output_node().args[0][len(written):]
 print([tuple(map(size, node.meta["val"].shape)) for node in outputs])
 """
-
-
-def spilling(
-    report: dict[str, Any], known: Mapping[tuple[str, str], int], newer: Mapping[tuple[str, str], int]
-) -> list[Any]:
-    """Entries of the report that spill more than is known of their kernel and dtype, in bytes per thread.
-
-    Args:
-        report: see `report_of`.
-        known: the most that Triton 3.6 and 3.7 spill; what is not named does not spill.
-        newer: the most that 3.8 and 3.9 spill, where it is more.
-    """
-    import triton
-
-    limits = {**known, **newer} if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else known
-    return [
-        entry for entry in report["compiled"] if entry["spilled"] > limits.get((entry["kernel"], entry["dtype"]), 0)
-    ]
-
-
-def report_of(script: str) -> Any:
-    """What the script `compiling_{script}` prints."""
-    return json.loads(
-        run_compiled(f"import runpy; runpy.run_module('{__package__}.compiling_{script}', run_name='__main__')")
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from ostinato.export.kernels.attention import reference, step_triton
 from ostinato.export.kernels.operands import KVCache, Norm, RowIndex
 
 from ...comparison import relative_error
-from .conftest import report_of, spilling, traced_layer
+from .conftest import traced_layer
 from .paged import PAGE_SIZES, assert_same_elsewhere, copied, held, paged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,18 +27,9 @@ CACHED = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 SHAPES = [(2, 2, 16, 16), (4, 2, 64, 16), (6, 2, 32, 8), (8, 1, 32, 12), (16, 1, 16, 4)]
 if DEVICE == "cuda":
     SHAPES += [(16, 2, 256, 64), (6, 2, 128, 32), (16, 1, 256, 64), (32, 4, 128, 128)]
-EPS = 1e-6
-# See `spilling`.
-SPILLED = {("attend_split_early", "fp32"): 224}
-SPILLED_NEWER = {("attend_split_early", "fp32"): 304}
-WRITTEN = {"attend_split_early": ["k_cache", "scales", "sums", "v_cache"], "attend_combine_early": ["out"]}
-WRITTEN_BY_ROWS = {
-    "place_rows_early": ["k_cache", "query", "v_cache"],
-    "attend_rows_early": ["scales", "sums"],
-    "combine_rows_early": ["out"],
-}
 MAIN = (16, 2, 256, 64) if DEVICE == "cuda" else (4, 2, 32, 8)
 SLOTS, SLOT = 3, 1
+EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -244,30 +234,6 @@ def test_norms_that_differ_in_eps_are_refused() -> None:
     case = draw((4, 2, 16, 6), 0, 1, torch.float32)
     with pytest.raises(ExportError, match=r"one eps for both norms, got 1e-06 and 0\.5"):
         replace(case, k_norm=Norm(case.k_norm.weight, 0.5)).run(step_triton.attend_step)
-
-
-@pytest.fixture(scope="module")
-def report() -> dict[str, Any]:
-    """See `compiling_attention_step`."""
-    return report_of("attention_step")
-
-
-def test_every_kernel_is_compiled(report: dict[str, Any]) -> None:
-    assert {entry["kernel"] for entry in report["compiled"]} == set(WRITTEN)
-
-
-def test_shared_memory_fits(report: dict[str, Any]) -> None:
-    assert [entry for entry in report["compiled"] if entry["shared"] > entry["room"]] == []
-
-
-def test_nothing_more_spills(report: dict[str, Any]) -> None:
-    assert spilling(report, SPILLED, SPILLED_NEWER) == []
-
-
-def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
-    """As Inductor sees it: what it takes for written it copies and keeps in order."""
-    assert report["written"] == WRITTEN
-    assert report["written by rows"] == WRITTEN_BY_ROWS
 
 
 LAYER = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,17 +13,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.kernels import launch
 from ostinato.export.kernels.delta_rule import reference, step_triton
 from ostinato.export.kernels.operands import Decay, RowIndex
 
 from ...comparison import relative_error
 from .attention_cases import SLOT, SLOTS, prompt_index
-from .conftest import report_of, traced_layer
+from .conftest import traced_layer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
-WRITTEN = {"delta_step_early": ["out", "squares", "state"]}
 # (key heads, heads, K, V)
 SHAPES = [(1, 2, 16, 64), (2, 4, 32, 32), (1, 3, 64, 16), (5, 5, 16, 16)]
 if DEVICE == "cuda":
@@ -178,29 +175,6 @@ def test_queries_and_keys_of_zeros() -> None:
 def test_other_shapes_are_refused() -> None:
     with pytest.raises(ExportError, match="a value head size of 24"):
         draw((1, 2, 16, 24), torch.float32).run(step_triton.delta_step)
-
-
-@pytest.fixture(scope="module")
-def report() -> dict[str, Any]:
-    """See `compiling_delta_rule_step`."""
-    return report_of("delta_rule_step")
-
-
-def test_every_kernel_is_compiled(report: dict[str, Any]) -> None:
-    assert {entry["kernel"] for entry in report["compiled"]} == set(WRITTEN)
-
-
-def test_shared_memory_fits(report: dict[str, Any]) -> None:
-    assert [entry for entry in report["compiled"] if entry["shared"] > launch.SMALL] == []
-
-
-def test_nothing_spills(report: dict[str, Any]) -> None:
-    assert [entry for entry in report["compiled"] if entry["spilled"]] == []
-
-
-def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
-    """As Inductor sees it: what it takes for written it copies and keeps in order."""
-    assert report["written"] == WRITTEN
 
 
 LAYER = """

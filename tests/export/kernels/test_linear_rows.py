@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from ostinato.export.kernels.linear import reference, rows_triton, step_triton
 from ostinato.export.kernels.operands import HeadSquares, Norm, Weight
 
 from ...comparison import relative_error
-from .conftest import report_of, run_compiled, spilling
+from .conftest import run_compiled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, F32 = torch.bfloat16, torch.float32
@@ -204,52 +203,6 @@ def test_one_row_is_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
     rows_triton.norm_swiglu(layer.x, layer.norm, layer.weight)
     rows_triton.linear_add(layer.x, layer.weight, layer.x)
     assert called == ["norm_linear", "norm_swiglu", "linear_add"]
-
-
-# See `spilling`: at 8.9, in one small case with a bias.
-SPILLED = {("fixed_rows_early", "bf16"): 8}
-# Of each kernel what its different launches write: with and without parts of K, and gates.
-WRITTEN = {
-    "prepare_rows_early": [
-        ["counters_ptr", "factors_ptr", "planes_ptr"],
-        ["factors_ptr", "normed_ptr", "planes_ptr"],
-        ["factors_ptr", "planes_ptr"],
-    ],
-    "fixed_rows_early": [["counters_ptr", "out_ptr", "parts_ptr"], ["gated_ptr", "out_ptr"], ["out_ptr"]],
-    "scaled_rows_early": [["out_ptr"]],
-}
-
-
-@pytest.fixture(scope="module")
-def report() -> dict[str, Any]:
-    """See `compiling_linear_rows`."""
-    return report_of("linear_rows")
-
-
-def test_kernels_fit_their_gpus(report: dict[str, Any]) -> None:
-    assert {(entry["kernel"], entry["capability"]) for entry in report["compiled"]} == {
-        (kernel, capability) for kernel in WRITTEN for capability in (80, 89, 90)
-    }
-    assert [entry for entry in report["compiled"] if entry["shared"] > entry["room"]] == []
-    assert spilling(report, SPILLED, {}) == []
-
-
-def test_how_many_programs_fit_a_multiprocessor(report: dict[str, Any]) -> None:
-    """On a 9.0, where the number of rows is not known to be a multiple of 16, as in an export: two of a vocabulary's, and of
-    the longest K."""
-    found = {
-        (entry["constants"]["ROWS"], entry["constants"]["K"]): entry["programs"]
-        for entry in report["compiled"]
-        if entry["capability"] == 90
-        and entry["constants"].get("SWIGLU") is False
-        and entry["constants"]["COLUMNS"] == 32
-    }
-    assert found == {(64, 1024): 3, (128, 2048): 2, (64, 4096): 3, (64, 17408): 2}
-
-
-def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
-    """As Inductor sees it: what it takes for written it copies and keeps in order."""
-    assert report["written"] == WRITTEN
 
 
 # Prints the operators, with how many rows a program takes, for each number of rows that there may be at most.

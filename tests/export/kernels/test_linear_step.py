@@ -21,7 +21,6 @@ from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Row
 
 from ...comparison import relative_error
 from .attention_cases import SLOT, SLOTS, prompt_index
-from .conftest import report_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, F32 = torch.bfloat16, torch.float32
@@ -31,12 +30,6 @@ TOLERANCE = {F32: 5e-6, BF16: 4e-3}
 FIXED = {F32: 0.0, BF16: 1e-4}
 TWICE = {F32: 5e-6, BF16: 8e-3}
 EPS = 1e-6
-WRITTEN = {
-    "norm_linear_early": ["out_ptr"],
-    "norm_swiglu_early": ["out_ptr"],
-    "norm_linear_conv_early": ["gated_ptr", "mixed_ptr", "state_ptr"],
-    "linear_add_early": ["out_ptr"],
-}
 # (N, K, group size, 0 for weights in the dtype of the inputs). Small weights have a row per program, of which the interpreter
 # takes up to ten in a second: `test_configurations` has programs with several.
 SHAPES = [(1, 64, 32), (3, 64, 64), (5, 320, 32), (7, 1088, 64), (5, 128, 128), (3, 2048, 128)]
@@ -375,21 +368,3 @@ def test_refusals() -> None:
             run_conv(step_triton.norm_linear_conv, bad, conv)
         with pytest.raises(ExportError, match=r"float32.*got torch\.float16"):
             step_triton.linear_add(bad.x, bad.weight, residual)
-
-
-@pytest.fixture(scope="module")
-def report() -> dict[str, Any]:
-    """See `compiling_linear_step`."""
-    return report_of("linear_step")
-
-
-def test_nothing_spills(report: dict[str, Any]) -> None:
-    """Compiled for compute capability 9.0 with kernels starting early, at the flagship's shapes and at small ones."""
-    assert {entry["kernel"] for entry in report["compiled"]} == set(WRITTEN)
-    assert all(entry["constants"]["EARLY"] for entry in report["compiled"])
-    assert [entry for entry in report["compiled"] if entry["spilled"]] == []
-
-
-def test_exactly_the_outputs_are_written(report: dict[str, Any]) -> None:
-    """As Inductor sees it: what it takes for written it copies and keeps in order."""
-    assert report["written"] == WRITTEN

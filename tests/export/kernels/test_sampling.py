@@ -17,7 +17,7 @@ from ostinato.delegate.sampling import SamplingParams, SamplingTensors, gumbel_n
 from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.sampling import reference, sample_triton
 
-from .conftest import report_of, traced_layer
+from .conftest import traced_layer
 from .sampling_cases import OPTIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -349,23 +349,6 @@ def test_replay_reads_new_values() -> None:
         graph.replay()
         assert int(arguments.last.position[SLOT]) == step + 1
         assert int(arguments.last.token[SLOT]) == fresh.sample(reference.sample_next, logits, step + 1)
-
-
-@pytest.fixture(scope="module")
-def report() -> list[dict[str, Any]]:
-    """See `compiling_sampling`."""
-    return report_of("sampling")
-
-
-def test_nothing_spills(report: list[dict[str, Any]]) -> None:
-    """On a GPU with few multiprocessors, 16 logits per thread do, which is slow but right."""
-    assert [entry for entry in report if entry["spilled"] and entry["processors"] > 16] == []
-
-
-def test_exactly_what_changes_is_written(report: list[dict[str, Any]]) -> None:
-    """As Inductor sees it: what it takes for written it copies and keeps in order."""
-    for entry in report:
-        assert entry["written"] == ["out", "position_ptr", "token", "workspace"]
 
 
 LAYER = """

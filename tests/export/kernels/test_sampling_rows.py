@@ -19,7 +19,7 @@ from ostinato.delegate.sampling import SamplingParams, SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.sampling import reference, rows_triton, sample_triton
 
-from .conftest import report_of, traced_layer
+from .conftest import traced_layer
 from .sampling_cases import OPTIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -226,22 +226,6 @@ def test_replay_reads_new_values() -> None:
         logits.copy_(random_logits(KINDS[step % 4], rows, VOCAB, step))
         graph.replay()
         assert tokens.tolist() == fresh.sample(reference, logits)[0]
-
-
-@pytest.fixture(scope="module")
-def report() -> dict[str, Any]:
-    """See `compiling_sampling_rows`."""
-    return report_of("sampling_rows")
-
-
-def test_nothing_spills(report: dict[str, Any]) -> None:
-    assert [entry for entry in report["compiled"] if entry["spilled"] or entry["shared"] > entry["room"]] == []
-
-
-def test_exactly_what_changes_is_written(report: dict[str, Any]) -> None:
-    """As Inductor sees it: what it takes for written, it copies and keeps in order."""
-    first, second = ["bests", "masses", "peaks"], ["chosen", "out", "position_ptr", "token"]
-    assert report["written"] == {"rank_rows_early": first, "sample_rows_early": second}
 
 
 LAYER = """

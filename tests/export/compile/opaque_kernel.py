@@ -1,7 +1,4 @@
-"""A kernel in which torch's analysis meets what it does not know, see `compiling`.
-
-Prints {"written": arguments that it writes where its assembly is marked pure, "refused": how an export ends where it is not}.
-"""
+"""A kernel with inline assembly: torch's analysis can tell what it writes only where the assembly is marked pure."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from ostinato.delegate.errors import ExportError
 from ostinato.export.compile.aot import generate_code
 from ostinato.export.compile.trace import trace_method
 
-from .compiling import Launch, without_a_driver, written
+from ..kernels.compiling import Launch, without_a_driver, written
 
 SIZE = 16
 
@@ -53,7 +50,7 @@ class Opaque(nn.Module):
 
 
 def refusal() -> str:
-    """The error of an export of it; the analysis comes before anything that depends on a device."""
+    """The error that an export of `Opaque` ends with. The analysis comes before all that depends on a device."""
     module, x = Opaque(), torch.zeros(SIZE, dtype=torch.int32)
     (link,) = trace_method("forward", (module, (x,), None)).links
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +61,11 @@ def refusal() -> str:
     return ""
 
 
-if __name__ == "__main__":
+def print_report() -> None:
+    """Print as JSON which arguments the kernel writes where its assembly is marked pure, and `refusal` where it is not.
+
+    Needs a process of its own, see `kernels.compiling`.
+    """
     without_a_driver()
     x = torch.zeros(SIZE, dtype=torch.int32)
     pure = Launch(opaque_kernel, {"x": x, "out": x.clone(), "SIZE": SIZE, "PURE": True}, {})

@@ -1,0 +1,268 @@
+"""Table of the kernels that are compiled for GPUs that this machine does not have, and of what must hold of their code.
+
+A `Group` has the kernels that one operation launches, and GROUPS has all groups. `test_compiled.py` has the tests, each of
+which runs for every group. A new operation gets a function in `compiled_launches.py` and a group here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ostinato.export.kernels import launch
+
+from .compiled_launches import INNER, VOCAB, attention, delta_rule, experts, linear_rows, linear_step, prefill, sampling
+from .compiling import BF16, F32, Launch, all_written, compile_all, without_a_driver
+
+ASSETS = Path(__file__).parents[2] / "assets"
+FLAGSHIP, CAPITALS = ASSETS / "configs" / "Qwen3.5-35B-A3B", ASSETS / "capitals"
+# Kernels of a prefill whose configuration depends on the GPU's shared memory.
+ADAPTED = ("prefill_kernel", "scan_kernel", "_gate_up_kernel", "_down_kernel")
+
+# A case: (compute capability, the model's dtype, what else the function that makes the launches takes).
+Case = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Kernels that are compiled together, and what must hold of their code.
+
+    Attributes:
+        launches: makes the launches of a case, `launches(*case)`.
+        cases: cases that are compiled; each code once.
+        analysed: cases whose launches torch's analysis sees, as in an export.
+        written: kernel -> the different sets of arguments that these launches write: sorted names with spaces between them.
+            No other kernels are compiled.
+        complete: compute capabilities for which every one of these kernels is compiled.
+        max_spilled: (kernel, the model's dtype) -> the most bytes per thread that Triton 3.6 and 3.7 spill, if not 0.
+        max_spilled_newer: the same for Triton 3.8 and newer, where it is more.
+        max_shared: the most bytes of shared memory per block, None for what the GPU can give.
+    """
+
+    launches: Callable[..., list[Launch]]
+    cases: tuple[Case, ...]
+    analysed: tuple[Case, ...]
+    written: Mapping[str, list[str]]
+    complete: tuple[int, ...]
+    max_spilled: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    max_spilled_newer: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    max_shared: int | None = None
+
+
+GROUPS = {
+    "attention_step": Group(
+        launches=partial(attention, rows=1),
+        cases=((90, BF16, BF16), (90, BF16, F32), (90, F32, F32), (89, BF16, BF16)),
+        analysed=((89, BF16, BF16),),
+        written={"attend_split_early": ["k_cache scales sums v_cache"], "attend_combine_early": ["out"]},
+        complete=(89, 90),
+        max_spilled={("attend_split_early", "fp32"): 224},
+        max_spilled_newer={("attend_split_early", "fp32"): 304},
+    ),
+    # Analysed alone, not compiled.
+    "attention_rows": Group(
+        launches=partial(attention, rows=8),
+        cases=(),
+        analysed=((89, BF16, BF16),),
+        written={
+            "place_rows_early": ["k_cache query v_cache"],
+            "attend_rows_early": ["scales sums"],
+            "combine_rows_early": ["out"],
+        },
+        complete=(),
+    ),
+    "delta_rule_step": Group(
+        launches=partial(delta_rule, rows=(1,)),
+        cases=((90, BF16), (90, F32), (89, BF16)),
+        analysed=((89, BF16),),
+        written={"delta_step_early": ["out squares state"]},
+        complete=(89, 90),
+        max_shared=launch.SMALL,
+    ),
+    "delta_rule_rows": Group(
+        # Few rows, and many.
+        launches=partial(delta_rule, rows=(7, 20)),
+        cases=((90, BF16), (90, F32), (89, BF16), (80, BF16)),
+        analysed=((89, BF16),),
+        written={
+            "delta_rows_early": ["out squares state"],
+            "delta_solve_rows_early": ["factors pairs solved"],
+            "delta_run_rows_early": ["out squares state"],
+            "conv_rows_early": ["mixed state"],
+        },
+        complete=(80, 89, 90),
+        # Chunks spill, on a 9.0 no more than 112 bytes in bfloat16: with smaller tiles they take longer.
+        max_spilled={
+            ("delta_rows_early", "bf16"): 144,
+            ("delta_rows_early", "fp32"): 1560,
+            ("delta_run_rows_early", "bf16"): 104,
+            ("delta_run_rows_early", "fp32"): 520,
+            ("delta_solve_rows_early", "fp32"): 192,
+        },
+    ),
+    # (compute capability, dtype, group size or None, the shared expert's inner size, 0 without one)
+    "experts_step": Group(
+        launches=partial(experts, rows=(1,)),
+        cases=(
+            (90, BF16, 128, INNER),
+            (90, BF16, 32, INNER),
+            (90, F32, 128, INNER),
+            (89, BF16, 128, INNER),
+            (90, BF16, None, INNER),
+            (90, F32, None, INNER),
+            (90, BF16, 128, 0),
+            (90, BF16, None, 0),
+        ),
+        analysed=((90, BF16, 128, INNER),),
+        written={
+            "route_logits_early": ["logits"],
+            "experts_gate_up_early": ["hidden"],
+            "experts_down_early": ["out"],
+        },
+        complete=(89, 90),
+        max_spilled_newer={("route_logits_early", "fp32"): 24},
+    ),
+    "experts_rows": Group(
+        # Few rows, and many; neither number is a multiple of 16.
+        launches=partial(experts, rows=(15, 17)),
+        cases=(
+            (90, BF16, 128, INNER),
+            (89, BF16, 128, INNER),
+            (80, BF16, 128, INNER),
+            (90, BF16, 128, 0),
+            (90, BF16, 128, 768),
+            (89, BF16, 32, INNER),
+            (90, BF16, None, INNER),
+            (80, BF16, None, INNER),
+            (90, F32, 128, INNER),
+            (89, F32, 64, INNER),
+            (89, F32, None, 768),
+        ),
+        analysed=((90, BF16, None, INNER), (90, BF16, 128, INNER)),
+        written={
+            "route_rows_early": ["logits members squares"],
+            # Rows are scaled for products in fixed point alone.
+            "choose_rows_early": ["members prepared ranks shares", "members prepared ranks shares x_scale"],
+            "schedule_rows_early": ["schedule"],
+            "gate_up_fixed_rows_early": ["hidden hidden_scale"],
+            "gate_up_rows_early": ["hidden"],
+            "down_fixed_rows_early": ["parts"],
+            "down_rows_early": ["parts"],
+            "sum_rows_early": ["out"],
+        },
+        complete=(80, 89, 90),
+        # At 8.0 and 8.9.
+        max_spilled={("down_fixed_rows_early", "bf16"): 80},
+    ),
+    "linear_step": Group(
+        launches=linear_step,
+        cases=((90, BF16), (90, F32)),
+        analysed=((90, BF16), (90, F32)),
+        written={
+            "norm_linear_early": ["out_ptr"],
+            "norm_swiglu_early": ["out_ptr"],
+            "norm_linear_conv_early": ["gated_ptr mixed_ptr state_ptr"],
+            "linear_add_early": ["out_ptr"],
+        },
+        complete=(90,),
+    ),
+    "linear_rows": Group(
+        launches=linear_rows,
+        cases=((80, BF16), (80, F32), (89, BF16), (89, F32), (90, BF16), (90, F32)),
+        analysed=((89, BF16), (89, F32)),
+        # With and without parts of K, and gates.
+        written={
+            "prepare_rows_early": [
+                "counters_ptr factors_ptr planes_ptr",
+                "factors_ptr normed_ptr planes_ptr",
+                "factors_ptr planes_ptr",
+            ],
+            "fixed_rows_early": ["counters_ptr out_ptr parts_ptr", "gated_ptr out_ptr", "out_ptr"],
+            "scaled_rows_early": ["out_ptr"],
+        },
+        complete=(80, 89, 90),
+        # At 8.9, in one small case with a bias.
+        max_spilled={("fixed_rows_early", "bf16"): 8},
+    ),
+    # (compute capability, dtype, config, group size, kernels if not all). The flagship is the model that is to be fast; the
+    # other cases are what differs from it.
+    "prefill": Group(
+        launches=prefill,
+        cases=(
+            (90, BF16, FLAGSHIP, 128),
+            (89, BF16, FLAGSHIP, 128),
+            (80, BF16, FLAGSHIP, 128, ADAPTED),
+            (89, F32, FLAGSHIP, 128, ADAPTED),
+            (90, BF16, FLAGSHIP, None, ("_gate_up_kernel", "_down_kernel")),
+            (90, F32, CAPITALS, None),
+            (89, F32, CAPITALS, None),
+            (89, F32, CAPITALS, 32, ("_gate_up_kernel",)),
+        ),
+        analysed=((90, BF16, FLAGSHIP, 128),),
+        written={
+            "dequantize_kernel": ["out_ptr"],
+            "unpack_panels_kernel": ["out"],
+            "convolve_kernel": ["out state"],
+            "prepare_kernel": ["factors pairs u w"],
+            "scan_kernel": ["out state"],
+            "prefill_kernel": ["out scales sums"],
+            "prefill_sum_kernel": ["out"],
+            "_route_kernel": ["chosen weights"],
+            "_sort_kernel": ["counts order"],
+            "_schedule_kernel": ["schedule"],
+            "_gate_up_kernel": ["hidden"],
+            "_down_kernel": ["parts"],
+            "_sum_kernel": ["out"],
+        },
+        complete=(89, 90),
+        # A product in float32 is three. `scan_kernel`'s 960 are at a head size of 32 for compute capability 9.0.
+        max_spilled={
+            ("prepare_kernel", "bf16"): 32,
+            ("_sort_kernel", "bf16"): 16,
+            ("prepare_kernel", "fp32"): 192,
+            ("scan_kernel", "fp32"): 960,
+            ("prefill_kernel", "fp32"): 120,
+            ("_sort_kernel", "fp32"): 16,
+            ("_gate_up_kernel", "fp32"): 80,
+            ("_down_kernel", "fp32"): 88,
+        },
+        max_spilled_newer={
+            ("prepare_kernel", "bf16"): 56,
+            ("prefill_kernel", "bf16"): 32,
+            ("scan_kernel", "fp32"): 1232,
+            ("_gate_up_kernel", "fp32"): 120,
+        },
+    ),
+    # (compute capability, dtype, vocabulary, multiprocessors)
+    "sampling": Group(
+        launches=partial(sampling, rows=1),
+        cases=((90, F32, VOCAB, 128), (90, F32, 512, 128), (90, F32, VOCAB, 16), (89, F32, 151_936, 128)),
+        analysed=((90, F32, VOCAB, 128), (90, F32, 512, 128), (90, F32, VOCAB, 16), (89, F32, 151_936, 128)),
+        written={"sample_early": ["out position_ptr token workspace"]},
+        complete=(89, 90),
+        # With few multiprocessors; `test_sampling_spills_only_with_few_multiprocessors` has the others.
+        max_spilled={("sample_early", "fp32"): math.inf},
+    ),
+    "sampling_rows": Group(
+        launches=partial(sampling, rows=8),
+        cases=((90, F32, VOCAB), (90, F32, 512), (89, F32, 151_936), (80, F32, VOCAB)),
+        analysed=((90, F32, VOCAB),),
+        written={"rank_rows_early": ["bests masses peaks"], "sample_rows_early": ["chosen out position_ptr token"]},
+        complete=(80, 89, 90),
+    ),
+}
+
+
+def print_report(name: str) -> None:
+    """Print as JSON what is compiled of a group, [`Compiled`], and what its kernels write. Needs a process of its own."""
+    without_a_driver()
+    group = GROUPS[name]
+    launches = [(*case[:2], one) for case in group.cases for one in group.launches(*case)]
+    written = all_written(one for case in group.analysed for one in group.launches(*case))
+    json.dump({"compiled": [asdict(one) for one in compile_all(launches)], "written": written}, sys.stdout)

@@ -1,0 +1,232 @@
+"""Launches of the kernels that are compiled for GPUs that this machine does not have: one function per operation.
+
+Each function takes the compute capability, the model's dtype and what else differs between the cases of `compiled_cases`.
+Tensors have no storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor, empty
+
+from ostinato.delegate.sampling import SamplingParams, SamplingTensors
+from ostinato.export.kernels.cuda import CudaKernels
+from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
+from ostinato.export.kernels.linear.prefill_triton import unpack_int4_panels
+from ostinato.export.kernels.linear.rows_triton import norm_linear_gates
+from ostinato.export.kernels.operands import (
+    Convolution,
+    Decay,
+    ExpertWeights,
+    HeadSquares,
+    KVCache,
+    LastTokens,
+    Norm,
+    RowIndex,
+    Weight,
+)
+from ostinato.export.kernels.sampling import sample_triton
+from ostinato.export.kernels.sampling.reference import workspace_size
+from ostinato.export.models import build_network, read_config
+
+from .compiling import BF16, F32, Launch, recorded
+
+EPS = 1e-6
+# The flagship's vocabulary.
+VOCAB = 248_320
+
+
+def weight(*size: int, dtype: torch.dtype, group: int | None, bias: torch.dtype | None = None) -> Weight:
+    """A weight [..., N, K] in int4, or in `dtype` where `group` is None; `bias` is its bias's dtype, None without one."""
+    offsets = None if bias is None else empty(size[-2], dtype=bias)
+    if group is None:
+        return Weight(empty(*size, dtype=dtype), None, offsets)
+    packed = empty(*size[:-1], size[-1] // 2, dtype=torch.uint8)
+    return Weight(packed, empty(*size[:-1], size[-1] // group, dtype=BF16), offsets)
+
+
+def row_index(rows: int) -> RowIndex:
+    number = empty(rows, dtype=torch.int64)
+    return RowIndex(number, number, empty(rows, 64), empty(rows, 64))
+
+
+def attention(capability: int, dtype: torch.dtype, projected: torch.dtype, *, rows: int) -> list[Launch]:
+    """Launch at the flagship's shapes; the projection's dtype is `projected`."""
+    with recorded(capability) as launches:
+        norm = Norm(empty(256), EPS)
+        keys, values = (empty(4, 2, 64, 256, dtype=dtype) for _ in range(2))
+        cache = KVCache(keys, values, empty(2, 64, dtype=torch.int32))
+        CudaKernels.attend_step(empty(rows, 9216, dtype=projected), norm, norm, row_index(rows), cache, heads=16)
+    return launches
+
+
+def delta_rule(capability: int, dtype: torch.dtype, *, rows: tuple[int, ...]) -> list[Launch]:
+    """Launch at the flagship's shapes, for each number of rows; several rows with their convolution."""
+    with recorded(capability) as launches:
+        conv = Convolution(empty(8192, 1, 4, dtype=dtype), empty(2, 3, 8192, dtype=dtype))
+        decay, state = Decay(empty(32), empty(32)), empty(2, 32, 128, 128)
+        for count in rows:
+            mixed, index = empty(count, 12288, dtype=dtype), row_index(count)
+            if count > 1:
+                mixed = conv_rows(mixed, conv, index)
+            CudaKernels.delta_step(mixed, empty(count, 64), decay, state, index, empty(128), key_heads=16)
+    return launches
+
+
+EXPERTS, TOP_K, SIZE, INNER = 256, 8, 2048, 512
+
+
+class ExpertsLayer(torch.nn.Module):
+    """The flagship's mixture of experts as a model calls it, with weights that have no values.
+
+    Args:
+        dtype: the model's.
+        group: number of weights with one scale, None for weights in `dtype`.
+        shared: inner size of the shared expert, 0 without one.
+    """
+
+    norm: Tensor
+    gate: Tensor
+    shared_gate: Tensor | None
+
+    def __init__(self, dtype: torch.dtype, group: int | None, shared: int) -> None:
+        super().__init__()
+        self.register_buffer("norm", empty(SIZE))
+        self.register_buffer("gate", empty(EXPERTS, SIZE, dtype=dtype))
+        self.register_buffer("shared_gate", empty(1, SIZE, dtype=dtype) if shared else None)
+        make = partial(weight, dtype=dtype, group=group)
+        self.routed = ExpertWeights(make(EXPERTS, 2 * INNER, SIZE), make(EXPERTS, SIZE, INNER))
+        self.shared = ExpertWeights(make(2 * shared, SIZE), make(SIZE, shared)) if shared else None
+
+    @staticmethod
+    def inputs(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return empty(rows, SIZE, dtype=dtype), empty(rows, dtype=torch.int64)
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        norm = Norm(self.norm, EPS)
+        return CudaKernels.sparse_moe(x, norm, self.gate, self.shared_gate, TOP_K, self.routed, self.shared, slots)
+
+
+def experts(
+    capability: int, dtype: torch.dtype, group: int | None, shared: int, *, rows: tuple[int, ...]
+) -> list[Launch]:
+    """Launch a mixture of experts for each number of rows; see `ExpertsLayer`."""
+    with recorded(capability) as launches:
+        layer = ExpertsLayer(dtype, group, shared)
+        for count in rows:
+            layer(*layer.inputs(count, dtype))
+    return launches
+
+
+# Shapes by the model's dtype: the flagship's, those of other models and small ones. (N, K, group size or None), then the
+# channels of the convolution and the rows of gates, or the heads, None without sums of squares.
+STEP_LINEAR = {
+    BF16: ((9216, 2048, 128), (VOCAB, 2048, 128), (VOCAB, 1024, None)),
+    F32: ((97, 192, 32), (97, 50, None)),
+}
+STEP_SWIGLU = {BF16: ((7168, 1024, 128), (7168, 1024, None)), F32: ((7168, 1024, None),)}
+STEP_CONV = {
+    BF16: ((12288, 2048, 128, 8192, 64), (8192, 1024, None, 6144, 32)),
+    F32: ((100, 192, 64, 66, 6),),
+}
+# 17,408 and 3,584 columns: a dense model's last product, of several tiles.
+STEP_ADD = {
+    BF16: ((2048, 4096, 128, 32), (5120, 17408, 128, None), (1024, 2048, None, 16), (1024, 3584, None, None)),
+    F32: ((192, 96 * 4, 32, 6), (1024, 3584, None, None)),
+}
+
+
+def linear_step(capability: int, dtype: torch.dtype) -> list[Launch]:
+    """Launch each operation at its shapes; weights that are not in int4 have a bias."""
+    with recorded(capability) as launches:
+
+        def operands(n: int, k: int, group: int | None) -> tuple[Tensor, Norm, Weight]:
+            bias = dtype if group is None else None
+            return empty(1, k, dtype=dtype), Norm(empty(k), EPS), weight(n, k, dtype=dtype, group=group, bias=bias)
+
+        for n, k, group in STEP_LINEAR[dtype]:
+            CudaKernels.norm_linear(*operands(n, k, group), F32 if n == VOCAB else dtype)
+        for n, k, group in STEP_SWIGLU[dtype]:
+            CudaKernels.norm_swiglu(*operands(n, k, group))
+        for n, k, group, channels, gates in STEP_CONV[dtype]:
+            conv = Convolution(empty(channels, 1, 4, dtype=dtype), empty(2, 3, channels, dtype=dtype))
+            CudaKernels.norm_linear_conv(*operands(n, k, group), empty(gates, k, dtype=dtype), conv, row_index(1))
+        for n, k, group, heads in STEP_ADD[dtype]:
+            x, _, matrix = operands(n, k, group)
+            squares = None if heads is None else HeadSquares(empty(heads, 2), EPS)
+            CudaKernels.linear_add(x, matrix, empty(1, n, dtype=dtype), squares)
+    return launches
+
+
+# Shapes for several rows, all in int4: (N, K, group size, rows), then the rows of gates or the heads. No number of rows is a
+# multiple of 16: an export does not know that of its rows either.
+ROWS_LINEAR = {BF16: ((VOCAB, 2048, 128, 65), (1024, 1024, 64, 65)), F32: ((97, 192, 32, 3),)}
+ROWS_SWIGLU = {BF16: ((7168, 1024, 128, 8), (34816, 5120, 128, 33)), F32: ((256, 192, 64, 33),)}
+ROWS_GATES = {BF16: ((12288, 2048, 128, 15, 64), (8192, 1024, 128, 33, 32)), F32: ()}
+ROWS_ADD = {
+    BF16: (
+        (2048, 4096, 128, 15, 32),
+        (2048, 4096, 128, 65, 32),
+        (5120, 17408, 128, 65, None),
+        (192, 512, 128, 2, 8),
+        (192, 384, 32, 2, 6),
+    ),
+    F32: (),
+}
+
+
+def linear_rows(capability: int, dtype: torch.dtype) -> list[Launch]:
+    """Launch each operation at its shapes; every weight has a bias."""
+    with recorded(capability) as launches:
+
+        def operands(n: int, k: int, group: int, rows: int) -> tuple[Tensor, Norm, Weight]:
+            return empty(rows, k, dtype=dtype), Norm(empty(k), EPS), weight(n, k, dtype=dtype, group=group, bias=BF16)
+
+        for n, k, group, rows in ROWS_LINEAR[dtype]:
+            CudaKernels.norm_linear(*operands(n, k, group, rows), F32 if n == VOCAB else dtype)
+        for n, k, group, rows in ROWS_SWIGLU[dtype]:
+            CudaKernels.norm_swiglu(*operands(n, k, group, rows))
+        for n, k, group, rows, gates in ROWS_GATES[dtype]:
+            norm_linear_gates(*operands(n, k, group, rows), empty(gates, k, dtype=dtype))
+        for n, k, group, rows, heads in ROWS_ADD[dtype]:
+            x, _, matrix = operands(n, k, group, rows)
+            squares = None if heads is None else HeadSquares(empty(rows * heads, 2), EPS)
+            CudaKernels.linear_add(x, matrix, empty(rows, n, dtype=dtype), squares)
+    # 8.0 and 8.9 multiply by the same instructions; of products in fixed point a SwiGLU's need most registers.
+    return [one for one in launches if capability != 80 or one.arguments.get("SWIGLU", True)]
+
+
+# Neither this number of tokens nor eight times it is a multiple of 16, so no code is compiled for a multiple of 16.
+TOKENS = 131
+POSITIONS = 4096
+
+
+def prefill(
+    capability: int, dtype: torch.dtype, folder: Path, group_size: int | None, kernels: tuple[str, ...] = ()
+) -> list[Launch]:
+    """Launch a model's prefill, with one layer of each type; `kernels` selects launches by name."""
+    config = replace(read_config(folder)[1], layer_types=("linear_attention", "full_attention"))
+    model = build_network(config, POSITIONS, dtype, kernels=CudaKernels, group_size=group_size).to("meta")
+    with recorded(capability) as launches:
+        model(*(empty(size, dtype=torch.int64) for size in ((1, TOKENS), (TOKENS,), (1,))))
+        # The first step of experts whose weights stay on the host.
+        unpack_int4_panels(empty(2, 64, config.hidden_size // 2, dtype=torch.uint8))
+    # The last token's logits are computed as in a step.
+    return [one for one in launches if not one.name.endswith("_early") and (not kernels or one.name in kernels)]
+
+
+def sampling(capability: int, dtype: torch.dtype, vocab: int, processors: int = 128, *, rows: int) -> list[Launch]:
+    """Launch `sample_next` for logits in `dtype`, on a GPU with `processors` multiprocessors."""
+    slots, defaults = 2, SamplingParams(seed=0).tensors()
+    with recorded(capability) as launches, mock.patch.object(sample_triton, "processors", lambda: processors):
+        numbers = empty(rows, dtype=torch.int64)
+        params = SamplingTensors(*(torch.empty_like(value, device="meta").repeat(slots) for value in defaults))
+        last = LastTokens(*empty(2, slots, dtype=torch.int64))
+        workspace = empty(workspace_size(), dtype=torch.int64)
+        CudaKernels.sample_next(empty(rows, vocab, dtype=dtype), numbers, numbers, last, params, workspace)
+    return launches
