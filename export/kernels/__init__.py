@@ -1,8 +1,9 @@
 """The operations that decide speed, one folder each: a plain PyTorch reference, and kernels for NVIDIA GPUs and for CPUs.
 
-In a folder, `reference.py` says what each function computes and takes; files with `_triton` in their names have the same
-functions as Triton kernels. Those that begin with `step_` are for the one token of a decode step, with several of a layer's
-operations in a kernel. Files with `_cpu` in their names have them in C++, for any number of tokens. `kernels_for` chooses.
+In each folder, `reference.py` says what each function computes and takes. Files with `_triton` in their names hold the same
+functions as Triton kernels. Files whose names begin with `step_` are for the one token of a decode step, and fold several
+operations of a layer into one kernel. Files with `_cpu` in their names hold the functions in C++, for any number of tokens.
+`kernels_for` chooses among these forms.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from .sampling import reference as sampling_reference
 
 
 class Kernels:
-    """What layers call: here the references, whose signatures hold for all forms.
+    """The functions that layers call. In this class they are the references, whose signatures all forms share.
 
     Attributes:
-        folds_steps: whether one token takes the operations of a step, which fold a layer into few kernels.
-        folds_prompts: whether prompts take them.
-        max_rows: of one call, where rows of several sessions take them: one number for each range that has kernels of its
-            own, rising.
-        has_panels: whether linear layers' weights are stored in panels (linear/panels.py).
+        folds_steps: whether one token takes the folded operations, which turn a layer into few kernels.
+        folds_prompts: whether prompts take the folded operations, too.
+        max_rows: the most rows of a call with rows of several sessions: one number for each range of rows that has kernels
+            of its own, rising. Empty if no call may have rows of several sessions.
+        has_panels: whether the weights of linear layers are stored in panels (linear/panels.py).
     """
 
     folds_steps = False
@@ -42,7 +43,7 @@ class Kernels:
     attend = staticmethod(attention_reference.attend)
     sample_next = staticmethod(sampling_reference.sample_next)
 
-    # A step, in the order in which a layer takes them.
+    # The folded operations, in the order in which a layer calls them.
     norm_linear = staticmethod(linear_reference.norm_linear)
     norm_swiglu = staticmethod(linear_reference.norm_swiglu)
     norm_linear_conv = staticmethod(linear_reference.norm_linear_conv)
@@ -56,9 +57,12 @@ class Kernels:
 
 
 def kernels_for(device: str) -> type[Kernels]:
-    """The C++ kernels for "cpu", the Triton kernels for "cuda" (these need the triton package).
+    """The kernels for a device: in C++ for "cpu", in Triton for "cuda". Triton kernels need the triton package.
 
-    A CPU that lacks what the C++ needs takes the references.
+    For a CPU without the instructions that the C++ needs, these are the references.
+
+    Raises:
+        ExportError: another device.
     """
     if device == "cpu":
         from .cpu import NEEDED_INSTRUCTIONS, CpuKernels

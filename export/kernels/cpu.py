@@ -12,12 +12,16 @@ from .linear import linear_cpu
 from .operands import MAX_ROWS
 from .sampling import sampling_cpu
 
-# What the C++ needs, by the names of /proc/cpuinfo. It uses AVX-512 with VNNI and BF16, and AMX, where the CPU has them.
+# Instructions that the C++ needs, by their names in /proc/cpuinfo. Where the CPU has them, the C++ also uses AVX-512 with
+# VNNI and BF16, and AMX.
 NEEDED_INSTRUCTIONS = frozenset({"avx2", "fma"})
 
 
 class CpuKernels(Kernels):
-    """The same functions as C++ operators. Those of a step take any number of tokens, so that little else is needed."""
+    """The same functions as C++ operators.
+
+    The folded operations of a step take any number of tokens here, so that few other functions need a C++ form.
+    """
 
     folds_steps = True
     folds_prompts = True
@@ -40,6 +44,6 @@ class CpuKernels(Kernels):
 
 
 class HostKernels(CpuKernels):
-    """For code on the host beside a GPU, which reads by itself what they give."""
+    """The C++ kernels for code on the host beside a GPU. The GPU reads the experts' results directly, from pinned memory."""
 
     experts = staticmethod(partial(experts_cpu.experts, pinned=True))

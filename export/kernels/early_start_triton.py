@@ -1,10 +1,10 @@
 """Programmatic dependent launch: a kernel of a decode step starts while the kernel ahead of it still runs.
 
-So it loads its weights while the kernel ahead finishes. A *marked* kernel has `names.EARLY_KERNEL` in its name; only
-between two marked kernels does the runtime change a captured graph. The rules that marked kernels keep, R1 to R5, and why
-results then stay the same, stand in `delegate/graphs/nodes.py`.
+So the kernel loads its weights while the kernel ahead finishes. A *marked* kernel has `names.EARLY_KERNEL` in its name. The
+runtime changes a captured graph only between two marked kernels. `delegate/graphs/nodes.py` has the rules that marked kernels
+keep, R1 to R5, and says why results stay the same with them.
 
-With EARLY false both functions do nothing.
+If EARLY is false, both functions do nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def start_next(EARLY: tl.constexpr) -> None:
-    """Let the next kernel start as soon as all programs of this one have called this and there is room for it."""
+    """Let the next kernel start as soon as all programs of this kernel have called `start_next` and the GPU has room."""
     if EARLY:
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1

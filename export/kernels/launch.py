@@ -1,4 +1,4 @@
-"""How Triton kernels are launched, and what the GPU that they are compiled for has room for."""
+"""Helpers to launch Triton kernels, and to choose configurations for the GPU that they are compiled for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .operands import FEW_ROWS, MAX_ROWS
 
 C = TypeVar("C")
 
-# Bytes of shared memory that a block may have at most, by compute capability: CUDA C++ Programming Guide, technical
+# The most bytes of shared memory that a block may have, by compute capability: CUDA C++ Programming Guide, technical
 # specifications per compute capability.
 LARGE = 227 * 1024  # 9.0, 10.0 and 10.3
 MEDIUM = 163 * 1024  # 8.0 and 8.7
@@ -24,12 +24,12 @@ SMALL = 99 * 1024  # 8.6, 8.9, 12.0 and 12.1
 
 
 def launcher(kernel: Any) -> Any:
-    """What a grid and arguments are given to: `launcher(kernel)[grid](...)`. torch does not wrap an interpreted kernel."""
+    """Return a kernel as torch launches it: `launcher(kernel)[grid](...)`. torch does not wrap an interpreted kernel."""
     return kernel if isinstance(kernel, InterpretedFunction) else torch.library.wrap_triton(kernel)
 
 
 def is_one(rows: int | torch.SymInt) -> bool:
-    """Whether a call is known to have one row. A symbol is not asked whether it is one: that would make it a constant."""
+    """Whether a call is known to have one row. False for a symbol: comparing it with 1 would make it a constant."""
     return isinstance(rows, int) and rows == 1
 
 
@@ -39,27 +39,30 @@ def at_most(rows: int | torch.SymInt, count: int) -> bool:
 
 
 def row_class(rows: int | torch.SymInt) -> int:
-    """What configurations are chosen by: FEW_ROWS where a number of rows is never more, else MAX_ROWS."""
+    """The key of a configuration: FEW_ROWS if a number of rows is never more than that, else MAX_ROWS."""
     return FEW_ROWS if at_most(rows, FEW_ROWS) else MAX_ROWS
 
 
 def pointers(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-    """All of them, the first again for what is missing, which the kernel then does not read."""
+    """Return all tensors, with `first` in the place of missing ones. The kernel does not read what stands in such a place."""
     return first, *(first if tensor is None else tensor for tensor in others)
 
 
 def shared_memory() -> int:
-    """Bytes of shared memory that a block may have on this process's GPU, LARGE without one."""
+    """The most bytes of shared memory that a block may have on this process's GPU; LARGE without a GPU."""
     if not torch.cuda.is_available():
         return LARGE
     return torch.cuda.get_device_properties().shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 def fitting(configs: Mapping[int, C]) -> C:
-    """Of configurations by the bytes of shared memory that they need, the one that needs most of what the GPU has.
+    """Return the configuration that needs the most shared memory, among those for which the GPU has enough.
+
+    Args:
+        configs: configurations by the bytes of shared memory that they need.
 
     Raises:
-        ExportError: every one of them needs more than it has.
+        ExportError: every configuration needs more than the GPU has.
     """
     available = shared_memory()
     fits = [size for size in configs if size <= available]
@@ -72,5 +75,8 @@ def fitting(configs: Mapping[int, C]) -> C:
 
 
 def starts_early() -> bool:
-    """Whether kernels are compiled for a GPU that starts a kernel before the one ahead of it has ended (9.0 and newer)."""
+    """Whether kernels are compiled for a GPU that can start a kernel before the kernel ahead has ended.
+
+    GPUs of compute capability 9.0 and newer can.
+    """
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)

@@ -1,6 +1,6 @@
 """Operands that travel together from the layers to the kernels: small records of tensors.
 
-A kernel's functions take these, so that a new operand is a new field here, read where it is needed.
+The functions of kernels take these records. So a new operand is a new field here, and is read where it is needed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Weight:
     """The weight of a linear layer, [N, K], or of one linear layer per expert, [E, N, K].
 
     Attributes:
-        values: [..., N, K] in a floating dtype, or [..., N, K / 2] uint8: four-bit integers packed as `formats/int4.py` says.
+        values: [..., N, K] in a floating dtype, or [..., N, K / 2] uint8: four-bit integers, packed as in `formats/int4.py`.
         scale: [..., N, K / G] bfloat16 for four-bit integers, None for a floating dtype.
         bias: [N] in a floating dtype, added to the product; None for zeros.
-        in_panels: values and scale are in panels (linear/panels.py).
+        in_panels: whether values and scale are stored in panels (linear/panels.py).
     """
 
     values: Tensor
@@ -36,22 +36,22 @@ class Weight:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Values, scale and bias: what an operator of torch takes in its place."""
+        """Values, scale and bias, as arguments of an operator of torch."""
         return self.values, self.scale, self.bias
 
     @property
     def rows(self) -> int:
-        """N."""
+        """N, the number of outputs."""
         return self.values.shape[-2]
 
     @property
     def columns(self) -> int:
-        """K."""
+        """K, the number of inputs."""
         return self.values.shape[-1] * (1 if self.scale is None else 2)
 
     @property
     def group_size(self) -> int | None:
-        """G, or None for a floating dtype."""
+        """G, the elements that share a scale; None for a floating dtype."""
         return None if self.scale is None else self.columns // self.scale.shape[-1]
 
     def of_experts(self, chosen: Tensor) -> Weight:
@@ -60,7 +60,7 @@ class Weight:
         return Weight(self.values[chosen], scale, in_panels=self.in_panels)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """[..., N, K] in `dtype`."""
+        """The weight as a plain tensor, [..., N, K] in `dtype`."""
         values, scale = unpack_panels(self.values, self.scale) if self.in_panels else (self.values, self.scale)
         return values.to(dtype) if scale is None else dequantize_int4(values, scale, dtype)
 
@@ -78,27 +78,28 @@ class Norm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., K] -> normed x, float32, or float64 where x is."""
+        """x [..., K] -> normed x, in float64 where x is float64, else in float32."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * (1.0 + self.weight)
 
 
-# The most rows of several sessions in one call, as GPU kernels hold something about each of them; and the most of a call that
-# counts as one of few rows, for which there are kernels of their own.
+# MAX_ROWS: the most rows of several sessions in one call; a GPU kernel holds something about each of these rows. FEW_ROWS:
+# the most rows of a call that takes the kernels for few rows.
 MAX_ROWS, FEW_ROWS = 256, 16
 
 
 class RowIndex(NamedTuple):
-    """Where the T rows of a call stand.
+    """Positions and slots of the T rows of a call, and the angles of their rotation.
 
-    Neighbouring rows of one slot are a *run*: tokens of one session, at consecutive positions. A slot has one run at most,
-    and a run that begins at position 0 starts a new sequence. A prompt is one run, and perhaps padding behind it.
+    Neighbouring rows of one slot are a *run*: tokens of one session, at consecutive positions. A slot has at most one run in
+    a call. A run that begins at position 0 starts a new sequence. A prompt is one run, perhaps with padding behind it.
 
     Attributes:
-        positions: [T] int64, of the rows in their sessions, from 0. Behind a prompt, padding repeats the last token's.
-        slots: [T] int64: whose rows they are; -1 is padding. Such a row leaves no trace in any state, and what it gives means
+        positions: [T] int64, each row's position in its session, from 0. Padding behind a prompt repeats the position of the
+            last token.
+        slots: [T] int64, each row's slot; -1 for padding. A row of padding leaves no trace in any state, and its results mean
             nothing.
-        cos, sin: [T, R] float32, of the angles by which the first R elements of queries and keys are rotated.
+        cos, sin: [T, R] float32, cosine and sine of the angles by which the first R elements of queries and keys are rotated.
     """
 
     positions: Tensor
@@ -108,7 +109,7 @@ class RowIndex(NamedTuple):
 
 
 def runs_of(slots: Tensor) -> Iterator[tuple[int, slice]]:
-    """Each run's slot and rows; padding is in none. For references: it reads values, so it cannot be traced.
+    """Yield each run's slot and rows; padding is in no run. For references only: the slots are read, which cannot be traced.
 
     Args:
         slots: [T] int64, as in `RowIndex`.
@@ -121,7 +122,7 @@ def runs_of(slots: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def length_of(positions: Tensor) -> Tensor:
-    """How many of a prompt's rows are tokens, [1] int64; the others are padding.
+    """Number of a prompt's rows that are tokens, [1] int64; the other rows are padding.
 
     Args:
         positions: [T] int64, of a prompt, as in `RowIndex`.
@@ -130,14 +131,13 @@ def length_of(positions: Tensor) -> Tensor:
 
 
 def rows_to_keep(positions: Tensor) -> Tensor:
-    """For each of a prompt's rows the row whose key and value it may write, [T] int64: its own, or the last token's for
-    padding."""
+    """The row whose key and value each row of a prompt writes, [T] int64: itself, or the last token's row for padding."""
     rows = torch.arange(positions.shape[0], device=positions.device)
     return torch.minimum(rows, length_of(positions) - 1)
 
 
 def is_padding(positions: Tensor) -> Tensor:
-    """Which of a prompt's rows are padding, [T] bool."""
+    """Mask of a prompt's rows that are padding, [T] bool."""
     return torch.arange(positions.shape[0], device=positions.device) >= length_of(positions)
 
 
@@ -147,7 +147,7 @@ class KVCache:
 
     Attributes:
         keys, values: [pages, kv_heads, P, D] each.
-        table: [slots, M] int32: position p of a slot is in its page `table[slot, p // P]`, at `p % P`.
+        table: [slots, M] int32: position p of a slot is in page `table[slot, p // P]`, at index `p % P`.
     """
 
     keys: Tensor
@@ -156,7 +156,7 @@ class KVCache:
 
     @property
     def page_size(self) -> int:
-        """P."""
+        """P, the positions of a page."""
         return self.keys.shape[2]
 
 
@@ -166,7 +166,7 @@ class Convolution:
 
     Attributes:
         weight: [C, 1, W], W >= 2.
-        state: [slots, W - 1, C], the last inputs of each session, the oldest first.
+        state: [slots, W - 1, C], the last inputs of each session, oldest first.
     """
 
     weight: Tensor
@@ -175,7 +175,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Decay:
-    """What turns a projection into a gated delta rule's log decay: `-exp(a_log) softplus(a + dt_bias)`; [H] each."""
+    """Parameters of a gated delta rule's log decay, `-exp(a_log) softplus(a + dt_bias)` for a projection a; [H] each."""
 
     a_log: Tensor
     dt_bias: Tensor
@@ -183,10 +183,11 @@ class Decay:
 
 @dataclass(frozen=True)
 class HeadSquares:
-    """A vector's heads are still to be divided by their root mean squares: the sums of squares for this.
+    """Sums of squares of a vector's heads. The heads are not yet divided by their root mean squares.
 
     Attributes:
-        sums: [T heads, P] float32, the heads of a token together; a row adds up to the sum of squares of its head.
+        sums: [T heads, P] float32, one row per head, the heads of one token together. The P numbers of a row add up to the
+            sum of squares of its head.
         eps: added to the mean square.
     """
 
@@ -196,11 +197,11 @@ class HeadSquares:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The weights of one or of all experts of a SwiGLU, I being its inner size.
+    """The weights of one expert or of all E experts. An expert is a SwiGLU with inner size I.
 
     Attributes:
-        gate_up: gate and up projection stacked: [E, 2 I, H], or [2 I, H] for a single expert.
-        down: [E, H, I], or [H, I].
+        gate_up: gate and up projection stacked: [E, 2 I, H], or [2 I, H] for one expert.
+        down: down projection: [E, H, I], or [H, I] for one expert.
     """
 
     gate_up: Weight
@@ -209,7 +210,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class LastTokens:
-    """The token that each session has last, and where it stands; the model has not seen it yet. [slots] int64 each."""
+    """The last token of each session, which the model has not seen yet, and its position; [slots] int64 each."""
 
     token: Tensor
     position: Tensor

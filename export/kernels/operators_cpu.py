@@ -1,4 +1,4 @@
-"""The C++ of this folder for CPUs with AVX2 or more: `*_cpu.cpp`, whose operators the files `*_cpu.py` declare."""
+"""The library of this folder's C++ (`*_cpu.cpp`), for CPUs with AVX2 or more. The files `*_cpu.py` declare its operators."""
 
 from __future__ import annotations
 

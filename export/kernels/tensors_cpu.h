@@ -1,4 +1,4 @@
-// What operators take and give: torch's tensors, through AOTInductor's C interface.
+// Arguments and results of operators: torch's tensors, through AOTInductor's C interface.
 #pragma once
 
 #include <dlfcn.h>
@@ -20,7 +20,7 @@
 
 namespace ostinato {
 
-// Elements in float32 or bfloat16.
+// Elements in bfloat16 if `narrow`, else in float32.
 struct Array {
   void* data;
   bool narrow;
@@ -39,7 +39,7 @@ struct Array {
     else
       ostinato::store((float*)data + i, x);
   }
-  // The first `count` lanes, zeros in the others.
+  // Loads the first `count` lanes; the other lanes are zeros.
   Floats load(int64_t i, int64_t count) const {
     if (count >= LANES) return load(i);
     float lanes[LANES] = {};
@@ -64,7 +64,7 @@ inline float dot(const Array& x, const Array& y, int64_t count) {
 
 inline bool is_narrow(int32_t dtype) { return dtype == aoti_torch_dtype_bfloat16(); }
 
-// A contiguous tensor that somebody else owns.
+// A contiguous tensor. This class does not own its memory.
 struct Tensor {
   void* data = nullptr;
   const int64_t* sizes = nullptr;
@@ -80,7 +80,7 @@ struct Tensor {
     aoti_torch_get_dim(handle, &dims);
     sizes = found;
   }
-  // An operator's optional argument; empty where it is not given.
+  // An operator's optional argument; an empty tensor if it is not given.
   explicit Tensor(const AtenTensorHandle* handle) : Tensor(handle ? Tensor(*handle) : Tensor()) {}
 
   explicit operator bool() const { return data != nullptr; }
@@ -92,7 +92,7 @@ struct Tensor {
   }
 };
 
-// A new tensor, an operator's own until it is done; `pinned`: in memory that a GPU reads by itself.
+// A new tensor, which the operator owns until it gives it to the caller. `pinned`: in memory that a GPU reads directly.
 class Result {
  public:
   Result(std::initializer_list<int64_t> sizes, int32_t dtype, bool pinned = false) {
@@ -115,9 +115,10 @@ class Result {
   AtenTensorHandle handle_ = nullptr;
 };
 
-// Large pieces of memory that nobody uses at present, by powers of two. They are never freed: the system would take them back, and
-// give them anew page by page, each by a fault of a microsecond or two. A prompt's operators spent up to two thirds of their time so.
-// A thread has one of each size to itself, which is in its core's caches.
+// Large blocks of memory that are not in use, by powers of two. They are never freed: the system would take freed blocks
+// back, and give new ones page by page, with a fault of a microsecond or two for each page. A prompt's operators spent up to
+// two thirds of their time on these faults. Each thread keeps one block of each size to itself, which is in its core's
+// caches.
 class Spare {
  public:
   static constexpr size_t MIN_BYTES = size_t(1) << 15;
@@ -152,7 +153,7 @@ class Spare {
   };
 
   static int power_of(size_t bytes) { return int(std::bit_width(bytes - 1)); }
-  // Never destroyed: threads may outlive the statics.
+  // Never destroyed: threads may outlive static objects.
   static Spare& all() {
     static Spare* made = new Spare;
     return *made;
@@ -170,7 +171,7 @@ class Spare {
   Piece* first_[64] = {};
 };
 
-// Memory for the time of one operator, aligned for vectors.
+// Memory that one operator uses while it runs, aligned for vectors.
 template <typename T>
 class Scratch {
  public:
@@ -198,8 +199,8 @@ class Scratch {
   std::unique_ptr<T, Return> data_;
 };
 
-// Python's lock, open while this lives if the thread holds it: AOTInductor's containers run with it. So another thread of Python
-// queues a GPU's work while an operator computes. The process may be one without Python.
+// Releases Python's lock while an object lives, if the thread holds the lock: AOTInductor's containers run while it is held.
+// So another Python thread can queue a GPU's work while an operator computes. Does nothing in a process without Python.
 class PythonGoesOn {
  public:
   PythonGoesOn() {
@@ -223,7 +224,8 @@ class PythonGoesOn {
   void* thread_ = nullptr;
 };
 
-// An operator's body, whose exceptions stay on this side of the C interface: torch says there only that a call failed.
+// Runs an operator's body. Exceptions do not cross the C interface: they are printed here, because torch only says that a
+// call failed.
 template <typename Body>
 AOTITorchError guarded(const char* name, const Body& body) {
   try {

@@ -22,21 +22,23 @@
 namespace ostinato {
 namespace {
 
-// How long a thread without work looks for some before it sleeps: longer than Python takes from one segment of a method to the
-// next, and than a GPU takes for its part of a layer of a prompt. Waking a thread costs 30 to 50 us.
+// The time for which a thread without work looks for some before it sleeps. It is longer than Python takes from one segment
+// of a method to the next, and longer than a GPU takes for its share of a layer of a prompt. Waking a thread costs 30 to 50
+// us.
 constexpr auto PATIENCE = std::chrono::microseconds(1000);
-// After this it offers its processor to others while it looks: on a busy machine the thread with the work may be waiting for it.
+// After this time a thread that looks for work offers its processor to other threads: on a busy machine, the thread with the
+// work may be waiting for that processor.
 constexpr auto YIELD_AFTER = std::chrono::microseconds(5);
 constexpr int YIELD_AFTER_SPINS = 500;
 
-// The processor's physical core: the same text for the hardware threads of one core.
+// The physical core of a processor, as text. The hardware threads of one core have the same text.
 std::string core_of(int cpu) {
   std::ifstream file("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
   std::string siblings;
   return std::getline(file, siblings) ? siblings : std::to_string(cpu);
 }
 
-// What a container may use of the machine's time, in cores; 0 where there is no limit.
+// The container's limit of processor time, in cores; 0 if there is no limit.
 int quota() {
   std::ifstream file("/sys/fs/cgroup/cpu.max");
   std::string limit;
@@ -62,8 +64,8 @@ int wanted_threads() {
   return number > 0 ? number : physical_cores();
 }
 
-// How many pieces a job has and the next one that nobody has taken, in one word: whoever takes a number learns with it whether
-// it is a piece of the job that is under way.
+// The number of a job's pieces, and the number of the next free piece, in one word. So a thread that takes a number learns at
+// the same time whether it is a piece of the current job.
 using Ticket = uint64_t;
 constexpr int COUNT_SHIFT = 24;
 constexpr Ticket FIELD = (Ticket(1) << 24) - 1;
@@ -75,7 +77,7 @@ int64_t count_of(Ticket ticket) { return int64_t(ticket >> COUNT_SHIFT & FIELD);
 class Pool {
  public:
   Pool() {
-    // Never joined: at the process's end they sleep. A system that gives no more threads gets along with fewer.
+    // The threads are never joined: at the process's end they sleep. If the system gives no more threads, fewer do the work.
     try {
       for (int wanted = wanted_threads(); threads_ < wanted; ++threads_) std::thread([this] { work(); }).detach();
     } catch (const std::system_error&) {
@@ -84,7 +86,7 @@ class Pool {
 
   int threads() const { return threads_; }
 
-  // A forked process has none of the threads.
+  // Called in a forked process, which has none of the threads.
   void forget_threads() { threads_ = 1; }
 
   void run(int64_t count, int64_t pieces, Task task, const void* context) {
@@ -101,7 +103,7 @@ class Pool {
       wake_.notify_all();
     }
     take_pieces();
-    // What is left is under way on other threads.
+    // Other threads are working on the remaining pieces.
     for (int spins = 0; done_.load(std::memory_order_acquire) < pieces; ++spins) {
       _mm_pause();
       if (spins > YIELD_AFTER_SPINS) std::this_thread::yield();
@@ -117,7 +119,7 @@ class Pool {
       Ticket ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
       int64_t piece = next_of(ticket), pieces = count_of(ticket);
       if (piece >= pieces) break;
-      // The job cannot end before this piece is counted below, so what it consists of stays.
+      // The job cannot end before this piece is counted below, so its task and context stay valid.
       try {
         task_(context_, piece * count_ / pieces, (piece + 1) * count_ / pieces);
       } catch (...) {
@@ -157,7 +159,7 @@ class Pool {
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
   }
 
-  // Whether this thread is at a piece of a job.
+  // Whether this thread is working on a piece.
   static inline thread_local bool working_ = false;
 
   int threads_ = 1;
@@ -174,7 +176,7 @@ class Pool {
 };
 
 Pool& pool() {
-  // Never destroyed: its threads may outlive the statics.
+  // Never destroyed: the pool's threads may outlive static objects.
   static Pool* made = [] {
     auto* fresh = new Pool;
     pthread_atfork(nullptr, nullptr, [] { pool().forget_threads(); });

@@ -1,4 +1,5 @@
-// Products of matrices in tiles (AMX): 16 rows of 32 bfloat16 times 32 rows of 16, which stand as a panel; or of 64 bytes times 64.
+// Products of matrices in tiles (AMX). In bfloat16, 16 rows of 32 elements times 32 rows of 16, which stand as a panel; in
+// bytes, 16 rows of 64 times 64 rows of 16.
 #pragma once
 
 #include "vectors_cpu.h"
@@ -9,17 +10,17 @@
 
 namespace ostinato {
 
-// Rows of a tile, and bfloat16 or bytes in a row of it.
+// Rows of a tile; bfloat16 elements of a row; bytes of a row.
 constexpr int64_t TILE_ROWS = 16, TILE_COLUMNS = 32, TILE_BYTES = 64;
 
-// Linux gives a process the tiles' registers when it asks: ARCH_REQ_XCOMP_PERM for XTILEDATA.
+// Linux lets a process use the tile registers only after a request: ARCH_REQ_XCOMP_PERM for XTILEDATA.
 inline bool may_use_tiles() {
   static const bool may = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
   return may;
 }
 
-// All eight tiles of a thread have 16 rows of 64 bytes while one lives. The first takes a sixth of a microsecond, those inside of
-// it nothing.
+// Gives all eight tiles of a thread 16 rows of 64 bytes while an object lives. Making the first object takes a sixth of a
+// microsecond; making another one while it lives takes nothing.
 struct TileConfiguration {
   TileConfiguration() {
     if (alive()++) return;
@@ -29,7 +30,7 @@ struct TileConfiguration {
       bytes[16 + 2 * tile] = 64;
       bytes[48 + tile] = TILE_ROWS;
     }
-    // g++ 12 does not know that the instructions of tiles read memory.
+    // g++ 12 does not know that tile instructions read memory.
     asm volatile("" ::: "memory");
     _tile_loadconfig(bytes);
   }
@@ -44,8 +45,9 @@ struct TileConfiguration {
   }
 };
 
-// COUNT tiles of rows of x, `columns` of each, times one panel: [columns / 2, LANES, 2], pairs of neighbours side by side.
-// out [COUNT * TILE_ROWS, LANES], added to what is there or in place of it. Strides are in elements.
+// Multiplies COUNT tiles of rows of x, with `columns` elements in a row, by one panel [columns / 2, LANES, 2], which has
+// pairs of neighbours side by side. The product goes to out [COUNT * TILE_ROWS, LANES]: added to it if `add`, else in its
+// place. Strides are in elements.
 template <int COUNT>
 void multiply_tiles(const bfloat16* x, int64_t stride, const bfloat16* panel, int64_t columns, float* out, int64_t out_stride,
                     bool add) {
@@ -86,7 +88,7 @@ void multiply_tiles(const bfloat16* x, int64_t stride, const bfloat16* panel, in
   if constexpr (COUNT > 3) _tile_stored(3, out + 3 * next, out_bytes);
 }
 
-// As many tiles of rows as there are, four at a time.
+// `multiply_tiles` for any number of tiles, four at a time.
 inline void multiply_all_tiles(int64_t tiles, const bfloat16* x, int64_t stride, const bfloat16* panel, int64_t columns,
                                float* out, int64_t out_stride, bool add) {
   for (; tiles > 0; tiles -= 4, x += 4 * TILE_ROWS * stride, out += 4 * TILE_ROWS * out_stride) {
@@ -101,14 +103,14 @@ inline void multiply_all_tiles(int64_t tiles, const bfloat16* x, int64_t stride,
   }
 }
 
-// The first 16 of 32 halves, each beside its like of the other 16.
+// Interleaves 32 numbers of 16 bits: the first 16 with the other 16.
 inline __m512i in_pairs(__m512i halves) {
   alignas(64) static constexpr uint16_t ORDER[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   return _mm512_permutexvar_epi16(_mm512_load_si512(ORDER), halves);
 }
 
-// Rows and columns of 16 registers of 16 words change places.
+// Transposes the matrix of 16 registers with 16 words each.
 inline void transpose(__m512i (&x)[16]) {
   __m512i y[16];
   for (int i = 0; i < 16; i += 2) {

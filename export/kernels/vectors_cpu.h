@@ -1,4 +1,4 @@
-// Sixteen lanes at a time: one register of AVX-512, or two of AVX2. The compiler's flags choose.
+// Vectors of sixteen lanes: one register of AVX-512, or two of AVX2. The compiler's flags choose.
 #pragma once
 
 #include <immintrin.h>
@@ -56,7 +56,7 @@ inline void store(bfloat16* p, Floats x) {
   rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
-// 32 neighbours, of which the even ones go to one vector and the odd ones to another.
+// Loads 32 neighbours: those with an even index into one vector, those with an odd index into the other.
 inline void load_pairs(const bfloat16* p, Floats& even, Floats& odd) {
   __m512i both = _mm512_loadu_si512(p);
   even.v = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
@@ -67,30 +67,30 @@ inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; 
 inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-// NaN in b stays.
+// A NaN in b stays a NaN.
 inline Floats maximum(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Floats minimum(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline Floats magnitude(Floats a) { return {_mm512_abs_ps(a.v)}; }
 inline float sum(Floats a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
-// a * 2^n of whole n in float form, from -126 to 127.
+// a * 2^n. n is whole numbers from -126 to 127, stored as floats.
 inline Floats scaled_by_power(Floats a, Floats n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 inline Floats rounded(Floats a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// Whole numbers of at most 127, as bytes.
+// Stores whole numbers, of magnitude at most 127, as bytes.
 inline void store_bytes(int8_t* p, Floats a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v))); }
 
-// Four-bit numbers times bytes, one register at a time: a register of nibbles has four for each of its lanes.
+// Products of four-bit numbers and bytes, one register at a time. A register of nibbles has four of them for each lane.
 constexpr int64_t REGISTER_LANES = 16;
 using Register = __m512i;
 inline Register load_register(const void* p) { return _mm512_loadu_si512(p); }
 inline Register all_words(int32_t x) { return _mm512_set1_epi32(x); }
 inline Register low_nibbles(Register x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Register high_nibbles(Register x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
-// Adds the products of nibbles and signed bytes to sums of which `wide` makes one 32-bit number for each lane.
+// Adds the products of nibbles and signed bytes to `sums`. `wide` turns these into one 32-bit number for each lane.
 inline Register add_dot(Register sums, Register nibbles, Register bytes) { return _mm512_dpbusd_epi32(sums, nibbles, bytes); }
 inline Register wide(Register sums) { return sums; }
 inline Register add_words(Register x, Register y) { return _mm512_add_epi32(x, y); }
-// out += words * scale * factor, of a register's lanes.
+// out += words * scale * factor, for the lanes of one register.
 inline void add_scaled(float* out, Register words, const bfloat16* scale, float factor) {
   __m512 weight = _mm512_mul_ps(load(scale).v, _mm512_set1_ps(factor));
   _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(words), weight, _mm512_loadu_ps(out)));
@@ -131,7 +131,7 @@ inline void store(bfloat16* p, Floats x) {
   __m256i both = _mm256_packus_epi32(narrowed(x.a), narrowed(x.b));
   _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(both, 0xd8));
 }
-// 32 neighbours, of which the even ones go to one vector and the odd ones to another.
+// Loads 32 neighbours: those with an even index into one vector, those with an odd index into the other.
 inline void load_pairs(const bfloat16* p, Floats& even, Floats& odd) {
   __m256i first = _mm256_loadu_si256((const __m256i*)p), second = _mm256_loadu_si256((const __m256i*)(p + 16));
   __m256i mask = _mm256_set1_epi32(int(0xffff0000));
@@ -145,7 +145,7 @@ inline Floats operator/(Floats x, Floats y) { return {_mm256_div_ps(x.a, y.a), _
 inline Floats fma(Floats x, Floats y, Floats z) {
   return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
 }
-// NaN in y stays.
+// A NaN in y stays a NaN.
 inline Floats maximum(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 inline Floats minimum(Floats x, Floats y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 inline Floats magnitude(Floats x) {
@@ -164,7 +164,7 @@ inline float largest(Floats x) {
   q = _mm_max_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
 }
-// x * 2^n of whole n in float form, from -126 to 127.
+// x * 2^n. n is whole numbers from -126 to 127, stored as floats.
 inline __m256 scaled_by_power(__m256 x, __m256 n) {
   __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
@@ -174,22 +174,22 @@ inline Floats rounded(Floats x) {
   constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
 }
-// Whole numbers of at most 127, as bytes.
+// Stores whole numbers, of magnitude at most 127, as bytes.
 inline void store_bytes(int8_t* p, Floats x) {
   __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
   words = _mm256_permute4x64_epi64(words, 0xd8);
   _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
 
-// Four-bit numbers times bytes, one register at a time: a register of nibbles has four for each of its lanes.
+// Products of four-bit numbers and bytes, one register at a time. A register of nibbles has four of them for each lane.
 constexpr int64_t REGISTER_LANES = 8;
 using Register = __m256i;
 inline Register load_register(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline Register all_words(int32_t x) { return _mm256_set1_epi32(x); }
 inline Register low_nibbles(Register x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline Register high_nibbles(Register x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
-// Adds the products of nibbles and signed bytes to sums of which `wide` makes one 32-bit number for each lane. At most eight times
-// before that: a pair of products is at most 2 * 15 * 127, and eight pairs fit 16 bits.
+// Adds the products of nibbles and signed bytes to `sums`. `wide` turns these into one 32-bit number for each lane, after at
+// most eight additions: a pair of products is at most 2 * 15 * 127, and eight pairs fit 16 bits.
 #ifdef __AVXVNNI__
 inline Register add_dot(Register sums, Register nibbles, Register bytes) {
   return _mm256_dpbusd_avx_epi32(sums, nibbles, bytes);
@@ -198,14 +198,14 @@ inline Register wide(Register sums) { return sums; }
 #else
 inline Register add_dot(Register sums, Register nibbles, Register bytes) {
   sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(nibbles, bytes));
-  // Else g++ 12 makes all products first and adds them up afterwards, for which there are no registers: half as fast.
+  // Without this, g++ 12 makes all products first and adds them up afterwards. It lacks registers for that: half as fast.
   asm("" : "+x"(sums));
   return sums;
 }
 inline Register wide(Register sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 #endif
 inline Register add_words(Register x, Register y) { return _mm256_add_epi32(x, y); }
-// out += words * scale * factor, of a register's lanes.
+// out += words * scale * factor, for the lanes of one register.
 inline void add_scaled(float* out, Register words, const bfloat16* scale, float factor) {
   __m256 weight = _mm256_mul_ps(widened(_mm_loadu_si128((const __m128i*)scale)), _mm256_set1_ps(factor));
   _mm256_storeu_ps(out, _mm256_fmadd_ps(_mm256_cvtepi32_ps(words), weight, _mm256_loadu_ps(out)));
@@ -213,7 +213,7 @@ inline void add_scaled(float* out, Register words, const bfloat16* scale, float 
 
 #endif
 
-// e^x, to 2 units in the last place; x beyond +-87 counts as +-87, NaN stays.
+// e^x, exact to 2 units in the last place. x beyond +-87 counts as +-87; a NaN stays a NaN.
 inline Floats exponential(Floats x) {
   x = minimum(broadcast(87.0f), maximum(broadcast(-87.0f), x));
   Floats n = rounded(x * broadcast(1.44269504088896341f));

@@ -1,8 +1,8 @@
 // The operator of attention/attention_cpu.py: gated attention over a cache in pages.
 //
-// A task has the queries of a few tokens of one run for the heads that share keys, and goes through a stretch of that session's
-// positions by blocks, with the softmax's sums kept on the way (FlashAttention, arXiv:2205.14135). Where there are fewer such tasks
-// than threads want, the positions are cut into several stretches, whose parts are put together at the end.
+// A task has the queries of a few tokens of one run, for the heads that share keys. It goes through a stretch of the
+// session's positions block by block, and keeps the sums of the softmax on the way (FlashAttention, arXiv:2205.14135). If
+// there are too few tasks for the threads, the positions are cut into several stretches, whose sums are merged at the end.
 #include <bit>
 #include <limits>
 
@@ -14,17 +14,18 @@ namespace ostinato {
 namespace {
 
 constexpr int64_t MIN_STRETCH = 128;
-// What a task costs for each position, in queries: its key and value are read and made floats.
+// The cost of reading the key and value of a position and converting them to floats, in units of one query's work.
 constexpr int64_t READING = 8;
 
 int64_t divided_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
-// The largest score so far, the sum of exponentials relative to it, and the values weighted by them.
+// The largest score of a query so far, and the sum of exponentials relative to it. The sum of weighted values is kept
+// elsewhere.
 struct Partial {
   float peak, total;
 };
 
-// A head of `size` elements, normed, its first `rotated` elements turned by their angles.
+// Norms a head of `size` elements, rotates its first `rotated` elements by their angles, and writes it to `to`.
 void place(const Array& x, int64_t size, const float* norm, double eps, const float* cos, const float* sin, int64_t rotated,
            float* to) {
   to_floats(x, size, to);
@@ -36,7 +37,7 @@ void place(const Array& x, int64_t size, const float* norm, double eps, const fl
   }
 }
 
-// Keys and values of all sessions, [pages, kv_heads, positions of a page, size], and where they are: [slots, max_pages].
+// Keys and values of all sessions, [pages, kv_heads, positions of a page, size], and the table of pages, [slots, max_pages].
 struct Cache {
   Array keys, values;
   const int32_t* table;
@@ -51,13 +52,13 @@ struct Cache {
       throw std::invalid_argument("pages of " + std::to_string(page_size) + " positions: not a power of two from 16 on");
   }
 
-  // Elements ahead of a position.
+  // Number of elements ahead of a position's key or value.
   int64_t at(int64_t slot, int64_t kv_head, int64_t position) const {
     int64_t page = table[slot * max_pages + (position >> shift)];
     return ((page * kv_heads + kv_head) * page_size + (position & (page_size - 1))) * size;
   }
 
-  // That a run's positions, and all before them, are in the cache.
+  // Throws unless a run's positions, and all positions before them, are in the cache.
   void check(const Run& run, const int64_t* positions) const {
     int64_t first = positions[run.begin], last = positions[run.end - 1];
     for (int64_t row = run.begin; row < run.end; ++row)
@@ -72,23 +73,23 @@ struct Cache {
   }
 };
 
-// A run, and how it is cut into pieces.
+// A run, and how it is cut into tasks.
 struct Cut {
   Run run;
-  int64_t length;  // positions up to its last token's
+  int64_t length;  // number of positions up to the last token's, inclusive
   bool tiles;
-  int64_t heads, tokens;               // of a piece, at most
-  int64_t stretches = 1, stretch = 0;  // of positions
-  int64_t first_part = 0;              // where its parts are, if there are several stretches
+  int64_t heads, tokens;               // the most heads and tokens of a task
+  int64_t stretches = 1, stretch = 0;  // number of stretches, and positions of one
+  int64_t first_part = 0;              // index of its first part, if there are several stretches
 
   int64_t weight() const { return length * (heads * tokens + READING); }
 };
 
-// What a task has.
+// The work of one task: `heads` heads, `tokens` tokens, one stretch of positions.
 struct Piece {
   const Cut* cut;
   int64_t kv_head, first_head, heads, first, tokens;
-  int64_t part, begin, end;  // positions
+  int64_t part, begin, end;  // number of the stretch, and its positions
 
   int64_t weight() const { return (end - begin) * (heads * tokens + READING); }
 };
@@ -98,13 +99,13 @@ struct Attention {
   int64_t heads, sharing, padded, width;
   const int64_t* positions;
   Array in, out;
-  Scratch<float> queries{};  // [rows, heads, padded], times the scale of scores
+  Scratch<float> queries{};  // [rows, heads, padded], already multiplied by the scale of scores
   std::vector<Cut> cuts{};
   std::vector<Piece> pieces{};
-  Scratch<float> parts{};    // [parts, padded], of each token and head of a cut as many as there are stretches
+  Scratch<float> parts{};    // [parts, padded]: one part per token, head and stretch
   Scratch<Partial> sums{};   // [parts]
 
-  // Cuts runs into pieces, the longest ones first.
+  // Cuts runs into tasks, and orders them: the largest ones first.
   void divide(const std::vector<Run>& runs) {
     int64_t all = 0, count = 0;
     for (const Run& run : runs) {
@@ -147,7 +148,7 @@ struct Attention {
           }
   }
 
-  // By a FloatBlock or a TileBlock.
+  // Runs a task. Block is FloatBlock or TileBlock.
   template <typename Block>
   void run(const Piece& piece) const {
     constexpr int64_t BLOCK = Block::BLOCK;
@@ -163,7 +164,7 @@ struct Attention {
       sum[i] = {-std::numeric_limits<float>::infinity(), 0};
     }
     std::memset(sum_of_values, 0, block.room() * padded * sizeof(float));
-    // Of what is behind the end, the last of the positions.
+    // The places of a block's positions. Positions behind the end get the place of the last TOGETHER positions.
     auto places_from = [&](int64_t position) {
       std::array<int64_t, BLOCK / TOGETHER> at;
       for (int64_t i = 0; i < BLOCK; i += TOGETHER)
@@ -192,7 +193,8 @@ struct Attention {
     }
   }
 
-  // Scores -> weights of a block, of which `seen` count; what was summed before is made relative to the new largest score.
+  // Turns the scores of a block into weights; only the first `seen` positions count. Earlier sums are made relative to the
+  // new largest score.
   template <int64_t BLOCK>
   void weigh(float* scores, int64_t seen, Partial& sum, float* out) const {
     if (seen <= 0) {
@@ -200,7 +202,7 @@ struct Attention {
       return;
     }
     for (int64_t c = seen; c < BLOCK; ++c) scores[c] = -std::numeric_limits<float>::infinity();
-    // NaN does not count here, and makes NaN below.
+    // A NaN score does not count here; it makes the sums below NaN.
     Floats largest_so_far = broadcast(sum.peak);
     for (int64_t c = 0; c < BLOCK; c += LANES) largest_so_far = maximum(load(scores + c), largest_so_far);
     float peak = largest(largest_so_far);
@@ -224,7 +226,7 @@ struct Attention {
     return cut.first_part + ((row - cut.run.begin) * heads + head) * cut.stretches;
   }
 
-  // The parts of one head of a token, put together in the first of them.
+  // Merges the parts of one head of a token into the first part.
   void merge(const Cut& cut, int64_t row, int64_t head) const {
     int64_t first = first_part(cut, row, head);
     const Partial* of = sums + first;
@@ -232,7 +234,7 @@ struct Attention {
     float peak = of[0].peak, total = 0;
     for (int64_t part = 1; part < cut.stretches; ++part) peak = of[part].peak > peak ? of[part].peak : peak;
     for (int64_t part = 0; part < cut.stretches; ++part) {
-      // A stretch behind the token's position has none.
+      // A stretch behind the token's position has added nothing.
       float factor = of[part].total == 0 ? 0 : std::exp(of[part].peak - peak);
       total += of[part].total * factor;
       for (int64_t i = 0; i < padded; i += LANES) {

@@ -9,7 +9,7 @@ from ostinato.export.kernels.operators_cpu import LIBRARY
 
 
 def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> Tensor:
-    """As `reference.attend_step`."""
+    """See `reference.attend_step`."""
     return _attend_step(
         qkv, q_norm.weight, k_norm.weight, q_norm.eps, *index, cache.keys, cache.values, cache.table, heads
     )

@@ -1,4 +1,5 @@
-// A task's queries and one block of the cache: scores, and values weighted by them. In float32, or in bfloat16 by tiles (AMX).
+// The scores of a task's queries with one block of the cache, and the block's values weighted by them. In float32, or in
+// bfloat16 by tiles (AMX).
 #pragma once
 
 #include <algorithm>
@@ -10,22 +11,22 @@
 
 namespace ostinato {
 
-// Positions that stand together in a page, whatever its size: a power of two, at least this.
+// Positions that stand together in a page. The size of a page is a power of two, and at least this.
 constexpr int64_t TOGETHER = 16;
 
-// Where a block is in the cache: the elements ahead of each TOGETHER positions. And where the next one is.
+// The places of this block and of the next one in the cache: the number of elements ahead of each TOGETHER positions.
 template <int64_t BLOCK>
 struct Places {
   std::array<int64_t, BLOCK / TOGETHER> here, next;
 };
 
-// Both have:
+// FloatBlock and TileBlock have the same members:
 //   BLOCK                                positions of the cache at a time
-//   MAX_QUERIES                         of a task
-//   put(i, query)                        query i, [padded] floats, times the scale of scores
-//   score(keys, at, length, scores)      scores [count, BLOCK] of `length` keys; what is behind them is anything
-//   add(values, at, length, scores, out) out [count, padded] += the scores, made weights, of the values at the same places
-// The rows of scores and out have room for `room()` queries, and what is behind `length` weighs zero.
+//   MAX_QUERIES                          the most queries of a task
+//   put(i, query)                        sets query i: [padded] floats, already multiplied by the scale of scores
+//   score(keys, at, length, scores)      writes scores [count, BLOCK] of `length` keys; columns behind `length` are undefined
+//   add(values, at, length, scores, out) out [count, padded] += the values at the same places, weighted by `scores`
+// `add` takes scores that have been made weights; they are zero behind `length`. scores and out have room for `room()` rows.
 class FloatBlock {
  public:
   static constexpr int64_t BLOCK = 32, MAX_QUERIES = 32;
@@ -60,8 +61,9 @@ class FloatBlock {
   }
 
  private:
-  // A block of the cache as floats, and zeros behind an odd number of positions. The next block is fetched meanwhile: with pages in
-  // no order a row at depth 4,000 takes 1.6 ms, else 2.3 (16 heads of 256, two for keys, on one core of an AMD EPYC).
+  // Converts a block of the cache to floats, with zeros behind an odd number of positions. Meanwhile it prefetches the next
+  // block: with pages in no order, a row at depth 4,000 takes 1.6 ms, and 2.3 without this (16 heads of 256, two key heads,
+  // one core of an AMD EPYC).
   void widen(const Array& cache, const Places<BLOCK>& at, int64_t length) {
     int64_t bytes = size_ * (cache.narrow ? 2 : 4);
     for (int64_t c = 0; c < length; ++c) {
@@ -74,7 +76,7 @@ class FloatBlock {
     if (length % 2) std::memset(block_ + length * padded_, 0, padded_ * sizeof(float));
   }
 
-  // Scores of ROWS queries from `row` on and COLUMNS keys from `column` on.
+  // Computes the scores of ROWS queries from `row` on with COLUMNS keys from `column` on.
   template <int ROWS, int COLUMNS>
   void dots(int64_t row, int64_t column, float* scores) const {
     const float *queries = queries_ + row * padded_, *keys = block_ + column * padded_;
@@ -93,7 +95,7 @@ class FloatBlock {
       for (int c = 0; c < COLUMNS; ++c) scores[(row + r) * BLOCK + column + c] = sum(acc[r][c]);
   }
 
-  // out [ROWS, padded] += weights [ROWS, BLOCK] of the block's first `length`.
+  // out [ROWS, padded] += the block's first `length` positions, weighted by weights [ROWS, BLOCK].
   template <int ROWS, typename Length>
   void add_weighted(Length length, const float* weights, float* out) const {
     for (int64_t i = 0; i < padded_; i += LANES) {
@@ -113,12 +115,13 @@ class FloatBlock {
 };
 
 #ifdef OSTINATO_AMX
-// For caches in bfloat16 whose heads are whole tiles. Queries and weights are rounded to bfloat16 as well; sums are in float32.
+// The form for caches in bfloat16 whose head size is a multiple of TILE_COLUMNS. Queries and weights are rounded to bfloat16
+// as well; sums are in float32.
 class TileBlock {
  public:
   static constexpr int64_t BLOCK = 64, MAX_QUERIES = 128;
 
-  // Whether it can be used, and is faster.
+  // Whether a TileBlock can be used, and is faster.
   static bool fits(const Array& cache, int64_t size, int64_t queries) {
     return cache.narrow && size % TILE_COLUMNS == 0 && queries >= TILE_ROWS && may_use_tiles();
   }
@@ -156,7 +159,7 @@ class TileBlock {
     return (const bfloat16*)cache.data + places.here[index / TOGETHER] + index % TOGETHER * size_;
   }
 
-  // The panel whose columns are LANES keys from `first` on, zeros behind `length`.
+  // Builds the panel whose columns are the LANES keys from `first` on, with zeros behind `length`.
   void turn(const Array& keys, const Places<BLOCK>& places, int64_t first, int64_t length) {
     static_assert(LANES == TOGETHER);
     const bfloat16* from = row(keys, places, first);
@@ -169,7 +172,7 @@ class TileBlock {
     }
   }
 
-  // The panel whose columns are elements `at` to `at + LANES` of the values, zeros behind `length`.
+  // Builds the panel whose columns are the LANES elements of the values from `at` on, with zeros behind `length`.
   void pair(const Array& values, const Places<BLOCK>& places, int64_t at, int64_t length) {
     auto part = [&](int64_t index) {
       return index < length ? _mm256_loadu_si256((const __m256i*)(row(values, places, index) + at)) : _mm256_setzero_si256();

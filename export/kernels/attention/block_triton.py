@@ -1,7 +1,8 @@
-"""What the attention kernels share: pages, norms and rotation, and the online softmax, one block of keys at a time.
+"""Code that the attention kernels share: pages, norms and rotation, and the online softmax, one block of keys at a time.
 
-The kernels walk over the keys with a running maximum and a running sum, in powers of two (online softmax, in the order of
-FlashAttention-2, arXiv:2307.08691). Parts of the keys may be walked over apart: their sums are then brought to one maximum.
+The kernels go through the keys with a running maximum and a running sum, in powers of two (online softmax, in the order of
+FlashAttention-2, arXiv:2307.08691). Several programs may go through splits of the keys; their sums are then brought to one
+maximum.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ class TileConfig:
 
 
 def score_scale(head_dim: int) -> float:
-    """What scores are multiplied by before they become exponents of two."""
+    """Factor that turns scores into exponents of two."""
     return head_dim**-0.5 * math.log2(math.e)
 
 
 def padded_group(group: int) -> int:
-    """Rows that a token has in a tile of queries: a power of two, at least one for each head of the group."""
+    """Number of rows of one token in a tile of queries: the heads of the group, rounded up to a power of two."""
     return triton.next_power_of_2(group)
 
 
@@ -40,11 +41,11 @@ def padded_group(group: int) -> int:
 def pages_of(
     table: tl.tensor, start: tl.tensor, end: tl.tensor, PAGE: tl.constexpr, KEYS: tl.constexpr, ALIGNED: tl.constexpr
 ) -> tl.tensor:
-    """Pages of the positions `start` to `start + KEYS`, int64: [KEYS], or one number where they cannot lie in several.
+    """Pages of the positions `start` to `start + KEYS`, int64: [KEYS], or a scalar if all lie in one page.
 
     Args:
-        table: of one slot.
-        end: nothing is looked up for positions from here on.
+        table: row of the block table for one slot.
+        end: first position whose page is not looked up.
         ALIGNED: whether `start` is a multiple of KEYS.
     """
     if ALIGNED and PAGE >= KEYS:
@@ -59,9 +60,11 @@ def pages_of(
 def offsets_in(
     pages: tl.tensor, start: tl.tensor, SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr
 ) -> tl.tensor:
-    """Where the positions `start` to `start + KEYS` have a key head's elements, [KEYS, D]; pages are those of `pages_of`.
+    """Offsets of a key head's elements at the positions `start` to `start + KEYS`, [KEYS, D].
 
-    SIZE: elements of a page, of all key heads.
+    Args:
+        pages: pages of these positions, see `pages_of`.
+        SIZE: elements of a page, for all key heads together.
     """
     inside = (start + tl.arange(0, KEYS)) % PAGE
     return (pages * SIZE + inside * D)[:, None] + tl.arange(0, D)[None, :]
@@ -85,8 +88,8 @@ def attend_block(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add the positions `start` to `start + KEYS`, which are at `offsets` [KEYS, D], to (total [M, D], weight [M], peak [M]).
 
-    With MASKED, positions from `end` on are not read, and row m sees those up to visible[m], which may be none of them. Else
-    every row sees all.
+    If MASKED, positions from `end` on are not read, and row m sees the positions up to visible[m], which may be none of
+    these. Else every row sees all of these positions.
     """
     position = start + tl.arange(0, KEYS)
     inside = (position < end)[:, None] | (not MASKED)
@@ -96,7 +99,7 @@ def attend_block(
     if MASKED:
         scores = tl.where(position[None, :] <= visible[:, None], scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1) * SCALE)
-    # A row that has seen nothing yet has no peak.
+    # A row that has seen nothing yet has a peak of -inf, and -inf minus -inf would be NaN.
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
     shrink = tl.exp2(peak - base)
     shares = tl.exp2(scores * SCALE - base[:, None])
@@ -123,9 +126,9 @@ def attend_range(
     """(total [M, D], weight [M], peak [M]) of queries q [M, D] over the positions `begin` to `end` of a slot.
 
     Args:
-        keys, values: of a key head.
-        table: of the slot.
-        begin: a multiple of KEYS, as `middle` is; before that every row sees all positions, then row m those up to
+        keys, values: the cache of one key head.
+        table: row of the block table for the slot.
+        begin, middle: multiples of KEYS. Before `middle` every row sees all positions, from there on row m sees those up to
             visible[m].
         SIZE: see `offsets_in`.
     """
@@ -133,7 +136,7 @@ def attend_range(
     weight = tl.zeros([q.shape[0]], tl.float32)
     peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
     middle = tl.minimum(tl.maximum(middle, begin), end // KEYS * KEYS)
-    # Each block's page is looked up while the block ahead is worked on.
+    # The pages of a block are looked up while the block before it is worked on.
     pages = pages_of(table, begin, end, PAGE, KEYS, True)
     for start in range(begin, middle, KEYS):
         offsets = offsets_in(pages, start, SIZE, PAGE, q.shape[1], KEYS)
@@ -170,7 +173,7 @@ def take(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add keys and values [KEYS, D] of the positions from `start` on to (total [D, M], weight [M], peak [M]).
 
-    Positions from `end` on do not count; their keys and values are zeros. Position `start` counts. query: [D, M].
+    Positions from `end` on do not count; their keys and values are zeros. At least position `start` counts. query: [D, M].
     """
     KEYS: tl.constexpr = keys.shape[0]
     scores = multiply(keys, query, tl.zeros([KEYS, query.shape[1]], tl.float32)) * SCALE
@@ -192,7 +195,7 @@ def normed_and_rotated(
     sine: tl.tensor,
     EPS: tl.constexpr,
 ) -> tl.tensor:
-    """RMS norm of each row of x [M, D] and its rotation, float32; `other`: what each element of x is rotated with."""
+    """RMS norm and rotation of each row of x [M, D], float32. `other` has the partner of each element in the rotation."""
     x = x.to(tl.float32)
     length = tl.rsqrt(tl.sum(x * x, 1) / x.shape[1] + EPS)
     rotated = x * (1.0 + norm) * cosine + other.to(tl.float32) * (1.0 + other_norm) * sine

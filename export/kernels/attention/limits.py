@@ -7,12 +7,12 @@ import torch
 from ostinato.delegate.errors import ExportError
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-# Heads that share a key head. For one token they are the rows of a tile, of 16.
+# The most heads that share a key head. For one token these heads are the rows of a tile, which has up to 16.
 MAX_GROUP = 16
 
 
 def check_attention(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Raises ExportError where the kernels cannot compute this attention."""
+    """Raises ExportError if the kernels cannot compute this attention."""
     if dtype not in (torch.bfloat16, torch.float32):
         raise ExportError(f"the attention kernels take bfloat16 or float32, got {dtype}")
     if head_dim not in HEAD_DIMS:

@@ -1,9 +1,9 @@
 """Causal attention of a prompt over a KV cache on the GPU, for any number of tokens.
 
-A program takes a tile of queries, of a few tokens and of all heads that share a key head, so that each key is loaded once for
-these. Where there are few tiles, the positions that a tile sees are split among several programs (as in flash-decoding, Dao
-et al., 2023), and a second kernel adds up what they leave. No position past the last token's is read: it may hold anything,
-NaN included.
+A program takes a tile of queries: those of a few tokens, for all heads that share a key head. So each key is loaded once for
+all of them. Where there are few tiles, the positions that a tile sees are split among several programs (as in flash-decoding,
+Dao et al., 2023), and a second kernel adds up their sums. Positions past the last token's are not read: they may hold
+anything, NaN included.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ostinato.export.kernels.operands import KVCache, RowIndex
 from .block_triton import PROGRAMS, TileConfig, attend_range, padded_group, score_scale
 from .limits import check_attention
 
-# For bfloat16, by the shared memory of the GPU: at D = 256 these take 192, 104 and 68 KB. Before Hopper the sums of 128
-# queries would spill 100 to 340 bytes per thread.
+# Tiles for bfloat16, by the GPU's shared memory. At D = 256 these take 192, 104 and 68 KB. On GPUs before Hopper, the sums of
+# 128 queries would spill 100 to 340 bytes per thread.
 CONFIGS = {
     LARGE: TileConfig(128, keys=64, warps=8, stages=2),
     MEDIUM: TileConfig(64, keys=64, warps=8, stages=2),
     SMALL: TileConfig(64, keys=32, warps=8, stages=2),
 }
-# Programs of splits, at most: two for each multiprocessor, so that the last ones leave little idle.
+# The most programs if tiles are split: two for each multiprocessor, so that little is idle at the end.
 PARTS = 2 * PROGRAMS
 MAX_SPLITS = 64
 # The fewest positions of a split.
@@ -36,7 +36,7 @@ SUM_WARPS = 4
 
 
 def config_for(head_dim: int, dtype: torch.dtype) -> TileConfig:
-    """The largest tiles whose accumulators stay in registers."""
+    """The largest tile whose accumulators stay in registers."""
     if dtype == torch.bfloat16:
         return fitting(CONFIGS)
     if head_dim <= 64:
@@ -56,19 +56,19 @@ def attend(query: Tensor, cache: KVCache, index: RowIndex) -> Tensor:
 
 @torch.library.triton_op("ostinato::attend", mutates_args={})
 def _attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-    """query [T, heads, D], the others as in `KVCache` and `RowIndex` -> [T, heads, D]; all contiguous."""
+    """query [T, heads, D], other inputs as in `KVCache` and `RowIndex` -> [T, heads, D]; all contiguous."""
     tokens, heads, head_dim = query.shape
     kv_heads, page_size = keys.shape[1:3]
     config = config_for(head_dim, query.dtype)
     group = padded_group(heads // kv_heads)
     rows = max(1, config.queries // group)
     tiles = (tokens + rows - 1) // rows
-    # T may be a symbol: what follows is the same code for every T.
+    # T may be a symbol: the code below is the same for every T.
     splits = torch.sym_max(1, PARTS // torch.sym_max(tiles * kv_heads, PARTS // MAX_SPLITS))
-    # No more than this where there are several splits.
+    # The most rows of `sums` that are needed; none is needed if there is one split.
     parts = PARTS * rows * group
     sums = torch.empty((parts, head_dim), dtype=torch.float32, device=query.device)
-    # The peak and the weight of each sum.
+    # For each sum: the peak of its scores, and the sum of its weights.
     scales = torch.empty((2, parts), dtype=torch.float32, device=query.device)
     out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "GROUP": group, "ROWS": rows, "MIN_SPLIT": MIN_SPLIT}
@@ -93,7 +93,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, position
         num_stages=config.stages,
         **sizes,
     )
-    # More tokens than that have more tiles than are split.
+    # With more tokens than this, there are too many tiles to split them.
     max_tokens = PARTS // 2 // kv_heads * rows
     launcher(prefill_sum_kernel)[(torch.sym_min(tokens, max_tokens), heads)](
         sums,
@@ -138,9 +138,9 @@ def prefill_kernel(
 ) -> None:
     """Program (key head, tile, split). The last tile comes first: it has the most keys.
 
-    A tile is ROWS tokens by GROUP heads, of which HEADS / KV_HEADS are there.
+    A tile is ROWS tokens by GROUP heads. Only HEADS / KV_HEADS of these heads exist; the others are masked.
     """
-    # A symbolic size may come with 64 bits; in the loops' bounds those cost 400 instructions.
+    # A symbolic size may have 64 bits, which would cost 400 instructions in the bounds of the loops.
     tokens = tl.cast(tokens, tl.int32)
     splits = tl.cast(splits, tl.int32)
     kv_head = tl.program_id(0)
@@ -199,7 +199,7 @@ def prefill_sum_kernel(
     SUMS: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    """Program (token, head): the splits' sums, brought to one peak. For a tile that is not split there is nothing to do."""
+    """Program (token, head): brings the sums of the splits to one peak. Does nothing for a tile that is not split."""
     tokens = tl.cast(tokens, tl.int32)
     splits = tl.cast(splits, tl.int32)
     token = tl.program_id(0)
@@ -218,7 +218,7 @@ def prefill_sum_kernel(
     total = tl.load(sums + part[:, None] * D + cell[None, :], mask=used[:, None], other=0.0)
     peak = tl.load(scales + part, mask=used, other=float("-inf"))
     weight = tl.load(scales + SUMS + part, mask=used, other=0.0)
-    # Every token sees position 0, so there is a highest peak.
+    # Every token sees position 0, so the highest peak is finite.
     factor = tl.exp2(peak - tl.max(peak, 0))
     result = tl.sum(total * factor[:, None], 0) / tl.sum(weight * factor, 0)
     tl.store(out + (token * HEADS + head) * D + cell, result.to(out.dtype.element_ty))
@@ -234,7 +234,7 @@ def tile_share(
     KEYS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(how many positions the last token of a tile sees, how many of them one split takes: all, where it is not split)."""
+    """(positions that a tile's last token sees, positions of one split). The tile is split only if the second is smaller."""
     seen = start_position + tl.minimum((tile + 1) * ROWS, length)
     return seen, tl.maximum(tl.cdiv(seen, splits * KEYS) * KEYS, MIN_SPLIT)
 
@@ -247,5 +247,5 @@ def part_of(
     splits: tl.tensor,
     KV_HEADS: tl.constexpr,
 ) -> tl.tensor:
-    """Which of all sums of tiles is that of a split."""
+    """Index of a split's sums among those of all tiles."""
     return (tile * splits + split) * KV_HEADS + kv_head

@@ -1,4 +1,4 @@
-"""Causal attention over a KV cache, in plain PyTorch: by itself, and folded for a step."""
+"""Causal attention over a KV cache, in plain PyTorch: alone, and with the operations that a step folds into it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ostinato.export.kernels.operands import KVCache, Norm, RowIndex, rows_to_ke
 
 
 def attend(query: Tensor, cache: KVCache, index: RowIndex) -> Tensor:
-    """Softmax attention of a prompt's T rows over the cache; each sees the positions up to its own.
+    """Softmax attention of a prompt's T rows over the cache. Each row sees the positions up to its own.
 
     Args:
         query: [T, heads, D]; heads is a multiple of the cache's kv_heads.
-        cache: the T tokens' own keys and values are in it already.
-        index: of one run, and perhaps padding behind it.
+        cache: keys and values, which already include those of the T tokens.
+        index: one run, perhaps with padding behind it.
 
     Returns:
-        [T, heads, D] in query's dtype. The softmax is float32; in bfloat16 the scores are rounded before it.
+        [T, heads, D] in query's dtype. The softmax is float32. In bfloat16, scores are rounded before it.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = cache.keys.shape[1]
@@ -30,22 +30,22 @@ def attend(query: Tensor, cache: KVCache, index: RowIndex) -> Tensor:
     at = torch.arange(keys.shape[1], device=query.device)
     hidden = (at[None, :] > index.positions[:, None]).repeat_interleave(group, dim=0)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(query.dtype)
-    # What stands behind the last position may be anything, NaN included.
+    # Values behind the last position may be anything, NaN included.
     values = values.masked_fill((at > index.positions[-1:])[:, None], 0)
     out = (weights @ values).unflatten(1, (tokens, group))
     return out.transpose(0, 1).reshape(tokens, heads, head_dim)
 
 
 def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> Tensor:
-    """The gated attention of T rows: norm and rotation of queries and keys, the cache's new entries, softmax
-    attention, and the gate on its output.
+    """Gated attention of T rows: norm and rotation of queries and keys, new entries of the cache, softmax attention, and
+    the gate on its output.
 
     Args:
-        qkv: [T, (2 heads + 2 kv_heads) D], float32 or the cache's dtype: for each head its query and then its gate, then
-            the keys, then the values.
+        qkv: [T, (2 heads + 2 kv_heads) D], float32 or the cache's dtype: first the query and the gate of each head in turn,
+            then all keys, then all values.
         q_norm, k_norm: over D elements, with the same eps.
-        index: of the rows, any runs.
-        cache: written in place at the rows' positions, and nowhere for padding.
+        index: any runs.
+        cache: written in place at the rows' positions. Padding writes nothing.
         heads: a multiple of kv_heads.
 
     Returns:
@@ -68,8 +68,8 @@ def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache:
 
 
 def write_cache(key: Tensor, value: Tensor, cache: KVCache, index: RowIndex) -> None:
-    """Put key and value [T, kv_heads, D] of a prompt's tokens into the cache; where padding repeats a position, the token's
-    own are written again."""
+    """Write key and value [T, kv_heads, D] of a prompt's rows to the cache. Padding, which repeats the last token's
+    position, writes the last token's key and value again."""
     rows = rows_to_keep(index.positions)
     pages = cache.table.index_select(0, index.slots[:1])[0]
     page = pages.index_select(0, index.positions // cache.page_size).long()
@@ -80,9 +80,9 @@ def write_cache(key: Tensor, value: Tensor, cache: KVCache, index: RowIndex) -> 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first R elements of each head by its position (RoPE, arXiv:2104.09864); the others pass through.
+    """Rotate the first R elements of each head by its position (RoPE, arXiv:2104.09864). The others stay as they are.
 
-    x [T, heads, D], cos and sin [T, R] float32 -> x's shape and dtype; computed in float32.
+    x [T, heads, D], cos and sin [T, R] float32 -> x's shape and dtype. Computed in float32.
     """
     size = cos.shape[-1]
     rotated, kept = x[..., :size].float(), x[..., size:]

@@ -1,8 +1,9 @@
-"""The gated attention of several rows, of any sessions, in three kernels: place, attend, combine.
+"""Gated attention of several rows, of any sessions, in three kernels: place, attend, combine.
 
-First every row's key and value go to their pages, and its queries are normed and rotated. Then a *tile* is up to ROWS rows of
-one run with the heads that share a key head, so that its pages are read once for all of them; its positions are split over
-programs. Last, the splits' sums are brought to one peak, and the gate is applied.
+The first kernel writes each row's key and value to their page, and norms and rotates its queries. The second kernel works on
+*tiles*. A tile is up to ROWS rows of one run, with the heads that share a key head, so that pages are read once for all of
+them. The positions that a tile sees are split over several programs. The third kernel brings the sums of the splits to one
+peak, and applies the gate.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from .block_triton import TileConfig, attend_range, normed_and_rotated, padded_g
 from .prefill_triton import config_for as prompt_config
 from .step_triton import check_step
 
-# For bfloat16, by the most rows and the shared memory of the GPU. Tiles of 16 queries are faster for single rows (64 at depth
-# 192 take 21.4 us, not 28.6) and three times slower for long runs behind many positions.
+# Tiles for bfloat16, by the most rows and by the GPU's shared memory. With 16 queries they would be faster for single rows
+# (64 rows at depth 192 take 21.4 us, not 28.6), but three times slower for long runs behind many positions.
 CONFIGS = {
     FEW_ROWS: {
         MEDIUM: TileConfig(32, keys=64, warps=4, stages=3),
@@ -34,14 +35,14 @@ CONFIGS = {
         SMALL: TileConfig(64, keys=32, warps=8, stages=2),
     },
 }
-# The positions that a split has at least, by the most rows. With 256 for both, 8 rows at depth 192 take 13.9 us, not 10.8;
-# with 128 for both, 64 rows 34.3, not 28.6.
+# The fewest positions of a split, by the most rows. With 256 for both, 8 rows at depth 192 take 13.9 us, not 10.8; with 128
+# for both, 64 rows take 34.3 us, not 28.6.
 MIN_SPLIT = {FEW_ROWS: 128, MAX_ROWS: 256}
-# Splits of all rows together, and of one row at most.
+# The most splits of all rows together, and of one row.
 PARTS = 1024
 MAX_SPLITS = 64
 COMBINE_WARPS = 4
-# Splits whose sums are loaded at once: short contexts have one.
+# Splits whose sums are loaded at once. A short context has only one split.
 SUMS_TOGETHER = 4
 
 
@@ -49,7 +50,7 @@ def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache:
     """See `reference.attend_step`; all tensors contiguous. One row has kernels of its own.
 
     Raises:
-        ExportError: as `step_triton.attend_step`.
+        ExportError: see `step_triton.check_step`.
     """
     if is_one(qkv.shape[0]):
         return step_triton.attend_step(qkv, q_norm, k_norm, index, cache, heads)
@@ -84,7 +85,7 @@ def _attend_rows(
     splits = PARTS // torch.sym_max(rows, PARTS // MAX_SPLITS)
     query = torch.empty((rows, heads, head_dim), dtype=keys.dtype, device=qkv.device)
     sums = torch.empty((rows, splits, heads, head_dim), dtype=torch.float32, device=qkv.device)
-    # The peak and the weight of each sum.
+    # For each sum: the peak of its scores, and the sum of its weights.
     scales = torch.empty((rows, splits, heads, 2), dtype=torch.float32, device=qkv.device)
     out = torch.empty((rows, heads * head_dim), dtype=keys.dtype, device=qkv.device)
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "EARLY": starts_early()}
@@ -169,7 +170,7 @@ def place_rows_early(
     GROUP: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (row, key head): its queries, normed and rotated, to query [R, HEADS, D]; its key and value to their page."""
+    """Program (row, key head): writes normed, rotated queries to query [R, HEADS, D], and key and value to their page."""
     start_next(EARLY)
     HEADS_OF_KEY: tl.constexpr = HEADS // KV_HEADS
     row = tl.program_id(0).to(tl.int64)
@@ -235,7 +236,7 @@ def attend_rows_early(
     SCALE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (key head, row, split): one split of the tile that the row begins, if it begins one; else nothing."""
+    """Program (key head, row, split): one split of the tile that begins with the row. Does nothing if no tile does."""
     start_next(EARLY)
     HEADS_OF_KEY: tl.constexpr = HEADS // KV_HEADS
     rows = tl.cast(rows, tl.int32)
@@ -246,7 +247,7 @@ def attend_rows_early(
         first, first, positions, slots, rows, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS
     )
     begin = tl.program_id(2) * share
-    # One program must wait; others with nothing to do leave their room.
+    # One program must wait (rule R1). Other programs with nothing to do end, and leave their room.
     nothing = (begins == 0) | (slot < 0) | (begin >= seen)
     if nothing & (first + kv_head + tl.program_id(2) > 0):
         return
@@ -301,7 +302,7 @@ def combine_rows_early(
     TOGETHER: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (row, head): the sums of the splits that its tile has, brought to one peak, and the gate; zeros for padding."""
+    """Program (row, head): brings the sums of its tile's splits to one peak, and applies the gate. Zeros for padding."""
     start_next(EARLY)
     rows = tl.cast(rows, tl.int32)
     splits = tl.cast(splits, tl.int32)
@@ -319,7 +320,7 @@ def combine_rows_early(
     peak = tl.load(scales + (first + split * HEADS) * 2, mask=split < used, other=float("-inf"))
     weight = tl.load(scales + (first + split * HEADS) * 2 + 1, mask=split < used, other=0.0)
     gate = tl.load(qkv + row.to(tl.int64) * (2 * (HEADS + KV_HEADS) * D) + (2 * head + 1) * D + cell)
-    # Every token sees position 0, so there is a highest peak.
+    # Every token sees position 0, so the highest peak is finite.
     highest = tl.where(slot >= 0, tl.max(peak, 0), 0.0)
     whole = tl.where(slot >= 0, tl.sum(weight * tl.exp2(peak - highest), 0), 1.0)
     total = tl.zeros([D], tl.float32)
@@ -336,7 +337,7 @@ def combine_rows_early(
 
 @triton.jit
 def offset_in_run(row: tl.tensor, slots: tl.tensor, rows: tl.tensor, MAX_ROWS: tl.constexpr) -> tl.tensor:
-    """How many rows of its slot stand before a row: a slot has one run."""
+    """Number of rows of the same slot before a row: its index in its run, since a slot has one run."""
     each = tl.arange(0, MAX_ROWS)
     known = tl.load(slots + each, mask=each < rows, other=-1)
     return tl.sum(((known == tl.load(slots + row)) & (each < row)).to(tl.int32), 0)
@@ -355,7 +356,12 @@ def tile_of(
     MIN_SPLIT: tl.constexpr,
     MAX_ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """(slot of `row`, whether `first` begins a tile, its rows, positions that its last row sees, those of one split)."""
+    """Describe the tile from row `first` on.
+
+    Returns:
+        (slot of `row`, whether a tile begins with `first`, number of rows of the tile, positions that its last row sees,
+        positions of one split).
+    """
     each = tl.arange(0, MAX_ROWS)
     slot = tl.load(slots + row)
     mine = tl.load(slots + each, mask=each < rows, other=-1) == slot

@@ -1,7 +1,8 @@
-"""The gated attention of one decode step in two kernels: one over parts of the cache, one that combines their sums.
+"""Gated attention of one decode step in two kernels: one over splits of the cache, one that combines their sums.
 
-The first kernel starts to load its part of the earlier keys and values before the projection ahead of it has ended; of what
-that projection computes it needs little. The token's own position and later ones are not read.
+The first kernel starts to load the earlier keys and values before the projection ahead of it has ended. Only the queries and
+the token's own key and value come from that projection. The token's own position and later positions of the cache are not
+read.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ COMBINE = CombineConfig(width=32, warps=1)
 
 
 def splits_for(kv_heads: int, positions: int) -> int:
-    """Programs that share a key head's positions: PROGRAMS over all key heads, fewer where each would have under
-    MIN_SPLIT."""
+    """Number of programs that share the positions of a key head: PROGRAMS for all key heads together, fewer if a program
+    would have fewer than MIN_SPLIT positions."""
     return max(1, min(PROGRAMS // kv_heads, triton.cdiv(positions, MIN_SPLIT)))
 
 
 def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> Tensor:
-    """See `reference.attend_step`; all tensors contiguous. The cost grows with the position, not with a session's pages.
+    """See `reference.attend_step`; all tensors contiguous. The cost grows with the position, not with the pages of a session.
 
     `index` and the table are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
     `delegate/graphs/nodes.py`).
@@ -74,7 +75,7 @@ def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache:
 
 
 def check_step(q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> None:
-    """Raises ExportError: see `check_attention`; or R is odd or larger than D, or the norms differ in eps."""
+    """Raises ExportError as `check_attention` does, or if R is odd or larger than D, or if the norms differ in eps."""
     head_dim, rotary = cache.keys.shape[3], index.cos.shape[1]
     check_attention(heads, cache.keys.shape[1], head_dim, cache.keys.dtype)
     if rotary % 2 or rotary > head_dim:
@@ -104,7 +105,8 @@ def _attend_step(
     splits = splits_for(kv_heads, table.shape[1] * page_size)
     split = SPLIT[keys.dtype]
     sums = torch.empty((splits, heads, head_dim), dtype=torch.float32, device=qkv.device)
-    # The peak and the weight of each sum; after the peaks, the score of the token's own position.
+    # For each sum: the peak of its scores, and the sum of its weights. After the peaks: the score of the token's own
+    # position.
     scales = torch.empty((2, splits + 1, heads), dtype=torch.float32, device=qkv.device)
     out = torch.empty((1, heads * head_dim), dtype=keys.dtype, device=qkv.device)
     launcher(attend_split_early)[(kv_heads, splits + 1)](
@@ -188,9 +190,9 @@ def attend_split_early(
     KEYS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (key head, split): the key head's queries over the split's part of the earlier positions, not yet normalised.
+    """Program (key head, split): attention of the key head's queries over one split of the earlier positions, not normalised.
 
-    The last program of a key head takes the token's own position instead: it writes key and value, and stores their score.
+    The last program of a key head takes the token's own position instead: it writes key and value, and stores the score.
     """
     start_next(EARLY)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -199,10 +201,10 @@ def attend_split_early(
     split = tl.program_id(1)
     row = tl.arange(0, ROWS)
     cell = tl.arange(0, D)[None, :]
-    # Norms and angles are loaded once per row of queries, so that they are spread over the threads as the queries are.
+    # Norms and angles are loaded once per row of queries, so that they are spread over the threads like the queries.
     every = tl.zeros([ROWS, D], tl.int32) + cell
     slot = tl.load(slots)
-    # Padding sees nothing.
+    # Padding sees no earlier position.
     position = tl.where(slot < 0, 0, tl.load(positions)).to(tl.int32)
     table += tl.maximum(slot, 0) * PAGES
     share = share_for(position, SPLITS, STEP, MIN_SPLIT)
@@ -261,7 +263,7 @@ def attend_split_early(
             next_former = (begin + tl.arange(0, KEYS) < last)[:, None]
             next_keys = tl.load(k_cache + next_offsets, mask=next_former, other=0.0)
             next_values = tl.load(v_cache + next_offsets, mask=next_former, other=0.0)
-            # Looked up one block ahead.
+            # Pages are looked up one block ahead.
             pages = pages_of(table, begin + KEYS, last, PAGE, KEYS, STEP % KEYS == 0)
             total, weight, peak = take(x, next_keys, next_values, begin, last, total, weight, peak, SCALE)
         tl.store(sums + at[:, None] * D + cell, tl.trans(total), mask=real)
@@ -287,7 +289,7 @@ def attend_combine_early(
     WIDTH: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (head, part of D): the splits' sums and the new value, brought to one peak, and the gate."""
+    """Program (head, block of D): brings the sums of the splits and the new value to one peak, and applies the gate."""
     start_next(EARLY)
     head = tl.program_id(0)
     cell = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -307,7 +309,7 @@ def attend_combine_early(
     highest = tl.maximum(tl.max(peak, 0), score)
     factor = tl.exp2(peak - highest)
     own = tl.exp2(score - highest)
-    # Rounded as in the cache.
+    # The value is rounded as the cache stores it.
     value = value.to(out.dtype.element_ty).to(tl.float32)
     result = (tl.sum(total * factor[:, None], 0) + value * own) / (tl.sum(weight * factor, 0) + own)
     tl.store(out + head * D + cell, (result * tl.sigmoid(gate.to(tl.float32))).to(out.dtype.element_ty))
@@ -315,9 +317,9 @@ def attend_combine_early(
 
 @triton.jit
 def hold(x: tl.tensor, EARLY: tl.constexpr) -> tl.tensor:
-    """x unchanged. The compiler does nothing with x before this.
+    """Return x unchanged. The compiler does nothing with x before this call.
 
-    Otherwise it puts what it loads into shared memory at once, and so waits for it before the loads that follow.
+    Without this call, the compiler puts x into shared memory at once. So it waits for x before it starts the next loads.
     """
     if EARLY:
         if x.dtype == tl.bfloat16:
@@ -329,5 +331,5 @@ def hold(x: tl.tensor, EARLY: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def share_for(tokens: tl.tensor, SPLITS: tl.constexpr, STEP: tl.constexpr, MIN_SPLIT: tl.constexpr) -> tl.tensor:
-    """Positions of one split: enough that SPLITS of them hold all tokens."""
+    """Positions of one split, enough for SPLITS splits to hold all tokens."""
     return tl.maximum(tl.cdiv(tokens, SPLITS * STEP) * STEP, MIN_SPLIT)

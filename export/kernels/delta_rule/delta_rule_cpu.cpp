@@ -1,7 +1,7 @@
 // The operator of delta_rule/delta_rule_cpu.py: the recurrence of gated delta-net heads.
 //
-// A column of a head's state, [K, V], depends on no other column. So a task takes a few of them through all tokens of a run, one after
-// the other; there is no other form for prompts.
+// A column of a head's state, [K, V], depends on no other column. So a task takes a few columns through all tokens of a run,
+// one token after the other. Prompts take the same code.
 #include "../linear/rows_cpu.h"
 #include "../threads_cpu.h"
 
@@ -18,10 +18,10 @@ void normalize(const Array& x, int64_t size, float factor, float* to) {
   for (int64_t i = 0; i < size; ++i) to[i] *= scale;
 }
 
-// Blocks of LANES columns that a task has; several need fewer loads of keys and queries for each. Of a prompt two, copied to lie
-// together: with K = 128 they take half of the first cache. Of a SHORT run eight, where they are: what comes from memory comes faster
-// in longer pieces. One token of 32 heads of 128 x 128 takes 160 us, by two blocks 310 us, and 64 tokens take as long by either (one
-// core of an AMD EPYC).
+// A task has several blocks of LANES columns, so that keys and queries are loaded less often. For a run of more than SHORT
+// rows it has WIDE blocks, copied to lie together: with K = 128 they take half of the first-level cache. For other runs it
+// has WIDE_IF_SHORT blocks, which stay where they are: memory is read faster in longer stretches. One token of 32 heads of
+// 128 x 128 takes 160 us, with WIDE blocks 310 us; 64 tokens take as long with either (one core of an AMD EPYC).
 constexpr int64_t SHORT = 16, WIDE = 2, WIDE_IF_SHORT = 8;
 
 struct DeltaRule {
@@ -29,8 +29,8 @@ struct DeltaRule {
   Array mixed, out;
   const float* norm;
   float *state, *squares;
-  // As the recurrence takes them.
-  Scratch<float> queries{}, keys{};  // [rows, key heads, K], of norm K^-0.5 and 1
+  // Inputs in the form that the recurrence takes.
+  Scratch<float> queries{}, keys{};  // [rows, key heads, K], of lengths K^-0.5 and 1
   Scratch<float> both{};             // [rows, key heads], query times key
   Scratch<float> decay{}, write{};   // [rows, heads]: exp(g) and beta
 
@@ -60,7 +60,7 @@ struct DeltaRule {
     }
   }
 
-  // The tokens of a run in COUNT blocks of a head's columns.
+  // Takes COUNT blocks of a head's columns through the tokens of a run.
   template <int COUNT>
   void recur(const Run& run, int64_t head, int64_t block) const {
     constexpr int64_t COLUMNS = COUNT * LANES;
@@ -81,7 +81,7 @@ struct DeltaRule {
     for_vectors([&](int64_t to, float* from, int64_t lanes) { kept.store(to, load(from), lanes); });
   }
 
-  // One token. `fresh`: the old state counts as zeros, whatever it is.
+  // Takes these columns through one token. `fresh`: the old state counts as zeros, whatever it holds.
   template <int COUNT>
   void step(int64_t row, int64_t head, int64_t block, float* s, int64_t stride, bool fresh) const {
     int64_t key_head = head * key_heads / heads, first = row * width + 2 * keys_at() + head * value_dim + block * LANES;
@@ -109,7 +109,7 @@ struct DeltaRule {
     }
     for (int i = 0; i < COUNT; ++i) {
       int64_t column = (block + i) * LANES, count = value_dim - column;
-      // q^T (S + k delta^T) in place of another pass over the state.
+      // q^T (S + k delta^T), without another pass over the state.
       Floats o = fma(delta[i], broadcast(both[row * key_heads + key_head]), found[i] * fading);
       Floats gate = mixed.load(first + heads * value_dim + i * LANES, count);
       Floats weight = Array{(void*)norm, false}.load(column, count);
@@ -124,7 +124,7 @@ struct DeltaRule {
   // predicted += S^T key, found += S^T query.
   template <int COUNT>
   void look_up(const float* s, int64_t stride, const float* key, const float* query, Floats* predicted, Floats* found) const {
-    // Sums that do not wait for each other: those of even and those of odd keys, where there are few.
+    // If COUNT is small, even and odd keys have sums of their own, which do not wait for each other.
     constexpr int SUMS = COUNT > WIDE ? 1 : 2;
     Floats of_key[SUMS][COUNT], of_query[SUMS][COUNT];
     for (int sum = 0; sum < SUMS; ++sum)
@@ -182,7 +182,7 @@ extern "C" AOTITorchError aoti_torch_cpu_delta_step(AtenTensorHandle mixed_, Ate
       while (value_dim % (count * LANES) && count > 1) count /= 2;
       for (int64_t block = 0; block < blocks; block += count) parts.push_back({run, block, count});
     }
-    // The runs of a head side by side, so that each thread gets some of a long one.
+    // The tasks of a head stand side by side, for all runs. So each thread gets some tasks of a long run.
     int64_t of_head = parts.size();
     parallel(heads * of_head, [&](int64_t task) {
       const Part& part = parts[task % of_head];

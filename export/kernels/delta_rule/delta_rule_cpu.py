@@ -14,7 +14,7 @@ _LANES = 16
 def delta_step(
     mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, index: RowIndex, norm_weight: Tensor, key_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.delta_step`; each head's sum of squares comes in one part per 16 of its outputs."""
+    """See `reference.delta_step`. The sum of squares of a head has one part for each 16 of its outputs."""
     out, squares = _delta_step(
         mixed, gates, decay.a_log, decay.dt_bias, state, index.positions, index.slots, norm_weight, key_heads
     )

@@ -8,7 +8,7 @@ MIN_DIM, MAX_DIM = 16, 128
 
 
 def check_delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> None:
-    """Raises ExportError, with the limit in its message, unless the kernels take heads of these numbers and sizes."""
+    """Raises ExportError, which names the limit, unless the kernels take these numbers and sizes of heads."""
     if key_heads < 1 or value_heads % key_heads:
         raise ExportError(
             f"the delta rule's kernels share each key head among the same number of value heads: "

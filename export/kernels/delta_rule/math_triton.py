@@ -1,4 +1,4 @@
-"""What the kernels of the gated delta rule share: gates, lengths, and products of more than bfloat16's precision."""
+"""Code that the kernels of the gated delta rule share: gates, lengths, and products with more than bfloat16's precision."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def softplus(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def sum_of_squares(x: tl.tensor, axis: tl.constexpr) -> tl.tensor:
-    """Over an axis, in float32."""
+    """Sums of squares over an axis, in float32."""
     wide = x.to(tl.float32)
     return tl.sum(wide * wide, axis)
 
 
 @triton.jit
 def inverse_length(square: tl.tensor) -> tl.tensor:
-    """`1 / |x|` from `|x|^2`, eps under the root as in `reference.l2_normalize`."""
+    """`1 / |x|` from `|x|^2`, with eps under the root as in `reference.l2_normalize`."""
     return tl.rsqrt(square + 1e-6)
 
 
 @triton.jit
 def multiply(x: tl.tensor, y: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
-    """`x @ y`, both float32, of two dimensions or three, from operands of 16 bits where PARTS is 2, else of about 22 bits."""
+    """`x @ y`, both float32, in two or three dimensions. Operands keep 16 bits if PARTS is 2, else about 22 bits."""
     if len(x.shape) == 3:
         z = tl.zeros((x.shape[0], x.shape[1], y.shape[2]), tl.float32)
     else:
@@ -69,7 +69,7 @@ def multiply(x: tl.tensor, y: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def multiply_add(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
-    """`x @ y + z`, x float32. A bfloat16 y is exact as it is, and x has two parts, 16 bits together."""
+    """`x @ y + z`, x float32. If y is bfloat16, it is exact, and x is split into two parts with 16 bits together."""
     if y.dtype == tl.bfloat16:
         high, low = split(x)
         return tl.dot(high, y, tl.dot(low, y, z))
@@ -81,7 +81,7 @@ def multiply_add(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
 def multiply_parts(
     x: tl.tensor, cells: tl.tensor, size: tl.tensor, z: tl.tensor, PARTS: tl.constexpr, inside: tl.tensor | None = None
 ) -> tl.tensor:
-    """`x @ y + z`, x float32, of the y that `store_parts` has stored, zeros where not `inside`."""
+    """`x @ y + z`, x float32. y is what `store_parts` has stored at `cells`; it counts as zeros where `inside` is false."""
     other: tl.constexpr = None if inside is None else 0.0
     z = multiply_add(x, tl.load(cells, mask=inside, other=other), z)
     if PARTS == 2:
@@ -93,7 +93,7 @@ def multiply_parts(
 def split(x: tl.tensor) -> tl.tensor:
     """float32 -> (nearest bfloat16, bfloat16 of the rest).
 
-    Rounded by integer arithmetic: a conversion whose result is also needed in float32 is one slow instruction per element.
+    The rounding uses integers: a conversion whose result is also needed in float32 costs one slow instruction per element.
     """
     bits = x.to(tl.uint32, bitcast=True)
     high = ((bits + 0x8000) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -104,7 +104,7 @@ def split(x: tl.tensor) -> tl.tensor:
 def store_parts(
     cells: tl.tensor, x: tl.tensor, size: tl.tensor, PARTS: tl.constexpr, inside: tl.tensor | None = None
 ) -> None:
-    """Stores x rounded to the dtype of `cells` and, where PARTS is 2, the rest of x `size` elements after it."""
+    """Stores x, rounded to the dtype of `cells`. If PARTS is 2, also stores the rest of x, `size` elements behind."""
     if PARTS == 2:
         high, low = split(x)
         tl.store(cells, high, mask=inside)

@@ -1,6 +1,6 @@
 """The gated delta rule on the GPU for any number of tokens, in chunks of 64.
 
-In a chunk, D is the running sum of the log decays, S the state before it, and [i, j] are its tokens::
+In a chunk, D is the running sum of the log decays, S is the state before the chunk, and i and j are tokens::
 
     A[i, j] = beta_i (k_i . k_j) exp(D_i - D_j), j < i      X = (I + A)^-1
     u = X (beta v)      w = -X (beta exp(D) k)              P[i, j] = (q_i . k_j) exp(D_i - D_j), j <= i
@@ -9,11 +9,11 @@ In a chunk, D is the running sum of the log decays, S the state before it, and [
 `prepare_kernel` computes u, w and P of every chunk; `scan_kernel` goes through the chunks with a block of S in registers.
 The lengths of q and k are factors of rows, like beta and exp(D), so q and k enter products as they are stored.
 
-Precision: sums are float32 everywhere. In a float32 model each product is three TF32 products. In a bfloat16 model q, k
-and v are exact as they are; what they are multiplied with, and intermediate results, have two bfloat16 parts, 16 bits
-together: errors of 1e-5 where the output's rounding is 2e-3, in 40 % of the tensor cores' time for three TF32 products.
+Precision: sums are float32 everywhere. In a float32 model, each product is three TF32 products. In a bfloat16 model, q, k
+and v are exact as they are. Their factors and intermediate results have two bfloat16 parts, with 16 bits together. That gives
+errors of 1e-5, where the output's rounding is 2e-3, in 40 % of the tensor cores' time for three TF32 products.
 
-No product has more than 32 rows. From 64 rows on, Triton 3.6 uses Hopper's warp-group instructions: with these, threefold
+No product has more than 32 rows. From 64 rows on, Triton 3.6 uses Hopper's warp-group instructions: with these, triple
 TF32 products spill registers, and Triton is known to miscompile them where one product follows another
 (flash-linear-attention's issues 640 and 984).
 """
@@ -41,12 +41,12 @@ PREPARE_WARPS, SCAN_WARPS = 4, 8
 
 @dataclass(frozen=True)
 class ScanConfig:
-    """What depends on the GPU's shared memory.
+    """Sizes of `scan_kernel` that depend on the GPU's shared memory.
 
     Attributes:
         block: values of a head per program. With 32 heads, four blocks of 32 values per head are 128 programs, for the H200's
             132 multiprocessors.
-        stages: of the loop. Three load the operands of one chunk while those of another are used.
+        stages: stages of the loop. With three, the operands of one chunk are loaded while those of another are used.
     """
 
     block: int
@@ -55,13 +55,13 @@ class ScanConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """What depends on the model's dtype.
+    """Sizes that depend on the model's dtype.
 
     Attributes:
-        parts: numbers that a stored float32 operand consists of.
+        parts: number of parts in which a float32 operand is stored.
         columns: width of the blocks in which `prepare_kernel` reads q, k and v.
-        scan: by the shared memory that it is made for; at K = V = 128 bfloat16 takes 193, 104 and 92 KB, float32 152, 132 and
-            32.
+        scan: sizes of `scan_kernel`, by the shared memory that they are made for. At K = V = 128, bfloat16 takes 193, 104 and
+            92 KB, float32 152, 132 and 32.
     """
 
     parts: int
@@ -114,7 +114,7 @@ def _gated_delta_rule(
     slots: Tensor,
     key_heads: int,
 ) -> Tensor:
-    """For T tokens, T symbolic; returns [T, H, V]."""
+    """`gated_delta_rule` for T tokens, where T is symbolic; returns [T, H, V]."""
     _, heads, key_dim, value_dim = state.shape
     tokens = mixed.shape[0]
     chunks = (tokens + CHUNK - 1) // CHUNK
@@ -201,7 +201,7 @@ def scan_kernel(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Program (block of values, head).
+    """Program (block of values, head) takes its state through all chunks.
 
     All tiles are transposed, [values, ...], so that no product has more rows than the block has values.
     """
@@ -224,7 +224,7 @@ def scan_kernel(
         rows = tl.cast(chunk, tl.int64) * CHUNK + token
         inside = rows < length
         places = rows * HEADS + head
-        # Loaded early: what the pipeline does not prefetch then arrives while the first products run.
+        # The pipeline does not prefetch these. Loaded here, they arrive while the first products are computed.
         written = tl.load(u + places[None, :] * V + values[:, None])
         q_factor = tl.load(q_factors + rows)
         k_factor = tl.load(k_factors + rows)

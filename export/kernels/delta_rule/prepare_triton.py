@@ -1,4 +1,4 @@
-"""The part of the chunked gated delta rule that does not need the state: all chunks at once."""
+"""The computation of the chunked gated delta rule that does not need the state, for all chunks at once."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def prepare_kernel(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Program (chunk, head). The chunk's triangular system is solved in two halves, top and bottom.
+    """Program (chunk, head). It solves the chunk's triangular system in two halves, top and bottom.
 
-    Tokens after the last one have q = k = v = 0: they decay nothing, write nothing, and give zeros in w, u and P.
+    Rows behind the last token have q = k = v = 0: they decay nothing, write nothing, and give zeros in w, u and P.
     """
     length = length_of(positions, tokens)
     if tl.program_id(0) * (2 * HALF) >= length:
@@ -103,7 +103,7 @@ def prepare_kernel(
     q_top_factor = q_top_length * K**-0.5
     q_bottom_factor = q_bottom_length * K**-0.5
 
-    # Above the diagonal exponents are positive and could overflow. Those results are not used.
+    # Above the diagonal, exponents are positive and could overflow, so they are cut to 0. These results are not used.
     decay_top = tl.exp(tl.minimum(d_top[:, None] - d_top[None, :], 0.0)) * k_top_length[None, :]
     decay_corner = tl.exp(d_bottom[:, None] - d_top[None, :]) * k_top_length[None, :]
     decay_bottom = tl.exp(tl.minimum(d_bottom[:, None] - d_bottom[None, :], 0.0)) * k_bottom_length[None, :]
@@ -164,10 +164,12 @@ def compare(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Products of rows of x and of k, given as pointers to their first columns; in blocks of columns, else they would spill.
+    """Products of rows of x and rows of k, in blocks of columns, because whole rows would spill registers.
+
+    Arguments x and k are pointers to the first columns of the rows of the two halves.
 
     Returns:
-        1 / |x| of the top and of the bottom half; x k^T of top and top, bottom and top, bottom and bottom.
+        (1 / |x| of the top half, the same of the bottom half; x k^T of top and top, of bottom and top, of bottom and bottom).
     """
     top_square = tl.zeros((x_top.shape[0],), tl.float32)
     bottom_square = tl.zeros((x_top.shape[0],), tl.float32)
@@ -201,7 +203,7 @@ def store_product(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Stores `[[x[0], 0], [x[1], x[2]]]` times rows of `mixed`, in blocks of columns, as `store_parts` does."""
+    """Multiplies `[[x[0], 0], [x[1], x[2]]]` by rows of `mixed`, in blocks of columns, and stores the product in parts."""
     nothing = tl.zeros(from_top.shape, tl.float32)
     for start in range(0, WIDTH, COLUMNS):
         top = tl.load(from_top + start, mask=in_top[:, None], other=0.0)
@@ -215,7 +217,7 @@ def store_product(
 def invert(first: tl.tensor, second: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
     """Inverses of `I + strictly_lower` of two matrices of 32 rows, as in `reference.invert_unit_lower`.
 
-    Two at once, so that the products of one run while those of the other wait.
+    Two matrices at once, so that products of one matrix are computed while those of the other wait.
     """
     i = tl.arange(0, first.shape[0])[:, None]
     j = tl.arange(0, first.shape[0])[None, :]

@@ -5,8 +5,8 @@ One head keeps a state `S` of shape [K, V]. For each token::
     S = exp(g) * S;   S = S + k (beta * (v - S^T k))^T;   o = S^T q
 
 with `g <= 0` a log decay and `beta` in (0, 1) a write strength (Gated Delta Networks, arXiv:2412.06464). The chunked form
-does the tokens of a chunk by matrix products, after the UT transform of DeltaNet (arXiv:2406.06484), and the
-chunks by a scan of doubling strides, so that the graph has no loop and the number of tokens can stay symbolic.
+computes the tokens of a chunk by matrix products, with the UT transform of DeltaNet (arXiv:2406.06484). It computes the
+chunks by a scan with doubling strides, so that the graph has no loop and the number of tokens can stay symbolic.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor
 from ostinato.export.kernels.operands import Convolution, Decay, RowIndex, is_padding, length_of, runs_of
 
 CHUNK = 64
-# The largest matrix that is cheaper to invert whole than in blocks: smaller products take no less time.
+# Size of the largest matrix that is cheaper to invert whole than in blocks: smaller products take no less time.
 SMALL = 8
 
 
 def convolve(x: Tensor, conv: Convolution, index: RowIndex) -> Tensor:
-    """The causal convolution of a gated delta-net layer for a prompt, and SiLU.
+    """The causal convolution and SiLU of a gated delta-net layer, for a prompt.
 
     Args:
         x: [T, C], possibly columns of a wider tensor.
-        conv: of C channels, in x's dtype; its state is written in place where the slot is: the inputs up to the last token.
-        index: of one run, and perhaps padding behind it; where it begins at 0 the old state counts as zeros.
+        conv: C channels, in x's dtype. The state of the slot is written in place: the last inputs up to the last token's.
+        index: one run, perhaps with padding behind it. If the run begins at 0, the old state counts as zeros.
 
     Returns:
         [T, C] in x's dtype; sums are float32.
@@ -44,7 +44,7 @@ def convolve(x: Tensor, conv: Convolution, index: RowIndex) -> Tensor:
     # One fused multiply-add per tap (there are about 4): faster than a convolution call, and no library kernel is needed.
     out = sum(taps[i] * window[i : i + tokens].float() for i in range(taps.shape[0]))
     assert isinstance(out, Tensor)
-    # As many inputs as the state has, up to the last token's.
+    # The rows of the new state: its last one is the last token's input.
     last = length_of(index.positions) + torch.arange(before.shape[0], device=x.device)
     state.index_copy_(0, slot, window.index_select(0, last).unsqueeze(0))
     return F.silu(out).to(x.dtype)
@@ -62,16 +62,16 @@ def gated_delta_rule(
 ) -> Tensor:
     """The delta rule of a gated delta-net layer for a prompt, from the convolution's output to the heads' outputs.
 
-    Queries and keys are L2-normalised, queries scaled by K ** -0.5; g is `decay` of a, `beta = sigmoid(b)`. Value head h
+    Queries and keys are L2-normalised, queries scaled by K ** -0.5; g is `decay` for a, `beta = sigmoid(b)`. Value head h
     takes key head h // (value heads / key heads).
 
     Args:
         mixed: [T, key_heads K + key_heads K + H V]: q, k and v side by side, after the convolution and its SiLU.
-        a, b: [T, H], the gates' projections; like `mixed`, possibly columns of a wider tensor.
-        decay: of H heads.
-        state: [slots, H, K, V] float32; the prompt's slot is written in place: the state after the last token.
-        index: of one run, and perhaps padding behind it; where it begins at 0 the old state counts as zeros.
-        key_heads: how many key heads.
+        a, b: [T, H], the projections of the gates; like `mixed`, possibly columns of a wider tensor.
+        decay: parameters of H heads.
+        state: [slots, H, K, V] float32. The prompt's slot is written in place: the state after the last token.
+        index: one run, perhaps with padding behind it. If the run begins at 0, the old state counts as zeros.
+        key_heads: number of key heads.
         max_tokens: upper bound of T, known when the graph is made.
 
     Returns:
@@ -91,7 +91,7 @@ def gated_delta_rule(
         out, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], before)
         out = out.unsqueeze(1)
     else:
-        # A token of zeros leaves the state alone.
+        # A token of zeros leaves the state as it is.
         padding = is_padding(positions)
         k, v = k.masked_fill(padding[:, None], 0), v.masked_fill(padding[:, None], 0)
         g, beta = g.masked_fill(padding, 0), beta.masked_fill(padding, 0)
@@ -103,22 +103,22 @@ def gated_delta_rule(
 def delta_step(
     mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, index: RowIndex, norm_weight: Tensor, key_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule` of any runs, and the gated norm except for its division by each head's root mean square.
+    """`gated_delta_rule` for any runs, and the gated norm without its division by each head's root mean square.
 
-    That division is one factor per head, which the product behind it applies, from `squares`.
+    That division is one factor per head. The next product computes it from `squares` and applies it.
 
     Args:
-        mixed: [T, 2 key_heads K + 2 H V]: q, k, v after the convolution and its SiLU, and z, the norm's gate.
+        mixed: [T, 2 key_heads K + 2 H V]: q, k and v after the convolution and its SiLU, then z, the norm's gate.
         gates: [T, 2 H] float32: b, then a.
-        decay: of H heads.
-        state: [slots, H, K, V] float32, written in place where the slots have rows.
-        index: of the rows; where a run begins at 0 its old state counts as zeros.
-        norm_weight: [V] float32, no offset.
-        key_heads: how many key heads.
+        decay: parameters of H heads.
+        state: [slots, H, K, V] float32, written in place for slots that have rows.
+        index: any runs. If a run begins at 0, its old state counts as zeros.
+        norm_weight: [V] float32, the factor itself and not an offset from one.
+        key_heads: number of key heads.
 
     Returns:
-        (out [T, H V] in mixed's dtype: o * norm_weight * silu(z); squares [T H, P] float32, whose sum over P, here 1, is
-        that of o^2).
+        (out [T, H V] in mixed's dtype: o * norm_weight * silu(z); squares [T H, P] float32, whose sum over P is that
+        of o^2; here P = 1).
     """
     tokens = mixed.shape[0]
     _, heads, _, value_dim = state.shape
@@ -135,18 +135,18 @@ def delta_step(
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """`x / |x|` over the last dimension, eps under the root as in flash-linear-attention."""
+    """`x / |x|` over the last dimension, with eps under the root as in flash-linear-attention."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
 def _key_heads(x: Tensor, key_dim: int, repeats: int) -> Tensor:
-    """[T, key heads * K] -> [value heads, T, K], normalised, repeated where value heads share."""
+    """[T, key heads * K] -> [value heads, T, K], normalised. A key head is repeated for each of its value heads."""
     heads = l2_normalize(x.unflatten(1, (-1, key_dim)))
     return heads.repeat_interleave(repeats, dim=1).transpose(0, 1)
 
 
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token.
+    """Take the state through one token.
 
     Args:
         q, k: [H, K] float32, normalised, q scaled.
@@ -167,7 +167,7 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sta
 def naive_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The definition, a plain loop: the reference for the two forms that the model uses. Shapes as in the chunked form."""
+    """The definition as a plain loop: the reference for the two forms that the model uses. Shapes as in the chunked form."""
     outputs = []
     for t in range(q.shape[1]):
         out, state = recurrent_step(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state)
@@ -178,7 +178,7 @@ def naive_gated_delta_rule(
 def chunked_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, max_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Any number of tokens up to `max_tokens`.
+    """Take the state through any number of tokens up to `max_tokens`.
 
     Args:
         q, k: [H, T, K] float32, normalised, q scaled.
@@ -197,7 +197,7 @@ def chunked_gated_delta_rule(
     causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
 
     decay = g.cumsum(1)
-    # The mask goes in before the exponential: above the diagonal the difference is positive and could overflow.
+    # The mask is applied before the exponential: above the diagonal the difference is positive, and `exp` could overflow.
     pair = (decay - decay.transpose(1, 2)).masked_fill(~causal, -torch.inf).exp()
     k_beta = k * beta
     inverse = invert_unit_lower(torch.bmm(k_beta, k.transpose(1, 2)) * pair)
@@ -214,14 +214,14 @@ def chunked_gated_delta_rule(
     attention = torch.bmm(q, k.transpose(1, 2)) * pair
     out = torch.bmm(q * decay.exp(), starts) + torch.bmm(attention, values - torch.bmm(keys, starts))
     out = out.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)
-    # A selection and no slice: whether a slice is the whole would be a condition on T.
+    # A selection, not a slice: whether a slice takes everything would be a condition on T.
     return out.index_select(0, torch.arange(tokens, device=out.device)).transpose(0, 1), after
 
 
 def _split_chunks(x: Tensor) -> Tensor:
-    """[H, T, D] -> [chunks * H, CHUNK, D], zeros behind: a token of zeros with g = 0 leaves the state alone.
+    """[H, T, D] -> [chunks * H, CHUNK, D], with zeros behind: a token of zeros with g = 0 leaves the state as it is.
 
-    Chunks come first, so that no stride depends on T: the compiler's algebra on such strides took half of its time.
+    Chunks come first, so that no stride depends on T: the compiler spent half of its time on the algebra of such strides.
     """
     heads, tokens, size = x.shape
     chunks = _chunk_count(tokens)
@@ -230,10 +230,10 @@ def _split_chunks(x: Tensor) -> Tensor:
 
 
 def _chunk_count(tokens: int) -> int:
-    """Chunks for `tokens`, the last of them empty.
+    """Number of chunks for `tokens`. The last chunk is empty.
 
-    Two at least: torch.export takes a size of one for a constant, and the graph would fit short prompts only. One quotient
-    and no sum, so that its solver sees a product of it to be divisible by it.
+    There are at least two: torch.export takes a size of one for a constant, and the graph would fit only short prompts. The
+    number is one quotient, not a sum, so that torch's solver sees that its multiples are divisible by it.
     """
     return (tokens + 2 * CHUNK - 1) // CHUNK
 
@@ -241,9 +241,9 @@ def _chunk_count(tokens: int) -> int:
 def invert_unit_lower(matrix: Tensor) -> Tensor:
     """Inverse of `I + strictly_lower(matrix)`, [..., n, n] with n a power of two.
 
-    Blocks of twice the size from the inverses of their diagonal blocks: [[A, 0], [C, B]] has the lower left block
-    -B^-1 C A^-1. Summing the Neumann series instead takes as few products, but its terms grow like binomials when
-    the keys repeat (one repeated token is enough), and float32 loses every digit.
+    Each step inverts blocks of twice the size from the inverses of their diagonal blocks: the inverse of [[A, 0], [C, B]] has
+    the lower left block -B^-1 C A^-1. The Neumann series would take as few products, but its terms grow like binomials when
+    keys repeat (one repeated token is enough), and float32 loses every digit.
     """
     n = matrix.shape[-1]
     matrices = matrix.reshape(-1, n, n)
@@ -268,10 +268,10 @@ def _diagonal_blocks(matrices: Tensor, size: int) -> Tensor:
 
 
 def _invert_small(matrices: Tensor) -> Tensor:
-    """`invert_unit_lower` with all blocks of a size in one matrix: mostly products with zeros, but two for each size."""
+    """`invert_unit_lower` on whole matrices: only two products for each size of blocks, though most factors are zeros."""
     n = matrices.shape[-1]
     index = torch.arange(n, device=matrices.device)
-    # The highest bit in which row and column differ is the size of the block whose lower left part an element is in.
+    # The highest bit in which row and column differ is the size of the lower left block that an element belongs to.
     differ = (index.unsqueeze(1) ^ index).tril(-1)
     inverse = torch.eye(n, dtype=matrices.dtype, device=matrices.device) - matrices.masked_fill(differ != 1, 0)
     size = 2
@@ -283,17 +283,17 @@ def _invert_small(matrices: Tensor) -> Tensor:
 
 
 def _scan_chunks(maps: Tensor, state: Tensor, max_chunks: int) -> Tensor:
-    """States before each chunk and after the last, [(chunks + 1) * H, K, V].
+    """States before each chunk and after the last one, [(chunks + 1) * H, K, V].
 
-    An inclusive scan in log2(max_chunks + 1) strides: first (A1, U1) and then (A2, U2) is (A2 A1, A2 U1 + U2).
+    This is an inclusive scan in log2(max_chunks + 1) strides. The map (A1, U1), then (A2, U2), is (A2 A1, A2 U1 + U2).
 
     Args:
-        maps: [chunks * H, K, K + V]: A and U side by side, of what a chunk does to a state: `A @ state + U`.
-        state: [H, K, V], before the first.
-        max_chunks: upper bound of the chunks.
+        maps: [chunks * H, K, K + V], A and U side by side. A chunk turns a state into `A @ state + U`.
+        state: [H, K, V], before the first chunk.
+        max_chunks: upper bound of the number of chunks.
     """
     heads, key_dim, value_dim = state.shape
-    # The state is what a chunk ahead of the first would leave, whatever was before.
+    # The state becomes the map of a chunk ahead of the first one: A = 0, U = state.
     maps = torch.cat((F.pad(state, (key_dim, 0)), maps), dim=0)
     is_a = torch.arange(key_dim + value_dim, device=maps.device) < key_dim
     same = torch.eye(key_dim, key_dim + value_dim, dtype=maps.dtype, device=maps.device)

@@ -1,8 +1,8 @@
-"""Long runs of rows in the gated delta rule, in chunks: `prefill_triton` says what is computed.
+"""Long runs of rows in the gated delta rule, in chunks. `prefill_triton` has the formulas.
 
-Where there may be many rows, one kernel first solves all chunks as far as they do not depend on the state, side by side: each
-is a chain of small products. Another one then takes the state from chunk to chunk. A program of few rows solves each chunk
-when the state gets there. Products are those of `math_triton`.
+Where there may be many rows, a first kernel solves all chunks side by side, as far as they do not depend on the state: each
+chunk is a chain of small products. A second kernel then takes the state from chunk to chunk. Where there are few rows, one
+program does both, and solves a chunk when the state gets there. Products are those of `math_triton`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .math_triton import (
 
 # Bytes of a key that are loaded at once to solve chunks.
 PIECE = tl.constexpr(64)
-# Numbers of each row and head in `factors`.
+# The size of `factors` for one row and head.
 FACTORS = tl.constexpr(4)
 
 
@@ -50,9 +50,9 @@ def delta_solve_rows_early(
     PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (head, z): the chunks z, z + Z, ... of all long runs, Z being the size of the grid.
+    """Program (head, z) solves the chunks z, z + Z, ... of all long runs, Z being the size of the grid.
 
-    solved and pairs are [PARTS, R, HEADS, CHUNK], factors [R, HEADS, FACTORS] float32: what `solve_chunk` gives.
+    It stores the results of `solve_chunk`: solved and pairs [PARTS, R, HEADS, CHUNK], factors [R, HEADS, FACTORS] float32.
     """
     start_next(EARLY)
     rows = tl.cast(rows, tl.int32)
@@ -65,13 +65,13 @@ def delta_solve_rows_early(
     later = tl.load(slots + every + (LONG - 1), mask=every + (LONG - 1) < rows, other=-2)
     starts = (slot_of != before) | (slot_of < 0)
     is_long = (slot_of >= 0) & (slot_of == later)
-    # Of each row the first one of its run, doubled, and one more where that is long.
+    # For each row: twice the first row of its run, plus one if that run is long.
     marks = tl.associative_scan(tl.where(starts, 2 * every + is_long.to(tl.int32), 0), 0, larger)
     of_run = marks // 2
     begins = (marks % 2 == 1) & ((every - of_run) % CHUNK == 0) & (every < rows)
     numbers = tl.cumsum(begins.to(tl.int32), 0)
     count = tl.max(numbers, 0)
-    # One program must wait; the others leave their room to the next kernel.
+    # One program must wait (rule R1). Others with nothing to do end, and leave their room to the next kernel.
     if (tl.program_id(1) >= count) & (head + tl.program_id(1) > 0):
         return
     wait_for_previous(EARLY)
@@ -120,8 +120,10 @@ def delta_run_rows_early(
     PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (block of values, head, z): the long runs z, z + Z, ..., Z being the size of the grid, whose chunks
-    `delta_solve_rows_early` has solved. The first one's state is loaded before the wait."""
+    """Program (block of values, head, z) moves the state by the long runs z, z + Z, ..., Z being the size of the grid.
+
+    `delta_solve_rows_early` has solved the chunks of these runs. The state for the first run is loaded before the wait.
+    """
     start_next(EARLY)
     rows = tl.cast(rows, tl.int32)
     head = tl.program_id(1)
@@ -136,7 +138,7 @@ def delta_run_rows_early(
     begins = (slot_of >= 0) & (slot_of != before) & (slot_of == later)
     numbers = tl.cumsum(begins.to(tl.int32), 0)
     count = tl.max(numbers, 0)
-    # One program must wait; the others leave their room to the next kernel.
+    # One program must wait (rule R1). Others with nothing to do end, and leave their room to the next kernel.
     if (tl.program_id(2) >= count) & (tl.program_id(0) + head + tl.program_id(2) > 0):
         return
     if count == 0:
@@ -189,9 +191,9 @@ def take_run(
     """Moves a head's state [K, V] by the rows from `first` to `end`, and stores their outputs.
 
     Args:
-        fresh: the state counts as zeros.
+        fresh: whether the old state counts as zeros.
         solved, pairs, factors: see `delta_solve_rows_early`; not used unless SOLVED.
-        EARLY: waits for the kernel ahead once the state is on its way.
+        EARLY: whether to wait for the kernel ahead, once the state is on its way.
     """
     size = tl.cast(rows, tl.int64) * (HEADS * CHUNK)
     cells = state + tl.arange(0, K)[None, :] * V + values[:, None]
@@ -221,14 +223,15 @@ def solve_chunk(
     CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> tl.tuple:
-    """What the CHUNK rows from `start` on do whatever the state is.
+    """Solve the CHUNK rows from `start` on, as far as they do not depend on the state.
 
     Rows from `end` on have q = k = 0: they decay nothing and write nothing.
 
     Returns:
-        [CHUNK, CHUNK]: the inverse of the chunk's triangular system, times the write strengths, and what each row's output
-        takes of the rows up to it; and FACTORS of each row: the decay so far, what its products of the state with its key and
-        with its query count, and what its write is worth at the chunk's end.
+        (x, p, factors). x [CHUNK, CHUNK] is the inverse of the chunk's triangular system, times the write strengths. p
+        [CHUNK, CHUNK] is what each row's output takes of the rows up to it. factors are FACTORS vectors [CHUNK]: the decay so
+        far, the factor of the state's product with the row's key, the same with its query, and what the row's write is worth
+        at the end of the chunk.
     """
     WIDE: tl.constexpr = PIECE * 8 // mixed.dtype.element_ty.primitive_bitwidth
     WIDTH: tl.constexpr = K if K < WIDE else WIDE
@@ -254,12 +257,12 @@ def solve_chunk(
     g = tl.where(inside, log_decay(a, rate, bias), 0.0)
     beta = tl.where(inside, write_strength(b), 0.0)
     d = tl.cumsum(g, 0)
-    # That of the last token for all of them: a sum of the same terms, and below it none is positive.
+    # The decay from each row to the end of the chunk. Only rounding could make a difference positive.
     left = tl.exp(tl.minimum(tl.sum(g, 0) - d, 0.0))
     so_far = tl.exp(d)
     k_length = inverse_length(k_square)
     q_length = inverse_length(q_square) * K**-0.5
-    # Above the diagonal exponents are positive and could overflow. Those results are not used.
+    # Above the diagonal, exponents are positive and could overflow, so they are cut to 0. These results are not used.
     decay = tl.exp(tl.minimum(d[:, None] - d[None, :], 0.0)) * k_length[None, :]
     below = token[:, None] > token[None, :]
     x = inverse(tl.where(below, kk * decay * (beta * k_length)[:, None], 0.0), PARTS) * beta[None, :]
@@ -293,13 +296,13 @@ def take_chunk(
     SOLVED: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> tl.tensor:
-    """The state s [BLOCK, K] after CHUNK rows from `start` on; stores the rows' outputs."""
+    """Return the state s [BLOCK, K] after CHUNK rows from `start` on, and store the outputs of the rows."""
     ROW: tl.constexpr = 2 * KEY_HEADS * K + 2 * HEADS * V
     token = tl.arange(0, CHUNK)
     inside = start + token < end
     row = (start + token).to(tl.int64)
     of_head = row * HEADS + head
-    # The chunk's keys, and below them its queries: one product.
+    # The chunk's keys, and below them its queries, so that one product serves both.
     both = tl.arange(0, 2 * CHUNK)
     kind = tl.where(both < CHUNK, KEY_HEADS * K, 0) + head // (HEADS // KEY_HEADS) * K
     other = start + both % CHUNK
@@ -317,7 +320,7 @@ def take_chunk(
         q_factor = tl.load(factors + of_head * FACTORS + 2, mask=inside, other=0.0)
         written = tl.load(factors + of_head * FACTORS + 3, mask=inside, other=0.0)
         kept = tl.load(factors + ((tl.minimum(start + CHUNK, end) - 1).to(tl.int64) * HEADS + head) * FACTORS)
-        # [CHUNK, CHUNK], a row's in a column
+        # [CHUNK, CHUNK], transposed: a row of `solved` is a column
         cells = of_head[None, :] * CHUNK + token[:, None]
         nothing = tl.zeros((values.shape[0], CHUNK), tl.float32)
         delta = multiply_parts(v - of_keys * k_factor[None, :], solved + cells, size, nothing, PARTS, inside[None, :])
@@ -326,7 +329,7 @@ def take_chunk(
         x, p, f = solve_chunk(mixed, gates, start, end, head, rate, bias, HEADS, KEY_HEADS, K, V, CHUNK, PARTS)
         x, p = tl.trans(x), tl.trans(p)
         k_factor, q_factor, written = f[1], f[2], f[3]
-        # Rows behind the last one decay nothing.
+        # Rows from `end` on decay nothing, so the last row of the chunk has the whole decay.
         kept = tl.sum(tl.where(token == CHUNK - 1, f[0], 0.0), 0)
         delta = multiply(v - of_keys * k_factor[None, :], x, PARTS)
         o = of_queries * q_factor[None, :] + multiply(delta, p, PARTS)
@@ -338,12 +341,12 @@ def take_chunk(
 
 @triton.jit
 def inverse(below: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
-    """Inverse of `I + below` [CHUNK, CHUNK], strictly lower, CHUNK a power of two: as `prepare_triton.invert`."""
+    """Inverse of `I + below` [CHUNK, CHUNK], as in `prepare_triton.invert`. below: strictly lower; CHUNK: a power of two."""
     SIZE: tl.constexpr = below.shape[0]
     i = tl.arange(0, SIZE)[:, None]
     j = tl.arange(0, SIZE)[None, :]
     x = tl.where(i == j, 1.0, 0.0) - tl.where((i == j + 1) & (i % 2 == 1), below, 0.0)
-    # Levels of two rows, four, and so on.
+    # Levels: blocks of two rows, of four rows, and so on.
     for level in tl.static_range(1, 5):
         if 1 << level < SIZE:
             corner = ((i >> level) == (j >> level) + 1) & ((i >> level) % 2 == 1)

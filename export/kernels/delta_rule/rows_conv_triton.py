@@ -1,7 +1,8 @@
-"""A gated delta-net's convolution for rows of several sessions, R of them, known when the kernel is launched.
+"""A gated delta-net's convolution for R rows of several sessions. R is not known before the kernel is launched.
 
-A program has a part of the channels. That of a run's first row alone reads and writes the state of those, once, however long
-the run is; rows that need no state have programs of their own.
+A program has a block of channels. Only the program of a run's first row reads and writes the state of these channels, once,
+however long the run is. The same program takes the next rows of the run, if they need the old state, too. All
+other rows have programs of their own.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from ostinato.export.kernels.operands import MAX_ROWS, Convolution, RowIndex
 
 @dataclass(frozen=True)
 class ConvConfig:
-    """Channels of a program of the convolution, and its warps."""
+    """Channels and warps of one program."""
 
     channels: int
     warps: int
 
 
-# 1.5/1.8/5.6/9.1 us at 8/16/64/128 single rows, 6.4 for a run of 128; with 2 warps 1.9/2.8/8.2/12.9 and 10.9.
+# 8/16/64/128 single rows take 1.5/1.8/5.6/9.1 us, a run of 128 takes 6.4; with 2 warps 1.9/2.8/8.2/12.9 and 10.9.
 CONV = ConvConfig(channels=512, warps=4)
 
 
@@ -79,8 +80,8 @@ def conv_rows_early(
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (block of columns, row). That of a run's first row takes all rows that need the old state, and writes the new
-    one; blocks behind the channels are copied."""
+    """Program (block of columns, row). The program of a run's first row takes all rows that need the old state, and writes
+    the new state. Blocks of columns behind the channels are copied."""
     start_next(EARLY)
     rows = tl.cast(rows, tl.int32)
     CONVOLVED: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
@@ -94,7 +95,7 @@ def conv_rows_early(
         tl.store(mixed + column, tl.load(product + column, mask=column < N, other=0.0), mask=column < N)
         return
     slot = tl.load(slots + row)
-    # Rows of its run ahead of this one, as far as its taps reach.
+    # Number of rows of the same run ahead of this row, as far as the taps reach.
     ahead = 0
     for tap in tl.static_range(1, TAPS):
         before = tl.load(slots + tl.maximum(row - tap, 0), mask=row >= tap, other=-2)
@@ -105,12 +106,12 @@ def conv_rows_early(
     taps = weight + column * TAPS
     factors = ()
     for tap in tl.static_range(0, TAPS):
-        # Of the input so many rows ago.
+        # The factor of the input `tap` rows ago.
         factors += (tl.load(taps + (TAPS - 1 - tap), mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
     if ahead == 0:
         every = tl.arange(0, ROWS)
         others = tl.load(slots + every, mask=every < rows, other=-2)
-        # A slot has one run; padding may have several.
+        # A slot has one run, padding may have several: only rows of a slot are counted.
         length = tl.where(slot >= 0, tl.sum((others == slot).to(tl.int32), 0), 1)
         old = inside & (slot >= 0) & (tl.load(positions + row) > 0)
         cells = state + tl.maximum(slot, 0) * ((TAPS - 1) * CHANNELS) + column
@@ -135,7 +136,7 @@ def conv_rows_early(
             tl.store(mixed + index * N + column, result, mask=inside & (index < length))
         for back in tl.static_range(1, TAPS):
             newest = last[back - 1]  # type: ignore[var-annotated]
-            # Of a run with fewer rows, inputs that the state had.
+            # If the run has too few rows, this input of the new state comes from the old state.
             for fewer in tl.static_range(1, back):
                 newest = tl.where(length == fewer, past[back - fewer - 1], newest)
             tl.store(cells + (TAPS - 1 - back) * CHANNELS, newest, mask=inside & (slot >= 0))

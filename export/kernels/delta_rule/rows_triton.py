@@ -1,8 +1,9 @@
-"""The gated delta rule for rows of several sessions, R of them, known when kernels are launched.
+"""The gated delta rule for R rows of several sessions. R is not known before the kernels are launched.
 
-A program has a part of a head's values in one run, and alone reads and writes the state of that, once, however long the run
-is. It takes the rows of a short run one after another, those of a long one in chunks (rows_chunk_triton.py). Chunks need so
-many registers that other kernels take them where there may be many sessions: those need room for their states on the way.
+A program has a block of a head's values in one run. Only this program reads and writes the state of the block, once, however
+long the run is. It takes the rows of a short run one after another, those of a long run in chunks (rows_chunk_triton.py).
+Chunks need many registers. Where there may be many sessions, other kernels take the chunks: the programs for many sessions
+need those registers for states on their way from memory.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from .rows_chunk_triton import FACTORS, delta_run_rows_early, delta_solve_rows_e
 
 @dataclass(frozen=True)
 class RunsConfig:
-    """The two kernels that take long runs: one does what does not depend on the state, and one moves it.
+    """Sizes of the two kernels for long runs. One solves chunks, which does not need the state; the other moves the state.
 
     Attributes:
-        warps: of a program that moves the state.
-        programs: for a block of values of a head.
-        solving_warps: of a program that solves chunks.
-        solving_programs: for a head.
+        warps: warps of a program that moves the state.
+        programs: programs that move the state, for each block of values of a head.
+        solving_warps: warps of a program that solves chunks.
+        solving_programs: programs that solve chunks, for each head.
     """
 
     warps: int
@@ -43,14 +44,14 @@ class RunsConfig:
 
 @dataclass(frozen=True)
 class DeltaConfig:
-    """What one program of the delta rule does.
+    """Sizes of one program of the delta rule.
 
     Attributes:
-        values: columns of a head's state, or all where it has fewer; also where `runs` takes long ones.
-        warps: of a program.
-        long: rows from which on a run is taken in chunks.
-        chunk: rows of one.
-        runs: None where the kernel for rows takes long runs too.
+        values: columns of a head's state, or all if the head has fewer. The same in the kernel that moves the state.
+        warps: warps of a program.
+        long: the fewest rows of a run that is taken in chunks.
+        chunk: rows of a chunk.
+        runs: sizes of the kernels for long runs. None if `delta_rows_early` takes long runs, too.
     """
 
     values: int
@@ -61,23 +62,24 @@ class DeltaConfig:
 
 
 RUNS = RunsConfig(warps=4, programs=4, solving_warps=1, solving_programs=16)
-# For calls of up to so many rows. H200, 2026-11-23, the flagship's shape: with the linear layers around it 8 and 16 single
-# rows and a run of 16 take 33.3, 49.0 and 30.0 us with 16 values and one warp, 31.0, 43.2 and 29.2 with 32 and two, 31.7,
-# 44.3 and 28.3 with 64 and four. 32, 64 and 128 single rows take 63.2, 110.6 and 213.9 with 32 and two, 62.2, 106.5 and 205.8
-# with 64 and two (255 registers, nothing spilled), 65.3, 113.2 and 200.0 with 128 and four; runs of 64 and 128 take 33.0 and
-# 46.1 with 32 and two, 23.5 and 36.0 with 64 and four, by themselves.
+# By the most rows of a call. In us, on an H200, 2026-11-23, with the flagship's shape, by values and warps of a program.
+# With the linear layers around the kernel, 8 single rows, 16 single rows and a run of 16 take 33.3, 49.0 and 30.0 with 16
+# values and one warp; 31.0, 43.2 and 29.2 with 32 and two; 31.7, 44.3 and 28.3 with 64 and four. 32, 64 and 128 single rows
+# take 63.2, 110.6 and 213.9 with 32 and two; 62.2, 106.5 and 205.8 with 64 and two (255 registers, nothing spilled); 65.3,
+# 113.2 and 200.0 with 128 and four. The kernel alone, for runs of 64 and 128, takes 33.0 and 46.1 with 32 and two; 23.5 and
+# 36.0 with 64 and four.
 CONFIGS = {
     FEW_ROWS: DeltaConfig(values=32, warps=2, long=10, chunk=16),
     MAX_ROWS: DeltaConfig(values=64, warps=2, long=6, chunk=16, runs=RUNS),
 }
-# Programs for a block of values of a head that take short runs.
+# The most programs that take short runs, for each block of values of a head.
 MAX_PROGRAMS = 64
 
 
 def delta_step(
     mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, index: RowIndex, norm_weight: Tensor, key_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.delta_step`, and `delta_rows` for what it takes. One row is `step_triton`'s.
+    """See `reference.delta_step`. One row goes to `step_triton.delta_step`, several rows go to `delta_rows`.
 
     Raises:
         ExportError: see `check_delta_rule`.
@@ -136,7 +138,7 @@ def _delta_rows(
         )
         grid = blocks, heads, runs.programs
         launcher(delta_run_rows_early)[grid](*arguments, BLOCK=values, num_warps=runs.warps, **common)
-    # Behind the long runs, so that programs that have none but rows of those end while they are still taken.
+    # Launched after the kernels for long runs: programs that have only rows of long runs end while those kernels still work.
     grid = blocks, heads, torch.sym_min(rows, MAX_PROGRAMS)
     launcher(delta_rows_early)[grid](*arguments, BLOCK=values, ALL=runs is None, num_warps=config.warps, **common)
     return out, squares
@@ -170,14 +172,17 @@ def delta_rows_early(
     ALL: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (block of values, head, z): runs that begin with the rows z, z + Z, ..., short ones unless ALL."""
+    """Program (block of values, head, z) takes the runs that begin with rows z, z + Z, ..., Z being the size of the grid.
+
+    It takes only short runs, unless ALL.
+    """
     start_next(EARLY)
     rows = tl.cast(rows, tl.int32)
     head = tl.program_id(1)
     values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     for first in tl.range(tl.program_id(2), rows, tl.num_programs(2), num_stages=1):
         slot = tl.load(slots + first)
-        # No slot is -2. The first row goes on, be it padding: one program must wait.
+        # No slot is -2. The first row is always taken, even if it is padding: one program must wait (rule R1).
         if tl.load(slots + tl.maximum(first - 1, 0), mask=first > 0, other=-2) != slot:
             filled = slot >= 0
             fresh = tl.load(positions + first) == 0
@@ -225,7 +230,7 @@ def take_row(
     K: tl.constexpr,
     V: tl.constexpr,
 ) -> tl.tensor:
-    """The state s [K, BLOCK] after a row; stores its outputs."""
+    """Return the state s [K, BLOCK] after a row, and store the outputs of the row."""
     keys = tl.arange(0, K)
     key_head = head // (HEADS // KEY_HEADS)
     of_row = mixed + tl.cast(row, tl.int64) * (2 * KEY_HEADS * K + 2 * HEADS * V)
@@ -241,7 +246,7 @@ def take_row(
     k = k.to(tl.float32)
     z = z.to(tl.float32)
     decay = tl.exp(log_decay(a, rate, bias))
-    # As in `step_triton`: no sum waits for another.
+    # Lengths and decay are factors of the sums, as in `step_triton`: no sum waits for another.
     q_square, k_square, both = tl.reduce((q * q, k * k, q * k), 0, add_triples)
     of_keys, of_queries = tl.reduce((s * k[:, None], s * q[:, None]), 0, add_pairs)
     q_length = inverse_length(q_square) * K**-0.5

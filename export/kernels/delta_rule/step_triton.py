@@ -1,4 +1,4 @@
-"""One decode step of the gated delta rule and its gated norm, in one kernel that loads the state ahead of its input."""
+"""One decode step of the gated delta rule and its gated norm, in one kernel that loads the state ahead of its inputs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .math_triton import inverse_length, log_decay, write_strength
 
 @dataclass(frozen=True)
 class DeltaConfig:
-    """What one program does.
+    """Sizes of one program.
 
     Attributes:
         values: columns of a head's state.
-        warps: with one, the sums over keys need no barrier.
+        warps: warps of the program. With one, the sums over keys need no barrier.
     """
 
     values: int
@@ -108,7 +108,7 @@ def delta_step_early(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (block of values, head)."""
+    """Program (block of values, head) moves its block of the state by one token, and stores the outputs."""
     start_next(EARLY)
     head = tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
@@ -116,7 +116,7 @@ def delta_step_early(
     values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots)
     cells = state + (tl.maximum(slot, 0) * HEADS + head) * K * V + keys[:, None] * V + values[None, :]
-    # The state is read even where position 0 discards it: to look at the position first would be to wait for memory twice.
+    # The state is read even if position 0 discards it: looking at the position first would mean to wait for memory twice.
     before = tl.load(cells)
     position = tl.load(positions)
     rate = tl.load(a_log + head)
@@ -124,8 +124,8 @@ def delta_step_early(
     norm = tl.load(norm_weight + values)
 
     wait_for_previous(EARLY)
-    # All loads are issued before anything is done with a result: the compiler keeps the order of loads and of exchanges
-    # through shared memory.
+    # All loads are issued before any result is used: the compiler keeps the order of loads and of exchanges through shared
+    # memory.
     offsets = head * V + values
     q = tl.load(mixed + key_head * K + keys)
     k = tl.load(mixed + (KEY_HEADS + key_head) * K + keys)
@@ -139,8 +139,8 @@ def delta_step_early(
     z = z.to(tl.float32)
     before = tl.where(position == 0, 0.0, before)
     decay = tl.exp(log_decay(a, rate, bias))
-    # Lengths and decay are factors of the sums, so that no sum waits for another; S^T q of the new state is computed from the
-    # old one.
+    # Lengths and decay are factors of the sums, so that no sum waits for another. S^T q of the new state is computed from
+    # the old state.
     q_length = inverse_length(tl.sum(q * q, 0)) * K**-0.5
     k_length = inverse_length(tl.sum(k * k, 0))
     predicted = tl.sum(before * k[:, None], 0) * (decay * k_length)

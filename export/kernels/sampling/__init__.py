@@ -1,1 +1,1 @@
-"""From logits to a token."""
+"""Sampling of tokens from logits."""

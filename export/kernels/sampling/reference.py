@@ -1,4 +1,4 @@
-"""Sampling on the device, in plain PyTorch: `ostinato.delegate.sampling` says what is sampled."""
+"""Sampling on the device, in plain PyTorch: `ostinato.delegate.sampling` defines what is sampled."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from torch import Tensor
 from ostinato.delegate.sampling import SamplingTensors, sample
 from ostinato.export.kernels.operands import LastTokens
 
-# A kernel runs as at most PROGRAMS programs, which tell each other CANDIDATES numbers at a time.
+# A kernel has at most PROGRAMS programs. In an exchange, each program gives CANDIDATES numbers to the others.
 PROGRAMS = 128
 CANDIDATES = 16
-# The counter of those that have arrived has a sector of its own, of 32 bytes.
+# Elements for the counter of arrived programs, which has a sector of 32 bytes to itself.
 HEADER = 4
 
 
 def workspace_size() -> int:
-    """Elements of the workspace: int64, zeros before its first use."""
+    """Number of elements of the workspace. They are int64, and zeros before its first use."""
     return HEADER + 2 * PROGRAMS * CANDIDATES
 
 
 def sample_next(
     logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, params: SamplingTensors, workspace: Tensor
 ) -> Tensor:
-    """Sample the token behind each row, and keep it as its slot's last one.
+    """Sample the token that follows each row, and store it as the last token of the row's slot.
 
     Args:
         logits: [T, V] float32.
-        positions: [T] int64, of the rows that gave the logits, from 0; -1 to sample a first token. The sampled token stands
-            at the position after that.
-        slots: [T] int64, as in `RowIndex`. Of a slot with several rows the last one's token is kept.
-        last: written in place where the slots have rows.
+        positions: [T] int64, positions of the rows that gave the logits, from 0; -1 to sample a first token. The sampled
+            token stands at the next position.
+        slots: [T] int64, as in `RowIndex`. If a slot has several rows, the token of its last row is stored.
+        last: written in place for slots that have rows.
         params: [slots] each, on the device of the logits.
-        workspace: [workspace_size()] int64, not used here; the kernel leaves in it what its next launch needs.
+        workspace: [workspace_size()] int64, not used here. A kernel leaves in it what its next launch needs.
 
     Returns:
         [T] int64, the sampled tokens.
@@ -45,7 +45,7 @@ def sample_next(
     tokens = torch.cat(sampled)
     for row in range(logits.shape[0]):
         slot = slots[row : row + 1]
-        # Padding writes what is there.
+        # Padding writes the value that is already there.
         kept = slot.clamp(min=0)
         for values, value in ((last.token, tokens[row : row + 1]), (last.position, positions[row : row + 1] + 1)):
             values.index_copy_(0, kept, torch.where(slot < 0, values.index_select(0, kept), value))

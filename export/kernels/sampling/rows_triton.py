@@ -1,17 +1,18 @@
 # mypy: allow-untyped-defs
-"""Sampling for several rows in two kernels that start early, no program of which waits for another.
+"""Sampling for several rows, in two kernels that start early. No program waits for another one.
 
-1. `rank_rows_early` reads all logits once. Of each block it leaves the best token, as if every token were kept, and of each
-   piece of PIECE logits the largest one.
-2. `sample_rows_early`, one program per row, takes the best of the blocks' tokens. That is the sampled one where no token is
-   left out, and often where some are: a token is kept by top-p if those that are more likely weigh little enough together,
-   which can be asked of one token without knowing where top-p ends. If it is not kept, the best of the more likely ones is
-   next. So the more tokens top-p keeps, the sooner one is found; each turn halves what is left of the others, on average.
+1. `rank_rows_early` reads all logits once. For each block it stores the best token, as if every token were kept. For each
+   piece of PIECE logits it stores the largest logit.
+2. `sample_rows_early`, one program per row, takes the best of the blocks' tokens. That is the sampled token if no token is
+   left out, and often if some are. Top-p keeps a token if the more likely tokens together weigh little enough. This can be
+   checked for one token, without knowing where top-p ends. If the token is not kept, the best of the more likely tokens is
+   checked next. So the more tokens top-p keeps, the sooner one is found. Each turn halves the remaining tokens, on average.
 
-   Top-k leaves few, so the first kernel spares the noise for such a row: the lowest kept logit is searched for, CANDIDATES
-   candidates at a time. The k-th largest of the blocks' largest logits is a bound of it.
+   Top-k keeps few tokens, so for such a row the first kernel computes no noise. The second kernel searches for the lowest
+   kept logit, CANDIDATES candidates at a time. The k-th largest of the blocks' largest logits is a lower bound of that logit.
 
-   All of these read only pieces whose largest logit reaches what is looked for. With the logits of a model these are few.
+   All these searches read only pieces whose largest logit reaches the logit in question. A model's logits have few such
+   pieces.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ from .sample_triton import (
     _stack,
 )
 
-# Logits of a program of the first kernel, and per warp. 8/16/64 greedy rows of 248,320 take 6.7/10.8/40.9 us; with 128 a warp
-# it is 8.0/13.5/51.1, with 4,096 and 256 7.1/12.1/46.6 (H200, 2026-11-23).
+# Logits per program of the first kernel, and per warp. 8/16/64 greedy rows of 248,320 logits take 6.7/10.8/40.9 us; with 128
+# per warp 8.0/13.5/51.1, with 4,096 per program and 256 per warp 7.1/12.1/46.6 (H200, 2026-11-23).
 BLOCK = 2048
 WARP = 256
-# Logits whose largest is kept: 128 bytes, what a warp's worth of memory is read in.
+# Logits of a piece, of which the largest one is stored. They are 128 bytes, as much as a warp reads from memory at once.
 PIECE = tl.constexpr(32)
 QUADS = tl.constexpr(PIECE.value // 4)
-# Pieces that the second kernel looks at in a turn, and its warps: 8 logits per thread. With 32 warps the 64 registers of a
-# thread are too few.
+# Pieces that the second kernel reads in a turn, and its warps: 8 logits per thread. With 32 warps, a thread's 64 registers
+# are too few.
 TILE = 128
 DRAW_WARPS = 16
 # Slots that are compared at a time.
@@ -60,18 +61,18 @@ FIRST = tl.constexpr(0x7FFFFFFF)
 def sample_next(
     logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, params: SamplingTensors, workspace: Tensor
 ) -> Tensor:
-    """See `reference.sample_next`; all tensors contiguous. What is traced for one row is `sample_triton.sample_next`.
+    """See `reference.sample_next`; all tensors contiguous. One row goes to `sample_triton.sample_next`.
 
-    Positions, slots and options are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
-    `delegate/graphs/nodes.py`). A row of padding gives token 0; its logits and options are not read. Several rows do not use
-    the workspace.
+    Positions, slots and params are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
+    `delegate/graphs/nodes.py`). A row of padding gives token 0; its logits and params are not read. The workspace is not used
+    for several rows.
     """
     if is_one(logits.shape[0]):
         return sample_triton.sample_next(logits, positions, slots, last, params, workspace)
     return _sample_rows(logits, positions, slots, last.token, last.position, list(params))
 
 
-# `parameters` are the fields of `SamplingTensors`, in order. Only the kernels know them one by one.
+# `parameters` are the fields of `SamplingTensors`, in order. Only the kernels take them one by one.
 @torch.library.triton_op("ostinato::sample_rows", mutates_args={"token", "position"})
 def _sample_rows(
     logits: Tensor, positions: Tensor, slots: Tensor, token: Tensor, position: Tensor, parameters: list[Tensor]
@@ -129,11 +130,12 @@ def rank_rows_early(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (b, r): BLOCK logits of row r from b * BLOCK on.
+    """Program (b, r) reads BLOCK logits of row r from b * BLOCK on, and stores what `sample_rows_early` needs for the row:
 
-    It leaves what `sample_rows_early` needs for the row's options: bests [R, BLOCKS] int64, see `_best_of`, where top-k is
-    off; the key of each piece's largest logit, peaks [R, BLOCKS * BLOCK / PIECE] int32, where tokens may be left out; and for
-    top-p alone masses [R, BLOCKS] float32, what the tokens weigh together if the block's most likely one weighs 1.
+    - bests [R, BLOCKS] int64, if top-k is off: the block's best token, see `_best_of`.
+    - peaks [R, BLOCKS * BLOCK / PIECE] int32, if tokens may be left out: the key of each piece's largest logit.
+    - masses [R, BLOCKS] float32, if top-p is on and top-k is off: the weight of the block's tokens together, where the most
+      likely one of these weighs 1.
     """
     start_next(EARLY)
     block = tl.program_id(0)
@@ -190,7 +192,7 @@ def sample_rows_early(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program r samples for row r. chosen: [R, BLOCKS * BLOCK / PIECE] int32, the pieces that it looks at; by no one else."""
+    """Program r samples for row r. chosen: [R, BLOCKS * BLOCK / PIECE] int32, lists of the pieces that programs read."""
     start_next(EARLY)
     row = tl.program_id(0)
     slot = tl.load(slots + row)
@@ -239,14 +241,14 @@ def sample_rows_early(
 
 @triton.jit
 def _filters(temperature, top_k, top_p, min_p, VOCAB: tl.constexpr):
-    """Whether top-k may leave out tokens of a row, and whether anything may."""
+    """(whether top-k may leave out tokens of a row, whether any parameter may)."""
     few = (temperature > 0) & (top_k > 0) & (top_k < VOCAB)
     return few, few | ((temperature > 0) & ((top_p < 1) | (min_p > 0)))
 
 
 @triton.jit
 def _is_last(slots, slot, row, rows):
-    """Whether no later row is of this slot."""
+    """Whether no later row belongs to this slot."""
     later = tl.full((), 0, tl.int32)
     for begin in range(0, rows, SLOTS):
         others = begin + tl.arange(0, SLOTS)
@@ -274,23 +276,23 @@ def _sample_kept(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The best of the tokens that a row keeps, as `_best_of` says. `best`: that of all, unless top-k is on."""
+    """The best of the tokens that a row keeps, encoded as in `_best_of`. best: the best of all tokens, unless top-k is on."""
     EACH: tl.constexpr = BLOCK // PIECE
     pieces = tl.arange(0, triton.next_power_of_2(BLOCKS) * EACH)
     largest = tl.load(peaks + pieces, mask=pieces < BLOCKS * EACH, other=OUTSIDE)
     of_blocks = tl.max(largest.reshape(triton.next_power_of_2(BLOCKS), EACH), 1)
     highest = tl.max(of_blocks, 0)
     peak = _number(highest)
-    # The logarithm of 0 keeps all.
+    # If min_p is 0, its logarithm keeps all tokens.
     least = _key(tl.maximum(peak + temperature * tl.log(min_p), -LARGEST))
 
-    # From here on nothing below `low` is looked at.
+    # From here on, no key below `low` is looked at.
     low = least
     fresh = few
     if few:
         low = tl.where(top_k > BLOCKS, LOWEST, _kth_largest(of_blocks, top_k))
     else:
-        # A load in a called function would make torch take the logits for written, since what is chosen depends on it.
+        # Not in a called function: torch would take the logits as written, since what is chosen depends on this load.
         found = _key(_finite(tl.load(x_row + _token_of(best))))
         fresh = found < least
         low = tl.where(fresh, least, found + 1)
@@ -313,7 +315,7 @@ def _sample_kept(
     while searching:
         low = _key(_finite(tl.load(x_row + _token_of(best)))) + 1
         ahead = _mass(x_row, chosen, count, low, peak, temperature, VOCAB, TILE)
-        # Nothing is more likely than the most likely token, whatever rounding makes of a tiny share.
+        # No token is more likely than the most likely one, so the search ends there, whatever rounding makes of a tiny top_p.
         searching = (ahead >= top_p * total) & (low <= highest)
         if searching:
             best = _best(x_row, chosen, count, low, temperature, seed, position, VOCAB, TILE)
@@ -322,26 +324,26 @@ def _sample_kept(
 
 @triton.jit
 def _kth_largest(numbers, k):
-    """The k-th largest of a few numbers; the smallest that is not OUTSIDE if there are not as many."""
+    """The k-th largest of a few numbers; if there are fewer than k, the smallest one that is not OUTSIDE."""
     larger = tl.sum((numbers[None, :] > numbers[:, None]).to(tl.int32), 1)
     return tl.min(tl.where((larger < k) & (numbers > OUTSIDE), numbers, FIRST), 0)
 
 
 @triton.jit
 def _choose(chosen, pieces, largest, low):
-    """List the pieces whose largest key is `low` or more, in order; returns how many they are."""
+    """Store in `chosen` the pieces whose largest key is `low` or more, in order, and return their number."""
     reach = (largest >= low).to(tl.int32)
     tl.store(chosen + tl.cumsum(reach, 0) - 1, pieces, mask=reach > 0)
-    # Other threads will read it.
+    # Other threads will read `chosen`.
     tl.debug_barrier()
     return tl.sum(reach, 0)
 
 
 @triton.jit
 def _lowest_of(x_row, chosen, count, low, high, amount, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """A key that `amount` tokens reach, and no more but those as likely as the last of them; int32.
+    """A key that only the `amount` most likely tokens reach, and tokens as likely as the last of these; int32.
 
-    `low` is reached by as many, `high` is not. Past the chosen pieces there is nothing that reaches `low`.
+    At least `amount` tokens reach `low`, fewer reach `high`. No token outside the chosen pieces reaches `low`.
     """
     each = tl.arange(0, CANDIDATES)
     low = low.to(tl.int64)
@@ -356,7 +358,7 @@ def _lowest_of(x_row, chosen, count, low, high, amount, VOCAB: tl.constexpr, TIL
         if reached < CANDIDATES - 1:
             high = tl.minimum(high, _candidate(low, low, high, reached + 1, even))
         low = new_low
-        # Often the set is known before its lowest key is known to the last bit.
+        # Often the set of kept tokens is known before its lowest key is known to the last bit.
         searching = (high - low > 1) & (tl.sum(tl.where(each == reached, counts, 0), 0) > amount)
         turn += 1
     return low.to(tl.int32)
@@ -364,7 +366,7 @@ def _lowest_of(x_row, chosen, count, low, high, amount, VOCAB: tl.constexpr, TIL
 
 @triton.jit
 def _counts(x_row, chosen, count, low, high, even, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """How many tokens reach each candidate of a turn: [CANDIDATES] int32."""
+    """Number of tokens that reach each candidate of a turn, [CANDIDATES] int32."""
     found = tl.zeros((CANDIDATES,), tl.int32)
     for begin in range(0, count, TILE):
         quads, listed = _quads(chosen, begin, count, TILE)
@@ -379,7 +381,7 @@ def _counts(x_row, chosen, count, low, high, even, VOCAB: tl.constexpr, TILE: tl
 
 @triton.jit
 def _mass(x_row, chosen, count, low, peak, temperature, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """What the tokens from `low` on weigh, if one at `peak` weighs 1. The order of the sum is the same in each run."""
+    """Weight of all tokens with keys from `low` on, where a logit of `peak` weighs 1. Always added in the same order."""
     parts = tl.zeros((TILE * QUADS,), tl.float32)
     for begin in range(0, count, TILE):
         quads, listed = _quads(chosen, begin, count, TILE)
@@ -390,7 +392,7 @@ def _mass(x_row, chosen, count, low, peak, temperature, VOCAB: tl.constexpr, TIL
 
 @triton.jit
 def _best(x_row, chosen, count, low, temperature, seed, position, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """The best token from `low` on, as `_best_of` says."""
+    """The best token with a key from `low` on, encoded as in `_best_of`."""
     best = tl.full((), NOTHING, tl.int64)
     for begin in range(0, count, TILE):
         quads, listed = _quads(chosen, begin, count, TILE)
@@ -402,7 +404,7 @@ def _best(x_row, chosen, count, low, temperature, seed, position, VOCAB: tl.cons
 
 @triton.jit
 def _quads(chosen, begin, count, TILE: tl.constexpr):
-    """The fours of tokens of TILE of the chosen pieces, from the one at `begin` on, and whether there are any: [.] each."""
+    """(quads of TILE chosen pieces from index `begin` on, whether each exists), [TILE * QUADS] each. A quad: four tokens."""
     quad = tl.arange(0, TILE * QUADS)
     place = begin + quad // QUADS
     listed = place < count
@@ -411,7 +413,7 @@ def _quads(chosen, begin, count, TILE: tl.constexpr):
 
 @triton.jit
 def _read(x_row, quads, listed, VOCAB: tl.constexpr):
-    """Logits of fours of tokens, finite, and their keys, OUTSIDE for what is not there: [quads, 4] each."""
+    """(finite logits of quads of tokens, their keys), [quads, 4] each. The key of a token that does not exist is OUTSIDE."""
     tokens = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
     present = listed[:, None] & (tokens < VOCAB)
     x = tl.load(x_row + tokens, mask=present, other=0.0)
@@ -426,13 +428,16 @@ def _finite(x):
 
 @triton.jit
 def _weights(x, keys, low, peak, temperature):
-    """Of each token from `low` on, how likely it is beside one at `peak`."""
+    """Weight of each token: its probability relative to that of a logit of `peak`; 0 for keys below `low`."""
     return tl.where(keys >= low, tl.exp(tl.div_rn(x - peak, temperature)), 0.0)
 
 
 @triton.jit
 def _best_of(scores, keys, quads, low):
-    """One number for the best token from `low` on: ordered by score, and of equal scores the first token is the largest."""
+    """A number that encodes the best token with a key from `low` on.
+
+    Of two tokens, the one with the higher score has the larger number; of equal scores, the earlier token has it.
+    """
     tokens = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
     ranks = (_key(scores).to(tl.int64) << 32) + (FIRST - tokens)
     return tl.max(tl.max(tl.where(keys >= low, ranks, NOTHING), 1), 0)

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs
-"""Sampling in one kernel whose programs keep the logits in registers and exchange data only as often as the options need it.
+"""Sampling in one kernel whose programs keep the logits in registers and exchange data only as often as the params need it.
 
-Greedy sampling, and sampling from all tokens: each program leaves its best token, and the last program to arrive takes the
-best of these; no program waits. Min-p needs the largest logit of all, so all programs wait for all once. Top-k and top-p
-search for the lowest logit that is kept, CANDIDATES candidates at a time: each program counts, and sums up, what it has above
-each candidate; all wait for all; and each adds up the numbers of all programs in the same order and so finds the same
-narrower range. Programs that wait for each other must all be on the GPU at once, so there are at most as many as
-multiprocessors.
+For greedy sampling, and sampling from all tokens, each program stores its best token, and the last program to arrive takes
+the best of these. No program waits. Min-p needs the largest of all logits, so all programs wait for each other once. Top-k
+and top-p search for the lowest kept logit, CANDIDATES candidates at a time. In each turn, a program counts and weighs its
+tokens that reach each candidate, and waits for all other programs. Then it adds up the numbers of all programs, all in the
+same order, and so all find the same narrower range. Programs that wait for each other must all be on the GPU at once, so
+there are no more programs than multiprocessors.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from . import reference
 BLOCK = 2048
 WARP = 128
 MAX_WARPS = 32
-# Turns of a search that divide the range of logits evenly, before those that divide the range of their bits. Most bit
-# patterns are of numbers near 0, few are between large logits, so turns of the second kind alone would be twice as many;
-# but they end.
+# Turns at the start of a search that divide the range of logits evenly. Later turns divide the range of their bits. Most bit
+# patterns belong to numbers near 0, and few lie between large logits, so turns by bits alone would take twice the number. But
+# only turns by bits are sure to end.
 EVEN_TURNS = tl.constexpr(3)
 
 HEADER = tl.constexpr(reference.HEADER)
 CANDIDATES = tl.constexpr(reference.CANDIDATES)
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
-# The key of -LARGEST; no number has OUTSIDE.
+# LOWEST is the key of -LARGEST. No number has the key OUTSIDE, no token has the rank NOTHING.
 LOWEST = tl.constexpr(-0x7F800000)
 OUTSIDE = tl.constexpr(-0x80000000)
 NOTHING = tl.constexpr(-0x8000000000000000)
@@ -47,13 +47,13 @@ def sample_next(
 ) -> Tensor:
     """See `reference.sample_next`; all tensors contiguous.
 
-    Positions, slots and options are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
+    Positions, slots and params are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
     `delegate/graphs/nodes.py`).
     """
     return _sample_next(logits, positions, slots, last.token, last.position, list(params), workspace)
 
 
-# `parameters` are the fields of `SamplingTensors`, in order. Only the kernel knows them one by one.
+# `parameters` are the fields of `SamplingTensors`, in order. Only the kernel takes them one by one.
 @torch.library.triton_op("ostinato::sample_next", mutates_args={"token", "position", "workspace"})
 def _sample_next(
     logits: Tensor,
@@ -87,7 +87,7 @@ def _sample_next(
 
 
 def processors() -> int:
-    """How many programs are certain to run at once. The interpreter runs them one after another."""
+    """Number of programs that are certain to run at once: 1 in the interpreter, which runs them one after another."""
     if not torch.cuda.is_available():
         return 1
     return min(torch.cuda.get_device_properties().multi_processor_count, reference.PROGRAMS)
@@ -120,7 +120,7 @@ def sample_early(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program p: BLOCK logits from p * BLOCK on. Workspace: the number of arrivals, then two rows, as `_row` says."""
+    """Program p takes BLOCK logits from p * BLOCK on. Workspace: the number of arrivals, then two areas, see `_row`."""
     start_next(EARLY)
     program = tl.program_id(0)
     quads = program * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
@@ -152,7 +152,7 @@ def sample_early(
         if few | (top_p < 1) | (min_p > 0):
             highest, low = _exchange_peaks(keys, top_k, workspace, program, PROGRAMS)
             turn += 1
-            # The logarithm of 0 keeps all.
+            # If min_p is 0, its logarithm keeps all tokens.
             least = _number(highest.to(tl.int32)) + temperature * tl.log(min_p)
             least = _key(tl.maximum(least, -LARGEST))
             if few:
@@ -170,7 +170,7 @@ def sample_early(
                 )
             lowest = tl.maximum(lowest, least.to(tl.int64))
 
-    # One number per token: ordered by score, and among equal scores the first token is the largest.
+    # One number per token. It orders by score; of equal scores, the first token has the largest number.
     ranks = (_key(scores).to(tl.int64) << 32) + (0x7FFFFFFF - tokens)
     best = tl.max(tl.max(tl.where(keys >= lowest.to(tl.int32), ranks, NOTHING), 1), 0)
     row = _row(workspace, turn, PROGRAMS)
@@ -180,13 +180,13 @@ def sample_early(
         tl.store(out, sampled)
         tl.store(token + own, sampled, mask=slot >= 0)
         tl.store(position_ptr + own, position, mask=slot >= 0)
-        # All have arrived for the last time: the next launch starts from 0 again.
+        # All programs have arrived for the last time. The next launch starts from 0 again.
         tl.store(workspace, 0)
 
 
 @triton.jit
 def _key(x):
-    """An int32 in the order of x; both zeros have the same key."""
+    """An int32 that orders as x does. Both zeros have the same key."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -205,8 +205,8 @@ def _gumbel_noise(seed, position, quads):
     high = zeros + (position >> 32).to(tl.int32)
     word0, word1, word2, word3 = tl.philox(seed, quads, zeros, low, high)
     words = tl.join(tl.join(word0, word2), tl.join(word1, word3)).reshape(quads.shape[0], 4)
-    # -log(1 - u), without loss where u is small, since small u decide the token: the GPU's log of a number close to 1 has few
-    # exact digits. Below 1/2 by the series of 2 atanh(s), exact to 2^-26.
+    # -log(1 - u), exact also where u is small, since small u decide the token: the GPU's log of a number close to 1 has few
+    # exact digits. For u below 1/2, the series of 2 atanh(s), exact to 2^-26.
     words = words.to(tl.int32, bitcast=True)
     upper = words < 0
     half = (words ^ (words >> 31)).to(tl.float32)
@@ -222,13 +222,13 @@ def _gumbel_noise(seed, position, quads):
 
 @triton.jit
 def _row(workspace, turn, PROGRAMS: tl.constexpr):
-    """Where programs write at this turn, CANDIDATES numbers each. The other row is read until all have arrived."""
+    """The area where programs write in this turn, CANDIDATES numbers each. The other area is read until all have arrived."""
     return workspace + HEADER + (turn % 2) * (PROGRAMS * CANDIDATES)
 
 
 @triton.jit
 def _arrive(workspace):
-    """Announce that this program's stores are done; returns the number of earlier arrivals."""
+    """Announce that this program's stores are done, and return the number of earlier arrivals."""
     tl.debug_barrier()
     return tl.atomic_add(workspace, 1, sem="acq_rel", scope="gpu")
 
@@ -244,15 +244,15 @@ def _meet(workspace, turn, PROGRAMS: tl.constexpr):
 
 @triton.jit
 def _one_of_each(row, other, PROGRAMS: tl.constexpr):
-    """The number that each program stored at its place in the row, [power of two]."""
+    """The number that each program has stored at its place in `row`, [PROGRAMS, rounded up to a power of two]."""
     programs = tl.arange(0, triton.next_power_of_2(PROGRAMS))
-    # Past the first-level cache, which may hold the numbers of two turns ago.
+    # Read past the first-level cache, which may hold the numbers of two turns ago.
     return tl.load(row + programs, mask=programs < PROGRAMS, other=other, cache_modifier=".cg")
 
 
 @triton.jit
 def _exchange_peaks(keys, top_k, workspace, program, PROGRAMS: tl.constexpr):
-    """The highest key, and one that at least `top_k` keys reach: every program's peak reaches the lowest peak."""
+    """(the highest key, a key that at least `top_k` keys reach). The peak of every program reaches the lowest peak."""
     row = _row(workspace, 0, PROGRAMS)
     tl.store(row + program, tl.max(tl.max(keys, 1), 0).to(tl.int64))
     _meet(workspace, 0, PROGRAMS)
@@ -265,9 +265,10 @@ def _exchange_peaks(keys, top_k, workspace, program, PROGRAMS: tl.constexpr):
 def _search(
     keys, weights, bottom, low, high, amount, turn, workspace, program, PROGRAMS: tl.constexpr, BY_MASS: tl.constexpr
 ):
-    """The largest key such that enough tokens have it or more, and the next turn.
+    """(the largest key that enough tokens reach, or a lower one that the same tokens reach; the next turn).
 
-    Enough are `amount` tokens, or by mass, `amount` of the weights of keys from `bottom` on. `low` is enough, `high` is not.
+    Enough are `amount` tokens or, if BY_MASS, tokens with the share `amount` of the weight of all keys from `bottom` on.
+    Enough tokens reach `low`, too few reach `high`.
     """
     each = tl.arange(0, CANDIDATES)
     searching = high - low > 1
@@ -279,7 +280,8 @@ def _search(
         counts, masses = _totals(keys, weights, bottom, low, high, even, turn, workspace, program, PROGRAMS, BY_MASS)
         total = tl.sum(tl.where(each == 0, masses, 0.0), 0)
         enough = masses >= amount * total if BY_MASS else counts >= amount
-        # Candidates ascend, and a sum of fewer terms in the same order is not larger, so those that are enough come first.
+        # Candidates ascend, and a sum of fewer terms in the same order is not larger. So candidates that enough tokens reach
+        # come first.
         reached = tl.sum((enough & (each > 0)).to(tl.int32), 0)
         new_low = _candidate(low, low, high, reached, even)
         if reached > 0:
@@ -288,7 +290,7 @@ def _search(
             count_high = tl.sum(tl.where(each == reached + 1, counts, 0), 0)
             high = tl.minimum(high, _candidate(low, low, high, reached + 1, even))
         low = new_low
-        # Often the set is known before its lowest key is known to the last bit.
+        # Often the set of kept tokens is known before its lowest key is known to the last bit.
         unsettled = count_low - count_high > 1 if BY_MASS else count_low > amount
         searching = (high - low > 1) & unsettled
         turn += 1
@@ -298,12 +300,12 @@ def _search(
 
 @triton.jit
 def _candidate(bottom, low, high, index, even):
-    """The key of a turn's candidate with an index from 0: `bottom`, then ascending from `low` to `high` or barely above."""
+    """The key of a turn's candidate `index`: `bottom` for 0, the others ascend from `low` to `high` or barely above."""
     inside = low + index * ((high - low + CANDIDATES - 1) // CANDIDATES)
     if even:
         first = _number(low.to(tl.int32))
         step = _number(high.to(tl.int32)) * (1.0 / CANDIDATES) - first * (1.0 / CANDIDATES)
-        # One rounding, so that it ascends and is the same wherever it is computed.
+        # Only one rounding, so that candidates ascend, and are the same wherever they are computed.
         number = tl.fma(step, index * 1.0, first)
         inside = tl.maximum(_key(number).to(tl.int64), low + index)
     return tl.where(index == 0, bottom, inside)
@@ -313,7 +315,7 @@ def _candidate(bottom, low, high, index, even):
 def _totals(
     keys, weights, bottom, low, high, even, turn, workspace, program, PROGRAMS: tl.constexpr, BY_MASS: tl.constexpr
 ):
-    """For each candidate, how many keys of all programs reach it, and the weight of these (0 unless by mass)."""
+    """(number of keys of all programs that reach each candidate, the weight of these keys: 0 unless BY_MASS)."""
     counts = ()
     masses = ()
     for index in tl.static_range(CANDIDATES):
@@ -338,7 +340,7 @@ def _totals(
 
 @triton.jit
 def _stack(parts):
-    """CANDIDATES tensors [N] -> [N, CANDIDATES], so that they are summed over threads together."""
+    """CANDIDATES tensors [N] -> [N, CANDIDATES], so that one sum over threads serves them all."""
     half: tl.constexpr = len(parts) // 2
     pairs = ()
     for index in tl.static_range(half):

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t PIECE = 16384;  // tokens of a task
 
-// NaN counts as the lowest number, infinite ones as the lowest and the highest; there is one zero.
+// Makes a logit finite: NaN becomes the lowest number, infinities become the lowest and the highest, -0 becomes 0.
 float finite(float x) {
   x = x >= -FLT_MAX ? x : -FLT_MAX;
   return (x <= FLT_MAX ? x : FLT_MAX) + 0.0f;
@@ -29,7 +29,7 @@ struct Best {
 
 int64_t pieces_of(int64_t vocab) { return (vocab + PIECE - 1) / PIECE; }
 
-// The best of what of_piece(begin, end) gives for pieces of the vocabulary, the first one of equal ones.
+// Calls of_piece(begin, end) for pieces of the vocabulary, and returns the best result; the first one of equal results.
 template <typename OfPiece>
 Best best_of(int64_t vocab, const OfPiece& of_piece) {
   int64_t pieces = pieces_of(vocab);
@@ -41,7 +41,7 @@ Best best_of(int64_t vocab, const OfPiece& of_piece) {
   return best;
 }
 
-// The largest logit.
+// The token with the largest logit.
 Best most_likely(const float* logits, int64_t vocab) {
   return best_of(vocab, [=](int64_t begin, int64_t end) {
     Best best{-std::numeric_limits<float>::infinity(), begin};
@@ -53,7 +53,7 @@ Best most_likely(const float* logits, int64_t vocab) {
   });
 }
 
-// Larger floats have larger keys.
+// An integer that orders as x does: larger floats have larger keys.
 uint32_t key_of(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -67,18 +67,18 @@ float float_of(uint32_t key) {
   return x;
 }
 
-// Some of the logits, and what each of them weighs.
+// Some of the logits, and the weight of each.
 struct Candidates {
   std::vector<float> logits, weights;
 };
 
-// Those from `lowest` to `highest`; the others are not looked at again.
+// The logits from `lowest` to `highest`, and their weights if there are any. The others are not looked at again.
 Candidates narrowed(const float* logits, const float* weights, int64_t count, float lowest, float highest) {
   std::vector<Candidates> found(pieces_of(count));
   parallel(found.size(), [&](int64_t piece) {
     int64_t begin = piece * PIECE, here = std::min(count - begin, PIECE), kept = 0;
     Scratch<int32_t> places(here);
-    // Without a branch: which ones are kept is anybody's guess.
+    // Without a branch: a processor cannot predict which ones are kept.
     for (int64_t i = 0; i < here; ++i) {
       float x = finite(logits[begin + i]);
       places[kept] = int32_t(i);
@@ -98,8 +98,8 @@ Candidates narrowed(const float* logits, const float* weights, int64_t count, fl
   return all;
 }
 
-// The lowest logit that is kept: of those whose weights, from the largest logit on, have not yet reached `wanted` ahead of it.
-// Found by its key, eleven bits at a time, the highest first. Without weights each weighs one; what weighs nothing is not there.
+// The lowest logit that is kept: a logit is kept if all larger logits together weigh less than `wanted`. Its key is found
+// eleven bits at a time, the highest bits first. Without weights each logit weighs one; logits of weight 0 are left out.
 float lowest_within(const float* logits, const float* weights, int64_t count, double wanted) {
   constexpr int SHIFTS[] = {21, 10, 0};
   constexpr int64_t BINS = 1 << 11;
@@ -121,7 +121,7 @@ float lowest_within(const float* logits, const float* weights, int64_t count, do
         for (int64_t i = 0; i < here; ++i) bins[bin[i]] += weights ? weights[begin + i] : 1;
       }
     });
-    // The lowest bin that begins before the sum is reached.
+    // The lowest bin that begins before the sum reaches `wanted`.
     int64_t lowest = -1;
     double ahead_of_lowest = ahead;
     for (int64_t bin = mask; bin >= 0 && ahead < wanted; --bin) {
@@ -144,7 +144,7 @@ float lowest_within(const float* logits, const float* weights, int64_t count, do
   return float_of(prefix);
 }
 
-// The k-th largest logit, or one that is lower: there are k groups of LANES neighbours whose largest are not below it.
+// The k-th largest logit, or a lower number: the k-th largest of the largest logits of groups of LANES neighbours.
 float not_above_kth(const float* logits, int64_t vocab, int64_t k) {
   int64_t groups = (vocab + LANES - 1) / LANES;
   if (k >= groups) return -FLT_MAX;
@@ -160,7 +160,7 @@ float not_above_kth(const float* logits, int64_t vocab, int64_t k) {
   return largest_of[k - 1];
 }
 
-// Probabilities relative to that of the largest logit, and their sum.
+// Writes probabilities relative to that of the largest logit to `weights`, and returns their sum.
 double weigh(const float* logits, int64_t count, float largest, float temperature, float* weights) {
   int64_t pieces = pieces_of(count);
   Scratch<double> totals(pieces);
@@ -172,7 +172,7 @@ double weigh(const float* logits, int64_t count, float largest, float temperatur
       for (int64_t lane = 0; lane < here; ++lane) lanes[lane] = (finite(logits[begin + lane]) - largest) / temperature;
       store(lanes, exponential(load(lanes)));
       for (int64_t lane = 0; lane < here; ++lane) {
-        // `exponential` ends at e^-87.
+        // `exponential` gives nothing below e^-87, so that counts as 0.
         float weight = lanes[lane] > 1e-37f ? lanes[lane] : 0;
         weights[begin + lane] = weight;
         total[lane] += weight;
@@ -183,7 +183,7 @@ double weigh(const float* logits, int64_t count, float largest, float temperatur
   return std::accumulate(totals + 0, totals + pieces, 0.0);
 }
 
-// The logit from which on tokens are kept by top_k, top_p and min_p.
+// The lowest logit that top_k, top_p and min_p keep.
 float lowest_kept(const float* logits, int64_t vocab, float largest, float temperature, int64_t top_k, float top_p, float min_p) {
   float lowest = -FLT_MAX;
   Candidates left;
@@ -229,21 +229,21 @@ void philox(uint64_t quad, uint64_t position, uint64_t seed, uint32_t words[4]) 
 
 float gumbel_noise(double uniform) { return float(-std::log(-std::log1p(-uniform))); }
 
-// More than the noise can be, which is at most -log(u) = -log((word + 0.5) / 2^32).
+// An upper bound of the noise, which is at most -log(u) = -log((word + 0.5) / 2^32).
 float noise_bound(uint32_t word) { return float(1 + std::countl_zero(word)) * 0.6932f + 1e-3f; }
 
-// Of the logits from `lowest` on, the one with the largest sum of itself over the temperature and its noise.
+// Among the tokens whose logit is at least `lowest`, the one with the largest sum of logit / temperature and noise.
 int64_t sample_kept(const float* logits, int64_t vocab, float lowest, float temperature, int64_t position, int64_t seed) {
   auto of_piece = [=](int64_t begin, int64_t end) {
     Best best{-std::numeric_limits<float>::infinity(), begin};
     uint32_t words[4];
-    int64_t quad = -1;  // whose words they are
+    int64_t quad = -1;  // the four tokens whose words these are
     for (int64_t token = begin; token < end; ++token) {
       float x = finite(logits[token]);
       if (x < lowest) continue;
       if (token / 4 != quad) philox(quad = token / 4, position, seed, words);
       uint32_t word = words[token % 4];
-      // Logarithms for the few that may be the largest.
+      // Logarithms only for the few tokens that may be the best.
       if (x / temperature + noise_bound(word) <= best.score) continue;
       float score = x / temperature + gumbel_noise((double(word) + 0.5) * 0x1p-32);
       if (score > best.score) best = {score, token};
@@ -253,7 +253,7 @@ int64_t sample_kept(const float* logits, int64_t vocab, float lowest, float temp
   return best_of(vocab, of_piece).token;
 }
 
-// How a slot samples: SamplingParams of delegate/sampling.py.
+// The sampling parameters of a slot: SamplingParams of delegate/sampling.py.
 struct Params {
   float temperature, top_p, min_p;
   int64_t top_k, seed;
@@ -287,7 +287,7 @@ extern "C" AOTITorchError aoti_torch_cpu_sample_next(AtenTensorHandle logits_, A
     auto sample_row = [&](int64_t row) {
       sampled[row] = slot[row] < 0 ? 0 : sample(logits.as<float>() + row * vocab, vocab, params(slot[row]), positions[row] + 1);
     };
-    // Of one row all threads take pieces of the vocabulary.
+    // All threads share the vocabulary of a single row.
     if (rows == 1)
       sample_row(0);
     else
