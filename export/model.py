@@ -112,7 +112,6 @@ def export_model(
         value_ranges={
             "tokens": (0, config.vocab_size - 1),
             "input_pos": (0, length - 1),
-            "slot": (0, Growth.SLOTS),
             "slots": (0, Growth.SLOTS),
             STREAMED: (0, config.experts_per_layer),
             **_row_ranges(config, length, methods),
@@ -126,20 +125,18 @@ def export_model(
 
 
 def _row_ranges(config: ModelConfig, length: int, methods: Mapping[str, Chain]) -> dict[str, ValueRange]:
-    """Return the value ranges of the inputs of methods that take rows: "method.input" -> range.
+    """Return the value ranges of the inputs of methods that take several rows: "method.input" -> range.
 
-    The value -1 stands for the slot's kept token, for that token's position, or for no slot (padding).
+    A slot of -1 is padding. In methods that take any runs, -1 also stands for the slot's kept token, or for its position.
     """
-    ranges: dict[str, ValueRange] = {
-        "tokens": (-1, config.vocab_size - 1),
-        "input_pos": (-1, length - 1),
-        "slots": (-1, Growth.SLOTS),
-    }
     found: dict[str, ValueRange] = {}
     for name, method in methods.items():
+        if method.dynamic_shapes:
+            found[f"{name}.slots"] = (-1, Growth.SLOTS)
         if "logits_indices" in method.dynamic_shapes:
-            indices = (0, method.dynamic_shapes["logits_indices"][0].max - 1)
-            found |= {f"{name}.{key}": bounds for key, bounds in {**ranges, "logits_indices": indices}.items()}
+            found[f"{name}.tokens"] = (-1, config.vocab_size - 1)
+            found[f"{name}.input_pos"] = (-1, length - 1)
+            found[f"{name}.logits_indices"] = (0, method.dynamic_shapes["logits_indices"][0].max - 1)
     return found
 
 

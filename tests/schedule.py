@@ -12,7 +12,7 @@ LONGEST: tuple[str, ...] = (
     "tests/export/test_cpu_moe.py",
     "tests/runner/test_cpu_moe.py",
     "tests/runner/test_int4.py",
-    "tests/export/kernels/test_attention_prefill.py",
+    "tests/export/kernels/test_attention.py",
     "tests/export/compile/test_native.py",
     "tests/export/kernels/test_sampling.py",
     "tests/export/kernels/test_delta_rule_rows.py",

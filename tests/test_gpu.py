@@ -251,7 +251,7 @@ def test_capitals_logits_are_those_of_transformers(capitals_cuda: Path) -> None:
             with torch.no_grad():
                 want = reference(tokens).logits[0]
             method = prefill if length > 1 else decode
-            got = [method.execute((tokens[:, :length], torch.arange(length), SLOT))[0][0]]
+            got = [method.execute((tokens[:, :length], torch.arange(length), SLOT.repeat(length)))[0][0]]
             got += [step(decode, int(tokens[0, t]), t) for t in range(length, length + 4)]
             for i, logits in enumerate(got):
                 expected = want[length - 1 + i]
@@ -350,6 +350,6 @@ def test_capitals_replay_is_bit_equal(capitals_cuda: Path) -> None:
         with load_program(capitals_cuda) as loaded:
             prefill = loaded.load_method("prefill")
             decode = loaded.load_method("decode", GRAPH if graph else None)
-            prefill.execute((torch.arange(20)[None], torch.arange(20), SLOT))
+            prefill.execute((torch.arange(20)[None], torch.arange(20), SLOT.repeat(20)))
             logits[graph] = torch.stack([step(decode, 3 * t, t) for t in range(20, 84)])
     assert torch.equal(logits[False], logits[True])

@@ -43,7 +43,8 @@ def reference(
 
 def step(method: Method, tokens: Tensor, position: int) -> Tensor:
     """Logits [vocab] after `tokens` [1, T], on the device."""
-    (logits,) = method.execute((tokens, torch.arange(position, position + tokens.shape[1]), torch.tensor([0])))
+    positions = torch.arange(position, position + tokens.shape[1])
+    (logits,) = method.execute((tokens, positions, torch.zeros_like(positions)))
     return logits[0].cuda()
 
 

@@ -9,7 +9,7 @@ An artifact is a folder::
 
 from __future__ import annotations
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 
 PROGRAM_FILE = "model.pte"
 CONSTANTS_FILE = "model.ptd"

@@ -95,8 +95,7 @@ class RowIndex(NamedTuple):
     a call. A run that begins at position 0 starts a new sequence. A prompt is one run, perhaps with padding behind it.
 
     Attributes:
-        positions: [T] int64, each row's position in its session, from 0. Padding behind a prompt repeats the position of the
-            last token.
+        positions: [T] int64, each row's position in its session, from 0. Padding may have any position of a session.
         slots: [T] int64, each row's slot; -1 for padding. A row of padding leaves no trace in any state, and its results mean
             nothing.
         cos, sin: [T, R] float32, cosine and sine of the angles by which the first R elements of queries and keys are rotated.
@@ -121,24 +120,13 @@ def runs_of(slots: Tensor) -> Iterator[tuple[int, slice]]:
             yield slot, slice(members[0], members[-1] + 1)
 
 
-def length_of(positions: Tensor) -> Tensor:
+def token_count(slots: Tensor) -> Tensor:
     """Number of a prompt's rows that are tokens, [1] int64; the other rows are padding.
 
     Args:
-        positions: [T] int64, of a prompt, as in `RowIndex`.
+        slots: [T] int64, the slots of a prompt, as in `RowIndex`.
     """
-    return (positions[-1:] - positions[:1] + 1).clamp(1, positions.shape[0])
-
-
-def rows_to_keep(positions: Tensor) -> Tensor:
-    """The row whose key and value each row of a prompt writes, [T] int64: itself, or the last token's row for padding."""
-    rows = torch.arange(positions.shape[0], device=positions.device)
-    return torch.minimum(rows, length_of(positions) - 1)
-
-
-def is_padding(positions: Tensor) -> Tensor:
-    """Mask of a prompt's rows that are padding, [T] bool."""
-    return torch.arange(positions.shape[0], device=positions.device) >= length_of(positions)
+    return (slots >= 0).sum(0, keepdim=True)
 
 
 @dataclass(frozen=True)

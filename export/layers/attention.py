@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate.artifact.records import StateKind
-from ostinato.export.kernels.attention.reference import rotate, write_cache
 from ostinato.export.kernels.operands import KVCache, RowIndex
 
 from .build import Build
@@ -69,16 +68,8 @@ class GatedAttention(nn.Module):
 
     def forward(self, x: Tensor, index: RowIndex) -> Tensor:
         """x [T, H] -> [T, H]."""
-        cos, sin = index.cos, index.sin
-        tokens = x.shape[0]
-        query, key, value = self.qkv_proj(x).split(self.split, dim=1)
-        # Each head's query is followed by the gate of this head's output.
-        query, gate = query.reshape(tokens, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
-        key = key.reshape(tokens, self.kv_heads, self.head_dim)
-        value = value.reshape(tokens, self.kv_heads, self.head_dim)
-        write_cache(rotate(self.k_norm(key), cos, sin), value, self.cache, index)
-        out = self.kernels.attend(rotate(self.q_norm(query), cos, sin), self.cache, index)
-        return self.o_proj((out * torch.sigmoid(gate)).reshape(tokens, -1))
+        norms = self.q_norm.operand, self.k_norm.operand
+        return self.o_proj(self.kernels.attend(self.qkv_proj(x), *norms, index, self.cache, self.heads))
 
     def step(self, x: Tensor, norm: RMSNorm, index: RowIndex) -> Tensor:
         """x [T, H] -> x + self(norm(x)), in three or four kernels."""

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ostinato.export.formats.int4 import SCALE_DTYPE
 from ostinato.export.kernels.linear.panels import rows_of_panels
-from ostinato.export.kernels.operands import is_padding
 
 from .build import Build, parameter
 from .rotary import RotaryEmbedding
@@ -57,15 +56,9 @@ class NetworkInput(nn.Module):
         self.embed_tokens = embed_tokens
         self.rotary = rotary
 
-    def forward(self, tokens: Tensor, input_pos: Tensor, slot: Tensor) -> tuple[Tensor, ...]:
-        """Compute the first layer's input for a prompt: (slots [T], and what `rows` returns).
-
-        Args:
-            tokens: [1, T] int64.
-            input_pos: [T] int64, as `positions` of `RowIndex`.
-            slot: [1] int64.
-        """
-        return (torch.where(is_padding(input_pos), -1, slot), *self.rows(tokens[0], input_pos))
+    def forward(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the first layer's input for a prompt, tokens [1, T] and input_pos [T] int64: what `rows` returns."""
+        return self.rows(tokens[0], input_pos)
 
     def rows(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """tokens and input_pos [T] int64 -> (x [T, H], cos, sin [T, rotary_dim] float32)."""

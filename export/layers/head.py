@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ostinato.export.kernels.operands import length_of
+from ostinato.export.kernels.operands import token_count
 
 from .build import Build
 from .linear import Linear
@@ -21,10 +21,10 @@ class Head(nn.Module):
         self.lm_head = lm_head
         self.kernels = build.kernels
 
-    def forward(self, x: Tensor, input_pos: Tensor) -> Tensor:
-        """A prompt's x [T, H], input_pos [T] as in `RowIndex` -> logits of the prompt's last token, [1, V] float32."""
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        """A prompt's x [T, H], slots [T] as in `RowIndex` -> logits of the prompt's last token, [1, V] float32."""
         # Copied, because a step's kernel needs an input aligned to 16 bytes, and a row inside another tensor may not be.
-        last = x.index_select(0, length_of(input_pos) - 1)
+        last = x.index_select(0, (token_count(slots) - 1).clamp(min=0))
         return self.step(last) if self.kernels.folds_steps else self.lm_head(self.norm(last)).float()
 
     def rows(self, x: Tensor, logits_indices: Tensor) -> Tensor:

@@ -40,8 +40,8 @@ class Decoder(nn.Module):
 class LanguageModel(nn.Module):
     """A network with its state. Parameters have the checkpoint's names: under `model.` and `lm_head.`.
 
-    `forward(tokens [1, T] int64, input_pos [T] int64, slot [1] int64)` returns the logits of a prompt's last token, [1,
-    vocab] float32, and advances the slot's state by these tokens. Positions are as in `RowIndex`.
+    `forward(tokens [1, T] int64, input_pos [T] int64, slots [T] int64)` returns the logits of a prompt's last token, [1,
+    vocab] float32, and advances the slot's state by the prompt's tokens. Positions and slots are as in `RowIndex`.
 
     Args:
         config: the family's config.
@@ -87,11 +87,11 @@ class LanguageModel(nn.Module):
 
     def prompt_links(self, step: bool = False, streamed: bool = False) -> list[Link]:
         """The links that compute a prompt, in order: input, layers and head. For the arguments see `layer_links`."""
-        start = Link(self.input, ("slots", "x", "cos", "sin"), "embedding")
+        start = Link(self.input, ("x", "cos", "sin"), "embedding")
         return [start, *self.layer_links(step, streamed), Link(self.head, ("logits",), "head")]
 
-    def forward(self, tokens: Tensor, input_pos: Tensor, slot: Tensor) -> Tensor:
-        values = {"tokens": tokens, "input_pos": input_pos, "slot": slot}
+    def forward(self, tokens: Tensor, input_pos: Tensor, slots: Tensor) -> Tensor:
+        values = {"tokens": tokens, "input_pos": input_pos, "slots": slots}
         for link in self.prompt_links():
             link.run(values)
         return values["logits"]

@@ -37,10 +37,10 @@ EXAMPLE_PROMPT, EXAMPLE_ROWS = 512, 130
 def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     """The methods of a language model, all made of the same modules. Slots say whose rows these are, as in `RowIndex`.
 
-    - `prefill(tokens [1, T] int64, input_pos [T] int64, slot [1] int64) -> logits [1, vocab] float32` of the last token; T is
-      2 or more. Padding may follow the last token: rows of any token that repeat its position. They change nothing.
-    - `decode(tokens [1, 1] int64, input_pos [1] int64, slot [1] int64) -> logits [1, vocab] float32`.
-    - `prefill_streamed(tokens, input_pos, slot, streamed [1] int64)`, only with experts on the host: as `prefill`, but the
+    - `prefill(tokens [1, T] int64, input_pos [T] int64, slots [T] int64) -> logits [1, vocab] float32` of the last token; T
+      is 2 or more. Padding may follow the last token: rows of slot -1. They change nothing.
+    - `decode(tokens [1, 1] int64, input_pos [1] int64, slots [1] int64) -> logits [1, vocab] float32`.
+    - `prefill_streamed(tokens, input_pos, slots, streamed [1] int64)`, only with experts on the host: as `prefill`, but the
       device computes the first `streamed` experts of each layer whose experts are on the host. For many tokens.
     - `sample(logits [1, vocab] float32, input_pos [1] int64, slots [1] int64, *SamplingTensors) -> token [1] int64`: samples
       the token that will stand at input_pos. Keeps the token, its position and the parameters in the network's
@@ -74,7 +74,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     longest = network.build.max_chunk
     # Length of a prompt, or number of rows. It begins at 2, because a single row has code of its own.
     length = Dim("T", min=2, max=longest)
-    dynamic = {"tokens": {1: length}, "input_pos": {0: length}}
+    dynamic = {"tokens": {1: length}, "input_pos": {0: length}, "slots": {0: length}}
     logits = {"logits": torch.zeros(1, network.config.vocab_size), "input_pos": _positions(1), "slots": _positions(1)}
     prompt = _prompt(min(EXAMPLE_ROWS if folds else EXAMPLE_PROMPT, longest))
     methods = {PREFILL: Chain(many, prompt, ("logits",), dynamic)}
@@ -116,7 +116,7 @@ def _prompt(count: int) -> dict[str, Tensor]:
     return {
         "tokens": torch.zeros(1, count, dtype=torch.int64),
         "input_pos": _positions(count),
-        "slot": torch.zeros(1, dtype=torch.int64),
+        "slots": torch.zeros(count, dtype=torch.int64),
     }
 
 

@@ -19,7 +19,7 @@ def decode_bytes(network: nn.Module, device: str) -> int:
     shares: dict[nn.Parameter, float] = {}
     for module in network.modules():
         for parameter in module.parameters(recurse=False):
-            share = getattr(module, "token_share", 1.0)
+            share = getattr(module, "token_fraction", 1.0)
             if device != HOST and getattr(module, "on_host", False):
                 share = 0.0
             shares[parameter] = max(share, shares.get(parameter, 0.0))

@@ -325,7 +325,7 @@ def method_names(program: Program) -> tuple[str, str]:
 def _check_inputs(method: Method) -> None:
     if len(method.inputs) not in (1, 2, 3) or len(method.inputs[0].shape) != 2:
         raise ArtifactError(
-            "a language model's methods take (tokens [1, T], input_pos [T], slot [1]), or the first of these; "
+            "a language model's methods take (tokens [1, T], input_pos [T], slots [T]), or the first of these; "
             f"{method.name!r} takes " + ", ".join(f"{spec.name} {spec.shape_text}" for spec in method.inputs)
         )
 

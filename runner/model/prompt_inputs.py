@@ -17,39 +17,39 @@ MAX_COUNTED = 1 << 20
 
 
 class PromptInputs:
-    """The inputs of calls with one fixed number of rows.
+    """The inputs of calls with one fixed number of rows. Rows behind a shorter prompt are padding, with slot -1.
 
     Args:
-        rows: number of rows of a call. A shorter prompt is padded: its last token and position are repeated.
-        by_row: True for `rows_logits`, where each row has a slot, and rows of padding have slot -1. False for `prefill`.
+        rows: number of rows of a call.
+        by_row: True for `rows_logits`, which takes tokens [rows] and the number of the last token's row. False for `prefill`,
+            which takes tokens [1, rows].
     """
 
     def __init__(self, rows: int, by_row: bool = False) -> None:
         self._rows = rows
-        self._by_row = by_row
-        self._columns = [array("q", bytes(8 * rows)) for _ in range(3 if by_row else 2)]
-        self._single = array("q", [0])
-        tokens, *others = (torch.frombuffer(numbers, dtype=torch.int64) for numbers in (*self._columns, self._single))
-        self._tensors = (tokens if by_row else tokens.view(1, rows), *others)
+        self._columns = [array("q", bytes(8 * rows)) for _ in range(3)]
+        self._last = array("q", [0])
+        tokens, positions, slots = (torch.frombuffer(numbers, dtype=torch.int64) for numbers in self._columns)
+        last = torch.frombuffer(self._last, dtype=torch.int64)
+        self._tensors = (tokens, positions, slots, last) if by_row else (tokens.view(1, rows), positions, slots)
 
     def filled(self, tokens: Sequence[int], position: int, slot: int) -> tuple[torch.Tensor, ...]:
         """Fill in tokens of a session from `position` on, and return the inputs. The next call overwrites them.
 
         Returns:
-            int64 tensors, in the order of the method's inputs. By row: tokens, positions and slots [rows], and the number of
-            the last token's row [1]. Otherwise: tokens [1, rows], positions [rows] and the slot [1].
+            int64 tensors, in the order of the method's inputs: tokens, positions and slots of the rows. By row also the
+            number of the last token's row [1].
         """
         count = len(tokens)
-        self._columns[0][:] = self._padded(array("q", tokens))
-        self._columns[1][:] = self._padded(_positions(position, position + count))
-        if self._by_row:
-            self._columns[2][:] = array("q", [slot]) * count + array("q", [-1]) * (self._rows - count)
-        self._single[0] = count - 1 if self._by_row else slot
+        columns = array("q", tokens), _positions(position, position + count), array("q", [slot]) * count
+        padding = self._rows - count
+        for column, values in zip(self._columns, columns, strict=True):
+            # A row of padding may have any token and any position.
+            column[:] = values + values[-1:] * padding if padding else values
+        if padding:
+            self._columns[2][count:] = array("q", [-1]) * padding
+        self._last[0] = count - 1
         return self._tensors
-
-    def _padded(self, values: array[int]) -> array[int]:
-        padding = self._rows - len(values)
-        return values + values[-1:] * padding if padding else values
 
 
 def _positions(first: int, end: int) -> array[int]:

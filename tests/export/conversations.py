@@ -17,7 +17,7 @@ SLOT = torch.tensor([0])
 
 def run(method: Method, tokens: Tensor, begin: int, end: int) -> Tensor:
     """Logits [vocab] after tokens `begin` to `end`, as one call."""
-    (logits,) = method.execute((tokens[:, begin:end].contiguous(), torch.arange(begin, end), SLOT))
+    (logits,) = method.execute((tokens[:, begin:end].contiguous(), torch.arange(begin, end), SLOT.repeat(end - begin)))
     return logits[0]
 
 

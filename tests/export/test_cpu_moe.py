@@ -119,7 +119,7 @@ def test_one_piece_per_layer_runs_on_the_host(artifact: Get, reference: Referenc
 
 def prompt(tokens: Tensor, length: int, streamed: int) -> tuple[Tensor, ...]:
     """Return the inputs of `prefill_streamed`."""
-    return tokens[:, :length].contiguous(), torch.arange(length), SLOT, torch.tensor([streamed])
+    return tokens[:, :length].contiguous(), torch.arange(length), SLOT.repeat(length), torch.tensor([streamed])
 
 
 @pytest.mark.parametrize("on_host", (2, LAYERS))

@@ -238,11 +238,15 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
         assert [(spec.name, spec.shape_text) for spec in prefill.inputs] == [
             ("tokens", f"[1, T=2..{longest}]"),
             ("input_pos", f"[T=2..{longest}]"),
-            ("slot", "[1]"),
+            ("slots", f"[T=2..{longest}]"),
         ]
         assert [spec.shape_text for spec in decode.inputs] == ["[1, 1]", "[1]", "[1]"]
-        for method in (prefill, decode):
-            assert [spec.value_range for spec in method.inputs] == [(0, config.vocab_size - 1), (0, longest), (0, 0)]
+        for method, first_slot in ((prefill, -1), (decode, 0)):
+            assert [spec.value_range for spec in method.inputs] == [
+                (0, config.vocab_size - 1),
+                (0, longest),
+                (first_slot, 0),
+            ]
             assert [(spec.name, spec.dtype, spec.shape_text) for spec in method.outputs] == [
                 ("logits", "float32", f"[1, {config.vocab_size}]")
             ]

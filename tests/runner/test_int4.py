@@ -82,7 +82,9 @@ def eager() -> Callable[[int | None], Callable[[Sequence[int]], Tensor]]:
 
         @torch.no_grad()
         def logits(tokens: Sequence[int]) -> Tensor:
-            found: Tensor = model(torch.tensor([tokens]), torch.arange(len(tokens)), torch.tensor([0]))[0]
+            found: Tensor = model(
+                torch.tensor([tokens]), torch.arange(len(tokens)), torch.zeros(len(tokens), dtype=torch.int64)
+            )[0]
             return found
 
         return logits

@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, launcher
-from ostinato.export.kernels.length_triton import length_of
-from ostinato.export.kernels.operands import KVCache, RowIndex
+from ostinato.export.kernels.operands import KVCache, Norm, RowIndex
 
 from .block_triton import PROGRAMS, TileConfig, attend_range, padded_group, score_scale
-from .limits import check_attention
+from .limits import check_step
+from .place_triton import place_rows
 
 # Tiles for bfloat16, by the GPU's shared memory. At D = 256 these take 192, 104 and 68 KB. On GPUs before Hopper, the sums of
 # 128 queries would spill 100 to 340 bytes per thread.
@@ -44,22 +44,38 @@ def config_for(head_dim: int, dtype: torch.dtype) -> TileConfig:
     return TileConfig(32 if head_dim == 128 else 16, keys=32, warps=8, stages=1)
 
 
-def attend(query: Tensor, cache: KVCache, index: RowIndex) -> Tensor:
-    """See `reference.attend`; the cache is contiguous. Scores, softmax and sums are float32.
+def attend(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> Tensor:
+    """See `reference.attend`; all tensors contiguous. Scores, softmax and sums are float32.
 
     Raises:
-        ExportError: see `check_attention`.
+        ExportError: see `check_step`.
     """
-    check_attention(query.shape[1], cache.keys.shape[1], query.shape[2], query.dtype)
-    return _attend(query.contiguous(), cache.keys, cache.values, cache.table, index.positions, index.slots)
+    check_step(q_norm, k_norm, index, cache, heads)
+    norms = q_norm.weight, k_norm.weight, q_norm.eps
+    out = _attend(qkv, *norms, *index, cache.keys, cache.values, cache.table, heads)
+    gate = qkv[:, : 2 * out.shape[1]].unflatten(1, (heads, 2, -1))[:, :, 1]
+    return (out * torch.sigmoid(gate.float()).flatten(1)).to(out.dtype)
 
 
-@torch.library.triton_op("ostinato::attend", mutates_args={})
-def _attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-    """query [T, heads, D], other inputs as in `KVCache` and `RowIndex` -> [T, heads, D]; all contiguous."""
-    tokens, heads, head_dim = query.shape
-    kv_heads, page_size = keys.shape[1:3]
-    config = config_for(head_dim, query.dtype)
+@torch.library.triton_op("ostinato::attend", mutates_args={"keys", "values"})
+def _attend(
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    positions: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    heads: int,
+) -> Tensor:
+    """Inputs as in `Norm`, `RowIndex` and `KVCache` -> the heads' outputs without their gates, [T, heads D]."""
+    tokens, (kv_heads, page_size, head_dim) = qkv.shape[0], keys.shape[1:]
+    config = config_for(head_dim, keys.dtype)
+    query = place_rows(qkv, q_norm, k_norm, eps, positions, slots, cos, sin, keys, values, table, heads)
     group = padded_group(heads // kv_heads)
     rows = max(1, config.queries // group)
     tiles = (tokens + rows - 1) // rows
@@ -70,7 +86,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, position
     sums = torch.empty((parts, head_dim), dtype=torch.float32, device=query.device)
     # For each sum: the peak of its scores, and the sum of its weights.
     scales = torch.empty((2, parts), dtype=torch.float32, device=query.device)
-    out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
+    out = torch.empty((tokens, heads * head_dim), dtype=query.dtype, device=query.device)
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "GROUP": group, "ROWS": rows, "MIN_SPLIT": MIN_SPLIT}
     launcher(prefill_kernel)[(kv_heads, tiles, splits)](
         query,
@@ -99,6 +115,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, position
         sums,
         scales,
         positions,
+        slots,
         out,
         tokens,
         splits,
@@ -145,11 +162,10 @@ def prefill_kernel(
     splits = tl.cast(splits, tl.int32)
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    length = length_of(positions, tokens)
     start_position = tl.load(positions).to(tl.int32)
-    seen, share = tile_share(tile, start_position, length, splits, ROWS, KEYS, MIN_SPLIT)
+    count, seen, share = tile_share(tile, start_position, slots, tokens, splits, ROWS, KEYS, MIN_SPLIT)
     begin = tl.program_id(2) * share
-    if (tile * ROWS >= length) | (begin >= seen):
+    if (count == 0) | (begin >= seen):
         return
     row = tl.arange(0, ROWS * GROUP)
     token = tile * ROWS + row // GROUP
@@ -186,6 +202,7 @@ def prefill_sum_kernel(
     sums: tl.tensor,
     scales: tl.tensor,
     positions: tl.tensor,
+    slots: tl.tensor,
     out: tl.tensor,
     tokens: tl.tensor,
     splits: tl.tensor,
@@ -205,9 +222,9 @@ def prefill_sum_kernel(
     token = tl.program_id(0)
     head = tl.program_id(1)
     tile = token // ROWS
-    length = length_of(positions, tokens)
-    seen, share = tile_share(tile, tl.load(positions).to(tl.int32), length, splits, ROWS, KEYS, MIN_SPLIT)
-    if (token >= length) | (share >= seen):
+    start_position = tl.load(positions).to(tl.int32)
+    count, seen, share = tile_share(tile, start_position, slots, tokens, splits, ROWS, KEYS, MIN_SPLIT)
+    if (token - tile * ROWS >= count) | (share >= seen):
         return
     split = tl.arange(0, SPLITS)
     used = split * share < seen
@@ -228,15 +245,21 @@ def prefill_sum_kernel(
 def tile_share(
     tile: tl.tensor,
     start_position: tl.tensor,
-    length: tl.tensor,
+    slots: tl.tensor,
+    tokens: tl.tensor,
     splits: tl.tensor,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """(positions that a tile's last token sees, positions of one split). The tile is split only if the second is smaller."""
-    seen = start_position + tl.minimum((tile + 1) * ROWS, length)
-    return seen, tl.maximum(tl.cdiv(seen, splits * KEYS) * KEYS, MIN_SPLIT)
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(tokens of a tile, positions that the last of them sees, positions of one split).
+
+    The tile is split only if the third is smaller than the second.
+    """
+    row = tile * ROWS + tl.arange(0, ROWS)
+    count = tl.sum((tl.load(slots + row, mask=row < tokens, other=-1) >= 0).to(tl.int32), 0)
+    seen = start_position + tile * ROWS + count
+    return count, seen, tl.maximum(tl.cdiv(seen, splits * KEYS) * KEYS, MIN_SPLIT)
 
 
 @triton.jit

@@ -18,9 +18,10 @@ from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, is_one
 from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, KVCache, Norm, RowIndex
 
 from . import step_triton
-from .block_triton import TileConfig, attend_range, normed_and_rotated, padded_group, score_scale
+from .block_triton import TileConfig, attend_range, padded_group, score_scale
+from .limits import check_step
+from .place_triton import place_rows
 from .prefill_triton import config_for as prompt_config
-from .step_triton import check_step
 
 # Tiles for bfloat16, by the most rows and by the GPU's shared memory. With 16 queries they would be faster for single rows
 # (64 rows at depth 192 take 21.4 us, not 28.6), but three times slower for long runs behind many positions.
@@ -83,7 +84,7 @@ def _attend_rows(
     config = fitting(CONFIGS[max_rows]) if keys.dtype == torch.bfloat16 else prompt_config(head_dim, keys.dtype)
     together = max(1, config.queries // group)
     splits = PARTS // torch.sym_max(rows, PARTS // MAX_SPLITS)
-    query = torch.empty((rows, heads, head_dim), dtype=keys.dtype, device=qkv.device)
+    query = place_rows(qkv, q_norm, k_norm, eps, positions, slots, cos, sin, keys, values, table, heads)
     sums = torch.empty((rows, splits, heads, head_dim), dtype=torch.float32, device=qkv.device)
     # For each sum: the peak of its scores, and the sum of its weights.
     scales = torch.empty((rows, splits, heads, 2), dtype=torch.float32, device=qkv.device)
@@ -91,25 +92,6 @@ def _attend_rows(
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "EARLY": starts_early()}
     pages = {"PAGES": table.shape[1], "PAGE": page_size}
     tiles = {"ROWS": together, "KEYS": config.keys, "MIN_SPLIT": MIN_SPLIT[max_rows], "MAX_ROWS": MAX_ROWS}
-    launcher(place_rows_early)[(rows, kv_heads)](
-        qkv,
-        q_norm,
-        k_norm,
-        positions,
-        slots,
-        cos,
-        sin,
-        keys,
-        values,
-        table,
-        query,
-        ROTARY=cos.shape[1],
-        EPS=eps,
-        GROUP=max(8, group),
-        num_warps=4,
-        **pages,
-        **sizes,
-    )
     launcher(attend_rows_early)[(kv_heads, rows, splits)](
         query,
         keys,
@@ -145,70 +127,6 @@ def _attend_rows(
         **sizes,
     )
     return out
-
-
-@triton.jit
-def place_rows_early(
-    qkv: tl.tensor,
-    q_norm: tl.tensor,
-    k_norm: tl.tensor,
-    positions: tl.tensor,
-    slots: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    k_cache: tl.tensor,
-    v_cache: tl.tensor,
-    table: tl.tensor,
-    query: tl.tensor,
-    PAGES: tl.constexpr,
-    PAGE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    ROTARY: tl.constexpr,
-    EPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """Program (row, key head): writes normed, rotated queries to query [R, HEADS, D], and key and value to their page."""
-    start_next(EARLY)
-    HEADS_OF_KEY: tl.constexpr = HEADS // KV_HEADS
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    slot = tl.load(slots + row)
-    position = tl.maximum(tl.load(positions + row), 0)
-    page = tl.load(table + tl.maximum(slot, 0) * PAGES + position // PAGE).to(tl.int64)
-    head = tl.arange(0, GROUP)
-    real = (head < HEADS_OF_KEY)[:, None]
-    every = tl.zeros([GROUP, D], tl.int32) + tl.arange(0, D)[None, :]
-    rotated = every < ROTARY
-    # Element i is rotated with the element that is ROTARY / 2 after or before it.
-    other = tl.where(every < ROTARY // 2, every + ROTARY // 2, every - ROTARY // 2)
-    norm = tl.load(q_norm + every)
-    other_norm = tl.load(q_norm + other, mask=rotated, other=0.0)
-    key_norm = tl.load(k_norm + every)
-    other_key_norm = tl.load(k_norm + other, mask=rotated, other=0.0)
-    cosine = tl.load(cos + row * ROTARY + every, mask=rotated, other=1.0)
-    sine = tl.load(sin + row * ROTARY + every, mask=rotated, other=0.0)
-    sine = tl.where(every < ROTARY // 2, -sine, sine)
-
-    wait_for_previous(EARLY)
-    of_row = qkv + row * (2 * (HEADS + KV_HEADS) * D)
-    start = (kv_head * HEADS_OF_KEY + head)[:, None] * (2 * D)
-    x = tl.load(of_row + start + every, mask=real, other=0.0)
-    other_x = tl.load(of_row + start + other, mask=real & rotated, other=0.0)
-    own = (2 * HEADS + kv_head) * D
-    key = tl.load(of_row + own + every)
-    other_key = tl.load(of_row + own + other, mask=rotated, other=0.0)
-    value = tl.load(of_row + own + KV_HEADS * D + every)
-    q = normed_and_rotated(x, other_x, norm, other_norm, cosine, sine, EPS).to(query.dtype.element_ty)
-    k = normed_and_rotated(key, other_key, key_norm, other_key_norm, cosine, sine, EPS).to(k_cache.dtype.element_ty)
-    to = (row * HEADS + kv_head * HEADS_OF_KEY + head[:, None]) * D + every
-    tl.store(query + to, q, mask=real)
-    kept = ((head == 0) & (slot >= 0))[:, None]
-    new = (page * KV_HEADS + kv_head) * (PAGE * D) + position % PAGE * D + every
-    tl.store(k_cache + new, k, mask=kept)
-    tl.store(v_cache + new, value.to(v_cache.dtype.element_ty), mask=kept)
 
 
 @triton.jit

@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import launcher, starts_early
 from ostinato.export.kernels.operands import KVCache, Norm, RowIndex
 
 from .block_triton import PROGRAMS, normed_and_rotated, offsets_in, pages_of, score_scale, take
-from .limits import check_attention
+from .limits import check_step
 
 # The positions of one split are a multiple of STEP, so that a few thousand tokens spread evenly, and at least MIN_SPLIT, so
 # that a short context has few sums to combine.
@@ -72,16 +71,6 @@ def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache:
     check_step(q_norm, k_norm, index, cache, heads)
     norms = q_norm.weight, k_norm.weight, q_norm.eps
     return _attend_step(qkv, *norms, *index, cache.keys, cache.values, cache.table, heads)
-
-
-def check_step(q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> None:
-    """Raises ExportError as `check_attention` does, or if R is odd or larger than D, or if the norms differ in eps."""
-    head_dim, rotary = cache.keys.shape[3], index.cos.shape[1]
-    check_attention(heads, cache.keys.shape[1], head_dim, cache.keys.dtype)
-    if rotary % 2 or rotary > head_dim:
-        raise ExportError(f"the attention kernels rotate an even number of a head's {head_dim} elements, got {rotary}")
-    if q_norm.eps != k_norm.eps:
-        raise ExportError(f"the attention kernels take one eps for both norms, got {q_norm.eps} and {k_norm.eps}")
 
 
 @torch.library.triton_op("ostinato::attend_step", mutates_args={"keys", "values"})

@@ -5,6 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Rows whose slots are looked at together.
+SLOTS = tl.constexpr(1024)
+
+
+@triton.jit
+def token_count(slots: tl.tensor, rows: tl.tensor) -> tl.tensor:
+    """Number of a prompt's rows that are tokens, as `operands.token_count`: a scalar, int32."""
+    count = tl.full((), 0, tl.int32)
+    for begin in range(0, rows, SLOTS):
+        row = begin + tl.arange(0, SLOTS)
+        count += tl.sum((tl.load(slots + row, mask=row < rows, other=-1) >= 0).to(tl.int32), 0)
+    return count
+
 
 @triton.jit
 def log_decay(a: tl.tensor, a_log: tl.tensor, dt_bias: tl.tensor) -> tl.tensor:

@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.launch import launcher
-from ostinato.export.kernels.length_triton import length_of
 from ostinato.export.kernels.operands import Convolution, RowIndex
+
+from .math_triton import token_count
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def move_state(
     """Write the new state, and return the old one, a tuple of TAPS - 1 rows."""
     slot = tl.load(slots)
     old = inside & (slot >= 0) & (tl.load(positions) > 0)
-    length = length_of(positions, tokens)
+    length = token_count(slots, tokens)
     cells = state + tl.maximum(slot, 0) * ((TAPS - 1) * CHANNELS) + channel
     before = load_rows(cells, old, TAPS - 1, CHANNELS, TAPS - 1)
     newest = ()

@@ -28,11 +28,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, launcher
-from ostinato.export.kernels.length_triton import length_of
 from ostinato.export.kernels.operands import Decay, RowIndex
 
 from .limits import check_delta_rule
-from .math_triton import multiply_add, multiply_parts
+from .math_triton import multiply_add, multiply_parts, token_count
 from .prepare_triton import prepare_kernel
 
 CHUNK = 64
@@ -134,7 +133,7 @@ def _gated_delta_rule(
         b,
         a_log,
         dt_bias,
-        positions,
+        slots,
         w,
         pairs,
         u,
@@ -219,7 +218,7 @@ def scan_kernel(
     k_factors = q_factors + HEADS * padded
     decays = k_factors + HEADS * padded
     nothing = tl.zeros((BLOCK, CHUNK), tl.float32)
-    length = length_of(positions, tokens)
+    length = token_count(slots, tokens)
     for chunk in range(tl.cdiv(length, CHUNK)):
         rows = tl.cast(chunk, tl.int64) * CHUNK + token
         inside = rows < length

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ostinato.export.kernels.length_triton import length_of
-
 from .math_triton import (
     inverse_length,
     log_decay,
@@ -25,7 +23,7 @@ def prepare_kernel(
     b: tl.tensor,
     a_log: tl.tensor,
     dt_bias: tl.tensor,
-    positions: tl.tensor,
+    slots: tl.tensor,
     w: tl.tensor,
     pairs: tl.tensor,
     u: tl.tensor,
@@ -47,8 +45,7 @@ def prepare_kernel(
 
     Rows behind the last token have q = k = v = 0: they decay nothing, write nothing, and give zeros in w, u and P.
     """
-    length = length_of(positions, tokens)
-    if tl.program_id(0) * (2 * HALF) >= length:
+    if tl.load(slots + tl.program_id(0) * (2 * HALF)) < 0:
         return
     head = tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
@@ -58,8 +55,8 @@ def prepare_kernel(
     # 64 bits: a row times a stride exceeds 2^31 at about 200,000 tokens.
     top = tl.program_id(0).to(tl.int64) * (2 * HALF) + half
     bottom = top + HALF
-    in_top = top < length
-    in_bottom = bottom < length
+    in_top = tl.load(slots + top, mask=top < tokens, other=-1) >= 0
+    in_bottom = tl.load(slots + bottom, mask=bottom < tokens, other=-1) >= 0
     top_cell = (top * HEADS + head)[:, None]
     bottom_cell = (bottom * HEADS + head)[:, None]
 

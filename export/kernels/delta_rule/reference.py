@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Convolution, Decay, RowIndex, is_padding, length_of, runs_of
+from ostinato.export.kernels.operands import Convolution, Decay, RowIndex, runs_of, token_count
 
 CHUNK = 64
 # Size of the largest matrix that is cheaper to invert whole than in blocks: smaller products take no less time.
@@ -33,21 +33,32 @@ def convolve(x: Tensor, conv: Convolution, index: RowIndex) -> Tensor:
         index: one run, perhaps with padding behind it. If the run begins at 0, the old state counts as zeros.
 
     Returns:
-        [T, C] in x's dtype; sums are float32.
+        [T, C] in x's dtype; sums are float32, or float64 where x is.
     """
     state, slot = conv.state, index.slots[:1]
     before = state.index_select(0, slot)[0]
     before = torch.where(index.positions[0] == 0, torch.zeros_like(before), before)
     tokens = x.shape[0]
     window = torch.cat((before, x), dim=0)
-    taps = conv.weight[:, 0, :].float().t()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    taps = conv.weight[:, 0, :].to(wide).t()
     # One fused multiply-add per tap (there are about 4): faster than a convolution call, and no library kernel is needed.
-    out = sum(taps[i] * window[i : i + tokens].float() for i in range(taps.shape[0]))
+    out = sum(taps[i] * window[i : i + tokens].to(wide) for i in range(taps.shape[0]))
     assert isinstance(out, Tensor)
     # The rows of the new state: its last one is the last token's input.
-    last = length_of(index.positions) + torch.arange(before.shape[0], device=x.device)
+    last = token_count(index.slots) + torch.arange(before.shape[0], device=x.device)
     state.index_copy_(0, slot, window.index_select(0, last).unsqueeze(0))
     return F.silu(out).to(x.dtype)
+
+
+def conv_rows(product: Tensor, conv: Convolution, index: RowIndex) -> Tensor:
+    """`convolve` of any runs over the first C of the products [T, N]; the others are copied, and padding gives zeros."""
+    channels = conv.state.shape[2]
+    mixed = torch.zeros_like(product)
+    for _, rows in runs_of(index.slots):
+        out = convolve(product[rows, :channels], conv, RowIndex(*(values[rows] for values in index)))
+        mixed[rows] = torch.cat((out, product[rows, channels:]), dim=1)
+    return mixed
 
 
 def gated_delta_rule(
@@ -92,7 +103,7 @@ def gated_delta_rule(
         out = out.unsqueeze(1)
     else:
         # A token of zeros leaves the state as it is.
-        padding = is_padding(positions)
+        padding = index.slots < 0
         k, v = k.masked_fill(padding[:, None], 0), v.masked_fill(padding[:, None], 0)
         g, beta = g.masked_fill(padding, 0), beta.masked_fill(padding, 0)
         out, after = chunked_gated_delta_rule(q, k, v, g, beta, before, max_tokens)

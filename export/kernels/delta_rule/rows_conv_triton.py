@@ -32,7 +32,7 @@ CONV = ConvConfig(channels=512, warps=4)
 
 
 def conv_rows(product: Tensor, conv: Convolution, index: RowIndex) -> Tensor:
-    """See `linear.reference.conv_rows`; all tensors contiguous, R <= MAX_ROWS.
+    """See `reference.conv_rows`; all tensors contiguous, R <= MAX_ROWS.
 
     Positions, slots and the state are read before the kernel ahead has ended (rule R2 in `delegate/graphs/nodes.py`).
     """

@@ -25,6 +25,7 @@ from ostinato.export.kernels.launch import LARGE, SMALL, fitting, launcher
 from ostinato.export.kernels.linear.prefill_triton import without_panels
 from ostinato.export.kernels.operands import ExpertWeights
 
+from .blocks_triton import expert_of_block
 from .limits import check_experts
 
 # Choices of one expert per program. An expert's weights are unpacked once for every BLOCK_CHOICES of its choices.
@@ -172,14 +173,10 @@ def _schedule_kernel(counts, schedule, EXPERTS: tl.constexpr, PADDED: tl.constex
     block = tl.program_id(0)
     expert = tl.arange(0, PADDED)
     count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
-    blocks = (count + BLOCK_CHOICES - 1) // BLOCK_CHOICES
-    mine = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
-    earlier = block - tl.sum(tl.where(expert < mine, blocks, 0), 0)
-    start = tl.sum(tl.where(expert < mine, count, 0), 0)
-    end = start + tl.sum(tl.where(expert == mine, count, 0), 0)
-    tl.store(schedule + block * 3, tl.where(mine < EXPERTS, mine, -1))
-    tl.store(schedule + block * 3 + 1, start + earlier * BLOCK_CHOICES)
-    tl.store(schedule + block * 3 + 2, end)
+    mine, index, place = expert_of_block(count, block, BLOCK_CHOICES, tl.int64)
+    tl.store(schedule + block * 3, mine)
+    tl.store(schedule + block * 3 + 1, place)
+    tl.store(schedule + block * 3 + 2, place - index * BLOCK_CHOICES + tl.sum(tl.where(expert == mine, count, 0), 0))
 
 
 @triton.jit

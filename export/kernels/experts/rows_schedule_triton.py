@@ -18,7 +18,7 @@ from ostinato.export.kernels.early_start_triton import start_next, wait_for_prev
 from ostinato.export.kernels.linear.rows_tiles_triton import INTERPRETED
 from ostinato.export.kernels.operands import MAX_ROWS
 
-from .step_route_triton import add_pairs
+from .blocks_triton import expert_of_block
 
 # Rows of a step, at most.
 ALL_ROWS = tl.constexpr(MAX_ROWS)
@@ -65,7 +65,7 @@ def schedule_rows_early(
         for i in tl.static_range(ALL_ROWS // WORD):
             here = (every < EXPERTS) & (i * WORD < rows)
             count += _bits(tl.load(members + i * EXPERTS + every, mask=here, other=0))
-        expert, index, place = _expert_of_block(count, block - shared_blocks)
+        expert, index, place = expert_of_block(count, block - shared_blocks, BLOCK, tl.int32)
         row = tl.arange(0, ALL_ROWS)
         word = tl.load(members + row // WORD * EXPERTS + expert, mask=(row < rows) & (expert >= 0), other=0)
         member = word >> (row % WORD) & 1
@@ -79,23 +79,6 @@ def schedule_rows_early(
         empty = number >= tl.sum(member, 0) - index * BLOCK
         tl.store(record + RECORD_ROWS + number, -1, mask=empty)
         tl.store(record + RECORD_PARTS + number, -1, mask=empty)
-
-
-@triton.jit
-def _expert_of_block(count, block):
-    """The expert of a block (-1 for an unused block), the block's index among that expert's blocks, and its first place.
-
-    count: number of rows of each expert; its length is a power of two.
-    """
-    expert = tl.arange(0, count.shape[0])
-    # The number of an expert's blocks and that of its places, in one integer: all blocks are fewer than 2 ** 15, and so are
-    # all places.
-    both = ((count + BLOCK - 1) // BLOCK << 16) + count
-    before = tl.cumsum(both, 0) - both
-    hit = (before >> 16 <= block) & (block < (before + both) >> 16)
-    mine, before = tl.reduce((tl.where(hit, expert + 1, 0), tl.where(hit, before, 0)), 0, add_pairs)
-    index = block - (before >> 16)
-    return mine - 1, index, (before & 0xFFFF) + index * BLOCK
 
 
 @triton.jit

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight, runs_of
+from ostinato.export.kernels.delta_rule.reference import conv_rows
+from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
@@ -50,21 +51,6 @@ def norm_linear_conv(
     product = _product(normed, weight).to(x.dtype)
     gated = F.linear(normed, gates.to(normed.dtype))
     return conv_rows(product, conv, index), gated.float()
-
-
-def conv_rows(product: Tensor, conv: Convolution, index: RowIndex) -> Tensor:
-    """The second step of `norm_linear_conv`: convolution and SiLU over the first C of its products [T, N]."""
-    behind, channels = conv.state.shape[1:]
-    wide = torch.promote_types(product.dtype, torch.float32)
-    taps = conv.weight[:, 0].to(wide)
-    mixed = torch.zeros_like(product)
-    for slot, rows in runs_of(index.slots):
-        before = torch.zeros_like(conv.state[slot]) if index.positions[rows][0] == 0 else conv.state[slot]
-        window = torch.cat((before, product[rows, :channels]))
-        out = F.silu((window.to(wide).unfold(0, behind + 1, 1) * taps).sum(-1))
-        mixed[rows] = torch.cat((out.to(product.dtype), product[rows, channels:]), dim=1)
-        conv.state[slot] = window[-behind:]
-    return mixed
 
 
 def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares | None = None) -> Tensor:

@@ -1,74 +1,140 @@
-"""Attention over caches that hold NaN wherever no token is, and its definition in float64."""
+"""What every form of gated attention is held to: its definition in float64, over pages that hold NaN where no token is."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ostinato.export.kernels.attention.prefill_triton import attend
-from ostinato.export.kernels.operands import KVCache, RowIndex
+from ostinato.export.kernels.operands import KVCache, Norm, RowIndex, runs_of
 
 from ...comparison import relative_error
-from .paged import held, paged
+from .paged import assert_same_elsewhere, copied, held, paged
+from .runs import DEVICE, SLOT, SLOTS, Run, real_rows, rows_index
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # In bfloat16 the softmax is rounded too, before it is multiplied with the values.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
-SLOTS, SLOT = 3, 1
+# Keys and values are rounded once, before they go into the cache.
+CACHED = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+# Of each element of an output. Its values are of size 3.
+ELEMENT = {torch.float32: 2e-5, torch.bfloat16: 6e-2}
+EPS = 1e-6
+Attend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of `attend`, in its order."""
+    """Arguments of a form, in its order."""
 
-    query: Tensor
-    cache: KVCache
+    qkv: Tensor
+    q_norm: Norm
+    k_norm: Norm
     index: RowIndex
+    cache: KVCache
+    heads: int
 
-    @property
-    def expected(self) -> Tensor:
-        """Token by token and head by head, over the positions that a token sees and no others; float64."""
-        tokens, heads, head_dim = self.query.shape
-        out = torch.empty(tokens, heads, head_dim, dtype=torch.float64, device=self.query.device)
-        keys, values = held(self.cache, SLOT, 0, int(self.index.positions[-1]) + 1)
-        for token, position in enumerate(self.index.positions.tolist()):
-            for head in range(heads):
-                seen = head // (heads // keys.shape[0]), slice(position + 1)
-                scores = keys[seen].double() @ self.query[token, head].double() * head_dim**-0.5
-                out[token, head] = scores.softmax(0) @ values[seen].double()
-        return out
+    def run(self, attend: Attend) -> tuple[Tensor, KVCache]:
+        """Return the output, and the cache after the call. The case can be used again."""
+        cache = copied(self.cache)
+        out = attend(**vars(self) | {"cache": cache})
+        assert torch.equal(cache.table, self.cache.table)
+        assert out.dtype == cache.keys.dtype and out.shape == (len(self.qkv), self.heads * cache.keys.shape[3])
+        return out, cache
+
+    def exact(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the outputs [rows, heads, D], and the new keys and values [rows, kv_heads, D], float64. Padding is NaN."""
+        _, kv_heads, _, head_dim = self.cache.keys.shape
+        sizes = (2 * self.heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        queries, keys, values = self.qkv.double().split(sizes, dim=1)
+        query, gate = queries.unflatten(1, (self.heads, 2, head_dim)).unbind(2)
+        query = self.rotated(query, self.q_norm)
+        key, value = self.rotated(keys.unflatten(1, (kv_heads, -1)), self.k_norm), values.unflatten(1, (kv_heads, -1))
+        out = torch.full_like(query, torch.nan)
+        for slot, rows in runs_of(self.index.slots):
+            first = int(self.index.positions[rows.start])
+            past = held(self.cache, slot, 0, first)
+            seen = [
+                torch.cat((before.double(), new[rows].transpose(0, 1)), dim=1).repeat_interleave(
+                    self.heads // kv_heads, dim=0
+                )
+                for before, new in zip(past, (key, value), strict=True)
+            ]
+            scores = query[rows].transpose(0, 1) @ seen[0].transpose(1, 2) * head_dim**-0.5
+            scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(first + 1), -torch.inf)
+            out[rows] = (scores.softmax(-1) @ seen[1]).transpose(0, 1)
+        return out * gate.sigmoid(), key, value
+
+    def rotated(self, x: Tensor, norm: Norm) -> Tensor:
+        """Normalise x [rows, heads, D]. Then take its first R elements as R / 2 complex numbers, whose parts are R / 2 apart,
+        and multiply them by e^(i angle)."""
+        x = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * (1 + norm.weight.double())
+        half = self.index.cos.shape[1] // 2
+        turn = torch.complex(self.index.cos[:, :half].double(), self.index.sin[:, :half].double())[:, None]
+        z = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn
+        return torch.cat((z.real, z.imag, x[..., 2 * half :]), dim=-1)
 
 
-def prompt_index(first: int, tokens: int, rows: int | None = None) -> RowIndex:
-    """Of a prompt of SLOT, with padding up to `rows`. Nothing is rotated."""
-    rows = rows or tokens
-    positions = (first + torch.arange(rows, device=DEVICE)).clamp(max=first + tokens - 1)
-    slots = torch.full((rows,), SLOT, device=DEVICE)
-    slots[tokens:] = -1
-    nothing = torch.zeros(rows, 2, device=DEVICE)
-    return RowIndex(positions, slots, nothing, nothing)
-
-
-def draw(
-    shape: tuple[int, int, int], tokens: int, first: int, capacity: int, dtype: torch.dtype, page_size: int = 16
+def make(
+    shape: tuple[int, int, int, int],
+    runs: Sequence[Run],
+    dtype: torch.dtype,
+    page_size: int = 16,
+    *,
+    qkv_dtype: torch.dtype | None = None,
+    capacity: int = 0,
+    size: float = 1.0,
+    device: str = DEVICE,
 ) -> Case:
-    """Scores that spread over several powers of two; NaN behind the last token. shape: heads, key heads, D."""
-    heads, kv_heads, head_dim = shape
-    generator = torch.Generator(DEVICE).manual_seed(tokens + first)
+    """Make random arguments: scores spread over several powers of two; NaN in all rows of padding, at the rows' own positions
+    and behind them, and in all pages of other sessions.
+
+    Args:
+        shape: heads, kv_heads, D, R.
+        qkv_dtype: of the projection; None: `dtype`, which is that of the cache.
+        capacity: positions that each slot has pages for; 0: as many as the runs need.
+        size: factor on the norm of the queries, and so on the scores.
+    """
+    heads, kv_heads, head_dim, rotary = shape
+    generator = torch.Generator().manual_seed(sum(run.end for run in runs) + head_dim)
 
     def normal(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=generator, device=DEVICE).to(dtype)
+        return torch.randn(*sizes, generator=generator).to(device)
 
-    keys, values = (normal(kv_heads, first + tokens, head_dim) for _ in range(2))
-    cache = paged({SLOT: (keys, values)}, SLOTS, capacity, page_size)
-    return Case(2 * normal(tokens, heads, head_dim), cache, prompt_index(first, tokens))
+    index = rows_index(runs, rotary, device)
+    qkv = 3 * normal(len(index.slots), 2 * (heads + kv_heads) * head_dim).to(qkv_dtype or dtype)
+    qkv[index.slots < 0] = torch.nan
+    tokens = [run for run in runs if run.slot >= 0] or [Run(SLOT, 0, 0)]
+    past = {run.slot: tuple(normal(2, kv_heads, run.first, head_dim).to(dtype)) for run in tokens}
+    cache = paged(past, SLOTS, max(capacity, 1, *(run.end for run in tokens)), page_size)
+    norms = Norm(size * (1 + 0.3 * normal(head_dim)), EPS), Norm(0.3 * normal(head_dim), EPS)
+    return Case(qkv, *norms, index, cache, heads)
 
 
-def check(case: Case) -> None:
-    """The kernels against the definition."""
-    out = attend(case.query, case.cache, case.index)
-    assert out.shape == case.query.shape and out.dtype == case.query.dtype
-    error = relative_error(out, case.expected)
-    assert error < TOLERANCE[out.dtype], f"relative error {error:.1e}"
+def check(case: Case, attend: Attend, slack: float = 1.0) -> None:
+    """Hold a form to the definition: the outputs and the cache of all rows that are tokens, and no other byte is written."""
+    dtype, index = case.cache.keys.dtype, case.index
+    out, after = case.run(attend)
+    runs = {slot: (int(index.positions[rows.start]), rows) for slot, rows in runs_of(index.slots)}
+    assert_same_elsewhere(
+        case.cache, after, {slot: (first, rows.stop - rows.start) for slot, (first, rows) in runs.items()}
+    )
+    if not runs:
+        return
+    new = [held(after, slot, first, rows.stop - rows.start) for slot, (first, rows) in runs.items()]
+    keys, values = (torch.cat(parts, dim=1).transpose(0, 1) for parts in zip(*new, strict=True))
+    found = out.unflatten(1, (case.heads, -1))[real_rows(index)], keys, values
+    expected = [x[real_rows(index)] for x in case.exact()]
+    for name, ours, theirs, tolerance in zip(
+        ("out", "keys", "values"), found, expected, (TOLERANCE, CACHED, CACHED), strict=True
+    ):
+        error = relative_error(ours, theirs)
+        assert error < slack * tolerance[dtype], f"relative error of {name} is {error:.1e}"
+    limit = slack * ELEMENT[dtype]
+    torch.testing.assert_close(found[0].double(), expected[0], atol=limit, rtol=limit)
+
+
+def as_padding(case: Case) -> Case:
+    """The same rows, but they belong to nobody."""
+    return replace(case, index=case.index._replace(slots=torch.full_like(case.index.slots, -1)))

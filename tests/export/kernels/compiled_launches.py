@@ -213,7 +213,7 @@ def prefill(
     config = replace(read_config(folder)[1], layer_types=("linear_attention", "full_attention"))
     model = build_network(config, POSITIONS, dtype, kernels=CudaKernels, group_size=group_size).to("meta")
     with recorded(capability) as launches:
-        model(*(empty(size, dtype=torch.int64) for size in ((1, TOKENS), (TOKENS,), (1,))))
+        model(*(empty(size, dtype=torch.int64) for size in ((1, TOKENS), (TOKENS,), (TOKENS,))))
         # The first step of experts whose weights stay on the host.
         unpack_int4_panels(empty(2, 64, config.hidden_size // 2, dtype=torch.uint8))
     # The last token's logits are computed as in a step.

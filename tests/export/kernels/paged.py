@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ PAGE_SIZES = (16, 64)
 
 
 def paged(
-    sessions: Mapping[int, tuple[Tensor, Tensor]], slots: int, capacity: int, page_size: int = 16, seed: int = 0
+    sessions: Mapping[int, Sequence[Tensor]], slots: int, capacity: int, page_size: int = 16, seed: int = 0
 ) -> KVCache:
     """Caches of `slots` sessions with room for `capacity` positions each.
 

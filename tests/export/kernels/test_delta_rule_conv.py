@@ -15,9 +15,8 @@ pytest.importorskip("triton")
 from ostinato.export.kernels.delta_rule import prefill_conv_triton, reference
 from ostinato.export.kernels.operands import Convolution, RowIndex
 
-from .attention_cases import DEVICE, SLOT, SLOTS, prompt_index
 from .conftest import traced_layer
-from .padding import padded
+from .runs import DEVICE, SLOT, SLOTS, padded, prompt_index, real_rows
 
 BF16, F32 = torch.bfloat16, torch.float32
 # Relative errors of each number: half a unit in the last place of bfloat16 is 2^-8 of it at most.
@@ -42,7 +41,7 @@ class Case:
     @property
     def tokens(self) -> int:
         """Without padding."""
-        return int(self.index.positions[-1] - self.index.positions[0]) + 1
+        return len(real_rows(self.index))
 
     @property
     def window(self) -> Tensor:

@@ -19,9 +19,8 @@ from ostinato.export.kernels.delta_rule.limits import check_delta_rule
 from ostinato.export.kernels.delta_rule.prefill_triton import gated_delta_rule
 from ostinato.export.kernels.operands import Decay, RowIndex
 
-from .attention_cases import SLOT, SLOTS, prompt_index
 from .conftest import run_compiled
-from .padding import padded
+from .runs import SLOT, SLOTS, padded, prompt_index
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (1, 2, 32, 63, 64, 65, 127, 128, 256, 1000)

@@ -12,7 +12,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from ostinato.export.kernels.delta_rule import reference, rows_conv_triton, rows_triton
-from ostinato.export.kernels.linear import reference as linear_reference
 from ostinato.export.kernels.operands import Convolution, Decay, RowIndex
 
 from ...comparison import relative_error
@@ -174,7 +173,7 @@ def convolved(runs: list[Run], columns: int, channels: int, taps: int, dtype: to
             state[run.slot] = normal(taps - 1, channels)
     expected, wide = state.double(), Convolution(weight.double(), state.double())
     wide = replace(wide, state=expected)
-    exact = linear_reference.conv_rows(product.double(), wide, index)
+    exact = reference.conv_rows(product.double(), wide, index)
     found = state.clone()
     mixed = rows_conv_triton.conv_rows(product, Convolution(weight, found), index)
     rows = real_rows(index)

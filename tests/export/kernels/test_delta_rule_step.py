@@ -17,8 +17,8 @@ from ostinato.export.kernels.delta_rule import reference, step_triton
 from ostinato.export.kernels.operands import Decay, RowIndex
 
 from ...comparison import relative_error
-from .attention_cases import SLOT, SLOTS, prompt_index
 from .conftest import traced_layer
+from .runs import SLOT, SLOTS, prompt_index
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}

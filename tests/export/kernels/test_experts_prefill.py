@@ -24,7 +24,7 @@ from ostinato.export.kernels.operands import ExpertWeights, Weight
 
 from ...comparison import relative_error
 from .conftest import run_compiled
-from .padding import padded
+from .runs import padded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, BF16 = torch.float32, torch.bfloat16

@@ -20,7 +20,7 @@ from ostinato.export.kernels.linear.step_triton import StepConfig, config_for, u
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight
 
 from ...comparison import relative_error
-from .attention_cases import SLOT, SLOTS, prompt_index
+from .runs import SLOT, SLOTS, prompt_index
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, F32 = torch.bfloat16, torch.float32

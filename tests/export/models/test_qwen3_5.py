@@ -57,7 +57,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Get:
 def run(model: LanguageModel, tokens: Tensor, begin: int, end: int, step: bool = False) -> Tensor:
     """Return the logits [vocab] after tokens `begin` to `end` of one session in one call. With `step`, layers take it as a
     step."""
-    values = {"tokens": tokens[:, begin:end], "input_pos": torch.arange(begin, end), "slot": torch.tensor([SLOT])}
+    values = {
+        "tokens": tokens[:, begin:end],
+        "input_pos": torch.arange(begin, end),
+        "slots": torch.full((end - begin,), SLOT),
+    }
     for link in model.prompt_links(step):
         link.run(values)
     return values["logits"][0]

@@ -169,7 +169,7 @@ def test_tied_embedding_is_one_tensor(tied: Reference, tmp_path: Path) -> None:
         model = load_ours(folder)
         assert model.lm_head.weight is model.model.embed_tokens.weight
         tokens = tied.tokens(9)
-        found = model(tokens, torch.arange(9), torch.zeros(1, dtype=torch.int64))[0]
+        found = model(tokens, torch.arange(9), torch.zeros(9, dtype=torch.int64))[0]
         assert relative_error(found, tied.logits(tokens)[-1]) < 1e-5
 
 
@@ -216,7 +216,7 @@ def test_multimodal_wrapper(tmp_path: Path, family: str, tie: bool) -> None:
     tokens = torch.arange(70)[None] % BASE["vocab_size"]
     with torch.no_grad():
         expected = model(input_ids=tokens).logits[0, -1]
-        found = load_ours(tmp_path)(tokens, torch.arange(70), torch.zeros(1, dtype=torch.int64))[0]
+        found = load_ours(tmp_path)(tokens, torch.arange(70), torch.zeros(70, dtype=torch.int64))[0]
     assert relative_error(found, expected) < 1e-4
 
 

@@ -29,7 +29,7 @@ def test_dummy_weights_are_the_seeds(family: str) -> None:
 
 
 SLOT = torch.tensor([0])
-PROMPT = torch.arange(100)[None], torch.arange(100), SLOT
+PROMPT = torch.arange(100)[None], torch.arange(100), SLOT.repeat(100)
 STEP = torch.tensor([[3]]), torch.tensor([100]), SLOT
 
 

@@ -146,13 +146,13 @@ def test_stacked_experts_are_quantised_one_by_one() -> None:
         assert torch.equal(packed[index], alone[0]) and torch.equal(scale[index], alone[1])
 
 
-def test_pieces_of_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = normal(7, 9, 128)
     whole = [*quantize_int4(weight, 32, False, CPU), *quantize_int8(weight[0], 32, CPU)]
     for elements in (1, 5 * 128, 62 * 128):
-        monkeypatch.setattr(quantize, "_PIECE", elements)
-        pieces = [*quantize_int4(weight, 32, False, CPU), *quantize_int8(weight[0], 32, CPU)]
-        assert all(torch.equal(one, other) for one, other in zip(pieces, whole, strict=True)), elements
+        monkeypatch.setattr(quantize, "_BLOCK", elements)
+        blocks = [*quantize_int4(weight, 32, False, CPU), *quantize_int8(weight[0], 32, CPU)]
+        assert all(torch.equal(one, other) for one, other in zip(blocks, whole, strict=True)), elements
 
 
 # --- products
@@ -247,7 +247,7 @@ def answers(capitals_checkpoint: Path, questions: list[list[int]]) -> Callable[[
             network, slot = build(quant), torch.tensor([0])
             first, tokens = [], []
             for question in questions:
-                logits = network(torch.tensor([question]), torch.arange(len(question)), slot)
+                logits = network(torch.tensor([question]), torch.arange(len(question)), slot.repeat(len(question)))
                 first.append(logits)
                 answer = [int(logits.argmax())]
                 while answer[-1] not in ends and len(answer) < 12:

@@ -56,9 +56,9 @@ def prefill(engine: Engine, tokens: list[int], begin: int, end: int) -> Tensor:
 def test_inputs() -> None:
     inputs = PromptInputs(5)
     found = [tensor.tolist() for tensor in inputs.filled([5, 6, 7], 10, 3)]
-    assert found == [[[5, 6, 7, 7, 7]], [10, 11, 12, 12, 12], [3]]
+    assert found == [[[5, 6, 7, 7, 7]], [10, 11, 12, 12, 12], [3, 3, 3, -1, -1]]
     found = [tensor.tolist() for tensor in inputs.filled([1, 2, 3, 4, 5], 0, 0)]
-    assert found == [[[1, 2, 3, 4, 5]], [0, 1, 2, 3, 4], [0]]
+    assert found == [[[1, 2, 3, 4, 5]], [0, 1, 2, 3, 4], [0] * 5]
 
 
 def test_inputs_by_row() -> None:

@@ -196,10 +196,11 @@ def test_resuming_goes_on_where_an_answer_was(capitals_artifact: Path) -> None:
 def test_logits_are_there_for_who_asks(capitals_artifact: Path) -> None:
     """`decode_sample` gives the logits that `decode` gives, and samples from them."""
     tokens, positions, slot = torch.tensor([PROMPT]), torch.arange(len(PROMPT)), torch.tensor([0])
+    slots = slot.repeat(len(PROMPT))
     greedy = SamplingParams(seed=0).tensors()
     with load_program(capitals_artifact) as program:
         prefill, decode = program.load_method("prefill"), program.load_method("decode")
-        (logits,) = prefill.execute((tokens, positions, slot))
+        (logits,) = prefill.execute((tokens, positions, slots))
         (first,) = program.load_method("sample").execute((logits, torch.tensor([len(PROMPT)]), slot, *greedy))
         assert int(first) == int(logits.argmax())
         second, after = program.load_method("decode_sample").execute((slot,))
@@ -207,6 +208,6 @@ def test_logits_are_there_for_who_asks(capitals_artifact: Path) -> None:
         state = {key.rpartition(".")[2]: tensor for key, tensor in program.buffers_of(StateKind.SAMPLING).items()}
         assert int(state["token"]) == int(second)
         assert int(state["position"]) == len(PROMPT) + 1
-        prefill.execute((tokens, positions, slot))
+        prefill.execute((tokens, positions, slots))
         (expected,) = decode.execute((first[None], torch.tensor([len(PROMPT)]), slot))
         assert torch.equal(after, expected)
