@@ -140,7 +140,7 @@ def sized(parsed: ProgramFile, capacity: Capacity) -> ProgramFile:
     return replace(parsed, methods=methods)
 
 
-def first_table(spec: BufferSpec, pages: int) -> torch.Tensor:
+def first_block_table(spec: BufferSpec, pages: int) -> torch.Tensor:
     """Return a block table [slots, M] int32 that deals out pages 0 to `pages` - 1 in order; the entries after them are -1."""
     slots, each = spec.shape
     table = torch.arange(slots * each, dtype=torch.int32).view(slots, each)

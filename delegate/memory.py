@@ -40,7 +40,7 @@ def available_host_memory() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def check_mapped(mapped_bytes: int) -> str | None:
+def mapped_warning(mapped_bytes: int) -> str | None:
     """Return a warning if `mapped_bytes` of mapped constants do not stay in the host's memory, else None."""
     available = available_host_memory()
     if available is None or mapped_bytes <= available:

@@ -67,8 +67,8 @@ class Engine:
         last: the last answer of `generate`, or the beginning of an answer that is under way.
 
     >>> with Engine.load("artifact/", cuda_graph=True) as engine:
-    ...     for piece in engine.generate("What is the capital of France?"):
-    ...         print(piece, end="", flush=True)
+    ...     for text in engine.generate("What is the capital of France?"):
+    ...         print(text, end="", flush=True)
     ...     print(engine.last.decode_tokens_per_second)
     """
 
@@ -247,16 +247,16 @@ class Engine:
         )
         result = self.last
 
-        def pieces() -> Iterator[str]:
+        def texts() -> Iterator[str]:
             for token in steps:
                 yield stream.push(token)
             yield stream.flush()
 
         try:
-            for piece in pieces():
-                if piece:
-                    result.text += piece
-                    yield piece
+            for text in texts():
+                if text:
+                    result.text += text
+                    yield text
         finally:
             # Also when the caller stops early: closing the steps completes the figures.
             steps.close()

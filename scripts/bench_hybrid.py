@@ -198,11 +198,11 @@ def run(arguments: argparse.Namespace) -> list[Result]:
             f"--layers takes numbers from 0 to {layer_count}, the model's layers with experts; got {layers}"
         )
     arguments.output.mkdir(parents=True, exist_ok=True)
-    token_share = config.moe.top_k / config.moe.experts
+    token_fraction = config.moe.top_k / config.moe.experts
     results = []
     for count in layers:
         with exported(count, arguments) as artifact:
-            result = measured_alone(artifact, count, arguments.device, spec, token_share, arguments.timeline)
+            result = measured_alone(artifact, count, arguments.device, spec, token_fraction, arguments.timeline)
             results.append(replace(result, peers=llama(count, arguments) if arguments.gguf else {}))
     return results
 
@@ -225,24 +225,24 @@ def exported(layers: int, arguments: argparse.Namespace) -> Iterator[Path]:
 
 
 def measured_alone(
-    artifact: Path, layers: int, device: str, spec: BenchSpec, token_share: float, timeline: bool
+    artifact: Path, layers: int, device: str, spec: BenchSpec, token_fraction: float, timeline: bool
 ) -> Result:
     """Call `measured` in a new process, so that only the memory of this artifact is counted."""
     print(f"measuring {artifact}", file=sys.stderr, flush=True)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
-            return pool.submit(measured, artifact, layers, device, spec, token_share, timeline).result()
+            return pool.submit(measured, artifact, layers, device, spec, token_fraction, timeline).result()
         except BrokenProcessPool:
             raise OptionError(f"the process that measured {artifact} was ended: is there enough memory?") from None
 
 
 def measured(
-    artifact: Path, layers: int, device: str, spec: BenchSpec, token_share: float, timeline: bool = False
+    artifact: Path, layers: int, device: str, spec: BenchSpec, token_fraction: float, timeline: bool = False
 ) -> Result:
     """Load the artifact and measure it, with CUDA graphs.
 
     Args:
-        token_share: fraction of a layer's experts that one token reads.
+        token_fraction: fraction of a layer's experts that one token reads.
         timeline: whether to record what runs when, too.
     """
     with load_program(artifact) as program:
@@ -261,7 +261,7 @@ def measured(
             device_loaded=loaded.used if loaded else None,
             device_used=used.used if used else None,
             host_memory=host_memory,
-            expert_bytes=token_share * bytes_of_host_experts(artifact),
+            expert_bytes=token_fraction * bytes_of_host_experts(artifact),
             computing_seconds=computing_seconds(program, spec, vocabulary),
             copy_speed=host_copy_speed(),
             no_graph=mode.fallback_reason("tg"),
@@ -346,13 +346,13 @@ def findings(results: Sequence[Result], n_gen: int) -> list[Finding]:
             speed = one.speeds.get(name)
             text = "not measured" if speed is None else f"{speed:,.1f} tokens/s"
             found.append(Finding(where + name, text, speed is not None and speed >= wanted, f"{wanted:,.0f} or more"))
-        for what, used, most in (
+        for what, used, bound in (
             ("GPU memory", one.device_used, goal.device_used),
             ("host memory", one.host_memory, goal.host_memory),
         ):
-            if most is not None:
-                held = used is not None and used <= most
-                found.append(Finding(where + what, _size(used) or "not measured", held, f"{_size(most)} or less"))
+            if bound is not None:
+                held = used is not None and used <= bound
+                found.append(Finding(where + what, _size(used) or "not measured", held, f"{_size(bound)} or less"))
     for one in results:
         for name, ratio in one.ratios.items():
             what = f"{one.layers} layers, {name} over llama.cpp"

@@ -135,7 +135,7 @@ def main() -> int:
     print(table(COLUMNS, [row.cells for row in rows]))
     print()
     for one in done.captured:
-        print(f"{one.method} of {one.tokens}: {one.seconds:.2f} s, {size_text(one.pool_bytes)}{given_up(one.given_up)}")
+        print(f"{one.method} of {one.rows}: {one.seconds:.2f} s, {size_text(one.pool_bytes)}{given_up(one.given_up)}")
     print(f"together: {done.seconds:.2f} s, {size_text(done.pool_bytes)}")
     if arguments.json:
         arguments.json.write_text(json.dumps({"prompts": [asdict(row) for row in rows], "warm_up": asdict(done)}))
@@ -216,7 +216,7 @@ def misses(rows: list[Row], done: WarmUp) -> list[str]:
             found.append(f"the host takes more than {MAX_HOST_US} us for {row.name}")
         if (row.tokens, row.depth) == (16, 0) and row.graph.wall_ms > row.graph_kernels_ms * (1 + MAX_OVER_KERNELS):
             found.append(f"a prompt of 16 takes more than {MAX_OVER_KERNELS:.0%} over its kernels")
-    prompts = [one for one in done.captured if one.tokens > 1]
+    prompts = [one for one in done.captured if one.rows > 1]
     if sum(one.pool_bytes for one in prompts) > MAX_BYTES:
         found.append(f"the buckets take more than {size_text(MAX_BYTES)}")
     if sum(one.seconds for one in prompts) > MAX_SECONDS:

@@ -74,7 +74,7 @@ def main() -> int:
     with load_program(arguments.artifact) as program:
         prefill = program.load_method("prefill", ON_DEVICE)
         plain = program.load_method("decode", ON_DEVICE)
-        tokens = draw_tokens(program, arguments.prompt + arguments.steps + 16)
+        tokens = random_tokens(program, arguments.prompt + arguments.steps + 16)
         first = run(prefill, tokens[: arguments.prompt], 0)
         first.cpu()
         figures = [("loaded, first token after", f"{time.perf_counter() - begin:.2f} s"), *memory_in_use(program)]
@@ -95,7 +95,7 @@ def main() -> int:
     return 0 if all(one.held for one in findings) else 1
 
 
-def draw_tokens(program: Program, count: int) -> list[int]:
+def random_tokens(program: Program, count: int) -> list[int]:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(int(program.metadata[META_VOCAB_SIZE]), (count,), generator=generator).tolist()
 

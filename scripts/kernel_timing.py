@@ -13,7 +13,7 @@ from kernel_arguments import Arguments, RandomTensors, Shapes, tensors_of, with_
 from kernel_cases import Case
 from torch import Tensor
 
-from ostinato.delegate.graphs.nodes import look_into, start_early
+from ostinato.delegate.graphs.nodes import inspect_graph, start_early
 
 # Largest allowed difference from the float64 reference, over the reference's largest number. bfloat16 results are rounded a
 # few times on their way; float32 results differ by the order of sums. Integers must be the same.
@@ -114,7 +114,7 @@ def time_case(case: Case, sets: list[Arguments], repetitions: int, *, early: boo
     with torch.cuda.graph(graph):
         for number in range(launches):
             kernel(*sets[number % len(sets)].values())
-    kernels = look_into(graph.raw_cuda_graph()).kernels
+    kernels = inspect_graph(graph.raw_cuda_graph()).kernels
     if early:
         # Kernels of a case read each other's results only after their wait.
         start_early(graph.raw_cuda_graph(), required_ahead={})

@@ -82,7 +82,7 @@ def exported(
         state = digest.copy()
         state.update(extra.encode())
         path = base / f"{name}-{state.hexdigest()[:16]}"
-        with _alone(base / f"{name}.lock"):
+        with _locked(base / f"{name}.lock"):
             if not path.exists():
                 for old in (*base.glob(f"{name}-" + "[0-9a-f]" * 16), base / name):
                     shutil.rmtree(old, ignore_errors=True)
@@ -96,7 +96,7 @@ def exported(
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Let one process in at a time; the others wait. A process that is killed releases the lock."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -235,7 +235,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def methods_alone(*names: str) -> Iterator[None]:
+def only_methods(*names: str) -> Iterator[None]:
     """Make `export_model` export only these methods. The code of the methods that sample takes a quarter of an export."""
     from ostinato.export import model
 

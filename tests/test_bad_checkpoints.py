@@ -13,7 +13,7 @@ from ostinato.delegate import load_program
 from ostinato.runner.cli import main
 
 from .comparison import relative_error
-from .conftest import Fails, methods_alone
+from .conftest import Fails, only_methods
 from .export.networks import CONFIGS, with_room
 
 # Bound of the error of logits: on a CPU, the inputs of four-bit weights are bytes.
@@ -212,7 +212,7 @@ def test_config_alone(export_fails: Fails, capitals_checkpoint: Path, tmp_path: 
     assert f"{folder} holds no .safetensors file" in error and "--load-format dummy" in error
 
     words = ["export", "--model", folder, "--output", output, "--load-format", "dummy", "--max-seq-len", 8]
-    with methods_alone("decode"):
+    with only_methods("decode"):
         assert main([str(word) for word in (*words, "--quant", "int4", "--group-size", 32)]) == 0
     family, model_config = read_config(folder)
     network = with_room(build_network(model_config, 8, torch.float32, group_size=32))

@@ -16,7 +16,7 @@ import pytest
 
 from ostinato.runner.cli import main as ostinato_main
 
-from .conftest import ROOT, methods_alone
+from .conftest import ROOT, only_methods
 from .processes import PATIENCE
 
 sys.path.append(str(ROOT / "scripts"))
@@ -72,7 +72,7 @@ def artifact(exported: Callable[..., Path], tiny: Path, tmp_path: Path, monkeypa
     """The artifact that the script exports, without the methods that sample."""
 
     def export(*words: str) -> str:
-        with methods_alone("prefill", "decode"):
+        with only_methods("prefill", "decode"):
             assert ostinato_main(list(words)) == 0
         return ""
 

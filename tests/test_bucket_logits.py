@@ -27,8 +27,8 @@ FLOAT32, BFLOAT16, RANDOM_EXPERTS = 1e-4, 1.5e-2, 1e-1
 OTHER_EXPERTS, OTHER_TOKENS = 5e-1, 8
 
 
-def differences(artifact: Path, most: int = ROW_BUCKETS[-1]) -> list[Difference]:
-    buckets = [bucket for bucket in ROW_BUCKETS if bucket <= most]
+def differences(artifact: Path, max_rows: int = ROW_BUCKETS[-1]) -> list[Difference]:
+    buckets = [bucket for bucket in ROW_BUCKETS if bucket <= max_rows]
     sessions = sessions_for(buckets)
     with Engine.load(artifact, sessions=sessions, kv_tokens=64 * sessions) as engine:
         found = bucket_differences(engine, buckets)
@@ -39,7 +39,7 @@ def differences(artifact: Path, most: int = ROW_BUCKETS[-1]) -> list[Difference]
 
 
 def test_float32_on_a_cpu(capitals_artifact: Path) -> None:
-    found = differences(capitals_artifact, most=64)
+    found = differences(capitals_artifact, max_rows=64)
     assert max(one.largest for one in found) < FLOAT32
     assert sum(one.other_tokens for one in found) == 0
 
@@ -75,7 +75,7 @@ def test_a_wrong_row_is_seen(capitals_artifact: Path, monkeypatch: pytest.Monkey
         return rows(method, bucket, tokens, positions.roll(1), slots)
 
     monkeypatch.setattr(bucket_logits, "_rows", swapped)
-    assert differences(capitals_artifact, most=4)[-1].largest > 10 * FLOAT32
+    assert differences(capitals_artifact, max_rows=4)[-1].largest > 10 * FLOAT32
 
 
 def test_buckets_that_cannot_be_compared(capitals_artifact: Path) -> None:

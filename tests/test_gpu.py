@@ -282,7 +282,7 @@ def test_prompts_in_buckets(capitals_cuda: Path) -> None:
     with Engine.load(capitals_cuda, cuda_graph=True, warmup_steps=1) as engine:
         assert engine.model.prefill_buckets == (16, 32, 64, 128, 192)
         done = engine.warm_up()
-        assert [(one.tokens, one.given_up) for one in done.captured] == [
+        assert [(one.rows, one.given_up) for one in done.captured] == [
             (192, None),
             (128, None),
             (64, None),

@@ -114,7 +114,7 @@ def test_a_dense_model_with_biases(tmp_path: Path, group: int | None) -> None:
             wanted = made.logits(tokens)[length - 1 :].cuda() if plain is None else run_reference(plain, tokens)
             assert errors(found, wanted).max() < 1e-4, length
         # Six kernels of the attention layer, five of the delta-net layer and one of the head. All but the first start early.
-        assert decode.stats.last_plan.early_kernels is not None and decode.stats.last_plan.early_kernels >= 11
+        assert decode.stats.plans[-1].early_kernels is not None and decode.stats.plans[-1].early_kernels >= 11
 
 
 def test_the_flagships_width_is_as_right_as_plain_bfloat16(
@@ -151,18 +151,18 @@ def test_replay_at_the_flagships_width_is_bit_equal(wide_artifact: Path) -> None
             assert decode.stats.replays == (60 if graph else 0)
             if graph:
                 assert (
-                    decode.stats.last_plan.graph_kernels is not None
-                    and decode.stats.last_plan.early_kernels is not None
+                    decode.stats.plans[-1].graph_kernels is not None
+                    and decode.stats.plans[-1].early_kernels is not None
                 )
                 # Six kernels per delta-net layer, seven per attention layer, one for the head. Three more are Inductor's, for
                 # the embedding and the angles.
-                assert decode.stats.last_plan.graph_kernels <= 3 * 6 + 7 + 1 + 3, decode.stats.last_plan.graph_nodes
-                assert decode.stats.last_plan.early_kernels >= 3 * 6 + 7
+                assert decode.stats.plans[-1].graph_kernels <= 3 * 6 + 7 + 1 + 3, decode.stats.plans[-1].graph_nodes
+                assert decode.stats.plans[-1].early_kernels >= 3 * 6 + 7
     assert logits[True].isfinite().all()
     assert torch.equal(logits[False], logits[True])
 
 
-def test_what_is_drawn_on_the_device_is_the_same_with_and_without_a_graph(wide_artifact: Path) -> None:
+def test_what_is_sampled_on_the_device_is_the_same_with_and_without_a_graph(wide_artifact: Path) -> None:
     """Tokens are the same with and without a graph. The prompt fills a bucket: with padding it would have more rows, for
     which cuBLAS has other kernels in bfloat16."""
     answers: dict[SamplingParams, list[list[int]]] = {}

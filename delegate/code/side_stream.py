@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-# Calls a `Run` on the current stream or on another one: `run_here`, or `run_on_stream` with its stream.
-Call = Callable[[Run, Sequence[torch.Tensor]], list[torch.Tensor]]
+Code = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+# Calls a `Code` on the current stream or on another one: `run_here`, or `run_on_stream` with its stream.
+Call = Callable[[Code, Sequence[torch.Tensor]], list[torch.Tensor]]
 
 # Each program has its own lock, but all share the side stream: one thread's work must not get into another's capture. The
 # lock is reentrant because code on the host that runs meanwhile may itself use a program.
@@ -26,12 +26,12 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def run_here(run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def run_here(run: Code, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run on the current stream."""
     return run(inputs)
 
 
-def run_on_stream(stream: torch.cuda.Stream, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def run_on_stream(stream: torch.cuda.Stream, run: Code, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run on `stream`: after all work queued on the current stream so far, and before all work queued there later."""
     current = torch.cuda.current_stream(stream.device)
     with side_lock:

@@ -76,7 +76,7 @@ class Transfers:
                 self._buffer(self._to_host, number, value).copy_(value, non_blocking=True)
             self._arrived.record()
 
-    def has_room(self, values: Mapping[int, torch.Tensor]) -> bool:
+    def ensure_room(self, values: Mapping[int, torch.Tensor]) -> bool:
         """Whether all values already have pinned memory. If not, it is allocated now."""
         there = {number: tensor.shape for number, tensor in self._to_host.items()}
         missing = {number: value for number, value in values.items() if there.get(number) != value.shape}
@@ -98,7 +98,7 @@ class Transfers:
         """Record the copies of `send` in a graph, for values that have pinned memory."""
         if self._device.type == "cpu":
             # On the CPU the values of a graph become known here, when it runs.
-            self.has_room(values)
+            self.ensure_room(values)
         together = self._together.get(tuple(values))
         if together is not None:
             torch.cat([value.reshape(-1).view(torch.uint8) for value in values.values()], out=together)

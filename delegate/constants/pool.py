@@ -21,7 +21,7 @@ from ostinato.delegate.artifact.records import (
     dtype_from_name,
     dtype_name,
 )
-from ostinato.delegate.capacity import first_table
+from ostinato.delegate.capacity import first_block_table
 from ostinato.delegate.errors import ArtifactError, InputError
 from ostinato.delegate.torch_internals import ALIGNMENT
 
@@ -30,10 +30,10 @@ from .loading import PARALLEL_FROM, ConstantLoader, free_tensors
 logger = logging.getLogger(__name__)
 
 
-class Held(NamedTuple):
-    """Identity of a tensor in the pool: its key in the file, and its device."""
+class TensorKey(NamedTuple):
+    """Identity of a tensor in the pool: its name in the file, and its device."""
 
-    key: str
+    name: str
     device: torch.device
 
 
@@ -59,7 +59,7 @@ class Binding:
     """
 
     tensors: dict[str, torch.Tensor]
-    shared: tuple[Held, ...]
+    shared: tuple[TensorKey, ...]
     private: tuple[torch.Tensor, ...]
 
 
@@ -93,12 +93,12 @@ class ConstantPool:
         check = self._check_hash if verify else None
         devices = dict.fromkeys((device, torch.device(HOST)))
         self._loaders = {device: ConstantLoader(device, check, on_load, parallel_from) for device in devices}
-        self._tensors: dict[Held, torch.Tensor] = {}
+        self._tensors: dict[TensorKey, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._buffer_specs: dict[str, BufferSpec] = {}
         # Buffers in use in place of the pool's own, while the program is bound to another state.
         self._lent: dict[str, torch.Tensor] = {}
-        self._users: dict[Held, int] = {}
+        self._users: dict[TensorKey, int] = {}
         # Whether the host has memory for all constants that are mapped so far.
         self.keeps_mapped = True
         # One watch for the whole program: its methods use it too.
@@ -115,36 +115,36 @@ class ConstantPool:
             ArtifactError: the file lacks a constant, or one is damaged.
             DeviceMemoryError: the device has no room.
         """
-        by_name = self._held(record, record.constants)
+        by_name = self._keys(record, record.constants)
         wanted = tuple(dict.fromkeys(by_name.values()))
-        missing = [held for held in wanted if not share or held not in self._tensors]
-        buffers = dict.fromkeys(self._held(record, record.buffers).values())
-        specs = {held: record.buffer_specs[held.key] for held in buffers if held.key not in self._buffers}
+        missing = [key for key in wanted if not share or key not in self._tensors]
+        buffers = dict.fromkeys(self._keys(record, record.buffers).values())
+        specs = {key: record.buffer_specs[key.name] for key in buffers if key.name not in self._buffers}
         with self.watch.explaining(f"loading method {record.method!r}"):
             fresh = self._make(record.method, missing, specs, private=not share)
-        constants = {held: fresh[held] for held in missing}
+        constants = {key: fresh[key] for key in missing}
         if share:
             self._tensors |= constants
             self._check_mapped()
-            for held in wanted:
-                self._users[held] = self._users.get(held, 0) + 1
-            constants = {held: self._tensors[held] for held in wanted}
-        self._buffers |= {held.key: fresh[held] for held in specs}
-        self._buffer_specs |= {held.key: spec for held, spec in specs.items()}
-        tensors = {name: constants[held] for name, held in by_name.items()}
+            for key in wanted:
+                self._users[key] = self._users.get(key, 0) + 1
+            constants = {key: self._tensors[key] for key in wanted}
+        self._buffers |= {key.name: fresh[key] for key in specs}
+        self._buffer_specs |= {key.name: spec for key, spec in specs.items()}
+        tensors = {name: constants[key] for name, key in by_name.items()}
         return Binding(
             tensors | self.buffers_for(record), wanted if share else (), () if share else tuple(constants.values())
         )
 
     def prefault(self) -> None:
         """Read all mapped constants once, so that no step waits for the disk."""
-        entries = {held.key: self._entry(held.key) for held in self._tensors if held.device.type == HOST}
+        entries = {key.name: self._entry(key.name) for key in self._tensors if key.device.type == HOST}
         self._loaders[torch.device(HOST)].touch(entries)
 
     def release(self, binding: Binding) -> None:
         """End one use of each shared constant, and free the private ones. Shared constants stay loaded until `close`."""
-        for held in binding.shared:
-            self._users[held] -= 1
+        for key in binding.shared:
+            self._users[key] -= 1
         free_tensors(binding.private)
 
     def bytes_to_load(self, records: Iterable[MethodRecord], device: torch.device | None = None) -> int:
@@ -152,16 +152,16 @@ class ConstantPool:
 
         Each constant counts once for each device that uses it, or for `device` alone. Loaded constants do not count.
         """
-        wanted: set[Held] = set()
+        wanted: set[TensorKey] = set()
         for record in records:
-            wanted |= set(self._held(record, record.constants).values()) - self._tensors.keys()
-            for held in self._held(record, record.buffers).values():
-                if record.buffer_specs[held.key].initialised and held.key not in self._buffers:
-                    wanted.add(held)
+            wanted |= set(self._keys(record, record.constants).values()) - self._tensors.keys()
+            for key in self._keys(record, record.buffers).values():
+                if record.buffer_specs[key.name].initialised and key.name not in self._buffers:
+                    wanted.add(key)
         return sum(
-            self._file.entries[held.key].nbytes
-            for held in wanted
-            if held.key in self._file.entries and device in (None, held.device)
+            self._file.entries[key.name].nbytes
+            for key in wanted
+            if key.name in self._file.entries and device in (None, key.device)
         )
 
     def buffers_for(self, record: MethodRecord) -> dict[str, torch.Tensor]:
@@ -216,13 +216,13 @@ class ConstantPool:
 
     @property
     def stats(self) -> ConstantStats:
-        used = {held: users for held, users in self._users.items() if users > 0}
-        sizes = {held: self._tensors[held].nbytes for held in used}
+        used = {key: users for key, users in self._users.items() if users > 0}
+        sizes = {key: self._tensors[key].nbytes for key in used}
         return ConstantStats(
             count=len(used),
             nbytes=sum(sizes.values()),
             shared=sum(users > 1 for users in used.values()),
-            bytes_saved=sum((users - 1) * sizes[held] for held, users in used.items()),
+            bytes_saved=sum((users - 1) * sizes[key] for key, users in used.items()),
         )
 
     def close(self) -> None:
@@ -234,34 +234,34 @@ class ConstantPool:
         self._buffer_specs.clear()
         self._users.clear()
 
-    def _held(self, record: MethodRecord, names: Mapping[str, str]) -> dict[str, Held]:
+    def _keys(self, record: MethodRecord, names: Mapping[str, str]) -> dict[str, TensorKey]:
         """Map names in the code to identities in the pool, for the record's constants or its buffers."""
         host, host_names = torch.device(HOST), record.host_names
-        return {name: Held(key, host if name in host_names else self._device) for name, key in names.items()}
+        return {name: TensorKey(key, host if name in host_names else self._device) for name, key in names.items()}
 
     def _make(
-        self, method: str, constants: Iterable[Held], specs: Mapping[Held, BufferSpec], private: bool
-    ) -> dict[Held, torch.Tensor]:
+        self, method: str, constants: Iterable[TensorKey], specs: Mapping[TensorKey, BufferSpec], private: bool
+    ) -> dict[TensorKey, torch.Tensor]:
         """Make new tensors for these constants and buffers, all or none."""
-        entries = {held: self._entry(held.key) for held in constants}
-        constant_bytes = sum(entry.nbytes for held, entry in entries.items() if held.device == self._device)
-        buffer_bytes = sum(spec.nbytes for held, spec in specs.items() if held.device == self._device)
+        entries = {key: self._entry(key.name) for key in constants}
+        constant_bytes = sum(entry.nbytes for key, entry in entries.items() if key.device == self._device)
+        buffer_bytes = sum(spec.nbytes for key, spec in specs.items() if key.device == self._device)
         memory.check_room(self._device, method, constant_bytes, buffer_bytes)
-        first_values = {held: self._entry(held.key) for held, spec in specs.items() if spec.initialised}
+        first_values = {key: self._entry(key.name) for key, spec in specs.items() if spec.initialised}
         own = first_values.keys() | (entries.keys() if private else ())
-        made: dict[Held, torch.Tensor] = {}
+        made: dict[TensorKey, torch.Tensor] = {}
         try:
-            for held, spec in specs.items():
+            for key, spec in specs.items():
                 if not spec.initialised:
-                    made[held] = torch.zeros(spec.shape, dtype=dtype_from_name(spec.dtype), device=held.device)
+                    made[key] = torch.zeros(spec.shape, dtype=dtype_from_name(spec.dtype), device=key.device)
             for device, loader in self._loaders.items():
-                here = {held.key: entry for held, entry in (entries | first_values).items() if held.device == device}
+                here = {key.name: entry for key, entry in (entries | first_values).items() if key.device == device}
                 if here:
-                    loaded = loader.load(here, {held.key for held in own if held.device == device})
-                    made |= {Held(key, device): tensor for key, tensor in loaded.items()}
-            for held, spec in specs.items():
+                    loaded = loader.load(here, {key.name for key in own if key.device == device})
+                    made |= {TensorKey(key, device): tensor for key, tensor in loaded.items()}
+            for key, spec in specs.items():
                 if spec.growth is not Growth.FIXED:
-                    made[held] = self._first_rows(spec, made[held])
+                    made[key] = self._first_rows(spec, made[key])
             return made
         except BaseException:
             free_tensors(made.values())
@@ -270,12 +270,12 @@ class ConstantPool:
     def _first_rows(self, spec: BufferSpec, first: torch.Tensor) -> torch.Tensor:
         """Return a buffer that grows, with its first values. `first` is the tensor from the file, or zeros."""
         if spec.kind is StateKind.BLOCK_TABLE:
-            return first_table(spec, self.pages).to(first.device)
+            return first_block_table(spec, self.pages).to(first.device)
         return first[:1].expand(spec.shape).contiguous() if spec.initialised else first
 
     def _check_mapped(self) -> None:
-        mapped = sum(tensor.nbytes for held, tensor in self._tensors.items() if held.device.type == HOST)
-        warning = memory.check_mapped(mapped)
+        mapped = sum(tensor.nbytes for key, tensor in self._tensors.items() if key.device.type == HOST)
+        warning = memory.mapped_warning(mapped)
         if warning is not None and self.keeps_mapped:
             logger.warning("%s", warning)
             self.keeps_mapped = False
@@ -283,7 +283,7 @@ class ConstantPool:
     def _write_first_values(self, buffers: Mapping[str, torch.Tensor]) -> None:
         for key, spec in self._buffer_specs.items():
             if spec.kind is StateKind.BLOCK_TABLE:
-                buffers[key].copy_(first_table(spec, self.pages))
+                buffers[key].copy_(first_block_table(spec, self.pages))
             elif spec.initialised:
                 first = self._entry(key).tensor()
                 buffers[key].copy_(first if spec.growth is Growth.FIXED else first[:1])

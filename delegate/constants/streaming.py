@@ -46,15 +46,15 @@ class StreamBuffers:
         self._copied: list[torch.cuda.Event] = []
         self._free: list[torch.cuda.Event] = []
 
-    def open(self, sources: Sequence[Tensors], kinds: Sequence[str], registers: bool) -> list[Tensors]:
+    def open(self, sources: Sequence[Tensors], code_keys: Sequence[str], registers: bool) -> list[Tensors]:
         """Return a set of buffers for each of the sources. Neighbouring sources get different sets.
 
         With `registers` the GPU reads the sources' pages directly, which keeps the pages in memory until `close`. The sources
         must live until then. See `ConstantStream` for the arguments.
         """
         targets = []
-        for index, (source, kind) in enumerate(zip(sources, kinds, strict=True)):
-            key = (kind, index % _SETS)
+        for index, (source, code_key) in enumerate(zip(sources, code_keys, strict=True)):
+            key = (code_key, index % _SETS)
             if key not in self._sets:
                 self._sets[key] = {
                     name: torch.empty_like(tensor, device=self.device) for name, tensor in source.items()
@@ -91,7 +91,7 @@ class StreamBuffers:
         if self._copies is not None:
             torch.cuda.current_stream(self.device).wait_event(self._copied[set_index])
 
-    def free(self, set_index: int) -> None:
+    def mark_free(self, set_index: int) -> None:
         """Free set `set_index` as soon as the work that is now queued on the current stream is done."""
         if self._copies is not None:
             self._free[set_index].record(torch.cuda.current_stream(self.device))
@@ -117,7 +117,7 @@ class ConstantStream:
         buffers: the program's buffers.
         sources: one entry per streamed segment, in the order of the calls: the segment's constants on the host, by their
             names in its code.
-        kinds: one key per source: segments with equal keys run the same code.
+        code_keys: one key per source: segments with equal keys run the same code.
         registers: see `StreamBuffers.open`.
 
     Attributes:
@@ -125,11 +125,11 @@ class ConstantStream:
     """
 
     def __init__(
-        self, buffers: StreamBuffers, sources: Sequence[Tensors], kinds: Sequence[str], registers: bool = False
+        self, buffers: StreamBuffers, sources: Sequence[Tensors], code_keys: Sequence[str], registers: bool = False
     ) -> None:
         self._buffers = buffers
         self._sources = sources
-        self.targets = buffers.open(sources, kinds, registers)
+        self.targets = buffers.open(sources, code_keys, registers)
         self._entries: int | None = None
 
     def start(self, entries: int | None = None) -> None:
@@ -148,7 +148,7 @@ class ConstantStream:
 
         Called after the segment's code is queued.
         """
-        self._buffers.free(index % _SETS)
+        self._buffers.mark_free(index % _SETS)
         if index + _SETS < len(self._sources):
             self._send(index + _SETS)
 

@@ -102,7 +102,7 @@ class EarlyStarts:
     note: str | None = None
 
 
-def look_into(graph: int) -> GraphNodes:
+def inspect_graph(graph: int) -> GraphNodes:
     """Return the numbers of nodes of a graph. If they cannot be counted, the result's `note` has the reason.
 
     Args:
@@ -122,7 +122,7 @@ def start_early(graph: int, required_ahead: Mapping[str, str] = REQUIRED_AHEAD) 
     Also ask for one division of a multiprocessor's memory for the marked kernels of several rows.
 
     Args:
-        graph: as in `look_into`; not instantiated yet, and for a GPU of compute capability 9.0 or newer.
+        graph: as in `inspect_graph`; not instantiated yet, and for a GPU of compute capability 9.0 or newer.
         required_ahead: pairs of names for R5. An empty mapping is only right for a graph whose kernels depend on nothing
             ahead of them, as in a benchmark of one kernel.
 
@@ -171,7 +171,7 @@ def update_executable(executable: int, graph: int) -> bool:
 
     Args:
         executable: the `cudaGraphExec_t` as a number, from `torch.cuda.CUDAGraph.raw_cuda_graph_exec`.
-        graph: as in `look_into`.
+        graph: as in `inspect_graph`.
 
     Returns:
         Whether the driver updated the executable. If not, the executable is unchanged.

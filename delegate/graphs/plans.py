@@ -124,14 +124,14 @@ class Refusal:
 
 @dataclass
 class _Piece:
-    """Segments `first` to `last` - 1 of a plan. `takes`, `gives` and `leaving` are numbers of values.
+    """Segments `first` to `end` - 1 of a plan. `takes`, `gives` and `leaving` are numbers of values.
 
     `graph` is None for a called piece: one segment, neighbouring segments on the host, or all remaining segments if memory
     runs out. The values of `leaving` go to the host at the piece's end.
     """
 
     first: int
-    last: int
+    end: int
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     leaving: tuple[int, ...]
@@ -224,7 +224,7 @@ class Plan:
             self._run_piece(piece, self._static, hosted)
             if piece.graph is not None:
                 self._static.update(zip(piece.gives, piece.graph.outputs, strict=True))
-            at = piece.last
+            at = piece.end
         outputs = results_of(self._static, self._code.results, self._given_by_host)
         self._transfers.end()
         # Not earlier: if a step fails half way, the last numbers still hold.
@@ -302,25 +302,27 @@ class Plan:
         self._static, self._hosted_inputs = {}, {}
         self.inputs = []
 
-    def _piece(self, first: int, last: int) -> _Piece:
+    def _piece(self, first: int, end: int) -> _Piece:
         segments = self._code.segments
-        made = {number for segment in segments[first:last] for number in segment.outputs}
-        leaving = self._departures.get(last - 1, ())
-        taken = {number for segment in segments[first:last] for number in segment.inputs}.union(leaving) - made
-        needed = {number for segment in segments[last:] for number in segment.inputs} | set(self._code.results)
+        made = {number for segment in segments[first:end] for number in segment.outputs}
+        leaving = self._departures.get(end - 1, ())
+        taken = {number for segment in segments[first:end] for number in segment.inputs}.union(leaving) - made
+        needed = {number for segment in segments[end:] for number in segment.inputs} | set(self._code.results)
         takes, gives = tuple(sorted(taken)), tuple(sorted(made & needed))
-        return _Piece(first, last, takes, gives, leaving, on_host=first in self._code.on_host)
+        return _Piece(first, end, takes, gives, leaving, on_host=first in self._code.on_host)
 
-    def _record(self, first: int, last: int) -> _Piece | Refusal:
+    def _record(self, first: int, end: int) -> _Piece | Refusal:
         """Record the segments as a captured piece, which is not launched yet. Return a refusal if that fails."""
-        piece = self._piece(first, last)
+        piece = self._piece(first, end)
         held = self._recorder.pool_bytes()
         self._watch.begin()
         begin, self._at = time.perf_counter(), first
         try:
             piece.graph = self._recorder.record(partial(self._run_captured, piece))
             values = self._static | dict(zip(piece.gives, piece.graph.outputs, strict=False))
-            if not self._transfers.has_room({number: values[number] for number in piece.leaving if number in values}):
+            if not self._transfers.ensure_room(
+                {number: values[number] for number in piece.leaving if number in values}
+            ):
                 piece.graph.release()
                 piece.graph = self._recorder.record(partial(self._run_captured, piece))
         except Exception as error:
@@ -333,8 +335,8 @@ class Plan:
         """Make a refusal of an error that was raised while the piece was recorded. `_at` is the segment where it happened."""
         explained = self._watch.explain(error, f"capturing a graph for inputs of the shapes {self.stats.shapes}")
         # After the last segment, the capture as a whole failed.
-        whole = self._at == piece.last
-        segments = range(piece.first, piece.last) if whole else range(self._at, self._at + 1)
+        whole = self._at == piece.end
+        segments = range(piece.first, piece.end) if whole else range(self._at, self._at + 1)
         return Refusal(segments, first_line(error) if explained is None else str(explained), explained is not None)
 
     def _count_instantiation(self, graph: Graph, begin: float) -> None:
@@ -376,9 +378,9 @@ class Plan:
     def _run_segments(self, piece: _Piece, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the piece's code on its inputs, and return its outputs. `_at` is the segment that it has reached."""
         values = dict(zip(piece.takes, inputs, strict=True))
-        for self._at in range(piece.first, piece.last):
+        for self._at in range(piece.first, piece.end):
             self._code.run_segment(self._at, values)
-        self._at = piece.last
+        self._at = piece.end
         return [values[number] for number in piece.gives]
 
     def _run_on_host(self, piece: _Piece, values: dict[int, torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:

@@ -10,10 +10,10 @@ from typing import Protocol
 
 import torch
 
-from ostinato.delegate.code.side_stream import Run, run_on_stream
+from ostinato.delegate.code.side_stream import Code, run_on_stream
 from ostinato.delegate.errors import first_line
 
-from .nodes import GraphNodes, look_into, start_early, update_executable
+from .nodes import GraphNodes, inspect_graph, start_early, update_executable
 from .pool import Capture, GraphPool, Work
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Graph(Protocol):
 class GraphRecorder(Protocol):
     """Runs warm-up steps, and records graphs."""
 
-    def warmup(self, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def warmup(self, run: Code, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run once, on the stream where the capture will be made."""
 
     def begin_step(self) -> None:
@@ -77,7 +77,7 @@ class CudaGraphRecorder:
         self.device = pool.stream.device
         self._early_kernels = early_kernels and torch.cuda.get_device_capability(self.device) >= _EARLY_CAPABILITY
 
-    def warmup(self, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def warmup(self, run: Code, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return run_on_stream(self.pool.stream, run, inputs)
 
     def begin_step(self) -> None:
@@ -93,7 +93,7 @@ class CudaGraphRecorder:
         """Record, inspect the graph, and let its marked kernels start early. The graph is not executable yet."""
         capture = self.pool.capture(work)
         with torch.cuda.device(self.device):
-            capture.nodes = look_into(capture.graph.raw_cuda_graph())
+            capture.nodes = inspect_graph(capture.graph.raw_cuda_graph())
             if not self._early_kernels or capture.nodes.by_type is None:
                 return capture
             try:
@@ -187,7 +187,7 @@ class HostGraphRecorder:
     It saves no time. It exists so that plans and the state machine are the same program everywhere.
     """
 
-    def warmup(self, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def warmup(self, run: Code, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return run(inputs)
 
     def begin_step(self) -> None:

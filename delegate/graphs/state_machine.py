@@ -70,11 +70,6 @@ class MethodStats:
     plans: list[PlanStats] = field(default_factory=list)
     dropped: int = 0
 
-    @property
-    def last_plan(self) -> PlanStats:
-        """Numbers of the plan that was used last; zeros if there is none."""
-        return self.plans[-1] if self.plans else PlanStats([])
-
 
 @dataclass
 class _ShapeState:

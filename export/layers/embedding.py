@@ -19,7 +19,7 @@ class Embedding(nn.Module):
     If the build quantises, `weight` is int8 and `weight_scale` is [V, H / G], with one scale per group.
 
     Attributes:
-        token_share: fraction of its weights that one token reads.
+        token_fraction: fraction of its weights that one token reads.
         panels: see `Linear`. Set if a head shares this weight.
     """
 
@@ -29,7 +29,7 @@ class Embedding(nn.Module):
     def __init__(self, rows: int, size: int, build: Build) -> None:
         super().__init__()
         self.dtype = build.dtype
-        self.token_share = 1 / rows
+        self.token_fraction = 1 / rows
         self.panels: tuple[str, ...] = ()
         if build.group_size is None:
             self.weight, self.weight_scale = parameter(rows, size, dtype=build.dtype), None

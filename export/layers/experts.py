@@ -38,7 +38,7 @@ class Experts(nn.Module):
     """Weights of all routed experts: gate and up projection stacked, [E, 2 I, H], and down projection, [E, H, I].
 
     Attributes:
-        token_share: fraction of its weights that one token reads.
+        token_fraction: fraction of its weights that one token reads.
         on_host: whether the weights stay in the host's memory.
         panels: see `Linear`.
     """
@@ -52,7 +52,7 @@ class Experts(nn.Module):
         super().__init__()
         kernels = build.host_kernels if on_host else build.kernels
         self.on_host = on_host
-        self.token_share = sizes.top_k / sizes.experts
+        self.token_fraction = sizes.top_k / sizes.experts
         gate_up = (sizes.experts, 2 * sizes.inner, sizes.hidden)
         down = (sizes.experts, sizes.hidden, sizes.inner)
         self.gate_up_proj, self.gate_up_proj_scale = weight_parameters(gate_up, build)

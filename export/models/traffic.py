@@ -13,8 +13,8 @@ def decode_bytes(network: nn.Module, device: str) -> int:
     """Bytes that one token moves in the memory of `device`: the weights that it uses, read once, and the state of fixed size,
     read and written once.
 
-    A layer has a `token_share` if a token reads only this fraction of its weights. It is `on_host` if its weights are in the
-    host's memory. A tied embedding is also the head's weight, and is read whole.
+    A layer has a `token_fraction` if a token reads only this fraction of its weights. It is `on_host` if its weights are in
+    the host's memory. A tied embedding is also the head's weight, and is read whole.
     """
     shares: dict[nn.Parameter, float] = {}
     for module in network.modules():

@@ -9,7 +9,7 @@ from ostinato.export.formats.int4 import SCALE_DTYPE, pack_int4
 
 # Elements quantised at once. torchao makes about six float32 copies of its input (HQQ more), so this bounds the working
 # memory to 1 to 2 GiB for a tensor of any size.
-_PIECE = 1 << 26
+_BLOCK = 1 << 26
 
 
 def quantize_int4(weight: Tensor, group_size: int, hqq: bool, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -25,15 +25,15 @@ def quantize_int4(weight: Tensor, group_size: int, hqq: bool, device: torch.devi
     Returns:
         (weight [..., N, K / 2] uint8 in the layout of `formats/int4.py`, scale [..., N, K / G] bfloat16), on the CPU.
     """
-    return _in_pieces(weight, group_size, -8, 7, hqq, device)
+    return _in_blocks(weight, group_size, -8, 7, hqq, device)
 
 
 def quantize_int8(weight: Tensor, group_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Symmetric eight-bit quantisation: (weight [N, K] int8, scale [N, K / G] bfloat16), on the CPU."""
-    return _in_pieces(weight, group_size, -128, 127, False, device)
+    return _in_blocks(weight, group_size, -128, 127, False, device)
 
 
-def _in_pieces(
+def _in_blocks(
     weight: Tensor, group_size: int, low: int, high: int, hqq: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     size = weight.shape[-1]
@@ -43,10 +43,10 @@ def _in_pieces(
         rows.shape[0], size // 2 if four_bits else size, dtype=torch.uint8 if four_bits else torch.int8
     )
     scales = torch.empty(rows.shape[0], size // group_size, dtype=SCALE_DTYPE)
-    step = max(1, _PIECE // size)
+    step = max(1, _BLOCK // size)
     for begin in range(0, rows.shape[0], step):
-        piece = rows[begin : begin + step].to(device).float()
-        q, scale = _quantize(piece, group_size, low, high, hqq)
+        block = rows[begin : begin + step].to(device).float()
+        q, scale = _quantize(block, group_size, low, high, hqq)
         stored[begin : begin + step] = pack_int4(q) if four_bits else q
         scales[begin : begin + step] = scale
     return stored.view(*weight.shape[:-1], -1), scales.view(*weight.shape[:-1], -1)

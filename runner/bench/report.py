@@ -270,9 +270,7 @@ def plan_text(plan: dict[str, Any]) -> str:
     """`1 graph per token, recorded in 2.1 ms, made executable in 0.4 ms, for which the pool grew by 2.1 MB`, and the number
     of called pieces."""
     graphs = f"{plan['captured']} {'graph' if plan['captured'] == 1 else 'graphs'}"
-    called = (
-        f" and {plan['called']} called {'segment' if plan['called'] == 1 else 'segments'}" if plan["called"] else ""
-    )
+    called = f" and {plan['called']} called {'piece' if plan['called'] == 1 else 'pieces'}" if plan["called"] else ""
     times = (
         f"recorded in {duration(plan['record_us'] / 1e6)}, made executable in {duration(plan['instantiate_us'] / 1e6)}"
     )

@@ -52,7 +52,7 @@ from ostinato.runner.bench.bench import (
 from ostinato.runner.bench.device import copy_speed, device_memory, device_name
 from ostinato.runner.bench.plot import check_plot, draw
 from ostinato.runner.bench.report import FORMATS, Reads, Report, Subject, render
-from ostinato.runner.model.buckets import DEFAULT_BUCKETS, choose_buckets
+from ostinato.runner.model.buckets import PREFILL_BUCKETS, choose_prefill_buckets
 from ostinato.runner.model.model import Model, method_names
 
 from .run import NO_GRAPH_NOTE, add_load_options, capacity_of
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="N,N",
         help="lengths of prompts that have a graph with --cuda_graph, shorter ones are padded; 0: none "
-        f"(default: {','.join(map(str, DEFAULT_BUCKETS))} on a GPU, none on a CPU)",
+        f"(default: {','.join(map(str, PREFILL_BUCKETS))} on a GPU, none on a CPU)",
     )
     parser.add_argument(
         "--batch",
@@ -127,7 +127,7 @@ def main(arguments: argparse.Namespace) -> int:
     begin = time.perf_counter()
     with load_for_bench(arguments.artifact, capacity) as program:
         max_seq_len, vocabulary = sizes_of(program)
-        choose_buckets(buckets, program, method_names(program)[0], True in modes)
+        choose_prefill_buckets(buckets, program, method_names(program)[0], True in modes)
         spec = make_spec(max_seq_len, prompts, answers, depths, arguments.repetitions)
         for reason in spec.skipped:
             _say(f"note: left out: {reason}")
@@ -154,7 +154,7 @@ def _main_of_batches(arguments: argparse.Namespace) -> int:
     with load_program(arguments.artifact, **asdict(capacity)) as program:
         max_seq_len, vocabulary = sizes_of(program)
         check_length(spec, max_seq_len)
-        choose_buckets(buckets, program, method_names(program)[0], True in modes)
+        choose_prefill_buckets(buckets, program, method_names(program)[0], True in modes)
         _note_of_graphs(program, modes)
         rows: list[BatchMeasurement] = []
         for cuda_graph in modes:

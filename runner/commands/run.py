@@ -96,7 +96,7 @@ def main(arguments: argparse.Namespace) -> int:
     with loaded as engine:
         if arguments.cuda_graph and engine.program.device.type == "cpu":
             _say(NO_GRAPH_NOTE)
-        pieces = engine.generate(
+        texts = engine.generate(
             arguments.prompt,
             raw=arguments.raw,
             max_new_tokens=arguments.max_new_tokens,
@@ -105,13 +105,13 @@ def main(arguments: argparse.Namespace) -> int:
         )
         interrupted = False
         try:
-            for piece in pieces:
+            for text in texts:
                 if not arguments.json:
-                    sys.stdout.write(piece)
+                    sys.stdout.write(text)
                     sys.stdout.flush()
         except KeyboardInterrupt:
             interrupted = True
-            pieces.close()
+            texts.close()
         except OstinatoError:
             # End the line of an unfinished answer before the error is printed.
             if engine.last.text and not arguments.json:

@@ -13,16 +13,18 @@ from ostinato.delegate import InputError, Program
 from ostinato.delegate.artifact.names import META_MAX_SEQ_LEN, META_PADDED_PREFILL, PREFILL_STREAMED, ROWS
 from ostinato.delegate.errors import OptionError
 
-from .streamed import STREAM_FROM
+from .streamed import MIN_STREAMED_TOKENS
 
 # Between 128 and 512 a row of padding costs more than the launches that a graph saves, so these buckets are closer together.
-DEFAULT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
+PREFILL_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
 
 # Numbers of sessions whose step has a graph. One session alone has a method of its own.
 ROW_BUCKETS = (2, 4, 8, 16, 24, 32, *range(48, 129, 16), *range(160, 257, 32))
 
 
-def choose_buckets(wanted: Sequence[int] | None, program: Program, prefill: str, cuda_graph: bool) -> tuple[int, ...]:
+def choose_prefill_buckets(
+    wanted: Sequence[int] | None, program: Program, prefill: str, cuda_graph: bool
+) -> tuple[int, ...]:
     """Choose the buckets of a model's prompts, ascending. No method needs to be loaded.
 
     Args:
@@ -41,9 +43,9 @@ def choose_buckets(wanted: Sequence[int] | None, program: Program, prefill: str,
     longest = tokens.shape[-1].max
     if wanted is None:
         # Longer prompts go to a method that has no graphs.
-        longest = min(longest, STREAM_FROM - 1) if PREFILL_STREAMED in program.method_names else longest
+        longest = min(longest, MIN_STREAMED_TOKENS - 1) if PREFILL_STREAMED in program.method_names else longest
         fits = cuda_graph and takes_padding and program.device.type == "cuda"
-        return tuple(bucket for bucket in DEFAULT_BUCKETS if fits and bucket <= longest)
+        return tuple(bucket for bucket in PREFILL_BUCKETS if fits and bucket <= longest)
     if wanted and not cuda_graph:
         raise OptionError("prefill buckets are lengths of prompts that have a CUDA graph: they need cuda_graph")
     if wanted and not takes_padding:
@@ -57,9 +59,9 @@ def choose_buckets(wanted: Sequence[int] | None, program: Program, prefill: str,
             raise OptionError(f"a prefill bucket is a number of tokens from 2 on, got {bucket!r}")
         if bucket > max_seq_len:
             raise OptionError(f"prefill bucket {bucket} is longer than max_seq_len {max_seq_len}")
-        if bucket >= STREAM_FROM and PREFILL_STREAMED in program.method_names:
+        if bucket >= MIN_STREAMED_TOKENS and PREFILL_STREAMED in program.method_names:
             raise OptionError(
-                f"prefill bucket {bucket}: with experts on the host, prompts of {STREAM_FROM} tokens or more go to "
+                f"prefill bucket {bucket}: with experts on the host, prompts of {MIN_STREAMED_TOKENS} tokens or more go to "
                 f"{PREFILL_STREAMED!r}, which has no graphs: name shorter ones"
             )
         if bucket > longest:

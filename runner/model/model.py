@@ -26,9 +26,9 @@ from ostinato.delegate.artifact.records import TensorSpec
 from ostinato.delegate.errors import ArtifactError
 from ostinato.delegate.graphs.state_machine import Phase
 
-from .buckets import bucket_of, choose_buckets, choose_row_buckets, steps_several
+from .buckets import bucket_of, choose_prefill_buckets, choose_row_buckets, steps_several
 from .prompt_inputs import PromptInputs
-from .streamed import STREAM_FROM, streamed_experts
+from .streamed import MIN_STREAMED_TOKENS, streamed_experts
 
 DEFAULT_WARMUP_STEPS = BackendOptions.cuda_graph_warmup_steps
 # The one method of a program that has no `prefill` and `decode`.
@@ -88,7 +88,7 @@ class Model:
         self.cuda_graph = cuda_graph
         prefill, self._decode_name = method_names(program)
         self.row_buckets = choose_row_buckets(row_buckets, program, cuda_graph)
-        self.prefill_buckets = choose_buckets(prefill_buckets, program, prefill, cuda_graph)
+        self.prefill_buckets = choose_prefill_buckets(prefill_buckets, program, prefill, cuda_graph)
         # Prefill buckets that are known to have a graph.
         self._captured: set[int] = set()
         # Inputs for single tokens and for buckets, by the arguments of `PromptInputs`.
@@ -183,7 +183,7 @@ class Model:
             return self._chunk(tokens, 0, slot, None)
         return self._one(tokens[-1], len(tokens) - 1, slot)
 
-    def next_of(self, slots: Sequence[int]) -> torch.Tensor:
+    def sample_next(self, slots: Sequence[int]) -> torch.Tensor:
         """Run a step on the token that each slot keeps, and sample the next tokens. Slot -1 is a row of padding.
 
         Args:
@@ -246,7 +246,7 @@ class Model:
         return self._one(tokens[0], position, slot) if len(tokens) == 1 else self._chunk(tokens, position, slot, bucket)
 
     def _chunk(self, tokens: Sequence[int], position: int, slot: int, bucket: int | None) -> torch.Tensor:
-        if self._streamed_method is not None and len(tokens) >= STREAM_FROM:
+        if self._streamed_method is not None and len(tokens) >= MIN_STREAMED_TOKENS:
             experts = _max_value(self._streamed_method.inputs[-1])
             streamed = torch.tensor([streamed_experts(len(tokens), experts)])
             inputs = (*PromptInputs(len(tokens)).filled(tokens, position, slot), streamed)

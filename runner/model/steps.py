@@ -155,7 +155,7 @@ class DeviceSteps:
 
     def launch(self, sessions: Sequence[Stepped]) -> PendingTokens:
         slots = [session.slot for session in sessions]
-        return self._pending(self._model.next_of(slots), len(slots))
+        return self._pending(self._model.sample_next(slots), len(slots))
 
     def write_sampling_params(self, session: Stepped) -> None:
         self._write(session.slot, session.sampling_params.tensors()._asdict())

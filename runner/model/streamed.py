@@ -9,7 +9,7 @@ from __future__ import annotations
 
 # Tokens from which a prompt counts as long. Fewer tokens choose only some of the experts, and the CPU reads only
 # these.
-STREAM_FROM = 48
+MIN_STREAMED_TOKENS = 48
 # Times on the CPU for reading all experts of a layer, and for computing one token. The unit is the time for sending all
 # experts to the GPU. The values lie between the best ones of two machines, each with 16 cores of a Xeon with AMX and an H200
 # behind PCIe 5: the flagship in int4 was fastest there with 119 and 138 experts sent for 512 tokens, and with 190 and 200 for

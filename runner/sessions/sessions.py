@@ -158,13 +158,13 @@ class Snapshot:
     def __init__(self, owner: Sessions, state: SessionState, rows: dict[str, torch.Tensor]) -> None:
         self._owner = owner
         self._state: SessionState | None = state
-        self._rows = rows
+        self._slot_state = rows
 
     def close(self) -> None:
         """Give the pages back. Closing twice is fine."""
         if self._state is not None:
             self._owner.pages.release(self._state.pages)
-            self._state, self._rows = None, {}
+            self._state, self._slot_state = None, {}
 
     def __del__(self) -> None:
         self.close()
@@ -273,13 +273,13 @@ class Sessions:
         """See `Session.fork`."""
         state, slot = session._open, self._take_slot()
         other = Session(self, slot, self._shared(state))
-        self._write_state(other, self._rows(session.slot))
+        self._write_state(other, self._slot_state(session.slot))
         return other
 
     def snapshot(self, session: Session) -> Snapshot:
         """See `Session.snapshot`."""
         state = session._open
-        rows = {key: row.clone() for key, row in self._rows(session.slot).items()}
+        rows = {key: row.clone() for key, row in self._slot_state(session.slot).items()}
         return Snapshot(self, self._shared(state), rows)
 
     def restore(self, session: Session, snapshot: Snapshot) -> None:
@@ -289,7 +289,7 @@ class Sessions:
             raise ClosedError("the snapshot is closed, or of another engine")
         self.pages.release(state.pages)
         session._state = self._shared(snapshot._state)
-        self._write_state(session, snapshot._rows)
+        self._write_state(session, snapshot._slot_state)
 
     def close(self, session: Session) -> None:
         """See `Session.close`."""
@@ -353,11 +353,11 @@ class Sessions:
 
     def _write_state(self, session: Session, rows: Mapping[str, torch.Tensor]) -> None:
         """Copy these rows of state into the session's slot, and write its pages into the block table."""
-        for key, row in self._rows(session.slot).items():
+        for key, row in self._slot_state(session.slot).items():
             row.copy_(rows[key])
         self.pages.write_block_table(session.slot, session._open.pages)
 
-    def _rows(self, slot: int) -> dict[str, torch.Tensor]:
+    def _slot_state(self, slot: int) -> dict[str, torch.Tensor]:
         """One session's state in the buffers, without the block table. If the state does not grow: all mutable buffers."""
         program = self._model.program
         if not program.capacity.slot_bytes:

@@ -21,14 +21,14 @@ class Captured:
 
     Attributes:
         method: name of the method that has the plan.
-        tokens: number of rows of the plan: the bucket, or 1 for the decode of one session.
+        rows: number of rows of the plan: the bucket, or 1 for the decode of one session.
         seconds: time that warm-up and capture took.
         pool_bytes: device memory that the plan's graphs took; 0 if they were given up.
         given_up: why the plan has no graph, None if it has one.
     """
 
     method: str
-    tokens: int
+    rows: int
     seconds: float
     pool_bytes: int
     given_up: str | None
@@ -75,7 +75,9 @@ def warm_up(model: Model, sessions: Sessions, buckets: Sequence[int] | None = No
         captured.append(_capture(model, names[-1], step, 1))
         for bucket in reversed(model.row_buckets):
             # All rows are padding: no session's state changes.
-            captured.append(_capture(model, model.step_method(bucket), partial(model.next_of, [-1] * bucket), bucket))
+            captured.append(
+                _capture(model, model.step_method(bucket), partial(model.sample_next, [-1] * bucket), bucket)
+            )
     return WarmUp(tuple(one for one in captured if one is not None))
 
 

@@ -103,8 +103,8 @@ class TextStream:
     def push(self, token: int) -> str:
         """Return the text that `token` completes, "" while a character is unfinished."""
         self._held.append(token)
-        piece = self._pending()
-        return "" if piece.endswith(_REPLACEMENT) else self._emit(piece)
+        text = self._pending()
+        return "" if text.endswith(_REPLACEMENT) else self._emit(text)
 
     def flush(self) -> str:
         """Return the rest of the text, with an unfinished character as U+FFFD."""
@@ -114,10 +114,10 @@ class TextStream:
         before = self._tokenizer.decode(self._context)
         return self._tokenizer.decode(self._context + self._held)[len(before) :]
 
-    def _emit(self, piece: str) -> str:
-        if piece:
+    def _emit(self, text: str) -> str:
+        if text:
             self._context, self._held = self._held, []
-        return piece
+        return text
 
 
 def _raise(message: str) -> None:

@@ -73,7 +73,7 @@ def use_driver(monkeypatch: pytest.MonkeyPatch, driver: object) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class SegmentValues:
     """The numbers of the values that a segment takes and gives."""
 
     inputs: tuple[int, ...]
@@ -90,7 +90,7 @@ class FunctionCode:
     def __init__(self, function: Callable[[Sequence[Tensor]], list[Tensor]], taken: int = 1, given: int = 1) -> None:
         self._function = function
         self.results = tuple(range(taken, taken + given))
-        self.segments = (Part(tuple(range(taken)), self.results),)
+        self.segments = (SegmentValues(tuple(range(taken)), self.results),)
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         return self._function(inputs)

@@ -38,7 +38,7 @@ def test_bound_to_another_state_and_back(pair: Pair) -> None:
     for _ in range(3):
         pair.step()
     assert all(torch.equal(other[key], plain_other[key]) for key in other)
-    plan = pair.method.stats.last_plan
+    plan = pair.method.stats.plans[-1]
     assert plan.updates + plan.instantiations == 2
     pair.program.bind_state()
     pair.plain_program.bind_state()
@@ -108,8 +108,8 @@ def test_a_state_that_changes_with_every_call(pair: Pair) -> None:
         pair.step()
     stats = pair.method.stats
     assert (stats.phase, stats.captures, stats.replays) == ("disabled", 1, MAX_CHANGES)
-    assert stats.last_plan.given_up == f"constants or buffers were bound anew on more than {MAX_CHANGES} calls in a row"
-    assert stats.fallback_reason == stats.last_plan.given_up
+    assert stats.plans[-1].given_up == f"constants or buffers were bound anew on more than {MAX_CHANGES} calls in a row"
+    assert stats.fallback_reason == stats.plans[-1].given_up
 
 
 def test_changes_that_are_not_in_a_row(pair: Pair) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ostinato.delegate import InputError, OptionError, load_program
 from ostinato.delegate.artifact.records import BufferSpec, Growth, MethodRecord, StateForm, StateKind
-from ostinato.delegate.capacity import Capacity, CapacityOptions, choose_capacity, first_table
+from ostinato.delegate.capacity import Capacity, CapacityOptions, choose_capacity, first_block_table
 
 PAGE = 4
 # The maximum number of pages of one session.
@@ -215,5 +215,5 @@ def test_no_room_for_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_first_table() -> None:
     spec = BufferSpec((2, 3), "int32", False, StateKind.BLOCK_TABLE, Growth.SLOTS)
-    assert first_table(spec, 4).tolist() == [[0, 1, 2], [3, -1, -1]]
-    assert first_table(spec, 9).dtype == torch.int32
+    assert first_block_table(spec, 4).tolist() == [[0, 1, 2], [3, -1, -1]]
+    assert first_block_table(spec, 9).dtype == torch.int32

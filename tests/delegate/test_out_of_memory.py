@@ -61,7 +61,7 @@ def test_the_shape_goes_on_without_graphs(pair: Pair, fail: Function) -> None:
     # There is no second attempt around the failed segment, and none in later calls.
     assert len(attempts) == 1
     stats = pair.method.stats
-    plan = stats.last_plan
+    plan = stats.plans[-1]
     assert (stats.phase, stats.warmups, stats.captures, stats.replays, stats.runs) == ("disabled", 2, 1, 1, 3)
     assert (plan.pieces, plan.captured, plan.called, plan.launches) == (1, 0, 1, 1)
     whole = GIVEN_UP + r"; the allocation that failed was of 2\.00 GiB.*\. Free memory on it, .*"
@@ -70,7 +70,7 @@ def test_the_shape_goes_on_without_graphs(pair: Pair, fail: Function) -> None:
     # The plan of the other shape stays.
     pair.step(5)
     stats = pair.method.stats
-    assert (stats.phase, stats.replays, stats.last_plan.given_up) == ("replay", 2, None)
+    assert (stats.phase, stats.replays, stats.plans[-1].given_up) == ("replay", 2, None)
 
 
 def test_behind_a_piece_that_was_captured(chain_artifact: Path, fail: Function) -> None:
@@ -88,7 +88,7 @@ def test_behind_a_piece_that_was_captured(chain_artifact: Path, fail: Function) 
         stats = split.stats
         assert len(attempts) == 2
         assert (stats.phase, stats.captures, stats.runs) == ("disabled", 0, 3)
-        assert re.match(GIVEN_UP, stats.last_plan.given_up or "") and set(stats.last_plan.called_because) == {2}
+        assert re.match(GIVEN_UP, stats.plans[-1].given_up or "") and set(stats.plans[-1].called_because) == {2}
 
 
 def test_an_update(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +101,8 @@ def test_an_update(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         pair.step()
     stats = pair.method.stats
     assert (stats.phase, stats.captures, stats.replays, stats.runs) == ("disabled", 1, 1, 3)
-    assert re.match(GIVEN_UP, stats.last_plan.given_up or "")
-    assert stats.fallback_reason == stats.last_plan.given_up
+    assert re.match(GIVEN_UP, stats.plans[-1].given_up or "")
+    assert stats.fallback_reason == stats.plans[-1].given_up
 
 
 def test_a_step_that_has_no_memory_either(pair: Pair, fail: Function, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_a_step_that_has_no_memory_either(pair: Pair, fail: Function, monkeypatc
         pair.step()
     stats = pair.method.stats
     assert (stats.phase, stats.runs, len(attempts)) == ("disabled", 2, 1)
-    assert re.match(GIVEN_UP, stats.last_plan.given_up or "")
+    assert re.match(GIVEN_UP, stats.plans[-1].given_up or "")
 
 
 def test_an_opaque_failure_counts_for_one_error(
@@ -136,7 +136,7 @@ def test_an_opaque_failure_counts_for_one_error(
         step.execute(inputs_of(3, 0))
         fail(0, no_memory_opaque)
         step.execute(inputs_of(3, 1))
-        assert re.match(GIVEN_UP, step.stats.last_plan.given_up or "")
+        assert re.match(GIVEN_UP, step.stats.plans[-1].given_up or "")
         monkeypatch.setattr(MethodCode, "run_segment", opaque)
         for method, length in ((step, 3), (whole, 2)):
             with pytest.raises(StepError, match="API call failed"):
@@ -151,4 +151,4 @@ def test_an_opaque_failure_that_is_another(pair: Pair, fail: Function, monkeypat
     monkeypatch.setattr(memory_module, "allocation_failures", lambda device: 1)
     pair.step()
     assert len(attempts) == 3
-    assert set(pair.method.stats.last_plan.called_because) == {0, 1, 2}
+    assert set(pair.method.stats.plans[-1].called_because) == {0, 1, 2}

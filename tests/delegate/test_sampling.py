@@ -132,7 +132,7 @@ def test_a_seed_repeats(sampling: SamplingParams) -> None:
     assert samples(other, 100) != samples(sampling, 100)
 
 
-def test_without_a_seed_draws_differ() -> None:
+def test_without_a_seed_samples_differ() -> None:
     assert samples(SamplingParams(temperature=1.0), 100) != samples(SamplingParams(temperature=1.0), 100)
 
 
@@ -159,7 +159,7 @@ def test_other_random_numbers_do_not_matter() -> None:
     ],
     ids=["distinct", "ties", "not finite", "nan"],
 )
-def test_most_likely_is_what_a_temperature_of_0_draws(logits: torch.Tensor) -> None:
+def test_most_likely_is_what_a_temperature_of_0_samples(logits: torch.Tensor) -> None:
     (token,) = set(samples(SamplingParams(), 3, logits))
     assert (
         int(most_likely(logits)) == token == int(logits.nan_to_num(nan=-torch.inf, posinf=torch.finfo().max).argmax())

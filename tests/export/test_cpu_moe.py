@@ -18,7 +18,7 @@ from ostinato.delegate.code.method_code import MethodCode
 from ostinato.export import export_model
 
 from ..comparison import relative_error
-from ..conftest import methods_alone
+from ..conftest import only_methods
 from .conversations import SLOT, converse, errors, run
 from .memory import MIB, anonymous_memory
 from .references import CASES, Reference, make_reference
@@ -49,7 +49,7 @@ def artifact(exported: Callable[..., Path], reference: Reference, device: str) -
 
     def get(on_host: int) -> Path:
         def build(path: Path) -> None:
-            with methods_alone("prefill", "decode", *["prefill_streamed"][: on_host > 0]):
+            with only_methods("prefill", "decode", *["prefill_streamed"][: on_host > 0]):
                 export_model(reference.folder, path, device=device, max_seq_len=MAX_SEQ_LEN, cpu_moe=on_host)
 
         extra = repr(CHANGES) + Path(__file__).with_name("references.py").read_text()
@@ -214,7 +214,7 @@ def test_many_steps(artifact: Get, reference: Reference, device: str, on_host: i
                 assert relative_error(logits, first[index % MAX_SEQ_LEN]) < TOLERANCE, index
         assert anonymous_memory() - before < 4 * MIB
         assert device == "cpu" or torch.cuda.memory_allocated() <= allocated
-        stats, plan = decode.stats, decode.stats.last_plan
+        stats, plan = decode.stats, decode.stats.plans[-1]
         assert (stats.phase, stats.captures, stats.fallbacks) == ("replay", 1, 0)
         assert (plan.on_host, plan.captured, plan.pieces) == (on_host, 2 * on_host + 1, 3 * on_host + 1)
         assert stats.replays == MAX_SEQ_LEN + steps - stats.warmups - stats.captures

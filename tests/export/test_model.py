@@ -26,7 +26,7 @@ from ostinato.export.models import build_network, read_config
 from ostinato.export.models.traffic import decode_bytes, kv_bytes_per_token
 from ostinato.export.weights.stream import names_in_panels
 
-from ..conftest import CAPITALS, CAPITALS_LENGTH, methods_alone
+from ..conftest import CAPITALS, CAPITALS_LENGTH, only_methods
 from ..wrappers import allocations, kept_source
 from .conversations import converse, errors, run
 from .references import (
@@ -138,7 +138,7 @@ def artifact(
             reference = make_reference(tmp_path_factory.mktemp(spec.name), spec.changes, spec.seed)
 
             def build(path: Path) -> None:
-                with nullcontext() if spec.samplers else methods_alone("prefill", "decode"):
+                with nullcontext() if spec.samplers else only_methods("prefill", "decode"):
                     export_model(reference.folder, path, max_seq_len=spec.max_seq_len, dtype=spec.dtype)
 
             extra = repr(spec) + Path(__file__).with_name("references.py").read_text()

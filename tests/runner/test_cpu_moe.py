@@ -13,7 +13,7 @@ from ostinato.delegate import OptionError
 from ostinato.delegate.code.method_code import MethodCode
 from ostinato.export import export_model
 from ostinato.runner import Engine
-from ostinato.runner.model.streamed import EACH_TOKEN, READING, STREAM_FROM, streamed_experts
+from ostinato.runner.model.streamed import EACH_TOKEN, MIN_STREAMED_TOKENS, READING, streamed_experts
 
 from ..comparison import relative_error
 from ..conftest import CAPITALS, CAPITALS_LENGTH
@@ -56,7 +56,7 @@ def test_prompts_in_buckets_and_on_both_sides(artifact: Path, capitals_artifact:
         Engine.load(artifact, cuda_graph=True, prefill_buckets=(16, 32)) as engine,
         Engine.load(capitals_artifact) as one,
     ):
-        for length in (3, 16, 17, 32, STREAM_FROM - 1, STREAM_FROM, 100):
+        for length in (3, 16, 17, 32, MIN_STREAMED_TOKENS - 1, MIN_STREAMED_TOKENS, 100):
             tokens = torch.randint(60, (length,), generator=torch.Generator().manual_seed(length)).tolist()
             for _ in range(4):
                 found = engine.model.prefill(tokens)

@@ -65,7 +65,7 @@ def test_a_refused_prompt_moves_nothing(int4_artifact: Path) -> None:
 
 def test_several_rows_have_the_logits_of_one(int4_artifact: Path) -> None:
     """A row's logits do not depend on the rows beside it: each row's inputs are bytes with their own scales."""
-    assert max(one.largest for one in differences(int4_artifact, most=16)) < FLOAT32
+    assert max(one.largest for one in differences(int4_artifact, max_rows=16)) < FLOAT32
 
 
 @pytest.fixture(scope="session")

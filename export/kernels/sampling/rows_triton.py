@@ -52,7 +52,7 @@ QUADS = tl.constexpr(PIECE.value // 4)
 # Pieces that the second kernel reads in a turn, and its warps: 8 logits per thread. With 32 warps, a thread's 64 registers
 # are too few.
 TILE = 128
-DRAW_WARPS = 16
+SAMPLE_WARPS = 16
 # Slots that are compared at a time.
 SLOTS = tl.constexpr(256)
 FIRST = tl.constexpr(0x7FFFFFFF)
@@ -107,7 +107,7 @@ def _sample_rows(
         rows,
         TILE=min(TILE, triton.next_power_of_2(pieces)),
         **common,
-        num_warps=DRAW_WARPS,
+        num_warps=SAMPLE_WARPS,
     )
     return out
 

@@ -62,7 +62,7 @@ def test_a_method_on_the_host_alone_has_no_graph(mixed_artifact: Path) -> None:
         pair.step()
     stats = pair.method.stats
     assert (stats.phase, stats.captures, stats.runs, stats.fallbacks) == ("disabled", 0, 3, 0)
-    assert stats.last_plan.given_up == "no segment may be captured"
+    assert stats.plans[-1].given_up == "no segment may be captured"
     pair.close()
 
 
@@ -144,7 +144,7 @@ def test_where_nothing_can_be_recorded_there_is_no_graph(mixed_artifact: Path) -
             pair.step()
         stats = pair.method.stats
         assert (stats.phase, stats.captures, stats.fallbacks) == ("disabled", 0, 3)
-        assert re.search(NOT_RECORDED, stats.last_plan.given_up or "")
+        assert re.search(NOT_RECORDED, stats.plans[-1].given_up or "")
         pair.close()
 
 
@@ -172,7 +172,7 @@ def test_a_state_that_is_bound(mixed: Pair) -> None:
         mixed.change_state()
         for _ in range(2):
             mixed.step()
-    plan = mixed.method.stats.last_plan
+    plan = mixed.method.stats.plans[-1]
     # Two graphs, made once and updated twice.
     assert plan.updates + plan.instantiations == 6
     for program in (mixed.program, mixed.plain_program):

@@ -21,7 +21,7 @@ from ostinato.delegate.code.transfers import PinnedPool, Transfers, starts
 from ostinato.delegate.torch_internals import Container
 
 from ..chain import ON_HOST
-from ..helpers import Part
+from ..helpers import SegmentValues
 from ..pair import Pair, inputs_of, with_graphs
 
 
@@ -74,16 +74,16 @@ def test_a_value_passes_once_and_only_where_it_must(mixed: Pair, passed: list[tu
 
 def test_what_the_host_can_begin_early() -> None:
     parts = [
-        Part((0, 1), (2, 3)),
-        Part((2,), (4,)),
+        SegmentValues((0, 1), (2, 3)),
+        SegmentValues((2,), (4,)),
         # The host can begin once value 3 is made.
-        Part((3, 0), (5,)),
-        Part((4, 5), (6, 7)),
-        Part((6,), (8,)),
+        SegmentValues((3, 0), (5,)),
+        SegmentValues((4, 5), (6, 7)),
+        SegmentValues((6,), (8,)),
         # This part waits for the one before it, which already waits for all that it needs from the device.
-        Part((8, 7), (9,)),
+        SegmentValues((8, 7), (9,)),
         # This part needs nothing from the device.
-        Part((9,), (10,)),
+        SegmentValues((9,), (10,)),
     ]
     assert starts(parts, {2, 4, 5, 6}) == {0: 2, 3: 4}
 
@@ -166,7 +166,7 @@ def test_copies_on_a_gpu(mixed_artifact: Path, device: torch.device) -> None:
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
             step.execute(inputs_of(3, 4))
             torch.cuda.synchronize()
-        inside = (step.stats.last_plan.graph_nodes or {}).get("memcpy", 0)
+        inside = (step.stats.plans[-1].graph_nodes or {}).get("memcpy", 0)
     copies = Counter(event.name for event in profiler.events() if event.name.startswith("Memcpy"))
     assert copies == Counter({"Memcpy DtoH (Device -> Pinned)": 1, "Memcpy HtoD (Pinned -> Device)": 2})
     assert inside == 1

@@ -14,7 +14,7 @@ import pytest
 
 from ostinato.delegate.artifact.names import EARLY_KERNEL, REQUIRED_AHEAD, ROWS_KERNEL
 from ostinato.delegate.cuda_driver import DriverError
-from ostinato.delegate.graphs.nodes import EarlyStarts, GraphNodes, look_into, start_early
+from ostinato.delegate.graphs.nodes import EarlyStarts, GraphNodes, inspect_graph, start_early
 
 from ..helpers import FULL, PROGRAMMATIC, use_driver
 
@@ -144,8 +144,8 @@ def test_edges_between_marked_kernels_change(monkeypatch: pytest.MonkeyPatch, su
     ]
     driver = Driver(names, line(len(names)), suffix)
     use_driver(monkeypatch, driver)
-    assert look_into(7) == GraphNodes({"kernel": 8, "memcpy": 2})
-    assert look_into(7).kernels == 8
+    assert inspect_graph(7) == GraphNodes({"kernel": 8, "memcpy": 2})
+    assert inspect_graph(7).kernels == 8
     assert set(driver.types().values()) == {FULL}
     assert start_early(7) == EarlyStarts(3)
     assert {edge for edge, kind in driver.types().items() if kind == PROGRAMMATIC} == {(2, 3), (3, 4), (6, 7)}
@@ -211,9 +211,9 @@ def test_every_required_kernel_is_a_marked_one() -> None:
 
 def test_graphs_without_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     use_driver(monkeypatch, Driver([], []))
-    assert (look_into(7), look_into(7).kernels, start_early(7)) == (GraphNodes({}), 0, EarlyStarts(0))
+    assert (inspect_graph(7), inspect_graph(7).kernels, start_early(7)) == (GraphNodes({}), 0, EarlyStarts(0))
     use_driver(monkeypatch, Driver(["a_early"], []))
-    assert (look_into(7).kernels, start_early(7)) == (1, EarlyStarts(0))
+    assert (inspect_graph(7).kernels, start_early(7)) == (1, EarlyStarts(0))
 
 
 def test_kernels_of_rows_divide_the_memory_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,9 +237,9 @@ def test_a_driver_that_refuses(monkeypatch: pytest.MonkeyPatch, function: str) -
 
 def test_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
     use_driver(monkeypatch, None)
-    nodes = look_into(7)
+    nodes = inspect_graph(7)
     assert (nodes.by_type, nodes.kernels, nodes.early) == (None, None, 0)
     assert "cuda-bindings" in (nodes.note or "")
     # A package without the driver's functions is no error either.
     use_driver(monkeypatch, SimpleNamespace())
-    assert "CUgraph" in (look_into(7).note or "")
+    assert "CUgraph" in (inspect_graph(7).note or "")

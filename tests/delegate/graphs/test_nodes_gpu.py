@@ -110,8 +110,8 @@ def test_marked_kernels_start_early(kernels: ModuleType, weight: Tensor) -> None
     ]
     assert edges_of(machine) == expected
     stats = machine.stats
-    assert (stats.last_plan.graph_kernels, stats.last_plan.early_kernels) == (8, 2 if kernels.starts_early() else 0)
-    assert (stats.last_plan.graph_nodes, stats.last_plan.graph_note) == ({"kernel": 8}, None)
+    assert (stats.plans[-1].graph_kernels, stats.plans[-1].early_kernels) == (8, 2 if kernels.starts_early() else 0)
+    assert (stats.plans[-1].graph_nodes, stats.plans[-1].graph_note) == ({"kernel": 8}, None)
 
 
 def test_kernels_of_rows_divide_the_memory_alike(
@@ -147,9 +147,9 @@ def test_results_are_those_of_torch_and_the_same_each_time(kernels: ModuleType, 
     machine, full = captured(run, [draw(kernels)]), captured(run, [draw(kernels)], early_kernels=False)
     assert {edge for _, edge in edges_of(full)} == {FULL}
     assert (
-        full.stats.last_plan.graph_kernels,
-        full.stats.last_plan.early_kernels,
-        full.stats.last_plan.graph_note,
+        full.stats.plans[-1].graph_kernels,
+        full.stats.plans[-1].early_kernels,
+        full.stats.plans[-1].graph_note,
     ) == (40, 0, None)
     for _ in range(5):
         x = draw(kernels)
@@ -182,12 +182,12 @@ def test_a_kernel_in_the_wrong_place_keeps_its_full_edge(
     assert edges_of(machine) == [("turn_early", FULL)] * 2
     note = "turn_early stands behind turn_early, not behind turn_late_early (and 1 more): it does not start early"
     early = kernels.starts_early()
-    assert (machine.stats.last_plan.early_kernels, machine.stats.last_plan.graph_note) == (0, note if early else None)
+    assert (machine.stats.plans[-1].early_kernels, machine.stats.plans[-1].graph_note) == (0, note if early else None)
     assert torch.equal(replayed(machine, x), expected)
     require("turn_early")
     machine = captured(run, [x])
     assert edges_of(machine) == [("turn_early", PROGRAMMATIC if early else FULL)] * 2
-    assert (machine.stats.last_plan.early_kernels, machine.stats.last_plan.graph_note) == (2 if early else 0, None)
+    assert (machine.stats.plans[-1].early_kernels, machine.stats.plans[-1].graph_note) == (2 if early else 0, None)
     assert torch.equal(replayed(machine, x), expected)
 
 
@@ -199,7 +199,7 @@ def test_a_copy_between_kernels_keeps_its_full_edges(kernels: ModuleType, weight
     x = draw(kernels)
     machine = captured(run, [x])
     assert edges_of(machine) == [("CU_GRAPH_NODE_TYPE_MEMCPY", FULL), ("turn_early", FULL)]
-    assert (machine.stats.last_plan.graph_nodes, machine.stats.last_plan.early_kernels) == (
+    assert (machine.stats.plans[-1].graph_nodes, machine.stats.plans[-1].early_kernels) == (
         {"kernel": 2, "memcpy": 1},
         0,
     )
@@ -227,13 +227,13 @@ def test_a_refused_change_leaves_a_whole_graph(
     assert calls.count(function) == 2
     assert edges_of(machine) == [("turn_early", FULL)] * 4
     stats = machine.stats
-    assert (stats.captures, stats.fallbacks, stats.last_plan.graph_kernels, stats.last_plan.early_kernels) == (
+    assert (stats.captures, stats.fallbacks, stats.plans[-1].graph_kernels, stats.plans[-1].early_kernels) == (
         1,
         0,
         5,
         0,
     )
-    assert stats.last_plan.graph_note == f"DriverError: {function}: injected"
+    assert stats.plans[-1].graph_note == f"DriverError: {function}: injected"
     expected = x
     for _ in range(5):
         expected = kernels.turned(expected, weight)
@@ -244,12 +244,12 @@ def test_a_graph_without_cuda_bindings(kernels: ModuleType, weight: Tensor, monk
     use_driver(monkeypatch, None)
     x = draw(kernels)
     machine = captured(lambda inputs: [kernels.run_chain([kernels.turn_early], inputs[0], weight)], [x])
-    assert (machine.stats.last_plan.graph_kernels, machine.stats.last_plan.early_kernels, machine.stats.captures) == (
+    assert (machine.stats.plans[-1].graph_kernels, machine.stats.plans[-1].early_kernels, machine.stats.captures) == (
         None,
         None,
         1,
     )
-    assert "cuda-bindings" in (machine.stats.last_plan.graph_note or "")
+    assert "cuda-bindings" in (machine.stats.plans[-1].graph_note or "")
     assert torch.equal(replayed(machine, x), kernels.turned(x, weight))
 
 
@@ -294,9 +294,9 @@ def test_compiled_code_keeps_the_mark(kernels: ModuleType, weight: Tensor, tmp_p
         others = [edge for name, edge in edges_of(method._state_machine) if "turn_early" not in name]
         assert marked == [FULL, PROGRAMMATIC if kernels.starts_early() else FULL]
         assert set(others) == {FULL}
-        assert method.stats.last_plan.early_kernels == (1 if kernels.starts_early() else 0)
-        assert (full.stats.last_plan.early_kernels, full.stats.last_plan.graph_kernels) == (
+        assert method.stats.plans[-1].early_kernels == (1 if kernels.starts_early() else 0)
+        assert (full.stats.plans[-1].early_kernels, full.stats.plans[-1].graph_kernels) == (
             0,
-            method.stats.last_plan.graph_kernels,
+            method.stats.plans[-1].graph_kernels,
         )
-        assert (method.stats.last_plan.graph_kernels or 0) >= 4
+        assert (method.stats.plans[-1].graph_kernels or 0) >= 4

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from ostinato.delegate import StepError, load_program
-from ostinato.delegate.code.side_stream import Run
+from ostinato.delegate.code.side_stream import Code
 
 from ..chain import ON_HOST, WIDTH
 from ..pair import GRAPH, NOT_RECORDED, SEGMENTS, Pair, failing, inputs_of, refusing
@@ -115,7 +115,7 @@ def test_where_called_pieces_run(chain_artifact: Path) -> None:
         split = program.load_method("split", {**GRAPH, "enable_cuda_graph_for_method": "split"})
         taken: list[int] = []
 
-        def call(run: Run, inputs: Sequence[Tensor]) -> list[Tensor]:
+        def call(run: Code, inputs: Sequence[Tensor]) -> list[Tensor]:
             taken.append(len(inputs))
             return run(inputs)
 
@@ -133,7 +133,7 @@ def test_where_nothing_can_be_recorded_there_is_no_graph(chain_artifact: Path) -
             pair.step()
         stats = pair.method.stats
         assert (stats.phase, stats.captures, stats.runs, stats.fallbacks) == ("disabled", 0, 4, SEGMENTS)
-        assert re.search(NOT_RECORDED, stats.last_plan.given_up or "")
+        assert re.search(NOT_RECORDED, stats.plans[-1].given_up or "")
         pair.close()
 
 
@@ -191,10 +191,13 @@ class Plans(RuleBasedStateMachine):
     artifact: Path
     on_host: frozenset[int]
 
-    @initialize(most=st.integers(1, 4), warmups=st.integers(1, 3))
-    def load(self, most: int, warmups: int) -> None:
+    @initialize(max_plans=st.integers(1, 4), warmups=st.integers(1, 3))
+    def load(self, max_plans: int, warmups: int) -> None:
         self.refused: set[int] = set()
-        self.options: dict[str, bool | int | str] = {"cuda_graph_max_plans": most, "cuda_graph_warmup_steps": warmups}
+        self.options: dict[str, bool | int | str] = {
+            "cuda_graph_max_plans": max_plans,
+            "cuda_graph_warmup_steps": warmups,
+        }
         self.patches = refusing(self.refused)
         self.patches.__enter__()
         self.pair = Pair(self.artifact, **self.options)

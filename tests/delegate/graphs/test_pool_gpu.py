@@ -188,7 +188,7 @@ def test_updates_need_no_more_memory(chain_artifact: Path) -> None:
         for _ in range(2):
             pair.step()
         sizes.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), pool_of(pair.program).nbytes))
-    plan = pair.method.stats.last_plan
+    plan = pair.method.stats.plans[-1]
     assert plan.updates + plan.instantiations == 51
     assert pair.method.stats.phase == "replay"
     assert plan.pool_bytes == pool_of(pair.program).nbytes
@@ -225,7 +225,7 @@ def test_a_capture_that_fails_leaves_torch_whole(chain_artifact: Path, segments:
         refused.clear()
         for _ in range(4):
             pair.step(5)
-        plan = pair.method.stats.last_plan
+        plan = pair.method.stats.plans[-1]
         assert (plan.captured, plan.called, plan.given_up) == (1, 0, None)
         # An update goes to the new pool, also for a plan from before.
         pair.change_state()
@@ -291,8 +291,8 @@ def test_a_plan_that_does_not_fit(beside: Beside, monkeypatch: pytest.MonkeyPatc
             r"cuda:0 \(.*\) ran out of memory while capturing a graph for inputs of the shapes \[\[4096, 8\]\]"
             r".*; .* are free now\. Free memory on it, .*"
         )
-        assert re.fullmatch(reason, stats.last_plan.given_up or "")
-        assert stats.fallback_reason == stats.last_plan.given_up
+        assert re.fullmatch(reason, stats.plans[-1].given_up or "")
+        assert stats.fallback_reason == stats.plans[-1].given_up
         beside.step(beside.one, SHORTER)
         assert beside.one.stats.phase == "replay"
     torch.rand(4, device="cuda")
@@ -342,7 +342,7 @@ def test_called_pieces_run_on_the_shared_stream(chain_artifact: Path, monkeypatc
             inputs = inputs_of(3, index)
             found, expected = split.execute(inputs), plain.execute(inputs)
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-        assert split.stats.last_plan.called == 1
+        assert split.stats.plans[-1].called == 1
         # Three links without a graph; then one in the capture, and in each of four replays.
         assert len(seen) == 3 + 1 + 4
         assert all(stream == side_stream(program.device) for stream in seen)

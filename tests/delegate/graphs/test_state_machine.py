@@ -375,7 +375,7 @@ def test_alone_without_inputs() -> None:
     stats = machine.stats
     assert (stats.warmups, stats.captures, stats.replays) == (2, 1, 3)
     # There is no CUDA graph to look into.
-    plan = stats.last_plan
+    plan = stats.plans[-1]
     assert (plan.graph_nodes, plan.graph_kernels, plan.early_kernels, plan.graph_note) == (None, None, None, None)
 
 

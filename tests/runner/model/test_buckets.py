@@ -89,14 +89,14 @@ def test_every_length(engine: Engine, tokens: list[int], expected: Tensor) -> No
 
 def test_values_out_of_range(engine: Engine, tokens: list[int]) -> None:
     """Wrong values are refused, also where a bucket has its graph, and the state does not change."""
-    prompt, most = tokens[: BUCKETS[0]], engine.model.max_seq_len
+    prompt, longest = tokens[: BUCKETS[0]], engine.model.max_seq_len
     for _ in range(3):
         before = prefill(engine, tokens, 0, len(prompt))
     wrong = (
         ([-1, *prompt[1:]], 0, 0),
         ([*prompt[1:], 10**9], 0, 0),
         (prompt, -1, 0),
-        (prompt, most - 1, 0),
+        (prompt, longest - 1, 0),
         (prompt, 0, 99),
     )
     for inputs in wrong:
@@ -147,14 +147,14 @@ def test_to_the_last_position(engine: Engine, tokens: list[int]) -> None:
 def test_warm_up(capitals_artifact: Path, tokens: list[int], expected: Tensor) -> None:
     with Engine.load(capitals_artifact, cuda_graph=True, prefill_buckets=BUCKETS) as engine:
         some = engine.warm_up([8])
-        assert [(one.method, one.tokens, one.given_up) for one in some.captured] == [
+        assert [(one.method, one.rows, one.given_up) for one in some.captured] == [
             ("prefill", 8, None),
             ("decode_sample", 1, None),
         ]
         capacity = engine.describe()["capacity"]
         assert (capacity["free_slots"], capacity["free_pages"]) == (capacity["slots"], capacity["pages"])
         rest = engine.warm_up()
-        assert [one.tokens for one in rest.captured] == [32, 4]
+        assert [one.rows for one in rest.captured] == [32, 4]
         assert engine.warm_up().captured == ()
         assert some.seconds > 0 and rest.pool_bytes == 0
         described = engine.describe()
@@ -175,7 +175,7 @@ def test_warm_up_beside_sessions(capitals_artifact: Path, tokens: list[int]) -> 
         session.prefill(tokens[:9])
         sampled = engine.step([session])
         rows = engine.model.step_method(2)
-        assert [(one.method, one.tokens, one.given_up) for one in engine.warm_up().captured] == [
+        assert [(one.method, one.rows, one.given_up) for one in engine.warm_up().captured] == [
             ("prefill", 8, None),
             ("decode_sample", 1, None),
             (rows, 2, None),
@@ -220,7 +220,7 @@ def test_a_bucket_that_cannot_be_captured(
     monkeypatch.setattr(HostGraphRecorder, "record", fail)
     with Engine.load(capitals_artifact, cuda_graph=True, prefill_buckets=(8, 16)) as engine:
         first = engine.warm_up()
-        assert [(one.tokens, one.given_up is None) for one in first.captured] == [(16, False), (8, True), (1, True)]
+        assert [(one.rows, one.given_up is None) for one in first.captured] == [(16, False), (8, True), (1, True)]
         assert "ran out of memory while capturing a graph" in (first.captured[0].given_up or "")
         assert engine.model.prefill_buckets == (8,) and engine.warm_up().captured == ()
         runs = engine.model.method_stats["prefill"]["runs"]

@@ -53,7 +53,7 @@ def steps_of(sessions: Sessions, session: Session, count: int) -> list[int]:
     ],
     ids=str,
 )
-def test_the_host_draws_what_the_device_draws(capitals_artifact: Path, sampling: SamplingParams) -> None:
+def test_the_host_samples_what_the_device_samples(capitals_artifact: Path, sampling: SamplingParams) -> None:
     """A program that samples gives the tokens that the host samples from logits."""
     with Engine.load(capitals_artifact) as engine:
         found = answer(engine, sampling)
@@ -66,7 +66,7 @@ def test_the_host_draws_what_the_device_draws(capitals_artifact: Path, sampling:
             assert steps_of(sessions, session, 10) == found[10:20]
 
 
-def test_the_host_draws_for_several_what_the_device_draws(capitals_artifact: Path) -> None:
+def test_the_host_samples_for_several_what_the_device_samples(capitals_artifact: Path) -> None:
     options = (SamplingParams(), HOT, SamplingParams(3.0, top_k=5, seed=4))
     found = []
     with Engine.load(capitals_artifact, sessions=len(options)) as engine:

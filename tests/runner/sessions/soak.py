@@ -22,10 +22,10 @@ from ostinato.runner.sessions.sessions import Session, Snapshot
 from ...export.memory import anonymous_memory
 
 # Probabilities per step that a session forks, makes a snapshot, goes back to one, or leaves too early.
-FORKS, KEEPS, RETURNS, LEAVES = 0.06, 0.03, 0.06, 0.03
+FORKS, SNAPSHOTS, RETURNS, LEAVES = 0.06, 0.03, 0.06, 0.03
 # Probability per step that a session joins, where there is room.
 JOINS = 0.35
-MAX_KEPT = 6
+MAX_SNAPSHOTS = 6
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Script:
             return list(session.tokens)
 
 
-def scripts(draw: Random, count: int, vocabulary: int) -> list[Script]:
+def scripts(random: Random, count: int, vocabulary: int) -> list[Script]:
     """Return scripts of several lengths and ways to sample. A prompt has at most 48 tokens."""
     ways = (
         SamplingParams(),
@@ -68,11 +68,11 @@ def scripts(draw: Random, count: int, vocabulary: int) -> list[Script]:
         SamplingParams(2.0, min_p=0.2, seed=2**64 - 1),
     )
 
-    def tokens(most: int) -> list[int]:
-        return [draw.randrange(vocabulary) for _ in range(draw.randint(2, most))]
+    def tokens(longest: int) -> list[int]:
+        return [random.randrange(vocabulary) for _ in range(random.randint(2, longest))]
 
     return [
-        Script(tokens(48), draw.randint(1, 60), tokens(12), draw.randint(1, 60), ways[number % len(ways)])
+        Script(tokens(48), random.randint(1, 60), tokens(12), random.randint(1, 60), ways[number % len(ways)])
         for number in range(count)
     ]
 
@@ -81,7 +81,7 @@ def scripts(draw: Random, count: int, vocabulary: int) -> list[Script]:
 class Member:
     """A session or a snapshot, its script, the script's tokens, and the length at which it leaves."""
 
-    it: Any
+    held: Any
     script: Script
     expected: list[int]
     end: int
@@ -94,7 +94,7 @@ class Soak:
     Args:
         engine: an engine with graphs and without open sessions.
         known: scripts, each with the tokens that it gives alone.
-        draw: the source of all random choices.
+        random: the source of all random choices.
 
     Attributes:
         steps, tokens, finished, refused: counts; `finished` counts sessions at their end, `refused` calls that found no page.
@@ -103,9 +103,9 @@ class Soak:
 
     engine: Engine
     known: Sequence[tuple[Script, list[int]]]
-    draw: Random
+    random: Random
     members: list[Member] = field(default_factory=list)
-    kept: list[Member] = field(default_factory=list)
+    snapshots: list[Member] = field(default_factory=list)
     steps: int = 0
     tokens: int = 0
     finished: int = 0
@@ -122,34 +122,34 @@ class Soak:
                 continue
             if self._step(chosen):
                 last = {id(member) for member in chosen}
-        for member in [*self.members, *self.kept]:
-            member.it.close()
-        self.members, self.kept = [], []
+        for member in [*self.members, *self.snapshots]:
+            member.held.close()
+        self.members, self.snapshots = [], []
 
     def _happen(self) -> None:
         """Make the changes between two steps."""
-        draw, sessions = self.draw, self.engine.sessions
-        if sessions.free and (draw.random() < JOINS or len(self.members) < 2):
+        random, sessions = self.random, self.engine.sessions
+        if sessions.free and (random.random() < JOINS or len(self.members) < 2):
             self._join()
-        if self.members and sessions.free and draw.random() < FORKS:
-            one = draw.choice(self.members)
-            self.members.append(self._of(one, one.it.fork()))
-        if self.members and draw.random() < KEEPS:
-            one = draw.choice(self.members)
-            self.kept.append(self._of(one, one.it.snapshot()))
-            if len(self.kept) > MAX_KEPT:
-                self.kept.pop(draw.randrange(MAX_KEPT)).it.close()
-        if self.members and self.kept and draw.random() < RETURNS:
-            place, kept = draw.randrange(len(self.members)), draw.choice(self.kept)
-            session: Session = self.members[place].it
-            snapshot: Snapshot = kept.it
+        if self.members and sessions.free and random.random() < FORKS:
+            one = random.choice(self.members)
+            self.members.append(self._of(one, one.held.fork()))
+        if self.members and random.random() < SNAPSHOTS:
+            one = random.choice(self.members)
+            self.snapshots.append(self._of(one, one.held.snapshot()))
+            if len(self.snapshots) > MAX_SNAPSHOTS:
+                self.snapshots.pop(random.randrange(MAX_SNAPSHOTS)).held.close()
+        if self.members and self.snapshots and random.random() < RETURNS:
+            index, chosen = random.randrange(len(self.members)), random.choice(self.snapshots)
+            session: Session = self.members[index].held
+            snapshot: Snapshot = chosen.held
             session.restore(snapshot)
-            self.members[place] = self._of(kept, session)
-        if self.members and draw.random() < LEAVES:
-            self._leave(draw.choice(self.members))
+            self.members[index] = self._of(chosen, session)
+        if self.members and random.random() < LEAVES:
+            self._leave(random.choice(self.members))
 
     def _join(self) -> None:
-        script, expected = self.draw.choice(self.known)
+        script, expected = self.random.choice(self.known)
         session = self.engine.open_session(script.sampling)
         try:
             session.prefill(script.prompt)
@@ -157,50 +157,50 @@ class Soak:
             self.refused += 1
             session.close()
             return
-        end = self.draw.randint(len(script.prompt) + 1, script.length)
+        end = self.random.randint(len(script.prompt) + 1, script.length)
         self.members.append(Member(session, script, expected, end))
 
-    def _of(self, other: Member, it: Any) -> Member:
-        """Return a member for `it`, at the position of `other`, which leaves at some later length."""
-        end = self.draw.randint(min(other.end, other.script.length), other.script.length)
-        return Member(it, other.script, other.expected, end)
+    def _of(self, other: Member, held: Any) -> Member:
+        """Return a member for `held`, at the position of `other`, which leaves at some later length."""
+        end = self.random.randint(min(other.end, other.script.length), other.script.length)
+        return Member(held, other.script, other.expected, end)
 
     def _some(self) -> list[Member]:
         """Choose some sessions: small batches as often as large ones."""
         if not self.members:
             return []
-        most = min(len(self.members), self.draw.choice((1, 2, 4, 8, 16, 24, 32, 48)))
-        return self.draw.sample(self.members, self.draw.randint(1, most))
+        max_count = min(len(self.members), self.random.choice((1, 2, 4, 8, 16, 24, 32, 48)))
+        return self.random.sample(self.members, self.random.randint(1, max_count))
 
     def _step(self, chosen: list[Member]) -> bool:
         """Step the chosen sessions. If there are too few pages, some session leaves, no session has moved, and False is
         returned."""
         try:
             for member in chosen:
-                if member.it.position == member.script.turn:
-                    member.it.prefill(member.script.said)
-            found = self.engine.step([member.it for member in chosen], more=self.draw.random() < 0.5)
+                if member.held.position == member.script.turn:
+                    member.held.prefill(member.script.said)
+            found = self.engine.step([member.held for member in chosen], more=self.random.random() < 0.5)
         except CapacityError:
             self.refused += 1
-            self._leave(self.draw.choice(self.members))
+            self._leave(self.random.choice(self.members))
             return False
         self.steps += 1
         self.tokens += len(found)
         self.sizes[len(found)] = self.sizes.get(len(found), 0) + 1
         for member, token in zip(chosen, found, strict=True):
-            position = member.it.position
+            position = member.held.position
             assert token == member.expected[position - 1], (
                 f"step {self.steps} of {len(found)} sessions gave {token} at {position - 1} where alone there is "
-                f"{member.expected[position - 1]}, after {member.it.tokens[:-1]} with {member.script.sampling}"
+                f"{member.expected[position - 1]}, after {member.held.tokens[:-1]} with {member.script.sampling}"
             )
             if position >= member.end:
-                assert member.it.tokens == member.expected[:position]
+                assert member.held.tokens == member.expected[:position]
                 self.finished += 1
                 self._leave(member)
         return True
 
     def _leave(self, member: Member) -> None:
-        member.it.close()
+        member.held.close()
         self.members = [other for other in self.members if other is not member]
 
 

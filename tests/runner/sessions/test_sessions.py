@@ -295,7 +295,7 @@ def test_each_samples_as_it_says(engine: Engine) -> None:
     close(*sessions)
 
 
-def test_a_fork_draws_by_itself(engine: Engine) -> None:
+def test_a_fork_samples_by_itself(engine: Engine) -> None:
     """Forks of one prompt sample by their own seeds. Without a seed, each fork samples other tokens."""
     (session,) = opened(engine, LONG[:9], sampling_params=SamplingParams(2.0, seed=1))
     others = [session.fork() for _ in range(2)]
