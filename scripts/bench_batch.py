@@ -205,7 +205,7 @@ def llama_command(program: Path, gguf: str | Path, device: str, threads: int | N
 
 
 def llama_speeds(command: Sequence[str], spec: BatchSpec) -> dict[int, float]:
-    """Batch -> median of S_TG over the repetitions. The command asks for each batch once per repetition."""
+    """Run llama-batched-bench, each batch once per repetition. Returns batch -> median tokens/s of generation (S_TG)."""
     room = spec.max_batch * (spec.prompt + spec.answer)
     asked = ",".join(str(batch) for batch in spec.batches for _ in range(spec.repetitions))
     lengths = ["-c", str(room), "-npp", str(spec.prompt), "-ntg", str(spec.answer), "-npl", asked]
@@ -219,7 +219,7 @@ def llama_speeds(command: Sequence[str], spec: BatchSpec) -> dict[int, float]:
 
 
 def read_llama(text: str) -> dict[int, list[float]]:
-    """Batch -> S_TG of each repetition, from what llama-batched-bench writes with `--output-format jsonl`."""
+    """Batch -> tokens/s of generation (S_TG) of each repetition, from llama-batched-bench's output in jsonl."""
     samples: dict[int, list[float]] = {}
     for line in text.splitlines():
         if line.startswith("{"):

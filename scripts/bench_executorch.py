@@ -10,7 +10,7 @@ step waits for the host. "graph": the step is one CUDA graph. "@ d4000": from po
 prefill path. Figures are medians of 5 repetitions after warm-ups.
 
 --ours takes what `ostinato bench ARTIFACT --output json` printed on the same machine. Then rows also have ours, and ours /
-theirs. "Their" means ExecuTorch's.
+theirs; "their" means ExecuTorch's.
 
 stdout carries the table (or JSON); progress, notes and errors go to stderr.
 Exit status: 0 done, 1 a test failed (its reason stands in its row), 2 an error in the options, the files or the machine.
@@ -45,7 +45,7 @@ DECODE_TOKENS = 64
 DEPTHS = (0, 4000)
 RUNS = 5
 WARMUPS = 3
-# Their export's default. Their attention goes over all positions at any depth, so a larger value would cost them time.
+# Default of ExecuTorch's export. Its attention goes over all positions at any depth, so a larger value would cost it time.
 MAX_SEQ_LEN = 4096
 # inference.py's stand-in for temperature 0.
 GREEDY = 1e-6
@@ -136,14 +136,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def prompt_length(word: str) -> int:
-    # Their prefill begins at two tokens.
+    # ExecuTorch's prefill begins at two tokens.
     if word.isdecimal() and int(word) != 1 and int(word) <= MAX_SEQ_LEN:
         return int(word)
     raise argparse.ArgumentTypeError(f"0, or 2 to {MAX_SEQ_LEN}, not {word!r}")
 
 
 def read_config(path: Path, layers: int | None, group_size: int) -> Any:
-    """Their Qwen35MoEConfig for the file, cut to `layers` if given."""
+    """ExecuTorch's Qwen35MoEConfig for the file, cut to `layers` if given."""
     path = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -151,7 +151,7 @@ def read_config(path: Path, layers: int | None, group_size: int) -> Any:
         raise BenchError(f"cannot read the config {path}: {error}") from error
     text = content.get("text_config", content) if isinstance(content, dict) else {}
     if "num_experts" not in text:
-        # Their reader would take the 35B model's sizes for missing ones.
+        # ExecuTorch's reader would take the 35B model's sizes for missing ones.
         raise BenchError(f"{path} has no num_experts: their model is of Qwen3.5's MoE family only")
     config = peer("model").Qwen35MoEConfig.from_hf_config(str(path))
     if layers is not None:
@@ -167,7 +167,7 @@ def read_config(path: Path, layers: int | None, group_size: int) -> Any:
 
 
 def load_ours(path: Path, n_layers: int) -> list[dict[str, Any]]:
-    """The records of `ostinato bench --output json` that can be compared with theirs."""
+    """The records of `ostinato bench --output json` that can be compared with ExecuTorch's."""
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -194,7 +194,7 @@ def check_machine(ours: list[dict[str, Any]]) -> None:
 
 
 def can_prefill() -> bool:
-    """Whether their chunked delta rule can be imported. Prints the reason if not."""
+    """Whether ExecuTorch's chunked delta rule can be imported. Prints the reason if not."""
     try:
         importlib.import_module(f"{KERNELS}.chunk_gated_delta_rule")
     except Exception as error:  # fla inspects the machine when it is imported, and may raise anything
@@ -213,12 +213,12 @@ class DecodeStep:
         self._temperature = torch.full((1,), GREEDY, device=device)
 
     def __call__(self) -> None:
-        # Their sampler returns the token as a float32 [1, 1], exact up to 2^24.
+        # ExecuTorch's sampler returns the token as a float32 [1, 1], exact up to 2^24.
         self._tokens.copy_(self._network(self._tokens, self._input_pos, self._temperature))
         self._input_pos.add_(1)
 
     def start(self, depth: int) -> None:
-        """Set the position to `depth`. At 0 their model clears its recurrent state by itself."""
+        """Set the position to `depth`. At 0 ExecuTorch's model clears its recurrent state by itself."""
         self._tokens.fill_(1)
         self._input_pos.fill_(depth)
 
@@ -238,7 +238,7 @@ def measure_all(model: nn.Module, variant: Variant, prefill: int) -> list[Result
 
 
 def compiled(model: nn.Module, topk: str) -> Callable[..., Tensor]:
-    """Wrap the model in torch.compile in its default mode, as their inference.py does, but as one graph and for fixed shapes.
+    """Wrap the model in torch.compile's default mode, as ExecuTorch's inference.py does, but as one graph with fixed shapes.
 
     It is compiled at its first call.
     """
@@ -247,7 +247,7 @@ def compiled(model: nn.Module, topk: str) -> Callable[..., Tensor]:
 
 
 def inductor_with_triton_topk(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
-    """Compile with Inductor, after replacing top-k as their lowering does in ReplaceEdgeOpWithTritonOpPass."""
+    """Compile with Inductor, after replacing top-k as ExecuTorch's lowering does in ReplaceEdgeOpWithTritonOpPass."""
     for node in graph.graph.find_nodes(op="call_function", target=torch.topk):
         node.target = torch.ops.triton.topk.default
     graph.recompile()
@@ -255,7 +255,7 @@ def inductor_with_triton_topk(graph: torch.fx.GraphModule, inputs: Sequence[Tens
 
 
 def select_path(model: nn.Module, variant: Variant, *, prefill: bool) -> None:
-    """Switch their model to the kernels of prefill or decode, as their export does before it traces each."""
+    """Switch the model to the kernels of prefill or decode, as ExecuTorch's export does before it traces each."""
     export = peer("export")
     export._set_batched_moe(model, prefill)
     export._set_dequant_prefill(model, prefill and variant.dense == "dequant")
@@ -309,7 +309,7 @@ def decode_speeds(step: DecodeStep, run: Callable[[], None], depth: int) -> list
 
 
 def prefill_speeds(network: Callable[..., Tensor], tokens: int, device: str = "cuda") -> list[float]:
-    """Tokens per second of each call from position 0, after warm-ups. There is no graph: theirs captures decode only."""
+    """Tokens per second of each call from position 0, after warm-ups. There is no graph: ExecuTorch captures decode only."""
     input_pos = torch.arange(tokens, device=device)
     temperature = torch.full((1,), GREEDY, device=device)
     speeds = []
@@ -335,15 +335,15 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
     """The result of `work`, or the reason why it failed. stderr gets the whole traceback."""
     try:
         return work(), None
-    except Exception as error:  # from their code, torch's compiler or the driver: the table shows its message
+    except Exception as error:  # from ExecuTorch's code, torch's compiler or the driver: the table shows its message
         traceback.print_exc()
         # On one line: the compiler's errors begin with the backend's name, and say what happened in the next line.
         return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def our_record(result: Result, ours: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Our record of the same kind, depth and mode. For a prompt: of the same length, in any mode, since theirs has no graph
-    for it."""
+    """Our record of the same kind, depth and mode. For a prompt: of the same length, in any mode, since ExecuTorch has no
+    graph for it."""
     prompt = result.tokens if result.kind == "pp" else 0
     alike = [one for one in ours if one["n_depth"] == result.depth and one["n_prompt"] == prompt]
     return next((one for one in alike if prompt or one["cuda_graph"] == result.cuda_graph), None)

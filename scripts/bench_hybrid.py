@@ -100,7 +100,7 @@ class Result:
 
     @property
     def computing_share(self) -> float | None:
-        """The same fraction over the time in which experts are computed, which is only some of a step's time."""
+        """Like `copy_share`, but over the time in which experts are computed instead of the whole step; None if none are."""
         return self.expert_bytes / self.computing_seconds / self.copy_speed if self.computing_seconds else None
 
 

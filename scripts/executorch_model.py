@@ -39,24 +39,24 @@ class Variant:
 
 
 def peer(module: str) -> Any:
-    """Import a module of their example, with their Triton operators registered. "Their" means ExecuTorch's in this script."""
+    """Import a module of ExecuTorch's example, with its Triton operators registered."""
     try:
         importlib.import_module(KERNELS)
         return importlib.import_module(f"{EXAMPLE}.{module}")
-    except Exception as error:  # their kernels import fla if it is installed: see can_prefill
+    except Exception as error:  # ExecuTorch's kernels import fla if it is installed: see can_prefill
         needs = "triton, torchao, safetensors, parameterized and ruamel.yaml"
         raise BenchError(f"cannot import {EXAMPLE}: {error}; it needs executorch {PEER_VERSION}, {needs}") from error
 
 
 def build_model(config: Any, variant: Variant, device: str = "cuda") -> nn.Module:
-    """Build their model with random weights on `device`, layer by layer, so that only one layer is in bf16 at a time."""
+    """Build ExecuTorch's model with random weights on `device`, layer by layer, so that one layer at a time is in bf16."""
     say(f"building {config.num_hidden_layers} layers")
     network = peer("model")
     torch.manual_seed(0)
     try:
         with torch.device("meta"):
             model: Any = network.Qwen35MoE(config)
-        # Their quantiser reports on stdout, but stdout is for the table.
+        # ExecuTorch's quantiser reports on stdout, but stdout is for the table.
         with contextlib.redirect_stdout(io.StringIO()):
             for layer in model.layers:
                 fill_experts(layer.mlp.experts, variant.group_size, device)
@@ -85,7 +85,7 @@ def quantizer() -> Any:
 
 
 def fill_experts(experts: Any, group_size: int, device: str) -> None:
-    """Replace the two float weights by random packed buffers, as their `_quantize_experts_int4` does."""
+    """Replace the two float weights by random packed buffers, as ExecuTorch's `_quantize_experts_int4` does."""
     experts.group_size = group_size
     for name in ("w1", "w2"):
         count, rows, columns = getattr(experts, f"{name}_weight").shape
@@ -96,8 +96,8 @@ def fill_experts(experts: Any, group_size: int, device: str) -> None:
 
 
 def random_int4(rows: tuple[int, ...], columns: int, group_size: int, device: str) -> tuple[Tensor, Tensor]:
-    """Random weights in their plain packing: int8 [*rows, columns / 2], two weights per byte, and bf16 scales [*rows, columns
-    / group_size]."""
+    """Random weights in ExecuTorch's plain packing: int8 [*rows, columns / 2], two weights per byte, and bf16 scales [*rows,
+    columns / group_size]."""
     packed = torch.randint(-128, 128, (*rows, columns // 2), dtype=torch.int8, device=device)
     scale = WEIGHT_DEVIATION / INT4_DEVIATION
     return packed, torch.full((*rows, columns // group_size), scale, dtype=torch.bfloat16, device=device)
@@ -114,7 +114,7 @@ def fill_and_quantize(module: nn.Module, variant: Variant, device: str) -> None:
 
 
 def replace_linears(module: nn.Module, group_size: int, device: str) -> None:
-    """Replace every nn.Linear by a random W4DequantLinear, as their `_replace_dense_with_w4dequant` does."""
+    """Replace every nn.Linear by a random W4DequantLinear, as ExecuTorch's `_replace_dense_with_w4dequant` does."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):

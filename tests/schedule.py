@@ -35,7 +35,7 @@ def rank(nodeid: str) -> int:
 
 
 def unit(nodeid: str) -> str:
-    """The name that all tests which go to one process together have in common."""
+    """Return the group of a test. All tests of a group go to one process."""
     file = nodeid.partition("::")[0]
     return f"{file}[{nodeid.rpartition('[')[2]}" if file in BY_PARAMETER else file
 

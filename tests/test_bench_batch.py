@@ -79,7 +79,7 @@ def test_what_llama_writes() -> None:
 
 
 def test_what_llama_is_asked(llama: Path, tmp_path: Path) -> None:
-    """All layers are on the GPU, with room for the largest batch. The result has the medians."""
+    """The command puts all layers on the GPU, with room for the largest batch. The result has the medians."""
     command = bench_batch.llama_command(llama, "model.gguf", "cuda", None)
     assert bench_batch.llama_speeds(command, SPEC) == pytest.approx({1: 35.497047, 3: 46.755007})
     expected = "-m model.gguf -ngl 99 -b 2048 -ub 2048 -fa on -c 72 -npp 16 -ntg 8 -npl 1,1,3,3 --output-format jsonl"
@@ -202,7 +202,7 @@ def test_the_exit_status_and_what_is_printed(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_batches_on_a_cpu() -> None:
-    """Batches take the first of the lengths."""
+    """The batches take the first length of -p and the first of -n."""
     words = ["-p", "16,64", "-n", "8,9", "-r", "2", "--batch", "3,1,3"]
     assert bench_cpu.batch_spec(bench_cpu.parse(words)) == SPEC
 

@@ -1,4 +1,4 @@
-"""Checks which room may import which. An import that runs up means that something stands in the wrong room."""
+"""Checks imports between rooms, the groups of modules in FLOORS: a room may import only rooms on lower floors."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class PinnedPool:
 
 
 class Sent:
-    """Copies on the host of values from the device, by their numbers: queued on the current stream, in one buffer.
+    """Copies of values from the device to one buffer on the host, queued on the current stream. Keys are the values' numbers.
 
     Args:
         behind: memory that work queued before the copies may read; kept until the copies have arrived.
@@ -230,7 +230,7 @@ def seen_by(device: torch.device, pinned: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _bytes_at(device: torch.device, address: int, nbytes: int) -> torch.Tensor:
-    """Bytes of pinned memory as a tensor of the device. Cached, as torch's look-up of the address costs a few launches."""
+    """Pinned memory as a tensor of the device. Cached: torch's look-up of the address takes as long as a few launches."""
     with torch.inference_mode(False):
         return torch.as_tensor(_PinnedMemory(address, nbytes), device=device)
 

@@ -126,7 +126,7 @@ def write_constants(
 
 @contextmanager
 def atomic_folder(output: Path) -> Iterator[Path]:
-    """Give a scratch folder beside `output`. It is renamed to `output` when the block ends, and deleted if the block fails.
+    """Yield a scratch folder beside `output`. It is renamed to `output` when the block ends, and deleted if the block fails.
 
     An artifact that is at `output` already is replaced only at the end. Any other folder with files in it is refused.
 

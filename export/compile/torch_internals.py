@@ -201,10 +201,10 @@ def _unchecked_indices() -> Iterator[None]:
 
 
 def _interface_apart(wrapper: Path, objects: list[list[str]]) -> Interface | None:
-    """Take the code that all wrappers share out of one: the interface's text, and the base class that each would instantiate.
+    """Move code that all wrappers share out of this one: torch's `interface.cpp`, and the instance of the model's base class.
 
-    Returns None if this torch's wrappers do not have that text. Then each library takes 3 s more (of 4.4 s for the wrapper of
-    a small graph, g++ 12).
+    Returns None if the wrapper does not have the text of `interface.cpp`. Then each library takes 3 s more (of 4.4 s for the
+    wrapper of a small graph, g++ 12).
     """
     template = Path(str(torch._inductor.__file__)).parent / "codegen" / "aoti_runtime" / "interface.cpp"
     common, source = template.read_text().strip(), wrapper.read_text()

@@ -220,7 +220,7 @@ class DecoderLayer(Layer):
             self.mlp = SwiGLU(size, config.intermediate_size, build)
         self.input_layernorm = RMSNorm(size, eps)
         self.post_attention_layernorm = RMSNorm(size, eps)
-        # Holds modules of this layer again, and no others.
+        # Refers to modules of this layer, and adds no others.
         self.parts: HostExperts | None = None
         if on_host and isinstance(self.mlp, SparseMoe):
             self.parts = HostExperts(self.mlp, self.post_attention_layernorm)

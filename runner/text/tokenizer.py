@@ -157,7 +157,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Return the file's object, an empty one if there is no file."""
+    """Return the JSON object in the file; an empty one if there is no file."""
     if not path.exists():
         return {}
     config = read_json(path, ArtifactError)

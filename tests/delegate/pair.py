@@ -1,4 +1,4 @@
-"""A chain's program twice, with and without graphs; and segments that cannot be recorded, or fail."""
+"""Helpers: one program loaded twice, with and without graphs; and segments that are made to fail, or to refuse recording."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_graphs(name: str) -> dict[str, bool | int | str]:
 
 
 class Pair:
-    """The same program twice, one of them without graphs. Both make each step, and all results and state must be equal."""
+    """The same program with and without graphs. `step` runs both, and asserts that all results and state are equal."""
 
     def __init__(self, artifact: Path, name: str = "step", /, **options: bool | int | str) -> None:
         self.program, self.plain_program = load_program(artifact), load_program(artifact)
@@ -54,7 +54,7 @@ class Pair:
         self.plain_program.reset()
 
     def change_state(self) -> None:
-        """Bind a new state to each program."""
+        """Bind a new state to both programs."""
         for program in (self.program, self.plain_program):
             program.bind_state(program.new_state())
 

@@ -1,4 +1,4 @@
-"""Captures for which the device has no memory: graphs are given up with one line, and the step is made once."""
+"""Captures that run out of device memory: the plan is given up with a reason of one line, and the step still runs once."""
 
 from __future__ import annotations
 

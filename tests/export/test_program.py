@@ -30,7 +30,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 class Left(nn.Module):
-    """Shares `table` and `count` with `Right`, which has other tensors of the same names as some here."""
+    """Shares `table` and `count` with `Right`. Some names, such as `equal`, stand for different tensors in the two."""
 
     count: Tensor
 

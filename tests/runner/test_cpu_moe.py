@@ -62,7 +62,9 @@ def test_prompts_in_buckets_and_on_both_sides(artifact: Path, capitals_artifact:
                 found = engine.model.prefill(tokens)
             assert relative_error(found, one.model.prefill(tokens)) < 1e-5, length
         stats = engine.model.method_stats
-        assert [plan["shapes"] for plan in stats["prefill"]["plans"]] == [[[1, rows], [rows], [rows]] for rows in (16, 32)]
+        assert [plan["shapes"] for plan in stats["prefill"]["plans"]] == [
+            [[1, rows], [rows], [rows]] for rows in (16, 32)
+        ]
         # Prompts that neither fit a bucket nor are long.
         assert (stats["prefill"]["runs"], stats["prefill_streamed"]["runs"]) == (4, 8)
 
@@ -97,7 +99,7 @@ def test_a_bucket_that_no_prompt_would_reach(artifact: Path) -> None:
 
 @pytest.mark.parametrize("tokens", (48, 64, 512, 2048, 100_000))
 def test_how_many_experts_are_streamed(tokens: int) -> None:
-    """More tokens have more experts streamed, and the bus and the CPU finish at the same time."""
+    """With more tokens, more experts are streamed. The bus and the CPU finish at the same time."""
     found = streamed_experts(tokens, 256)
     assert 256 // 3 < found <= 256 and found <= streamed_experts(tokens + 100, 256)
     per_expert = READING + EACH_TOKEN * tokens

@@ -117,7 +117,7 @@ def split(x: tl.tensor) -> tl.tensor:
 def store_parts(
     cells: tl.tensor, x: tl.tensor, size: tl.tensor, PARTS: tl.constexpr, inside: tl.tensor | None = None
 ) -> None:
-    """Stores x, rounded to the dtype of `cells`. If PARTS is 2, also stores the rest of x, `size` elements behind."""
+    """Stores x, rounded to the dtype of `cells`. If PARTS is 2, also stores the rest of x, `size` elements after it."""
     if PARTS == 2:
         high, low = split(x)
         tl.store(cells, high, mask=inside)

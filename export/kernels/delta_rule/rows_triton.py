@@ -47,7 +47,7 @@ class DeltaConfig:
     """Sizes of one program of the delta rule.
 
     Attributes:
-        values: columns of a head's state, or all if the head has fewer. The same in the kernel that moves the state.
+        values: columns of a head's state per program, at most, also in the kernel that moves the state by long runs.
         warps: warps of a program.
         long: the fewest rows of a run that is taken in chunks.
         chunk: rows of a chunk.

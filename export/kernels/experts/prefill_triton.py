@@ -261,7 +261,10 @@ def _scaled(weights, scale):
 
 @triton.jit
 def _add_step(packed, low_scale, high_scale, low_inputs, high_inputs, sums, GROUP: tl.constexpr):
-    """sums [N, M] + (weights in packed bytes [N, B] times scales [N]) @ inputs [B, M], for low and for high nibbles."""
+    """sums [N, M] + (low nibbles of packed [N, B] times low_scale [N]) @ low_inputs [B, M] + the same for high nibbles.
+
+    Unless GROUP is 32, both have `low_scale`.
+    """
     low, high = _unpack(packed, low_inputs.dtype)
     if GROUP == 32:
         # Low and high nibbles have different scales. With one product for each, an iteration takes 278 instructions, not 237.

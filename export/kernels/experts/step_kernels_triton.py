@@ -296,7 +296,7 @@ def load_shared(
     UNITS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """`load_tile` for ROWS rows of the shared expert, which count as one long row."""
+    """`load_tile` for ROWS rows of the shared expert as one long row: one after the other, each padded to WIDTH units."""
     ROW: tl.constexpr = INNER // 8 if GROUP > 0 else INNER
     row, unit = choice_units(START, 1, UNITS, WIDTH)
     inside = (row < ROWS) & (unit < ROW)

@@ -103,7 +103,10 @@ def load_blocks(pointers, block, FIRST: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def joined(sums):
-    """Sums of upper and of lower bytes, [.., 2 N] int32 that started from ROUNDING_BITS -> [.., N] float32, rounded once."""
+    """sums [.., 2 N] int32 -> upper * 256 + lower, [.., N] float32, rounded once.
+
+    sums: sums of upper and of lower bytes, in neighbouring columns. They started from ROUNDING_BITS, not from 0.
+    """
     floats = sums.to(tl.float32, bitcast=True) - ROUNDING
     if len(sums.shape) == 3:
         upper, lower = tl.split(tl.reshape(floats, [sums.shape[0], sums.shape[1], sums.shape[2] // 2, 2]))

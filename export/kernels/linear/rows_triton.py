@@ -261,7 +261,7 @@ class _FixedProduct:
 
     @property
     def splits(self) -> int:
-        """Parts of K. SwiGLU is not split: its gates and ups are already two products per program."""
+        """Number of parts of K. SwiGLU is not split: its gates and ups are already two products per program."""
         many = self.swiglu or self.outputs > SPLIT_OUTPUTS
         return 1 if many else min(SPLITS, self.weight.columns // 256)
 

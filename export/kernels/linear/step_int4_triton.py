@@ -28,7 +28,7 @@ PLACES = tl.constexpr((0, 4, 8, 4, 8, 12, 16, 20))
 
 @triton.jit
 def first_fours(word):
-    """Index of the four (four neighbouring inputs) that a word's low nibbles multiply; its high ones multiply four + 8."""
+    """Index, in fours, of the four neighbouring inputs that a word's low nibbles multiply. For its high nibbles add 8."""
     return word // 8 * 16 + word % 8
 
 

@@ -362,7 +362,10 @@ def norm_products(
     INTEGER: tl.constexpr,
     APART: tl.constexpr = 0,
 ):
-    """The lanes' sums of products for each row, and of the squares of x. `tile` and `norm` are those of the first tile."""
+    """Each lane's sums over its units: of weight * norm * x for each row, and of x^2; tensors [32 WARPS].
+
+    `tile` and `norm` are what the caller has loaded for the first tile.
+    """
     ROW: tl.constexpr = K // 8 if GROUP > 0 else K
     sums = zeros(ROWS, 32 * WARPS)
     squares = tl.zeros([32 * WARPS], tl.float32)

@@ -22,7 +22,7 @@ from .step_int4_triton import (
 
 @triton.jit
 def extended(tiles, tile):
-    """A tuple with one more at its end; Triton does not take a starred expression."""
+    """The tuple with one more tile at its end. Triton does not take a starred expression."""
     return tiles + (tile,)  # noqa: RUF005
 
 
@@ -89,7 +89,7 @@ def load_tile(
 
 @triton.jit
 def row_step(ROW: tl.constexpr, first_row, N: tl.constexpr, ROWS: tl.constexpr, APART: tl.constexpr):
-    """The distance in rows from the first row to row ROW: a constant, which loads fold in, if no row is past the last."""
+    """Rows from the first row to row ROW, or to the last row if ROW is past it. A constant if no row can be past the last."""
     if APART > 0:
         tl.static_assert(N % APART == 0 and APART % (ROWS // 2) == 0)
         return ROW % (ROWS // 2) + ROW // (ROWS // 2) * APART
@@ -168,7 +168,7 @@ def multiply_tile(
 
 @triton.jit
 def sum_lane(x, LANE: tl.constexpr, LANES: tl.constexpr):
-    """[UNITS] -> [LANES]: a lane sums its LANE neighbours in each stretch of LANES LANE units."""
+    """[UNITS] -> [LANES]: each lane sums its LANE neighbouring units of every stretch of LANES * LANE units."""
     if x.shape[0] == LANES * LANE:
         return tl.sum(tl.reshape(x, [LANES, LANE]), axis=1)
     else:

@@ -292,7 +292,7 @@ def _sample_kept(
     if few:
         low = tl.where(top_k > BLOCKS, LOWEST, _kth_largest(of_blocks, top_k))
     else:
-        # Not in a called function: torch would take the logits as written, since what is chosen depends on this load.
+        # Not in a called function: torch's analysis would take the logits as written, because `chosen` depends on this load.
         found = _key(_finite(tl.load(x_row + _token_of(best))))
         fresh = found < least
         low = tl.where(fresh, least, found + 1)

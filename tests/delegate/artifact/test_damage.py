@@ -61,7 +61,7 @@ def load_all(folder: Path) -> bool:
 
 
 def lengths(size: int) -> list[int]:
-    """Awkward lengths, and some in the middle."""
+    """Lengths to which a file of `size` bytes is cut: several near its beginning and end, and 23 spread evenly."""
     middle = [size * part // 24 for part in range(1, 24)]
     return sorted({0, 1, 7, 8, 12, 31, 32, 47, 48, 63, 64, *middle, size - 129, size - 16, size - 1})
 

@@ -55,7 +55,7 @@ def test_tensors_equal_the_file(file: ConstantsFile, parallel_from: int, share: 
 
 @pytest.fixture
 def meta(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """In place of a GPU: tensors there have no data, and nothing is uploaded."""
+    """The meta device in place of a GPU: its tensors have no data, and nothing is uploaded."""
     monkeypatch.setattr(loading_module, "_Uploader", lambda *_: mock.Mock())
     return torch.device("meta")
 
@@ -230,7 +230,7 @@ def test_after_a_failure_no_more_is_begun(file: ConstantsFile, monkeypatch: pyte
             super().shutdown(wait)
 
     def check(key: str, entry: object) -> None:
-        """Fails for every constant. The largest comes first; others that have begun wait until the rest is dropped."""
+        """Fail for every constant: for the largest at once, for others when those that have not begun are dropped."""
         checked.append(key)
         assert key == largest or dropped.wait(PATIENCE)
         raise ArtifactError(key)

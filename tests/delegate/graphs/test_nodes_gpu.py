@@ -70,8 +70,8 @@ def graph_of(machine: StateMachine) -> int:
 
 
 def edges_of(machine: StateMachine) -> list[tuple[str, tuple[int, int, int]]]:
-    """Return, for each node of the chain except the first: the name of its kernel or its type, and (type, ports) of its
-    edge."""
+    """Return one entry per node of the chain, without the first node: (name of its kernel, or its type if it is no kernel;
+    (type, from_port, to_port) of the edge into it)."""
     from cuda.bindings import driver
 
     edges = graph_nodes._edges(driver, driver.CUgraph(graph_of(machine)))

@@ -1,4 +1,4 @@
-"""Tests of the private parts of executorch that the export relies on: one test per part, which fails by its name."""
+"""Tests of the private parts of executorch that the export relies on: one test per part, named after it."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Opaque(nn.Module):
 
 
 def refusal() -> str:
-    """The error that an export of `Opaque` ends with. The analysis comes before all that depends on a device."""
+    """Message of the error that ends an export of `Opaque`. No GPU is needed: the analysis of the kernel comes first."""
     module, x = Opaque(), torch.zeros(SIZE, dtype=torch.int32)
     (link,) = trace_method("forward", (module, (x,), None)).links
     with tempfile.TemporaryDirectory() as folder:

@@ -71,7 +71,7 @@ def test_library_of_a_graph() -> None:
 
 
 def test_name_is_of_what_is_in_it(tmp_path: Path) -> None:
-    """Other content gives another name: the system's loader would take two libraries of one name for one."""
+    """Other flags, sources or headers give the library another name: the loader takes libraries of one name for the same."""
     (tmp_path / "a_cpu.cpp").write_text("int one() { return 1; }")
     library = NativeLibrary("some", tmp_path, ("a_cpu.cpp",))
     names = {library.build().library, library.build(("-march=haswell",)).library}

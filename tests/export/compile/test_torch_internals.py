@@ -1,4 +1,4 @@
-"""Tests of the private parts of torch and Inductor that the export relies on: one test per part, which fails by its name."""
+"""Tests of the private parts of torch and Inductor that the export relies on: one test per part, named after it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def load_built(found: torch_internals.Generated) -> Any:
 
 
 def test_constant_names(built: tuple[torch_internals.Generated, list[Path], Any]) -> None:
-    """A buffer of one element exists by its name. Folded into the code, it would never change."""
+    """A buffer of one element keeps its name. If it were folded into the code as a number, its value could never change."""
     _, _, container = built
     assert set(torch_internals.constant_names(container).values()) == {"lower", "count"}
 

@@ -143,8 +143,8 @@ def test_parameters_of_the_small_model() -> None:
 
 @pytest.mark.parametrize("config", (Qwen3_5MoeTextConfig, Qwen3_5TextConfig))
 def test_no_setting_of_transformers_goes_unnoticed(config: type[TextConfig]) -> None:
-    """Each setting is one of ours, is read into one of ours, is refused unless it has the one supported value, or is listed
-    as without effect."""
+    """Each setting in transformers' config is a field of ours, is read into a field of ours, is refused unless it has the one
+    supported value, or is listed in WITHOUT_EFFECT."""
     own = {name for name in config.__annotations__ if name in config().to_dict()}
     ours = {field.name for field in dataclasses.fields(OurConfig)}
     assert own - ours - WITHOUT_EFFECT == {"num_hidden_layers", "rope_parameters", "hidden_act"}

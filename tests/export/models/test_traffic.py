@@ -25,7 +25,8 @@ def settings(name: str) -> dict[str, Any]:
 
 
 def mixer_bytes(c: dict[str, Any], element: float) -> float:
-    """Return the bytes of both kinds of layers without their feed-forward parts: weights, norms, and state, read and written.
+    """Return the bytes that a step moves for all layers without their feed-forward parts: weights and norms are read, state
+    is read and written.
 
     `element` is the number of bytes per element of a quantised matrix.
     """
@@ -46,7 +47,7 @@ def mixer_bytes(c: dict[str, Any], element: float) -> float:
 
 
 def moe_bytes(c: dict[str, Any], element: float) -> float:
-    """Router, chosen experts, shared expert and its gate."""
+    """Return the bytes of all feed-forward parts: router, chosen experts, shared expert and its gate."""
     hidden, chosen = c["hidden_size"], c["num_experts_per_tok"] * c["moe_intermediate_size"]
     experts = 3 * (chosen + c["shared_expert_intermediate_size"]) * hidden * element
     return len(c["layer_types"]) * (experts + (c["num_experts"] + 1) * hidden * BFLOAT16)
@@ -76,8 +77,8 @@ def test_flagship_in_bfloat16() -> None:
 
 @pytest.mark.parametrize("group_size", (None, 64))
 def test_dense_model_whose_head_is_its_embedding(group_size: int | None) -> None:
-    """The head reads the whole table once. If quantised, head and embedding are two tensors, and the embedding is read by the
-    row."""
+    """The head reads the whole table once. If quantised, head and embedding are two tensors, and a step reads one row of
+    the embedding."""
     network, c = built("Qwen3.5-0.8B", group_size), settings("Qwen3.5-0.8B")
     element = BFLOAT16 if group_size is None else 0.5 + 2 / 64
     row = 0 if group_size is None else c["hidden_size"] * (1 + 2 / 64)

@@ -161,7 +161,7 @@ class Soak:
         self.members.append(Member(session, script, expected, end))
 
     def _of(self, other: Member, held: Any) -> Member:
-        """Return a member for `held`, at the position of `other`, which leaves at some later length."""
+        """Return a member that continues the script of `other` as `held`. Its `end` is random, `other.end` or more."""
         end = self.random.randint(min(other.end, other.script.length), other.script.length)
         return Member(held, other.script, other.expected, end)
 
@@ -173,8 +173,7 @@ class Soak:
         return self.random.sample(self.members, self.random.randint(1, max_count))
 
     def _step(self, chosen: list[Member]) -> bool:
-        """Step the chosen sessions. If there are too few pages, some session leaves, no session has moved, and False is
-        returned."""
+        """Step the chosen sessions. If there are too few pages, make a random session leave instead, and return False."""
         try:
             for member in chosen:
                 if member.held.position == member.script.turn:
