@@ -14,7 +14,9 @@ import torch
 from ostinato.export.kernels import Kernels
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
-from .cpu_cases import F32, Draw
+from .linear_cases import Shape, make
+from .runs import SLOT, Run
+from .weights import F32
 
 # In a fresh process, since a pool is made once: its threads beside those that there were before. It takes torch's library
 # alone, which is there in a tenth of the time that `import torch` takes.
@@ -75,14 +77,13 @@ def test_what_is_no_number_says_nothing(library: Path, text: str) -> None:
 
 def test_several_callers(cpu_kernels: type[Kernels]) -> None:
     """Programs of several Python threads: one at a time has the pool, the others work alone, and all are right."""
-    draw = Draw(3)
-    x, norm, weight = draw.normal(9, 256), draw.norm(256), draw.operand(320, 256, group=32, dtype=F32)
-    expected = cpu_kernels.norm_linear(x, norm, weight.packed, F32)
+    case = make(Shape(320, 256, 32), [Run(SLOT, 0, 9)], F32, device="cpu", panels=True)
+    expected = case.run(cpu_kernels, "norm_linear")["out"]
     wrong: list[int] = []
 
     def work(number: int) -> None:
         for _ in range(200):
-            if not torch.equal(cpu_kernels.norm_linear(x, norm, weight.packed, F32), expected):
+            if not torch.equal(case.run(cpu_kernels, "norm_linear")["out"], expected):
                 wrong.append(number)
 
     callers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
@@ -95,10 +96,9 @@ def test_several_callers(cpu_kernels: type[Kernels]) -> None:
 
 def test_a_forked_process_works_alone(cpu_kernels: type[Kernels]) -> None:
     """It has none of the pool's threads, and waits for none."""
-    draw = Draw(4)
-    x, norm, weight = draw.normal(1, 256), draw.norm(256), draw.operand(320, 256, group=32, dtype=F32)
-    expected = cpu_kernels.norm_linear(x, norm, weight.packed, F32)
+    case = make(Shape(320, 256, 32), [Run(SLOT, 0)], F32, device="cpu", panels=True)
+    expected = case.run(cpu_kernels, "norm_linear")["out"]
     child = os.fork()
     if child == 0:
-        os._exit(0 if torch.equal(cpu_kernels.norm_linear(x, norm, weight.packed, F32), expected) else 1)
+        os._exit(0 if torch.equal(case.run(cpu_kernels, "norm_linear")["out"], expected) else 1)
     assert os.waitpid(child, 0)[1] == 0

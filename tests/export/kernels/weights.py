@@ -1,0 +1,64 @@
+"""Random weights in every number format, beside their numbers in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ostinato.export.formats.int4 import pack_int4
+from ostinato.export.kernels.linear.panels import pack_panels
+from ostinato.export.kernels.operands import Norm, Weight
+
+from .runs import DEVICE
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A weight as a form takes it, and its numbers, [..., N, K] float64."""
+
+    weight: Weight
+    numbers: Tensor
+
+
+class Random:
+    """Random tensors from one seed, on one device.
+
+    Args:
+        panels: whether weights are stored in panels.
+    """
+
+    def __init__(self, seed: int, device: str = DEVICE, panels: bool = False) -> None:
+        self.generator, self.device, self.panels = torch.Generator().manual_seed(seed), device, panels
+
+    def normal(self, *sizes: int, dtype: torch.dtype = F32) -> Tensor:
+        return torch.randn(sizes, generator=self.generator).to(self.device, dtype)
+
+    def norm(self, size: int, dtype: torch.dtype = F32) -> Norm:
+        """Return a norm with factors of both signs, of a size near one; in float64 for inputs in float64."""
+        wide = torch.promote_types(dtype, F32)
+        sign = self.normal(size, dtype=wide).sign()
+        return Norm(sign * (1 + 0.3 * self.normal(size, dtype=wide)) - 1, EPS)
+
+    def weight(self, *sizes: int, group: int | None, dtype: torch.dtype) -> Operand:
+        """Make a weight [..., N, K] whose products are about as large as its inputs; in int4, scales have both signs.
+
+        Args:
+            group: weights that share a scale; None for weights in `dtype`.
+        """
+        scale: Tensor | None = None
+        if group is None:
+            values = self.normal(*sizes, dtype=dtype) * sizes[-1] ** -0.5
+            numbers = values.double()
+        else:
+            q = torch.randint(-8, 8, sizes, generator=self.generator).to(self.device)
+            scale = (self.normal(*sizes[:-1], sizes[-1] // group) * sizes[-1] ** -0.5 / 4).bfloat16()
+            values = pack_int4(q)
+            numbers = (q.unflatten(-1, (-1, group)) * scale.double().unsqueeze(-1)).flatten(-2)
+        if self.panels:
+            values, scale = pack_panels(values, scale)
+        return Operand(Weight(values, scale, in_panels=self.panels), numbers)
