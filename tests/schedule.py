@@ -19,8 +19,8 @@ LONGEST: tuple[str, ...] = (
     "tests/test_bench_hybrid.py",
     "tests/export/test_program.py",
     "tests/export/kernels/test_compiled.py",
-    "tests/export/kernels/test_experts_rows.py",
-    "tests/export/kernels/test_experts_step.py",
+    "tests/export/kernels/test_experts.py",
+    "tests/export/kernels/test_experts_triton.py",
     "tests/export/kernels/test_sampling_rows.py",
     "tests/test_bad_checkpoints.py",
 )

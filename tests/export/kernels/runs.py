@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle, islice, product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -69,6 +70,17 @@ def checkered(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
         for square in numbered
         if DEVICE == "cuda" or sum(index for index, _ in square) % 2 == 0
     ]
+
+
+def in_turn(first: Sequence[Any], second: Sequence[Any], skipped: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Yield pairs until each value of both has occurred. `skipped` values of the second come last in their first turn."""
+    return islice(zip(cycle(first), islice(cycle(second), skipped, None)), max(len(first), len(second)))
+
+
+def contract(names: str, cases: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Parametrise a test by forms and more. A case is named by its values."""
+    named = [pytest.param(*case, id="-".join(str(value).removeprefix("torch.") for value in case)) for case in cases]
+    return pytest.mark.parametrize(names.split(), named)
 
 
 def rows_of(runs: Sequence[Run]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice, product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from ostinato.export.kernels.operands import RowIndex, Weight
 
 from ...comparison import relative_error
 from .linear_cases import CPU_SHAPES, PROMPT_SHAPES, ROWS_SHAPES, STEP_SHAPES, Case, Error, Shape, check, make
-from .runs import DEVICE, LONG_MIXTURES, MIXTURES, SLOT, Run, checkered, same_bits
+from .runs import DEVICE, LONG_MIXTURES, MIXTURES, SLOT, Run, checkered, contract, in_turn, same_bits
 from .weights import BF16, F32, F64
 
 STEP = ("norm_linear", "norm_swiglu", "norm_linear_conv", "linear_add")
@@ -57,8 +57,7 @@ class Form:
         for turn, operation in enumerate(self.operations):
             ours = [layer for layer in layers if layer[0] == operation and fits(*layer[:2])]
             runs = list(self.runs(operation))
-            in_turn = islice(zip(cycle(ours), islice(cycle(runs), turn, None)), max(len(ours), len(runs)))
-            for layer, name in product(ours, runs) if self.kernels is None else in_turn:
+            for layer, name in product(ours, runs) if self.kernels is None else in_turn(ours, runs, turn):
                 yield *layer, name
 
 
@@ -125,12 +124,6 @@ def kernels_of(request: pytest.FixtureRequest) -> Callable[[str], Any]:
 
 def made(name: str, shape: Shape, runs: Sequence[Run], dtype: torch.dtype) -> Case:
     return make(shape, runs, dtype, device=FORMS[name].device, panels=name == "C++")
-
-
-def contract(names: str, cases: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Parametrise a test by forms and more. A case is named by its values."""
-    named = [pytest.param(*case, id="-".join(str(value).removeprefix("torch.") for value in case)) for case in cases]
-    return pytest.mark.parametrize(names.split(), named)
 
 
 @contract("name operation shape dtype runs", [(name, *case) for name, form in FORMS.items() for case in form.cases()])

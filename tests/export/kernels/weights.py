@@ -55,7 +55,7 @@ class Random:
             values = self.normal(*sizes, dtype=dtype) * sizes[-1] ** -0.5
             numbers = values.double()
         else:
-            q = torch.randint(-8, 8, sizes, generator=self.generator).to(self.device)
+            q = torch.randint(-8, 8, sizes, generator=self.generator, dtype=torch.int8).to(self.device)
             scale = (self.normal(*sizes[:-1], sizes[-1] // group) * sizes[-1] ** -0.5 / 4).bfloat16()
             values = pack_int4(q)
             numbers = (q.unflatten(-1, (-1, group)) * scale.double().unsqueeze(-1)).flatten(-2)
