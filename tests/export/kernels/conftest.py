@@ -7,9 +7,7 @@ import importlib.util
 import multiprocessing
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -44,60 +42,12 @@ def cpu_kernels(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(autouse=True)
 def repaired_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mends three faults of Triton's interpreter, in 3.6 and 3.7, and makes it faster.
-
-    numpy 2.4 refuses the one-element arrays that it uses as a loop's bounds; `tl.dot` multiplies the bit patterns of
-    bfloat16 numbers; and float32 is truncated, not rounded, to bfloat16.
-    """
+    """Mends faults of Triton's interpreter, and makes it faster."""
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return
-    import triton.language as tl
-    from triton.runtime import interpreter
+    from .interpreter import repair
 
-    builder = interpreter.InterpreterBuilder
-    patch_tensor, create_dot, cast = interpreter._patch_lang_tensor, builder.create_dot, builder.cast_impl
-
-    def patch_tensor_with_index(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    def widen(x: Any) -> Any:
-        return cast(None, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x
-
-    def dot_of_widened(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return create_dot(self, widen(a), widen(b), *rest)
-
-    def cast_with_rounding(self: Any, x: Any, to: Any) -> Any:
-        if (x.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
-            return cast(self, x, to)
-        rounded = torch.from_numpy(x.data.copy()).bfloat16().view(torch.uint16)
-        return interpreter.TensorHandle(rounded.numpy(), tl.bfloat16)
-
-    patched: set[int] = set()
-
-    def call(self: Any, *arguments: Any, **named: Any) -> Any:
-        # Of a module's functions the first: it stays so, and what a kernel uses itself is replaced at each launch.
-        if id(self.fn.__globals__) not in patched:
-            interpreter._patch_lang(self.fn)
-            patched.add(id(self.fn.__globals__))
-        return self.rewrite()(*arguments, **named)
-
-    nameless = tl.core.tuple_type([])
-
-    def type_of_values(values: Any, fields: Any = None) -> Any:
-        return nameless if fields is None else type_for(values, fields)
-
-    type_for = tl.core._type_for_tuple_values
-    # Three quarters of its time: each call of a function replaced the language's functions anew; each tensor wrote out a
-    # name for the type of its shape, which only a compiler reads; and each sum of integers was computed again in 64 bits, to
-    # see whether it overflows, but nothing was told.
-    options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
-    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
-    monkeypatch.setattr(tl.core, "_type_for_tuple_values", type_of_values)
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_with_index)
-    monkeypatch.setattr(builder, "create_dot", dot_of_widened)
-    monkeypatch.setattr(builder, "cast_impl", cast_with_rounding)
+    repair(monkeypatch)
 
 
 def run_compiled(code: str) -> str:
