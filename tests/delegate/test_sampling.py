@@ -1,4 +1,5 @@
-"""Sampling of a token from logits: which tokens are kept, how often each is sampled, and that a seed repeats them."""
+"""Sampling of a token from logits: the noise, which tokens are kept, how often each is sampled, and that a seed repeats
+them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from ostinato.delegate import OptionError
-from ostinato.delegate.sampling import SamplingParams, SamplingTensors, most_likely, sample
+from ostinato.delegate.sampling import SamplingParams, SamplingTensors, gumbel_noise, most_likely, philox, sample
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 0.0, -3.0])
 
@@ -147,6 +148,49 @@ def test_other_random_numbers_do_not_matter() -> None:
     torch.manual_seed(3)
     samples(SamplingParams(temperature=1.0), 5)
     assert torch.equal(torch.rand(1), before)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Those of Random123's file `kat_vectors`."""
+    words = [torch.tensor([word]) for word in (*counter, *key)]
+    found = philox((words[0], words[1], words[2], words[3]), (words[4], words[5]))
+    assert tuple(int(word) for word in found) == expected
+
+
+def test_noise_is_of_seed_position_and_token() -> None:
+    def noise(seed: int, position: int, count: int) -> torch.Tensor:
+        return gumbel_noise(torch.tensor([seed]), torch.tensor([position]), count)
+
+    assert torch.equal(noise(5, 7, 10), noise(5, 7, 333)[:10])
+    sampled = torch.stack(
+        [noise(seed, position, 333) for seed in (0, 1, 2**32, -1) for position in (0, 1, 2**32)]
+    ).flatten()
+    assert sampled.isfinite().all() and len(sampled.unique()) > 0.999 * len(sampled)
+
+
+def test_noise_has_gumbels_moments() -> None:
+    noise = torch.cat(
+        [gumbel_noise(torch.tensor([3]), torch.tensor([position]), 50_000) for position in range(4)]
+    ).double()
+    deviation = torch.pi / 6**0.5
+    assert abs(noise.mean() - 0.5772156649) < 4 * deviation / len(noise) ** 0.5
+    assert abs(noise.std() / deviation - 1) < 0.01
+    # Euler's distribution function at a few positions, to four standard deviations.
+    for x in (-1.5, 0.0, 1.0, 5.0, 8.0):
+        below = torch.tensor(-x).double().exp().neg().exp()
+        assert abs((noise < x).double().mean() - below) < 4 * (below * (1 - below) / len(noise)) ** 0.5
 
 
 @pytest.mark.parametrize(

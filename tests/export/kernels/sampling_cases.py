@@ -1,10 +1,22 @@
-"""Options of sampling that the kernels of all devices are tested with."""
+"""What every form of sampling is held to: `delegate.sampling.sample`, row by row, and what is kept of it for each slot."""
 
 from __future__ import annotations
 
-from ostinato.delegate.sampling import SamplingParams
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-OPTIONS = [
+import torch
+from torch import Tensor
+
+from ostinato.delegate.sampling import SamplingParams, SamplingTensors, sample
+from ostinato.export.kernels.operands import LastTokens
+from ostinato.export.kernels.sampling.reference import workspace_size
+
+from .runs import DEVICE
+
+VOCAB = 248_320
+KINDS = ("random", "peaked", "flat", "tied")
+PARAMS = (
     SamplingParams(),
     SamplingParams(0.0, 3, 0.5),
     SamplingParams(1.0),
@@ -19,4 +31,127 @@ OPTIONS = [
     SamplingParams(0.8, min_p=0.05),
     SamplingParams(1.3, min_p=1.0),
     SamplingParams(1.0, 40, 0.95, min_p=0.1),
-]
+)
+# Params that keep many tokens.
+ALL_PARAMS = (
+    *PARAMS,
+    SamplingParams(1.0, 100, 0.999),
+    SamplingParams(1.0, 1000),
+    SamplingParams(1.0, 1000, 0.999),
+    SamplingParams(1.3, 50_000, 0.9999),
+)
+# More than there are params, with slot 0.
+SLOTS = 20
+SEEDS = (0, 5, 2**31, 2**63 - 1, 2**63, 0x123456789ABCDEF, 2**64 - 1)
+# Of the row that gave the logits; before a first token there is none.
+POSITIONS = (-1, 6, 2**32 - 1, 2**33, 2**40)
+Sample = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of a form, in its order."""
+
+    logits: Tensor
+    positions: Tensor
+    slots: Tensor
+    last: LastTokens
+    params: SamplingTensors
+    workspace: Tensor
+
+    def run(self, form: Sample) -> tuple[list[int], LastTokens]:
+        """Return the tokens, and what is kept. The case can be used again."""
+        last = LastTokens(self.last.token.clone(), self.last.position.clone())
+        tokens = form(**vars(self) | {"last": last})
+        assert tokens.shape == self.slots.shape and tokens.dtype == torch.int64
+        # The next launch counts from 0.
+        assert int(self.workspace[0]) == 0
+        found = tokens.tolist()
+        assert all(0 <= token < self.logits.shape[1] for token in found)
+        return found, last
+
+    def exact(self) -> tuple[list[int], LastTokens]:
+        """Return the tokens, -1 for padding, and what is kept: of a slot with several rows the last one's token."""
+        tokens, last = [], LastTokens(self.last.token.clone(), self.last.position.clone())
+        for row, slot in enumerate(self.slots.tolist()):
+            tokens.append(-1)
+            if slot >= 0:
+                position = self.positions[row : row + 1] + 1
+                mine = SamplingTensors(*(values[slot : slot + 1] for values in self.params))
+                tokens[row] = int(sample(self.logits[row], position, mine))
+                last.token[slot], last.position[slot] = tokens[row], position[0]
+        return tokens, last
+
+
+def make(
+    logits: Tensor,
+    slots: Sequence[int],
+    params: SamplingParams | Mapping[int, SamplingParams],
+    positions: Sequence[int] | None = None,
+    device: str = DEVICE,
+) -> Case:
+    """Make arguments of rows. Logits of padding are NaN; slots without params have some that nobody may follow.
+
+    Args:
+        logits: [rows, V], or [1, V] for all rows.
+        params: of each slot that has rows; one: of all of them.
+        positions: of the rows; None: from -1 on.
+    """
+    if isinstance(params, SamplingParams):
+        params = {slot: params for slot in slots if slot >= 0}
+    tensors = SamplingTensors(*(value.repeat(SLOTS) for value in SamplingParams(seed=0).tensors()))
+    for values in tensors:
+        values[:] = torch.nan if values.is_floating_point() else -7
+    for slot, own in params.items():
+        for values, value in zip(tensors, own.tensors(), strict=True):
+            values[slot] = value[0]
+    logits = logits.expand(len(slots), -1).clone()
+    logits[torch.tensor(slots) < 0] = torch.nan
+    places = torch.arange(len(slots)) - 1 if positions is None else torch.tensor(positions)
+    last = LastTokens(*(torch.arange(-2 * SLOTS, 0).view(2, SLOTS).to(device)))
+    return Case(
+        logits.to(device),
+        places.to(device),
+        torch.tensor(slots, device=device),
+        last,
+        SamplingTensors(*(values.to(device) for values in tensors)),
+        torch.zeros(workspace_size(), dtype=torch.int64, device=device),
+    )
+
+
+def make_all(
+    kind: str, vocab: int, params: Sequence[SamplingParams] = PARAMS, turn: int = 0, device: str = DEVICE
+) -> Case:
+    """Make a case with a slot for each of the params, at other positions and with other seeds in each turn. Rows are not in
+    the slots' order, and slot 0 is nobody's."""
+    slots = [1 + (5 * row + 3) % len(params) for row in range(len(params))]
+    assert len({*slots}) == len(slots)
+    seeded = {slot: replace(params[slot - 1], seed=SEEDS[(slot + turn) % len(SEEDS)]) for slot in slots}
+    positions = [POSITIONS[(slot + turn) % len(POSITIONS)] for slot in slots]
+    return make(random_logits(kind, len(slots), vocab, turn), slots, seeded, positions, device)
+
+
+def random_logits(kind: str, rows: int, vocab: int, seed: int = 0) -> Tensor:
+    x = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+    return {"random": x, "peaked": x * 12 - 30, "flat": x * 1e-3, "tied": (x * 1.5).round()}[kind]
+
+
+def check(case: Case, form: Sample) -> tuple[list[int], LastTokens]:
+    """Hold a form to the definition, for all rows that are tokens and for all that is kept, and return what it gives."""
+    (expected, kept), (found, last) = case.exact(), case.run(form)
+    assert [-1 if slot < 0 else token for slot, token in zip(case.slots.tolist(), found, strict=True)] == expected
+    assert torch.equal(last.token, kept.token) and torch.equal(last.position, kept.position)
+    return found, last
+
+
+def one_by_one(form: Sample) -> Sample:
+    """Return a form for several rows that calls one for single rows."""
+
+    def sample_each(logits: Tensor, positions: Tensor, slots: Tensor, workspace: Tensor, **rest: object) -> Tensor:
+        tokens = []
+        for row in map(slice, range(len(slots)), range(1, len(slots) + 1)):
+            tokens.append(form(logits[row], positions[row], slots[row], workspace=workspace, **rest))
+            assert tokens[-1].shape == (1,) and int(workspace[0]) == 0
+        return torch.cat(tokens)
+
+    return sample_each
