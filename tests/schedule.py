@@ -15,7 +15,7 @@ LONGEST: tuple[str, ...] = (
     "tests/export/kernels/test_attention.py",
     "tests/export/compile/test_native.py",
     "tests/export/kernels/test_sampling.py",
-    "tests/export/kernels/test_delta_rule_rows.py",
+    "tests/export/kernels/test_delta_rule.py",
     "tests/test_bench_hybrid.py",
     "tests/export/test_program.py",
     "tests/export/kernels/test_compiled.py",

@@ -175,17 +175,6 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sta
     return (state * q[:, :, None]).sum(1), state
 
 
-def naive_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The definition as a plain loop: the reference for the two forms that the model uses. Shapes as in the chunked form."""
-    outputs = []
-    for t in range(q.shape[1]):
-        out, state = recurrent_step(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state)
-        outputs.append(out)
-    return torch.stack(outputs, 1), state
-
-
 def chunked_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, max_tokens: int
 ) -> tuple[Tensor, Tensor]:

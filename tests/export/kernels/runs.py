@@ -60,15 +60,18 @@ LONG_MIXTURES = {
 }
 
 
-def checkered(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+def checkered(*axes: Iterable[Any], every: int = 2) -> list[tuple[Any, ...]]:
     """All combinations of the axes' values. In the interpreter, which takes a second for each, the black squares of a
     chessboard: any two values of three axes still meet.
+
+    Args:
+        every: colours of the board, of which one is taken. With 1, all squares are.
     """
     numbered = product(*map(enumerate, axes))
     return [
         tuple(value for _, value in square)
         for square in numbered
-        if DEVICE == "cuda" or sum(index for index, _ in square) % 2 == 0
+        if DEVICE == "cuda" or sum(index for index, _ in square) % every == 0
     ]
 
 

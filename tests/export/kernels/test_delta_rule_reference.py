@@ -1,4 +1,4 @@
-"""The plain forms of the gated delta rule against the definition, and against transformers' functions."""
+"""The gated delta rule in plain PyTorch against transformers' functions, and properties of its parts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
 from ostinato.export.kernels.delta_rule.reference import (
     chunked_gated_delta_rule,
     invert_unit_lower,
-    naive_gated_delta_rule,
     recurrent_step,
 )
 
 from ...comparison import relative_error
+from .delta_rule_cases import delta_rule
 
 LENGTHS = (1, 2, 3, 31, 63, 64, 65, 127, 128, 129, 200, 256, 1000)
 HEADS, KEY_DIM, VALUE_DIM = 3, 16, 24
@@ -49,7 +49,7 @@ class Case:
         return Case(q, k, v, g, beta, self.state)
 
 
-def draw(tokens: int, seed: int = 0) -> Case:
+def make(tokens: int, seed: int = 0) -> Case:
     """Normalised keys, scaled queries, slow and fast decays, a state that is not zero; float32."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -72,8 +72,8 @@ def chunked(case: Case, max_tokens: int | None = None) -> tuple[Tensor, Tensor]:
     return chunked_gated_delta_rule(case.q, case.k, case.v, case.g, case.beta, case.state, max_tokens or case.tokens)
 
 
-def naive(case: Case) -> tuple[Tensor, Tensor]:
-    return naive_gated_delta_rule(*astuple(case))
+def definition(case: Case) -> tuple[Tensor, Tensor]:
+    return delta_rule(*astuple(case))
 
 
 def theirs(function: object, case: Case) -> tuple[Tensor, Tensor]:
@@ -87,23 +87,23 @@ def theirs(function: object, case: Case) -> tuple[Tensor, Tensor]:
 
 
 def check(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float, what: str) -> None:
-    for name, ours, definition in zip(("output", "state"), found, expected, strict=True):
-        assert ours.shape == definition.shape
-        error = relative_error(ours, definition)
+    for name, ours, exact in zip(("output", "state"), found, expected, strict=True):
+        assert ours.shape == exact.shape
+        error = relative_error(ours, exact)
         assert error < tolerance, f"{what}: relative error of the {name} is {error:.1e}"
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_chunked_is_the_definition(tokens: int) -> None:
-    case = draw(tokens, seed=tokens)
-    exact = naive(case.double())
+    case = make(tokens, seed=tokens)
+    exact = definition(case.double())
     check(chunked(case.double()), exact, 1e-10, "float64")
     check(chunked(case), exact, 1e-5, "float32")
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_chunked_agrees_with_transformers(tokens: int) -> None:
-    case = draw(tokens, seed=tokens)
+    case = make(tokens, seed=tokens)
     check(chunked(case), theirs(torch_chunk_gated_delta_rule, case), 1e-5, "their chunked form")
     check(chunked(case), theirs(torch_recurrent_gated_delta_rule, case), 1e-5, "their recurrent form")
 
@@ -111,14 +111,14 @@ def test_chunked_agrees_with_transformers(tokens: int) -> None:
 @pytest.mark.parametrize("spare", (1, 60, 64, 300, 4096))
 @pytest.mark.parametrize("tokens", (1, 64, 65, 193, 256))
 def test_more_room_than_tokens(tokens: int, spare: int) -> None:
-    case = draw(tokens).double()
-    check(chunked(case, tokens + spare), naive(case), 1e-10, f"room for {tokens + spare}")
+    case = make(tokens).double()
+    check(chunked(case, tokens + spare), definition(case), 1e-10, f"room for {tokens + spare}")
 
 
 @pytest.mark.parametrize("tokens", range(1, 330, 11))
 def test_state_remembers_the_beginning(tokens: int) -> None:
     """Nothing decays and nothing is written: the state that came in goes out, whatever the number of chunks."""
-    case = draw(tokens)
+    case = make(tokens)
     zero = torch.zeros_like(case.g)
     out, state = chunked(replace(case, g=zero, beta=zero))
     torch.testing.assert_close(state, case.state)
@@ -127,28 +127,28 @@ def test_state_remembers_the_beginning(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", (2, 65, 128, 200))
 def test_two_calls_are_one(tokens: int) -> None:
-    whole = draw(tokens).double()
+    whole = make(tokens).double()
     for split in {1, tokens // 2, tokens - 1}:
         first, state = chunked(whole.part(0, split), tokens)
         second, state = chunked(replace(whole.part(split, tokens), state=state), tokens)
-        check((torch.cat((first, second), dim=1), state), naive(whole), 1e-10, f"split at {split}")
+        check((torch.cat((first, second), dim=1), state), definition(whole), 1e-10, f"split at {split}")
 
 
 def test_recurrent_step() -> None:
-    case = draw(40)
+    case = make(40)
     state, outputs = case.state, []
     for t in range(case.tokens):
         q, k, v, g, beta = (x[:, t] for x in astuple(case)[:5])
         out, state = recurrent_step(q, k, v, g, beta, state)
         outputs.append(out)
     found = (torch.stack(outputs, 1), state)
-    check(found, naive(case.double()), 1e-6, "the definition in float64")
+    check(found, definition(case.double()), 1e-6, "the definition in float64")
     check(found, theirs(torch_recurrent_gated_delta_rule, case), 1e-6, "transformers' recurrent form")
     check(found, theirs(torch_chunk_gated_delta_rule, case), 1e-5, "transformers' chunked form")
 
 
 def hard(name: str, tokens: int) -> Case:
-    case = draw(tokens, seed=7)
+    case = make(tokens, seed=7)
     same = case.k[:, :1].expand_as(case.k)
     changes = {
         "identical keys, written wholly, never forgotten": {
@@ -195,7 +195,7 @@ HARD = (
 @pytest.mark.parametrize("name", HARD)
 def test_hard_cases(name: str, tokens: int) -> None:
     case = hard(name, tokens)
-    exact = naive(case.double())
+    exact = definition(case.double())
     check(chunked(case.double()), exact, 1e-9, "float64")
     check(chunked(case), exact, 1e-4, "float32")
     check(chunked(case), theirs(torch_chunk_gated_delta_rule, case), 1e-4, "transformers' chunked form")
