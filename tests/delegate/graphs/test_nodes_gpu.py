@@ -37,14 +37,14 @@ def kernels() -> ModuleType:
     return early_kernels
 
 
-def draw(kernels: ModuleType) -> Tensor:
+def random_input(kernels: ModuleType) -> Tensor:
     return torch.randint(-(2**31), 2**31, (kernels.SIZE,), dtype=torch.int32, device="cuda")
 
 
 @pytest.fixture
 def weight(kernels: ModuleType) -> Tensor:
     """Odd numbers: with an even factor, results would forget their input after a few turns."""
-    return draw(kernels) | 1
+    return random_input(kernels) | 1
 
 
 def captured(
@@ -103,7 +103,7 @@ def replayed(machine: StateMachine, x: Tensor) -> Tensor:
 def test_marked_kernels_start_early(kernels: ModuleType, weight: Tensor) -> None:
     early, plain = kernels.turn_early, kernels.turn_plainly
     chain = [early, early, plain, early, early, plain, plain, early]
-    machine = captured(lambda inputs: [kernels.run_chain(chain, inputs[0], weight)], [draw(kernels)])
+    machine = captured(lambda inputs: [kernels.run_chain(chain, inputs[0], weight)], [random_input(kernels)])
     opened = PROGRAMMATIC if kernels.starts_early() else FULL
     expected = [
         (kernel.__name__, opened if early is kernel is ahead else FULL) for ahead, kernel in itertools.pairwise(chain)
@@ -123,7 +123,7 @@ def test_kernels_of_rows_divide_the_memory_alike(
 
     monkeypatch.setattr(graph_nodes, "ROWS_KERNEL", "turn_early")
     chain = [kernels.turn_early, kernels.turn_plainly, kernels.turn_early]
-    machine = captured(lambda inputs: [kernels.run_chain(chain, inputs[0], weight)], [draw(kernels)])
+    machine = captured(lambda inputs: [kernels.run_chain(chain, inputs[0], weight)], [random_input(kernels)])
     kind = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     found: dict[str, set[int]] = {}
     for node in graph_nodes._nodes(driver, driver.CUgraph(graph_of(machine))):
@@ -131,7 +131,7 @@ def test_kernels_of_rows_divide_the_memory_alike(
         found.setdefault(graph_nodes._kernel_name(driver, node), set()).add(value.sharedMemCarveout)
     assert found["turn_early"] == {graph_nodes._SHARED_MEMORY}
     assert found["turn_plainly"] != found["turn_early"]
-    x = draw(kernels)
+    x = random_input(kernels)
     expected = x
     for _ in chain:
         expected = kernels.turned(expected, weight)
@@ -144,7 +144,7 @@ def test_results_are_those_of_torch_and_the_same_each_time(kernels: ModuleType, 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         return [kernels.run_chain(chain, inputs[0], weight)]
 
-    machine, full = captured(run, [draw(kernels)]), captured(run, [draw(kernels)], early_kernels=False)
+    machine, full = captured(run, [random_input(kernels)]), captured(run, [random_input(kernels)], early_kernels=False)
     assert {edge for _, edge in edges_of(full)} == {FULL}
     assert (
         full.stats.plans[-1].graph_kernels,
@@ -152,7 +152,7 @@ def test_results_are_those_of_torch_and_the_same_each_time(kernels: ModuleType, 
         full.stats.plans[-1].graph_note,
     ) == (40, 0, None)
     for _ in range(5):
-        x = draw(kernels)
+        x = random_input(kernels)
         expected = x
         for _ in chain:
             expected = kernels.turned(expected, weight)
@@ -166,7 +166,7 @@ def test_a_kernel_in_the_wrong_place_keeps_its_full_edge(
     kernels: ModuleType, weight: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rule R5 on a real graph: the edge stays full behind a kernel of another name, and changes behind the required one."""
-    x = draw(kernels)
+    x = random_input(kernels)
     expected = x
     for _ in range(3):
         expected = kernels.turned(expected, weight)
@@ -196,7 +196,7 @@ def test_a_copy_between_kernels_keeps_its_full_edges(kernels: ModuleType, weight
         y = kernels.run_chain([kernels.turn_early], inputs[0], weight)
         return [kernels.run_chain([kernels.turn_early], torch.empty_like(y).copy_(y), weight)]
 
-    x = draw(kernels)
+    x = random_input(kernels)
     machine = captured(run, [x])
     assert edges_of(machine) == [("CU_GRAPH_NODE_TYPE_MEMCPY", FULL), ("turn_early", FULL)]
     assert (machine.stats.plans[-1].graph_nodes, machine.stats.plans[-1].early_kernels) == (
@@ -222,7 +222,7 @@ def test_a_refused_change_leaves_a_whole_graph(
         return call(driver, name, *arguments)
 
     monkeypatch.setattr(graph_nodes, "call_driver", refuse_the_second)
-    x = draw(kernels)
+    x = random_input(kernels)
     machine = captured(lambda inputs: [kernels.run_chain([kernels.turn_early] * 5, inputs[0], weight)], [x])
     assert calls.count(function) == 2
     assert edges_of(machine) == [("turn_early", FULL)] * 4
@@ -242,7 +242,7 @@ def test_a_refused_change_leaves_a_whole_graph(
 
 def test_a_graph_without_cuda_bindings(kernels: ModuleType, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     use_driver(monkeypatch, None)
-    x = draw(kernels)
+    x = random_input(kernels)
     machine = captured(lambda inputs: [kernels.run_chain([kernels.turn_early], inputs[0], weight)], [x])
     assert (machine.stats.plans[-1].graph_kernels, machine.stats.plans[-1].early_kernels, machine.stats.captures) == (
         None,
@@ -255,7 +255,7 @@ def test_a_graph_without_cuda_bindings(kernels: ModuleType, weight: Tensor, monk
 
 def test_a_step_without_inputs(kernels: ModuleType, weight: Tensor) -> None:
     """All that the step reads is state. Each call changes the state once, in every phase."""
-    first = draw(kernels)
+    first = random_input(kernels)
     state = first.clone()
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -279,7 +279,7 @@ def test_compiled_code_keeps_the_mark(kernels: ModuleType, weight: Tensor, tmp_p
 
     module, example = kernels.Turning(weight.cpu()), torch.zeros(kernels.SIZE, dtype=torch.int32)
     export_program({"decode": (module, (example,), None)}, tmp_path / "turning", device="cuda")
-    x = draw(kernels)
+    x = random_input(kernels)
     expected = x + 3
     for _ in range(3):
         expected = kernels.turned(expected, weight)

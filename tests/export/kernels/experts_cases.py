@@ -121,19 +121,20 @@ class Case:
         out = torch.zeros_like(x)
         for expert in self.read(chosen):
             row, rank = (chosen == expert).nonzero(as_tuple=True)
-            out.index_add_(0, row, shares[row, rank, None] * (hidden[row, rank] @ self.routed.down.numbers[expert].t()))
+            out.index_add_(
+                0, row, shares[row, rank, None] * (hidden[row, rank] @ self.routed.down.numbers[expert].double().t())
+            )
         if operation == "experts":
             return out
         if self.shared is not None:
             logit = shared_logit if operation == "experts_down" else x @ self.gates[-1:].t()
-            out += logit.sigmoid() * (shared @ self.shared.down.numbers.t())
+            out += logit.sigmoid() * (shared @ self.shared.down.numbers.double().t())
         return out + self.x.double() if operation == "experts_down" else out
 
     @property
     def gates(self) -> Tensor:
-        return (
-            self.gate.numbers if self.shared_gate is None else torch.cat((self.gate.numbers, self.shared_gate.numbers))
-        )
+        gates = [one.numbers.double() for one in (self.gate, self.shared_gate) if one is not None]
+        return torch.cat(gates)
 
     def routing(self, operation: str) -> tuple[Tensor, Tensor]:
         """Return the shares of the chosen experts, float64, and the experts, both [rows, k]; E stands for no expert."""
@@ -171,7 +172,7 @@ def route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def swiglu(x: Tensor, gate_up: Tensor) -> Tensor:
-    gate, up = (x @ gate_up.t()).chunk(2, dim=1)
+    gate, up = (x @ gate_up.double().t()).chunk(2, dim=1)
     return gate * gate.sigmoid() * up
 
 

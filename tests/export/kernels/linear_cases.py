@@ -85,7 +85,7 @@ class Case:
         elif operation.startswith("norm_"):
             x = x / (x.square().mean(1, keepdim=True) + self.norm.eps).sqrt() * (1 + self.norm.weight.double())
         bias = self.operand.weight.bias
-        product = x @ self.operand.numbers.t() + (0 if bias is None else bias.double())
+        product = x @ self.operand.numbers.double().t() + (0 if bias is None else bias.double())
         if operation == "norm_swiglu":
             gate, up = product.chunk(2, dim=1)
             return {"out": gate * gate.sigmoid() * up}
@@ -95,7 +95,12 @@ class Case:
             return {"out": product}
         channels = self.conv.state.shape[2]
         mixed, states = self.convolved(product[:, :channels])
-        return {"mixed": mixed, "out": product[:, channels:], "gates": x @ self.gates.numbers.t(), "state": states}
+        return {
+            "mixed": mixed,
+            "out": product[:, channels:],
+            "gates": x @ self.gates.numbers.double().t(),
+            "state": states,
+        }
 
     def convolved(self, product: Tensor) -> tuple[Tensor, Tensor]:
         """Return the convolution of a product [rows, C] with SiLU, and the states after it, float64."""

@@ -95,7 +95,7 @@ class Form:
         settings: attributes of modules that are changed for it.
         of_prompt: whether it takes prompts, whose gates have the model's dtype and which have no output norm.
         chunk: rows that are solved together.
-        every: in the interpreter, one of `every` cases is taken (`checkered`).
+        every: one of `every` cases is taken (`checkered`).
         limits: on its errors.
     """
 
@@ -206,7 +206,7 @@ def rule_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 CONTRACT = [
     pytest.param(name, *case, id="-".join(map(str, (name, *case))))
     for name, form in FORMS.items()
-    for case in checkered(form.runs, form.shapes, (F32, BF16), every=form.every)
+    for case in checkered(form.runs, form.shapes, (F32, BF16), every=form.every, device=form.device)
 ]
 
 

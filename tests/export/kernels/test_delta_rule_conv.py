@@ -130,7 +130,7 @@ class Form:
         runs: the rows that it takes, by name.
         shapes: columns, channels, taps.
         settings: attributes of modules that are changed for it.
-        every: in the interpreter, one of `every` cases is taken (`checkered`).
+        every: one of `every` cases is taken (`checkered`).
     """
 
     convolve: Convolve
@@ -172,7 +172,7 @@ def convolve_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Convolve]:
 CONTRACT = [
     pytest.param(name, *case, id="-".join(map(str, (name, *case))))
     for name, form in FORMS.items()
-    for case in checkered(form.runs, form.shapes, TOLERANCE, every=form.every)
+    for case in checkered(form.runs, form.shapes, TOLERANCE, every=form.every, device=form.device)
 ]
 
 

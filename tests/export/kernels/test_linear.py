@@ -53,7 +53,7 @@ class Form:
     def cases(self) -> Iterator[tuple[str, Shape, torch.dtype, str]]:
         """Yield operations, shapes, dtypes and names of runs. The C++ kernels, which are fast, take all runs with each
         shape. Other forms take the runs in turn, so that each occurs."""
-        layers = list((checkered if self.thin else product)(self.operations, self.shapes, self.dtypes))
+        layers = checkered(self.operations, self.shapes, self.dtypes, every=1 + self.thin, device=self.device)
         for turn, operation in enumerate(self.operations):
             ours = [layer for layer in layers if layer[0] == operation and fits(*layer[:2])]
             runs = list(self.runs(operation))

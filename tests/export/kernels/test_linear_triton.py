@@ -49,7 +49,7 @@ def test_configurations(
     config = StepConfig(rows, warps, 1 if group else runs, integer, gate_rows=min(rows, 8))
     monkeypatch.setattr(step_triton, "config_for", lambda *_: config)
     check(
-        make(Shape(rows + 3, 1088, group, channels=rows // 2 + 1), [Run(SLOT, 9)], dtype),
+        make(Shape(rows + 3, 1088, group, channels=rows // 2 + 3), [Run(SLOT, 9)], dtype),
         step_triton,
         operation,
         step_error,

@@ -1,4 +1,4 @@
-"""Random weights in every number format, beside their numbers in float64."""
+"""Random weights in every number format, beside their exact numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Operand:
-    """A weight as a form takes it, and its numbers, [..., N, K] float64."""
+    """A weight as a form takes it, and its exact numbers, [..., N, K] float32, or float64 for weights in float64."""
 
     weight: Weight
     numbers: Tensor
@@ -53,12 +53,12 @@ class Random:
         scale: Tensor | None = None
         if group is None:
             values = self.normal(*sizes, dtype=dtype) * sizes[-1] ** -0.5
-            numbers = values.double()
+            numbers = values if dtype == F64 else values.float()
         else:
             q = torch.randint(-8, 8, sizes, generator=self.generator, dtype=torch.int8).to(self.device)
             scale = (self.normal(*sizes[:-1], sizes[-1] // group) * sizes[-1] ** -0.5 / 4).bfloat16()
             values = pack_int4(q)
-            numbers = (q.unflatten(-1, (-1, group)) * scale.double().unsqueeze(-1)).flatten(-2)
+            numbers = (q.unflatten(-1, (-1, group)) * scale.float().unsqueeze(-1)).flatten(-2)
         if self.panels:
             values, scale = pack_panels(values, scale)
         return Operand(Weight(values, scale, in_panels=self.panels), numbers)
