@@ -17,9 +17,9 @@ fail() {
 
 check_tools() {
     local python="$1"
-    command -v "$python" >/dev/null || fail "no '$python' found: install Python 3.10 to 3.12 (Debian, Ubuntu: apt-get install python3 python3-venv), or set PYTHON"
-    "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' ||
-        fail "'$python' is $("$python" --version 2>&1); ostinato needs Python 3.10 to 3.12: set PYTHON to one"
+    command -v "$python" >/dev/null || fail "no '$python' found: install Python 3.10 to 3.13 (Debian, Ubuntu: apt-get install python3 python3-venv), or set PYTHON"
+    "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' ||
+        fail "'$python' is $("$python" --version 2>&1); ostinato needs Python 3.10 to 3.13: set PYTHON to one"
     if [ -n "${CXX:-}" ]; then
         command -v "$CXX" >/dev/null || fail "CXX names '$CXX', which does not exist"
     else
