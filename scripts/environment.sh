@@ -1,9 +1,11 @@
-# Sourced by the other scripts: makes or reuses .venv and sets PYTHON_BIN to its interpreter.
+# Sourced by the other scripts: makes or reuses an environment and sets PYTHON_BIN to its interpreter.
 #
 #   make_environment cpu|cuda
 #
-# PYTHON            interpreter that makes .venv (default: python3)
-# OSTINATO_PYTHON   an interpreter that has everything already. Then no .venv is made, and nothing is installed
+# cpu has .venv, and cuda, which needs an NVIDIA GPU, has .venv-cuda: their builds of torch differ.
+#
+# PYTHON            interpreter that makes the environment (default: python3)
+# OSTINATO_PYTHON   an interpreter that has everything already. Then no environment is made, and nothing is installed
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # Triton's version for the CPU build of torch. It is no constraint: a CUDA build, such as PyPI's for Linux, needs its own
@@ -28,8 +30,28 @@ check_tools() {
     fi
 }
 
+# End the script unless there is an NVIDIA GPU. nvidia-smi knows; without it, the driver's device files do.
+check_gpu() {
+    local looked="no /dev/nvidia0 or the like, and no nvidia-smi"
+    if command -v nvidia-smi >/dev/null; then
+        looked="'nvidia-smi -L' lists none"
+        if [[ "$(nvidia-smi -L 2>/dev/null)" == GPU* ]]; then return; fi
+    elif compgen -G "/dev/nvidia[0-9]*" >/dev/null; then
+        return
+    fi
+    fail "this needs an NVIDIA GPU, and there is none ($looked). Nothing was installed"
+}
+
 make_environment() {
-    local device="$1"
+    local device="$1" needs
+    case "$device" in
+    cpu) needs="5 to 10 minutes and 5.4 GB of disk (2.2 GB if pip finds torch built for CPUs)" ;;
+    cuda)
+        check_gpu
+        needs="5 to 10 minutes and about 6 GB of disk"
+        ;;
+    *) fail "--device takes cpu or cuda, got '$device'" ;;
+    esac
     if [ -n "${OSTINATO_PYTHON:-}" ]; then
         check_tools "$OSTINATO_PYTHON"
         PYTHON_BIN="$OSTINATO_PYTHON"
@@ -42,6 +64,7 @@ make_environment() {
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
         fail "'$python' has no venv module (Debian, Ubuntu: apt-get install python3-venv)"
     local venv="$ROOT/.venv"
+    [ "$device" = cpu ] || venv="$ROOT/.venv-$device"
     local constraints="$ROOT/scripts/constraints-$device.txt"
     local stamp
     stamp="$device $TRITON $(cat "$constraints" "$ROOT/pyproject.toml" | cksum) $ROOT"
@@ -51,12 +74,18 @@ make_environment() {
         unset PYTHONDONTWRITEBYTECODE
         export PYTHONPYCACHEPREFIX="$venv/bytecode"
     fi
+    local version clear=()
+    version="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+    # Packages of another Python are of no use.
+    [ -d "$venv/lib/python$version" ] || clear=(--clear)
     if [ -x "$PYTHON_BIN" ] && [ "$(cat "$venv/.ostinato" 2>/dev/null)" = "$stamp" ]; then
-        return
+        # An environment stays, whatever `python3` is, unless PYTHON asks for another version.
+        [ -n "${PYTHON:-}" ] && [ ${#clear[@]} = 1 ] || return 0
     fi
-    echo "== making $venv for $device (a few minutes, once) ==" >&2
+    echo "== making $venv, once: needs the network, $needs ==" >&2
+    echo "== exports then keep compiled headers in ${TMPDIR:-/tmp}: 0.6 GB after e2e.sh ==" >&2
     rm -f "$venv/.ostinato"
-    "$python" -m venv "$venv" || fail "'$python -m venv $venv' failed"
+    "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv" || fail "'$python -m venv $venv' failed"
     local extras="test"
     [ "$device" = cuda ] && extras="test,cuda,bench"
     # No bytecode at installation: for all files it takes half a minute. Imports write the bytecode that is needed.
