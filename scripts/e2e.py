@@ -1,6 +1,6 @@
 """Export the capitals checkpoint, run it without and with --cuda_graph, and compare answers and speed.
 
-Each step is a command that a person can repeat; it is printed before it runs.
+Each step is a command that a person can repeat; it is printed before it runs. The last lines are commands to type next.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import shlex
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,28 @@ ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT = ROOT / "tests" / "assets" / "capitals"
 QUESTION = "What is the capital of France?"
 ANSWER = "Paris"
+ANOTHER = "What is the capital of Japan?"
 # Long enough that warm-up and capture, four steps, do not blur the speed of replay.
 MEASURED_TOKENS = 200
+# Git ignores this folder.
+ARTIFACTS = {"cpu": ROOT / "artifacts" / "capitals", "cuda": ROOT / "artifacts" / "capitals-cuda"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, help="keep the artifact here (default: a temporary folder)")
+    parser.add_argument("--output", type=Path, help="keep the artifact here (default: a folder in artifacts/)")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="ostinato-e2e-") as scratch:
-        artifact = arguments.output or Path(scratch) / "artifact"
-        command = ["export", "--model", CHECKPOINT, "--output", artifact, "--device", arguments.device]
-        ostinato(*command, "--max-seq-len", "512")
-        ostinato("inspect", artifact, "--top", "3")
-        rows = [measure(artifact, mode) for mode in ([], ["--cuda_graph"])]
-    return report(rows)
+    artifact = arguments.output or ARTIFACTS[arguments.device]
+    command = ["export", "--model", CHECKPOINT, "--output", artifact, "--device", arguments.device]
+    ostinato(*command, "--max-seq-len", "512")
+    ostinato("inspect", artifact, "--top", "3")
+    rows = [measure(artifact, mode) for mode in ([], ["--cuda_graph"])]
+    status = report(rows)
+    if status == 0:
+        print(f"\nNext, in {ROOT}:\n")
+        print("\n".join(next_commands(artifact, Path(sys.executable).parent)))
+    return status
 
 
 def measure(artifact: Path, mode: list[str]) -> dict[str, Any]:
@@ -63,6 +68,19 @@ def report(rows: list[dict[str, Any]]) -> int:
     for complaint in complaints:
         print(f"error: {complaint}", file=sys.stderr)
     return 1 if complaints else 0
+
+
+def next_commands(artifact: Path, programs: Path) -> list[str]:
+    """What a person types next in ROOT. `programs` has the interpreter, and in an environment a script `activate`."""
+    run = f"ostinato run {from_root(artifact)} --prompt"
+    activate = [f"source {from_root(programs / 'activate')}"] if (programs / "activate").exists() else []
+    return [*activate, f"{run} {shlex.quote(QUESTION)} --cuda_graph", f"{run} {shlex.quote(ANOTHER)}"]
+
+
+def from_root(path: Path) -> str:
+    """The path, quoted for a shell and relative to ROOT if it lies there."""
+    path = path.absolute()
+    return shlex.quote(str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path))
 
 
 def cells(row: dict[str, Any], base: float) -> list[str]:

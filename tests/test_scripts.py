@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from .conftest import ROOT
 from .processes import PATIENCE
+
+sys.path.append(str(ROOT / "scripts"))
+
+import e2e
 
 DEVICE = ["--device", "cuda"]
 FOR_A_GPU = (["bench_flagship.sh"], ["bench_hybrid.sh"], ["e2e.sh", *DEVICE], ["test.sh", *DEVICE])
@@ -116,3 +121,24 @@ def test_a_python_that_is_too_old(clone: Path) -> None:
     python = program(clone / "old", "#!/bin/sh\n[ $1 = --version ] && echo Python 3.9.18\nexit 1\n")
     done = bash(clone, "e2e.sh", python=python)
     assert done.returncode == 2 and "is Python 3.9.18; ostinato needs Python 3.10 to 3" in done.stderr.splitlines()[-1]
+
+
+def test_what_e2e_says_to_type_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e2e, "ROOT", tmp_path)
+    programs = tmp_path / ".venv" / "bin"
+    artifact = tmp_path / "artifacts" / "capitals"
+    program(programs / "activate", "")
+    assert e2e.next_commands(artifact, programs) == [
+        "source .venv/bin/activate",
+        "ostinato run artifacts/capitals --prompt 'What is the capital of France?' --cuda_graph",
+        "ostinato run artifacts/capitals --prompt 'What is the capital of Japan?'",
+    ]
+    # An interpreter outside an environment has nothing to activate.
+    first, _ = e2e.next_commands(Path("/some where/else"), tmp_path)
+    assert first.startswith("ostinato run '/some where/else' --prompt")
+
+
+def test_git_ignores_what_scripts_leave() -> None:
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert {".venv/", ".venv-cuda/", "artifacts/"} <= set(ignored)
+    assert all(path.parent == ROOT / "artifacts" for path in e2e.ARTIFACTS.values())
