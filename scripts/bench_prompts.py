@@ -18,7 +18,7 @@ The goals are for Qwen3.5-35B-A3B in int4 on one NVIDIA H200:
 - A prompt of 16 tokens takes at most 3 % more than its kernels.
 - All buckets together take at most 300 MB and 2 s.
 
-Exit status: 0 all held, 1 not all.
+Exit status: 0 all held, 1 not all, 2 an error: no GPU, or an artifact that does not run here.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import torch
 from bench_commands import numbers
 from torch.autograd import DeviceType
 
+from ostinato.delegate import OptionError, OstinatoError
 from ostinato.delegate.memory import size_text
 from ostinato.runner import Engine, WarmUp
 from ostinato.runner.bench.tables import Side, table
@@ -108,7 +109,29 @@ COLUMNS: dict[str, Side] = dict.fromkeys(
 )
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = parse(words)
+    try:
+        if not torch.cuda.is_available():
+            raise OptionError(f"timing prompts needs an NVIDIA GPU; torch {torch.__version__} sees none")
+        rows, done = measure(arguments)
+    except OstinatoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table(COLUMNS, [row.cells for row in rows]))
+    print()
+    for one in done.captured:
+        print(f"{one.method} of {one.rows}: {one.seconds:.2f} s, {size_text(one.pool_bytes)}{given_up(one.given_up)}")
+    print(f"together: {done.seconds:.2f} s, {size_text(done.pool_bytes)}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"prompts": [asdict(row) for row in rows], "warm_up": asdict(done)}))
+    missed = [] if arguments.skip_goals else misses(rows, done)
+    for miss in missed:
+        print(f"MISSED: {miss}")
+    return 1 if missed else 0
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--lengths", type=numbers, default=LENGTHS, metavar="N,N")
@@ -117,7 +140,11 @@ def main() -> int:
     parser.add_argument("-r", "--repetitions", type=int, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--skip-goals", action="store_true")
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def measure(arguments: argparse.Namespace) -> tuple[list[Row], WarmUp]:
+    """The times of each prompt, and what the warm-up took."""
     repetitions = arguments.repetitions
     with Engine.load(arguments.artifact) as engine:
         cases = cases_of(arguments.lengths, arguments.depths, engine.model.max_seq_len)
@@ -131,18 +158,7 @@ def main() -> int:
     with Engine.load(arguments.artifact) as engine:
         plain_kernels = [kernels(engine, *case) for case in cases]
     columns = zip(cases, buckets, plain, graph, plain_kernels, graph_kernels, strict=True)
-    rows = [Row(*case, *others) for case, *others in columns]
-    print(table(COLUMNS, [row.cells for row in rows]))
-    print()
-    for one in done.captured:
-        print(f"{one.method} of {one.rows}: {one.seconds:.2f} s, {size_text(one.pool_bytes)}{given_up(one.given_up)}")
-    print(f"together: {done.seconds:.2f} s, {size_text(done.pool_bytes)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"prompts": [asdict(row) for row in rows], "warm_up": asdict(done)}))
-    missed = [] if arguments.skip_goals else misses(rows, done)
-    for miss in missed:
-        print(f"MISSED: {miss}")
-    return 1 if missed else 0
+    return [Row(*case, *others) for case, *others in columns], done
 
 
 def given_up(reason: str | None) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ostinato.runner.sessions.warm_up import Captured, WarmUp
 
@@ -36,6 +38,21 @@ def test_deep_prompts_need_room(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert len(bench_prompts.cases_of([16], [30_000, 120_000], 131_072)) == 3
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing GPU is named before the artifact is looked at."""
+    assert bench_prompts.main(["nowhere"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: timing prompts needs an NVIDIA GPU")
+
+
+@pytest.mark.gpu
+def test_without_an_artifact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_prompts.main([str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is not an artifact" in line
 
 
 def test_all_held() -> None:
