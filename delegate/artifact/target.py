@@ -116,8 +116,9 @@ def check_target(target: Target) -> None:
         )
     if target.torch != host.torch:
         raise TargetError(
-            f"the artifact was compiled against torch {target.torch}, this environment has torch {torch.__version__}: "
-            f"install torch {target.torch}.* or export it again"
+            f"the artifact was exported with torch {target.torch}, this environment has torch {torch.__version__}, and "
+            "compiled code runs with its own release only: export it again here, or run it where torch is "
+            f"{target.torch} (pip install 'torch=={target.torch}.*')"
         )
     missing = sorted(set(target.isa) - set(host.isa))
     if missing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator
@@ -251,7 +252,11 @@ ELSEWHERE = [
     (replace(HOST, device="cuda", arch="sm_90"), "compiled for device 'cuda' \\(sm_90\\) and this machine has none"),
     (replace(HOST, arch="aarch64"), f"CPU architecture aarch64, this machine has {HOST.arch}"),
     (replace(HOST, isa=(*HOST.isa, "avx9000")), "instruction set that this one lacks: avx9000"),
-    (replace(HOST, torch="1.0"), f"against torch 1.0, this environment has torch {torch.__version__[:4]}"),
+    (
+        replace(HOST, torch="1.0"),
+        f"exported with torch 1.0, this environment has torch {re.escape(torch.__version__)}, .*"
+        r"export it again here, or .* \(pip install 'torch==1.0.\*'\)",
+    ),
     (replace(HOST, system="Plan9"), f"compiled for Plan9, this machine runs {HOST.system}"),
 ]
 
