@@ -1,11 +1,9 @@
 """Artifact -> callable methods. The runtime: no compiler, no tracing.
 
 >>> from ostinato.delegate import load_program
->>> program = load_program("artifact/")
->>> sorted(program.method_names)
-['decode', 'prefill']
+>>> program = load_program("artifacts/capitals")
 >>> decode = program.load_method("decode", {"enable_cuda_graph_for_method": "decode"})
->>> (logits,) = decode.execute((tokens, input_pos))
+>>> (logits,) = decode.execute((tokens, input_pos, slots))  # [1, 1], [1], [1] int64 -> [1, vocab] float32
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 BENCH.json is what `ostinato bench ARTIFACT -p 512 -n 128 -d 0,4000 --save BENCH.json` wrote. Decode counts with --cuda_graph:
 at every other depth it may be at most LOSS percent slower than at depth 0. Prefill counts at depth 0, in its faster mode. The
-defaults are for Qwen3.5-35B-A3B in int4 on one NVIDIA H200: 95 % of the speeds that the README states.
+defaults are for Qwen3.5-35B-A3B in int4 on one NVIDIA H200: 95 % of the speeds that scripts/FIGURES.md states.
 
 Exit status: 0 all held, 1 something did not, 2 an error.
 """
@@ -25,7 +25,7 @@ from ostinato.runner.bench.tables import Side, table
 
 Records = list[dict[str, Any]]
 
-# Tokens/s as the README states them, which a test checks. Measured speeds differ by 1 or 2 % between measurements or
+# Tokens/s as FIGURES.md states them, which a test checks. Measured speeds differ by 1 or 2 % between measurements or
 # machines.
 STATED_DECODE = 1062
 STATED_PREFILL = 27900

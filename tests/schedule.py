@@ -21,6 +21,7 @@ LONGEST: tuple[str, ...] = (
     "tests/export/kernels/test_compiled.py",
     "tests/export/kernels/test_experts.py",
     "tests/export/kernels/test_experts_triton.py",
+    "tests/test_readme.py",
     "tests/test_bad_checkpoints.py",
 )
 # Files whose tests go to several processes, by the text in brackets: each parameter has an export, or a group of kernels to

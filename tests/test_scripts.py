@@ -133,6 +133,7 @@ def test_what_e2e_says_to_type_next(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "ostinato run artifacts/capitals --prompt 'What is the capital of France?' --cuda_graph",
         "ostinato run artifacts/capitals --prompt 'What is the capital of Japan?'",
     ]
+    assert "\n".join(e2e.next_commands(artifact, programs)) in (ROOT / "README.md").read_text(encoding="utf-8")
     # An interpreter outside an environment has nothing to activate.
     first, _ = e2e.next_commands(Path("/some where/else"), tmp_path)
     assert first.startswith("ostinato run '/some where/else' --prompt")

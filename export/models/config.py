@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -117,13 +118,21 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not folder.is_dir():
-        raise CheckpointError(f"no such folder: {folder}")
+        raise CheckpointError(f"no such folder: {folder}{_download(folder)}")
     if not path.exists():
         raise CheckpointError(f"{folder} is not a Hugging Face checkpoint: it has no config.json")
     data = read_json(path, CheckpointError)
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} is not the config of a model: expected a JSON object")
     return data
+
+
+def _download(folder: Path) -> str:
+    """The command that downloads a model, if `folder` has the form of its name on the Hugging Face hub, OWNER/NAME."""
+    name = folder.as_posix()
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or folder.parent.exists():
+        return ""
+    return f"; a model's name? Download it: hf download {name} --local-dir {folder.name}, then --model {folder.name}"
 
 
 def text_config(data: Mapping[str, Any], supported: Sequence[str]) -> Mapping[str, Any]:

@@ -341,6 +341,15 @@ def test_broken_file(tmp_path: Path, content: bytes) -> None:
         read_config(tmp_path)[1]
 
 
+def test_a_name_of_the_hub_is_answered_with_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"hf download Qwen/Qwen3\.5-0\.8B --local-dir Qwen3\.5-0\.8B"):
+        read_config(Path("Qwen/Qwen3.5-0.8B"))
+    Path("Qwen").mkdir()
+    with pytest.raises(CheckpointError, match=r"no such folder: Qwen/Qwen3\.5-0\.8B$"):
+        read_config(Path("Qwen/Qwen3.5-0.8B"))
+
+
 def test_no_folder_and_no_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         read_config(tmp_path / "nowhere")[1]
