@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -203,8 +203,15 @@ class Engine:
         """Return the next token of each session, all from one step of the model. See `Sessions.step`."""
         return self.sessions.step(sessions, more)
 
-    def encode_prompt(self, prompt: str | Sequence[Message], raw: bool = False) -> list[int]:
+    def encode_prompt(
+        self,
+        prompt: str | Sequence[Message],
+        raw: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a question or a whole chat, with the chat template applied. With `raw`: of the text as it is.
+
+        `chat_template_kwargs` are values for the chat template, such as `{"enable_thinking": False}`.
 
         Raises:
             InputError: an empty prompt, or no chat template.
@@ -217,7 +224,7 @@ class Engine:
             tokens = self.tokenizer.encode(prompt)
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            tokens = self.tokenizer.encode(self.tokenizer.render(messages))
+            tokens = self.tokenizer.encode(self.tokenizer.render(messages, chat_template_kwargs))
         if not tokens:
             raise InputError("the prompt has no tokens")
         return tokens
@@ -227,6 +234,7 @@ class Engine:
         prompt: str | Sequence[Message],
         *,
         raw: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         sampling_params: SamplingParams | None = None,
         ignore_eos: bool = False,
@@ -240,7 +248,7 @@ class Engine:
             OptionError: `max_new_tokens` below 1.
             CapacityError: all sessions are open, or there are no pages left.
         """
-        tokens = self.encode_prompt(prompt, raw)
+        tokens = self.encode_prompt(prompt, raw, chat_template_kwargs)
         stream = TextStream(self.tokenizer)
         steps = self.generate_tokens(
             tokens, max_new_tokens=max_new_tokens, sampling_params=sampling_params, ignore_eos=ignore_eos

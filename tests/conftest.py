@@ -29,6 +29,7 @@ sys.modules.setdefault("fla", None)  # type: ignore[arg-type]
 
 ROOT = Path(__file__).resolve().parent.parent
 CAPITALS = ROOT / "tests" / "assets" / "capitals"
+QWEN3_TEMPLATE = ROOT / "tests" / "assets" / "templates" / "Qwen3-0.6B.jinja"
 # A prime, so that no other size in the model is a multiple of the caches' length.
 CAPITALS_LENGTH = 251
 WIDE_LAYERS, WIDE_MAX_SEQ_LEN = 4, 512

@@ -1,6 +1,6 @@
-"""Answer a prompt with an artifact.
+"""Answer a prompt with an artifact, or several prompts as the turns of one conversation.
 
-stdout gets only the answer (or one JSON object); progress, figures and errors go to stderr.
+stdout gets only the answers (or one JSON object for each, on a line of its own); progress, figures and errors go to stderr.
 Exit status: 0 done, 2 an error in the arguments or the files, 130 interrupted.
 """
 
@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import reprlib
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import get_args, get_type_hints
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from ostinato.delegate.capacity import CapacityOptions
-from ostinato.delegate.errors import OstinatoError
+from ostinato.delegate.errors import InputError, OptionError, OstinatoError
 from ostinato.delegate.graphs.state_machine import PHASE_OF_COUNTER
 from ostinato.delegate.sampling import SamplingParams
 from ostinato.runner.engine import DEFAULT_MAX_NEW_TOKENS, Engine, Result
 from ostinato.runner.load_bar import LoadBar
+from ostinato.runner.text.tokenizer import Message
 
 NO_GRAPH_NOTE = (
     "note: this artifact runs on the CPU, where there is no graph for --cuda_graph to capture: the same phases and checks, "
@@ -27,8 +31,31 @@ NO_GRAPH_NOTE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", metavar="ARTIFACT", help="artifact folder")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to ask; the chat template is applied")
-    parser.add_argument("--raw", action="store_true", help="no chat template: continue the prompt as it is")
+    parser.set_defaults(usage_error=parser.error)
+    parser.add_argument(
+        "--prompt",
+        dest="prompts",
+        action="append",
+        metavar="TEXT",
+        help="what to ask; the chat template is applied. -: read it from standard input. Several prompts are the turns of "
+        "one conversation: each is asked after the answer to the one before",
+    )
+    parser.add_argument(
+        "--prompt-file",
+        dest="prompts",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="the same from a file in UTF-8 (here and from standard input, without the line end at its end)",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="the system message, which says how to answer")
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=_json_object,
+        metavar="JSON",
+        help="values for the chat template, for example '{\"enable_thinking\": false}' where the model's template has it",
+    )
+    parser.add_argument("--raw", action="store_true", help="no chat template: continue the text as it is")
     parser.add_argument(
         "--cuda_graph",
         "--cuda-graph",
@@ -41,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_sampling_options(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per answer instead of the text")
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
@@ -80,13 +107,26 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{item.name.replace('_', '-')}", type=kind, default=item.default, **item.metadata)
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"takes a JSON object, got {reprlib.repr(text)}")
+    return value
+
+
 def main(arguments: argparse.Namespace) -> int:
+    if not arguments.prompts:
+        arguments.usage_error("give a prompt: --prompt TEXT, --prompt - or --prompt-file FILE")
     params = SamplingParams(**{item.name: getattr(arguments, item.name) for item in fields(SamplingParams)})
+    messages, prompts = _messages(arguments), _prompts(arguments.prompts, arguments.raw)
     with LoadBar() as bar:
         loaded = Engine.load(
             arguments.artifact,
             cuda_graph=arguments.cuda_graph,
-            # With buckets, the one prompt of this process would be padded and never captured.
+            # With buckets, the few prompts of this process would be padded and never captured.
             prefill_buckets=(),
             prefault=arguments.prefault,
             **asdict(capacity_of(arguments)),
@@ -96,50 +136,100 @@ def main(arguments: argparse.Namespace) -> int:
     with loaded as engine:
         if arguments.cuda_graph and engine.program.device.type == "cpu":
             _say(NO_GRAPH_NOTE)
-        texts = engine.generate(
-            arguments.prompt,
-            raw=arguments.raw,
-            max_new_tokens=arguments.max_new_tokens,
-            sampling_params=params,
-            ignore_eos=arguments.ignore_eos,
-        )
-        interrupted = False
-        try:
-            for text in texts:
-                if not arguments.json:
-                    sys.stdout.write(text)
-                    sys.stdout.flush()
-        except KeyboardInterrupt:
-            interrupted = True
-            texts.close()
-        except OstinatoError:
-            # End the line of an unfinished answer before the error is printed.
-            if engine.last.text and not arguments.json:
-                print(flush=True)
-            raise
-        result = engine.last
+        for prompt in prompts:
+            messages.append({"role": "user", "content": prompt})
+            if not _answer(engine, messages, arguments, params):
+                return 130
+            messages.append({"role": "assistant", "content": engine.last.text})
+    return 0
+
+
+def _messages(arguments: argparse.Namespace) -> list[Message]:
+    """Return the messages before the first prompt. Raises OptionError: an option of the chat template with --raw."""
+    for option, value in (("--system", arguments.system), ("--chat-template-kwargs", arguments.chat_template_kwargs)):
+        if arguments.raw and value is not None:
+            raise OptionError(f"{option} is for the chat template, which --raw leaves out: give one of the two")
+    return [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+
+
+def _prompts(given: Sequence[str | Path], raw: bool) -> list[str]:
+    """Return the texts of prompts: "-" is read from standard input, and a path from its file.
+
+    Raises:
+        OptionError: a file that cannot be read; standard input twice.
+        InputError: an empty text, or bytes that are not UTF-8.
+    """
+    if given.count("-") > 1:
+        raise OptionError("--prompt - stands twice: standard input can be read once")
+    prompts = [_read(item) if item == "-" or isinstance(item, Path) else item for item in given]
+    if any(not (prompt if raw else prompt.strip()) for prompt in prompts):
+        raise InputError("the prompt is empty")
+    return prompts
+
+
+def _read(source: str | Path) -> str:
+    name, file = ("standard input", 0) if source == "-" else (str(source), source)
+    try:
+        with open(file, "rb", closefd=file != 0) as stream:
+            return stream.read().decode().removesuffix("\n").removesuffix("\r")
+    except OSError as error:
+        raise OptionError(f"{name} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def _answer(engine: Engine, messages: Sequence[Message], arguments: argparse.Namespace, params: SamplingParams) -> bool:
+    """Print the answer to the last of `messages`. Return False if it was interrupted."""
+    before = engine.last
+    texts = engine.generate(
+        "".join(message["content"] for message in messages) if arguments.raw else messages,
+        raw=arguments.raw,
+        chat_template_kwargs=arguments.chat_template_kwargs,
+        max_new_tokens=arguments.max_new_tokens,
+        sampling_params=params,
+        ignore_eos=arguments.ignore_eos,
+    )
+    interrupted = False
+    try:
+        for text in texts:
+            if not arguments.json:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        interrupted = True
+        texts.close()
+    except OstinatoError:
+        # End the line of an unfinished answer before the error is printed.
+        if engine.last.text and not arguments.json:
+            print(flush=True)
+        raise
+    result = engine.last
     if arguments.json:
-        print(json.dumps(result.as_dict(), ensure_ascii=False))
+        print(json.dumps(result.as_dict(), ensure_ascii=False), flush=True)
     else:
         sys.stdout.write("\n")
         sys.stdout.flush()
-        _say(figures(result))
+        _say(figures(result, before))
     for name, stats in result.methods.items():
-        if stats["fallbacks"]:
+        if stats["fallbacks"] > before.methods.get(name, {}).get("fallbacks", 0):
             _say(f"warning: {name}: a capture failed, what it was for has no graph: {stats['fallback_reason']}")
-    return 130 if interrupted else 0
+    return not interrupted
 
 
-def figures(result: Result) -> str:
-    """One line: prompt and decode speed, and the number of steps in each phase."""
-    decode = list(result.methods.values())[-1] if result.methods else {}
-    counts = {word: decode.get(counter, 0) for counter, word in PHASE_OF_COUNTER.items()}
+def figures(result: Result, before: Result | None = None) -> str:
+    """One line: prompt and decode speed, and the number of steps in each phase since the result `before`."""
+    decode, earlier = _decode_stats(result), _decode_stats(before)
+    counts = {word: decode.get(counter, 0) - earlier.get(counter, 0) for counter, word in PHASE_OF_COUNTER.items()}
     steps = ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "none"
     return (
         f"prompt: {result.prompt_tokens} tokens, {result.prefill_tokens_per_second:.1f} tokens/s | "
         f"decode: {len(result.tokens)} tokens, {result.decode_tokens_per_second:.1f} tokens/s | "
         f"steps: {steps} | {result.finish_reason}"
     )
+
+
+def _decode_stats(result: Result | None) -> dict[str, Any]:
+    return list(result.methods.values())[-1] if result and result.methods else {}
 
 
 def _say(text: str) -> None:

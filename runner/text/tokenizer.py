@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,11 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
         """Apply the chat template to `messages` ({"role", "content"}), up to the beginning of the assistant's answer.
+
+        `chat_template_kwargs` are values for the template, as transformers' `apply_chat_template` takes them. Many published
+        templates read `enable_thinking`. A template ignores those that it does not know.
 
         Raises:
             InputError: there is no chat template, or it cannot be rendered.
@@ -79,8 +82,9 @@ class Tokenizer:
         environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
         environment.globals["raise_exception"] = _raise
         try:
+            values = {**_special_tokens(self._config), **(chat_template_kwargs or {})}
             return environment.from_string(self._template).render(
-                messages=list(messages), add_generation_prompt=True, **_special_tokens(self._config)
+                messages=list(messages), add_generation_prompt=True, **values
             )
         except Exception as error:  # A template is a program, and can fail in any way.
             raise InputError(f"the chat template cannot be rendered: {first_line(error)}") from error

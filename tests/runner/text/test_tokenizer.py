@@ -16,6 +16,8 @@ from ostinato.delegate import ArtifactError, InputError
 from ostinato.runner import Tokenizer
 from ostinato.runner.text.tokenizer import TextStream
 
+from ...conftest import QWEN3_TEMPLATE
+
 TEXTS = [
     "What is the capital of France?",
     "  two  spaces\n\nand\tlines \r\n",
@@ -113,6 +115,22 @@ def test_render_other_templates_as_transformers(
     assert Tokenizer(tmp_path).render(CHATS[2]) == expected
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": True}, {"enable_thinking": False}], ids=str)
+@pytest.mark.parametrize("messages", CHATS, ids=len)
+def test_render_a_published_template_as_transformers(
+    capitals_checkpoint: Path, tmp_path: Path, messages: list[dict[str, str]], kwargs: dict[str, bool]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(capitals_checkpoint / name, tmp_path / name)
+    shutil.copyfile(QWEN3_TEMPLATE, tmp_path / "chat_template.jinja")
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
+    found = Tokenizer(tmp_path).render(messages, kwargs)
+    assert found == expected
+    assert found.endswith("<think>\n\n</think>\n\n") == (kwargs.get("enable_thinking") is False)
+
+
 def test_template_errors(capitals_checkpoint: Path, tmp_path: Path) -> None:
     shutil.copyfile(capitals_checkpoint / "tokenizer.json", tmp_path / "tokenizer.json")
     bare = Tokenizer(tmp_path)
@@ -124,6 +142,8 @@ def test_template_errors(capitals_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
     with pytest.raises(InputError, match="unsafe"):
         Tokenizer(tmp_path).render(CHATS[0])
+    with pytest.raises(InputError, match="multiple values for keyword argument 'messages'"):
+        Tokenizer(tmp_path).render(CHATS[0], {"messages": []})
     with pytest.raises(ArtifactError, match=r"no tokenizer\.json"):
         Tokenizer(tmp_path / "nothing")
 
