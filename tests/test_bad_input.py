@@ -266,6 +266,10 @@ def test_usage(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert "usage: ostinato" in capsys.readouterr().err
 
 
+def test_options_of_inspect(fails: Fails, recurrent_artifact: Path) -> None:
+    assert "--top must be 0 or more, got -3" in fails("inspect", recurrent_artifact, "--top", -3)
+
+
 def test_tokens_of_generate(recurrent_artifact: Path) -> None:
     with Engine.load(recurrent_artifact) as engine:
         before = state(engine.program)

@@ -16,6 +16,7 @@ import torch
 from ostinato.delegate.artifact.files import artifact_paths, open_artifact
 from ostinato.delegate.artifact.records import TensorSpec, dtype_name
 from ostinato.delegate.capacity import CapacityOptions, choose_capacity, sized
+from ostinato.delegate.errors import OptionError
 from ostinato.delegate.memory import size_text
 from ostinato.runner.bench.tables import Side, table
 
@@ -27,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.top < 0:
+        raise OptionError(f"--top must be 0 or more, got {arguments.top}")
     description = describe(arguments.artifact)
     if arguments.json:
         print(json.dumps(description, ensure_ascii=False))
@@ -152,10 +155,9 @@ def _inputs_and_outputs(methods: dict[str, Any]) -> str:
 
 
 def _metadata(metadata: dict[str, Any]) -> str:
-    rows = []
-    for key, value in sorted(metadata.items()):
-        text = str(value)
-        rows.append((key, text if len(text) <= 80 else text[:77] + "..."))
+    # Long values are JSON and lists for programs. Cut short they would help nobody.
+    texts = {key: str(value) for key, value in sorted(metadata.items())}
+    rows = [(key, text if len(text) <= 80 else f"({len(text)} characters: --json)") for key, text in texts.items()]
     return table({"metadata": "left", "value": "left"}, rows)
 
 

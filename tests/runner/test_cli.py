@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.delegate import load_program
+from ostinato.delegate.artifact.names import META_MUTABLE_BUFFERS
 from ostinato.delegate.memory import size_text
 from ostinato.runner import SamplingParams
 from ostinato.runner.cli import main
@@ -339,6 +340,15 @@ def test_inspect_says_what_a_session_takes(capsys: pytest.CaptureFixture[str], c
         f"{size_text(capacity['page_bytes'])}"
     )
     assert said in run_here(capsys, "inspect", capitals_artifact).splitlines()
+
+
+def test_inspect_cuts_no_value_short(capsys: pytest.CaptureFixture[str], capitals_artifact: Path) -> None:
+    name = META_MUTABLE_BUFFERS
+    value = json.loads(run_here(capsys, "inspect", capitals_artifact, "--json"))["metadata"][name]
+    assert json.loads(value)["mutable_buffers"]
+    text = run_here(capsys, "inspect", capitals_artifact)
+    assert f"{name} ({len(value)} characters: --json)" in [" ".join(line.split()) for line in text.splitlines()]
+    assert "..." not in text
 
 
 # --- the command itself
