@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .program import Program as Program
     from .program import ProgramStats as ProgramStats
     from .program import load_program as load_program
+    from .version import __version__ as __version__
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
@@ -54,5 +55,6 @@ else:
             ".method": "Method",
             ".options": "BackendOptions",
             ".program": "Program ProgramStats load_program",
+            ".version": "__version__",
         },
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ostinato.delegate.errors import OptionError as OptionError
     from ostinato.delegate.errors import OstinatoError as OstinatoError
     from ostinato.delegate.errors import TargetError as TargetError
+    from ostinato.delegate.version import __version__ as __version__
 
     from .artifact.records import ValueRange as ValueRange
     from .compile.trace import Chain as Chain
@@ -38,6 +39,7 @@ else:
         {
             "ostinato.delegate.artifact.records": "Growth StateForm StateKind",
             "ostinato.delegate.errors": "CheckpointError ExportError OptionError OstinatoError TargetError",
+            "ostinato.delegate.version": "__version__",
             ".artifact.records": "ValueRange",
             ".compile.trace": "Chain Link MethodSpec",
             ".formats.int4": "Quantization",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ostinato.delegate.errors import TargetError as TargetError
     from ostinato.delegate.sampling import SamplingParams as SamplingParams
     from ostinato.delegate.sampling import SamplingTensors as SamplingTensors
+    from ostinato.delegate.version import __version__ as __version__
 
     from .engine import Engine as Engine
     from .engine import Result as Result
@@ -42,6 +43,7 @@ else:
             "ostinato.delegate.errors": "ArtifactError CapacityError ClosedError DeviceMemoryError InputError "
             "OptionError OstinatoError StepError TargetError",
             "ostinato.delegate.sampling": "SamplingParams SamplingTensors",
+            "ostinato.delegate.version": "__version__",
             ".engine": "Engine Result",
             ".load_bar": "LoadBar",
             ".sessions.sessions": "Session Snapshot",

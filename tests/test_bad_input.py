@@ -244,8 +244,9 @@ def test_options_of_run(fails: Fails, talking_artifact: Path, words: list[str], 
 @pytest.mark.parametrize(
     "words",
     [
-        [],
         ["bake"],
+        ["--print-completion", "dos"],
+        ["--print-completion"],
         ["run"],
         ["run", "x"],
         ["run", "x", "--prompt", "y", "--top-k", "many"],

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from ostinato.delegate import BackendOptions
+from ostinato.delegate import BackendOptions, __version__
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
 from .conftest import ROOT
@@ -23,6 +23,11 @@ def test_every_package_is_in_the_wheel() -> None:
     assert sorted(setuptools["packages"]) == sorted(".".join(("ostinato", *folder.parts)) for folder in folders)
     # Each folder with code is a package.
     assert {path.parent.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py")} == set(folders)
+
+
+def test_the_version_is_that_of_pyproject() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    assert __version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
 def test_types_are_in_the_wheel() -> None:
