@@ -80,9 +80,7 @@ def export_model(
     family, config = read_config(folder)
     length = _max_seq_len(config, max_seq_len)
     chunk = _prefill_chunk(length, prefill_chunk)
-    dtype = dtype or (config.dtype if config.dtype in DTYPES else "float32")
-    if dtype not in DTYPES:
-        raise ExportError(f"unknown dtype {dtype!r}; the dtypes are: {', '.join(DTYPES)}")
+    dtype = _dtype(config, dtype, progress)
     if load_format not in LOAD_FORMATS:
         raise ExportError(f"unknown load format {load_format!r}; the load formats are: {', '.join(LOAD_FORMATS)}")
     on_host = _cpu_moe(config, cpu_moe)
@@ -101,6 +99,8 @@ def export_model(
     )
     # A GPU makes and quantises weights many times faster, also when the code is for a CPU.
     computes = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not (folder / "tokenizer.json").exists():
+        progress.note(f"{folder} has no tokenizer.json: the artifact takes token ids, and `ostinato run` cannot use it")
     source = _weight_source(family, network, folder, load_format, computes, progress)
     allocate_untouched(network)
     methods = family.methods(network)
@@ -122,6 +122,16 @@ def export_model(
         weights=QuantizedWeights(network, source, computes, hqq=quant is not None and quant.hqq),
         progress=progress,
     )
+
+
+def _dtype(config: ModelConfig, wanted: str | None, progress: Progress) -> str:
+    if not wanted and config.dtype not in DTYPES:
+        progress.note(f"the checkpoint's {config.dtype} becomes float32: --dtype bfloat16 takes half the memory")
+        return "float32"
+    dtype = wanted or config.dtype
+    if dtype not in DTYPES:
+        raise ExportError(f"unknown dtype {dtype!r}; the dtypes are: {', '.join(DTYPES)}")
+    return dtype
 
 
 def _row_ranges(config: ModelConfig, length: int, methods: Mapping[str, Chain]) -> dict[str, ValueRange]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ostinato.delegate.artifact.names import CONSTANTS_FILE, PROGRAM_FILE
 from ostinato.delegate.artifact.records import StateForm
 from ostinato.delegate.artifact.target import Target, host_target
 from ostinato.delegate.errors import ExportError
+from ostinato.delegate.memory import size_text
 from ostinato.export.artifact.records import Constants, ValueRange, make_method
 from ostinato.export.artifact.writer import atomic_folder, write_constants
 from ostinato.export.compile.aot import Code
@@ -29,6 +31,8 @@ from ostinato.export.compile.toolchain import find_compiler
 from ostinato.export.compile.trace import Chain, Known, MethodSpec, TracedMethod, trace_method
 
 from .progress import Progress
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,15 @@ class ExportReport:
     program_bytes: int
     constant_bytes: int
     sources: dict[str, str]
+
+    def __repr__(self) -> str:
+        """Three lines. The wrappers alone may be a million characters."""
+        methods = shorten(", ".join(self.sources), 80, placeholder=" ...")
+        return (
+            f"ExportReport: {self.output}, compiled for {self.target}\n"
+            f"  program {size_text(self.program_bytes)}, constants {size_text(self.constant_bytes)}\n"
+            f"  methods: {methods}"
+        )
 
 
 def export_program(
@@ -66,7 +79,7 @@ def export_program(
     Args:
         methods: name -> (module, example inputs, dynamic shapes), or a `Chain` of modules. Dynamic shapes are as in
             `torch.export.export`; None if all shapes are static. Modules and inputs are on the CPU. Inputs and outputs are
-            tensors.
+            tensors. A module in training mode is exported as it is, with a warning.
         output: folder to write. It is written completely, or not at all.
         device: "cpu" or "cuda". With "cuda", single links may still run on the CPU (see `Link`).
         metadata: values of the program's constant methods: name -> int, float, bool, str, or a list of one of these types.
@@ -99,8 +112,9 @@ def export_program(
         constants = Constants(state_forms or {})
         if root is not None:
             constants.name_after(root)
-        for method in traced.values():
+        for name, method in traced.items():
             constants.add(method)
+            _warn_of_training(name, method)
         codes = _compile_all(traced, libraries, constants)
         export_id = uuid.uuid4().hex
         with progress.stage("assemble program"), _quiet():
@@ -141,6 +155,15 @@ def _trace_all(
         with progress.stage(f"trace {name}"), _quiet():
             traced[name] = trace_method(name, spec, output_names, known)
     return traced
+
+
+def _warn_of_training(name: str, method: TracedMethod) -> None:
+    """Log one line, which stderr gets unless the program has handlers: also without a `Progress` this must be seen."""
+    if any(module.training for traced in method.links for module in traced.link.module.modules()):
+        logger.warning(
+            "method %r: its module is exported in training mode (dropout, batch norm): call the module's eval() before",
+            name,
+        )
 
 
 def _compile_all(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ from ostinato.delegate import StateKind, load_program
 from ostinato.delegate.artifact.flatbuffer import map_file
 from ostinato.delegate.artifact.ptd import Entry, parse_constants
 from ostinato.delegate.sampling import SamplingTensors
-from ostinato.export import export_model
+from ostinato.export import Progress, export_model
+from ostinato.export import model as model_module
 from ostinato.export.kernels import kernels_for
 from ostinato.export.kernels.linear.panels import unpack_panels
 from ostinato.export.model import DTYPES
@@ -347,3 +350,32 @@ def test_bfloat16(artifact: Get, spec: Spec) -> None:
         program.load_method("decode")
         dtypes = {name.rpartition("_")[2]: tensor.dtype for name, tensor in program.mutable_buffers.items()}
         assert dtypes["cache"] == torch.bfloat16
+
+
+def test_notes(capitals_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a person would not expect is said on one line, before anything slow begins: here, before anything is traced."""
+    folder = Path(shutil.copytree(capitals_checkpoint, tmp_path / "checkpoint"))
+    path = folder / "config.json"
+    settings = json.loads(path.read_text())
+    settings.pop("torch_dtype", None)
+
+    def notes(**options: Any) -> list[str]:
+        progress = Progress(io.StringIO())
+        export_model(folder, tmp_path / "artifact", progress=progress, **options)
+        assert isinstance(progress.stream, io.StringIO)
+        lines = progress.stream.getvalue().splitlines()
+        return [line.strip() for line in lines if not line.lstrip().startswith("check checkpoint")]
+
+    def nothing(methods: dict[str, Any], *_: Any, **__: Any) -> None:
+        # A network of ours is never exported in training mode, which `export_program` would warn of.
+        modules = [module for method in methods.values() for link in method.links for module in link.module.modules()]
+        assert modules and not any(module.training for module in modules)
+
+    monkeypatch.setattr(model_module, "export_program", nothing)
+    assert notes() == []
+    path.write_text(json.dumps({**settings, "dtype": "float16"}))
+    assert notes() == ["the checkpoint's float16 becomes float32: --dtype bfloat16 takes half the memory"]
+    assert notes(dtype="bfloat16") == notes(dtype="float32") == []
+    (folder / "tokenizer.json").unlink()
+    said = f"{folder} has no tokenizer.json: the artifact takes token ids, and `ostinato run` cannot use it"
+    assert notes(dtype="float32") == [said]

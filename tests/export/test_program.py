@@ -340,4 +340,20 @@ def check_report(report: ExportReport, progress: Progress, folder: Path, took: f
     assert report.constant_bytes == 9 * 4
     assert set(report.sources) == {"solve", "plain"}
     assert report.target.device == "cpu"
+    shown = repr(report).splitlines()
+    assert [len(shown), all(len(line) < 200 for line in shown)] == [3, True]
+    assert str(folder) in shown[0] and "constants 36 B" in shown[1] and shown[2] == "  methods: solve, plain"
     assert sorted(path.name for path in folder.iterdir()) == ["model.ptd", "model.pte"]
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_training_mode_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One line for a method whose module, or a module inside it, is in training mode. Without a logger's set-up, stderr gets
+    it."""
+    still, moving = (nn.Sequential(nn.ReLU(), nn.Sequential(nn.Tanh())).eval() for _ in range(2))
+    moving[1].train()
+    example = (torch.zeros(2),)
+    export_program({"still": (still, example, None), "moving": (moving, example, None)}, tmp_path / "artifact")
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("ostinato")] == [
+        "method 'moving': its module is exported in training mode (dropout, batch norm): call the module's eval() before"
+    ]
