@@ -330,7 +330,7 @@ def test_wrong_inputs_in_each_phase(program: Program, phase: str) -> None:
         with pytest.raises(InputError, match=f"method 'decode'.*{message}"):
             decode.execute(inputs)
         assert same_state(before, state(program)), what
-        assert decode.stats.phase == phase, what
+        assert decode.stats.next_phase == phase, what
     torch.testing.assert_close(decode.execute(step_inputs(made))[0], eager_answers(made + 1)[-1])
 
 

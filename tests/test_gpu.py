@@ -64,7 +64,7 @@ def test_replay_is_bit_equal_to_disabled(recurrent_cuda: Path) -> None:
         replayed, plain = first.load_method("decode", GRAPH), second.load_method("decode")
         assert torch.equal(walk(replayed, 64), walk(plain, 64))
         assert (replayed.stats.warmups, replayed.stats.captures, replayed.stats.replays) == (3, 1, 60)
-        assert replayed.stats.phase == "replay" and replayed.stats.fallback_reason is None
+        assert replayed.stats.next_phase == "replay" and replayed.stats.fallback_reason is None
         for key, state in first.mutable_buffers.items():
             assert torch.equal(state, second.mutable_buffers[key]), key
         assert first.mutable_buffers["steps"].item() == 164
@@ -155,7 +155,7 @@ def test_a_real_capture_failure_falls_back(recurrent_cuda: Path) -> None:
 
         decode._code.run_segment = synchronising  # type: ignore[method-assign]
         assert torch.equal(walk(decode, 10), walk(plain, 10))
-        assert (decode.stats.phase, decode.stats.fallbacks, decode.stats.captures) == ("disabled", 1, 0)
+        assert (decode.stats.next_phase, decode.stats.fallbacks, decode.stats.captures) == ("disabled", 1, 0)
         assert "captur" in (decode.stats.fallback_reason or "")
         assert broken.mutable_buffers["steps"].item() == 110
         # torch and CUDA still work, and so does another capture.

@@ -54,13 +54,15 @@ class MethodStats:
     """Numbers of calls by phase, and the plans.
 
     Attributes:
+        next_phase: value of the `Phase` of the next call, if its inputs have the shape of the last call. The counters say
+            which phases calls have been in.
         fallbacks: number of segments that could not be recorded, in all plans together.
         fallback_reason: why the last of these segments could not be recorded, or why a plan was given up.
         plans: numbers of the plans that exist or were given up. The plan that was used last is at the end.
         dropped: number of plans that were freed because there were more shapes than `max_plans`.
     """
 
-    phase: str = Phase.DISABLED.value
+    next_phase: str = Phase.DISABLED.value
     runs: int = 0
     warmups: int = 0
     captures: int = 0
@@ -124,7 +126,7 @@ class StateMachine:
 
     @property
     def stats(self) -> MethodStats:
-        self._stats.phase = self._last.phase.value
+        self._stats.next_phase = self._last.phase.value
         # A list first: another thread may be in a step and change the dictionary.
         self._stats.plans = [state.stats for state in list(self._shapes.values()) if state.stats is not None]
         return self._stats

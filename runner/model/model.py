@@ -260,7 +260,7 @@ class Model:
         kept = PromptInputs(rows, by_row) if bucket is None else self._inputs_of(rows, by_row)
         logits = _last_logits(method, kept.filled(tokens, position, slot), bucket is not None, fits)
         if bucket is not None and bucket not in self._captured:
-            phase = method.stats.phase
+            phase = method.stats.next_phase
             if phase == Phase.REPLAY.value:
                 self._captured.add(bucket)
             elif phase == Phase.DISABLED.value:

@@ -86,7 +86,7 @@ def _capture(model: Model, method: str, call: Callable[[], object], tokens: int)
     begin, before = time.perf_counter(), model.method_stats[method]
     for _ in range(model.warmup_steps + 1):
         call()
-        if model.method_stats[method]["phase"] in (Phase.REPLAY.value, Phase.DISABLED.value):
+        if model.method_stats[method]["next_phase"] in (Phase.REPLAY.value, Phase.DISABLED.value):
             break
     after = model.method_stats[method]
     if (after["captures"], _given_up(after)) == (before["captures"], _given_up(before)):

@@ -58,7 +58,7 @@ def counters(method: Method) -> dict[str, int]:
 def bring_to(method: Method, phase: str) -> int:
     """Call `method` until its next call is in `phase`; returns how many calls that took."""
     for index in range(8):
-        if method.stats.phase == phase:
+        if method.stats.next_phase == phase:
             return index
         method.execute(step_inputs(index))
     raise AssertionError(f"the method never came to {phase}: {method.stats}")

@@ -46,7 +46,7 @@ def test_bound_to_another_state_and_back(pair: Pair) -> None:
     for _ in range(3):
         pair.step()
     assert plan.updates + plan.instantiations == 3
-    assert (pair.method.stats.phase, pair.method.stats.captures) == ("replay", 1)
+    assert (pair.method.stats.next_phase, pair.method.stats.captures) == ("replay", 1)
     # Bound away and back between two steps: the addresses are the same as before.
     pair.program.bind_state(other)
     pair.program.bind_state()
@@ -107,7 +107,7 @@ def test_a_state_that_changes_with_every_call(pair: Pair) -> None:
         pair.plain_program.bind_state(states[index % 2][1])
         pair.step()
     stats = pair.method.stats
-    assert (stats.phase, stats.captures, stats.replays) == ("disabled", 1, MAX_CHANGES)
+    assert (stats.next_phase, stats.captures, stats.replays) == ("disabled", 1, MAX_CHANGES)
     assert stats.plans[-1].given_up == f"constants or buffers were bound anew on more than {MAX_CHANGES} calls in a row"
     assert stats.fallback_reason == stats.plans[-1].given_up
 
@@ -119,7 +119,7 @@ def test_changes_that_are_not_in_a_row(pair: Pair) -> None:
         pair.plain_program.bind_state(plain if index % 2 else None)
         pair.step()
         pair.step()
-    assert pair.method.stats.phase == "replay"
+    assert pair.method.stats.next_phase == "replay"
 
 
 def test_an_update_and_the_capture_after_it_that_fail(chain_artifact: Path) -> None:
@@ -138,7 +138,7 @@ def test_an_update_and_the_capture_after_it_that_fail(chain_artifact: Path) -> N
         with mock.patch.object(MethodCode, "run_segment", raising), pytest.raises(StepError, match="no more memory"):
             pair.method.execute(inputs_of(3, 1))
         pair.step()
-        assert pair.method.stats.phase == "replay"
+        assert pair.method.stats.next_phase == "replay"
         pair.close()
 
 

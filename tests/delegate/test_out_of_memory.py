@@ -62,7 +62,7 @@ def test_the_shape_goes_on_without_graphs(pair: Pair, fail: Function) -> None:
     assert len(attempts) == 1
     stats = pair.method.stats
     plan = stats.plans[-1]
-    assert (stats.phase, stats.warmups, stats.captures, stats.replays, stats.runs) == ("disabled", 2, 1, 1, 3)
+    assert (stats.next_phase, stats.warmups, stats.captures, stats.replays, stats.runs) == ("disabled", 2, 1, 1, 3)
     assert (plan.pieces, plan.captured, plan.called, plan.launches) == (1, 0, 1, 1)
     whole = GIVEN_UP + r"; the allocation that failed was of 2\.00 GiB.*\. Free memory on it, .*"
     assert re.fullmatch(whole, plan.given_up or "")
@@ -70,7 +70,7 @@ def test_the_shape_goes_on_without_graphs(pair: Pair, fail: Function) -> None:
     # The plan of the other shape stays.
     pair.step(5)
     stats = pair.method.stats
-    assert (stats.phase, stats.replays, stats.plans[-1].given_up) == ("replay", 2, None)
+    assert (stats.next_phase, stats.replays, stats.plans[-1].given_up) == ("replay", 2, None)
 
 
 def test_behind_a_piece_that_was_captured(chain_artifact: Path, fail: Function) -> None:
@@ -87,7 +87,7 @@ def test_behind_a_piece_that_was_captured(chain_artifact: Path, fail: Function) 
             assert torch.equal(program.mutable_buffers[key], tensor)
         stats = split.stats
         assert len(attempts) == 2
-        assert (stats.phase, stats.captures, stats.runs) == ("disabled", 0, 3)
+        assert (stats.next_phase, stats.captures, stats.runs) == ("disabled", 0, 3)
         assert re.match(GIVEN_UP, stats.plans[-1].given_up or "") and set(stats.plans[-1].called_because) == {2}
 
 
@@ -100,7 +100,7 @@ def test_an_update(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         pair.step()
     stats = pair.method.stats
-    assert (stats.phase, stats.captures, stats.replays, stats.runs) == ("disabled", 1, 1, 3)
+    assert (stats.next_phase, stats.captures, stats.replays, stats.runs) == ("disabled", 1, 1, 3)
     assert re.match(GIVEN_UP, stats.plans[-1].given_up or "")
     assert stats.fallback_reason == stats.plans[-1].given_up
 
@@ -115,7 +115,7 @@ def test_a_step_that_has_no_memory_either(pair: Pair, fail: Function, monkeypatc
     for _ in range(2):
         pair.step()
     stats = pair.method.stats
-    assert (stats.phase, stats.runs, len(attempts)) == ("disabled", 2, 1)
+    assert (stats.next_phase, stats.runs, len(attempts)) == ("disabled", 2, 1)
     assert re.match(GIVEN_UP, stats.plans[-1].given_up or "")
 
 

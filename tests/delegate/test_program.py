@@ -314,12 +314,12 @@ def test_backend_options_are_checked(program: Program, options: dict[str, object
 
 @pytest.mark.parametrize("methods", ["decode", "prefill, decode", " decode ,", "prefill,decode,decode"])
 def test_method_lists(program: Program, methods: str) -> None:
-    assert program.load_method("decode", {"enable_cuda_graph_for_method": methods}).stats.phase == "warmup"
+    assert program.load_method("decode", {"enable_cuda_graph_for_method": methods}).stats.next_phase == "warmup"
 
 
 @pytest.mark.parametrize("methods", ["", " ", "prefill"])
 def test_methods_not_in_the_list_have_no_graph(program: Program, methods: str) -> None:
-    assert program.load_method("decode", {"enable_cuda_graph_for_method": methods}).stats.phase == "disabled"
+    assert program.load_method("decode", {"enable_cuda_graph_for_method": methods}).stats.next_phase == "disabled"
 
 
 @pytest.mark.parametrize("inputs", [None, 5, torch.tensor([[1], [0]])], ids=["None", "int", "one tensor"])

@@ -110,7 +110,7 @@ def test_one_piece_per_layer_runs_on_the_host(artifact: Get, reference: Referenc
         for at in range(8):
             run(decode, tokens, at, at + 1)
         stats, plan = decode.stats, decode.stats.plans[-1]
-        assert (stats.phase, stats.warmups, stats.captures, stats.replays) == ("replay", 2, 1, 5)
+        assert (stats.next_phase, stats.warmups, stats.captures, stats.replays) == ("replay", 2, 1, 5)
         assert (stats.fallbacks, plan.called_because, plan.given_up) == (0, {}, None)
         assert plan.on_host == plan.called == on_host
         # Per layer on the host, the device has one piece before it and one beside it, and one more behind the last.
@@ -144,7 +144,7 @@ def test_experts_on_both_sides(
         for streamed in (2, count, 0, 3, count, 1):
             (logits,) = captured.execute(prompt(tokens[31], 31, streamed))
             assert max(errors([logits[0]], expected[31][:1])) < TOLERANCE, streamed
-        assert captured.stats.phase == "replay" and captured.stats.fallbacks == 0
+        assert captured.stats.next_phase == "replay" and captured.stats.fallbacks == 0
         with pytest.raises(InputError, match=f"'streamed': values must lie in 0..{count}, got {count + 1}"):
             split.execute(prompt(tokens[31], 31, count + 1))
 
@@ -215,7 +215,7 @@ def test_many_steps(artifact: Get, reference: Reference, device: str, on_host: i
         assert anonymous_memory() - before < 4 * MIB
         assert device == "cpu" or torch.cuda.memory_allocated() <= allocated
         stats, plan = decode.stats, decode.stats.plans[-1]
-        assert (stats.phase, stats.captures, stats.fallbacks) == ("replay", 1, 0)
+        assert (stats.next_phase, stats.captures, stats.fallbacks) == ("replay", 1, 0)
         assert (plan.on_host, plan.captured, plan.pieces) == (on_host, 2 * on_host + 1, 3 * on_host + 1)
         assert stats.replays == MAX_SEQ_LEN + steps - stats.warmups - stats.captures
 

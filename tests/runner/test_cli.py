@@ -85,7 +85,7 @@ def test_json(capitals_artifact: Path) -> None:
     assert (result["text"], result["finish_reason"]) == ("Paris", "stop")
     assert result["methods"]["decode_sample"]["runs"] == len(result["tokens"]) - 1
     assert set(result["methods"]["decode_sample"]) == {
-        "phase",
+        "next_phase",
         "runs",
         "warmups",
         "captures",

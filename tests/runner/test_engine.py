@@ -144,7 +144,7 @@ def test_a_lone_forward(forward_artifact: ForwardArtifact, kind: str, graph: boo
             assert set(loaded.last.methods) == {"forward"}
         stats = loaded.last.methods["forward"]
         if graph and kind != "stateless":
-            assert (stats["phase"], stats["captures"], stats["fallbacks"]) == ("replay", 1, 0)
+            assert (stats["next_phase"], stats["captures"], stats["fallbacks"]) == ("replay", 1, 0)
 
 
 @pytest.mark.parametrize("graph", [False, True])

@@ -67,7 +67,7 @@ def test_replayed_steps_equal_eager(chain_artifact: Path) -> None:
             seen, x = step.execute(inputs)
             torch.testing.assert_close((x, seen), eager(*inputs))
         check_state(program, eager)
-        assert (step.stats.captures, step.stats.fallbacks, step.stats.phase) == (1, 0, "replay")
+        assert (step.stats.captures, step.stats.fallbacks, step.stats.next_phase) == (1, 0, "replay")
 
 
 def test_a_chain_and_a_module_share_their_state(chain_artifact: Path) -> None:

@@ -48,7 +48,7 @@ def test_pieces(mixed_artifact: Path, name: str, pieces: str) -> None:
         for length in (3, 8, 2):
             pair.step(length)
     stats = pair.method.stats
-    assert (stats.phase, stats.warmups, stats.captures, stats.replays, stats.fallbacks) == ("replay", 3, 3, 9, 0)
+    assert (stats.next_phase, stats.warmups, stats.captures, stats.replays, stats.fallbacks) == ("replay", 3, 3, 9, 0)
     for plan in stats.plans:
         assert (plan.pieces, plan.captured) == (len(pieces.split()), pieces.count("graph"))
         assert plan.called == plan.on_host == pieces.count("host")
@@ -61,7 +61,7 @@ def test_a_method_on_the_host_alone_has_no_graph(mixed_artifact: Path) -> None:
     for _ in range(4):
         pair.step()
     stats = pair.method.stats
-    assert (stats.phase, stats.captures, stats.runs, stats.fallbacks) == ("disabled", 0, 3, 0)
+    assert (stats.next_phase, stats.captures, stats.runs, stats.fallbacks) == ("disabled", 0, 3, 0)
     assert stats.plans[-1].given_up == "no segment may be captured"
     pair.close()
 
@@ -143,7 +143,7 @@ def test_where_nothing_can_be_recorded_there_is_no_graph(mixed_artifact: Path) -
         for _ in range(4):
             pair.step()
         stats = pair.method.stats
-        assert (stats.phase, stats.captures, stats.fallbacks) == ("disabled", 0, 3)
+        assert (stats.next_phase, stats.captures, stats.fallbacks) == ("disabled", 0, 3)
         assert re.search(NOT_RECORDED, stats.plans[-1].given_up or "")
         pair.close()
 
@@ -152,16 +152,16 @@ def test_where_nothing_can_be_recorded_there_is_no_graph(mixed_artifact: Path) -
 @pytest.mark.parametrize("phase", ["warmup", "capture", "replay"])
 def test_a_segment_on_the_host_that_raises(mixed: Pair, phase: str, segment: int) -> None:
     """The error is reported. After a reset the next calls run, from the same phase."""
-    while mixed.method.stats.phase != phase:
+    while mixed.method.stats.next_phase != phase:
         mixed.step()
     with failing(segment), pytest.raises(StepError, match=r"'step' failed with .*no more threads.*`Program.reset`"):
         mixed.method.execute(inputs_of(3, 1))
-    assert mixed.method.stats.phase == phase
+    assert mixed.method.stats.next_phase == phase
     mixed.reset()
     for _ in range(4):
         mixed.step()
     stats = mixed.method.stats
-    assert (stats.phase, stats.captures, stats.fallbacks) == ("replay", 1, 0)
+    assert (stats.next_phase, stats.captures, stats.fallbacks) == ("replay", 1, 0)
 
 
 def test_a_state_that_is_bound(mixed: Pair) -> None:
@@ -179,7 +179,7 @@ def test_a_state_that_is_bound(mixed: Pair) -> None:
         program.bind_state()
     assert all(torch.equal(tensor, own[key]) for key, tensor in mixed.program.mutable_buffers.items())
     mixed.step()
-    assert (mixed.method.stats.phase, mixed.method.stats.captures) == ("replay", 1)
+    assert (mixed.method.stats.next_phase, mixed.method.stats.captures) == ("replay", 1)
 
 
 def test_a_state_in_another_place(mixed: Pair, device: torch.device) -> None:

@@ -58,7 +58,7 @@ def captured(
     machine = StateMachine(code, recorder, device, names, warmup_steps=1)
     for _ in range(2):
         machine(inputs)
-    assert machine.stats.phase == "replay", machine.stats.fallback_reason
+    assert machine.stats.next_phase == "replay", machine.stats.fallback_reason
     return machine
 
 

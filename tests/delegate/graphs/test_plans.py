@@ -63,7 +63,7 @@ def test_the_plan_used_last_stays(chain_artifact: Path) -> None:
     assert ([plan.shapes[0][0] for plan in pair.method.stats.plans], pair.method.stats.dropped) == ([3, 5], 2)
     # Its plan is gone, so the shape starts again.
     pair.step(4)
-    assert pair.method.stats.phase == "capture"
+    assert pair.method.stats.next_phase == "capture"
     pair.close()
 
 
@@ -85,7 +85,7 @@ def test_a_segment_that_cannot_be_recorded_is_called(chain_artifact: Path, segme
             pair.step()
         stats = pair.method.stats
         (plan,) = stats.plans
-        assert (stats.phase, stats.captures, stats.replays, stats.fallbacks) == ("replay", 1, 4, len(segments))
+        assert (stats.next_phase, stats.captures, stats.replays, stats.fallbacks) == ("replay", 1, 4, len(segments))
         assert plan.pieces == len(pieces.split()) and plan.called == pieces.count("call")
         assert plan.captured == pieces.count("graph")
         assert set(plan.called_because) == segments
@@ -105,7 +105,7 @@ def test_a_link_that_is_not_captured(chain_artifact: Path) -> None:
                 found, expected = split.execute(inputs), plain.execute(inputs)
                 assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
         stats = split.stats
-        assert (stats.phase, stats.captures, stats.replays, stats.fallbacks) == ("replay", 2, 8, 0)
+        assert (stats.next_phase, stats.captures, stats.replays, stats.fallbacks) == ("replay", 2, 8, 0)
         for plan in stats.plans:
             assert (plan.pieces, plan.captured, plan.called, plan.called_because) == (3, 2, 1, {})
 
@@ -132,7 +132,7 @@ def test_where_nothing_can_be_recorded_there_is_no_graph(chain_artifact: Path) -
         for _ in range(5):
             pair.step()
         stats = pair.method.stats
-        assert (stats.phase, stats.captures, stats.runs, stats.fallbacks) == ("disabled", 0, 4, SEGMENTS)
+        assert (stats.next_phase, stats.captures, stats.runs, stats.fallbacks) == ("disabled", 0, 4, SEGMENTS)
         assert re.search(NOT_RECORDED, stats.plans[-1].given_up or "")
         pair.close()
 
@@ -151,7 +151,7 @@ def test_a_called_segment_that_raises(chain_artifact: Path) -> None:
             pair.method.execute(inputs_of(3, 1))
         pair.reset()
         pair.step()
-        assert pair.method.stats.phase == "replay"
+        assert pair.method.stats.next_phase == "replay"
         pair.close()
 
 

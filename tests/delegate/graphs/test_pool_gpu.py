@@ -190,7 +190,7 @@ def test_updates_need_no_more_memory(chain_artifact: Path) -> None:
         sizes.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), pool_of(pair.program).nbytes))
     plan = pair.method.stats.plans[-1]
     assert plan.updates + plan.instantiations == 51
-    assert pair.method.stats.phase == "replay"
+    assert pair.method.stats.next_phase == "replay"
     assert plan.pool_bytes == pool_of(pair.program).nbytes
     for early, late in zip(zip(*sizes[5:15], strict=True), zip(*sizes[40:], strict=True), strict=True):
         assert max(late) <= max(early)
@@ -286,7 +286,7 @@ def test_a_plan_that_does_not_fit(beside: Beside, monkeypatch: pytest.MonkeyPatc
         for _ in range(3):
             beside.step(beside.one, LONGER)
         stats = beside.one.stats
-        assert (stats.phase, stats.captures, stats.runs, stats.fallbacks) == ("disabled", 1, 3, 1)
+        assert (stats.next_phase, stats.captures, stats.runs, stats.fallbacks) == ("disabled", 1, 3, 1)
         reason = (
             r"cuda:0 \(.*\) ran out of memory while capturing a graph for inputs of the shapes \[\[4096, 8\]\]"
             r".*; .* are free now\. Free memory on it, .*"
@@ -294,11 +294,11 @@ def test_a_plan_that_does_not_fit(beside: Beside, monkeypatch: pytest.MonkeyPatc
         assert re.fullmatch(reason, stats.plans[-1].given_up or "")
         assert stats.fallback_reason == stats.plans[-1].given_up
         beside.step(beside.one, SHORTER)
-        assert beside.one.stats.phase == "replay"
+        assert beside.one.stats.next_phase == "replay"
     torch.rand(4, device="cuda")
     for _ in range(3):
         beside.step(beside.two, LONGER)
-    assert beside.two.stats.phase == "replay"
+    assert beside.two.stats.next_phase == "replay"
     # The failed allocation belongs to the capture, so this error has another cause.
     monkeypatch.setattr(MethodCode, "run", opaque)
     for method in (beside.one, beside.two):
@@ -361,7 +361,7 @@ def step():
     method.execute((torch.ones(3, {WIDTH}), torch.tensor([0])))
 for _ in range(3):
     step()
-assert method.stats.phase == "replay", method.stats
+assert method.stats.next_phase == "replay", method.stats
 update = _CudaGraph.update
 def interrupted(graph, work):
     update(graph, work)
@@ -378,7 +378,7 @@ if end == "updated again":
     program.bind_state()
     for _ in range(3):
         step()
-    assert method.stats.phase == "replay", method.stats
+    assert method.stats.next_phase == "replay", method.stats
 if end != "nobody closes":
     program.close()
 print(torch.cuda.get_allocator_backend())

@@ -90,7 +90,7 @@ def test_table(
         (logits,) = method.execute(step_inputs(made))
         assert steps_made(program) == made + 1
         torch.testing.assert_close(logits, eager_answers(made + 1)[-1])
-    assert method.stats.phase == next_phase
+    assert method.stats.next_phase == next_phase
     assert {key: value - counted[key] for key, value in counters(method).items() if value != counted[key]} == moved
 
 
@@ -114,7 +114,7 @@ def test_phases_in_order_and_state_moves_once_a_call(program: Program, warmup_st
     method = decode_of(program, "warmup", warmup_steps)
     expected = ["warmup"] * warmup_steps + ["capture"] + ["replay"] * 4
     for index, (phase, answer) in enumerate(zip(expected, eager_answers(len(expected)), strict=True)):
-        assert method.stats.phase == phase
+        assert method.stats.next_phase == phase
         (logits,) = method.execute(step_inputs(index))
         assert steps_made(program) == index + 1
         torch.testing.assert_close(logits, answer)
@@ -132,7 +132,7 @@ def test_failed_capture_answers_and_goes_on_without_a_graph(
             (logits,), (expected,) = method.execute(step_inputs(index)), reference.execute(step_inputs(index))
             assert torch.equal(logits, expected)
             assert same_state(state(program), state(reference_program))
-    assert method.stats.phase == "disabled"
+    assert method.stats.next_phase == "disabled"
     assert method.stats.fallback_reason is not None
     assert "injected" in method.stats.fallback_reason
     assert counters(method) == {"runs": 6, "warmups": 2, "captures": 0, "replays": 0, "fallbacks": 1}
@@ -148,7 +148,7 @@ def test_one_methods_failed_capture_leaves_another_its_graph(program: Program, m
     answers = eager_answers(6)
     for index in range(2, 6):
         torch.testing.assert_close(second.execute(step_inputs(index))[0], answers[index])
-    assert (first.stats.phase, second.stats.phase) == ("disabled", "replay")
+    assert (first.stats.next_phase, second.stats.next_phase) == ("disabled", "replay")
 
 
 def test_interrupted_capture_is_made_by_the_next_call(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_interrupted_capture_is_made_by_the_next_call(program: Program, monkeypa
             method.execute(step_inputs(1))
     assert same_state(before, state(program))
     torch.testing.assert_close(method.execute(step_inputs(1))[0], eager_answers(2)[1])
-    assert method.stats.phase == "replay"
+    assert method.stats.next_phase == "replay"
 
 
 def test_replay_is_bit_equal_to_disabled(recurrent_artifact: Path, program: Program) -> None:
@@ -325,7 +325,7 @@ def test_alone_replays_over_static_buffers() -> None:
         return accumulate(total, inputs)
 
     machine = StateMachine(FunctionCode(run), HostGraphRecorder(), torch.device("cpu"), ["x"], warmup_steps=1)
-    assert (machine.stats.phase, machine.has_static_outputs) == ("warmup", False)
+    assert (machine.stats.next_phase, machine.has_static_outputs) == ("warmup", False)
     for index in range(4):
         (out,) = machine([torch.full((2,), float(index))])
         assert out.tolist() == [2.0 * sum(range(index + 1))] * 2
@@ -338,7 +338,7 @@ def test_alone_replays_over_static_buffers() -> None:
         with pytest.raises(InputError, match=f"'x'.*{what}"):
             machine([bad])
     assert total.tolist() == [6.0, 6.0]
-    assert (machine.stats.phase, machine.stats.replays) == ("replay", 2)
+    assert (machine.stats.next_phase, machine.stats.replays) == ("replay", 2)
     machine.release()
     assert not machine.has_static_outputs
 
@@ -385,4 +385,4 @@ def test_without_recorder_stays_disabled() -> None:
     machine = StateMachine(code, None, torch.device("cpu"), ["x"], warmup_steps=1)
     for _ in range(3):
         machine([torch.ones(1)])
-    assert (machine.stats.phase, machine.stats.runs, total.item()) == ("disabled", 3, 3.0)
+    assert (machine.stats.next_phase, machine.stats.runs, total.item()) == ("disabled", 3, 3.0)
