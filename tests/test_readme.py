@@ -26,6 +26,7 @@ READMES = [
     "runner/README.md",
     "scripts/FIGURES.md",
     "tests/assets/configs/README.md",
+    "tests/assets/templates/README.md",
 ]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Each takes minutes, and other tests run what it runs.
