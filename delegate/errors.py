@@ -42,7 +42,7 @@ class StepError(OstinatoError, RuntimeError):
 
 
 class DeviceMemoryError(OstinatoError, MemoryError):
-    """The GPU does not have enough free memory; the message says how much was needed and how much was free."""
+    """The GPU or the host does not have enough free memory; the message says how much was needed and how much was free."""
 
 
 class ExportError(OstinatoError):

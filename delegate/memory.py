@@ -52,7 +52,19 @@ def mapped_warning(mapped_bytes: int) -> str | None:
 
 
 def check_room(device: torch.device, method: str, constant_bytes: int, buffer_bytes: int) -> None:
-    """Raise DeviceMemoryError when `device` has no room for what loading `method` will allocate."""
+    """Raise DeviceMemoryError when `device` has no room for what loading `method` will allocate.
+
+    On a CPU these are only the mutable buffers: constants stay in the mapped file. The system would grant more memory than
+    there is, and end the process when the memory is used.
+    """
+    if device.type == "cpu":
+        available = available_host_memory()
+        if available is not None and buffer_bytes > available:
+            raise DeviceMemoryError(
+                f"method {method!r} needs {size_text(buffer_bytes)} of the host's memory for mutable buffers; "
+                f"{size_text(available)} are available. Ask for fewer sessions or kv_tokens, or free memory"
+            )
+        return
     needed, free = constant_bytes + buffer_bytes, free_device_memory(device)
     if free is not None and needed > free:
         raise DeviceMemoryError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -208,6 +209,18 @@ def test_broken_tokenizer_config(fails: Fails, talking_artifact: Path) -> None:
         assert "the chat template cannot be rendered" in fails("run", talking_artifact, "--prompt", "hello")
     path.unlink()
     assert "no chat template: pass --raw" in fails("run", talking_artifact, "--prompt", "hello")
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("words", [["--sessions", 10**8], ["--kv-tokens", 10**9], ["--sessions", 10**30]])
+def test_more_memory_than_there_is(fails: Fails, capitals_artifact: Path, words: list[object]) -> None:
+    error = fails("run", capitals_artifact, "--prompt", "x", *words)
+    figures = r"needs [\d.]+ GB of the host's memory for mutable buffers; [\d.]+ GB are available"
+    assert re.search(figures, error), error
+    if words[0] == "--sessions":
+        assert re.search(figures, fails("bench", capitals_artifact, "--batch", words[1], "-p", 2, "-n", 2))
 
 
 # --- prompts and options
