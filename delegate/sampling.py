@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,11 @@ from torch import Tensor
 
 from .errors import OptionError
 
+# A lower temperature samples the most likely token, like 0: divided by it, large logits would be infinite, and so all equal.
+MIN_TEMPERATURE = 1e-30
+# More than any vocabulary has, and no more than the tensor's dtype holds.
+MAX_TOP_K = 2**31 - 1
+_FLOAT32 = torch.finfo(torch.float32)
 # Multipliers and key increments of Philox 4x32.
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 INCREMENTS = 0x9E3779B9, 0xBB67AE85
@@ -36,7 +42,7 @@ class SamplingParams:
     """Parameters of sampling. Every field is also an option of `ostinato run`.
 
     Attributes:
-        temperature: divisor of the logits; 0 takes the most likely token.
+        temperature: divisor of the logits; 0, or less than MIN_TEMPERATURE, takes the most likely token.
         top_k: number of most likely tokens to keep; tokens as likely as the last of them stay too. 0 keeps all.
         top_p: share of the probability to keep. Among the tokens that top_k keeps, the smallest set of most likely tokens
             that reaches this share of their probability stays, and tokens as likely as the last of them. 1 keeps all.
@@ -55,6 +61,11 @@ class SamplingParams:
     min_p: float = _option(0.0, "P", "keep tokens at least P times as likely as the most likely one; 0 (default): all")
 
     def __post_init__(self) -> None:
+        for item in fields(self):
+            value, kind = getattr(self, item.name), Real if isinstance(item.default, float) else Integral
+            if not isinstance(value, kind) and not (value is None and item.default is None):
+                what = "a number" if kind is Real else "a whole number"
+                raise OptionError(f"{item.name} must be {what}, got {value!r}")
         if not 0 <= self.temperature < float("inf"):
             raise OptionError(f"temperature must be a number of 0 or more, got {self.temperature}")
         if self.top_k < 0:
@@ -67,9 +78,16 @@ class SamplingParams:
             raise OptionError(f"min_p must be 0 (off) to 1, got {self.min_p}")
 
     def tensors(self) -> SamplingTensors:
-        """Return the parameters as inputs of a program, on the host. Without a seed, a random one is taken."""
+        """Return the parameters as inputs of a program, on the host. Without a seed, a random one is taken.
+
+        Values that the tensors cannot hold become the nearest ones that mean the same.
+        """
         seed = secrets.randbits(63) if self.seed is None else self.seed
         values = {item.name: getattr(self, item.name) for item in fields(self)}
+        values["temperature"] = 0.0 if self.temperature < MIN_TEMPERATURE else min(self.temperature, _FLOAT32.max)
+        values["top_k"] = min(self.top_k, MAX_TOP_K)
+        # A share of 0 would keep no token.
+        values["top_p"] = max(self.top_p, _FLOAT32.tiny)
         # The same 64 bits as a signed number.
         values["seed"] = seed - (1 << 64) if seed >= 1 << 63 else seed
         # The dtype follows the field's default, not the value: `SamplingParams(temperature=1)` gives float32.

@@ -44,6 +44,22 @@ def test_a_small_top_p_is_greedy() -> None:
     assert set(samples(SamplingParams(temperature=2.0, top_p=1e-6, seed=1), 50)) == {1}
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-38, 1e-31, 1e-30])
+def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
+    """Divided by it, all of these logits would be infinite."""
+    assert set(samples(SamplingParams(temperature, seed=1), 50, LOGITS + 30)) == {1}
+    assert set(samples(SamplingParams(temperature, seed=1, top_p=0.5, min_p=0.1), 50, LOGITS * 1e4)) == {1}
+
+
+def test_numbers_that_tensors_do_not_hold() -> None:
+    everything = set(range(len(LOGITS)))
+    assert set(samples(SamplingParams(1e300, seed=1), 200)) == everything
+    assert set(samples(SamplingParams(1e300, seed=1, min_p=1.0), 200)) == {1}
+    assert set(samples(SamplingParams(3.0, seed=1, top_k=10**30), 500)) == everything
+    assert set(samples(SamplingParams(3.0, seed=1, top_p=1e-300), 50)) == {1}
+    assert set(samples(SamplingParams(3.0, seed=1, min_p=1e-300), 500)) == everything
+
+
 @pytest.mark.parametrize("top_k", [2, 3, 6, 100])
 def test_top_k_keeps_the_k_most_likely(top_k: int) -> None:
     found = set(samples(SamplingParams(temperature=3.0, top_k=top_k, seed=2), 2000))
