@@ -14,8 +14,8 @@ from ostinato.delegate import InputError, Program, load_program
 from ostinato.delegate.errors import OptionError
 from ostinato.delegate.sampling import SamplingParams
 
-from .model.model import DEFAULT_WARMUP_STEPS, Model
-from .sessions.sessions import Session, Sessions
+from .model.model import DEFAULT_WARMUP_STEPS, Model, token_ids
+from .sessions.sessions import Session, Sessions, checked_params
 from .sessions.warm_up import WarmUp, warm_up
 from .text.tokenizer import Message, TextStream, Tokenizer
 
@@ -281,18 +281,20 @@ class Engine:
 
         The arguments are checked at once; each token is computed when it is taken. Raises the same errors as `generate`.
         """
-        if not tokens:
+        prompt = token_ids(tokens)
+        if not prompt:
             raise InputError("the prompt is empty")
         if max_new_tokens < 1:
             raise OptionError(f"max_new_tokens must be 1 or more, got {max_new_tokens}")
-        if len(tokens) >= self.max_seq_len:
+        if len(prompt) >= self.max_seq_len:
             raise InputError(
-                f"the prompt has {len(tokens)} tokens and leaves no room for an answer in max_seq_len {self.max_seq_len}: "
+                f"the prompt has {len(prompt)} tokens and leaves no room for an answer in max_seq_len {self.max_seq_len}: "
                 "shorten it, or export with a larger --max-seq-len"
             )
-        self.last = Result(prompt_tokens=len(tokens))
+        params = checked_params(sampling_params)
+        self.last = Result(prompt_tokens=len(prompt))
         eos_ids = frozenset() if ignore_eos else self.model.eos_ids
-        return self._generate(list(tokens), max_new_tokens, sampling_params or SamplingParams(), eos_ids)
+        return self._generate(prompt, max_new_tokens, params, eos_ids)
 
     def close(self) -> None:
         self.program.close()

@@ -17,7 +17,7 @@ from torch import nn
 from ostinato.delegate import InputError, OptionError, Program, Target, load_program
 from ostinato.delegate.artifact.names import FORMAT_VERSION
 from ostinato.delegate.artifact.records import Manifest, MethodRecord
-from ostinato.runner import Engine
+from ostinato.runner import Engine, SamplingParams
 from ostinato.runner.cli import main
 
 from .conftest import Fails
@@ -298,6 +298,31 @@ def test_tokens_of_generate(recurrent_artifact: Path) -> None:
                 list(engine.generate_tokens(tokens))
         assert same_state(before, state(engine.program))
         assert len(list(engine.generate_tokens([1] * (MAX_SEQ_LEN - 1), ignore_eos=True))) == 1
+
+
+def test_arguments_of_another_type(recurrent_artifact: Path) -> None:
+    with Engine.load(recurrent_artifact) as engine, engine.open_session() as session:
+        for tokens in ("hello", ["1"], [1.5], 7, None):
+            with pytest.raises(InputError, match="token ids, whole numbers; got "):
+                session.prefill(tokens)  # type: ignore[arg-type]
+            with pytest.raises(InputError, match="token ids, whole numbers; got "):
+                engine.generate_tokens(tokens)  # type: ignore[arg-type]
+        session.prefill(torch.tensor([1, 2]))  # type: ignore[arg-type]
+        assert session.tokens == [1, 2]
+        with pytest.raises(InputError, match="token ids, whole numbers; got "):
+            session.append("7")  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match="sampling_params must be SamplingParams, got 'greedy'"):
+            session.sampling_params = "greedy"  # type: ignore[assignment]
+        assert session.sampling_params == SamplingParams()
+        for take in (engine.open_session, lambda params: engine.generate_tokens([1], sampling_params=params)):
+            with pytest.raises(OptionError, match=r"sampling_params must be SamplingParams, got \{\}"):
+                take({})  # type: ignore[arg-type]
+    for options in ({"temperature": "hot"}, {"top_k": 1.5}, {"seed": "x"}, {"top_p": None}):
+        (name,) = options
+        with pytest.raises(OptionError, match=rf"^{name} must be a (whole )?number, got "):
+            SamplingParams(**options)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="cuda_graph must be True or False, got 'maybe'"):
+        Engine.load(recurrent_artifact, cuda_graph="maybe")  # type: ignore[arg-type]
 
 
 # --- execute

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from ostinato.delegate.artifact.names import (
     SAMPLE,
 )
 from ostinato.delegate.artifact.records import TensorSpec
-from ostinato.delegate.errors import ArtifactError
+from ostinato.delegate.errors import ArtifactError, OptionError
 from ostinato.delegate.graphs.state_machine import Phase
 
 from .buckets import bucket_of, choose_prefill_buckets, choose_row_buckets, steps_several
@@ -71,7 +72,7 @@ class Model:
 
     Raises:
         ArtifactError: the program does not have these methods, or they take other inputs.
-        OptionError: a bucket that this program or `cuda_graph` does not allow.
+        OptionError: `cuda_graph` is no bool; a bucket that this program or `cuda_graph` does not allow.
         DeviceMemoryError: see `Program.load_method`.
     """
 
@@ -83,6 +84,8 @@ class Model:
         prefill_buckets: Sequence[int] | None = None,
         row_buckets: Sequence[int] | None = None,
     ) -> None:
+        if not isinstance(cuda_graph, bool):
+            raise OptionError(f"cuda_graph must be True or False, got {cuda_graph!r}")
         self.program = program
         self.warmup_steps = warmup_steps
         self.cuda_graph = cuda_graph
@@ -307,6 +310,16 @@ class Model:
             options["cuda_graph_warmup_steps"] = self.warmup_steps
             options["cuda_graph_max_plans"] = max(plans, BackendOptions.cuda_graph_max_plans)
         return self.program.load_method(name, options)
+
+
+def token_ids(tokens: Iterable[int]) -> list[int]:
+    """Return the tokens as Python's integers. Raises InputError: something else, such as text."""
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        text = repr(tokens)
+        shown = text if len(text) <= 80 else text[:77] + "..."
+        raise InputError(f"tokens are a sequence of token ids, whole numbers; got {shown}") from None
 
 
 def method_names(program: Program) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from ostinato.delegate import ClosedError, InputError
 from ostinato.delegate.artifact.records import Growth, StateKind
 from ostinato.delegate.errors import CapacityError, OptionError
 from ostinato.delegate.sampling import SamplingParams
-from ostinato.runner.model.model import Model
+from ostinato.runner.model.model import Model, token_ids
 from ostinato.runner.model.steps import PendingTokens, steps_of
 
 from .pages import Pages
@@ -75,19 +75,23 @@ class Session:
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """Parameters for sampling. When they are set, they hold for all tokens that are computed later."""
+        """Parameters for sampling. When they are set, they hold for all tokens that are computed later.
+
+        Raises:
+            OptionError: set to something else than `SamplingParams`.
+        """
         return self._open.sampling_params
 
     @sampling_params.setter
     def sampling_params(self, params: SamplingParams) -> None:
-        self._open.sampling_params = params
+        self._open.sampling_params = checked_params(params)
         self._open.params_written = False
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Run the model on `tokens`, which follow the session's history.
 
         Raises:
-            InputError: no tokens, a token out of range, or more than max_seq_len tokens; nothing has changed.
+            InputError: no tokens, no token ids, a token out of range, or more than max_seq_len tokens; nothing has changed.
             CapacityError: too few pages are free; nothing has changed.
         """
         self._owner.prefill(self, tokens)
@@ -196,8 +200,14 @@ class Sessions:
         return self._host_ns / 1e9 if self.steps.goes_ahead else None
 
     def open(self, sampling_params: SamplingParams | None = None) -> Session:
-        """Open a new session. Raises CapacityError: no slot is free."""
-        return Session(self, self._take_slot(), SessionState(sampling_params=sampling_params or SamplingParams()))
+        """Open a new session.
+
+        Raises:
+            CapacityError: no slot is free.
+            OptionError: `sampling_params` are something else.
+        """
+        params = checked_params(sampling_params)
+        return Session(self, self._take_slot(), SessionState(sampling_params=params))
 
     def step(self, sessions: Sequence[Session], more: bool = False) -> list[int]:
         """Return the next token of each session, in their order, and add it to the session's history.
@@ -232,6 +242,7 @@ class Sessions:
 
     def prefill(self, session: Session, tokens: Sequence[int]) -> None:
         """See `Session.prefill`."""
+        tokens = token_ids(tokens)
         state = session._open
         first = state.seen if self._model.has_state else 0
         fed = [*state.tokens[first:], *tokens]
@@ -250,6 +261,7 @@ class Sessions:
 
     def append(self, session: Session, token: int) -> None:
         """See `Session.append`."""
+        (token,) = token_ids([token])
         state = session._open
         if state.seen < len(state.tokens):
             raise InputError("the model has not seen the session's last token: step, or prefill both")
@@ -373,3 +385,12 @@ class Sessions:
                 f"all {count} sessions are open: close one, or load the program with more, as in sessions={count + 1}"
             )
         return self._free.pop()
+
+
+def checked_params(params: SamplingParams | None) -> SamplingParams:
+    """Return `params`, or for None those of greedy sampling. Raises OptionError: something else."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise OptionError(f"sampling_params must be SamplingParams, got {params!r}")
+    return params
