@@ -105,6 +105,13 @@ def export_program(
         raise ExportError("there is no method to export")
     if device not in ("cpu", "cuda"):
         raise ExportError(f"unknown device {device!r}; the devices are: cpu, cuda")
+    for name, spec in methods.items():
+        if not isinstance(spec, Chain) and not (isinstance(spec, tuple) and len(spec) == 3):
+            what = f"a tuple of {len(spec)}" if isinstance(spec, tuple) else type(spec).__name__
+            raise ExportError(
+                f"method {name!r} must be (module, example inputs, dynamic shapes), with None for static shapes, or a Chain; "
+                f"got {what}"
+            )
     find_compiler()
     target = host_target(device)
     with atomic_folder(Path(output)) as folder, Libraries(device, progress) as libraries:

@@ -41,6 +41,8 @@ def export_fails(fails: Fails, tmp_path: Path) -> Fails:
 def test_no_checkpoint(export_fails: Fails, tmp_path: Path) -> None:
     assert "no such folder" in export_fails(tmp_path / "nothing")
     assert "it has no config.json" in export_fails(tmp_path)
+    (tmp_path / "file").write_text("hello")
+    assert f"not a folder: {tmp_path / 'file'}" in export_fails(tmp_path / "file")
 
 
 @pytest.mark.parametrize(
@@ -246,3 +248,30 @@ def test_no_compiler(
         monkeypatch.setenv("CXX", wanted)
     error = export_fails(capitals_checkpoint)
     assert ("'no-such-compiler', does not exist" if wanted else "apt-get install g++") in error
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("exit 1", "does not work (exit status 1): set CXX"),
+        ("exit 0", "does not work (exit status 0): set CXX"),
+        ("echo 'no license' >&2; exit 3", "does not work (no license): set CXX"),
+        (
+            "echo \"<stdin>:1:10: fatal error: 'omp.h' file not found\" >&2; exit 1",
+            "finds no omp.h, which an export needs",
+        ),
+    ],
+)
+def test_a_compiler_that_does_not_work(
+    export_fails: Fails,
+    capitals_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    script: str,
+    message: str,
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(f"#!/bin/sh\ncat > /dev/null\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert f"the C++ compiler {compiler} {message}" in export_fails(capitals_checkpoint)

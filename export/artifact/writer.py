@@ -128,12 +128,13 @@ def write_constants(
 def atomic_folder(output: Path) -> Iterator[Path]:
     """Yield a scratch folder beside `output`. It is renamed to `output` when the block ends, and deleted if the block fails.
 
-    An artifact that is at `output` already is replaced only at the end. Any other folder with files in it is refused.
+    An artifact that is at `output` already is replaced only at the end. Any other folder with files in it is refused. If
+    `output` is a link, it stays, and the folder that it leads to is written.
 
     Raises:
         ExportError: `output` is something else, or cannot be written, or there is no room on the disk.
     """
-    output = output.absolute()
+    output = _followed(output)
     scratch = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:
         if output.exists() and not _replaceable(output):
@@ -152,6 +153,14 @@ def atomic_folder(output: Path) -> Iterator[Path]:
         raise ExportError(f"{output} cannot be written: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _followed(output: Path) -> Path:
+    """Raises ExportError: links that lead to each other."""
+    try:
+        return output.resolve()
+    except (OSError, RuntimeError) as error:
+        raise ExportError(f"{output} cannot be written: {error}") from error
 
 
 def _replaceable(output: Path) -> bool:

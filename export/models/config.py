@@ -118,6 +118,8 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not folder.is_dir():
+        if folder.exists():
+            raise CheckpointError(f"not a folder: {folder}")
         raise CheckpointError(f"no such folder: {folder}{_download(folder)}")
     if not path.exists():
         raise CheckpointError(f"{folder} is not a Hugging Face checkpoint: it has no config.json")

@@ -104,7 +104,9 @@ def _rows(network: LanguageModel, layers: list[Link], rows: Any, names: tuple[st
     sample = Link(network.sampling, ("token",), "sampling", method="next_of")
     length = Dim("L", min=1, max=rows.max)
     count = min(EXAMPLE_ROWS, rows.max)
-    inputs = {name: _positions(count) for name in ("tokens", "input_pos", "slots")} | {"logits_indices": _positions(5)}
+    inputs = {name: _positions(count) for name in ("tokens", "input_pos", "slots")}
+    # Another number than that of the rows: torch.export takes equal ones for one dimension.
+    inputs["logits_indices"] = _positions(min(5, count - 1))
     dynamic = {name: {0: length if name == "logits_indices" else rows} for name in inputs}
     return {
         names[0]: Chain([start, *layers, head, sample], inputs, ("token",), dynamic),

@@ -73,6 +73,32 @@ def test_unknown_device_and_no_method(tmp_path: Path) -> None:
     assert "no method" in str(refused(tmp_path, {}))
 
 
+@pytest.mark.parametrize("spec", [(nn.Tanh(), (EXAMPLE,)), nn.Tanh(), (), "tanh", None])
+def test_method_of_another_form(tmp_path: Path, spec: object) -> None:
+    error = refused(tmp_path, {"forward": spec})  # type: ignore[dict-item]
+    assert "method 'forward' must be (module, example inputs, dynamic shapes)" in str(error)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_link_to_an_artifact_stays(tmp_path: Path) -> None:
+    methods: dict[str, MethodSpec] = {"forward": (nn.ReLU(), (EXAMPLE,), None)}
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "link"
+    for name in ("first", "second"):
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / "disk" / name)
+        for _ in range(2):
+            # The first time the link leads to nothing, the second time to an artifact, which is replaced.
+            report = export_program(methods, link)
+            assert report.output == link and link.is_symlink()
+            assert (tmp_path / "disk" / name / "model.pte").exists()
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["first", "second"]
+    link.unlink()
+    link.symlink_to(link)
+    with pytest.raises(ExportError, match="cannot be written"):
+        export_program(methods, link)
+
+
 def test_output_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("mine")

@@ -68,6 +68,19 @@ def test_prompts_and_rows_of_the_same_code(capitals_checkpoint: Path) -> None:
     assert shared == {"linear_attention layer", "full_attention layer"}
 
 
+@pytest.mark.parametrize("chunk", [3, 4, 5, 6])
+def test_the_shortest_prompts(capitals_checkpoint: Path, chunk: int) -> None:
+    """All methods are traced for any number of tokens, up to the few that an export may ask for."""
+    config = replace(read_config(capitals_checkpoint)[1], layer_types=("linear_attention", "full_attention"))
+    network = build_network(config, chunk + 1, torch.float32, kernels=kernels_for("cpu"))
+    allocate_untouched(network)
+    known = Known()
+    for name, chain in language_model_methods(network).items():
+        method = trace_method(name, chain, known=known)
+        ranges = [(str(size), span) for graph in method.graphs.values() for size, span in graph.ranges.items()]
+        assert all(span.upper == chunk for _, span in ranges), (name, ranges)
+
+
 def test_forms_of_state(capitals_checkpoint: Path) -> None:
     """Shows which buffers grow with slots and which with pages. Layers share one table."""
     config = replace(read_config(capitals_checkpoint)[1], layer_types=("linear_attention", "full_attention") * 2)
