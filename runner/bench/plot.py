@@ -39,15 +39,20 @@ def check_plot(path: Path) -> None:
     if kind not in kinds:
         why = f"{path.suffix!r} is not a picture format" if kind else "there is no suffix"
         raise OptionError(f"--plot {path}: {why}; use .png, .svg or .pdf")
+    check_writable("--plot", path)
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raise OptionError unless the file that `option` names can be written: also before a measurement."""
     if path.is_dir():
-        raise OptionError(f"--plot {path}: that is a folder")
+        raise OptionError(f"{option} {path}: that is a folder")
     try:
         if path.exists():
             path.open("r+b").close()
         else:
             tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise OptionError(f"--plot {path}: cannot be written: {os.strerror(error.errno or 0)}") from error
+        raise OptionError(f"{option} {path}: cannot be written: {os.strerror(error.errno or 0)}") from error
 
 
 def draw(report: Report, path: Path) -> None:

@@ -50,7 +50,7 @@ from ostinato.runner.bench.bench import (
     with_kv_tokens,
 )
 from ostinato.runner.bench.device import copy_speed, device_memory, device_name
-from ostinato.runner.bench.plot import check_plot, draw
+from ostinato.runner.bench.plot import check_plot, check_writable, draw
 from ostinato.runner.bench.report import FORMATS, Reads, Report, Subject, render
 from ostinato.runner.model.buckets import PREFILL_BUCKETS, choose_prefill_buckets
 from ostinato.runner.model.model import Model, method_names
@@ -195,8 +195,10 @@ def _check_files(arguments: argparse.Namespace) -> None:
     """Raises OptionError: --plot or --save names a file that cannot be written."""
     if arguments.plot:
         check_plot(arguments.plot)
-    if arguments.save and not arguments.save.absolute().parent.is_dir():
-        raise OptionError(f"--save: no such folder: {arguments.save.absolute().parent}")
+    if arguments.save:
+        if not arguments.save.absolute().parent.is_dir():
+            raise OptionError(f"--save: no such folder: {arguments.save.absolute().parent}")
+        check_writable("--save", arguments.save)
 
 
 def _note_of_graphs(program: Program, modes: Sequence[bool]) -> None:
@@ -269,7 +271,8 @@ def _sizes(option: str, texts: Sequence[str] | None) -> list[int] | None:
     if texts is None:
         return None
     words = ",".join(texts).split(",")
-    if not all(word.strip().isdecimal() for word in words):
+    # Python reads no number of thousands of digits.
+    if not all(word.strip().isdecimal() and len(word) < 100 for word in words):
         raise OptionError(f"{option} takes whole numbers, 0 or more, separated by commas; got {','.join(texts)!r}")
     return [int(word) for word in words]
 

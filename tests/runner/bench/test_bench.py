@@ -272,6 +272,9 @@ def test_save(bench: Bench, refused: Bench, recurrent_artifact: Path, tmp_path: 
     assert {row["test"] for row in saved} == set(NAMES)
     assert all(name in shown for name in NAMES)
     assert "no such folder" in refused(recurrent_artifact, "--save", tmp_path / "missing" / "bench.json")
+    # Refused before anything is measured.
+    assert "that is a folder" in refused(recurrent_artifact, *SMALL, "--save", tmp_path)
+    assert "/proc/bench.json: cannot be written" in refused(recurrent_artifact, *SMALL, "--save", "/proc/bench.json")
 
 
 def test_left_out_is_said(capsys: pytest.CaptureFixture[str], recurrent_artifact: Path) -> None:
