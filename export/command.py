@@ -1,7 +1,8 @@
 """Export a Hugging Face checkpoint into an artifact folder.
 
 The folder is written completely, or not at all. Code is compiled for this machine's device and instruction set.
-Exit status: 0 done, 2 an error, 130 interrupted.
+Exit status: 0 done, 2 an error, 130 interrupted. After SIGTERM the export cleans up as after Ctrl-C,
+and is then ended by the signal (143 in a shell).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint folder (config.json, safetensors)")
-    parser.add_argument("--output", required=True, metavar="ARTIFACT", help="folder to write")
+    parser.add_argument("--output", required=True, metavar="ARTIFACT", help="folder to write; a link is followed")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's own")
     parser.add_argument(
@@ -59,27 +60,31 @@ def main(arguments: argparse.Namespace) -> int:
     # The checks that need no compiler come first, so that a mistyped path is reported at once and not after seconds.
     from pathlib import Path
 
-    from ostinato.delegate.memory import size_text
-    from ostinato.export.compile.toolchain import find_compiler
-    from ostinato.export.models import read_config
+    from ostinato.delegate.signals import cleaned_up_before_sigterm, interrupts_end_at_once
 
-    read_config(Path(arguments.model))
-    quant = _quantization(arguments)
-    find_compiler()
-    from .model import export_model
+    with interrupts_end_at_once():
+        from ostinato.delegate.memory import size_text
+        from ostinato.export.compile.toolchain import find_compiler
+        from ostinato.export.models import read_config
 
-    report = export_model(
-        arguments.model,
-        arguments.output,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        max_seq_len=arguments.max_seq_len,
-        prefill_chunk=arguments.prefill_chunk,
-        quant=quant,
-        cpu_moe=None if arguments.cpu_moe else arguments.n_cpu_moe or 0,
-        load_format=arguments.load_format,
-        progress=progress,
-    )
+        read_config(Path(arguments.model))
+        quant = _quantization(arguments)
+        find_compiler()
+        from .model import export_model
+
+    with cleaned_up_before_sigterm():
+        report = export_model(
+            arguments.model,
+            arguments.output,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            max_seq_len=arguments.max_seq_len,
+            prefill_chunk=arguments.prefill_chunk,
+            quant=quant,
+            cpu_moe=None if arguments.cpu_moe else arguments.n_cpu_moe or 0,
+            load_format=arguments.load_format,
+            progress=progress,
+        )
     size = size_text(report.program_bytes + report.constant_bytes)
     print(
         f"{report.output}: {size} in {progress.elapsed:.1f} s, compiled for {report.target}; "

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
+
+from ostinato.delegate.signals import interrupts_end_at_once
 
 from .completion import SHELLS, PrintCompletion
 
@@ -32,10 +35,34 @@ class _PrintVersion(argparse.Action):
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Exit status: 0 done, 2 an error in the arguments or the files, 130 interrupted."""
+    _prepare_streams()
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The program that reads our output has ended (`ostinato run ... | head`).
+        _drop_output()
+        return 0
+    except MemoryError:
+        _complain("the host has not enough memory for this")
+        return 2
+    except OSError as error:
+        # An error without a file's name comes from stdout, which may be on a full disk.
+        _complain(f"{error.filename or 'the output'}: {error.strerror or error}")
+        _drop_output()
+        return 2
+
+
+def _run(argv: list[str] | None) -> int:
     words = sys.argv[1:] if argv is None else argv
     chosen = next((word for word in words if word in COMMANDS), None)
     completing = bool(words) and words[0].startswith("--print-completion")
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ostinato",
         description="Run language models exported ahead of time, from Python, at the speed of the memory.",
         allow_abbrev=False,
@@ -55,28 +82,56 @@ def main(argv: list[str] | None = None) -> int:
             name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
         if completing or name == chosen:
-            module = importlib.import_module(where)
+            with interrupts_end_at_once():
+                module = importlib.import_module(where)
             command.description = module.__doc__
             module.add_arguments(command)
     if not words:
         parser.print_help()
         return 0
     arguments = parser.parse_args(words)
+    for option, value in vars(arguments).items():
+        # argparse gives an empty list for `--option=--`.
+        if value == [] or (isinstance(value, list) and [] in value):
+            parser.error(f"argument --{option.replace('_', '-')}: expected one argument")
     assert module is not None
     from ostinato.delegate.errors import OstinatoError
 
     try:
         return module.main(arguments)
     except OstinatoError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _complain(str(error))
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The program that reads our output has ended (`ostinato run ... | head`). Without this, Python complains at exit.
+
+
+class _Parser(argparse.ArgumentParser):
+    """Ends with one line, also if a word that it complains about has line breaks."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(" ".join(message.splitlines()))
+
+
+def _complain(text: str) -> None:
+    """Print an error as one line: a name in it may hold line breaks."""
+    print("error:", " ".join(text.splitlines()), file=sys.stderr)
+
+
+def _prepare_streams() -> None:
+    """Make both streams take every text: where a descriptor is closed, Python gives None."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """Drop what stdout does not take. Without this, Python complains at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":

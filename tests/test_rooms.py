@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Floors from the bottom. A room may import rooms on lower floors, and the rooms that ALSO lists for it. A module that is not
 # listed belongs to the room of its folder: `delegate.program` to `delegate`.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("delegate.errors", "delegate.lazy_names", "delegate.version"),
+    ("delegate.errors", "delegate.lazy_names", "delegate.signals", "delegate.version"),
     ("delegate.artifact", "delegate.cuda_driver", "delegate.memory", "delegate.sampling", "delegate.torch_internals"),
     ("delegate.capacity",),
     ("delegate.constants",),

@@ -33,8 +33,8 @@ def table(columns: Mapping[str, Side], rows: Iterable[Sequence[str]], markdown: 
 
 
 def as_json(records: Iterable[Mapping[str, Any]]) -> str:
-    """Text of a list with one record per line, without a newline at the end."""
-    return "[\n" + ",\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n]"
+    """ASCII text of a list with one record per line, without a newline at the end."""
+    return "[\n" + ",\n".join(json.dumps(record) for record in records) + "\n]"
 
 
 def as_csv(records: Iterable[Mapping[str, Any]]) -> str:

@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise OptionError(f"--top must be 0 or more, got {arguments.top}")
     description = describe(arguments.artifact)
     if arguments.json:
-        print(json.dumps(description, ensure_ascii=False))
+        print(json.dumps(description))
     else:
         print(_as_text(description, arguments.top))
     return 0

@@ -205,7 +205,7 @@ def _answer(engine: Engine, messages: Sequence[Message], arguments: argparse.Nam
         raise
     result = engine.last
     if arguments.json:
-        print(json.dumps(result.as_dict(), ensure_ascii=False), flush=True)
+        print(json.dumps(result.as_dict()), flush=True)
     else:
         sys.stdout.write("\n")
         sys.stdout.flush()

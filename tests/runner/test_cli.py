@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import io
 import json
 import os
 import shutil
@@ -254,6 +255,65 @@ def test_reader_goes_away(blocked: Blocked) -> None:
     os.close(blocked.reader)
     assert blocked.finish() == ""
     assert blocked.process.returncode == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect"],
+        ["inspect", "--json"],
+        ["run", "--prompt", QUESTION],
+        ["bench", "-p2", "-n2", "-d0", "-r1"],
+    ],
+    ids=" ".join,
+)
+def test_full_disk(capitals_artifact: Path, words: list[str]) -> None:
+    command = [words[0], str(capitals_artifact), *words[1:]]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*CLI, *command], stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "error: the output: No space left on device"
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+def test_no_stdout(capitals_artifact: Path) -> None:
+    command = f"{sys.executable} -m ostinato.runner.cli run {capitals_artifact} --prompt '{QUESTION}' >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0 and done.stderr.endswith("| stop\n")
+
+
+def test_a_terminal_that_takes_ascii_only(monkeypatch: pytest.MonkeyPatch, capitals_artifact: Path) -> None:
+    """As with PYTHONIOENCODING=ascii: other characters are shown as Python writes them, and JSON is ASCII anyway."""
+    words = ["run", str(capitals_artifact), "--prompt", "What is the capital of São Tomé and Príncipe?"]
+    for more, written in (([], "S\\xe3o Tom\\xe9\n"), (["--json"], r"S\u00e3o Tom\u00e9")):
+        stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main([*words, *more]) == 0
+        assert written in stdout.buffer.getvalue().decode()  # type: ignore[attr-defined]
+
+
+# Imports that catch Ctrl-C and go on, as some of torch's do.
+SWALLOWING = """
+import importlib, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from ostinato.runner.cli import main
+import_module = importlib.import_module
+def swallowing(name):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        pass
+    return import_module(name)
+importlib.import_module = swallowing
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("command", ["run", "export", "bench", "inspect"])
+def test_interrupt_during_imports(command: str) -> None:
+    done = subprocess.run([sys.executable, "-c", SWALLOWING, command], capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_reader_of_inspect_goes_away(recurrent_artifact: Path) -> None:

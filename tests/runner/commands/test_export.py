@@ -25,10 +25,17 @@ from ...processes import INTERRUPTIBLE_CLI, PATIENCE
 TINY = {"forward": (nn.ReLU(), (torch.zeros(2),), None)}
 
 
-def start_export(model: Path, output: Path) -> subprocess.Popen[str]:
+def start_export(model: Path, output: Path, **environment: str) -> subprocess.Popen[str]:
     """Start an export in a process group of its own, as a shell does; return it while it compiles."""
     words = [*INTERRUPTIBLE_CLI, "export", "--model", str(model), "--output", str(output), "--max-seq-len", "32"]
-    export = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    export = subprocess.Popen(
+        words,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **environment},
+    )
     assert export.stderr is not None
     for line in export.stderr:
         if "trace decode" in line:
@@ -60,6 +67,28 @@ def test_interrupted(capitals_checkpoint: Path, recurrent_artifact: Path, tmp_pa
     assert [path.name for path in output.parent.iterdir()] == ["artifact"]
     with load_program(output) as program:
         assert program.method_names == {"prefill", "decode"}
+
+
+def test_terminated(capitals_checkpoint: Path, tmp_path: Path) -> None:
+    """SIGTERM, as `timeout` sends it to the process alone, ends the compilers too and leaves no folders."""
+    output, scratch = tmp_path / "artifact", tmp_path / "scratch"
+    scratch.mkdir()
+    export = start_export(capitals_checkpoint, output, TMPDIR=str(scratch))
+    assert list(scratch.glob("ostinato-*"))
+    export.terminate()
+    assert finish(export).splitlines()[-1] == "terminated"
+    assert export.returncode == -signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["scratch"]
+    assert not list(scratch.glob("ostinato-*"))
+    working = [path for path in Path("/proc").glob("[0-9]*/cwd") if points_below(path, scratch)]
+    assert working == []
+
+
+def points_below(link: Path, folder: Path) -> bool:
+    try:
+        return Path(os.readlink(link)).is_relative_to(folder)
+    except OSError:
+        return False
 
 
 def test_killed(capitals_checkpoint: Path, tmp_path: Path) -> None:
