@@ -57,16 +57,15 @@ def check_room(device: torch.device, method: str, constant_bytes: int, buffer_by
     On a CPU these are only the mutable buffers: constants stay in the mapped file. The system would grant more memory than
     there is, and end the process when the memory is used.
     """
-    if device.type == "cpu":
+    needed, free = constant_bytes + buffer_bytes, free_device_memory(device)
+    if free is None:
         available = available_host_memory()
         if available is not None and buffer_bytes > available:
             raise DeviceMemoryError(
                 f"method {method!r} needs {size_text(buffer_bytes)} of the host's memory for mutable buffers; "
                 f"{size_text(available)} are available. Ask for fewer sessions or kv_tokens, or free memory"
             )
-        return
-    needed, free = constant_bytes + buffer_bytes, free_device_memory(device)
-    if free is not None and needed > free:
+    elif needed > free:
         raise DeviceMemoryError(
             f"method {method!r} needs {size_text(needed)} on {_name(device)}: {size_text(constant_bytes)} of constants and "
             f"{size_text(buffer_bytes)} of mutable buffers; {size_text(free)} are free. {_ADVICE}"
