@@ -11,10 +11,6 @@ if [ "${1:-}" = --device ]; then
 fi
 make_environment "$device"
 cd "$ROOT"
-processes=()
-if [ "$device" = cpu ]; then
-    # Each process takes up to 2 GB. On a GPU there is only one process: tests that fill its memory would break others.
-    cores="$(nproc)"
-    processes=(-n "$((cores < 8 ? cores : 8))")
-fi
-exec "$PYTHON_BIN" -m pytest ${processes[@]+"${processes[@]}"} "$@"
+# Each process takes up to 2 GB, and on a GPU as much of its memory.
+cores="$(nproc)"
+exec "$PYTHON_BIN" -m pytest -n "$((cores < 8 ? cores : 8))" "$@"

@@ -8,11 +8,12 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from unittest import mock
 
 import pytest
@@ -48,6 +49,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """On a GPU, a test with the mark `gpu_alone` runs while the tests of all other processes wait."""
+    if not torch.cuda.is_available():
+        return (yield)
+    folder = Path(tempfile.gettempdir(), f"ostinato-tests-{os.getuid()}")
+    folder.mkdir(exist_ok=True)
+    alone = item.get_closest_marker("gpu_alone") is not None
+    # A test that waits to be alone keeps this door shut, so that no other begins.
+    with _locked(folder / "door.lock") as door, _locked(folder / "tests.lock", shared=not alone):
+        door.close()
+        return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -97,11 +112,12 @@ def exported(
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let one process in at a time; the others wait. A process that is killed releases the lock."""
+def _locked(path: Path, shared: bool = False) -> Iterator[IO[str]]:
+    """Let one process in at a time, or all that share; the others wait. A process that is killed releases the lock; so does
+    `close` of the file."""
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        yield file
 
 
 @pytest.fixture(scope="session")

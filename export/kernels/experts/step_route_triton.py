@@ -78,7 +78,8 @@ def key_of(value, expert):
     bits = (value.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
     if value.dtype == tl.bfloat16:
         bits ^= ((bits >> 31) & 0x7FFF0000) | -0x80000000
-        key = (bits | (0xFFFF - expert)).to(tl.uint32, bitcast=True)
+        # The lower half is 0, but for NaN, where the addition above sets all its bits on a GPU.
+        key = ((bits | 0xFFFF) - expert).to(tl.uint32, bitcast=True)
     else:
         bits ^= (bits >> 31) | -0x80000000
         key = (bits.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | (0xFFFF - expert).to(tl.uint64)

@@ -19,7 +19,7 @@ from ostinato.delegate.torch_internals import free_pinned_memory
 
 from ..loading_cases import STATE, many_constants, record_of, with_one_bit_flipped, written
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone]
 
 MB = 1 << 20
 # Sizes of several upload pieces and a rest; the last is a whole number of pieces.
