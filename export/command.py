@@ -81,7 +81,7 @@ def main(arguments: argparse.Namespace) -> int:
             max_seq_len=arguments.max_seq_len,
             prefill_chunk=arguments.prefill_chunk,
             quant=quant,
-            cpu_moe=None if arguments.cpu_moe else arguments.n_cpu_moe or 0,
+            cpu_moe=arguments.cpu_moe or arguments.n_cpu_moe or 0,
             load_format=arguments.load_format,
             progress=progress,
         )

@@ -47,7 +47,7 @@ def export_model(
     max_seq_len: int | None = None,
     prefill_chunk: int | None = None,
     quant: Quantization | None = None,
-    cpu_moe: int | None = 0,
+    cpu_moe: bool | int = False,
     load_format: str = "auto",
     progress: Progress | None = None,
 ) -> ExportReport:
@@ -64,8 +64,8 @@ def export_model(
         max_seq_len: most tokens of a prompt and its answer together; None takes the model's limit, at most 4096.
         prefill_chunk: most tokens that one call of `prefill` takes; None takes 2048, or max_seq_len - 1 if that is less.
         quant: how weights are quantised to int4; None keeps them in `dtype`.
-        cpu_moe: number of layers, counted from the first, whose routed experts stay in the host's memory and are computed on
-            the CPU; None: all layers. Everything else runs on `device`.
+        cpu_moe: whether routed experts stay in the host's memory and are computed on the CPU; a number: those of so many
+            layers, counted from the first. Everything else runs on `device`.
         load_format: "auto" reads the folder's safetensors; "dummy" makes random weights that fit its config.json.
         progress: shows and keeps the time of each stage.
 
@@ -185,13 +185,15 @@ def _prefill_chunk(length: int, wanted: int | None) -> int:
     return wanted
 
 
-def _cpu_moe(config: ModelConfig, wanted: int | None) -> int:
+def _cpu_moe(config: ModelConfig, wanted: bool | int) -> int:
     layers = config.num_expert_layers
-    if wanted == 0:
+    if not isinstance(wanted, int):
+        raise ExportError(f"cpu_moe must be True, False or a number of layers, got {wanted!r}")
+    if not wanted:
         return 0
     if not layers:
         raise ExportError(f"--cpu-moe and --n-cpu-moe are for models with experts; {config.model_type!r} has none")
-    if wanted is None:
+    if wanted is True:
         return layers
     if not 0 < wanted <= layers:
         raise ExportError(f"--n-cpu-moe must be 0 to {layers}, the model's layers with experts; got {wanted}")

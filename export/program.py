@@ -24,7 +24,7 @@ from ostinato.delegate.artifact.target import Target, host_target
 from ostinato.delegate.errors import ExportError
 from ostinato.delegate.memory import size_text
 from ostinato.export.artifact.records import Constants, ValueRange, make_method
-from ostinato.export.artifact.writer import atomic_folder, write_constants
+from ostinato.export.artifact.writer import atomic_folder, check_room, write_constants
 from ostinato.export.compile.aot import Code
 from ostinato.export.compile.libraries import Libraries
 from ostinato.export.compile.toolchain import find_compiler
@@ -122,6 +122,8 @@ def export_program(
         for name, method in traced.items():
             constants.add(method)
             _warn_of_training(name, method)
+        # Before minutes of compiling. The code comes on top.
+        check_room(folder, sum(tensor.nbytes for tensor in constants.tensors.values()), Path(output))
         codes = _compile_all(traced, libraries, constants)
         export_id = uuid.uuid4().hex
         with progress.stage("assemble program"), _quiet():

@@ -7,6 +7,7 @@ import importlib
 import io
 import os
 import sys
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from ostinato.delegate.signals import interrupts_end_at_once
@@ -89,7 +90,9 @@ def _run(argv: list[str] | None) -> int:
     if not words:
         parser.print_help()
         return 0
-    arguments = parser.parse_args(words)
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     for option, value in vars(arguments).items():
         # argparse gives an empty list for `--option=--`.
         if value == [] or (isinstance(value, list) and [] in value):
@@ -105,15 +108,17 @@ def _run(argv: list[str] | None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Ends with one line, also if a word that it complains about has line breaks."""
+    """Ends with one line, as all errors do."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(" ".join(message.splitlines()))
+        _complain(f"{message} (see {self.prog} --help)")
+        sys.exit(2)
 
 
 def _complain(text: str) -> None:
-    """Print an error as one line: a name in it may hold line breaks."""
-    print("error:", " ".join(text.splitlines()), file=sys.stderr)
+    """Print an error as one line: a name in it may hold line breaks. If stderr takes nothing, the status must say it."""
+    with suppress(OSError):
+        print("error:", " ".join(text.splitlines()), file=sys.stderr)
 
 
 def _prepare_streams() -> None:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from ostinato.delegate import InputError, Program, load_program
+from ostinato.delegate.artifact.files import artifact_paths
 from ostinato.delegate.errors import OptionError
 from ostinato.delegate.sampling import SamplingParams
 
@@ -130,7 +131,9 @@ class Engine:
         try:
             if on_total is not None:
                 on_total(program.bytes_to_load())
-            engine = cls(program, Path(path), cuda_graph, warmup_steps, prefill_buckets, row_buckets)
+            engine = cls(
+                program, artifact_paths(path)[0].parent, cuda_graph, warmup_steps, prefill_buckets, row_buckets
+            )
             if prefault:
                 program.prefault()
             return engine

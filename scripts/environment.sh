@@ -45,7 +45,7 @@ check_gpu() {
 make_environment() {
     local device="$1" needs
     case "$device" in
-    cpu) needs="5 to 10 minutes and 5.4 GB of disk (2.2 GB if pip finds torch built for CPUs)" ;;
+    cpu) needs="5 to 10 minutes and 5.5 GB of disk (2.2 GB if pip finds torch built for CPUs)" ;;
     cuda)
         check_gpu
         needs="5 to 10 minutes and about 6 GB of disk"

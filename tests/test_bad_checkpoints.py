@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ostinato.delegate import load_program
+from ostinato.delegate import ExportError, load_program
+from ostinato.export import export_model
 from ostinato.runner.cli import main
 
 from .comparison import relative_error
-from .conftest import Fails, only_methods
+from .conftest import CAPITALS, Fails, only_methods
 from .export.networks import CONFIGS, with_room
 
 # Bound of the error of logits: on a CPU, the inputs of four-bit weights are bytes.
@@ -187,6 +188,11 @@ def test_experts_on_the_host_of_layers_that_are_not_there(export_fails: Fails, c
 def test_experts_on_the_host_of_a_model_without(export_fails: Fails, words: list[object]) -> None:
     error = export_fails(CONFIGS / "Qwen3.5-0.8B", "--load-format", "dummy", *words)
     assert "--cpu-moe and --n-cpu-moe are for models with experts; 'qwen3_5" in error and "has none" in error
+
+
+def test_what_cpu_moe_is_in_python(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="cpu_moe must be True, False or a number of layers, got 'all'"):
+        export_model(CAPITALS, tmp_path / "artifact", cpu_moe="all")  # type: ignore[arg-type]
 
 
 def test_shapes_that_int4_cannot_take(export_fails: Fails, checkpoint: Path) -> None:

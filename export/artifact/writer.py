@@ -146,13 +146,29 @@ def atomic_folder(output: Path) -> Iterator[Path]:
         _install(scratch, output)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(output.parent if output.parent.exists() else "/").free
+            shutil.rmtree(scratch, ignore_errors=True)
+            free = size_text(_free_bytes(output.parent))
             raise ExportError(
-                f"no room on the disk to write {output} ({size_text(free)} free); nothing was left behind"
+                f"no room on the disk to write {output} ({free} free); nothing was left behind"
             ) from error
-        raise ExportError(f"{output} cannot be written: {error}") from error
+        where = f" ({error.filename})" if error.filename not in (None, str(output)) else ""
+        raise ExportError(f"{output} cannot be written: {error.strerror or error}{where}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def check_room(folder: Path, nbytes: int, output: Path) -> None:
+    """Raises ExportError: the disk of `folder` has less than `nbytes` for the artifact that will be called `output`."""
+    free = _free_bytes(folder)
+    if free < nbytes:
+        raise ExportError(
+            f"no room on the disk to write {output} ({size_text(free)} free, its constants take {size_text(nbytes)}); "
+            "nothing was left behind"
+        )
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder if folder.exists() else "/").free
 
 
 def _followed(output: Path) -> Path:

@@ -15,6 +15,7 @@ import torch
 
 from ostinato.delegate.artifact.files import artifact_paths, open_artifact
 from ostinato.delegate.artifact.records import TensorSpec, dtype_name
+from ostinato.delegate.artifact.target import Target
 from ostinato.delegate.capacity import CapacityOptions, choose_capacity, sized
 from ostinato.delegate.errors import OptionError
 from ostinato.delegate.memory import size_text
@@ -101,10 +102,8 @@ def _tensor(spec: TensorSpec) -> dict[str, Any]:
 
 
 def _as_text(data: dict[str, Any], top: int) -> str:
-    target = data["target"]
-    where = f"{target['device']} {target['arch']}, torch {target['torch']}, {target['system']}"
     parts = [
-        f"compiled for {where}",
+        f"compiled for {Target(**data['target'])}",
         _files(data["files"]),
         _methods(data["methods"]),
         _inputs_and_outputs(data["methods"]),

@@ -11,17 +11,19 @@ import json
 import reprlib
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from ostinato.delegate.artifact.files import artifact_paths
 from ostinato.delegate.capacity import CapacityOptions
 from ostinato.delegate.errors import InputError, OptionError, OstinatoError
 from ostinato.delegate.graphs.state_machine import PHASE_OF_COUNTER
 from ostinato.delegate.sampling import SamplingParams
 from ostinato.runner.engine import DEFAULT_MAX_NEW_TOKENS, Engine, Result
 from ostinato.runner.load_bar import LoadBar
-from ostinato.runner.text.tokenizer import Message
+from ostinato.runner.text.tokenizer import Message, tokenizer_file
 
 NO_GRAPH_NOTE = (
     "note: this artifact runs on the CPU, where there is no graph for --cuda_graph to capture: the same phases and checks, "
@@ -78,7 +80,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         "--kv-tokens",
         type=int,
         metavar="N",
-        help="positions in the KV caches, all sessions together (default: max_seq_len for each)",
+        help="positions in the KV caches, all sessions together, in whole pages (default: max_seq_len for each)",
     )
     parser.add_argument(
         "--gpu-memory-fraction",
@@ -123,6 +125,12 @@ def main(arguments: argparse.Namespace) -> int:
     params = SamplingParams(**{item.name: getattr(arguments, item.name) for item in fields(SamplingParams)})
     messages, prompts = _messages(arguments), _prompts(arguments.prompts, arguments.raw)
     with LoadBar() as bar:
+
+        def begin(total: int) -> None:
+            # Refused before gigabytes are loaded.
+            tokenizer_file(artifact_paths(arguments.artifact)[0].parent)
+            bar.begin(total)
+
         loaded = Engine.load(
             arguments.artifact,
             cuda_graph=arguments.cuda_graph,
@@ -131,7 +139,7 @@ def main(arguments: argparse.Namespace) -> int:
             prefault=arguments.prefault,
             **asdict(capacity_of(arguments)),
             on_load=bar.advance,
-            on_total=bar.begin,
+            on_total=begin,
         )
     with loaded as engine:
         if arguments.cuda_graph and engine.program.device.type == "cpu":
@@ -233,4 +241,6 @@ def _decode_stats(result: Result | None) -> dict[str, Any]:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """Print a line to stderr. Where stderr takes nothing, the answer on stdout still counts."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

@@ -382,7 +382,8 @@ class Sessions:
         if not self._free:
             count = self._model.program.capacity.slots
             raise CapacityError(
-                f"all {count} sessions are open: close one, or load the program with more, as in sessions={count + 1}"
+                f"all {count} sessions are open (an answer of generate() that has not ended is one): close one, or load the "
+                f"program with more, as in sessions={count + 1}"
             )
         return self._free.pop()
 

@@ -22,6 +22,7 @@ import pytest
 
 from ostinato.delegate import load_program
 from ostinato.delegate.artifact.names import META_MUTABLE_BUFFERS
+from ostinato.delegate.artifact.target import host_target
 from ostinato.delegate.memory import size_text
 from ostinato.runner import SamplingParams, __version__
 from ostinato.runner.cli import COMMANDS, main
@@ -277,6 +278,15 @@ def test_full_disk(capitals_artifact: Path, words: list[str]) -> None:
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
+def test_a_stderr_that_is_full(capitals_artifact: Path) -> None:
+    """The status says what stderr cannot; an answer is one without its figures too."""
+    for artifact, expected in ((str(capitals_artifact), (0, "Paris\n")), ("nothing", (2, ""))):
+        with open("/dev/full", "w") as full:
+            command = [*CLI, "run", artifact, "--prompt", QUESTION]
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=PATIENCE)
+        assert (done.returncode, done.stdout) == expected
+
+
 def test_no_stdout(capitals_artifact: Path) -> None:
     command = f"{sys.executable} -m ostinato.runner.cli run {capitals_artifact} --prompt '{QUESTION}' >&-"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=PATIENCE)
@@ -285,7 +295,7 @@ def test_no_stdout(capitals_artifact: Path) -> None:
 
 def test_a_terminal_that_takes_ascii_only(monkeypatch: pytest.MonkeyPatch, capitals_artifact: Path) -> None:
     """As with PYTHONIOENCODING=ascii: other characters are shown as Python writes them, and JSON is ASCII anyway."""
-    words = ["run", str(capitals_artifact), "--prompt", "What is the capital of São Tomé and Príncipe?"]
+    words = ["run", str(capitals_artifact / "model.pte"), "--prompt", "What is the capital of São Tomé and Príncipe?"]
     for more, written in (([], "S\\xe3o Tom\\xe9\n"), (["--json"], r"S\u00e3o Tom\u00e9")):
         stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
         monkeypatch.setattr(sys, "stdout", stdout)
@@ -328,7 +338,7 @@ def test_reader_of_inspect_goes_away(recurrent_artifact: Path) -> None:
 def test_inspect(capsys: pytest.CaptureFixture[str], recurrent_artifact: Path) -> None:
     text = run_here(capsys, "inspect", recurrent_artifact)
     rows = [" ".join(line.split()) for line in text.splitlines()]
-    assert rows[0].startswith("compiled for ")
+    assert rows[0] == f"compiled for {host_target('cpu')}"
     for row in (
         f"prefill input tokens [1, T=2..{MAX_SEQ_LEN - 1}] int64 0..{VOCAB - 1}",
         f"decode output logits [1, {VOCAB}] float32",

@@ -24,7 +24,7 @@ LAYERS = 4
 @pytest.fixture(scope="module")
 def artifact(exported: Callable[..., Path]) -> Path:
     def build(path: Path) -> None:
-        export_model(CAPITALS, path, max_seq_len=CAPITALS_LENGTH, cpu_moe=None)
+        export_model(CAPITALS, path, max_seq_len=CAPITALS_LENGTH, cpu_moe=True)
 
     return exported("capitals-cpu-moe", build, str(CAPITALS_LENGTH))
 

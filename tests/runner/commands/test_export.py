@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -137,6 +138,19 @@ def test_disk_full(small_disk: Path) -> None:
     with pytest.raises(ExportError, match=rf"no room on the disk to write {output} \(\d+\.?\d* k?B free\)"):
         export_program(TINY, output)
     assert list(output.parent.iterdir()) == []
+
+
+def test_a_disk_that_is_too_small(small_disk: Path) -> None:
+    """It is said before anything is compiled."""
+    from ostinato.export import export_program
+
+    module, example = nn.Linear(256, 64).eval(), (torch.zeros(2, 256),)
+    with (
+        mock.patch("ostinato.export.program._compile_all", side_effect=AssertionError),
+        pytest.raises(ExportError, match=r"B free, its constants take 65.8 kB\); nothing was left"),
+    ):
+        export_program({"forward": (module, example, None)}, small_disk / "artifact")
+    assert list(small_disk.iterdir()) == []
 
 
 @pytest.mark.usefixtures("no_compiler")
