@@ -177,6 +177,11 @@ class Program(Owner):
                 raise ClosedError("the program is closed")
             return self._pool.new_buffers()
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def bind_state(self, buffers: Mapping[str, torch.Tensor] | None = None) -> None:
         """Make all methods use `buffers` as their mutable buffers, until the next call of `bind_state`.
 

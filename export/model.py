@@ -99,8 +99,7 @@ def export_model(
     )
     # A GPU makes and quantises weights many times faster, also when the code is for a CPU.
     computes = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not (folder / "tokenizer.json").exists():
-        progress.note(f"{folder} has no tokenizer.json: the artifact takes token ids, and `ostinato run` cannot use it")
+    ends = _eos_ids(folder, _tokenizer(folder / "tokenizer.json", progress))
     source = _weight_source(family, network, folder, load_format, computes, progress)
     allocate_untouched(network)
     methods = family.methods(network)
@@ -108,7 +107,7 @@ def export_model(
         methods,
         output,
         device=device,
-        metadata=_metadata(folder, device, dtype, quant, network),
+        metadata=_metadata(ends, device, dtype, quant, network),
         value_ranges={
             "tokens": (0, config.vocab_size - 1),
             "input_pos": (0, length - 1),
@@ -122,6 +121,21 @@ def export_model(
         weights=QuantizedWeights(network, source, computes, hqq=quant is not None and quant.hqq),
         progress=progress,
     )
+
+
+def _tokenizer(path: Path, progress: Progress) -> Any:
+    """Return the file's `tokenizers.Tokenizer`, or None if there is no such file. Raises CheckpointError: a broken file."""
+    if not path.exists():
+        progress.note(
+            f"{path.parent} has no tokenizer.json: the artifact takes token ids, and `ostinato run` cannot use it"
+        )
+        return None
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises bare Exception.
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _dtype(config: ModelConfig, wanted: str | None, progress: Progress) -> str:
@@ -201,7 +215,7 @@ def _cpu_moe(config: ModelConfig, wanted: bool | int) -> int:
 
 
 def _metadata(
-    folder: Path, device: str, dtype: str, quant: Quantization | None, network: LanguageModel
+    ends: list[int], device: str, dtype: str, quant: Quantization | None, network: LanguageModel
 ) -> dict[str, Any]:
     config = network.config
     # Workspaces are left out: their content between steps means nothing.
@@ -223,13 +237,12 @@ def _metadata(
         names.META_KV_BYTES: kv_bytes_per_token(network),
         names.META_MUTABLE_BUFFERS: json.dumps({"version": 1, "mutable_buffers": sorted(state)}),
     }
-    eos = _eos_ids(folder)
-    if eos:
-        metadata[names.META_EOS_IDS] = eos
+    if ends:
+        metadata[names.META_EOS_IDS] = ends
     return metadata
 
 
-def _eos_ids(folder: Path) -> list[int]:
+def _eos_ids(folder: Path, tokenizer: Any) -> list[int]:
     """Return the end-of-sequence ids: those of generation_config.json, or else of config.json, and the tokenizer's
     `eos_token`.
 
@@ -251,17 +264,9 @@ def _eos_ids(folder: Path) -> list[int]:
             break
     token = _read_json(folder / "tokenizer_config.json").get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
-    if content:
-        ids += _added_ids(folder / "tokenizer.json", content)
+    if content and tokenizer is not None:
+        ids += [index for index, added in tokenizer.get_added_tokens_decoder().items() if added.content == content]
     return list(dict.fromkeys(ids))
-
-
-def _added_ids(path: Path, content: str) -> list[int]:
-    """Return the ids of the added tokens in tokenizer.json (`path`) whose text is `content`."""
-    added = _read_json(path).get("added_tokens") or []
-    if not isinstance(added, list) or not all(isinstance(entry, dict) and _is_id(entry.get("id")) for entry in added):
-        raise CheckpointError(f"{path}: added_tokens must be a list of objects with an id each")
-    return [entry["id"] for entry in added if entry.get("content") == content]
 
 
 def _is_id(value: object) -> bool:

@@ -101,6 +101,8 @@ def export_program(
         TargetError: the device is "cuda", and there is no GPU.
     """
     progress = progress or Progress()
+    if not isinstance(methods, Mapping):
+        raise ExportError(f"methods must be a mapping from name to method, got {type(methods).__name__}")
     if not methods:
         raise ExportError("there is no method to export")
     if device not in ("cpu", "cuda"):
@@ -170,7 +172,8 @@ def _warn_of_training(name: str, method: TracedMethod) -> None:
     """Log one line, which stderr gets unless the program has handlers: also without a `Progress` this must be seen."""
     if any(module.training for traced in method.links for module in traced.link.module.modules()):
         logger.warning(
-            "method %r: its module is exported in training mode (dropout, batch norm): call the module's eval() before",
+            "method %r: its module is exported in training mode, with dropout and batch norm as in training: call its eval() "
+            "before the export",
             name,
         )
 

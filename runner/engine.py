@@ -12,11 +12,10 @@ from typing import Any
 
 from ostinato.delegate import InputError, Program, load_program
 from ostinato.delegate.artifact.files import artifact_paths
-from ostinato.delegate.errors import OptionError
 from ostinato.delegate.sampling import SamplingParams
 
 from .model.model import DEFAULT_WARMUP_STEPS, Model, token_ids
-from .sessions.sessions import Session, Sessions, checked_params
+from .sessions.sessions import Session, Sessions, check_max_new_tokens, checked_params
 from .sessions.warm_up import WarmUp, warm_up
 from .text.tokenizer import Message, TextStream, Tokenizer
 
@@ -60,12 +59,13 @@ class Result:
 class Engine:
     """A loaded artifact that answers prompts. Made by `Engine.load`, or from a loaded program.
 
-    It is a context manager that frees the program on exit.
+    It is a context manager that frees the program on exit. Several threads may use it: their steps take turns, and each
+    answer has a session of its own.
 
     Attributes:
         model: the program's methods as one model.
         sessions: the conversations with this model.
-        last: the last answer of `generate`, or the beginning of an answer that is under way.
+        last: the answer that the last call of `generate` or `generate_tokens` began, as far as it has come.
 
     >>> with Engine.load("artifact/", cuda_graph=True) as engine:
     ...     for text in engine.generate("What is the capital of France?"):
@@ -150,6 +150,11 @@ class Engine:
         return self.model.max_seq_len
 
     @property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids of the tokens that end an answer."""
+        return self.model.eos_ids
+
+    @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             self._tokenizer = Tokenizer(self._folder)
@@ -170,7 +175,7 @@ class Engine:
             "capacity": {
                 **asdict(self.program.capacity),
                 "free_slots": self.sessions.free,
-                "free_pages": self.sessions.pages.free,
+                "free_pages": self.sessions.free_pages,
             },
             "program": asdict(self.program.stats),
             "methods": self.model.method_stats,
@@ -221,6 +226,10 @@ class Engine:
         """
         if not prompt or (isinstance(prompt, str) and not raw and not prompt.strip()):
             raise InputError("the prompt is empty")
+        if not isinstance(prompt, str) and not _is_chat(prompt):
+            raise InputError(
+                "a prompt is text, or a list of messages with role and content; generate_tokens takes token ids"
+            )
         if raw:
             if not isinstance(prompt, str):
                 raise InputError("raw=True takes a string, not a list of messages")
@@ -253,10 +262,7 @@ class Engine:
         """
         tokens = self.encode_prompt(prompt, raw, chat_template_kwargs)
         stream = TextStream(self.tokenizer)
-        steps = self.generate_tokens(
-            tokens, max_new_tokens=max_new_tokens, sampling_params=sampling_params, ignore_eos=ignore_eos
-        )
-        result = self.last
+        result, steps = self._begin(tokens, max_new_tokens, sampling_params, ignore_eos)
 
         def texts() -> Iterator[str]:
             for token in steps:
@@ -284,20 +290,7 @@ class Engine:
 
         The arguments are checked at once; each token is computed when it is taken. Raises the same errors as `generate`.
         """
-        prompt = token_ids(tokens)
-        if not prompt:
-            raise InputError("the prompt is empty")
-        if max_new_tokens < 1:
-            raise OptionError(f"max_new_tokens must be 1 or more, got {max_new_tokens}")
-        if len(prompt) >= self.max_seq_len:
-            raise InputError(
-                f"the prompt has {len(prompt)} tokens and leaves no room for an answer in max_seq_len {self.max_seq_len}: "
-                "shorten it, or export with a larger --max-seq-len"
-            )
-        params = checked_params(sampling_params)
-        self.last = Result(prompt_tokens=len(prompt))
-        eos_ids = frozenset() if ignore_eos else self.model.eos_ids
-        return self._generate(prompt, max_new_tokens, params, eos_ids)
+        return self._begin(tokens, max_new_tokens, sampling_params, ignore_eos)[1]
 
     def close(self) -> None:
         self.program.close()
@@ -310,10 +303,32 @@ class Engine:
     ) -> None:
         self.close()
 
+    def _begin(
+        self, tokens: Sequence[int], max_new_tokens: int, sampling_params: SamplingParams | None, ignore_eos: bool
+    ) -> tuple[Result, Generator[int, None, None]]:
+        """Check the arguments of an answer. Return its result, which is empty so far, and its tokens."""
+        prompt = token_ids(tokens)
+        if not prompt:
+            raise InputError("the prompt is empty")
+        check_max_new_tokens(max_new_tokens)
+        if len(prompt) >= self.max_seq_len:
+            raise InputError(
+                f"the prompt has {len(prompt)} tokens and leaves no room for an answer in max_seq_len {self.max_seq_len}: "
+                "shorten it, or export with a larger --max-seq-len"
+            )
+        params = checked_params(sampling_params)
+        result = self.last = Result(prompt_tokens=len(prompt))
+        eos_ids = frozenset() if ignore_eos else self.eos_ids
+        return result, self._generate(result, prompt, max_new_tokens, params, eos_ids)
+
     def _generate(
-        self, prompt: list[int], max_new_tokens: int, sampling_params: SamplingParams, eos_ids: frozenset[int]
+        self,
+        result: Result,
+        prompt: list[int],
+        max_new_tokens: int,
+        sampling_params: SamplingParams,
+        eos_ids: frozenset[int],
     ) -> Generator[int, None, None]:
-        result = self.last
         room = min(max_new_tokens, self.max_seq_len - len(prompt))
         session = self.open_session(sampling_params)
         begin = time.perf_counter()
@@ -343,3 +358,7 @@ class Engine:
                 "shared": stats.shared,
                 "bytes_saved": stats.bytes_saved,
             }
+
+
+def _is_chat(prompt: object) -> bool:
+    return isinstance(prompt, Sequence) and all(isinstance(message, Mapping) for message in prompt)

@@ -86,7 +86,6 @@ def change(checkpoint: Path, **settings: object) -> None:
         "model.safetensors.index.json",
         "generation_config.json",
         "tokenizer_config.json",
-        "tokenizer.json",
     ],
 )
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000], ids=["lists", "objects"])
@@ -133,11 +132,30 @@ def test_tensors_that_do_not_fit(export_fails: Fails, checkpoint: Path) -> None:
     assert f"tensor {name!r} of the checkpoint has shape [3]" in export_fails(checkpoint)
 
 
+@pytest.mark.parametrize(("dtype", "stored"), [(torch.int32, "I32"), (torch.float8_e4m3fn, "F8_E4M3")], ids=str)
+def test_weights_of_another_dtype(export_fails: Fails, checkpoint: Path, dtype: torch.dtype, stored: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = checkpoint / "model-00001-of-00004.safetensors"
+    name = "model.layers.0.input_layernorm.weight"
+    tensors = load_file(path)
+    save_file({**tensors, name: tensors[name].to(dtype)}, path)
+    expected = f"tensor {name!r} of the checkpoint is stored as {stored}; an export takes BF16, F16, F32, F64"
+    assert expected in export_fails(checkpoint)
+
+
+@pytest.mark.parametrize("text", ["{}", "[" * 100_000, '{"a":' * 100_000], ids=["empty", "lists", "objects"])
+def test_a_tokenizer_of_another_form(export_fails: Fails, checkpoint: Path, text: str) -> None:
+    path = checkpoint / "tokenizer.json"
+    path.write_text(text)
+    assert f"{path} cannot be read: " in export_fails(checkpoint)
+
+
 @pytest.mark.parametrize("added", [3, [3], {"id": 1}, [{"content": "a"}], [{"id": "1"}], [{"id": 2**70}]])
 def test_added_tokens_of_another_form(export_fails: Fails, checkpoint: Path, added: object) -> None:
     path = checkpoint / "tokenizer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "added_tokens": added}))
-    assert f"{path}: added_tokens must be a list of objects with an id each" in export_fails(checkpoint)
+    assert f"{path} cannot be read: " in export_fails(checkpoint)
 
 
 @pytest.mark.parametrize("ends", ["2", [2, None], 2.5, {"id": 2}, True, -1, [2**31]])

@@ -132,7 +132,9 @@ def read_config_file(folder: Path) -> dict[str, Any]:
 def _download(folder: Path) -> str:
     """The command that downloads a model, if `folder` has the form of its name on the Hugging Face hub, OWNER/NAME."""
     name = folder.as_posix()
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or folder.parent.exists():
+    # These are folders of people's own; README has the first.
+    own = folder.parts[0] in ("checkpoints", "models", "artifacts")
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or own or folder.parent.exists():
         return ""
     return f"; a model's name? Download it: hf download {name} --local-dir {folder.name}, then --model {folder.name}"
 

@@ -14,6 +14,8 @@ from ostinato.delegate.errors import CheckpointError
 
 from .sources.safetensors import SafetensorsFolder, some_of
 
+# Dtypes of stored weights, as safetensors calls them. Others are parts of a number format, with scales beside them.
+_DTYPES = ("BF16", "F16", "F32", "F64")
 # Name of a tensor of a single expert.
 _EXPERT = re.compile(r"^(?P<parent>.*)\.(?P<index>\d+)\.(?P<module>\w+)\.weight$")
 
@@ -59,8 +61,8 @@ class CheckpointWeights:
         skipped: names of tensors that a text model does not use.
 
     Raises:
-        CheckpointError: tensors are missing, unexpected or of another shape; the message names them. Only headers are read
-            for this check.
+        CheckpointError: tensors are missing, unexpected, or of another shape or dtype; the message names them. Only headers
+            are read for this check.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class CheckpointWeights:
             missing.extend(absent)
             if not absent:
                 self._check_shapes(name, parts, shape)
+                self._check_dtypes(parts)
         used = {part for parts in self._parts.values() for part in parts}
         self.skipped = [name for name in self._stored if self._names.skipped.search(name)]
         unexpected = set(self._stored) - used - set(self.skipped) - ({self._names.head} if tied else set())
@@ -120,6 +123,14 @@ class CheckpointWeights:
                 f"the checkpoint has {found} experts for {name}, its config.json asks for {count} experts"
             )
         return [f"{prefix}.{index}.{part}.weight" for index in range(count) for part in self._names.experts[last]]
+
+    def _check_dtypes(self, parts: list[str]) -> None:
+        for part in parts:
+            dtype = self._source.dtype(self._stored[part])
+            if dtype not in _DTYPES:
+                raise CheckpointError(
+                    f"tensor {part!r} of the checkpoint is stored as {dtype}; an export takes {', '.join(_DTYPES)}"
+                )
 
     def _check_shapes(self, name: str, parts: list[str], expected: tuple[int, ...]) -> None:
         shapes = [self._source.shape(self._stored[part]) for part in parts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -22,10 +23,13 @@ class Pages:
         self._size = program.capacity.page_size
         self._users = [0] * program.capacity.pages
         self._free = list(reversed(range(program.capacity.pages)))
+        self._dropped: deque[list[int]] = deque()
 
     @property
     def free(self) -> int:
         """Number of pages that no session has."""
+        while self._dropped:
+            self.release(self._dropped.popleft())
         return len(self._free)
 
     def reserve(self, slot: int, owned: list[int], first: int, end: int) -> int:
@@ -44,13 +48,14 @@ class Pages:
         """
         if not self._users:
             return end
+        free = self.free
         begin, stop = first // self._size, -(-end // self._size)
         shared = [index for index in range(begin, min(stop, len(owned))) if self._users[owned[index]] > 1]
         wanted = len(shared) + max(0, stop - len(owned))
-        if wanted > self.free:
+        if wanted > free:
             pages = "page" if wanted == 1 else "pages"
             raise CapacityError(
-                f"the sessions' keys and values need {wanted} more {pages} of {self._size} positions, {self.free} of "
+                f"the sessions' keys and values need {wanted} more {pages} of {self._size} positions, {free} of "
                 f"{len(self._users)} are free: close a session, or load the program with more kv_tokens"
             )
         for index in shared:
@@ -76,6 +81,10 @@ class Pages:
             self._users[page] -= 1
             if not self._users[page]:
                 self._free.append(page)
+
+    def release_later(self, owned: list[int]) -> None:
+        """As `release`, before the next pages are dealt out. It may be called at any time, in any thread."""
+        self._dropped.append(owned)
 
     def write_block_table(self, slot: int, owned: Sequence[int], first: int = 0) -> None:
         """Write the numbers of a session's pages, from index `first` on, into the block table."""

@@ -1,16 +1,20 @@
 """Sessions: conversations over one model, each with its own state, position, sampling and history.
 
 A session has a slot of the state that does not grow, and pages of the KV caches. The tokens that a session generates do not
-depend on the other sessions. Nothing in this file may be used by several threads at once.
+depend on the other sessions. Several threads may use the sessions of an engine: they take turns. A single session belongs to
+one thread at a time.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import wraps
+from threading import RLock
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -22,6 +26,9 @@ from ostinato.runner.model.model import Model, token_ids
 from ostinato.runner.model.steps import PendingTokens, steps_of
 
 from .pages import Pages
+
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
 
 
 @dataclass
@@ -65,7 +72,7 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """The session's history: tokens that it was given, and tokens that were sampled."""
+        """The session's history: tokens that it was given, and tokens that were sampled. Not a copy: do not change it."""
         return self._open.tokens
 
     @property
@@ -167,11 +174,26 @@ class Snapshot:
     def close(self) -> None:
         """Give the pages back. Closing twice is fine."""
         if self._state is not None:
-            self._owner.pages.release(self._state.pages)
+            self._owner.drop(self)
             self._state, self._slot_state = None, {}
 
     def __del__(self) -> None:
-        self.close()
+        # The garbage collector may call this anywhere, also in the middle of what `Sessions` does.
+        if self._state is not None:
+            self._owner.pages.release_later(self._state.pages)
+
+
+def _in_turn(
+    operation: Callable[Concatenate[Sessions, Parameters], Returned],
+) -> Callable[Concatenate[Sessions, Parameters], Returned]:
+    """Let one thread at a time into such methods of the same sessions."""
+
+    @wraps(operation)
+    def run(sessions: Sessions, *arguments: Parameters.args, **named: Parameters.kwargs) -> Returned:
+        with sessions._lock:
+            return operation(sessions, *arguments, **named)
+
+    return run
 
 
 class Sessions:
@@ -188,6 +210,7 @@ class Sessions:
         self.steps = steps_of(model)
         self._free = list(reversed(range(model.program.capacity.slots)))
         self._host_ns = 0
+        self._lock = RLock()
 
     @property
     def free(self) -> int:
@@ -195,20 +218,31 @@ class Sessions:
         return len(self._free)
 
     @property
+    @_in_turn
+    def free_pages(self) -> int:
+        """Number of pages of the KV caches that no session has."""
+        return self.pages.free
+
+    @property
     def host_seconds(self) -> float | None:
         """Seconds that `step` has taken so far, without waits for the GPU; None if the two cannot be told apart."""
         return self._host_ns / 1e9 if self.steps.goes_ahead else None
 
+    @_in_turn
     def open(self, sampling_params: SamplingParams | None = None) -> Session:
         """Open a new session.
 
         Raises:
             CapacityError: no slot is free.
             OptionError: `sampling_params` are something else.
+            ClosedError: the program is closed.
         """
         params = checked_params(sampling_params)
+        if self._model.program.closed:
+            raise ClosedError("the program is closed")
         return Session(self, self._take_slot(), SessionState(sampling_params=params))
 
+    @_in_turn
     def step(self, sessions: Sequence[Session], more: bool = False) -> list[int]:
         """Return the next token of each session, in their order, and add it to the session's history.
 
@@ -222,8 +256,8 @@ class Sessions:
             CapacityError: too few pages are free; no session has advanced.
         """
         begin = time.perf_counter_ns()
-        if any(session._owner is not self for session in sessions):
-            raise InputError("a session of another engine")
+        if isinstance(sessions, Session) or any(getattr(session, "_owner", None) is not self for session in sessions):
+            raise InputError("a step takes a list of sessions of this engine")
         if len({session.slot for session in sessions}) < len(sessions):
             raise InputError("a session stands in the step twice")
         self._sample(sessions, 1)
@@ -240,6 +274,7 @@ class Sessions:
             session.tokens.append(tokens[-1])
         return tokens
 
+    @_in_turn
     def prefill(self, session: Session, tokens: Sequence[int]) -> None:
         """See `Session.prefill`."""
         tokens = token_ids(tokens)
@@ -259,6 +294,7 @@ class Sessions:
         state.tokens += tokens
         state.seen = end
 
+    @_in_turn
     def append(self, session: Session, token: int) -> None:
         """See `Session.append`."""
         (token,) = token_ids([token])
@@ -276,11 +312,12 @@ class Sessions:
     ) -> Generator[int, None, None]:
         """See `Session.generate`."""
         room = self._model.max_seq_len - session.position
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise OptionError(f"max_new_tokens must be 1 or more, got {max_new_tokens}")
+        if max_new_tokens is not None:
+            check_max_new_tokens(max_new_tokens)
         ends = self._model.eos_ids if eos_ids is None else frozenset(eos_ids)
         return self._generate(session, room if max_new_tokens is None else min(room, max_new_tokens), ends)
 
+    @_in_turn
     def fork(self, session: Session) -> Session:
         """See `Session.fork`."""
         state, slot = session._open, self._take_slot()
@@ -288,25 +325,34 @@ class Sessions:
         self._write_state(other, self._slot_state(session.slot))
         return other
 
+    @_in_turn
     def snapshot(self, session: Session) -> Snapshot:
         """See `Session.snapshot`."""
         state = session._open
         rows = {key: row.clone() for key, row in self._slot_state(session.slot).items()}
         return Snapshot(self, self._shared(state), rows)
 
+    @_in_turn
     def restore(self, session: Session, snapshot: Snapshot) -> None:
         """See `Session.restore`."""
         state = session._open
-        if snapshot._state is None or snapshot._owner is not self:
-            raise ClosedError("the snapshot is closed, or of another engine")
+        if not isinstance(snapshot, Snapshot) or snapshot._state is None or snapshot._owner is not self:
+            raise ClosedError("restore takes a snapshot of this engine that is not closed")
         self.pages.release(state.pages)
         session._state = self._shared(snapshot._state)
         self._write_state(session, snapshot._slot_state)
 
+    @_in_turn
     def close(self, session: Session) -> None:
         """See `Session.close`."""
         self.pages.release(session._open.pages)
         self._free.append(session.slot)
+
+    @_in_turn
+    def drop(self, snapshot: Snapshot) -> None:
+        """See `Snapshot.close`."""
+        if snapshot._state is not None:
+            self.pages.release(snapshot._state.pages)
 
     def _generate(self, session: Session, max_new_tokens: int, ends: frozenset[int]) -> Generator[int, None, None]:
         for count in range(1, max_new_tokens + 1):
@@ -386,6 +432,12 @@ class Sessions:
                 f"program with more, as in sessions={count + 1}"
             )
         return self._free.pop()
+
+
+def check_max_new_tokens(value: int) -> None:
+    """Raises OptionError: no whole number, or below 1."""
+    if type(value) is not int or value < 1:
+        raise OptionError(f"max_new_tokens must be 1 or more, got {value!r}")
 
 
 def checked_params(params: SamplingParams | None) -> SamplingParams:

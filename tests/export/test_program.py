@@ -355,5 +355,6 @@ def test_training_mode_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     example = (torch.zeros(2),)
     export_program({"still": (still, example, None), "moving": (moving, example, None)}, tmp_path / "artifact")
     assert [record.getMessage() for record in caplog.records if record.name.startswith("ostinato")] == [
-        "method 'moving': its module is exported in training mode (dropout, batch norm): call the module's eval() before"
+        "method 'moving': its module is exported in training mode, with dropout and batch norm as in training: "
+        "call its eval() before the export"
     ]

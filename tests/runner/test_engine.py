@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.delegate import ArtifactError, CapacityError, InputError, OptionError
+from ostinato.delegate import ArtifactError, CapacityError, ClosedError, InputError, OptionError
 from ostinato.delegate.artifact.records import Growth
 from ostinato.runner import Engine, SamplingParams
 from ostinato.runner import engine as engine_module
@@ -272,6 +272,29 @@ def test_checks_are_made_at_once(engine: Engine) -> None:
         engine.encode_prompt("hello")
     with pytest.raises(InputError, match="takes a string"):
         engine.encode_prompt([{"role": "user", "content": "x"}], raw=True)
+    for prompt in ([1, 2], ["a", "b"], b"hello", {"role": "user", "content": "x"}, 7):
+        with pytest.raises(
+            InputError, match=r"a prompt is text, or a list of messages .*generate_tokens takes token ids"
+        ):
+            engine.encode_prompt(prompt)  # type: ignore[arg-type]
+
+
+def test_each_answer_has_its_own_figures(engine: Engine) -> None:
+    """Also if another one begins before its first token."""
+    first = engine.generate_tokens([1], max_new_tokens=2, ignore_eos=True)
+    result = engine.last
+    second = engine.generate_tokens([1, 2], max_new_tokens=1, ignore_eos=True)
+    assert list(first) == result.tokens and (result.prompt_tokens, engine.last.tokens) == (1, [])
+    assert list(second) == engine.last.tokens and engine.last.prompt_tokens == 2
+
+
+def test_a_closed_engine(recurrent_artifact: Path) -> None:
+    engine = Engine.load(recurrent_artifact)
+    kept = engine.open_session()
+    engine.close()
+    for use in (engine.open_session, lambda: kept.prefill([1]), lambda: list(engine.generate_tokens([1]))):
+        with pytest.raises(ClosedError, match="is closed"):
+            use()
 
 
 # --- the shipped language model
@@ -290,7 +313,7 @@ def test_capital_of_france(capitals: Engine) -> None:
     assert "".join(pieces) == capitals.last.text == "Paris"
     assert all(pieces)
     assert capitals.last.finish_reason == "stop"
-    assert capitals.last.tokens[-1] in capitals.model.eos_ids
+    assert capitals.last.tokens[-1] in capitals.eos_ids
     assert "".join(capitals.generate([{"role": "user", "content": QUESTION}])) == "Paris"
 
 

@@ -23,14 +23,15 @@ class SafetensorsFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        # Name -> (shard, shape).
-        self._stored: dict[str, tuple[Path, tuple[int, ...]]] = {}
+        # Name -> (shard, shape, safetensors' name of the dtype).
+        self._stored: dict[str, tuple[Path, tuple[int, ...], str]] = {}
         self._open: tuple[Path, Any] | None = None
         for path in find_shards(folder):
             try:
                 with safe_open(path, framework="pt") as file:
                     for name in file.keys():  # noqa: SIM118
-                        self._stored[name] = (path, tuple(file.get_slice(name).get_shape()))
+                        header = file.get_slice(name)
+                        self._stored[name] = (path, tuple(header.get_shape()), header.get_dtype())
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
 
@@ -43,7 +44,7 @@ class SafetensorsFolder:
     def read(self, name: str) -> Tensor:
         """Return the tensor `name` on the CPU, in its stored dtype. Raises CheckpointError if its shard is gone or has
         changed."""
-        path, _ = self._stored[name]
+        path = self._stored[name][0]
         try:
             # The last shard stays open, because a layer's experts may be hundreds of tensors in one file.
             if self._open is None or self._open[0] != path:
@@ -51,6 +52,10 @@ class SafetensorsFolder:
             return self._open[1].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"tensor {name!r} of {path} cannot be read: {error}") from error
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of the tensor `name` as safetensors calls it, such as "BF16"."""
+        return self._stored[name][2]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the tensor `name` as stored."""

@@ -103,7 +103,7 @@ GROUPS = {
             ("delta_rows_early", "fp32"): 1560,
             ("delta_run_rows_early", "bf16"): 104,
             ("delta_run_rows_early", "fp32"): 520,
-            ("delta_solve_rows_early", "fp32"): 192,
+            ("delta_solve_rows_early", "fp32"): 216,
         },
     ),
     # (compute capability, dtype, group size or None, the shared expert's inner size, 0 without one)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -383,12 +385,54 @@ def test_pages_run_out_within_an_answer(engine: Engine, greedy: Greedy) -> None:
     close(first, other)
 
 
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    """Python goes to another thread every 10 us."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("hasty_threads")
+def test_threads_take_turns(engine: Engine) -> None:
+    """Each thread gets the tokens of its own sessions. Snapshots are dropped beside it, without being closed."""
+    prompts = [LONG[place : place + 5 + place] for place in range(12)]
+
+    def answer(prompt: list[int]) -> list[int]:
+        with engine.open_session(HOT) as session:
+            session.prefill(prompt)
+            snapshot = session.snapshot()
+            first = list(session.generate(12, eos_ids=()))
+            session.restore(snapshot)
+            again = [*session.generate(6, eos_ids=()), *session.generate(6, eos_ids=())]
+        assert again == first
+        return first
+
+    alone = [answer(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(SESSIONS // 2) as pool:
+        for _ in range(3):
+            assert list(pool.map(answer, prompts)) == alone
+
+
+def test_what_is_no_session(engine: Engine) -> None:
+    with engine.open_session() as session:
+        for sessions in (session, "ab", [session, None], [3]):
+            with pytest.raises(InputError, match="a step takes a list of sessions of this engine"):
+                engine.step(sessions)  # type: ignore[arg-type]
+        with pytest.raises(ClosedError, match="restore takes a snapshot of this engine"):
+            session.restore(None)  # type: ignore[arg-type]
+        for count in (0, 2.5, "5", True):
+            with pytest.raises(OptionError, match="max_new_tokens must be 1 or more, got "):
+                session.generate(count)  # type: ignore[arg-type]
+
+
 def test_a_session_of_another_engine(engine: Engine, capitals_artifact: Path) -> None:
     with Engine.load(capitals_artifact) as foreign, foreign.open_session() as session:
         session.prefill([1, 2])
-        with pytest.raises(InputError, match="a session of another engine"):
+        with pytest.raises(InputError, match="a step takes a list of sessions of this engine"):
             engine.step([session])
-        with engine.open_session() as mine, pytest.raises(ClosedError, match="is closed, or of another engine"):
+        with engine.open_session() as mine, pytest.raises(ClosedError, match="restore takes a snapshot of this engine"):
             mine.restore(session.snapshot())
 
 
@@ -406,7 +450,10 @@ def test_a_closed_session(engine: Engine) -> None:
         with pytest.raises(ClosedError, match="the session is closed"):
             use()
     snapshot.close()
-    with engine.open_session() as other, pytest.raises(ClosedError, match="the snapshot is closed"):
+    with (
+        engine.open_session() as other,
+        pytest.raises(ClosedError, match="restore takes a snapshot of this engine that is not closed"),
+    ):
         other.restore(snapshot)
 
 
