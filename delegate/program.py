@@ -317,8 +317,8 @@ def load_program(
 
     Args:
         source: an artifact folder, the paths of its two files, or the path of its `.pte`.
-        verify: whether to compare the SHA-256 of the program, and later of each constant, with the manifest. The hash of
-            compiled code is always checked.
+        verify: whether to compare the SHA-256 of the program, and later of each constant, with what the files record. The
+            hash of compiled code is always checked.
         on_load: function that gets the size in bytes of each loaded constant, called from the thread that loads the method.
             `Program.bytes_to_load` gives the total in advance.
         sessions: number of sessions with a state of their own. None: 1, or with `gpu_memory_fraction` as many as fit.

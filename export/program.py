@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
-import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ostinato.delegate.artifact.names import CONSTANTS_FILE, PROGRAM_FILE
-from ostinato.delegate.artifact.records import StateForm
+from ostinato.delegate.artifact.records import Seal, StateForm
 from ostinato.delegate.artifact.target import Target, host_target
 from ostinato.delegate.errors import ExportError
 from ostinato.delegate.memory import size_text
@@ -127,20 +127,20 @@ def export_program(
         # Before minutes of compiling. The code comes on top.
         check_room(folder, sum(tensor.nbytes for tensor in constants.tensors.values()), Path(output))
         codes = _compile_all(traced, libraries, constants)
-        export_id = uuid.uuid4().hex
         with progress.stage("assemble program"), _quiet():
             from ostinato.export.artifact.assemble import assemble
 
             compiled = {
                 name: make_method(method, codes[name], constants, value_ranges or {}) for name, method in traced.items()
             }
-            program = assemble(compiled, target, export_id, dict(metadata or {}))
+            program = assemble(compiled, target, dict(metadata or {}))
         stored = {key: constants.tensors[key] for key in sorted(constants.used)}
         constant_bytes = sum(tensor.nbytes for tensor in stored.values())
         with progress.stage("write artifact"), progress.bytes(constant_bytes) as advance:
-            (folder / PROGRAM_FILE).write_bytes(program)
             load = partial(_value, weights or {}, stored)
-            write_constants(folder / CONSTANTS_FILE, stored, export_id, program, load, advance)
+            manifest = write_constants(folder / CONSTANTS_FILE, stored, load, advance)
+            program += Seal(hashlib.sha256(program).hexdigest(), manifest.id).to_bytes()
+            (folder / PROGRAM_FILE).write_bytes(program)
             for path in extra_files:
                 shutil.copyfile(path, folder / path.name)
     return ExportReport(

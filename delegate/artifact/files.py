@@ -12,6 +12,7 @@ from .flatbuffer import map_file
 from .names import CONSTANTS_FILE, PROGRAM_FILE
 from .ptd import ConstantsFile, parse_constants
 from .pte import ProgramFile, parse_program
+from .records import Seal
 
 Source = str | PathLike[str] | tuple[str | PathLike[str], str | PathLike[str]]
 
@@ -47,19 +48,18 @@ def artifact_paths(source: Source) -> tuple[Path, Path]:
 
 def open_artifact(program_path: Path, constants_path: Path, verify: bool = True) -> tuple[ProgramFile, ConstantsFile]:
     """Map and parse both files and check that they belong together; nothing is run and no target is checked."""
-    program_bytes = map_file(program_path)
+    content = map_file(program_path)
     constants = parse_constants(map_file(constants_path), constants_path)
-    # The export id tells a foreign .ptd from a damaged .pte, so the program is parsed before hashes are compared.
-    intact = not verify or hashlib.sha256(program_bytes).hexdigest() == constants.manifest.program_sha256
-    parsed = parse_program(program_bytes, program_path)
+    # First, since its records say which format the files have.
+    parsed = parse_program(content, program_path)
     if not parsed.methods:
         raise ArtifactError(f"{program_path} has no method that can be run")
-    export_id = next(iter(parsed.methods.values())).export_id
-    if export_id != constants.manifest.export_id:
+    program, seal = Seal.split(content)
+    if seal.constants != constants.manifest.id:
         raise ArtifactError(
-            f"{constants_path} belongs to another export than {program_path} (export ids {constants.manifest.export_id[:8]} "
-            f"and {export_id[:8]}): use the two files that one export wrote"
+            f"{constants_path} belongs to another export than {program_path} (it has the constants "
+            f"{constants.manifest.id[:8]}, not {seal.constants[:8]}): use the two files that one export wrote"
         )
-    if not intact:
-        raise ArtifactError(f"{program_path} is damaged: its SHA-256 is not the one that {constants_path.name} records")
+    if verify and hashlib.sha256(program).hexdigest() != seal.program:
+        raise ArtifactError(f"{program_path} is damaged: its SHA-256 is not the one at its end")
     return parsed, constants

@@ -2,14 +2,14 @@
 
 An artifact is a folder::
 
-    model.pte   ExecuTorch program; the compiled code of each method is named data in it
+    model.pte   ExecuTorch program; the compiled code of each method is named data in it. Behind it the seal
     model.ptd   FlatTensor: every constant once under its fully qualified name, and the manifest
     tokenizer.json, tokenizer_config.json, ...   copied from the checkpoint
 """
 
 from __future__ import annotations
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 
 PROGRAM_FILE = "model.pte"
 CONSTANTS_FILE = "model.ptd"
@@ -24,7 +24,6 @@ TOKENIZER_FILES = (
 BACKEND_ID = "OstinatoBackend"
 
 SPEC_TARGET = "target"
-SPEC_EXPORT_ID = "export_id"
 
 # Methods of a language model; see export/models/methods.py. Methods that sample leave the next token in a mutable buffer.
 PREFILL = "prefill"

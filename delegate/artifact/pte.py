@@ -14,7 +14,7 @@ from typing import Any
 from ostinato.delegate.errors import ArtifactError
 
 from .flatbuffer import Table, damaged
-from .names import BACKEND_ID, SPEC_EXPORT_ID, SPEC_TARGET
+from .names import BACKEND_ID, SPEC_TARGET
 from .records import MethodRecord, TensorSpec
 from .target import Target
 
@@ -42,7 +42,6 @@ class DelegateMethod:
     name: str
     record: MethodRecord
     target: Target
-    export_id: str
     input_order: tuple[int, ...]
     output_order: tuple[int, ...]
 
@@ -136,7 +135,6 @@ def _delegated_method(program: Table, plan: Table, name: str, segments: list[mem
         name=name,
         record=record,
         target=Target.from_bytes(specs[SPEC_TARGET]),
-        export_id=specs[SPEC_EXPORT_ID].decode(),
         input_order=tuple(inputs.index(value) for value in arguments[: len(record.inputs)]),
         output_order=tuple(results.index(value) for value in plan.numbers(_PLAN_OUTPUTS, "i")),
     )

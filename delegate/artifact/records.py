@@ -1,17 +1,19 @@
 """Records stored in an artifact: what the runtime needs to know about methods, and the manifest.
 
-Each delegated method carries a `MethodRecord` (JSON) as its delegate's processed bytes. The manifest, a named blob
-in `model.ptd`, holds the SHA-256 of `model.pte` and of every constant, so that damage and mixed-up files
-are found before anything runs.
+Each delegated method carries a `MethodRecord` (JSON) as its delegate's processed bytes. The manifest, a named blob in
+`model.ptd`, holds the SHA-256 of every constant. The seal at the end of `model.pte` holds the SHA-256 of the program and of
+the manifest. So damage and mixed-up files are found before anything runs. `model.ptd` knows nothing of a program: another
+one may be compiled for the same constants.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -316,12 +318,15 @@ def _check_version(version: object) -> None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Hashes (SHA-256, hex) that bind `model.ptd` to its `model.pte`. Stored as a blob in `model.ptd`."""
+    """The SHA-256 (hex) of each constant, by its name (`constant_digest`). Stored as a blob in `model.ptd`."""
 
-    export_id: str
-    program_sha256: str
     constants: dict[str, str]
     version: int = FORMAT_VERSION
+
+    @property
+    def id(self) -> str:
+        """SHA-256 (hex) of the manifest. Files with equal constants have equal ids."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True).encode()
@@ -332,10 +337,39 @@ class Manifest:
         raw = parse_json(data, f"the manifest in {CONSTANTS_FILE}", ArtifactError)
         try:
             _check_version(raw["version"])
-            return cls(
-                export_id=raw["export_id"],
-                program_sha256=raw["program_sha256"],
-                constants=dict(raw["constants"]),
-            )
+            return cls(dict(raw["constants"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ArtifactError(f"the manifest in {CONSTANTS_FILE} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What stands behind the program in `model.pte`, where ExecuTorch's own readers do not look.
+
+    Attributes:
+        program: SHA-256 (hex) of the program.
+        constants: `Manifest.id` of the `model.ptd` that the program takes.
+    """
+
+    program: str
+    constants: str
+
+    MARK: ClassVar[bytes] = b"ostinato"
+
+    def to_bytes(self) -> bytes:
+        """JSON, its length (8 bytes, little-endian), and MARK."""
+        text = json.dumps(asdict(self), sort_keys=True).encode()
+        return text + struct.pack("<Q", len(text)) + self.MARK
+
+    @classmethod
+    def split(cls, data: memoryview) -> tuple[memoryview, Seal]:
+        """Return the program and the seal of a `model.pte`. Raises ArtifactError: it has no seal."""
+        end = len(data) - 8 - len(cls.MARK)
+        if end < 0 or bytes(data[end + 8 :]) != cls.MARK:
+            raise ArtifactError(f"{PROGRAM_FILE} has no seal: it is cut short, or was not made by `ostinato export`")
+        begin = end - struct.unpack("<Q", data[end : end + 8])[0]
+        raw = parse_json(bytes(data[max(begin, 0) : end]), f"the seal of {PROGRAM_FILE}", ArtifactError)
+        try:
+            return data[:begin], cls(as_text(raw["program"]), as_text(raw["constants"]))
+        except (KeyError, TypeError) as error:
+            raise ArtifactError(f"the seal of {PROGRAM_FILE} cannot be read: {error}") from error

@@ -78,9 +78,9 @@ class _Call(nn.Module):
         return self._lowered(*inputs)
 
 
-def assemble(methods: Mapping[str, CompiledMethod], target: Target, export_id: str, metadata: dict[str, Any]) -> bytes:
+def assemble(methods: Mapping[str, CompiledMethod], target: Target, metadata: dict[str, Any]) -> bytes:
     """Make the bytes of the program. The methods' code is in it as named data, `metadata` as constant methods."""
-    programs = {name: _delegate_call(compiled, target, export_id) for name, compiled in methods.items()}
+    programs = {name: _delegate_call(compiled, target) for name, compiled in methods.items()}
     config = ExecutorchBackendConfig(
         extract_delegate_segments=True,
         memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),
@@ -89,12 +89,9 @@ def assemble(methods: Mapping[str, CompiledMethod], target: Target, export_id: s
     return bytes(edge.to_executorch(config).buffer)
 
 
-def _delegate_call(compiled: CompiledMethod, target: Target, export_id: str) -> ExportedProgram:
+def _delegate_call(compiled: CompiledMethod, target: Target) -> ExportedProgram:
     record = compiled.record
-    specs = {
-        names.SPEC_TARGET: target.to_bytes(),
-        names.SPEC_EXPORT_ID: export_id.encode(),
-    }
+    specs = {names.SPEC_TARGET: target.to_bytes()}
     inputs, dynamic = _example(record)
     shell = torch.export.export(_Shell(record), inputs, dynamic_shapes=dynamic, strict=False)
     edge = to_edge(shell, compile_config=edge_config()).exported_program()

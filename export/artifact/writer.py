@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,35 +85,29 @@ class _Constant:
 def write_constants(
     path: Path,
     constants: Mapping[str, torch.Tensor],
-    export_id: str,
-    program: bytes,
     load: Callable[[str], torch.Tensor],
     on_write: Callable[[int], object] = lambda nbytes: None,
-) -> None:
-    """Write `model.ptd`: every tensor of `constants` under its key, then the manifest.
+) -> Manifest:
+    """Write `model.ptd`: every tensor of `constants` under its key, then the manifest, which is returned.
 
     Args:
         path: the file.
         constants: key -> a tensor of the constant's shape and dtype; its value is not read.
-        export_id: id that both files of an artifact have.
-        program: the bytes of `model.pte`.
         load: function from key to value, called once per key in this order, from a thread of its own.
         on_write: function that is called with the size of each constant after it was written.
     """
     loader = _Loader(list(constants), load)
     stored = {key: _Constant(key, tensor, loader, on_write) for key, tensor in constants.items()}
-    program_sha256 = hashlib.sha256(program).hexdigest()
 
-    def manifest() -> bytes:
-        hashes = {key: constant.hexdigest for key, constant in stored.items()}
-        return Manifest(export_id, program_sha256, hashes).to_bytes()
+    def manifest() -> Manifest:
+        return Manifest({key: constant.hexdigest for key, constant in stored.items()})
 
     def write_manifest(file: BinaryIO) -> None:
-        file.write(manifest())
+        file.write(manifest().to_bytes())
 
     # The manifest comes last in the file: then every hash is known. Hashes do not change its length.
     blobs = [constant.blob for constant in stored.values()]
-    blobs.append(Blob(MANIFEST_KEY, len(manifest()), write_manifest, None))
+    blobs.append(Blob(MANIFEST_KEY, len(manifest().to_bytes()), write_manifest, None))
     try:
         with open(path, "wb") as file:
             write_flat_tensor(file, blobs, _ALIGNMENT)
@@ -122,6 +115,7 @@ def write_constants(
             os.fsync(file.fileno())
     finally:
         loader.close()
+    return manifest()
 
 
 @contextmanager

@@ -73,15 +73,15 @@ def generate_code(
     return generated
 
 
-def read_code(generated: Generated, device: str, kernels: Path | None = None) -> Code:
-    """Read the code after its library was built. `kernels`, if given, lies beside the library.
+def read_code(generated: Generated, device: str) -> Code:
+    """Read the code after its library was built.
 
     Raises:
         ExportError: the compiler links libstdc++ statically.
     """
     check_library(generated.path)
     names = _constant_names(generated.path, device)
-    return Code(generated.path.read_bytes(), generated.extern, names, generated.source, kernels)
+    return Code(generated.path.read_bytes(), generated.extern, names, generated.source)
 
 
 def _check_names(graph: TracedGraph) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ostinato.export.progress import Progress
 
 from .aot import Code, generate_code, read_code
 from .compilers import CompilerError, Compilers, timed
+from .kept_code import code_path, keep, read_kept
 from .native import NativeBuild, NativeLibrary, native_library_of
 from .torch_internals import Generated, Interface, choose_vector_instructions, compilers_run_by, kept_folder
 from .trace import TracedGraph
@@ -26,19 +27,28 @@ from .trace import TracedGraph
 
 @dataclass(frozen=True)
 class _Job:
-    """A graph whose code was generated, and the build of its library.
+    """A graph whose code was generated, and the build of its library; or the code that an earlier export kept.
 
     Attributes:
+        path: where the code is kept for later exports; None: nowhere.
         seconds: time that generating the code took.
-        built: the build; gives the seconds that it took.
+        work: what was generated, and the build, which gives the seconds that it took; or the code.
         kernels: the library of our own operators; None if the graph has none.
     """
 
     graph: TracedGraph
-    generated: Generated
+    path: Path | None
     seconds: float
-    built: Future[tuple[None, float]]
+    work: tuple[Generated, Future[tuple[None, float]]] | Code
     kernels: Future[Path] | None
+
+    @property
+    def done(self) -> bool:
+        return isinstance(self.work, Code) or self.work[1].done()
+
+    @property
+    def failed(self) -> bool:
+        return not isinstance(self.work, Code) and self.work[1].done() and self.work[1].exception() is not None
 
 
 class Libraries:
@@ -89,11 +99,10 @@ class Libraries:
         for native in natives.values():
             if native is not None and native.name not in self._kernels:
                 self._kernels[native.name] = self._begin_native(native)
-        self._ready.result()
         for graph in graphs:
             self._progress.show(_stage(graph))
             self._jobs.append(self._begin(graph, natives[id(graph)], id(graph) in growing))
-            while self._unfinished and (self._unfinished[0].built.done() or _failed(self._jobs)):
+            while self._unfinished and (self._unfinished[0].done or any(job.failed for job in self._jobs)):
                 self._finish(self._unfinished[0])
 
     def codes(self) -> list[Code]:
@@ -115,6 +124,13 @@ class Libraries:
         return graph.device or self._device
 
     def _begin(self, graph: TracedGraph, native: NativeLibrary | None, grows: bool) -> _Job:
+        begin = time.perf_counter()
+        kernels = self._kernels[native.name] if native else None
+        path = code_path(graph, self._device_of(graph), native, grows)
+        kept = read_kept(path)
+        if kept is not None:
+            return _Job(graph, path, time.perf_counter() - begin, kept, kernels)
+        self._ready.result()
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         begin = time.perf_counter()
         with self._failure(graph, begin):
@@ -122,19 +138,24 @@ class Libraries:
             generated = generate_code(graph, self._device_of(graph), folder, declarations, grows)
         seconds = time.perf_counter() - begin
         interface = None if generated.interface is None else self._interface(generated.interface)
-        kernels = self._kernels[native.name] if native else None
         built = self._compilers.start(timed, self._build, generated, [*self._headers], interface, kernels)
-        return _Job(graph, generated, seconds, built, kernels)
+        return _Job(graph, path, seconds, (generated, built), kernels)
 
     def _finish(self, job: _Job) -> None:
-        begin = time.perf_counter() - job.seconds
+        begin, seconds = time.perf_counter() - job.seconds, job.seconds
         with self._failure(job.graph, begin):
-            _, seconds = job.built.result()
-            begin = time.perf_counter()
-            kernels = job.kernels.result() if job.kernels else None
-            self._codes.append(read_code(job.generated, self._device_of(job.graph), kernels))
-        shutil.rmtree(job.generated.path.parent)
-        self._progress.done(_stage(job.graph), job.seconds + seconds + time.perf_counter() - begin)
+            if isinstance(job.work, Code):
+                code = job.work
+            else:
+                generated, built = job.work
+                seconds += built.result()[1]
+                begin = time.perf_counter()
+                code = read_code(generated, self._device_of(job.graph))
+                shutil.rmtree(generated.path.parent)
+                keep(job.path, code)
+                seconds += time.perf_counter() - begin
+            self._codes.append(replace(code, kernels=job.kernels.result() if job.kernels else None))
+        self._progress.done(_stage(job.graph), seconds)
 
     def _build(
         self,
@@ -224,10 +245,6 @@ def _keep(made: Path, kept: Path) -> None:
 
 def _stage(graph: TracedGraph) -> str:
     return f"compile {graph.label}"
-
-
-def _failed(jobs: Sequence[_Job]) -> bool:
-    return any(job.built.done() and job.built.exception() is not None for job in jobs)
 
 
 def _explain(error: Exception) -> str:

@@ -86,7 +86,7 @@ class NativeLibrary:
         home = Path(str(torch.__file__)).parent
         command = (compiler, *_FLAGS, *flags, f"-I{home / 'include'}")
         digest = hashlib.sha256(
-            "\0".join((compiler_version(compiler), _processor(), *command, torch.__version__, *self.sources)).encode()
+            "\0".join((compiler_version(compiler), processor(), *command, torch.__version__, *self.sources)).encode()
         )
         for path in sorted(path for path in self.folder.rglob("*_cpu.*") if path.suffix in (".cpp", ".h")):
             digest.update(f"\0{path.relative_to(self.folder)}\0".encode() + path.read_bytes())
@@ -142,7 +142,7 @@ def _c_type(argument: Any) -> str:
     return "int32_t" if str(argument.real_type) == "ScalarType" else _C_TYPES[str(argument.type)]
 
 
-def _processor() -> str:
+def processor() -> str:
     """Description of the CPU: what `-march=native` looks at, as far as it is known without the compiler."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []

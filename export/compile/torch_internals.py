@@ -120,6 +120,9 @@ def generate_library(
         "assert_indirect_indexing": not grows or device == "cpu",
         "aot_inductor.custom_ops_to_c_shims": dict(declarations),
     }
+    # Tables of source lines, for profilers, are three quarters of a library. torch 2.11 has none.
+    if hasattr(torch._inductor.config.aot_inductor, "enable_line_tables"):
+        options["aot_inductor.enable_line_tables"] = False
     generate, build = AotCodeCompiler.compile, CppBuilder.build
     objects: list[list[str]] = []
     link: list[str] = []
@@ -151,7 +154,23 @@ def generate_library(
     extern = b"".join(file.read_bytes() for file in folder.glob("*.wrapper.json"))
     source = wrapper.read_text()
     interface = _interface_apart(wrapper, objects)
-    return Generated(path, extern, source, tuple(map(tuple, objects)), interface, tuple(link))
+    plain = _plain_names(folder)
+    return Generated(path, extern, source, tuple(map(plain, objects)), interface, plain(link))
+
+
+def _plain_names(folder: Path) -> Callable[[Sequence[str]], tuple[str, ...]]:
+    """Give generated sources names that are the same in each export. Returns a function that changes commands accordingly.
+
+    Inductor's names are hashes, of the folder too, and libraries hold them: in messages, and as names of symbols. With the
+    new names, commands must run in `folder`.
+    """
+    names: dict[str, str] = {}
+    for kind in ("wrapper", "kernel"):
+        for number, file in enumerate(sorted(folder.glob(f"*.{kind}.cpp"))):
+            name = f"{kind}{number or ''}"
+            names[str(file)], names[str(file.with_suffix(".o"))] = f"{name}.cpp", f"{name}.o"
+            file.rename(folder / f"{name}.cpp")
+    return lambda command: tuple(names.get(word, word) for word in command)
 
 
 @contextmanager
@@ -272,6 +291,17 @@ def kept_folder() -> Path:
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def inductor_settings() -> str:
+    """Inductor's settings, by which generated code may differ. The environment sets some of them.
+
+    Needs `save_config_portable` of `torch._inductor.config`. Without it an export with other settings would take code that an
+    earlier one has kept.
+    """
+    settings = torch._inductor.config.save_config_portable()
+    # This one is a result: Inductor writes into it when it compiles.
+    return repr(sorted((name, value) for name, value in settings.items() if name != "aot_inductor.metadata"))
 
 
 def is_reserved_name(name: str) -> bool:

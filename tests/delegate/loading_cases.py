@@ -42,7 +42,7 @@ def written(path: Path, constants: dict[str, torch.Tensor]) -> ConstantsFile:
     """Write the constants to a `.ptd` file, and read it."""
     from ostinato.export.artifact.writer import write_constants
 
-    write_constants(path, constants, "some-export", b"program", constants.__getitem__)
+    write_constants(path, constants, constants.__getitem__)
     return parse_constants(map_file(path), path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,10 @@ from ostinato.delegate.artifact.flatbuffer import map_file
 from ostinato.delegate.artifact.ptd import Entry, parse_constants
 from ostinato.delegate.errors import ExportError
 from ostinato.export import Chain, ExportReport, Link, Progress, export_program
+from ostinato.export.compile import kept_code
+from ostinato.export.compile import libraries as libraries_module
+
+from ..modules import Recurrent, recurrent_methods
 
 FLOATS = torch.arange(6, dtype=torch.float32).reshape(2, 3) / 7
 
@@ -358,3 +363,17 @@ def test_training_mode_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         "method 'moving': its module is exported in training mode, with dropout and batch norm as in training: "
         "call its eval() before the export"
     ]
+
+
+def test_two_exports_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte by byte, in whatever folder, and although nothing is kept from the first."""
+    files = []
+    for name in ("one", "other"):
+        monkeypatch.setenv("TMPDIR", str(tmp_path / f"temporary_{name}"))
+        (tmp_path / f"temporary_{name}").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        for module in (libraries_module, kept_code):
+            monkeypatch.setattr(module, "kept_folder", lambda name=name: tmp_path / f"kept_{name}")
+        export_program(recurrent_methods(Recurrent(), longest=8), tmp_path / name)
+        files.append([(tmp_path / name / file).read_bytes() for file in ("model.pte", "model.ptd")])
+    assert files[0] == files[1]

@@ -20,7 +20,7 @@ from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.artifact.names import FORMAT_VERSION, MANIFEST_KEY
 from ostinato.delegate.artifact.ptd import SCALAR_TYPES, parse_constants
 from ostinato.delegate.artifact.pte import parse_program
-from ostinato.delegate.artifact.records import BufferSpec, Growth, Manifest, MethodRecord, Segment, StateKind
+from ostinato.delegate.artifact.records import BufferSpec, Growth, Manifest, MethodRecord, Seal, Segment, StateKind
 from ostinato.delegate.artifact.target import host_isa, host_target
 
 from ...modules import MAX_SEQ_LEN, Recurrent
@@ -64,8 +64,6 @@ def test_constants_that_are_not_contiguous(tmp_path: Path) -> None:
 def test_manifest_names_every_constant(tmp_path: Path) -> None:
     constants = {"w": torch.randn(4), "empty": torch.empty(0)}
     file = written(tmp_path / "model.ptd", constants)
-    assert file.manifest.export_id == "some-export"
-    assert file.manifest.program_sha256 == hashlib.sha256(b"program").hexdigest()
     assert set(file.manifest.constants) == set(constants)
     assert file.manifest.constants["w"] != file.manifest.constants["empty"]
 
@@ -126,7 +124,8 @@ def test_program_of_an_export(recurrent_artifact: Path) -> None:
             "total": False,
             "steps": True,
         }
-    assert len({method.export_id for method in parsed.methods.values()}) == 1
+    program, seal = Seal.split(map_file(path))
+    assert hashlib.sha256(program).hexdigest() == seal.program
 
 
 def test_constants_of_an_export(recurrent_artifact: Path) -> None:
@@ -346,7 +345,7 @@ def test_records_of_another_version_say_so(version: int) -> None:
     with pytest.raises(ArtifactError, match=message):
         MethodRecord.from_bytes(replace(RECORD, version=version).to_bytes())
     with pytest.raises(ArtifactError, match=message):
-        Manifest.from_bytes(Manifest("id", "sha", {}, version=version).to_bytes())
+        Manifest.from_bytes(Manifest({}, version=version).to_bytes())
     older: Any = json.loads(replace(RECORD, version=version).to_bytes())
     for spec in (*older["inputs"], *older["outputs"]):
         del spec["counts"]
@@ -356,8 +355,25 @@ def test_records_of_another_version_say_so(version: int) -> None:
 
 
 def test_manifest_round_trip() -> None:
-    manifest = Manifest("id", "sha", {"w": "ab", "é": "cd"})
-    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    manifest = Manifest({"w": "ab", "é": "cd"})
+    again = Manifest.from_bytes(manifest.to_bytes())
+    assert (again, again.id) == (manifest, manifest.id)
+    assert len({manifest.id, Manifest({"w": "ab"}).id, Manifest({"w": "ab", "é": "ce"}).id}) == 3
+
+
+def test_seal_round_trip() -> None:
+    seal = Seal("ab", "cd")
+    program, found = Seal.split(memoryview(b"program" + seal.to_bytes()))
+    assert (bytes(program), found) == (b"program", seal)
+    for data in (
+        b"",
+        b"program",
+        seal.to_bytes()[:-1],
+        b"{}" + bytes(8) + Seal.MARK,
+        b"[1]\x03" + bytes(7) + Seal.MARK,
+    ):
+        with pytest.raises(ArtifactError, match=r"(the seal of model\.pte cannot be read|model\.pte has no seal): "):
+            Seal.split(memoryview(data))
 
 
 def test_target_round_trip() -> None:

@@ -42,7 +42,7 @@ def assembled(
         name: compiled(name, inputs, outputs, extern=index % 2 == 1)
         for index, (name, (inputs, outputs)) in enumerate(ends.items())
     }
-    data = assemble(methods, host_target("cpu"), "the id", {"get_answer": 42, "get_names": ["a", "b"]})
+    data = assemble(methods, host_target("cpu"), {"get_answer": 42, "get_names": ["a", "b"]})
     program = parse_program(memoryview(data), Path("model.pte"))
     assert {name: method.record for name, method in program.methods.items()} == {
         name: method.record for name, method in methods.items()
@@ -72,7 +72,7 @@ def test_methods_of_all_kinds() -> None:
         "unbounded": ((0, 1), (0, 1)),
     }
     for method in program.methods.values():
-        assert method.export_id == "the id" and method.target == host_target("cpu")
+        assert method.target == host_target("cpu")
 
 
 @pytest.mark.parametrize(

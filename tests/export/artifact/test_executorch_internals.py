@@ -69,7 +69,7 @@ def test_write_flat_tensor() -> None:
     from ostinato.delegate.artifact.records import Manifest
 
     asked: list[str] = []
-    manifest = Manifest("id", "hash", {}).to_bytes()
+    manifest = Manifest({"a": "hash"}).to_bytes()
 
     def blob(key: str, data: bytes, like: Tensor | None) -> executorch_internals.Blob:
         def write(file: BinaryIO) -> None:
@@ -85,6 +85,6 @@ def test_write_flat_tensor() -> None:
     executorch_internals.write_flat_tensor(file, blobs, 128)
     assert asked == ["a", "b", MANIFEST_KEY]
     found = parse_constants(memoryview(bytearray(file.getvalue())), Path("model.ptd"))
-    assert found.manifest.export_id == "id"
+    assert found.manifest.constants == {"a": "hash"}
     for key, value in values.items():
         assert torch.equal(found.entries[key].tensor(), value)

@@ -52,7 +52,7 @@ def test_weights_stream_into_the_file(tmp_path: Path, group_size: int | None) ->
     gc.collect()
     path = tmp_path / "model.ptd"
     with Peak() as peak:
-        write_constants(path, parameters, "id", b"program", QuantizedWeights(network, source, CPU).__getitem__)
+        write_constants(path, parameters, QuantizedWeights(network, source, CPU).__getitem__)
     # One weight that is written and one that is read. Measured: 2.
     assert source.max_alive <= 3
     # The largest tensor has 32 MiB, and torchao copies its inputs. Measured: 50 MiB, and 130 to 170 MiB for int4.
@@ -83,11 +83,11 @@ def test_constants_are_asked_for_once_in_order_and_hashed(tmp_path: Path) -> Non
 
     path = tmp_path / "model.ptd"
     placeholders = {key: torch.empty_like(value, device="meta") for key, value in values.items()}
-    write_constants(path, placeholders, "the id", b"program", load)
+    written = write_constants(path, placeholders, load)
     assert asked == list(values)
     stored = parse_constants(map_file(path), path)
     manifest = stored.manifest
-    assert manifest.export_id == "the id"
+    assert manifest == written
     for key, value in values.items():
         assert torch.equal(stored.entries[key].tensor(), value), key
         data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
@@ -99,7 +99,7 @@ def test_value_that_does_not_fit_its_code(tmp_path: Path) -> None:
     wanted = {"w": torch.empty(2, 3, device="meta")}
     for value, said in ((torch.zeros(3, 2), r"\[3, 2\] float32"), (torch.zeros(2, 3).half(), r"\[2, 3\] float16")):
         with pytest.raises(ExportError, match=rf"constant 'w' was compiled as \[2, 3\] float32, its value is {said}"):
-            write_constants(tmp_path / "model.ptd", wanted, "id", b"", {"w": value}.__getitem__)
+            write_constants(tmp_path / "model.ptd", wanted, {"w": value}.__getitem__)
 
 
 def test_failed_load_ends_the_writing(tmp_path: Path) -> None:
@@ -112,5 +112,5 @@ def test_failed_load_ends_the_writing(tmp_path: Path) -> None:
         return torch.zeros(3)
 
     with pytest.raises(ExportError, match="no such weight"):
-        write_constants(tmp_path / "model.ptd", {key: torch.zeros(3) for key in "abcdef"}, "id", b"", load)
+        write_constants(tmp_path / "model.ptd", {key: torch.zeros(3) for key in "abcdef"}, load)
     assert asked == ["a", "b"]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export import Progress
+from ostinato.export.compile import kept_code
 from ostinato.export.compile import libraries as libraries_module
 from ostinato.export.compile.compilers import CompilerError, Compilers, CompilersStopped
 from ostinato.export.compile.libraries import Libraries
@@ -45,6 +46,12 @@ def graphs(*names: str) -> list[TracedGraph]:
     return [trace_method(name, (Add(name), (torch.ones(3),), None)).links[0].graph for name in names]
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test takes the code of another one."""
+    monkeypatch.setattr(kept_code, "kept_folder", lambda: tmp_path / "nowhere")
+
+
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The place of temporary folders during the test, except for Inductor's folder, whose place is chosen at import."""
@@ -60,7 +67,7 @@ def compile_wrappers_by(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     run = Compilers.run
 
     def scripted(compilers: Compilers, command: Sequence[str], folder: Path) -> None:
-        is_wrapper = any(word.endswith(".wrapper.cpp") for word in command)
+        is_wrapper = any(word == "wrapper.cpp" for word in command)
         run(compilers, ["bash", "-c", f'{script}\nexec "$0" "$@"', *command] if is_wrapper else command, folder)
 
     monkeypatch.setattr(Compilers, "run", scripted)
@@ -87,6 +94,7 @@ def test_a_graph_is_compiled_for_its_own_device(monkeypatch: pytest.MonkeyPatch,
         raise ExportError("enough")
 
     monkeypatch.setattr(libraries_module, "generate_code", refuse)
+    monkeypatch.setattr(libraries_module, "code_path", lambda *_: None)
     (graph,) = graphs("weight")
     for one in (graph, replace(graph, device="cpu")):
         with pytest.raises(ExportError), Libraries("cuda", Progress()) as compiling:
@@ -215,7 +223,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
 
     def interrupt() -> None:
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not any(temporary.glob("ostinato-*/*/*.wrapper.cpp")):
+        while time.monotonic() < deadline and not any(temporary.glob("ostinato-*/*/wrapper.cpp")):
             time.sleep(0.1)
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGINT)

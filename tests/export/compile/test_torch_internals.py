@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def test_generate_library(built: tuple[torch_internals.Generated, list[Path], An
     assert targets == {"aten::linalg_solve_triangular"}
     # This version's wrappers contain the text that is compiled once for all libraries.
     assert found.interface is not None
-    (wrapper,) = found.path.parent.glob("*.wrapper.cpp")
+    (wrapper,) = found.path.parent.glob("wrapper.cpp")
     assert "AOTInductorModelContainerCreateWithDevice(" not in wrapper.read_text()
     assert len(found.objects) == 2
     assert container.get_call_spec()
@@ -116,7 +117,7 @@ def test_generate_library_for_what_grows(tmp_path: Path, grows: bool) -> None:
         program = torch.export.export(Table(), example, dynamic_shapes=(length, length), strict=False)
         module = program.module(check_guards=False)
         torch_internals.generate_library(module, example, "cpu", tmp_path, {}, grows)
-    kernels = "".join(path.read_text() for path in tmp_path.glob("*.kernel.cpp"))
+    kernels = "".join(path.read_text() for path in tmp_path.glob("kernel.cpp"))
     assert "out_ptr" in kernels and ("index out of bounds" not in kernels) is grows
 
 
@@ -177,6 +178,17 @@ def test_kept_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     folder = torch_internals.kept_folder()
     assert folder.is_dir() and folder.parent == tmp_path / "cache"
+
+
+def test_inductor_settings() -> None:
+    """Equal settings have equal texts, also in other processes; another setting has another text."""
+    from torch._inductor import config
+
+    code = "from ostinato.export.compile.torch_internals import inductor_settings\nprint(inductor_settings())"
+    elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert elsewhere == torch_internals.inductor_settings() + "\n"
+    with config.patch({"max_autotune": not config.max_autotune}):
+        assert torch_internals.inductor_settings() + "\n" != elsewhere
 
 
 def test_is_reserved_name() -> None:
