@@ -44,6 +44,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         items.sort(key=lambda item: rank(item.nodeid))
     if torch.cuda.is_available():
+        # All others wait for these, and these for the exports of others.
+        items.sort(key=lambda item: item.get_closest_marker("gpu_alone") is not None)
         return
     why = "no NVIDIA GPU" if torch.version.cuda else f"torch {torch.__version__} is a build without CUDA"
     for item in items:

@@ -8,6 +8,7 @@ from xdist.scheduler import LoadFileScheduling
 # The files that take longest, in this order; the others follow in their own order. Two files that need one artifact stand
 # apart: the second process would wait for the first one's export.
 LONGEST: tuple[str, ...] = (
+    "tests/test_gpu_int4.py",
     "tests/export/test_model.py",
     "tests/export/test_cpu_moe.py",
     "tests/runner/test_cpu_moe.py",
@@ -26,7 +27,9 @@ LONGEST: tuple[str, ...] = (
 )
 # Files whose tests go to several processes, by the text in brackets: each parameter has an export, or a group of kernels to
 # compile, of its own.
-BY_PARAMETER = frozenset({"tests/export/test_model.py", "tests/export/kernels/test_compiled.py"})
+BY_PARAMETER = frozenset(
+    {"tests/export/test_model.py", "tests/export/kernels/test_compiled.py", "tests/test_gpu_int4.py"}
+)
 
 
 def rank(nodeid: str) -> int:

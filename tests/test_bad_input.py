@@ -84,7 +84,8 @@ def test_an_artifact_of_an_older_format(fails: Fails, talking_artifact: Path, co
     content = path.read_bytes()
     older, now = FORMAT_VERSION - 1, b'"version": %d' % FORMAT_VERSION
     assert now in content
-    path.write_bytes(content.replace(now, b'"version": %d' % older))
+    # Of the same length, as offsets in the file say.
+    path.write_bytes(content.replace(now, (b'"version": %d' % older).ljust(len(now))))
     assert fails(*command, talking_artifact) == (
         f"error: the artifact has format version {older}, this runtime reads version {FORMAT_VERSION}: "
         "export the model again with this version of ostinato"
