@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM do to a command.
+"""Handlers of Ctrl-C and SIGTERM for commands.
 
 Outside the main thread, and where a caller has handlers of its own, nothing changes.
 """

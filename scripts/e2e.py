@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def measure(artifact: Path, modes: Sequence[list[str]]) -> list[dict[str, Any]]:
-    """Of each mode, the answer as a person gets it, and the fastest of some longer answers."""
+    """Return each mode's answer as a person gets it, and its fastest of some longer answers."""
     ask = ["run", artifact, "--prompt", QUESTION, "--json"]
     answers = [json.loads(ostinato(*ask, *mode, capture=True)) for mode in modes]
     length = ["--max-new-tokens", str(MEASURED_TOKENS), "--ignore-eos"]

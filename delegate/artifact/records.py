@@ -344,7 +344,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Seal:
-    """What stands behind the program in `model.pte`, where ExecuTorch's own readers do not look.
+    """Hashes behind the program in `model.pte`, where ExecuTorch's own readers do not look.
 
     Attributes:
         program: SHA-256 (hex) of the program.

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -71,18 +71,28 @@ def keep(path: Path | None, code: Code) -> None:
     """Keep the code at the path. If this fails, the next export compiles it again."""
     if path is None:
         return
+
+    def write(unfinished: Path) -> None:
+        with zipfile.ZipFile(unfinished, "w") as file:
+            file.writestr("code.so", code.library)
+            file.writestr("extern.json", code.extern)
+            file.writestr("names.json", json.dumps(code.names))
+            file.writestr("source.cpp", code.source)
+
+    keep_file(path, write)
+    with suppress(OSError):
+        _make_room(path.parent)
+
+
+def keep_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` make a file beside `path`, which gets its name when it is complete. If this fails, there is no file."""
     unfinished = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
         try:
-            with zipfile.ZipFile(unfinished, "w") as file:
-                file.writestr("code.so", code.library)
-                file.writestr("extern.json", code.extern)
-                file.writestr("names.json", json.dumps(code.names))
-                file.writestr("source.cpp", code.source)
+            write(unfinished)
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
-        _make_room(path.parent)
 
 
 def _make_room(folder: Path) -> None:

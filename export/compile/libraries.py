@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ostinato.export.progress import Progress
 
 from .aot import Code, generate_code, read_code
 from .compilers import CompilerError, Compilers, timed
-from .kept_code import code_path, keep, read_kept
+from .kept_code import code_path, keep, keep_file, read_kept
 from .native import NativeBuild, NativeLibrary, native_library_of
 from .torch_internals import Generated, Interface, choose_vector_instructions, compilers_run_by, kept_folder
 from .trace import TracedGraph
@@ -230,17 +230,8 @@ class Libraries:
 
 def _keep(made: Path, kept: Path) -> None:
     """Copy a file to `kept` for the next export: making it takes 5 s of a core for the interface, 22 s for the kernels for
-    CPUs.
-
-    The copy gets its name when it is complete.
-    """
-    copy = kept.with_suffix(f".{os.getpid()}")
-    with suppress(OSError):
-        try:
-            shutil.copyfile(made, copy)
-            copy.replace(kept)
-        finally:
-            copy.unlink(missing_ok=True)
+    CPUs."""
+    keep_file(kept, partial(shutil.copyfile, made))
 
 
 def _stage(graph: TracedGraph) -> str:

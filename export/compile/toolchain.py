@@ -53,6 +53,7 @@ def _check_works(compiler: str) -> None:
         raise ExportError(f"the C++ compiler {compiler} does not work ({said}): set CXX to one that does, or unset it")
 
 
+@cache
 def compiler_version(compiler: str) -> str:
     """The first line that a compiler prints for `--version`."""
     said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout

@@ -174,13 +174,12 @@ class Snapshot:
     def close(self) -> None:
         """Give the pages back. Closing twice is fine."""
         if self._state is not None:
-            self._owner.drop(self)
+            # The garbage collector may call this anywhere, also in the middle of what `Sessions` does.
+            self._owner.pages.release_later(self._state.pages)
             self._state, self._slot_state = None, {}
 
     def __del__(self) -> None:
-        # The garbage collector may call this anywhere, also in the middle of what `Sessions` does.
-        if self._state is not None:
-            self._owner.pages.release_later(self._state.pages)
+        self.close()
 
 
 def _in_turn(
@@ -347,12 +346,6 @@ class Sessions:
         """See `Session.close`."""
         self.pages.release(session._open.pages)
         self._free.append(session.slot)
-
-    @_in_turn
-    def drop(self, snapshot: Snapshot) -> None:
-        """See `Snapshot.close`."""
-        if snapshot._state is not None:
-            self.pages.release(snapshot._state.pages)
 
     def _generate(self, session: Session, max_new_tokens: int, ends: frozenset[int]) -> Generator[int, None, None]:
         for count in range(1, max_new_tokens + 1):

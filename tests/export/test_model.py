@@ -353,7 +353,7 @@ def test_bfloat16(artifact: Get, spec: Spec) -> None:
 
 
 def test_notes(capitals_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a person would not expect is said on one line, before anything slow begins: here, before anything is traced."""
+    """Lines say what a person would not expect, before anything slow begins: here, before anything is traced."""
     folder = Path(shutil.copytree(capitals_checkpoint, tmp_path / "checkpoint"))
     path = folder / "config.json"
     settings = json.loads(path.read_text())

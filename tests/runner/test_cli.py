@@ -7,7 +7,6 @@ import fcntl
 import io
 import json
 import os
-import shutil
 import signal
 import struct
 import subprocess
@@ -25,9 +24,8 @@ from ostinato.delegate.artifact.names import META_MUTABLE_BUFFERS
 from ostinato.delegate.artifact.target import host_target
 from ostinato.delegate.memory import size_text
 from ostinato.runner import SamplingParams, __version__
-from ostinato.runner.cli import COMMANDS, main
+from ostinato.runner.cli import main
 from ostinato.runner.commands import run as command_run
-from ostinato.runner.completion import SHELLS
 
 from ..conftest import CAPITALS_LENGTH
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH
@@ -451,45 +449,6 @@ def test_version_and_the_package_as_a_command() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"ostinato {__version__}\n", "")
     done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout.startswith("usage: ostinato ")
-
-
-def completed(script: Path, *words: str) -> list[str]:
-    """Return what bash offers for the last of `words`, with the script loaded."""
-    program = (
-        'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); '
-        '"$(complete -p ostinato | sed "s/.*-F \\([^ ]*\\).*/\\1/")" ostinato "${!#}"; printf "%s\\n" "${COMPREPLY[@]}"'
-    )
-    command = ["bash", "-c", program, "bash", str(script), "ostinato", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=script.parent)
-    assert done.stderr == ""
-    return [line.strip() for line in done.stdout.splitlines() if line]
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_completion_in_bash(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["--print-completion", "bash"])
-    assert stop.value.code == 0
-    (tmp_path / "artifact").mkdir()
-    (tmp_path / "article.txt").touch()
-    script = tmp_path / "ostinato.bash"
-    script.write_text(capsys.readouterr().out)
-    assert set(completed(script, "")) >= set(COMMANDS)
-    assert completed(script, "ins") == ["inspect"]
-    assert completed(script, "run", "--prompt-f") == ["--prompt-file"]
-    assert completed(script, "export", "--device", "cu") == ["cuda"]
-    assert completed(script, "run", "art") == ["artifact"]
-    assert completed(script, "run", "--prompt-file", "artic") == ["article.txt"]
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-def test_completion_knows_all_options(capsys: pytest.CaptureFixture[str], shell: str) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main([f"--print-completion={shell}"])
-    assert stop.value.code == 0
-    script = capsys.readouterr().out
-    for option in ("max-seq-len", "chat-template-kwargs", "prefill-buckets", "top", "version"):
-        assert option in script
 
 
 def test_help_and_version_import_nothing_heavy() -> None:

@@ -95,7 +95,7 @@ def command_line(draw: st.DrawFn) -> list[str]:
 def places(
     capitals_artifact: Path, capitals_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, str]:
-    """What stands for ARTIFACT and CHECKPOINT, in a folder with what PATHS names. An export ends before it is traced."""
+    """Return the values of ARTIFACT and CHECKPOINT, in a folder with what PATHS names. An export ends before it is traced."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise ExportError("nothing is exported here")
