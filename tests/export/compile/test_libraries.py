@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export import Progress
-from ostinato.export.compile import kept_code
 from ostinato.export.compile import libraries as libraries_module
 from ostinato.export.compile.compilers import CompilerError, Compilers, CompilersStopped
 from ostinato.export.compile.libraries import Libraries
@@ -27,6 +26,8 @@ from ostinato.export.compile.native import NativeLibrary
 from ostinato.export.compile.toolchain import find_compiler
 from ostinato.export.compile.torch_internals import Interface
 from ostinato.export.compile.trace import TracedGraph, trace_method
+
+pytestmark = pytest.mark.usefixtures("nothing_is_kept")
 
 
 class Add(nn.Module):
@@ -44,12 +45,6 @@ class Add(nn.Module):
 def graphs(*names: str) -> list[TracedGraph]:
     """Return one graph for each name, with a buffer of that name."""
     return [trace_method(name, (Add(name), (torch.ones(3),), None)).links[0].graph for name in names]
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No test takes the code of another one."""
-    monkeypatch.setattr(kept_code, "kept_folder", lambda: tmp_path / "nowhere")
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def run_eagerly(table: Table, stack: Sequence[Layer], tokens: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def compiled(monkeypatch: pytest.MonkeyPatch, nothing_is_kept: None) -> list[str]:
     """Labels of the graphs that are compiled during the test."""
     labels: list[str] = []
     generate_code = libraries.generate_code
