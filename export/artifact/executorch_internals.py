@@ -17,15 +17,26 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 
-def edge_config() -> Any:
-    """exir's settings for graphs that are only a shell around the delegate call.
+def emit_program(calls: Mapping[str, ExportedProgram], metadata: Mapping[str, Any]) -> bytes:
+    """The bytes of a program whose methods are calls of delegates. `metadata` becomes its constant methods.
 
-    Needs the private fields `_check_ir_validity` and `_skip_dim_order` of `EdgeCompileConfig`. Without them exir refuses
-    dtypes that its portable operators do not have, or inserts copies between dimension orders.
+    Needs the constructor of `EdgeProgramManager`, and the private fields `_check_ir_validity` and `_skip_dim_order` of
+    `EdgeCompileConfig`. Without the constructor `to_edge` must be called, which takes seconds to decompose nothing. Without
+    the fields exir refuses dtypes that its portable operators do not have, or inserts copies between dimension orders.
     """
-    from executorch.exir import EdgeCompileConfig
+    from executorch.exir import EdgeCompileConfig, EdgeProgramManager, ExecutorchBackendConfig
+    from executorch.exir.passes import MemoryPlanningPass
 
-    return EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
+    config = ExecutorchBackendConfig(
+        extract_delegate_segments=True,
+        memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),
+    )
+    edge = EdgeProgramManager(
+        dict(calls),
+        constant_methods=dict(metadata),
+        compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+    )
+    return bytes(edge.to_executorch(config).buffer)
 
 
 def delegated_module(
@@ -38,7 +49,7 @@ def delegated_module(
     """A module that is one call of a delegate, with the delegate's data, as `to_backend` would make it.
 
     Args:
-        shell: program in exir's edge dialect, with the call's inputs and outputs.
+        shell: program with the call's inputs and outputs.
         backend_id: id of the delegate.
         processed: the delegate's processed bytes.
         specs: the delegate's compile specs.

@@ -6,7 +6,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -14,14 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ostinato.delegate.artifact.names import HOST
 from ostinato.delegate.errors import ExportError, OstinatoError, first_line
 from ostinato.export.progress import Progress
 
 from .aot import Code, generate_code, read_code
 from .compilers import CompilerError, Compilers, timed
 from .kept_code import code_path, keep, keep_file, read_kept
-from .native import NativeBuild, NativeLibrary, native_library_of
-from .torch_internals import Generated, Interface, choose_vector_instructions, compilers_run_by, kept_folder
+from .native import NativeBuild, NativeLibrary, native_libraries, native_library_of
+from .torch_internals import (
+    Generated,
+    Interface,
+    choose_vector_instructions,
+    compilers_run_by,
+    forget_vector_instructions,
+    kept_folder,
+)
 from .trace import TracedGraph
 
 
@@ -76,8 +84,11 @@ class Libraries:
             self._folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="ostinato-")))
             opened.enter_context(self._compilers)
             opened.enter_context(compilers_run_by(self._compilers.run, self._make_header))
-            # Runs beside the tracing, which comes first.
+            # These run beside the tracing, which comes first.
             self._ready = self._compilers.start(choose_vector_instructions)
+            opened.callback(forget_vector_instructions)
+            if self._device == HOST:
+                self._begin_natives(native_libraries())
             self._open = opened.pop_all()
         return self
 
@@ -94,11 +105,9 @@ class Libraries:
         Raises:
             ExportError: a graph cannot be lowered. Only the first such graph is reported; later ones may not have been tried.
         """
-        # Built first, because all libraries that call these kernels are linked with them.
         natives = {id(graph): native_library_of(graph.program.graph) for graph in graphs}
-        for native in natives.values():
-            if native is not None and native.name not in self._kernels:
-                self._kernels[native.name] = self._begin_native(native)
+        # Built first, because all libraries that call these kernels are linked with them.
+        self._begin_natives(native for native in natives.values() if native is not None)
         for graph in graphs:
             self._progress.show(_stage(graph))
             self._jobs.append(self._begin(graph, natives[id(graph)], id(graph) in growing))
@@ -177,6 +186,11 @@ class Libraries:
             beside.symlink_to(kernels.result())
             link = (*link, str(beside), "-Wl,-rpath,$ORIGIN")
         self._compilers.run(link, folder)
+
+    def _begin_natives(self, natives: Iterable[NativeLibrary]) -> None:
+        for native in natives:
+            if native.name not in self._kernels:
+                self._kernels[native.name] = self._begin_native(native)
 
     def _begin_native(self, native: NativeLibrary) -> Future[Path]:
         folder, build = Path(tempfile.mkdtemp(dir=self._folder)), native.build()

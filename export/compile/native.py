@@ -122,6 +122,11 @@ class NativeBuild:
     link: tuple[str, ...]
 
 
+def native_libraries() -> list[NativeLibrary]:
+    """The libraries that have operators so far."""
+    return list(_LIBRARIES.values())
+
+
 def native_library_of(graph: Graph) -> NativeLibrary | None:
     """The library of the graph's native operators; None if it has none. A graph uses the operators of one library only."""
     for node in graph.nodes:

@@ -24,30 +24,17 @@ def test_every_function_has_its_test() -> None:
     assert [name for name in functions if f"test_{name}" not in globals()] == []
 
 
-def test_edge_config() -> None:
-    from executorch.exir import to_edge
+class Shell(nn.Module):
+    """Has a dtype that exir's portable operators do not have."""
 
-    class Complex(nn.Module):
-        """Uses an operator that exir's validity check does not know."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.fft.rfft(x).abs()
-
-    program = torch.export.export(Complex(), (torch.ones(8),), strict=False)
-    assert to_edge(program, compile_config=executorch_internals.edge_config()).methods == {"forward"}
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.uint16)
 
 
-def test_delegated_module() -> None:
-    from executorch.exir import to_edge
-
-    class Shell(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 1
-
-    config = executorch_internals.edge_config()
-    shell = to_edge(torch.export.export(Shell(), (torch.ones(3),), strict=False), compile_config=config)
+def called() -> torch.export.ExportedProgram:
+    shell = torch.export.export(Shell(), (torch.ones(3),), strict=False)
     module = executorch_internals.delegated_module(
-        shell.exported_program(), "SomeBackend", b"processed", {"key": b"value"}, {"data": b"12345"}
+        shell, "SomeBackend", b"processed", {"key": b"value"}, {"data": b"12345"}
     )
 
     class Call(nn.Module):
@@ -58,9 +45,17 @@ def test_delegated_module() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.lowered(x)
 
-    called = torch.export.export(Call(), (torch.ones(3),), strict=False)
-    program = bytes(to_edge(called, compile_config=config).to_executorch().buffer)
-    assert all(part in program for part in (b"SomeBackend", b"processed", b"12345", b"value"))
+    return torch.export.export(Call(), (torch.ones(3),), strict=False)
+
+
+def test_delegated_module() -> None:
+    (call,) = [node for node in called().graph.nodes if "executorch_call_delegate" in str(node.target)]
+    assert call.meta["val"][0].dtype == torch.uint16
+
+
+def test_emit_program() -> None:
+    program = executorch_internals.emit_program({"forward": called()}, {"answer": 42})
+    assert all(part in program for part in (b"SomeBackend", b"processed", b"12345", b"value", b"forward", b"answer"))
 
 
 def test_write_flat_tensor() -> None:

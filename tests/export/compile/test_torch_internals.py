@@ -161,7 +161,20 @@ def test_choose_vector_instructions() -> None:
     from torch._inductor import cpu_vec_isa
 
     torch_internals.choose_vector_instructions()
-    assert cpu_vec_isa.pick_vec_isa() is cpu_vec_isa.pick_vec_isa()
+    chosen = cpu_vec_isa.pick_vec_isa()
+    assert cpu_vec_isa.valid_vec_isa_list() in ([chosen], [])
+    assert chosen is cpu_vec_isa.pick_vec_isa()
+
+
+def test_forget_vector_instructions() -> None:
+    """All that work are known again, and the best of them is the one that was chosen."""
+    from torch._inductor import cpu_vec_isa
+
+    torch_internals.choose_vector_instructions()
+    chosen, known = cpu_vec_isa.pick_vec_isa(), cpu_vec_isa.valid_vec_isa_list()
+    torch_internals.forget_vector_instructions()
+    assert cpu_vec_isa.pick_vec_isa() is chosen
+    assert cpu_vec_isa.valid_vec_isa_list()[:1] == known
 
 
 def test_every_function_has_its_test() -> None:
