@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +26,6 @@ from .torch_internals import (
     is_reserved_name,
 )
 from .trace import TracedGraph
-
-# Bytes that give a tensor an address of its own, aligned as CUDA's allocator aligns.
-_SMALL_STORAGE = 512
 
 
 @dataclass(frozen=True)
@@ -100,19 +98,17 @@ def _generate(
     declarations: Mapping[torch._ops.OpOverload, list[str]],
     grows: bool,
 ) -> Generated:
-    program = graph.program
-    _remove_checks(program)
-    _place_constants(graph, device)
-    if device != "cpu":
-        program = move_to_device_pass(program, device)
-    module = program.module(check_guards=False)
-    _name_constants(program, module)
-    user_inputs = set(program.graph_signature.user_inputs)
-    arguments = tuple(
-        node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user_inputs
-    )
-    with torch.no_grad(), early_kernels_analysed_as_pure(), failed_analyses_raised():
-        return generate_library(module, arguments, device, folder, declarations, grows)
+    _remove_checks(graph.program)
+    with _constants_placed(graph, device):
+        program = graph.program if device == "cpu" else move_to_device_pass(graph.program, device)
+        module = program.module(check_guards=False)
+        _name_constants(program, module)
+        user_inputs = set(program.graph_signature.user_inputs)
+        arguments = tuple(
+            node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user_inputs
+        )
+        with torch.no_grad(), early_kernels_analysed_as_pure(), failed_analyses_raised():
+            return generate_library(module, arguments, device, folder, declarations, grows)
 
 
 def _remove_checks(program: ExportedProgram) -> None:
@@ -123,27 +119,29 @@ def _remove_checks(program: ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
-def _place_constants(graph: TracedGraph, device: str) -> None:
-    """Make constants as the runtime will bind them: contiguous, and on the device.
+@contextmanager
+def _constants_placed(graph: TracedGraph, device: str) -> Iterator[None]:
+    """Inside this context, constants are as the runtime will bind them: contiguous, and on the device.
 
-    A compiler needs only shapes, so parameters on a GPU get almost no memory. Buffers get all of theirs, since Inductor
-    clones them.
+    A compiler needs only shapes. But where Inductor looks for shapes, it runs single operators (`1 + weight`) on what it
+    has. So a parameter on a GPU gets all of its memory, without its value, for as long as its graph is compiled.
     """
+    stand_ins = []
     for values in (graph.program.state_dict, graph.program.constants):
         for name, value in values.items():
             if not isinstance(value, torch.Tensor):
                 continue
             if device != "cpu" and value.dim() and isinstance(value, torch.nn.Parameter):
-                values[name] = _with_small_storage(value, device)
+                stand_ins.append(torch.empty(value.shape, dtype=value.dtype, device=device))
+                values[name] = _as_parameter(stand_ins[-1], value)
             elif not value.is_contiguous():
                 values[name] = _as_parameter(value.contiguous(), value)
-
-
-def _with_small_storage(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """A tensor of this shape with a few bytes of storage, at its own address: Inductor takes one address for one constant."""
-    small = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    small.untyped_storage().resize_(min(_SMALL_STORAGE, small.nbytes))
-    return _as_parameter(small, tensor)
+    try:
+        yield
+    finally:
+        # Inductor keeps the graphs that it has compiled.
+        for stand_in in stand_ins:
+            stand_in.untyped_storage().resize_(0)
 
 
 def _as_parameter(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
