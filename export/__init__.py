@@ -3,6 +3,7 @@
     >>> from ostinato.export import export_model
     >>> export_model("checkpoint/", "artifact/", device="cpu")
 
+`recompile_model("artifact/", "another/")` compiles its code again on another machine, without the checkpoint.
 For a model of your own, call `export_program({"forward": (module, example_inputs, dynamic_shapes)}, "artifact/")`.
 """
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .program import export_program as export_program
     from .progress import Progress as Progress
     from .progress import stderr_progress as stderr_progress
+    from .recompile import recompile_model as recompile_model
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
@@ -46,5 +48,6 @@ else:
             ".model": "export_model",
             ".program": "ExportReport export_program",
             ".progress": "Progress stderr_progress",
+            ".recompile": "recompile_model",
         },
     )

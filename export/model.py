@@ -15,6 +15,7 @@ from ostinato.delegate.artifact.records import Growth, StateKind
 from ostinato.delegate.artifact.target import host_target
 from ostinato.delegate.errors import CheckpointError, ExportError
 
+from .artifact.options import ExportOptions, ExportRecord
 from .artifact.records import ValueRange
 from .compile.trace import Chain
 from .formats.int4 import Quantization
@@ -27,7 +28,7 @@ from .models.family import Family
 from .models.traffic import decode_bytes, kv_bytes_per_token
 from .program import ExportReport, export_program
 from .progress import Progress
-from .weights.stream import QuantizedWeights, WeightSource, allocate_untouched
+from .weights.stream import QuantizedWeights, WeightSource, allocate_untouched, names_in_panels
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOAD_FORMATS = ("auto", "dummy")
@@ -79,35 +80,75 @@ def export_model(
     folder = Path(model)
     family, config = read_config(folder)
     length = _max_seq_len(config, max_seq_len)
-    chunk = _prefill_chunk(length, prefill_chunk)
-    dtype = _dtype(config, dtype, progress)
+    options = ExportOptions(
+        device=device,
+        dtype=_dtype(config, dtype, progress),
+        max_seq_len=length,
+        prefill_chunk=_prefill_chunk(length, prefill_chunk),
+        quant=quant,
+        cpu_moe=_cpu_moe(config, cpu_moe),
+    )
     if load_format not in LOAD_FORMATS:
         raise ExportError(f"unknown load format {load_format!r}; the load formats are: {', '.join(LOAD_FORMATS)}")
-    on_host = _cpu_moe(config, cpu_moe)
-    host_target(device)
-    group_size = None if quant is None else quant.group_size
-    family.check_limits(config, group_size, device, DTYPES[dtype])
-    network = build_network(
-        config,
-        length,
-        DTYPES[dtype],
-        kernels=kernels_for(device),
-        max_chunk=chunk,
-        group_size=group_size,
-        cpu_moe=on_host,
-        host_kernels=host_kernels_for(device),
-    )
+    network = make_network(family, config, options)
     # A GPU makes and quantises weights many times faster, also when the code is for a CPU.
     computes = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ends = _eos_ids(folder, _tokenizer(folder / "tokenizer.json", progress))
+    tokenizer = read_tokenizer(folder / "tokenizer.json", progress)
     source = _weight_source(family, network, folder, load_format, computes, progress)
+    weights = QuantizedWeights(network, source, computes, hqq=quant is not None and quant.hqq)
+    return export_network(network, options, family, folder, output, weights, progress, tokenizer=tokenizer)
+
+
+def make_network(family: Family, config: ModelConfig, options: ExportOptions) -> LanguageModel:
+    """Build the network that an export asks for; its parameters have no values.
+
+    Raises:
+        CheckpointError: the sizes in the config do not make a network.
+        ExportError: the kernels cannot take a shape.
+        TargetError: the device is "cuda", and there is no GPU.
+    """
+    host_target(options.device)
+    group_size = None if options.quant is None else options.quant.group_size
+    family.check_limits(config, group_size, options.device, DTYPES[options.dtype])
+    return build_network(
+        config,
+        options.max_seq_len,
+        DTYPES[options.dtype],
+        kernels=kernels_for(options.device),
+        max_chunk=options.prefill_chunk,
+        group_size=group_size,
+        cpu_moe=options.cpu_moe,
+        host_kernels=host_kernels_for(options.device),
+    )
+
+
+def export_network(
+    network: LanguageModel,
+    options: ExportOptions,
+    family: Family,
+    folder: Path,
+    output: str | Path,
+    weights: Mapping[str, torch.Tensor],
+    progress: Progress,
+    *,
+    tokenizer: Any,
+    constants_file: Path | None = None,
+) -> ExportReport:
+    """Export a network that has no values. `folder` has its config.json and tokenizer files, which the artifact gets too.
+
+    `tokenizer`: the folder's, or None. `weights`, `constants_file`: see `export_program`, which also says what is raised.
+    """
+    config, length = network.config, options.max_seq_len
+    ends = _eos_ids(folder, tokenizer)
     allocate_untouched(network)
     methods = family.methods(network)
+    record = ExportRecord.of(options, family.config.__module__, names_in_panels(network))
+    copied = (names.CONFIG_FILE, *names.TOKENIZER_FILES)
     return export_program(
         methods,
         output,
-        device=device,
-        metadata=_metadata(ends, device, dtype, quant, network),
+        device=options.device,
+        metadata=_metadata(ends, record, network),
         value_ranges={
             "tokens": (0, config.vocab_size - 1),
             "input_pos": (0, length - 1),
@@ -115,15 +156,16 @@ def export_model(
             STREAMED: (0, config.experts_per_layer),
             **_row_ranges(config, length, methods),
         },
-        extra_files=[folder / name for name in names.TOKENIZER_FILES if (folder / name).exists()],
+        extra_files=[folder / name for name in copied if (folder / name).exists()],
         root=network,
         state_forms=state_forms(network),
-        weights=QuantizedWeights(network, source, computes, hqq=quant is not None and quant.hqq),
+        weights=weights,
+        constants_file=constants_file,
         progress=progress,
     )
 
 
-def _tokenizer(path: Path, progress: Progress) -> Any:
+def read_tokenizer(path: Path, progress: Progress) -> Any:
     """Return the file's `tokenizers.Tokenizer`, or None if there is no such file. Raises CheckpointError: a broken file."""
     if not path.exists():
         progress.note(
@@ -214,10 +256,8 @@ def _cpu_moe(config: ModelConfig, wanted: bool | int) -> int:
     return wanted
 
 
-def _metadata(
-    ends: list[int], device: str, dtype: str, quant: Quantization | None, network: LanguageModel
-) -> dict[str, Any]:
-    config = network.config
+def _metadata(ends: list[int], record: ExportRecord, network: LanguageModel) -> dict[str, Any]:
+    config, options = network.config, record.options
     # Workspaces are left out: their content between steps means nothing.
     state = [name for name, form in state_forms(network).items() if form.kind is not StateKind.WORKSPACE]
     metadata: dict[str, Any] = {
@@ -231,11 +271,12 @@ def _metadata(
         names.META_PADDED_PREFILL: True,
         names.META_CPU_MOE: network.build.cpu_moe,
         names.META_MODEL_TYPE: config.model_type,
-        names.META_DTYPE: dtype,
-        names.META_QUANTIZATION: "none" if quant is None else str(quant),
-        names.META_DECODE_BYTES: decode_bytes(network, device),
+        names.META_DTYPE: options.dtype,
+        names.META_QUANTIZATION: "none" if options.quant is None else str(options.quant),
+        names.META_DECODE_BYTES: decode_bytes(network, options.device),
         names.META_KV_BYTES: kv_bytes_per_token(network),
         names.META_MUTABLE_BUFFERS: json.dumps({"version": 1, "mutable_buffers": sorted(state)}),
+        names.META_EXPORT_OPTIONS: record.to_json(),
     }
     if ends:
         metadata[names.META_EOS_IDS] = ends

@@ -18,13 +18,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from ostinato.delegate.artifact.flatbuffer import map_file
 from ostinato.delegate.artifact.names import CONSTANTS_FILE, PROGRAM_FILE
+from ostinato.delegate.artifact.ptd import parse_constants
 from ostinato.delegate.artifact.records import Seal, StateForm
 from ostinato.delegate.artifact.target import Target, host_target
 from ostinato.delegate.errors import ExportError
 from ostinato.delegate.memory import size_text
 from ostinato.export.artifact.records import Constants, ValueRange, make_method
-from ostinato.export.artifact.writer import atomic_folder, check_room, write_constants
+from ostinato.export.artifact.writer import (
+    atomic_folder,
+    check_constants,
+    check_room,
+    take_constants,
+    write_constants,
+)
 from ostinato.export.compile.aot import Code
 from ostinato.export.compile.libraries import Libraries
 from ostinato.export.compile.toolchain import find_compiler
@@ -69,6 +77,7 @@ def export_program(
     root: nn.Module | None = None,
     state_forms: Mapping[str, StateForm] | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
+    constants_file: Path | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
     """Export the methods of any model into one artifact folder.
@@ -94,10 +103,14 @@ def export_program(
             dimension of a buffer that grows. Only the runtime checks indices into it.
         weights: name in the artifact -> value, for tensors that the modules hold for their shape only. Each value is asked
             for once, when it is written. Other constants are written as the modules hold them.
+        constants_file: the `model.ptd` of an earlier export, which is taken as it is: linked, or copied to another disk. Then
+            no value of `weights` is asked for.
         progress: shows and keeps the time of each stage.
 
     Raises:
-        ExportError: there is no compiler, or no room on the disk; or an operator cannot be lowered (the message names it).
+        ExportError: there is no compiler, or no room on the disk; an operator cannot be lowered (the message names it); or a
+            constant is not in `constants_file` as the code needs it.
+        ArtifactError: `constants_file` is damaged, or has another format.
         TargetError: the device is "cuda", and there is no GPU.
     """
     progress = progress or Progress()
@@ -124,8 +137,14 @@ def export_program(
         for name, method in traced.items():
             constants.add(method)
             _warn_of_training(name, method)
-        # Before minutes of compiling. The code comes on top.
-        check_room(folder, sum(tensor.nbytes for tensor in constants.tensors.values()), Path(output))
+        # Before minutes of compiling.
+        given = None
+        if constants_file is None:
+            # The code comes on top.
+            check_room(folder, sum(tensor.nbytes for tensor in constants.tensors.values()), Path(output))
+        else:
+            given = parse_constants(map_file(constants_file), constants_file)
+            check_constants(given, constants.tensors, weights or {})
         codes = _compile_all(traced, libraries, constants)
         with progress.stage("assemble program"), _quiet():
             from ostinato.export.artifact.assemble import assemble
@@ -137,8 +156,12 @@ def export_program(
         stored = {key: constants.tensors[key] for key in sorted(constants.used)}
         constant_bytes = sum(tensor.nbytes for tensor in stored.values())
         with progress.stage("write artifact"), progress.bytes(constant_bytes) as advance:
-            load = partial(_value, weights or {}, stored)
-            manifest = write_constants(folder / CONSTANTS_FILE, stored, load, advance)
+            if given is None:
+                load = partial(_value, weights or {}, stored)
+                manifest = write_constants(folder / CONSTANTS_FILE, stored, load, advance)
+            else:
+                manifest = take_constants(folder / CONSTANTS_FILE, given, stored)
+                advance(constant_bytes)
             program += Seal(hashlib.sha256(program).hexdigest(), manifest.id).to_bytes()
             (folder / PROGRAM_FILE).write_bytes(program)
             for path in extra_files:

@@ -1,4 +1,4 @@
-"""`ostinato`: export, run, bench, inspect."""
+"""`ostinato`: export, recompile, run, bench, inspect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .completion import SHELLS, PrintCompletion
 # Name -> (module, what it does). Each module has `add_arguments(parser)` and `main(arguments) -> exit status`. Only the
 # module of the chosen command is imported. So `run` imports no compiler, and this package imports nothing of export/.
 COMMANDS = {
-    "export": ("ostinato.export.command", "a Hugging Face checkpoint -> an artifact (needs a C++ compiler)"),
+    "export": ("ostinato.export.commands.export", "a Hugging Face checkpoint -> an artifact (needs a C++ compiler)"),
+    "recompile": ("ostinato.export.commands.recompile", "an artifact -> the same, compiled for this machine"),
     "run": ("ostinato.runner.commands.run", "answer a prompt with an artifact"),
     "bench": ("ostinato.runner.commands.bench", "measure how fast an artifact runs"),
     "inspect": ("ostinato.runner.commands.inspect", "show what an artifact holds"),

@@ -4,7 +4,7 @@ An artifact is a folder::
 
     model.pte   ExecuTorch program; the compiled code of each method is named data in it. Behind it the seal
     model.ptd   FlatTensor: every constant once under its fully qualified name, and the manifest
-    tokenizer.json, tokenizer_config.json, ...   copied from the checkpoint
+    config.json, tokenizer.json, tokenizer_config.json, ...   copied from the checkpoint
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ FORMAT_VERSION = 10
 
 PROGRAM_FILE = "model.pte"
 CONSTANTS_FILE = "model.ptd"
+CONFIG_FILE = "config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -58,6 +59,8 @@ META_DECODE_BYTES = "get_decode_bytes"
 META_KV_BYTES = "get_kv_bytes_per_token"
 # int: positions in a page of the KV caches.
 META_PAGE_SIZE = "get_page_size"
+# str: JSON of export/artifact/options.py, by which the code can be compiled again.
+META_EXPORT_OPTIONS = "get_export_options"
 
 # Text in the names of GPU kernels that may start while the kernel ahead still runs. graphs/nodes.py has the rules for them.
 EARLY_KERNEL = "_early"

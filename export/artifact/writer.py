@@ -1,11 +1,11 @@
-"""Writes an artifact folder completely or not at all. Each constant is streamed once."""
+"""Writes an artifact folder completely or not at all. Each constant is streamed once, or the file of all is taken over."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
@@ -15,6 +15,7 @@ from typing import BinaryIO
 import torch
 
 from ostinato.delegate.artifact.names import MANIFEST_KEY, PROGRAM_FILE
+from ostinato.delegate.artifact.ptd import ConstantsFile
 from ostinato.delegate.artifact.records import Manifest, constant_digest, dtype_name
 from ostinato.delegate.errors import ExportError
 from ostinato.delegate.memory import size_text
@@ -74,12 +75,19 @@ class _Constant:
                 f"constant {self._key!r} was compiled as {list(self._like.shape)} {dtype_name(self._like.dtype)}, its value "
                 f"is {list(tensor.shape)} {dtype_name(tensor.dtype)}"
             )
-        data = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
         with ThreadPoolExecutor(1) as pool:
-            digest = pool.submit(constant_digest, data, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride())
-            file.write(data)
+            digest = pool.submit(_digest, tensor)
+            file.write(_bytes(tensor))
             self.hexdigest = digest.result()
         self._on_write(self._like.nbytes)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return constant_digest(_bytes(tensor), dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride())
 
 
 def write_constants(
@@ -116,6 +124,50 @@ def write_constants(
     finally:
         loader.close()
     return manifest()
+
+
+def check_constants(given: ConstantsFile, wanted: Mapping[str, torch.Tensor], by_shape: Container[str] = ()) -> None:
+    """Check that constants in a file are as new code needs them. A constant that the file does not have may yet be unused.
+
+    Args:
+        given: the file.
+        wanted: key -> a tensor of the constant's shape and dtype, with its value.
+        by_shape: keys of `wanted` that have no value.
+
+    Raises:
+        ExportError: a constant has another shape, dtype or value in the file. The message names it.
+    """
+    for key, tensor in wanted.items():
+        entry = given.entries.get(key)
+        if entry is None:
+            continue
+        if entry.shape != tuple(tensor.shape) or entry.dtype != tensor.dtype:
+            stored = "bytes" if entry.dtype is None else dtype_name(entry.dtype)
+            raise ExportError(
+                f"constant {key!r} is {list(entry.shape)} {stored} in {given.path}, the code needs {list(tensor.shape)} "
+                f"{dtype_name(tensor.dtype)}: export the checkpoint again"
+            )
+        if key not in by_shape and _digest(tensor.detach().contiguous()) != given.manifest.constants.get(key):
+            raise ExportError(
+                f"constant {key!r} has another value in {given.path} than the code needs: export the checkpoint again"
+            )
+
+
+def take_constants(path: Path, given: ConstantsFile, used: Iterable[str]) -> Manifest:
+    """Make `given` the constants file at `path`, by a hard link or a copy. Returns its manifest.
+
+    Raises:
+        ExportError: one of the keys `used` is not in it.
+    """
+    missing = sorted(set(used) - set(given.entries))
+    if missing:
+        raise ExportError(f"{given.path} has no constant {missing[0]!r}: export the checkpoint again")
+    try:
+        os.link(given.path.resolve(), path)
+    except OSError:
+        # Another disk, or one without links.
+        shutil.copyfile(given.path, path)
+    return given.manifest
 
 
 @contextmanager

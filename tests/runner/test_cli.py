@@ -318,7 +318,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("command", ["run", "export", "bench", "inspect"])
+@pytest.mark.parametrize("command", ["run", "export", "recompile", "bench", "inspect"])
 def test_interrupt_during_imports(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", SWALLOWING, command], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

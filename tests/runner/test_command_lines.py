@@ -25,6 +25,7 @@ EXAMPLES = int(os.environ.get("OSTINATO_COMMAND_LINES", "0"))
 NUMBERS = ["0", "-1", "-0", "1", "2", "3", "4", "64", "250", "0.5", "1e-38", "1e-46", "1e39", "1e400", "nan", "-inf"]
 NUMBERS += ["9" * 20, "9" * 5000, "1_0", " 2", "٣", "1,2", "0,0", ","]
 WORDS = ["", " ", "é", "日本", "a\nb", "\udce9", "%s", "x" * 300, "on", "both", "none", "-", "--", "--help"]
+WORDS += ["{}", '{"enable_thinking": 1}']
 PATHS = ["/", "nothing/below", "file", "file.png", "folder", "link", "/proc/x", "/proc/x.png", "/dev/full", "/dev/null"]
 ALL = [*NUMBERS, *WORDS, *PATHS]
 ODD = st.sampled_from(ALL)
@@ -34,6 +35,7 @@ SHORT = st.sampled_from([*WORDS, "0", "-1", "1", "2", "0.5", "nan", "9" * 5000])
 # A command line that is right and quick; what is drawn stands behind it and overrides it.
 RIGHT = {
     "export": ["--model", "CHECKPOINT", "--output", "made"],
+    "recompile": ["ARTIFACT", "--output", "made"],
     "run": ["ARTIFACT", "--prompt", "What is the capital of Peru?", "--max-new-tokens", "3"],
     "bench": ["ARTIFACT", "-p", "3", "-n", "2", "-d", "0", "-r", "1"],
     "inspect": ["ARTIFACT"],

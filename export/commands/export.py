@@ -12,7 +12,9 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .formats.int4 import Quantization
+    from ostinato.export.formats.int4 import Quantization
+    from ostinato.export.program import ExportReport
+    from ostinato.export.progress import Progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from .progress import stderr_progress
+    from ostinato.export.progress import stderr_progress
 
     # `progress` is made first, so that its time includes the imports.
     progress = stderr_progress()
@@ -63,14 +65,13 @@ def main(arguments: argparse.Namespace) -> int:
     from ostinato.delegate.signals import cleaned_up_before_sigterm, interrupts_end_at_once
 
     with interrupts_end_at_once():
-        from ostinato.delegate.memory import size_text
         from ostinato.export.compile.toolchain import find_compiler
         from ostinato.export.models import read_config
 
         read_config(Path(arguments.model))
         quant = _quantization(arguments)
         find_compiler()
-        from .model import export_model
+        from ostinato.export.model import export_model
 
     with cleaned_up_before_sigterm():
         report = export_model(
@@ -85,19 +86,25 @@ def main(arguments: argparse.Namespace) -> int:
             load_format=arguments.load_format,
             progress=progress,
         )
+    print_report(report, progress)
+    return 0
+
+
+def print_report(report: ExportReport, progress: Progress) -> None:
+    """Print one line on stderr: the artifact's folder, size and target, the time, and this process's peak memory."""
+    from ostinato.delegate.memory import size_text
+
     size = size_text(report.program_bytes + report.constant_bytes)
     print(
         f"{report.output}: {size} in {progress.elapsed:.1f} s, compiled for {report.target}; "
-        f"peak memory {_peak_memory(arguments.device)}",
+        f"peak memory {_peak_memory(report.target.device)}",
         file=sys.stderr,
     )
-    return 0
 
 
 def _quantization(arguments: argparse.Namespace) -> Quantization | None:
     from ostinato.delegate.errors import OptionError
-
-    from .formats.int4 import Quantization
+    from ostinato.export.formats.int4 import Quantization
 
     if arguments.quant is None:
         given = "--group-size" if arguments.group_size is not None else "--hqq" if arguments.hqq else None

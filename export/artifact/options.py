@@ -1,0 +1,87 @@
+"""What an export was asked for, as the artifact keeps it: with it, and config.json, its code can be compiled again."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ostinato.delegate.artifact.json_files import as_text, parse_json
+from ostinato.delegate.artifact.names import META_EXPORT_OPTIONS
+from ostinato.delegate.errors import ArtifactError
+from ostinato.export.formats.int4 import Quantization
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """The options of an export, none of them left to a default.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        dtype: "float32" or "bfloat16".
+        max_seq_len: most tokens of a prompt and its answer together.
+        prefill_chunk: most tokens of one call of `prefill`.
+        quant: how weights are quantised; None: not at all.
+        cpu_moe: number of layers, counted from the first, whose routed experts stay on the host.
+    """
+
+    device: str
+    dtype: str
+    max_seq_len: int
+    prefill_chunk: int
+    quant: Quantization | None
+    cpu_moe: int
+
+    def __str__(self) -> str:
+        return f"{self.device}, {self.dtype}, {self.quant or 'not quantised'}"
+
+
+@dataclass(frozen=True)
+class ExportRecord:
+    """What the program's metadata says of its export.
+
+    Attributes:
+        options: what was asked for.
+        family: name of the module that describes the model's family.
+        family_sha256: SHA-256 (hex) of that module's source.
+        panels: names of the parameters that are stored in panels (kernels/linear/panels.py).
+    """
+
+    options: ExportOptions
+    family: str
+    family_sha256: str
+    panels: tuple[str, ...]
+
+    @classmethod
+    def of(cls, options: ExportOptions, family: str, panels: Iterable[str]) -> ExportRecord:
+        """Make the record of an export. `family`: name of the family's module, which is imported already."""
+        source = inspect.getsource(sys.modules[family])
+        return cls(options, family, hashlib.sha256(source.encode()).hexdigest(), tuple(sorted(panels)))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any], path: object) -> ExportRecord:
+        """Read the record. Raises ArtifactError, which names `path`: there is none, or it is not one."""
+        text = metadata.get(META_EXPORT_OPTIONS)
+        if text is None:
+            raise ArtifactError(
+                f"{path} does not say how it was exported: it is older than this, or no export of a checkpoint"
+            )
+        raw = parse_json(str(text), f"the export options in {path}", ArtifactError)
+        try:
+            options = dict(raw["options"])
+            quant = options.pop("quant")
+            return cls(
+                ExportOptions(**options, quant=None if quant is None else Quantization(**quant)),
+                as_text(raw["family"]),
+                as_text(raw["family_sha256"]),
+                tuple(map(as_text, raw["panels"])),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArtifactError(f"the export options in {path} cannot be read: {error}") from error
