@@ -1,8 +1,4 @@
-"""Runs C++ compilers, several at a time, while Python generates more code for them.
-
-Only the compilers run in parallel. Inductor itself stays in one process and one thread, with its CUDA context: it keeps much
-state in globals, and a forked process could not ask a GPU what it is.
-"""
+"""Runs C++ compilers, several at a time, while Python generates more code for them."""
 
 from __future__ import annotations
 

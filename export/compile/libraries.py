@@ -1,18 +1,21 @@
-"""Compiles graphs. Inductor generates the code of one graph after the other, while compilers work on earlier graphs."""
+"""Compiles graphs: Inductor generates their code, in several processes, while compilers work on what it has generated."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ostinato.delegate.artifact.names import HOST
 from ostinato.delegate.errors import ExportError, OstinatoError, first_line
@@ -22,6 +25,7 @@ from .aot import Code, generate_code, read_code
 from .compilers import CompilerError, Compilers, timed
 from .kept_code import code_path, keep, keep_file, read_kept
 from .native import NativeBuild, NativeLibrary, native_libraries, native_library_of
+from .processes import call_in_processes
 from .torch_internals import (
     Generated,
     Interface,
@@ -29,8 +33,26 @@ from .torch_internals import (
     compilers_run_by,
     forget_vector_instructions,
     kept_folder,
+    threads_assumed,
 )
 from .trace import TracedGraph
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A graph to compile.
+
+    Attributes:
+        graph: the graph.
+        native: the library of our own operators that it calls; None: it calls none.
+        grows: whether it has a tensor whose first dimension may be another one when the code is loaded.
+        path: where the code is kept for later exports; None: nowhere.
+    """
+
+    graph: TracedGraph
+    native: NativeLibrary | None
+    grows: bool
+    path: Path | None
 
 
 @dataclass(frozen=True)
@@ -38,17 +60,14 @@ class _Job:
     """A graph whose code was generated, and the build of its library; or the code that an earlier export kept.
 
     Attributes:
-        path: where the code is kept for later exports; None: nowhere.
+        task: the graph.
         seconds: time that generating the code took.
         work: what was generated, and the build, which gives the seconds that it took; or the code.
-        kernels: the library of our own operators; None if the graph has none.
     """
 
-    graph: TracedGraph
-    path: Path | None
+    task: _Task
     seconds: float
     work: tuple[Generated, Future[tuple[None, float]]] | Code
-    kernels: Future[Path] | None
 
     @property
     def done(self) -> bool:
@@ -75,7 +94,8 @@ class Libraries:
         self._headers: list[Future[None]] = []
         self._interfaces: dict[Interface, Future[Path]] = {}
         self._kernels: dict[str, Future[Path]] = {}
-        self._jobs: list[_Job] = []
+        # By number; the codes have the same order.
+        self._jobs: dict[int, _Job] = {}
         self._codes: list[Code] = []
         self._open = ExitStack()
 
@@ -105,14 +125,25 @@ class Libraries:
         Raises:
             ExportError: a graph cannot be lowered. Only the first such graph is reported; later ones may not have been tried.
         """
-        natives = {id(graph): native_library_of(graph.program.graph) for graph in graphs}
+        natives = [native_library_of(graph.program.graph) for graph in graphs]
         # Built first, because all libraries that call these kernels are linked with them.
-        self._begin_natives(native for native in natives.values() if native is not None)
-        for graph in graphs:
-            self._progress.show(_stage(graph))
-            self._jobs.append(self._begin(graph, natives[id(graph)], id(graph) in growing))
-            while self._unfinished and (self._unfinished[0].done or any(job.failed for job in self._jobs)):
-                self._finish(self._unfinished[0])
+        self._begin_natives(native for native in natives if native is not None)
+        tasks = {}
+        for number, (graph, native) in enumerate(zip(graphs, natives, strict=True), len(self._jobs)):
+            begin, grows = time.perf_counter(), id(graph) in growing
+            task = _Task(graph, native, grows, code_path(graph, self._device_of(graph), native, grows))
+            kept = read_kept(task.path)
+            if kept is None:
+                tasks[number] = task
+            else:
+                self._jobs[number] = _Job(task, time.perf_counter() - begin, kept)
+        if tasks:
+            self._ready.result()
+        with closing(self._generated(tasks)) as results:
+            for number, generated, seconds in results:
+                self._jobs[number] = self._begin(tasks[number], generated, seconds)
+                self._finish_some()
+        self._finish_some()
 
     def codes(self) -> list[Code]:
         """Wait for all compilers. Returns the graphs' code, in the order of `generate`.
@@ -120,51 +151,88 @@ class Libraries:
         Raises:
             ExportError: a graph cannot be lowered, as in `generate`.
         """
-        for job in self._unfinished:
-            self._progress.show(_stage(job.graph))
+        while len(self._codes) < len(self._jobs):
+            job = self._jobs[len(self._codes)]
+            self._progress.show(_stage(job.task))
             self._finish(job)
         return self._codes
-
-    @property
-    def _unfinished(self) -> list[_Job]:
-        return self._jobs[len(self._codes) :]
 
     def _device_of(self, graph: TracedGraph) -> str:
         return graph.device or self._device
 
-    def _begin(self, graph: TracedGraph, native: NativeLibrary | None, grows: bool) -> _Job:
-        begin = time.perf_counter()
-        kernels = self._kernels[native.name] if native else None
-        path = code_path(graph, self._device_of(graph), native, grows)
-        kept = read_kept(path)
-        if kept is not None:
-            return _Job(graph, path, time.perf_counter() - begin, kept, kernels)
-        self._ready.result()
+    def _generated(self, tasks: Mapping[int, _Task]) -> Generator[tuple[int, Generated, float], None, None]:
+        """Generate the code of these graphs, and yield each one's number, code and seconds as it comes.
+
+        The first is generated in this process, so that what Inductor loads once is loaded; the others in processes that are
+        forked from it, unless it uses a GPU: then they could not. What fails there is tried again here, where the error is
+        seen.
+        """
+        left = list(tasks)
+        if left:
+            yield self._generate_here(left.pop(0), tasks)
+        if len(left) > 1 and not torch.cuda.is_initialized():
+            work = partial(self._generate_forked, tasks, torch.get_num_threads())
+            self._progress.show(_stage(tasks[left[0]]))
+            with closing(call_in_processes(work, tuple(left), len(os.sched_getaffinity(0)))) as results:
+                for number, generated, seconds in results:
+                    if generated is not None:
+                        left.remove(number)
+                        yield number, generated, seconds
+        for number in left:
+            yield self._generate_here(number, tasks)
+
+    def _generate_here(self, number: int, tasks: Mapping[int, _Task]) -> tuple[int, Generated, float]:
+        task, begin = tasks[number], time.perf_counter()
+        self._progress.show(_stage(task))
+        with self._failure(task, begin):
+            return number, self._generate(task), time.perf_counter() - begin
+
+    def _generate_forked(self, tasks: Mapping[int, _Task], threads: int, number: int) -> Generated:
+        """Generate code in a process that was forked from the one of this object, which had so many threads."""
+        with (
+            Compilers() as compilers,
+            compilers_run_by(compilers.run, lambda make, *arguments: make(*arguments)),
+            threads_assumed(threads),
+        ):
+            return self._generate(tasks[number])
+
+    def _generate(self, task: _Task) -> Generated:
         folder = Path(tempfile.mkdtemp(dir=self._folder))
-        begin = time.perf_counter()
-        with self._failure(graph, begin):
-            declarations = native.declarations if native else {}
-            generated = generate_code(graph, self._device_of(graph), folder, declarations, grows)
-        seconds = time.perf_counter() - begin
+        declarations = task.native.declarations if task.native else {}
+        return generate_code(task.graph, self._device_of(task.graph), folder, declarations, task.grows)
+
+    def _begin(self, task: _Task, generated: Generated, seconds: float) -> _Job:
         interface = None if generated.interface is None else self._interface(generated.interface)
+        kernels = self._kernels_of(task)
         built = self._compilers.start(timed, self._build, generated, [*self._headers], interface, kernels)
-        return _Job(graph, path, seconds, (generated, built), kernels)
+        return _Job(task, seconds, (generated, built))
+
+    def _finish_some(self) -> None:
+        """Finish the jobs that are done, from the first; if one has failed, all that stand before it, and it."""
+        while (job := self._jobs.get(len(self._codes))) is not None:
+            if not job.done and not any(job.failed for job in self._jobs.values()):
+                break
+            self._finish(job)
 
     def _finish(self, job: _Job) -> None:
         begin, seconds = time.perf_counter() - job.seconds, job.seconds
-        with self._failure(job.graph, begin):
+        with self._failure(job.task, begin):
             if isinstance(job.work, Code):
                 code = job.work
             else:
                 generated, built = job.work
                 seconds += built.result()[1]
                 begin = time.perf_counter()
-                code = read_code(generated, self._device_of(job.graph))
+                code = read_code(generated, self._device_of(job.task.graph))
                 shutil.rmtree(generated.path.parent)
-                keep(job.path, code)
+                keep(job.task.path, code)
                 seconds += time.perf_counter() - begin
-            self._codes.append(replace(code, kernels=job.kernels.result() if job.kernels else None))
-        self._progress.done(_stage(job.graph), seconds)
+            kernels = self._kernels_of(job.task)
+            self._codes.append(replace(code, kernels=kernels.result() if kernels else None))
+        self._progress.done(_stage(job.task), seconds)
+
+    def _kernels_of(self, task: _Task) -> Future[Path] | None:
+        return None if task.native is None else self._kernels[task.native.name]
 
     def _build(
         self,
@@ -231,15 +299,15 @@ class Libraries:
         return made
 
     @contextmanager
-    def _failure(self, graph: TracedGraph, begin: float) -> Iterator[None]:
+    def _failure(self, task: _Task, begin: float) -> Iterator[None]:
         """Turn errors into ExportError, and report the graph as failed."""
         try:
             yield
         except BaseException as error:
-            self._progress.failed(_stage(graph), time.perf_counter() - begin)
+            self._progress.failed(_stage(task), time.perf_counter() - begin)
             if isinstance(error, (OstinatoError, OSError)) or not isinstance(error, Exception):
                 raise
-            raise ExportError(f"method {graph.label!r}: the model cannot be lowered: {_explain(error)}") from error
+            raise ExportError(f"method {task.graph.label!r}: the model cannot be lowered: {_explain(error)}") from error
 
 
 def _keep(made: Path, kept: Path) -> None:
@@ -248,8 +316,8 @@ def _keep(made: Path, kept: Path) -> None:
     keep_file(kept, partial(shutil.copyfile, made))
 
 
-def _stage(graph: TracedGraph) -> str:
-    return f"compile {graph.label}"
+def _stage(task: _Task) -> str:
+    return f"compile {task.graph.label}"
 
 
 def _explain(error: Exception) -> str:

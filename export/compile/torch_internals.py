@@ -324,6 +324,17 @@ def forget_vector_instructions() -> None:
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
+@contextmanager
+def threads_assumed(count: int) -> Iterator[None]:
+    """Inside this context, Inductor generates code as if torch had `count` threads.
+
+    Needs the setting `cpp.threads` of Inductor. Without it, code that is generated in processes of one thread would have no
+    parallel loops.
+    """
+    with torch._inductor.config.patch({"cpp.threads": count}):
+        yield
+
+
 def kept_folder() -> Path:
     """The folder in Inductor's cache for libraries that later exports reuse. Their names must depend on all that they are
     made of.

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +170,37 @@ def test_operators_are_kept_for_the_next_export(
     assert len(compiled) == 2
     (path,) = kept.iterdir()
     assert path.name == doubling.build().library and {path.read_bytes()} == set(made[:2])
+
+
+def test_code_is_the_same_from_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which graph is generated where, and by how many threads, cannot be seen in the code."""
+
+    def compiled() -> list[tuple[bytes, dict[str, str]]]:
+        with Libraries("cpu", Progress()) as libraries:
+            libraries.generate(graphs("one", "two", "three", "four"))
+            return [(code.library, code.names) for code in libraries.codes()]
+
+    found = compiled()
+    # A process that uses a GPU is not forked.
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert compiled() == found
+    assert [*map(list, (names.values() for _, names in found))] == [["one"], ["two"], ["three"], ["four"]]
+
+
+def test_first_failure_in_other_processes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    generate_code = libraries_module.generate_code
+
+    def failing(graph: TracedGraph, *arguments: Any) -> Any:
+        if graph.label in ("two", "four"):
+            raise RuntimeError(f"target: aten.{graph.label}.default is not there")
+        return generate_code(graph, *arguments)
+
+    monkeypatch.setattr(libraries_module, "generate_code", failing)
+    with (
+        pytest.raises(ExportError, match=r"method 'two': the model cannot be lowered: .*\(operator aten.two.default\)"),
+        Libraries("cpu", Progress()) as libraries,
+    ):
+        libraries.generate(graphs("one", "two", "three", "four"))
 
 
 FAILING = """

@@ -177,6 +177,14 @@ def test_forget_vector_instructions() -> None:
     assert cpu_vec_isa.valid_vec_isa_list()[:1] == known
 
 
+def test_threads_assumed() -> None:
+    from torch._inductor.utils import parallel_num_threads
+
+    with torch_internals.threads_assumed(7):
+        assert parallel_num_threads() == 7
+    assert parallel_num_threads() == torch.get_num_threads()
+
+
 def test_every_function_has_its_test() -> None:
     functions = [
         name

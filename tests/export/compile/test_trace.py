@@ -16,7 +16,7 @@ from ostinato.delegate.artifact.ptd import parse_constants
 from ostinato.delegate.errors import ExportError
 from ostinato.export import Chain, Link, export_program
 from ostinato.export.artifact.records import Constants
-from ostinato.export.compile import libraries
+from ostinato.export.compile.libraries import Libraries
 from ostinato.export.compile.trace import trace_method
 
 ROWS, WIDTH, LONGEST = 11, 4, 9
@@ -84,13 +84,13 @@ def run_eagerly(table: Table, stack: Sequence[Layer], tokens: Tensor) -> Tensor:
 def compiled(monkeypatch: pytest.MonkeyPatch, nothing_is_kept: None) -> list[str]:
     """Labels of the graphs that are compiled during the test."""
     labels: list[str] = []
-    generate_code = libraries.generate_code
+    begin = Libraries._begin
 
-    def counted(graph, *arguments):  # type: ignore[no-untyped-def]
-        labels.append(graph.label)
-        return generate_code(graph, *arguments)
+    def counted(self, task, *arguments):  # type: ignore[no-untyped-def]
+        labels.append(task.graph.label)
+        return begin(self, task, *arguments)
 
-    monkeypatch.setattr(libraries, "generate_code", counted)
+    monkeypatch.setattr(Libraries, "_begin", counted)
     return labels
 
 
@@ -99,7 +99,7 @@ def test_chain_runs_as_in_eager(compiled: list[str], tmp_path: Path) -> None:
     report = export_program(
         {"forward": chain(links_of(table, stack))}, tmp_path / "artifact", value_ranges={"tokens": (0, ROWS - 1)}
     )
-    assert compiled == ["forward table", "forward layer"]
+    assert sorted(compiled) == ["forward layer", "forward table"]
     assert {stage for stage in report.seconds if stage.startswith("compile")} == {
         "compile forward table",
         "compile forward layer",
@@ -127,7 +127,7 @@ def test_methods_share_the_code_of_links_that_both_have(compiled: list[str], tmp
     doubled = Chain([*links, Link(Double(), ("x",), "double")], inputs, ("x",), {})
     methods = {"plain": Chain(links, inputs, ("x",), {}), "doubled": doubled}
     export_program(methods, tmp_path / "artifact")
-    assert compiled == ["plain table", "plain layer", "doubled double"]
+    assert sorted(compiled) == ["doubled double", "plain layer", "plain table"]
     tokens = torch.arange(5)
     with load_program(tmp_path / "artifact") as program:
         (found,) = program.load_method("plain").execute((tokens,))
