@@ -22,6 +22,7 @@ from ostinato.delegate.artifact.ptd import Entry, parse_constants
 from ostinato.delegate.sampling import SamplingTensors
 from ostinato.export import Progress, export_model
 from ostinato.export import model as model_module
+from ostinato.export.artifact.options import ExportRecord
 from ostinato.export.kernels import kernels_for
 from ostinato.export.kernels.linear.panels import unpack_panels
 from ostinato.export.model import DTYPES
@@ -212,6 +213,9 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
         assert program.method_names == spec.methods
         metadata = program.metadata
         buffers = json.loads(metadata.pop("get_mutable_buffer_metadata"))["mutable_buffers"]
+        record = ExportRecord.from_metadata(metadata, made.path)
+        assert (record.options.max_seq_len, record.options.dtype) == (spec.max_seq_len, spec.dtype)
+        del metadata["get_export_options"]
         # ExecuTorch cannot tell a list of one number from the number.
         assert metadata == {
             "get_max_seq_len": spec.max_seq_len,
