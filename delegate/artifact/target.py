@@ -34,6 +34,10 @@ _ISA_PREFIXES = (
     "sha",
 )
 
+_AGAIN = (
+    "compile it here (`ostinato recompile ARTIFACT --output DIR`, which needs no checkpoint), or export it again here"
+)
+
 
 @dataclass(frozen=True)
 class Target:
@@ -111,20 +115,18 @@ def check_target(target: Target) -> None:
         raise TargetError(f"the artifact was compiled for {target.system}, this machine runs {host.system}")
     if target.arch != host.arch:
         kind = "GPU architecture" if target.device == "cuda" else "CPU architecture"
-        raise TargetError(
-            f"the artifact was compiled for {kind} {target.arch}, this machine has {host.arch}: export it again here"
-        )
+        raise TargetError(f"the artifact was compiled for {kind} {target.arch}, this machine has {host.arch}: {_AGAIN}")
     if target.torch != host.torch:
         raise TargetError(
             f"the artifact was exported with torch {target.torch}, this environment has torch {torch.__version__}, and "
-            "compiled code runs with its own release only: export it again here, or run it where torch is "
+            f"compiled code runs with its own release only: {_AGAIN}, or run it where torch is "
             f"{target.torch} (pip install 'torch=={target.torch}.*')"
         )
     missing = sorted(set(target.isa) - set(host.isa))
     if missing:
         raise TargetError(
             "the artifact was compiled for a CPU with an instruction set that this one lacks: "
-            f"{', '.join(missing)}. Export it again on this machine"
+            f"{', '.join(missing)}: {_AGAIN}"
         )
 
 
