@@ -11,6 +11,7 @@ import torch
 
 from ostinato.delegate.artifact import names
 from ostinato.delegate.artifact.json_files import read_json
+from ostinato.delegate.artifact.ptd import ConstantsFile
 from ostinato.delegate.artifact.records import Growth, StateKind
 from ostinato.delegate.artifact.target import host_target
 from ostinato.delegate.errors import CheckpointError, ExportError
@@ -96,7 +97,8 @@ def export_model(
     tokenizer = read_tokenizer(folder / "tokenizer.json", progress)
     source = _weight_source(family, network, folder, load_format, computes, progress)
     weights = QuantizedWeights(network, source, computes, hqq=quant is not None and quant.hqq)
-    return export_network(network, options, family, folder, output, weights, progress, tokenizer=tokenizer)
+    record = record_of(network, family, options)
+    return export_network(network, record, family, folder, output, weights, progress, tokenizer=tokenizer)
 
 
 def make_network(family: Family, config: ModelConfig, options: ExportOptions) -> LanguageModel:
@@ -122,9 +124,14 @@ def make_network(family: Family, config: ModelConfig, options: ExportOptions) ->
     )
 
 
+def record_of(network: LanguageModel, family: Family, options: ExportOptions) -> ExportRecord:
+    """Make the record of an export of the network."""
+    return ExportRecord.of(options, family.config.__module__, names_in_panels(network))
+
+
 def export_network(
     network: LanguageModel,
-    options: ExportOptions,
+    record: ExportRecord,
     family: Family,
     folder: Path,
     output: str | Path,
@@ -132,22 +139,21 @@ def export_network(
     progress: Progress,
     *,
     tokenizer: Any,
-    constants_file: Path | None = None,
+    constants_file: ConstantsFile | None = None,
 ) -> ExportReport:
     """Export a network that has no values. `folder` has its config.json and tokenizer files, which the artifact gets too.
 
     `tokenizer`: the folder's, or None. `weights`, `constants_file`: see `export_program`, which also says what is raised.
     """
-    config, length = network.config, options.max_seq_len
+    config, length = network.config, record.options.max_seq_len
     ends = _eos_ids(folder, tokenizer)
     allocate_untouched(network)
     methods = family.methods(network)
-    record = ExportRecord.of(options, family.config.__module__, names_in_panels(network))
     copied = (names.CONFIG_FILE, *names.TOKENIZER_FILES)
     return export_program(
         methods,
         output,
-        device=options.device,
+        device=record.options.device,
         metadata=_metadata(ends, record, network),
         value_ranges={
             "tokens": (0, config.vocab_size - 1),

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ostinato.delegate.artifact.files import artifact_paths
-from ostinato.delegate.artifact.flatbuffer import map_file
+from ostinato.delegate.artifact.files import artifact_paths, open_artifact
 from ostinato.delegate.artifact.names import CONFIG_FILE
-from ostinato.delegate.artifact.pte import parse_program
 from ostinato.delegate.errors import ExportError
 
 from .artifact.options import ExportRecord
-from .model import export_network, make_network, read_tokenizer
-from .models import LanguageModel, read_config
-from .models.family import Family
+from .model import export_network, make_network, read_tokenizer, record_of
+from .models import read_config
 from .program import ExportReport
 from .progress import Progress
-from .weights.stream import names_in_panels
 
 
 def recompile_model(artifact: str | Path, output: str | Path, *, progress: Progress | None = None) -> ExportReport:
@@ -36,18 +32,19 @@ def recompile_model(artifact: str | Path, output: str | Path, *, progress: Progr
         TargetError: the artifact is for a GPU, and there is none.
     """
     progress = progress or Progress()
-    program, constants = artifact_paths(artifact)
-    record = ExportRecord.from_metadata(parse_program(map_file(program), program).metadata, program)
-    folder = program.parent
+    paths = artifact_paths(artifact)
+    program, constants = open_artifact(*paths)
+    record, folder = ExportRecord.from_metadata(program.metadata, paths[0]), paths[0].parent
     if not (folder / CONFIG_FILE).exists():
         raise ExportError(f"{folder} has no {CONFIG_FILE}, from which the code is made: export the checkpoint again")
     family, config = read_config(folder)
     progress.note(f"as exported: {record.options}")
     network = make_network(family, config, record.options)
-    _check(record, family, network, progress)
+    now = record_of(network, family, record.options)
+    _check(record, now, progress)
     return export_network(
         network,
-        record.options,
+        now,
         family,
         folder,
         output,
@@ -59,9 +56,8 @@ def recompile_model(artifact: str | Path, output: str | Path, *, progress: Progr
     )
 
 
-def _check(record: ExportRecord, family: Family, network: LanguageModel, progress: Progress) -> None:
+def _check(record: ExportRecord, now: ExportRecord, progress: Progress) -> None:
     """Check what shapes and dtypes do not show. Raises ExportError: a weight would have to be stored in another order."""
-    now = ExportRecord.of(record.options, family.config.__module__, names_in_panels(network))
     for name in sorted({*record.panels} ^ {*now.panels}):
         stored, wanted = ("panels", "rows") if name in record.panels else ("rows", "panels")
         raise ExportError(

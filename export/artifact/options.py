@@ -1,4 +1,4 @@
-"""What an export was asked for, as the artifact keeps it: with it, and config.json, its code can be compiled again."""
+"""Options of an export, kept in its artifact: with them and config.json, its code can be compiled again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """What the program's metadata says of its export.
+    """Record of an export, kept in the metadata of its program.
 
     Attributes:
         options: what was asked for.

@@ -109,6 +109,10 @@ def test_artifacts_that_cannot_be(artifact: Path, tmp_path: Path) -> None:
     (artifact / "config.json").unlink()
     assert "has no config.json, from which the code is made" in refused(artifact)
     assert "no such folder" in refused(tmp_path / "nothing", ArtifactError)
+    with (artifact / PROGRAM_FILE).open("r+b") as file:
+        file.seek(200)
+        file.write(b"damage")
+    assert "damaged" in refused(artifact, ArtifactError)
     other = tmp_path / "other"
     export_program({"forward": (torch.nn.Linear(3, 3), (torch.ones(3),), None)}, other)
     with load_program(other) as program:

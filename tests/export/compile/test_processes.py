@@ -41,7 +41,7 @@ def test_calls_run_beside_each_other() -> None:
 
 @pytest.mark.parametrize("dies", [False, True], ids=["raises", "dies"])
 def test_failure_is_none(dies: bool) -> None:
-    """What was begun is still given, and nothing new is begun."""
+    """A call that fails gives None, and no call begins after it."""
 
     def work(number: int) -> int:
         if number == 0 and dies:
