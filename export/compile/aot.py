@@ -15,16 +15,9 @@ from torch.export.passes import move_to_device_pass
 from ostinato.delegate.errors import ExportError
 from ostinato.delegate.torch_internals import load_container
 
+from .inductor_internals import Generated, constant_names, generate_library, is_reserved_name
 from .toolchain import check_library
-from .torch_internals import (
-    Generated,
-    constant_names,
-    early_kernels_analysed_as_pure,
-    failed_analyses_raised,
-    generate_library,
-    is_metadata_check,
-    is_reserved_name,
-)
+from .torch_internals import early_kernels_analysed_as_pure, failed_analyses_raised, is_metadata_check
 from .trace import TracedGraph
 
 

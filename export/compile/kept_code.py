@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .aot import Code
+from .inductor_internals import inductor_settings, kept_folder
 from .native import NativeLibrary, processor
 from .toolchain import compiler_version, find_compiler
-from .torch_internals import inductor_settings, kept_folder, size_example, storage_key
+from .torch_internals import size_example, storage_key
 from .trace import TracedGraph
 
 MOST_BYTES = 4 << 30

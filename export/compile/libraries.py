@@ -23,10 +23,7 @@ from ostinato.export.progress import Progress
 
 from .aot import Code, generate_code, read_code
 from .compilers import CompilerError, Compilers, timed
-from .kept_code import code_path, keep, keep_file, read_kept
-from .native import NativeBuild, NativeLibrary, native_libraries, native_library_of
-from .processes import call_in_processes
-from .torch_internals import (
+from .inductor_internals import (
     Generated,
     Interface,
     choose_vector_instructions,
@@ -35,6 +32,9 @@ from .torch_internals import (
     kept_folder,
     threads_assumed,
 )
+from .kept_code import code_path, keep, keep_file, read_kept
+from .native import NativeBuild, NativeLibrary, native_libraries, native_library_of
+from .processes import call_in_processes
 from .trace import TracedGraph
 
 

@@ -23,10 +23,10 @@ from ostinato.export import Progress
 from ostinato.export.compile import libraries as libraries_module
 from ostinato.export.compile import native
 from ostinato.export.compile.compilers import CompilerError, Compilers, CompilersStopped
+from ostinato.export.compile.inductor_internals import Interface
 from ostinato.export.compile.libraries import Libraries
 from ostinato.export.compile.native import NativeLibrary
 from ostinato.export.compile.toolchain import find_compiler
-from ostinato.export.compile.torch_internals import Interface
 from ostinato.export.compile.trace import TracedGraph, trace_method
 
 pytestmark = pytest.mark.usefixtures("nothing_is_kept")

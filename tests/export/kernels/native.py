@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato.export.compile.inductor_internals import kept_folder
 from ostinato.export.compile.native import NativeBuild, NativeLibrary, Operator
-from ostinato.export.compile.torch_internals import kept_folder
 
 _DTYPES = {torch.float32: 6, torch.bfloat16: 15}
 _NEW = ctypes.pythonapi.PyCapsule_New
