@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ostinato.delegate.artifact.records import Growth as Growth
     from ostinato.delegate.artifact.records import StateForm as StateForm
     from ostinato.delegate.artifact.records import StateKind as StateKind
+    from ostinato.delegate.errors import ArtifactError as ArtifactError
     from ostinato.delegate.errors import CheckpointError as CheckpointError
     from ostinato.delegate.errors import ExportError as ExportError
     from ostinato.delegate.errors import OptionError as OptionError
@@ -40,7 +41,7 @@ else:
         __name__,
         {
             "ostinato.delegate.artifact.records": "Growth StateForm StateKind",
-            "ostinato.delegate.errors": "CheckpointError ExportError OptionError OstinatoError TargetError",
+            "ostinato.delegate.errors": "ArtifactError CheckpointError ExportError OptionError OstinatoError TargetError",
             "ostinato.delegate.version": "__version__",
             ".artifact.records": "ValueRange",
             ".compile.trace": "Chain Link MethodSpec",

@@ -11,7 +11,6 @@ import torch
 
 from ostinato.delegate.artifact import names
 from ostinato.delegate.artifact.json_files import read_json
-from ostinato.delegate.artifact.ptd import ConstantsFile
 from ostinato.delegate.artifact.records import Growth, StateKind
 from ostinato.delegate.artifact.target import host_target
 from ostinato.delegate.errors import CheckpointError, ExportError
@@ -139,7 +138,7 @@ def export_network(
     progress: Progress,
     *,
     tokenizer: Any,
-    constants_file: ConstantsFile | None = None,
+    constants_file: Path | None = None,
 ) -> ExportReport:
     """Export a network that has no values. `folder` has its config.json and tokenizer files, which the artifact gets too.
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ostinato.delegate.artifact.files import open_constants
 from ostinato.delegate.artifact.names import CONSTANTS_FILE, PROGRAM_FILE
-from ostinato.delegate.artifact.ptd import ConstantsFile
 from ostinato.delegate.artifact.records import Seal, StateForm
 from ostinato.delegate.artifact.target import Target, host_target
 from ostinato.delegate.errors import ExportError
@@ -76,7 +76,7 @@ def export_program(
     root: nn.Module | None = None,
     state_forms: Mapping[str, StateForm] | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
-    constants_file: ConstantsFile | None = None,
+    constants_file: str | Path | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
     """Export the methods of any model into one artifact folder.
@@ -107,6 +107,7 @@ def export_program(
         progress: shows and keeps the time of each stage.
 
     Raises:
+        ArtifactError: `constants_file` is none, or is damaged.
         ExportError: there is no compiler, or no room on the disk; an operator cannot be lowered (the message names it); or a
             constant is not in `constants_file` as the code needs it.
         TargetError: the device is "cuda", and there is no GPU.
@@ -127,6 +128,7 @@ def export_program(
             )
     find_compiler()
     target = host_target(device)
+    given = None if constants_file is None else open_constants(Path(constants_file))
     with atomic_folder(Path(output)) as folder, Libraries(device, progress) as libraries:
         traced = _trace_all(methods, output_names, progress)
         constants = Constants(state_forms or {})
@@ -136,11 +138,11 @@ def export_program(
             constants.add(method)
             _warn_of_training(name, method)
         # Before minutes of compiling.
-        if constants_file is None:
+        if given is None:
             # The code comes on top.
             check_room(folder, sum(tensor.nbytes for tensor in constants.tensors.values()), Path(output))
         else:
-            check_constants(constants_file, constants.tensors, weights or {})
+            check_constants(given, constants.tensors, weights or {})
         codes = _compile_all(traced, libraries, constants)
         with progress.stage("assemble program"), _quiet():
             from ostinato.export.artifact.assemble import assemble
@@ -152,11 +154,11 @@ def export_program(
         stored = {key: constants.tensors[key] for key in sorted(constants.used)}
         constant_bytes = sum(tensor.nbytes for tensor in stored.values())
         with progress.stage("write artifact"), progress.bytes(constant_bytes) as advance:
-            if constants_file is None:
+            if given is None:
                 load = partial(_value, weights or {}, stored)
                 manifest = write_constants(folder / CONSTANTS_FILE, stored, load, advance)
             else:
-                manifest = take_constants(folder / CONSTANTS_FILE, constants_file, stored)
+                manifest = take_constants(folder / CONSTANTS_FILE, given, stored)
                 advance(constant_bytes)
             program += Seal(hashlib.sha256(program).hexdigest(), manifest.id).to_bytes()
             (folder / PROGRAM_FILE).write_bytes(program)

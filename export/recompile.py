@@ -33,7 +33,7 @@ def recompile_model(artifact: str | Path, output: str | Path, *, progress: Progr
     """
     progress = progress or Progress()
     paths = artifact_paths(artifact)
-    program, constants = open_artifact(*paths)
+    program, _ = open_artifact(*paths)
     record, folder = ExportRecord.from_metadata(program.metadata, paths[0]), paths[0].parent
     if not (folder / CONFIG_FILE).exists():
         raise ExportError(f"{folder} has no {CONFIG_FILE}, from which the code is made: export the checkpoint again")
@@ -52,7 +52,7 @@ def recompile_model(artifact: str | Path, output: str | Path, *, progress: Progr
         dict(network.named_parameters()),
         progress,
         tokenizer=read_tokenizer(folder / "tokenizer.json", progress),
-        constants_file=constants,
+        constants_file=paths[1],
     )
 
 

@@ -46,10 +46,15 @@ def artifact_paths(source: Source) -> tuple[Path, Path]:
     return folder / PROGRAM_FILE, folder / CONSTANTS_FILE
 
 
+def open_constants(path: Path) -> ConstantsFile:
+    """Map and parse a constants file. Raises ArtifactError: there is none, or it is damaged."""
+    return parse_constants(map_file(path), path)
+
+
 def open_artifact(program_path: Path, constants_path: Path, verify: bool = True) -> tuple[ProgramFile, ConstantsFile]:
     """Map and parse both files and check that they belong together; nothing is run and no target is checked."""
     content = map_file(program_path)
-    constants = parse_constants(map_file(constants_path), constants_path)
+    constants = open_constants(constants_path)
     # First, since its records say which format the files have.
     parsed = parse_program(content, program_path)
     if not parsed.methods:

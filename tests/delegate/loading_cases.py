@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ostinato.delegate import memory
-from ostinato.delegate.artifact.flatbuffer import map_file
-from ostinato.delegate.artifact.ptd import ConstantsFile, parse_constants
+from ostinato.delegate.artifact.files import open_constants
+from ostinato.delegate.artifact.ptd import ConstantsFile
 from ostinato.delegate.artifact.records import BufferSpec, MethodRecord
 
 STATE = "layers.0.state"
@@ -43,7 +43,7 @@ def written(path: Path, constants: dict[str, torch.Tensor]) -> ConstantsFile:
     from ostinato.export.artifact.writer import write_constants
 
     write_constants(path, constants, constants.__getitem__)
-    return parse_constants(map_file(path), path)
+    return open_constants(path)
 
 
 def record_of(constants: dict[str, Tensor], method: str = "decode") -> MethodRecord:
@@ -67,7 +67,7 @@ def with_one_bit_flipped(file: ConstantsFile, key: str, tmp_path: Path) -> Const
     content[place + file.entries[key].nbytes // 2] ^= 1
     path = tmp_path / "damaged.ptd"
     path.write_bytes(content)
-    return parse_constants(map_file(path), path)
+    return open_constants(path)
 
 
 def all_gone(storages: list[StorageWeakRef]) -> bool:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import StateKind, load_program
-from ostinato.delegate.artifact.flatbuffer import map_file
-from ostinato.delegate.artifact.ptd import Entry, parse_constants
+from ostinato.delegate.artifact.files import open_constants
+from ostinato.delegate.artifact.ptd import Entry
 from ostinato.delegate.sampling import SamplingTensors
 from ostinato.export import Progress, export_model
 from ostinato.export import model as model_module
@@ -111,7 +111,7 @@ class Artifact:
     @property
     def constants(self) -> dict[str, Entry]:
         path = self.path / "model.ptd"
-        return parse_constants(map_file(path), path).entries
+        return open_constants(path).entries
 
     @property
     def parameters(self) -> dict[str, Tensor]:

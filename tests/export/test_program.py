@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate import load_program
-from ostinato.delegate.artifact.flatbuffer import map_file
-from ostinato.delegate.artifact.ptd import Entry, parse_constants
+from ostinato.delegate.artifact.files import open_constants
+from ostinato.delegate.artifact.ptd import Entry
 from ostinato.delegate.errors import ExportError
 from ostinato.export import Chain, ExportReport, Link, Progress, export_program
 from ostinato.export.compile import kept_code
@@ -27,7 +27,7 @@ FLOATS = torch.arange(6, dtype=torch.float32).reshape(2, 3) / 7
 
 def constants(folder: Path) -> dict[str, Entry]:
     path = folder / "model.ptd"
-    return parse_constants(map_file(path), path).entries
+    return open_constants(path).entries
 
 
 def normal(*shape: int, seed: int) -> Tensor:

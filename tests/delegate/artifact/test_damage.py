@@ -18,8 +18,8 @@ import torch
 from ostinato.delegate import ArtifactError, Target, TargetError, load_program
 from ostinato.delegate import program as program_module
 from ostinato.delegate.artifact import target as target_module
+from ostinato.delegate.artifact.files import open_constants
 from ostinato.delegate.artifact.flatbuffer import Table, map_file
-from ostinato.delegate.artifact.ptd import parse_constants
 from ostinato.delegate.artifact.pte import parse_program
 from ostinato.delegate.artifact.records import MethodRecord, dtype_from_name
 from ostinato.delegate.artifact.target import check_target, host_target
@@ -215,7 +215,7 @@ def test_constants_of_another_export(chunked_artifact: Path, folder: Path, tmp_p
     """A program takes each file with its constants, whichever export wrote it, and no other file."""
     with load_program((folder / "model.pte", chunked_artifact / "model.ptd")) as program:
         program.load_method("decode")
-    entries = parse_constants(map_file(folder / "model.ptd"), folder / "model.ptd").entries
+    entries = open_constants(folder / "model.ptd").entries
     constants = {key: entry.tensor() + (key == "head") for key, entry in entries.items()}
     written(tmp_path / "model.ptd", constants)
     for verify in (True, False):

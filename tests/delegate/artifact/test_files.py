@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ostinato.delegate import ArtifactError, CheckpointError, Dim, Target, TensorSpec
+from ostinato.delegate.artifact.files import open_constants
 from ostinato.delegate.artifact.flatbuffer import Table, damaged, map_file
 from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.artifact.names import FORMAT_VERSION, MANIFEST_KEY
@@ -130,7 +131,7 @@ def test_program_of_an_export(recurrent_artifact: Path) -> None:
 
 def test_constants_of_an_export(recurrent_artifact: Path) -> None:
     path = recurrent_artifact / "model.ptd"
-    file = parse_constants(map_file(path), path)
+    file = open_constants(path)
     module = Recurrent()
     assert set(file.entries) == {"embed", "head", "steps"}
     for key, entry in file.entries.items():

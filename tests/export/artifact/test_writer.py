@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.delegate.artifact.flatbuffer import map_file
-from ostinato.delegate.artifact.ptd import parse_constants
+from ostinato.delegate.artifact.files import open_constants
 from ostinato.delegate.artifact.records import constant_digest, dtype_name
 from ostinato.delegate.errors import ExportError
 from ostinato.export.artifact.writer import write_constants
@@ -58,7 +57,7 @@ def test_weights_stream_into_the_file(tmp_path: Path, group_size: int | None) ->
     # The largest tensor has 32 MiB, and torchao copies its inputs. Measured: 50 MiB, and 130 to 170 MiB for int4.
     assert peak.grown < (100 if group_size is None else 250) * MIB
 
-    stored = parse_constants(map_file(path), path)
+    stored = open_constants(path)
     weights = QuantizedWeights(network, dummy_weights(network), CPU)
     assert set(stored.entries) == set(parameters)
     for name in ("lm_head.weight", "model.layers.5.mlp.down_proj.weight", "model.layers.0.linear_attn.A_log"):
@@ -85,7 +84,7 @@ def test_constants_are_asked_for_once_in_order_and_hashed(tmp_path: Path) -> Non
     placeholders = {key: torch.empty_like(value, device="meta") for key, value in values.items()}
     written = write_constants(path, placeholders, load)
     assert asked == list(values)
-    stored = parse_constants(map_file(path), path)
+    stored = open_constants(path)
     manifest = stored.manifest
     assert manifest == written
     for key, value in values.items():

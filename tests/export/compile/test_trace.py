@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from ostinato.delegate import load_program
-from ostinato.delegate.artifact.flatbuffer import map_file
-from ostinato.delegate.artifact.ptd import parse_constants
+from ostinato.delegate.artifact.files import open_constants
 from ostinato.delegate.errors import ExportError
 from ostinato.export import Chain, Link, export_program
 from ostinato.export.artifact.records import Constants
@@ -140,7 +139,7 @@ def test_methods_share_the_code_of_links_that_both_have(compiled: list[str], tmp
 def check_constants(path: Path) -> None:
     """The tensor that all layers share is stored once, under the first layer's name. Numbers in the code are stored once
     too."""
-    stored = parse_constants(map_file(path), path).entries
+    stored = open_constants(path).entries
     own = {f"layers.{index}.{name}" for index in range(3) for name in ("matrix", "plain", "total")}
     assert {"table", "layers.0.shared"} | own <= set(stored)
     (numbers,) = set(stored) - own - {"table", "layers.0.shared", "ostinato.manifest"}
