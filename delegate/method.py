@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from .artifact.pte import DelegateMethod
 from .artifact.records import TensorSpec
 from .code.method_code import MethodCode
+from .code.used_streams import UsedStreams
 from .constants.pool import Binding
 from .errors import ClosedError, OstinatoError, StepError, first_line
 from .graphs.state_machine import MethodStats, StateMachine
@@ -42,6 +44,7 @@ class Method(Owner):
         binding: Binding,
         lock: threading.RLock,
         device: torch.device,
+        streams: UsedStreams,
         watch: MemoryWatch,
         skip_copy: bool,
         on_close: Callable[[], None],
@@ -53,6 +56,7 @@ class Method(Owner):
         self._bound = binding.tensors
         self._lock = lock
         self._device = device
+        self._streams = streams
         self._skip_copy = skip_copy
         self._on_close = on_close
         self._inputs = entry.inputs
@@ -134,17 +138,25 @@ class Method(Owner):
         self._code.bind(self._bound)
 
     def close(self) -> None:
-        """Free graph, buffers and code, in that order. Closing twice is fine."""
+        """Wait for the method's work, then free graph, buffers and code, in that order. Closing twice is fine.
+
+        An error of one of these does not keep the others from being freed; it is raised at the end.
+
+        Raises:
+            OstinatoError: this thread is making a CUDA graph. Nothing has been closed.
+        """
         with self._lock:
             if self._code is None:
                 return
-            self._state_machine.release()
-            self._code.close()
-            self._code = None
-            self._bound = {}
-            self._on_close()
+            self._streams.wait()
+            code, self._code, self._bound = self._code, None, {}
+            with ExitStack() as last_first:
+                last_first.callback(self._on_close)
+                last_first.callback(code.close)
+                last_first.callback(self._state_machine.release)
 
     def _run(self, inputs: Sequence[torch.Tensor], graph: bool) -> list[torch.Tensor]:
+        self._streams.note()
         try:
             return self._state_machine(inputs, graph)
         except RuntimeError as error:

@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from .artifact.target import Target, check_target
 from .capacity import Capacity, CapacityOptions, choose_capacity, sized
 from .code.method_code import MethodCode
 from .code.side_stream import Call, run_here, run_on_stream, side_stream
+from .code.used_streams import UsedStreams, is_capturing
 from .constants.pool import ConstantPool, ConstantStats
 from .constants.streaming import StreamBuffers
 from .errors import ClosedError, OptionError
@@ -52,15 +54,17 @@ class Program(Owner):
     """A loaded artifact. Made by `load_program`; a context manager that closes its methods on exit."""
 
     def __init__(self, parsed: ProgramFile, pool: ConstantPool, device: torch.device, capacity: Capacity) -> None:
+        self._closed = False
+        self._process = os.getpid()
         self._parsed = parsed
         self._capacity = capacity
         self._pool = pool
         self._graph_pool: GraphPool | None = None
+        self._streams = UsedStreams(device)
         self._stream_buffers = StreamBuffers(device)
         self._device = device
         self._methods: list[Method] = []
         self._lock = threading.RLock()
-        self._closed = False
         _open_programs.add(self)
 
     @property
@@ -156,6 +160,7 @@ class Program(Owner):
         Models of `ostinato export` reset their state at position 0 by themselves and do not need this call.
         """
         with self._lock:
+            self._streams.note()
             self._pool.reset_buffers()
 
     def prefault(self) -> None:
@@ -203,23 +208,41 @@ class Program(Owner):
                 method._bind(self._pool.buffers_for(method._entry.record))
 
     def close(self) -> None:
-        """Free methods, then the memory that their graphs shared, then constants. Closing twice is fine."""
+        """Wait for the program's work, then free methods, the memory that their graphs shared, and constants, in that order.
+
+        Work of others is not waited for. Closing twice is fine. An error of one part does not keep the others from being
+        freed; it is raised at the end. A program that nobody closes is closed when nothing refers to it, or when the
+        interpreter ends.
+
+        Raises:
+            OstinatoError: this thread is making a CUDA graph. Nothing has been closed.
+        """
         with self._lock:
-            for method in list(self._methods):
-                method.close()
-            if self._graph_pool is not None:
-                self._graph_pool.close()
-            try:
-                self._stream_buffers.close()
-            finally:
-                self._pool.close()
-                self._closed = True
+            if self._closed:
+                return
+            self._streams.wait()
+            self._closed = True
+            with ExitStack() as last_first:
+                last_first.callback(self._pool.close)
+                last_first.callback(self._stream_buffers.close)
+                if self._graph_pool is not None:
+                    last_first.callback(self._graph_pool.close)
+                for method in self._methods:
+                    last_first.callback(method.close)
+        _close_dropped()
 
     def __enter__(self) -> Program:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        # A method and its program refer to each other, so this is called by the garbage collector, in any thread. A process
+        # that was forked has copies of what the GPU does not know there.
+        if not getattr(self, "_closed", True) and self._process == os.getpid():
+            _dropped.append(self)
+            _close_dropped()
 
     def _entry(self, name: str) -> DelegateMethod:
         if name not in self._parsed.methods:
@@ -255,6 +278,7 @@ class Program(Owner):
             binding,
             self._lock,
             self._device,
+            self._streams,
             self._pool.watch,
             options.skips_copy(entry.name),
             forget,
@@ -269,7 +293,7 @@ class Program(Owner):
             if options.use_shared_cuda_stream:
                 call = partial(run_on_stream, stream)
             if options.uses_graph(entry.name):
-                self._graph_pool = self._graph_pool or GraphPool(stream)
+                self._graph_pool = self._graph_pool or GraphPool(stream, self._streams)
                 recorder = CudaGraphRecorder(self._graph_pool, options.cuda_graph_early_kernels)
         elif options.uses_graph(entry.name):
             recorder = HostGraphRecorder()
@@ -287,14 +311,25 @@ class Program(Owner):
 
 # Graphs must be freed before the memory that they point to, even if a program is not closed before the interpreter ends.
 _open_programs: weakref.WeakSet[Program] = weakref.WeakSet()
+# Programs that nobody has closed, and nothing refers to any more.
+_dropped: list[Program] = []
 
 
 os.register_at_fork(after_in_child=_open_programs.clear)
+os.register_at_fork(after_in_child=_dropped.clear)
 
 
 @atexit.register
 def _close_programs() -> None:
-    for program in list(_open_programs):
+    _dropped.extend(_open_programs)
+    _close_dropped()
+
+
+def _close_dropped() -> None:
+    """Close programs that were dropped. While this thread makes a CUDA graph they wait for the next program
+    that is loaded or closed."""
+    while _dropped and not is_capturing():
+        program = _dropped.pop()
         try:
             program.close()
         except Exception:
@@ -332,6 +367,7 @@ def load_program(
         ArtifactError: no such file, not an artifact, damaged, or the two files do not belong together.
         TargetError: compiled for another device, architecture, instruction set or torch.
     """
+    _close_dropped()
     options = CapacityOptions(sessions, kv_tokens, gpu_memory_fraction)
     program_path, constants_path = artifact_paths(source)
     parsed, constants = open_artifact(program_path, constants_path, verify)

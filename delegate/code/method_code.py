@@ -285,8 +285,7 @@ class MethodCode:
             values.pop(number, None)
 
     def close(self) -> None:
-        if self._read_last and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        """Unload the code. None of its work may be under way."""
         self._read_last = []
         self._pool.clear()
         self._thread.shutdown()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ostinato.delegate.code.side_stream import side_lock
+from ostinato.delegate.code.used_streams import UsedStreams
 from ostinato.delegate.errors import first_line
 from ostinato.delegate.torch_internals import PoolHandle, current_stream_handle, end_allocation_to_pool, release_pool
 
@@ -85,10 +86,12 @@ class GraphPool:
 
     Args:
         stream: stream on which captures are made.
+        used: streams on which the program's graphs are launched.
     """
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, used: UsedStreams) -> None:
         self.stream = stream
+        self.used = used
         self._is_shared = torch.cuda.get_allocator_backend() == "native"
         self._handle: PoolHandle | None = None
         self._anchor: Capture | None = None

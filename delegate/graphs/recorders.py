@@ -170,7 +170,7 @@ class _CudaGraph:
 
     def release(self) -> None:
         if self._executable is not None:
-            torch.cuda.synchronize(self._recorder.device)
+            self._recorder.pool.used.wait()
         self._free()
         self.outputs = []
 

@@ -203,7 +203,7 @@ def _trace_chain(name: str, chain: Chain, known: Known) -> TracedMethod:
     values = _Values(name, chain)
     first: dict[str, TracedLink] = {}
     ends: dict[str, Any] = {}
-    traced = []
+    traced: list[TracedLink] = []
     for link in chain.links:
         example, shapes = values.take(link)
         forms = [(value.shape, value.dtype, dims) for value, dims in zip(example, shapes, strict=True)]
@@ -222,14 +222,14 @@ def _trace_chain(name: str, chain: Chain, known: Known) -> TracedMethod:
                 f"method {name!r}: {link.prefix or link.kind} and {alike.link.prefix or link.kind} are of one kind, "
                 f"{link.kind!r}, but not alike: give them kinds of their own"
             )
-        _check_streamed(name, chain, link, alike.graph)
+        _check_streamed(name, chain, link, alike.graph, [one.link for one in traced])
         values.give(link, alike.graph)
         traced.append(TracedLink(link, alike.graph, link.taken))
     values.check_results()
     return TracedMethod(name, tuple(traced), tuple(chain.inputs), chain.outputs)
 
 
-def _check_streamed(method: str, chain: Chain, link: Link, graph: TracedGraph) -> None:
+def _check_streamed(method: str, chain: Chain, link: Link, graph: TracedGraph, before: Sequence[Link]) -> None:
     if link.streamed_by is None:
         return
     if link.streamed_by not in chain.inputs or link.streamed_by not in link.taken:
@@ -237,6 +237,12 @@ def _check_streamed(method: str, chain: Chain, link: Link, graph: TracedGraph) -
             f"method {method!r}: {link.kind} is streamed by {link.streamed_by!r}, which must be an input of the method, and "
             "one that the link takes"
         )
+    for other in before:
+        if link.streamed_by in other.outputs:
+            raise ExportError(
+                f"method {method!r}: {link.kind} is streamed by {link.streamed_by!r}, which {other.kind} gives before it: it "
+                "must be as the method's caller gave it"
+            )
     if graph.written:
         raise ExportError(
             f"method {method!r}: {link.kind} is streamed and writes {', '.join(sorted(graph.written))}: what stays on the "

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ostinato.delegate import load_program
 from ostinato.delegate.code.side_stream import side_stream
+from ostinato.delegate.code.used_streams import UsedStreams
 from ostinato.delegate.cuda_driver import DriverError
 from ostinato.delegate.graphs import nodes as graph_nodes
 from ostinato.delegate.graphs import recorders as graph_recorders
@@ -54,7 +55,7 @@ def captured(
     device = torch.device("cuda", torch.cuda.current_device())
     names = [f"input_{number}" for number in range(len(inputs))]
     code = FunctionCode(run, len(inputs))
-    recorder = CudaGraphRecorder(GraphPool(side_stream(device)), early_kernels)
+    recorder = CudaGraphRecorder(GraphPool(side_stream(device), UsedStreams(device)), early_kernels)
     machine = StateMachine(code, recorder, device, names, warmup_steps=1)
     for _ in range(2):
         machine(inputs)

@@ -121,6 +121,11 @@ def traced(
             "Scale is streamed by 'count', which must be an input of the method, and one that the link takes",
         ),
         (
+            [link(Scale(), prefix="a."), replace(link(Wider()), streamed_by="x")],
+            ("x",),
+            "Wider is streamed by 'x', which Scale gives before it: it must be as the method's caller gave it",
+        ),
+        (
             [replace(link(Summed()), streamed_by="x")],
             ("x",),
             "Summed is streamed and writes total: what stays on the host cannot change",

@@ -1,0 +1,50 @@
+"""The CUDA streams that a program has queued work on. All of that work ends before memory, graphs or code are freed."""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.delegate.errors import OstinatoError
+from ostinato.delegate.torch_internals import current_stream_handle
+
+from .side_stream import side_lock
+
+
+def is_capturing() -> bool:
+    """Whether this thread is making a CUDA graph. Nothing can be waited for then, and no code can be unloaded."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class UsedStreams:
+    """Notes the streams of a program's steps, and waits for them.
+
+    A wait for the whole device would break a capture that another program is making in another thread.
+
+    Args:
+        device: the program's device. On the CPU no work is queued, so there is nothing to note.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._handles: set[int] = set()
+
+    def note(self) -> None:
+        """Note the current stream. To be called before work is queued there."""
+        if self._on_gpu:
+            self._handles.add(current_stream_handle(self._device))
+
+    def wait(self) -> None:
+        """Wait for all work on the noted streams, which must still exist.
+
+        Raises:
+            OstinatoError: this thread is making a CUDA graph. Nothing has been waited for.
+        """
+        if is_capturing():
+            raise OstinatoError(
+                "nothing can be closed while this thread captures a CUDA graph: close it before or after the capture"
+            )
+        # The side stream is noted if it was current. Another thread may be making a capture there.
+        with side_lock:
+            for handle in self._handles:
+                torch.cuda.ExternalStream(handle, self._device).synchronize()
