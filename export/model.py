@@ -12,8 +12,8 @@ import torch
 from ostinato.delegate.artifact import names
 from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.artifact.records import Growth, StateKind
-from ostinato.delegate.artifact.target import host_target
 from ostinato.delegate.errors import CheckpointError, ExportError
+from ostinato.export.compile.gpu import compile_target, gpu_properties
 
 from .artifact.options import ExportOptions, ExportRecord
 from .artifact.records import ValueRange
@@ -92,7 +92,7 @@ def export_model(
         raise ExportError(f"unknown load format {load_format!r}; the load formats are: {', '.join(LOAD_FORMATS)}")
     network = make_network(family, config, options)
     # A GPU makes and quantises weights many times faster, also when the code is for a CPU.
-    computes = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    computes = torch.device("cpu" if gpu_properties() is None else "cuda")
     tokenizer = read_tokenizer(folder / "tokenizer.json", progress)
     source = _weight_source(family, network, folder, load_format, computes, progress)
     weights = QuantizedWeights(network, source, computes, hqq=quant is not None and quant.hqq)
@@ -108,7 +108,7 @@ def make_network(family: Family, config: ModelConfig, options: ExportOptions) ->
         ExportError: the kernels cannot take a shape.
         TargetError: the device is "cuda", and there is no GPU.
     """
-    host_target(options.device)
+    compile_target(options.device)
     group_size = None if options.quant is None else options.quant.group_size
     family.check_limits(config, group_size, options.device, DTYPES[options.dtype])
     return build_network(

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,18 +21,19 @@ from torch import nn
 from ostinato.delegate.artifact.files import open_constants
 from ostinato.delegate.artifact.names import CONSTANTS_FILE, PROGRAM_FILE
 from ostinato.delegate.artifact.records import Seal, StateForm
-from ostinato.delegate.artifact.target import Target, host_target
+from ostinato.delegate.artifact.target import Target
 from ostinato.delegate.errors import ExportError
 from ostinato.delegate.memory import size_text
 from ostinato.export.artifact.records import Constants, ValueRange, make_method
 from ostinato.export.artifact.writer import (
+    ConstantsWriter,
     atomic_folder,
     check_constants,
     check_room,
     take_constants,
-    write_constants,
 )
 from ostinato.export.compile.aot import Code
+from ostinato.export.compile.gpu import compile_target, gpus_counted_by_nvml, triton_target
 from ostinato.export.compile.libraries import Libraries
 from ostinato.export.compile.toolchain import find_compiler
 from ostinato.export.compile.trace import Chain, Known, MethodSpec, TracedMethod, trace_method
@@ -127,10 +128,16 @@ def export_program(
                 f"got {what}"
             )
     find_compiler()
-    target = host_target(device)
+    target = compile_target(device)
     given = None if constants_file is None else open_constants(Path(constants_file))
-    with atomic_folder(Path(output)) as folder, Libraries(device, progress) as libraries:
-        traced = _trace_all(methods, output_names, progress)
+    with (
+        atomic_folder(Path(output)) as folder,
+        ConstantsWriter(folder / CONSTANTS_FILE) as writer,
+        gpus_counted_by_nvml(),
+        Libraries(device, progress) as libraries,
+    ):
+        with triton_target(device):
+            traced = _trace_all(methods, output_names, progress)
         constants = Constants(state_forms or {})
         if root is not None:
             constants.name_after(root)
@@ -143,7 +150,9 @@ def export_program(
             check_room(folder, sum(tensor.nbytes for tensor in constants.tensors.values()), Path(output))
         else:
             check_constants(given, constants.tensors, weights or {})
-        codes = _compile_all(traced, libraries, constants)
+        stored = constants.stored()
+        begin = partial(writer.start, stored, partial(_value, weights or {}, stored))
+        codes = _compile_all(traced, libraries, constants, begin if given is None else lambda: None)
         with progress.stage("assemble program"), _quiet():
             from ostinato.export.artifact.assemble import assemble
 
@@ -151,12 +160,11 @@ def export_program(
                 name: make_method(method, codes[name], constants, value_ranges or {}) for name, method in traced.items()
             }
             program = assemble(compiled, target, dict(metadata or {}))
-        stored = {key: constants.tensors[key] for key in sorted(constants.used)}
         constant_bytes = sum(tensor.nbytes for tensor in stored.values())
         with progress.stage("write artifact"), progress.bytes(constant_bytes) as advance:
             if given is None:
-                load = partial(_value, weights or {}, stored)
-                manifest = write_constants(folder / CONSTANTS_FILE, stored, load, advance)
+                # Most of it is written by now.
+                manifest = writer.finish(advance)
             else:
                 manifest = take_constants(folder / CONSTANTS_FILE, given, stored)
                 advance(constant_bytes)
@@ -200,13 +208,16 @@ def _warn_of_training(name: str, method: TracedMethod) -> None:
 
 
 def _compile_all(
-    methods: Mapping[str, TracedMethod], libraries: Libraries, constants: Constants
+    methods: Mapping[str, TracedMethod], libraries: Libraries, constants: Constants, beside: Callable[[], object]
 ) -> dict[str, dict[str, Code]]:
-    """Compile all graphs: method -> kind of link -> code. A graph that several methods share is compiled once."""
+    """Compile all graphs: method -> kind of link -> code. A graph that several methods share is compiled once.
+
+    `beside` begins what may go on beside the compilers.
+    """
     graphs = {id(graph): graph for method in methods.values() for graph in method.graphs.values()}
     growing = {id(one.graph) for method in methods.values() for one in method.links if constants.has_growing(one)}
     with _quiet():
-        libraries.generate(list(graphs.values()), growing)
+        libraries.generate(list(graphs.values()), growing, beside)
         # exir takes seconds to import. It is imported here, while compilers are at work.
         import_module("executorch.exir")
         codes = dict(zip(graphs, libraries.codes(), strict=True))

@@ -86,16 +86,18 @@ def host_isa() -> tuple[str, ...]:
     return ()
 
 
-def host_target(device: str) -> Target:
+def host_target(device: str, capability: tuple[int, int] | None = None) -> Target:
     """Return the target of code that is compiled on this machine now, for `device` ("cpu" or "cuda").
+
+    `capability`: compute capability of the GPU; None: torch is asked, which starts CUDA.
 
     Raises:
         TargetError: CUDA is asked for and torch sees no GPU.
     """
     if device == "cuda":
-        if not torch.cuda.is_available():
+        if capability is None and not torch.cuda.is_available():
             raise TargetError(f"device 'cuda' needs an NVIDIA GPU and a CUDA build of torch; {_why_no_cuda()}")
-        major, minor = torch.cuda.get_device_capability()
+        major, minor = capability or torch.cuda.get_device_capability()
         arch = f"sm_{major}{minor}"
     else:
         arch = platform.machine()

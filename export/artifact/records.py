@@ -43,14 +43,14 @@ class Constants:
         tensors: key -> the tensor, on the CPU. In some exports only its shape and dtype count.
         mutable: keys of the buffers that have a form, or that a method writes.
         devices: key -> devices of the links that hold the tensor.
-        used: keys whose values the artifact must hold. Making records fills this set.
+        read: keys of the tensors that a graph reads.
     """
 
     forms: Mapping[str, StateForm] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     mutable: set[str] = field(default_factory=set)
     devices: dict[str, set[str | None]] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
+    read: set[str] = field(default_factory=set)
     _names: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _keys: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
@@ -65,6 +65,7 @@ class Constants:
         Raises:
             ExportError: links on both devices hold the same mutable buffer.
         """
+        read = {id(graph): graph.read for graph in method.graphs.values()}
         for traced in method.links:
             for name, tensor in traced.tensors.items():
                 identity = _identity(tensor)
@@ -75,6 +76,8 @@ class Constants:
                     self._keys[identity] = key
                     self.tensors[key] = tensor.detach()
                 self.devices.setdefault(key, set()).add(traced.link.device)
+                if name in read[id(traced.graph)]:
+                    self.read.add(key)
                 if name in traced.graph.written or key in self.forms:
                     self.mutable.add(key)
         for key in sorted(self.mutable):
@@ -83,6 +86,11 @@ class Constants:
                     f"method {method.name!r}: the mutable buffer {key!r} is in links on the host and in others that are not: "
                     "a buffer has one place. Put all of these links on one device, or hand its value on from one to the next"
                 )
+
+    def stored(self) -> dict[str, Tensor]:
+        """The tensors whose values the artifact must hold, by key, sorted. They are known before there is any code."""
+        mutable = {key for key in self.mutable if self.buffer_spec(key).initialised}
+        return {key: self.tensors[key] for key in sorted((self.read - self.mutable) | mutable)}
 
     def key(self, tensor: Tensor) -> str:
         return self._keys[_identity(tensor)]
@@ -93,12 +101,9 @@ class Constants:
         return any(form.growth is not Growth.FIXED for form in forms)
 
     def buffer_spec(self, key: str) -> BufferSpec:
-        """The spec of a mutable buffer. A buffer that does not start as zeros is added to `used`."""
-        tensor = self.tensors[key]
-        initialised = bool(tensor.count_nonzero())
-        if initialised:
-            self.used.add(key)
-        return BufferSpec(tuple(tensor.shape), dtype_name(tensor.dtype), initialised, *self.forms.get(key, StateForm()))
+        """The spec of a mutable buffer."""
+        tensor, form = self.tensors[key], self.forms.get(key, StateForm())
+        return BufferSpec(tuple(tensor.shape), dtype_name(tensor.dtype), bool(tensor.count_nonzero()), *form)
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
@@ -124,7 +129,7 @@ def make_method(
     Args:
         method: the traced method.
         codes: kind of link -> code.
-        constants: the tensors of the export; adds the keys of this method to `used`.
+        constants: the tensors of the export.
         value_ranges: see `export_program`.
     """
     digests = {kind: hashlib.sha256(code.library).hexdigest() for kind, code in codes.items()}
@@ -172,7 +177,8 @@ def make_method(
                 streamed_by=None if traced.link.streamed_by is None else method.inputs.index(traced.link.streamed_by),
             )
         )
-    constants.used |= set(bound.values())
+    unread = sorted(set(bound.values()) - constants.read)
+    assert not unread, f"the code of method {method.name!r} has {unread}, which its graphs do not read"
     specs = {key: constants.buffer_spec(key) for key in sorted(set(buffers.values()))}
     record = MethodRecord(
         method=method.name,

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -124,6 +124,47 @@ def write_constants(
     finally:
         loader.close()
     return manifest()
+
+
+class ConstantsWriter:
+    """Writes `model.ptd` in a thread, beside other work. When its block ends, the thread has ended, also after an error."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._pool = ThreadPoolExecutor(1, "ostinato-write")
+        self._manifest: Future[Manifest] | None = None
+        self._written = 0
+        self._stopped = False
+
+    def __enter__(self) -> ConstantsWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopped = True
+        self._pool.shutdown()
+
+    def start(self, constants: Mapping[str, torch.Tensor], load: Callable[[str], torch.Tensor]) -> None:
+        """Begin to write. See `write_constants`."""
+        self._manifest = self._pool.submit(write_constants, self._path, constants, load, self._count)
+
+    def finish(self, on_write: Callable[[int], object]) -> Manifest:
+        """Wait until everything is written, and return the manifest. Raises what `start`'s `load` or the disk raised.
+
+        `on_write` is called in this thread, with the numbers of bytes that were written since its last call.
+        """
+        assert self._manifest is not None
+        reported, done = 0, False
+        while not done:
+            done = bool(wait([self._manifest], timeout=0.1).done)
+            written = self._written
+            on_write(written - reported)
+            reported = written
+        return self._manifest.result()
+
+    def _count(self, nbytes: int) -> None:
+        if self._stopped:
+            raise InterruptedError
+        self._written += nbytes
 
 
 def check_constants(given: ConstantsFile, wanted: Mapping[str, torch.Tensor], by_shape: Container[str] = ()) -> None:

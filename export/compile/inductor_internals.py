@@ -6,12 +6,14 @@ a test for each function, whose failure names the function. Seen to work with to
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -320,6 +322,41 @@ def threads_assumed(count: int) -> Iterator[None]:
     """
     with torch._inductor.config.patch({"cpp.threads": count}):
         yield
+
+
+@contextmanager
+def one_process_of_several(timing: Path) -> Iterator[None]:
+    """Inside this context, Inductor generates code for a GPU that other processes use for the same.
+
+    It compiles kernels in this process, not in 16 more; and it chooses between kernels by their time while no other process
+    does: `timing` is a file that they all lock.
+
+    Needs the setting `compile_threads`, and `CachingAutotuner.benchmark_all_configs` of
+    `torch._inductor.runtime.triton_heuristics`. Without them the choices would be random, and an export take longer.
+    """
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    measure = CachingAutotuner.benchmark_all_configs
+
+    def measure_alone(*arguments: Any, **named: Any) -> Any:
+        # The lock goes with the file, also if this process is killed.
+        with open(timing, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return measure(*arguments, **named)
+
+    with (
+        torch._inductor.config.patch({"compile_threads": 1}),
+        mock.patch.object(CachingAutotuner, "benchmark_all_configs", measure_alone),
+    ):
+        yield
+
+
+def load_inductor() -> None:
+    """Import the parts of Inductor that generate code, once for all processes that are forked later.
+
+    Needs `torch._inductor.compile_fx`, which imports them. Without it each process takes seconds longer.
+    """
+    import_module("torch._inductor.compile_fx")
 
 
 def kept_folder() -> Path:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .aot import Code
+from .gpu import gpu_properties
 from .inductor_internals import inductor_settings, kept_folder
 from .native import NativeLibrary, processor
 from .toolchain import compiler_version, find_compiler
@@ -119,8 +120,7 @@ def _surroundings(device: str) -> str:
                 sources.update(f"{path.relative_to(path.parents[2])}\0".encode() + path.read_bytes())
     machine = processor()
     if device == "cuda":
-        gpu = torch.cuda.get_device_properties(0)
-        machine += f"\n{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count} {gpu.L2_cache_size}"
+        machine += f"\n{gpu_properties()}"
     parts = (
         sources.hexdigest(),
         torch.__version__,

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from ostinato.export.progress import Progress
 
 from .aot import Code, generate_code, read_code
 from .compilers import CompilerError, Compilers, timed
+from .gpu import gpu_properties
 from .inductor_internals import (
     Generated,
     Interface,
@@ -30,12 +31,17 @@ from .inductor_internals import (
     compilers_run_by,
     forget_vector_instructions,
     kept_folder,
+    load_inductor,
+    one_process_of_several,
     threads_assumed,
 )
 from .kept_code import code_path, keep, keep_file, read_kept
 from .native import NativeBuild, NativeLibrary, native_libraries, native_library_of
 from .processes import call_in_processes
 from .trace import TracedGraph
+
+# Bytes of a GPU's memory for each process that generates code for it: 0.6 GB for CUDA, and the weights of one graph.
+_GPU_MEMORY = 3 << 30
 
 
 @dataclass(frozen=True)
@@ -115,12 +121,18 @@ class Libraries:
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
 
-    def generate(self, graphs: Sequence[TracedGraph], growing: Set[int] = frozenset()) -> None:
+    def generate(
+        self,
+        graphs: Sequence[TracedGraph],
+        growing: Set[int] = frozenset(),
+        forked: Callable[[], object] = lambda: None,
+    ) -> None:
         """Generate the graphs' code. When this returns, compilers may still work on it. Changes each `graph.program`.
 
         Args:
             graphs: the graphs, in the order that `codes` will have.
             growing: `id` of each graph with tensors whose first dimension may be another one when the code is loaded.
+            forked: function that is called once, when this process forks no more: it may start CUDA, and threads.
 
         Raises:
             ExportError: a graph cannot be lowered. Only the first such graph is reported; later ones may not have been tried.
@@ -139,7 +151,7 @@ class Libraries:
                 self._jobs[number] = _Job(task, time.perf_counter() - begin, kept)
         if tasks:
             self._ready.result()
-        with closing(self._generated(tasks)) as results:
+        with closing(self._generated(tasks, forked)) as results:
             for number, generated, seconds in results:
                 self._jobs[number] = self._begin(tasks[number], generated, seconds)
                 self._finish_some()
@@ -160,26 +172,36 @@ class Libraries:
     def _device_of(self, graph: TracedGraph) -> str:
         return graph.device or self._device
 
-    def _generated(self, tasks: Mapping[int, _Task]) -> Generator[tuple[int, Generated, float], None, None]:
+    def _generated(
+        self, tasks: Mapping[int, _Task], forked: Callable[[], object]
+    ) -> Generator[tuple[int, Generated, float], None, None]:
         """Generate the code of these graphs, and yield each one's number, code and seconds as it comes.
 
-        The first is generated in this process, so that what Inductor loads once is loaded; the others in processes that are
-        forked from it, unless it uses a GPU: then they could not. What fails there is tried again here, where the error is
-        seen.
+        They are generated in processes that are forked from this one, unless it has started CUDA: then they could not use the
+        GPU. The first graph for a CPU is generated here, so that what Inductor loads once is loaded. What fails elsewhere is
+        tried again here, where the error is seen.
         """
         left = list(tasks)
-        if left:
+        if left and self._device == HOST:
             yield self._generate_here(left.pop(0), tasks)
         if len(left) > 1 and not torch.cuda.is_initialized():
+            load_inductor()
             work = partial(self._generate_forked, tasks, torch.get_num_threads())
             self._progress.show(_stage(tasks[left[0]]))
-            with closing(call_in_processes(work, tuple(left), len(os.sched_getaffinity(0)))) as results:
+            with closing(call_in_processes(work, tuple(left), self._most_processes(), forked)) as results:
                 for number, generated, seconds in results:
                     if generated is not None:
                         left.remove(number)
                         yield number, generated, seconds
+        else:
+            forked()
         for number in left:
             yield self._generate_here(number, tasks)
+
+    def _most_processes(self) -> int:
+        gpu = None if self._device == HOST else gpu_properties()
+        cores = len(os.sched_getaffinity(0))
+        return cores if gpu is None else max(1, min(cores, gpu.memory // _GPU_MEMORY))
 
     def _generate_here(self, number: int, tasks: Mapping[int, _Task]) -> tuple[int, Generated, float]:
         task, begin = tasks[number], time.perf_counter()
@@ -193,6 +215,7 @@ class Libraries:
             Compilers() as compilers,
             compilers_run_by(compilers.run, lambda make, *arguments: make(*arguments)),
             threads_assumed(threads),
+            nullcontext() if self._device == HOST else one_process_of_several(self._folder / "timing.lock"),
         ):
             return self._generate(tasks[number])
 

@@ -18,12 +18,16 @@ Result = TypeVar("Result")
 
 
 def call_in_processes(
-    work: Callable[[int], Result], numbers: Sequence[int], count: int
+    work: Callable[[int], Result],
+    numbers: Sequence[int],
+    count: int,
+    forked: Callable[[], object] = lambda: None,
 ) -> Generator[tuple[int, Result | None, float], None, None]:
     """Call `work` with each number, in `count` processes, and yield number, result and seconds as the results come.
 
-    The processes have what this one has at the first `next`, and end with the generator. Results must be picklable. A result
-    of None says that the call failed or its process died: call it here to see why. Later numbers may then be left out.
+    The processes have what this one has at the first `next`, and end with the generator. `forked` is called when all of them
+    have begun. Results must be picklable. A result of None says that the call failed or its process died: call it here to see
+    why. Later numbers may then be left out.
     """
     context = multiprocessing.get_context("fork")
     waiting, busy = deque(numbers), dict[Connection, int]()
@@ -38,6 +42,7 @@ def call_in_processes(
             opened.callback(_end, process, here)
             busy[here] = waiting.popleft()
             here.send(busy[here])
+        forked()
         while busy:
             for here in [end for end in wait(list(busy)) if isinstance(end, Connection)]:
                 number = busy.pop(here)

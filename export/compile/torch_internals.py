@@ -2,8 +2,8 @@
 
 Each docstring says what the function needs, and what breaks without it. `tests/export/compile/test_torch_internals.py` has a
 test for each function, whose failure names the function. Seen to work with torch 2.11 to 2.15. Private parts of Inductor are
-in `inductor_internals.py`, those of executorch in `artifact/executorch_internals.py`, those of triton in `kernels/launch.py`,
-those of torchao in `weights/quantize.py`.
+in `inductor_internals.py`, those of executorch in `artifact/executorch_internals.py`, those of triton in `gpu.py` and
+`kernels/launch.py`, those of torchao in `weights/quantize.py`.
 """
 
 from __future__ import annotations

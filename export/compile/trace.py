@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from ostinato.delegate.artifact.names import HOST
 from ostinato.delegate.errors import ExportError, first_line
 
-from .torch_internals import size_example, size_expression
+from .torch_internals import is_metadata_check, size_example, size_expression
 from .written_buffers import written_buffers
 
 MethodSpec = tuple[nn.Module, tuple[Tensor, ...], Any]
@@ -120,6 +120,16 @@ class TracedGraph:
     written: frozenset[str]
     symbols: dict[str, str]
     ranges: dict[str, Any]
+
+    @property
+    def read(self) -> set[str]:
+        """Names of the `tensors` that it reads."""
+        signature = self.program.graph_signature
+        names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        names |= signature.inputs_to_lifted_tensor_constants
+        nodes = self.program.graph.find_nodes(op="placeholder")
+        used = {node.name for node in nodes if not all(map(is_metadata_check, node.users))}
+        return {name for node, name in names.items() if node in used}
 
     @property
     def inputs(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from ostinato.delegate.errors import ExportError
+from ostinato.export.compile.gpu import gpu_properties
 from ostinato.export.compile.torch_internals import upper_bound
 
 from .operands import FEW_ROWS, MAX_ROWS
@@ -50,9 +51,8 @@ def pointers(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
 
 def shared_memory() -> int:
     """The most bytes of shared memory that a block may have on this process's GPU; LARGE without a GPU."""
-    if not torch.cuda.is_available():
-        return LARGE
-    return torch.cuda.get_device_properties().shared_memory_per_block_optin  # type: ignore[attr-defined]
+    gpu = gpu_properties()
+    return LARGE if gpu is None else gpu.shared_memory
 
 
 def fitting(configs: Mapping[int, C]) -> C:
@@ -79,4 +79,5 @@ def starts_early() -> bool:
 
     GPUs of compute capability 9.0 and newer can.
     """
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    gpu = gpu_properties()
+    return gpu is not None and gpu.capability >= (9, 0)

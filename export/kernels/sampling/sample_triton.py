@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.delegate.sampling import SamplingTensors
+from ostinato.export.compile.gpu import gpu_properties
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import launcher, starts_early
 from ostinato.export.kernels.operands import LastTokens
@@ -88,9 +89,8 @@ def _sample_next(
 
 def processors() -> int:
     """Number of programs that are certain to run at once: 1 in the interpreter, which runs them one after another."""
-    if not torch.cuda.is_available():
-        return 1
-    return min(torch.cuda.get_device_properties().multi_processor_count, reference.PROGRAMS)
+    gpu = gpu_properties()
+    return 1 if gpu is None else min(gpu.processors, reference.PROGRAMS)
 
 
 def block_size(vocab: int, programs: int) -> int:

@@ -309,7 +309,7 @@ def test_an_artifact_compiled_elsewhere_is_refused_before_it_runs(
     from ostinato.export import program as export_module
 
     foreign = replace(HOST, isa=("avx9000",))
-    monkeypatch.setattr(export_module, "host_target", lambda device: foreign)
+    monkeypatch.setattr(export_module, "compile_target", lambda device: foreign)
     export_program({"forward": (torch.nn.ReLU(), (torch.zeros(2),), None)}, tmp_path / "artifact")
     with pytest.raises(TargetError, match=r"avx9000: compile it here .`ostinato recompile"):
         load_program(tmp_path / "artifact")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from ostinato.delegate.artifact.files import open_constants
 from ostinato.delegate.artifact.records import constant_digest, dtype_name
 from ostinato.delegate.errors import ExportError
-from ostinato.export.artifact.writer import write_constants
+from ostinato.export.artifact.writer import ConstantsWriter, write_constants
 from ostinato.export.models import ModelConfig, build_network
 from ostinato.export.weights.stream import QuantizedWeights, WeightSource, float_shapes
 
@@ -113,3 +114,43 @@ def test_failed_load_ends_the_writing(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="no such weight"):
         write_constants(tmp_path / "model.ptd", {key: torch.zeros(3) for key in "abcdef"}, load)
     assert asked == ["a", "b"]
+
+
+def test_writing_beside_other_work(tmp_path: Path) -> None:
+    values = {key: torch.full((3,), float(number)) for number, key in enumerate("abc")}
+    counted: list[int] = []
+    with ConstantsWriter(tmp_path / "beside.ptd") as writer:
+        writer.start(values, values.__getitem__)
+        manifest = writer.finish(counted.append)
+    assert manifest == write_constants(tmp_path / "model.ptd", values, values.__getitem__)
+    assert (tmp_path / "beside.ptd").read_bytes() == (tmp_path / "model.ptd").read_bytes()
+    assert sum(counted) == 3 * 12
+
+
+def test_failed_load_is_raised_at_the_end(tmp_path: Path) -> None:
+    def load(key: str) -> Tensor:
+        raise ExportError("no such weight")
+
+    with ConstantsWriter(tmp_path / "model.ptd") as writer:
+        writer.start({"a": torch.zeros(3)}, load)
+        with pytest.raises(ExportError, match="no such weight"):
+            writer.finish(lambda nbytes: None)
+
+
+def test_an_error_elsewhere_ends_the_writing(tmp_path: Path) -> None:
+    asked: list[str] = []
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def load(key: str) -> Tensor:
+        asked.append(key)
+        begun.set()
+        goes_on.wait()
+        return torch.zeros(3)
+
+    with pytest.raises(ZeroDivisionError), ConstantsWriter(tmp_path / "model.ptd") as writer:
+        writer.start({key: torch.zeros(3) for key in "abcdef"}, load)
+        begun.wait()
+        # The block waits for the constant that is being loaded.
+        threading.Timer(0.2, goes_on.set).start()
+        raise ZeroDivisionError
+    assert len(asked) < 6 and not [one for one in threading.enumerate() if one.name.startswith("ostinato-write")]

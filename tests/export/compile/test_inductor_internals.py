@@ -6,7 +6,9 @@ import inspect
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +184,35 @@ def test_is_reserved_name() -> None:
     assert 'r"^(workspace|semaphore)"' in inspect.getsource(wrapper)
     names = ("workspace", "workspace_0", "semaphore", "my_workspace", "scratch")
     assert [name for name in names if inductor_internals.is_reserved_name(name)] == list(names[:3])
+
+
+def test_one_process_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that measure at the same time do so one after the other, and no further processes compile kernels."""
+    triton_heuristics = pytest.importorskip("torch._inductor.runtime.triton_heuristics")
+    events: list[str] = []
+
+    def measure(tuner: str) -> None:
+        events.append(f"{tuner} begins")
+        time.sleep(0.1)
+        events.append(f"{tuner} ends")
+
+    tuner = triton_heuristics.CachingAutotuner
+    monkeypatch.setattr(tuner, "benchmark_all_configs", measure)
+    with inductor_internals.one_process_of_several(tmp_path / "timing.lock"):
+        assert torch._inductor.config.compile_threads == 1
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(tuner.benchmark_all_configs, ("one", "two")))
+    first, second = events[0].split()[0], events[2].split()[0]
+    assert events == [f"{name} {what}" for name in (first, second) for what in ("begins", "ends")]
+    assert tuner.benchmark_all_configs is measure
+
+
+def test_load_inductor() -> None:
+    code = """
+import sys, torch
+from ostinato.export.compile.inductor_internals import load_inductor
+load_inductor()
+print({"torch._inductor.graph", "torch._inductor.codegen.cpp", "torch._inductor.codegen.triton"} <= sys.modules.keys())
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "True"

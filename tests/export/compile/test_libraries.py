@@ -181,10 +181,27 @@ def test_code_is_the_same_from_other_processes(monkeypatch: pytest.MonkeyPatch) 
             return [(code.library, code.names) for code in libraries.codes()]
 
     found = compiled()
-    # A process that uses a GPU is not forked.
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert compiled() == found
+    # A process that has started CUDA is not forked.
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        assert compiled() == found
     assert [*map(list, (names.values() for _, names in found))] == [["one"], ["two"], ["three"], ["four"]]
+
+
+def test_what_may_begin_when_no_process_is_forked_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called once: with many graphs, with one, without any, and where no process can be forked."""
+    calls: list[str] = []
+
+    def counted(*names: str) -> int:
+        calls.clear()
+        with Libraries("cpu", Progress()) as libraries:
+            libraries.generate(graphs(*names), forked=lambda: calls.append("forked"))
+        return len(calls)
+
+    monkeypatch.setattr(Libraries, "_finish_some", lambda _: None)
+    assert [counted("one", "two", "three"), counted("one"), counted()] == [1, 1, 1]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert counted("one", "two", "three") == 1
 
 
 def test_first_failure_in_other_processes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
