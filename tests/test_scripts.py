@@ -18,7 +18,7 @@ sys.path.append(str(ROOT / "scripts"))
 import e2e
 
 DEVICE = ["--device", "cuda"]
-FOR_A_GPU = (["bench_flagship.sh"], ["bench_hybrid.sh"], ["e2e.sh", *DEVICE], ["test.sh", *DEVICE])
+FOR_A_GPU = (["bench_flagship.sh"], ["bench_hybrid.sh"], ["sanitize.sh"], ["e2e.sh", *DEVICE], ["test.sh", *DEVICE])
 Done = subprocess.CompletedProcess[str]
 # nvidia-smi on a machine with a driver, and without a GPU.
 NO_GPU = "#!/bin/sh\necho No devices found.; exit 6\n"

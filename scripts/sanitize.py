@@ -1,0 +1,328 @@
+#!/usr/bin/env python3
+"""Run kernels, exports and exported models under CUDA's compute-sanitizer, and print what it finds.
+
+    python scripts/sanitize.py [--processes N] [--only NAME,NAME] [--logs DIR] [--config DIR] [--sanitizer FILE]
+
+Each allocation of torch is one of CUDA's, so that a read or write outside is seen. The jobs are
+  - kernels: every case of kernel_cases.py, under memcheck with 1 to 128 rows, and under initcheck, synccheck and racecheck,
+  - exports of a model with a few layers, in int4 and in bfloat16, under memcheck,
+  - steps: each of these artifacts with prompts of 1 to 300 tokens, single steps and batches of 8, under memcheck.
+Several run at a time. A table has a line for each job, then every finding and how often it was seen, and why an accepted one
+is accepted. Logs of the sanitizer and of the jobs stay in the folder --logs.
+
+Exit status: 0 nothing but accepted findings, 1 other findings or a job that failed, 2 an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ostinato.delegate.errors import OptionError, OstinatoError
+from ostinato.runner.bench.tables import table
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_CONFIG = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B"
+LAYERS, MAX_SEQ_LEN, GROUP_SIZE = 4, 1024, 128
+FORMATS = ("int4", "bfloat16")
+# Numbers of rows by tool. The other tools are slower, and see what does not depend on the number.
+ROWS = {"memcheck": (1, 2, 8, 16, 64, 128), "initcheck": (1, 8, 64), "synccheck": (1, 8, 64), "racecheck": (1, 8, 64)}
+# Seconds after which a job is ended.
+PATIENCE = 540
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A finding that is no fault of this project: the tool, a pattern in its text, and why it is accepted."""
+
+    tool: str
+    pattern: str
+    why: str
+
+
+ACCEPTED = (Accepted("racecheck", r"\bnvjet_", "within a kernel of cuBLAS"),)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command to run under one of the sanitizer's tools.
+
+    Attributes:
+        name: unique name, which `--only` chooses by its beginning.
+        tool: the sanitizer's tool.
+        words: the command.
+        after: name of the job whose artifact it needs.
+    """
+
+    name: str
+    tool: str
+    words: tuple[str, ...]
+    after: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job did: its seconds, its exit status, and its findings with their numbers."""
+
+    job: Job
+    seconds: float
+    status: int
+    findings: Counter[str]
+
+    @property
+    def refused(self) -> Counter[str]:
+        """The findings that are not accepted."""
+        return Counter({text: count for text, count in self.findings.items() if not why_accepted(self.job.tool, text)})
+
+    @property
+    def held(self) -> bool:
+        return self.status == 0 and not self.refused
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(words)
+    if arguments.what == "kernels":
+        return run_kernels(arguments.config, arguments.format, arguments.rows)
+    if arguments.what == "steps":
+        return run_steps(arguments.artifact)
+    try:
+        sanitizer = find_sanitizer(arguments.sanitizer)
+        logs = arguments.logs or Path(tempfile.mkdtemp(prefix="ostinato-sanitize-"))
+        logs.mkdir(parents=True, exist_ok=True)
+        jobs = chosen(all_jobs(arguments.config, logs), arguments.only)
+    except OstinatoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    begin = time.perf_counter()
+    outcomes = run_all(jobs, lambda job: run_job(sanitizer, job, logs), arguments.processes)
+    print(report(outcomes))
+    print(f"\n{len(jobs)} jobs in {time.perf_counter() - begin:.0f} s; logs in {logs}")
+    return 0 if all(outcome.held for outcome in outcomes) else 1
+
+
+def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--processes", type=int, default=8, metavar="N", help="jobs at a time (default: %(default)s)")
+    add("--only", metavar="NAME,NAME", help="only jobs whose names begin so, such as export or kernels-int4")
+    add("--logs", type=Path, metavar="DIR", help="folder for logs and artifacts (default: a new temporary one)")
+    add("--config", type=Path, default=DEFAULT_CONFIG, metavar="DIR", help="folder with a config.json")
+    add("--sanitizer", metavar="FILE", help="compute-sanitizer (default: that on PATH, or of the CUDA toolkit)")
+    parser.set_defaults(what=None)
+    # What a job runs under the sanitizer.
+    parts = parser.add_subparsers(metavar="")
+    kernels = parts.add_parser("kernels")
+    kernels.set_defaults(what="kernels")
+    kernels.add_argument("config", type=Path)
+    kernels.add_argument("format", choices=FORMATS)
+    kernels.add_argument("rows", type=int)
+    steps = parts.add_parser("steps")
+    steps.set_defaults(what="steps")
+    steps.add_argument("artifact", type=Path)
+    return parser.parse_args(words)
+
+
+def find_sanitizer(given: str | None) -> str:
+    """Return the path of compute-sanitizer. Raises OptionError: there is none."""
+    homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    for name in (
+        [given] if given else ["compute-sanitizer", *[f"{home}/bin/compute-sanitizer" for home in homes if home]]
+    ):
+        if (found := shutil.which(name)) is not None:
+            return found
+    raise OptionError(f"no {given or 'compute-sanitizer'} found: install the CUDA toolkit, or give --sanitizer FILE")
+
+
+def all_jobs(config: Path, logs: Path) -> list[Job]:
+    """All jobs, those that take longest first."""
+    small, script = few_layers(config, logs), str(Path(__file__).resolve())
+    command = ("-m", "ostinato.runner.cli", "export", "--device", "cuda", "--load-format", "dummy")
+    export = (*command, "--model", str(small), "--max-seq-len", str(MAX_SEQ_LEN))
+    quantised = {"int4": ("--quant", "int4", "--group-size", str(GROUP_SIZE)), "bfloat16": ()}
+    jobs = [
+        Job(f"export-{form}", "memcheck", (*export, *quantised[form], "--output", str(logs / form))) for form in FORMATS
+    ]
+    jobs += [
+        Job(f"steps-{form}", "memcheck", (script, "steps", str(logs / form)), f"export-{form}") for form in FORMATS
+    ]
+    jobs += [
+        Job(f"kernels-{form}-{rows}-{tool}", tool, (script, "kernels", str(config), form, str(rows)))
+        for tool in reversed(ROWS)
+        for rows in reversed(ROWS[tool])
+        for form in FORMATS
+    ]
+    return jobs
+
+
+def few_layers(config: Path, logs: Path) -> Path:
+    """Write the config with `LAYERS` layers into a folder, which is returned. Raises OptionError: there is no config."""
+    try:
+        read = json.loads((config / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--config: {error}") from error
+    text = read.get("text_config", read)
+    text["num_hidden_layers"] = LAYERS
+    text.pop("layer_types", None)
+    folder = logs / "model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(read))
+    return folder
+
+
+def chosen(jobs: Sequence[Job], only: str | None) -> list[Job]:
+    """The jobs that `only` chooses, and those that they need. Raises OptionError: there is none."""
+    if only is None:
+        return list(jobs)
+    picked = [job for job in jobs if job.name.startswith(tuple(only.split(",")))]
+    if not picked:
+        raise OptionError(f"--only: no job begins with {only}; there are: {', '.join(job.name for job in jobs)}")
+    needed = {job.after for job in picked}
+    return [job for job in jobs if job in picked or job.name in needed]
+
+
+def run_all(jobs: Sequence[Job], run: Callable[[Job], Outcome], processes: int) -> list[Outcome]:
+    """Run the jobs, so many at a time, each after the one that it needs. Returns the outcomes in the jobs' order."""
+    begun: dict[str, Future[Outcome]] = {}
+
+    def run_after(job: Job) -> Outcome:
+        if job.after in begun and begun[job.after].result().status != 0:
+            return Outcome(job, 0.0, 1, Counter({f"it needs {job.after}, which failed": 1}))
+        outcome = run(job)
+        print(f"{job.name}: {verdict(outcome)}, {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
+        return outcome
+
+    # A job that waits takes a thread. What it waits for has begun before it.
+    waiting = sum(job.after is not None for job in jobs)
+    with ThreadPoolExecutor(processes + waiting) as pool:
+        for job in jobs:
+            begun[job.name] = pool.submit(run_after, job)
+    return [future.result() for future in begun.values()]
+
+
+def run_job(sanitizer: str, job: Job, logs: Path) -> Outcome:
+    """Run a job's command under the sanitizer, which follows the processes that it starts."""
+    command = [
+        sanitizer,
+        "--tool",
+        job.tool,
+        "--target-processes",
+        "all",
+        "--log-file",
+        str(logs / f"{job.name}.%p.log"),
+    ]
+    # Code that an earlier export has kept would not be generated again.
+    environment = {
+        **os.environ,
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(logs / f"{job.name}.inductor"),
+    }
+    begin = time.perf_counter()
+    with open(logs / f"{job.name}.output", "w") as output:
+        try:
+            status = subprocess.run(
+                [*command, sys.executable, *job.words],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                timeout=PATIENCE,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = 124
+    seconds = time.perf_counter() - begin
+    texts = [path.read_text(errors="replace") for path in sorted(logs.glob(f"{job.name}.*.log"))]
+    return Outcome(job, seconds, status, sum(map(findings, texts), Counter()))
+
+
+def findings(log: str) -> Counter[str]:
+    """Count the findings in a log of the sanitizer: the first line of each, and the kernel, without numbers."""
+    found: Counter[str] = Counter()
+    for block in re.split(r"^=+ *$", log, flags=re.MULTILINE):
+        lines = [line.lstrip("=")[1:] for line in block.splitlines() if line.startswith("=========")]
+        titles = [line for line in lines if line and not line.startswith(" ") and not re.match(_NO_FINDING, line)]
+        for title in titles[:1]:
+            kernel = next((line for line in lines if re.match(r" +(by|at) ", line) or " access at " in line), "")
+            found[re.sub(r"0x[0-9a-f]+|\b\d+\b", "N", f"{title} {kernel.strip()}").strip()] += 1
+    return found
+
+
+_NO_FINDING = r"COMPUTE-SANITIZER|.* SUMMARY: |Saved host backtrace|Host Frame|Target application returned"
+
+
+def why_accepted(tool: str, text: str) -> str | None:
+    """Why a finding is accepted; None if it is not."""
+    return next((one.why for one in ACCEPTED if one.tool == tool and re.search(one.pattern, text)), None)
+
+
+def verdict(outcome: Outcome) -> str:
+    if outcome.status:
+        return {124: "took too long"}.get(outcome.status, f"failed with status {outcome.status}")
+    refused, accepted = outcome.refused.total(), outcome.findings.total() - outcome.refused.total()
+    return f"{refused} findings" + (f", {accepted} accepted" if accepted else "")
+
+
+def report(outcomes: Iterable[Outcome]) -> str:
+    """The table of jobs, then the findings of each tool."""
+    outcomes = list(outcomes)
+    rows = [(one.job.name, one.job.tool, f"{one.seconds:.0f}", verdict(one)) for one in outcomes]
+    lines = [table({"job": "left", "tool": "left", "seconds": "right", "result": "left"}, rows)]
+    for tool in dict.fromkeys(one.job.tool for one in outcomes):
+        found = sum((one.findings for one in outcomes if one.job.tool == tool), Counter[str]())
+        for text, count in found.most_common():
+            why = why_accepted(tool, text)
+            lines.append(f"{tool}, {count} times: {text}" + (f" (accepted: {why})" if why else ""))
+    return "\n".join(lines)
+
+
+def run_kernels(config: Path, form: str, rows: int) -> int:
+    """Run every case with this number of rows once."""
+    import torch
+    from kernel_arguments import RandomTensors, Shapes
+    from kernel_cases import decode_cases
+
+    shapes = Shapes.of_folder(config, GROUP_SIZE if form == "int4" else None, MAX_SEQ_LEN)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        for case in decode_cases(shapes, (0, MAX_SEQ_LEN - 24), rows):
+            case.kernel(*case.arguments(RandomTensors(shapes, "cuda")).values())
+            torch.cuda.synchronize()
+            print(case.name, flush=True)
+    return 0
+
+
+def run_steps(artifact: Path) -> int:
+    """Prompts of 1 to 300 tokens, single steps after each, then batches of 8 sessions with prompts of other lengths."""
+    from random import Random
+
+    from ostinato.runner import Engine
+
+    random = Random(0)
+    with Engine.load(artifact, sessions=8) as engine:
+        words = int(engine.program.metadata["get_vocab_size"])
+
+        def prompt(length: int) -> list[int]:
+            return [random.randrange(words) for _ in range(length)]
+
+        for length in (*range(1, 20), *range(20, 300, 31), 255, 256, 257, 300):
+            list(engine.generate_tokens(prompt(length), max_new_tokens=3, ignore_eos=True))
+        sessions = [engine.open_session() for _ in range(8)]
+        for number, session in enumerate(sessions):
+            session.prefill(prompt(1 + 40 * number))
+        for count in (8, 8, 3, 5, 2, 8):
+            engine.step(sessions[:count])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

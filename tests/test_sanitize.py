@@ -1,0 +1,130 @@
+"""scripts/sanitize.py: how it reads the sanitizer's logs, and how it runs jobs. A script stands in for the sanitizer."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT
+
+sys.path.append(str(ROOT / "scripts"))
+
+import sanitize
+from sanitize import DEFAULT_CONFIG, Job, Outcome, all_jobs, findings, main, why_accepted
+
+MEMCHECK = """\
+========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 16 bytes
+=========     at void at::native::vectorized_elementwise_kernel<(int)4>(int, T2, T3)+0x1c0
+=========     by thread (32,0,0) in block (0,0,0)
+=========     Access at 0x7f6510c00200 is out of bounds
+=========     and is 1 bytes after the nearest allocation at 0x7f6510c00000 of size 512 bytes
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========     Host Frame: cuLaunchKernel [0x2f0]
+=========
+========= Invalid __global__ read of size 16 bytes
+=========     at void at::native::vectorized_elementwise_kernel<(int)4>(int, T2, T3)+0x1d0
+=========     by thread (33,0,0) in block (1,0,0)
+=========     Access at 0x7f6510c00210 is out of bounds
+=========
+========= Target application returned an error
+========= ERROR SUMMARY: 2 errors
+"""
+RACECHECK = """\
+========= COMPUTE-SANITIZER
+========= Warning: Race reported between Read access at nvjet_tst_64x8_64x16_4x1_v_bz_TNT+0x1a40
+=========     and Write access at nvjet_tst_64x8_64x16_4x1_v_bz_TNT+0x1b70 [128 hazards]
+=========
+========= Error: Race reported between Write access at sparse_moe_rows+0x70 in rows_triton.py:10
+=========     and Read access at sparse_moe_rows+0x90 in rows_triton.py:11 [4 hazards]
+=========
+========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)
+"""
+CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+OUTSIDE = (
+    "Invalid __global__ read of size N bytes at void at::native::vectorized_elementwise_kernel<(int)N>(int, T2, T3)+N"
+)
+
+
+def test_findings() -> None:
+    assert findings(MEMCHECK) == Counter({OUTSIDE: 2})
+    assert findings(CLEAN) == findings("") == Counter()
+    first, second = findings(RACECHECK)
+    assert first.startswith("Warning: Race") and why_accepted("racecheck", first) == "within a kernel of cuBLAS"
+    assert second.startswith("Error: Race") and why_accepted("racecheck", second) is None
+    assert why_accepted("memcheck", first) is None
+
+
+def test_jobs(tmp_path: Path) -> None:
+    jobs = all_jobs(DEFAULT_CONFIG, tmp_path)
+    assert len({job.name for job in jobs}) == len(jobs) == 2 + 2 + 2 * (6 + 3 + 3 + 3)
+    names = [job.name for job in jobs]
+    assert all(job.after is None or names.index(job.after) < names.index(job.name) for job in jobs)
+    steps = sanitize.chosen(jobs, "steps-int4,kernels-int4-128")
+    assert [job.name for job in steps] == ["export-int4", "steps-int4", "kernels-int4-128-memcheck"]
+
+
+@pytest.fixture
+def sanitizer(tmp_path: Path) -> Path:
+    """Runs the command, and writes the finding MEMCHECK where the command is the steps of the bfloat16 artifact."""
+    (tmp_path / "finding.log").write_text(MEMCHECK)
+    (tmp_path / "clean.log").write_text(CLEAN)
+    path = tmp_path / "sanitizer"
+    path.write_text(
+        f"""#!/usr/bin/env bash
+log="${{6/\\%p/$$}}"
+case "$*" in *steps*bfloat16*) kind=finding ;; *) kind=clean ;; esac
+cp {tmp_path}/$kind.log "$log"
+[ "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 ] || exit 3
+case "$*" in *"export"*int4*) echo "no room" && exit 9 ;; esac
+"""
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_run(sanitizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that fails keeps those that need it from running, and its output is kept."""
+    logs = tmp_path / "logs"
+    words = ["--sanitizer", str(sanitizer), "--logs", str(logs), "--only", "export,steps,kernels-int4-8-"]
+    assert main(words) == 1
+    lines = capsys.readouterr().out.splitlines()
+    results = {
+        line.split()[0]: line.split(maxsplit=3)[3] for line in lines if line.startswith(("export", "steps", "ker"))
+    }
+    assert results == {
+        "export-int4": "failed with status 9",
+        "export-bfloat16": "0 findings",
+        "steps-int4": "failed with status 1",
+        "steps-bfloat16": "2 findings",
+        **{f"kernels-int4-8-{tool}": "0 findings" for tool in ("memcheck", "initcheck", "synccheck", "racecheck")},
+    }
+    assert f"memcheck, 2 times: {OUTSIDE}" in lines
+    assert "memcheck, 1 times: it needs export-int4, which failed" in lines
+    assert (logs / "export-int4.output").read_text() == "no room\n"
+    assert main([*words[:-1], "export-bfloat16,kernels"]) == 0
+
+
+def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    assert main(["--sanitizer", "nowhere"]) == 2
+    assert main(["--sanitizer", sys.executable, "--config", str(tmp_path)]) == 2
+    assert main(["--sanitizer", sys.executable, "--only", "prefill", "--logs", str(tmp_path / "logs")]) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == "error: no nowhere found: install the CUDA toolkit, or give --sanitizer FILE"
+    assert second.startswith("error: --config: [Errno 2] No such file or directory")
+    assert third.startswith(
+        "error: --only: no job begins with prefill; there are: export-int4, export-bfloat16, steps-"
+    )
+
+
+def test_a_finding_is_not_held() -> None:
+    job = Job("one", "racecheck", ())
+    assert Outcome(job, 1.0, 0, Counter()).held
+    assert Outcome(job, 1.0, 0, Counter({"Warning: Race between nvjet_tst": 3})).held
+    assert not Outcome(job, 1.0, 0, Counter({"Error: Race between ours": 1})).held
+    assert not Outcome(job, 1.0, 1, Counter()).held
