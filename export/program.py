@@ -152,7 +152,7 @@ def export_program(
             check_constants(given, constants.tensors, weights or {})
         stored = constants.stored()
         begin = partial(writer.start, stored, partial(_value, weights or {}, stored))
-        codes = _compile_all(traced, libraries, constants, begin if given is None else lambda: None)
+        codes = _compile_all(traced, libraries, constants, (lambda: None) if given else begin)
         with progress.stage("assemble program"), _quiet():
             from ostinato.export.artifact.assemble import assemble
 
@@ -212,14 +212,19 @@ def _compile_all(
 ) -> dict[str, dict[str, Code]]:
     """Compile all graphs: method -> kind of link -> code. A graph that several methods share is compiled once.
 
-    `beside` begins what may go on beside the compilers.
+    `beside` begins what may go on beside the compilers, in a thread.
     """
+
+    def begin_beside() -> None:
+        # exir takes seconds to import. It is imported here, while other processes are at work, and before a thread needs a
+        # part of it: two threads that import parts of one package may wait for each other.
+        import_module("executorch.exir")
+        beside()
+
     graphs = {id(graph): graph for method in methods.values() for graph in method.graphs.values()}
     growing = {id(one.graph) for method in methods.values() for one in method.links if constants.has_growing(one)}
     with _quiet():
-        libraries.generate(list(graphs.values()), growing, beside)
-        # exir takes seconds to import. It is imported here, while compilers are at work.
-        import_module("executorch.exir")
+        libraries.generate(list(graphs.values()), growing, begin_beside)
         codes = dict(zip(graphs, libraries.codes(), strict=True))
     return {name: {kind: codes[id(graph)] for kind, graph in method.graphs.items()} for name, method in methods.items()}
 
