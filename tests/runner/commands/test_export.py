@@ -160,14 +160,14 @@ def test_disk_full_while_constants_are_written(
 ) -> None:
     """The artifact that had the name survives. The error is simulated, so nothing must be mounted."""
     from ostinato.export import export_program
-    from ostinato.export import program as program_module
+    from ostinato.export.artifact import writer
 
     def full(*_: object) -> NoReturn:
         raise OSError(number, os.strerror(number))
 
     output = tmp_path / "parent" / "artifact"
     shutil.copytree(recurrent_artifact, output)
-    monkeypatch.setattr(program_module, "write_constants", full)
+    monkeypatch.setattr(writer, "write_constants", full)
     with pytest.raises(ExportError, match="no room on the disk"):
         export_program(TINY, output)
     assert [path.name for path in output.parent.iterdir()] == ["artifact"]
