@@ -151,8 +151,15 @@ def export_program(
         else:
             check_constants(given, constants.tensors, weights or {})
         stored = constants.stored()
-        begin = partial(writer.start, stored, partial(_value, weights or {}, stored))
-        codes = _compile_all(traced, libraries, constants, (lambda: None) if given else begin)
+
+        def begin_beside() -> None:
+            # exir takes seconds to import. It is imported here, while other processes are at work, and before the writer's
+            # thread needs a part of it: two threads that import parts of one package may wait for each other.
+            import_module("executorch.exir")
+            if given is None:
+                writer.start(stored, partial(_value, weights or {}, stored))
+
+        codes = _compile_all(traced, libraries, constants, begin_beside)
         with progress.stage("assemble program"), _quiet():
             from ostinato.export.artifact.assemble import assemble
 
@@ -212,19 +219,12 @@ def _compile_all(
 ) -> dict[str, dict[str, Code]]:
     """Compile all graphs: method -> kind of link -> code. A graph that several methods share is compiled once.
 
-    `beside` begins what may go on beside the compilers, in a thread.
+    `beside` begins what may go on beside the compilers. It is called when no process is forked any more.
     """
-
-    def begin_beside() -> None:
-        # exir takes seconds to import. It is imported here, while other processes are at work, and before a thread needs a
-        # part of it: two threads that import parts of one package may wait for each other.
-        import_module("executorch.exir")
-        beside()
-
     graphs = {id(graph): graph for method in methods.values() for graph in method.graphs.values()}
     growing = {id(one.graph) for method in methods.values() for one in method.links if constants.has_growing(one)}
     with _quiet():
-        libraries.generate(list(graphs.values()), growing, begin_beside)
+        libraries.generate(list(graphs.values()), growing, beside)
         codes = dict(zip(graphs, libraries.codes(), strict=True))
     return {name: {kind: codes[id(graph)] for kind, graph in method.graphs.items()} for name, method in methods.items()}
 
