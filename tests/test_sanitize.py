@@ -112,8 +112,9 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CUDA_HOME", raising=False)
     assert main(["--sanitizer", "nowhere"]) == 2
-    assert main(["--sanitizer", sys.executable, "--config", str(tmp_path)]) == 2
-    assert main(["--sanitizer", sys.executable, "--only", "prefill", "--logs", str(tmp_path / "logs")]) == 2
+    logs = ["--logs", str(tmp_path / "logs")]
+    assert main(["--sanitizer", sys.executable, "--config", str(tmp_path), *logs]) == 2
+    assert main(["--sanitizer", sys.executable, "--only", "prefill", *logs]) == 2
     first, second, third = capsys.readouterr().err.splitlines()
     assert first == "error: no nowhere found: install the CUDA toolkit, or give --sanitizer FILE"
     assert second.startswith("error: --config: [Errno 2] No such file or directory")
