@@ -1,4 +1,4 @@
-"""Fixtures that the tests of `ostinato bench` and of `Engine` share."""
+"""Fixtures and helpers that the tests of the commands and of `Engine` share."""
 
 from __future__ import annotations
 
@@ -88,3 +88,10 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Bench:
 
 def records(bench: Bench, *words: object) -> list[dict[str, Any]]:
     return json.loads(bench(*words, "--output", "json"))
+
+
+def run_here(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """Run a command in this process and return what it prints; it must succeed."""
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 0
+    return capsys.readouterr().out
