@@ -74,7 +74,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job did: its seconds, its exit status, and its findings with their numbers."""
+    """Result of a job: its seconds, its exit status, and its findings with their numbers."""
 
     job: Job
     seconds: float
@@ -137,9 +137,8 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def find_sanitizer(given: str | None) -> str:
     """Return the path of compute-sanitizer. Raises OptionError: there is none."""
     homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
-    for name in (
-        [given] if given else ["compute-sanitizer", *[f"{home}/bin/compute-sanitizer" for home in homes if home]]
-    ):
+    usual = ["compute-sanitizer", *[f"{home}/bin/compute-sanitizer" for home in homes if home]]
+    for name in [given] if given else usual:
         if (found := shutil.which(name)) is not None:
             return found
     raise OptionError(f"no {given or 'compute-sanitizer'} found: install the CUDA toolkit, or give --sanitizer FILE")
@@ -147,7 +146,7 @@ def find_sanitizer(given: str | None) -> str:
 
 def all_jobs(config: Path, logs: Path) -> list[Job]:
     """All jobs, those that take longest first."""
-    small, script = few_layers(config, logs), str(Path(__file__).resolve())
+    small, script = few_layers(config, LAYERS, logs / "model"), str(Path(__file__).resolve())
     command = ("-m", "ostinato.runner.cli", "export", "--device", "cuda", "--load-format", "dummy")
     export = (*command, "--model", str(small), "--max-seq-len", str(MAX_SEQ_LEN))
     quantised = {"int4": ("--quant", "int4", "--group-size", str(GROUP_SIZE)), "bfloat16": ()}
@@ -166,16 +165,15 @@ def all_jobs(config: Path, logs: Path) -> list[Job]:
     return jobs
 
 
-def few_layers(config: Path, logs: Path) -> Path:
-    """Write the config with `LAYERS` layers into a folder, which is returned. Raises OptionError: there is no config."""
+def few_layers(config: Path, layers: int, folder: Path) -> Path:
+    """Write the config with fewer layers into `folder`, which is returned. Raises OptionError: there is no config."""
     try:
         read = json.loads((config / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise OptionError(f"--config: {error}") from error
     text = read.get("text_config", read)
-    text["num_hidden_layers"] = LAYERS
+    text["num_hidden_layers"] = layers
     text.pop("layer_types", None)
-    folder = logs / "model"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(read))
     return folder
@@ -203,9 +201,8 @@ def run_all(jobs: Sequence[Job], run: Callable[[Job], Outcome], processes: int) 
         print(f"{job.name}: {verdict(outcome)}, {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
         return outcome
 
-    # A job that waits takes a thread. What it waits for has begun before it.
-    waiting = sum(job.after is not None for job in jobs)
-    with ThreadPoolExecutor(processes + waiting) as pool:
+    # What a job waits for has begun before it.
+    with ThreadPoolExecutor(processes) as pool:
         for job in jobs:
             begun[job.name] = pool.submit(run_after, job)
     return [future.result() for future in begun.values()]
@@ -250,8 +247,8 @@ def findings(log: str) -> Counter[str]:
     found: Counter[str] = Counter()
     for block in re.split(r"^=+ *$", log, flags=re.MULTILINE):
         lines = [line.lstrip("=")[1:] for line in block.splitlines() if line.startswith("=========")]
-        titles = [line for line in lines if line and not line.startswith(" ") and not re.match(_NO_FINDING, line)]
-        for title in titles[:1]:
+        title = next((line for line in lines if line[:1].strip() and not re.match(_NO_FINDING, line)), None)
+        if title is not None:
             kernel = next((line for line in lines if re.match(r" +(by|at) ", line) or " access at " in line), "")
             found[re.sub(r"0x[0-9a-f]+|\b\d+\b", "N", f"{title} {kernel.strip()}").strip()] += 1
     return found
@@ -261,7 +258,7 @@ _NO_FINDING = r"COMPUTE-SANITIZER|.* SUMMARY: |Saved host backtrace|Host Frame|T
 
 
 def why_accepted(tool: str, text: str) -> str | None:
-    """Why a finding is accepted; None if it is not."""
+    """Return why a finding is accepted; None if it is not."""
     return next((one.why for one in ACCEPTED if one.tool == tool and re.search(one.pattern, text)), None)
 
 
@@ -273,7 +270,7 @@ def verdict(outcome: Outcome) -> str:
 
 
 def report(outcomes: Iterable[Outcome]) -> str:
-    """The table of jobs, then the findings of each tool."""
+    """Return the table of jobs, and then the findings of each tool."""
     outcomes = list(outcomes)
     rows = [(one.job.name, one.job.tool, f"{one.seconds:.0f}", verdict(one)) for one in outcomes]
     lines = [table({"job": "left", "tool": "left", "seconds": "right", "result": "left"}, rows)]
@@ -302,23 +299,18 @@ def run_kernels(config: Path, form: str, rows: int) -> int:
 
 
 def run_steps(artifact: Path) -> int:
-    """Prompts of 1 to 300 tokens, single steps after each, then batches of 8 sessions with prompts of other lengths."""
-    from random import Random
+    """Run prompts of 1 to 300 tokens, single steps after each, then batches of 8 sessions with prompts of other lengths."""
+    from check_artifact import random_tokens
 
     from ostinato.runner import Engine
 
-    random = Random(0)
     with Engine.load(artifact, sessions=8) as engine:
-        words = int(engine.program.metadata["get_vocab_size"])
-
-        def prompt(length: int) -> list[int]:
-            return [random.randrange(words) for _ in range(length)]
-
+        tokens = random_tokens(engine.program, 300)
         for length in (*range(1, 20), *range(20, 300, 31), 255, 256, 257, 300):
-            list(engine.generate_tokens(prompt(length), max_new_tokens=3, ignore_eos=True))
+            list(engine.generate_tokens(tokens[:length], max_new_tokens=3, ignore_eos=True))
         sessions = [engine.open_session() for _ in range(8)]
         for number, session in enumerate(sessions):
-            session.prefill(prompt(1 + 40 * number))
+            session.prefill(tokens[: 1 + 40 * number])
         for count in (8, 8, 3, 5, 2, 8):
             engine.step(sessions[:count])
     return 0

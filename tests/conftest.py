@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -172,12 +171,10 @@ def _capitals_on_a_gpu(exported: Callable[..., Path], name: str, **options: Any)
 @pytest.fixture(scope="session")
 def wide_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a config of the flagship's shape, but only four layers: three delta-net layers and one of attention."""
-    config = json.loads((ROOT / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B" / "config.json").read_text())
-    config["text_config"]["num_hidden_layers"] = WIDE_LAYERS
-    config["text_config"].pop("layer_types", None)
-    folder = tmp_path_factory.mktemp("wide")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    sys.path.append(str(ROOT / "scripts"))
+    from sanitize import DEFAULT_CONFIG, few_layers
+
+    return few_layers(DEFAULT_CONFIG, WIDE_LAYERS, tmp_path_factory.mktemp("wide"))
 
 
 @pytest.fixture(scope="session", params=(128, None), ids=("int4", "bfloat16"))

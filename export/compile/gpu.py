@@ -25,7 +25,7 @@ _WARP = 32
 
 @dataclass(frozen=True)
 class GpuProperties:
-    """What code for a GPU depends on.
+    """Properties of a GPU on which code for it depends.
 
     Attributes:
         name: the product's name.

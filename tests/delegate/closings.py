@@ -78,7 +78,7 @@ def methods() -> dict[str, Chain]:
 
 @contextmanager
 def answering(path: Path, seed: int) -> Iterator[None]:
-    """Meanwhile another thread's program answers, and each answer is compared. It changes its state, and is loaded anew."""
+    """Let another thread's program answer meanwhile; each answer is compared. It changes its state, and is loaded anew."""
     stop, failures = threading.Event(), list[BaseException]()
     random = Random(seed)
 
@@ -138,6 +138,9 @@ class Closings:
     def run(self, count: int) -> None:
         for _ in range(count):
             self._one()
+            # Only here nothing refers any more to a program that nobody closed.
+            if self.random.random() < 0.1:
+                gc.collect()
         while self._waiting:
             self._close(*self._waiting.pop(self.random.randrange(len(self._waiting))))
 
@@ -204,11 +207,6 @@ class Closings:
             thread.join()
         elif way in ("program", "both"):
             program.close()
-        else:
-            opened.clear()
-            del program
-            if self.random.random() < 0.3:
-                gc.collect()
 
 
 def main() -> None:

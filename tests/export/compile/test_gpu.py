@@ -1,4 +1,4 @@
-"""What an export knows of the GPU without starting CUDA, so that it can fork processes that use the GPU."""
+"""Tests of what an export learns about the GPU without starting CUDA, so that it can fork processes that use the GPU."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ from ostinato.export.compile import libraries
 from tests.export.compile.test_libraries import Add
 
 started, processes = [], []
-generate, call = libraries.Libraries._generate_here, libraries.call_in_processes
+call = libraries.call_in_processes
 
 def called(work, numbers, count, forked):
     def checked():

@@ -200,8 +200,9 @@ def test_what_may_begin_when_no_process_is_forked_any_more(monkeypatch: pytest.M
 
     monkeypatch.setattr(Libraries, "_finish_some", lambda _: None)
     assert [counted("one", "two", "three"), counted("one"), counted()] == [1, 1, 1]
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert counted("one", "two", "three") == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        assert counted("one", "two", "three") == 1
 
 
 def test_first_failure_in_other_processes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
