@@ -9,8 +9,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import IO, Any
 from unittest import mock
@@ -159,11 +161,17 @@ def capitals_int4(exported: Callable[..., Path]) -> Path:
     return _capitals_on_a_gpu(exported, "capitals-cuda-int4", quant=Quantization(group_size=32))
 
 
-def _capitals_on_a_gpu(exported: Callable[..., Path], name: str, **options: Any) -> Path:
+def export_on_a_gpu(folder: Path, path: Path, **options: Any) -> Any:
+    """Call `export_model` in a fresh process: in this one CUDA is started, and all code would be generated in turn."""
     from ostinato.export import export_model
 
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(export_model, folder, path, device="cuda", **options).result()
+
+
+def _capitals_on_a_gpu(exported: Callable[..., Path], name: str, **options: Any) -> Path:
     def build(path: Path) -> None:
-        export_model(CAPITALS, path, device="cuda", max_seq_len=CAPITALS_LENGTH, **options)
+        export_on_a_gpu(CAPITALS, path, max_seq_len=CAPITALS_LENGTH, **options)
 
     return exported(name, build, repr((CAPITALS_LENGTH, options)))
 
@@ -185,18 +193,13 @@ def group_size(request: pytest.FixtureRequest) -> int | None:
 
 @pytest.fixture(scope="session")
 def wide_artifact(exported: Callable[..., Path], wide_config: Path, group_size: int | None) -> Path:
-    """The model of `wide_config` on a GPU, with random weights and WIDE_MAX_SEQ_LEN."""
-    from ostinato.export import Quantization, export_model
+    """The model of `wide_config` on a GPU, with random weights, WIDE_MAX_SEQ_LEN and the generated wrappers."""
+    from ostinato.export import Quantization
 
     def build(path: Path) -> None:
-        export_model(
-            wide_config,
-            path,
-            device="cuda",
-            max_seq_len=WIDE_MAX_SEQ_LEN,
-            quant=None if group_size is None else Quantization(group_size),
-            load_format="dummy",
-        )
+        quant = None if group_size is None else Quantization(group_size)
+        report = export_on_a_gpu(wide_config, path, max_seq_len=WIDE_MAX_SEQ_LEN, quant=quant, load_format="dummy")
+        keep_sources(report, path)
 
     return exported(f"wide-cuda-{group_size}", build)
 

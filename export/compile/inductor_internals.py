@@ -63,18 +63,13 @@ class Generated:
 
 
 # A header of torch has an inline function with a regular expression, which only the model's base class calls. A wrapper that
-# makes the library's templates for it compiles for 1.9 s instead of 1.1 s (g++ 12). Their names are those of GCC's library.
-_NO_REGEX = """#if defined(__GLIBCXX__) && _GLIBCXX_RELEASE <= 14
-extern template class std::basic_regex<char>;
-namespace std::__detail {
-using Characters = std::string::const_iterator;
-using Matches = std::allocator<std::sub_match<Characters>>;
-extern template class _Scanner<char>;
-extern template class _Compiler<std::regex_traits<char>>;
-extern template class _NFA<std::regex_traits<char>>;
-extern template class _Executor<Characters, Matches, std::regex_traits<char>, true>;
-extern template class _Executor<Characters, Matches, std::regex_traits<char>, false>;
-}
+# makes the library's templates for it compiles for 1.9 s instead of 1.1 s (g++ 12), so the interface makes these for all. It
+# must name them: without, it would have only what its compiler does not inline. Their names are those of GCC's library.
+_REGEX = """#if defined(__GLIBCXX__) && _GLIBCXX_RELEASE <= 14
+{extern}template class std::basic_regex<char>;
+{extern}template class std::__detail::_Scanner<char>;
+{extern}template class std::__detail::_Compiler<std::regex_traits<char>>;
+{extern}template class std::__detail::_NFA<std::regex_traits<char>>;
 #endif
 """
 
@@ -246,12 +241,12 @@ def _interface_apart(wrapper: Path, objects: list[list[str]]) -> Interface | Non
     if common not in source:
         return None
     base = "template class torch::aot_inductor::AOTInductorModelBase<torch::aot_inductor::AOTInductorModel>;\n"
-    model = f"#include <torch/csrc/inductor/aoti_runtime/model.h>\nextern {base}{_NO_REGEX}"
+    model = f"#include <torch/csrc/inductor/aoti_runtime/model.h>\nextern {base}{_REGEX.format(extern='extern ')}"
     wrapper.write_text(source.replace(common, model))
     (command,) = (command for command in objects if str(wrapper) in command)
     command = [Interface.SOURCE if word == str(wrapper) else word for word in command]
     command[command.index("-o") + 1] = Interface.OBJECT
-    text, kept = f"{common}\n{base}", None
+    text, kept = f"{common}\n{base}{_REGEX.format(extern='')}", None
     if "-include" in command:
         # The name of the precompiled header depends on the headers' text, the flags and the compiler.
         header = Path(command[command.index("-include") + 1])

@@ -128,7 +128,7 @@ with (
 ):
     methods = {name: (Add(name), (torch.ones(3),), None) for name in ("one", "two", "three", "four")}
     export_program(methods, Path(sys.argv[1]), device="cuda")
-print(started, processes, torch.cuda.is_initialized())
+print(started, processes)
 """
 
 
@@ -142,8 +142,8 @@ def test_code_is_generated_in_processes(tmp_path: Path) -> None:
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    started, processes, after = run.stdout.rsplit(maxsplit=2)
-    assert (started, after) == ("[False]", "True") and int(processes.strip("[]")) > 1
+    started, processes = run.stdout.split()
+    assert started == "[False]" and int(processes.strip("[]")) > 1
     with load_program(tmp_path / "artifact") as program:
         (found,) = program.load_method("three").execute((torch.ones(3),))
         assert found.tolist() == [2, 2, 2]
