@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
 import torch
+
+from ostinato.delegate.cuda_driver import DriverError, call_driver, cuda_driver
+
+logger = logging.getLogger(__name__)
+
+# CU_STREAM_NON_BLOCKING of cuda.h: work on the default stream does not wait for this stream, nor this one for it.
+_NON_BLOCKING = 1
 
 Code = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 # Calls a `Code` on the current stream or on another one: `run_here`, or `run_on_stream` with its stream.
@@ -22,8 +30,20 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The one stream for all captures and all methods that share it.
 
     One stream per method would cost 32 MiB each on an H200: cuBLAS keeps a workspace for every stream that it has seen.
+
+    It is not one of torch's. torch has 32 streams and gives them out in turn, so the caller's thirty-third would be this one,
+    and what another thread queues there during a capture would become part of the graph.
     """
-    return torch.cuda.Stream(device)
+    # torch's are made with the first of them, which starts CUDA on the device.
+    shared = torch.cuda.Stream(device)
+    try:
+        with torch.cuda.device(device):
+            (own,) = call_driver(cuda_driver(), "cuStreamCreate", _NON_BLOCKING)
+    except DriverError as error:
+        logger.warning("captures have no stream of their own (%s): use at most 30 streams beside them", error)
+        return shared
+    # Never destroyed: it lives as long as the process.
+    return torch.cuda.ExternalStream(int(own), device)
 
 
 def run_here(run: Code, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

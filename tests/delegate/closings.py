@@ -148,8 +148,8 @@ class Closings:
         random = self.random
         program = load_program(self.path, on_load=self._on_load)
         opened: list[Method] = []
-        apart = program.device.type == "cuda" and random.random() < 0.7
-        with torch.cuda.stream(torch.cuda.Stream()) if apart else nullcontext():
+        apart = torch.cuda.Stream() if program.device.type == "cuda" and random.random() < 0.7 else None
+        with nullcontext() if apart is None else torch.cuda.stream(apart):
             with suppress(ZeroDivisionError):
                 for name in random.sample(NAMES, random.randrange(1, len(NAMES) + 1)):
                     opened.append(program.load_method(name, self._options(name)))
@@ -162,6 +162,9 @@ class Closings:
             self._close(program, opened)
         if first is not None:
             name, length, found = first
+            if apart is not None:
+                # Closing has waited for this stream, unless the program is still open.
+                apart.synchronize()
             for tensor, expected in zip(found, self._expected[name, length], strict=True):
                 assert torch.equal(tensor.cpu(), expected), (name, length)
 

@@ -115,12 +115,14 @@ def test_random_closings(artifact: Path) -> None:
 def test_random_closings_with_each_allocator(artifact: Path, allocator: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTORCH_ALLOC_CONF"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.delegate.closings", str(artifact), "1000"],
+        [sys.executable, "-X", "faulthandler", "-m", "tests.delegate.closings", str(artifact), "1000"],
         capture_output=True,
         text=True,
         cwd=ROOT,
         env={**environment, "PYTORCH_CUDA_ALLOC_CONF": allocator},
     )
+    # All of it: pytest would cut the text that it compares.
+    print(done.stderr)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split()[0] == ("cudaMallocAsync" if "Async" in allocator else "native")
 

@@ -348,6 +348,12 @@ def test_called_pieces_run_on_the_shared_stream(chain_artifact: Path, monkeypatc
         assert all(stream == side_stream(program.device) for stream in seen)
 
 
+def test_captures_have_a_stream_of_their_own() -> None:
+    """torch gives out its 32 streams in turn. What another thread queues on the stream of a capture would be captured."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert side_stream(device).cuda_stream not in {torch.cuda.Stream(device).cuda_stream for _ in range(64)}
+
+
 @pytest.mark.parametrize("end", ["updated again", "closed", "nobody closes"])
 def test_a_capture_that_is_never_launched(chain_artifact: Path, end: str) -> None:
     """The process ends well. With cudaMallocAsync, torch's free of an output that no launch has allocated would end it."""
