@@ -29,10 +29,10 @@ def record(kind: str, depth: int, speed: float, cuda_graph: bool = True, kernels
     }
 
 
-def run(folder: Path, records: Any) -> int:
+def run(folder: Path, records: Any, *words: str) -> int:
     path = folder / "bench.json"
     path.write_text(json.dumps(records))
-    return check_speed.main([str(path), "--decode", "500", "--prefill", "9000"])
+    return check_speed.main([str(path), "--decode", "500", "--prefill", "9000", *words])
 
 
 # Decode without a graph is slow, which does not count. For the prefill the faster mode counts.
@@ -53,6 +53,15 @@ def test_all_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "decode at depth 4000    490.0 tokens/s  yes     at most 5% below depth 0 (it is 3.9% below)",
         "kernels per token                  254  yes     254 or fewer",
         "prefill of 512        9,100.0 tokens/s  yes     9,000 or more",
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "status"), [("90", 0), ("91", 1)])
+def test_the_time_of_the_export(tmp_path: Path, capsys: pytest.CaptureFixture[str], seconds: str, status: int) -> None:
+    assert run(tmp_path, GOOD, "--export-seconds", seconds) == status
+    assert capsys.readouterr().out.splitlines()[-1].split() == [
+        *("export", seconds, "s"),
+        *("NO" if status else "yes", "90", "s", "or", "less"),
     ]
 
 
