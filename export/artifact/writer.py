@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -23,6 +23,8 @@ from ostinato.delegate.memory import size_text
 from .executorch_internals import Blob, write_flat_tensor
 
 _ALIGNMENT = 128
+# Bytes between two flushes to the disk.
+_FLUSH_BYTES = 1 << 30
 
 
 class _Loader:
@@ -82,6 +84,43 @@ class _Constant:
         self._on_write(self._like.nbytes)
 
 
+class _Flusher:
+    """Flushes a file to the disk in a thread while more is written, so that little is left to wait for at the end.
+
+    Errors of the disk are raised by a later call.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._pool = ThreadPoolExecutor(1, "ostinato-flush")
+        self._flushed: Future[None] | None = None
+        self._unflushed = 0
+
+    def written(self, nbytes: int) -> None:
+        """Note that bytes were written. Begins a flush if there are enough and none is under way."""
+        self._unflushed += nbytes
+        if self._unflushed >= _FLUSH_BYTES and (self._flushed is None or self._flushed.done()):
+            self._raise()
+            self._unflushed = 0
+            self._file.flush()
+            self._flushed = self._pool.submit(os.fsync, self._file.fileno())
+
+    def finish(self) -> None:
+        """Flush what is left, and wait for it."""
+        self.close()
+        self._raise()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Wait for the flush under way."""
+        self._pool.shutdown()
+
+    def _raise(self) -> None:
+        if self._flushed is not None:
+            self._flushed.result()
+
+
 def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
@@ -105,7 +144,6 @@ def write_constants(
         on_write: function that is called with the size of each constant after it was written.
     """
     loader = _Loader(list(constants), load)
-    stored = {key: _Constant(key, tensor, loader, on_write) for key, tensor in constants.items()}
 
     def manifest() -> Manifest:
         return Manifest({key: constant.hexdigest for key, constant in stored.items()})
@@ -113,16 +151,22 @@ def write_constants(
     def write_manifest(file: BinaryIO) -> None:
         file.write(manifest().to_bytes())
 
-    # The manifest comes last in the file: then every hash is known. Hashes do not change its length.
-    blobs = [constant.blob for constant in stored.values()]
-    blobs.append(Blob(MANIFEST_KEY, len(manifest().to_bytes()), write_manifest, None))
-    try:
-        with open(path, "wb") as file:
-            write_flat_tensor(file, blobs, _ALIGNMENT)
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        loader.close()
+    with ExitStack() as opened:
+        opened.callback(loader.close)
+        file = opened.enter_context(open(path, "wb"))
+        flusher = _Flusher(file)
+        opened.callback(flusher.close)
+
+        def written(nbytes: int) -> None:
+            flusher.written(nbytes)
+            on_write(nbytes)
+
+        stored = {key: _Constant(key, tensor, loader, written) for key, tensor in constants.items()}
+        # The manifest comes last in the file: then every hash is known. Hashes do not change its length.
+        blobs = [constant.blob for constant in stored.values()]
+        blobs.append(Blob(MANIFEST_KEY, len(manifest().to_bytes()), write_manifest, None))
+        write_flat_tensor(file, blobs, _ALIGNMENT)
+        flusher.finish()
     return manifest()
 
 

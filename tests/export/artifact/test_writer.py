@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import threading
 import weakref
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import Tensor
 from ostinato.delegate.artifact.files import open_constants
 from ostinato.delegate.artifact.records import constant_digest, dtype_name
 from ostinato.delegate.errors import ExportError
+from ostinato.export.artifact import writer
 from ostinato.export.artifact.writer import ConstantsWriter, write_constants
 from ostinato.export.models import ModelConfig, build_network
 from ostinato.export.weights.stream import QuantizedWeights, WeightSource, float_shapes
@@ -154,3 +157,34 @@ def test_an_error_elsewhere_ends_the_writing(tmp_path: Path) -> None:
         threading.Timer(0.2, goes_on.set).start()
         raise ZeroDivisionError
     assert len(asked) < 6 and not [one for one in threading.enumerate() if one.name.startswith("ostinato-write")]
+
+
+def test_the_disk_gets_the_file_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, begun = list[int](), threading.Event()
+    flush = os.fsync
+
+    def counted(number: int) -> None:
+        sizes.append(os.fstat(number).st_size)
+        begun.set()
+        flush(number)
+
+    def load(key: str) -> Tensor:
+        # A value is asked for while the one ahead is written.
+        assert key < "d" or begun.wait(10)
+        return torch.zeros(1000)
+
+    monkeypatch.setattr(writer, "_FLUSH_BYTES", 4000)
+    monkeypatch.setattr(os, "fsync", counted)
+    path = tmp_path / "model.ptd"
+    write_constants(path, {key: torch.zeros(1000) for key in "abcdef"}, load)
+    assert len(sizes) > 1 and sizes[0] < sizes[-1] == path.stat().st_size
+
+
+def test_a_disk_that_fails_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(writer, "_FLUSH_BYTES", 4000)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no room"):
+        write_constants(tmp_path / "model.ptd", {"a": torch.zeros(1000)}, lambda key: torch.zeros(1000))
