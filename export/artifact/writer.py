@@ -158,8 +158,8 @@ def write_constants(
         opened.callback(flusher.close)
 
         def written(nbytes: int) -> None:
-            flusher.written(nbytes)
             on_write(nbytes)
+            flusher.written(nbytes)
 
         stored = {key: _Constant(key, tensor, loader, written) for key, tensor in constants.items()}
         # The manifest comes last in the file: then every hash is known. Hashes do not change its length.
