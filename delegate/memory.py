@@ -20,12 +20,15 @@ _ADVICE = (
 def free_device_memory(device: torch.device) -> int | None:
     """Bytes that can still be allocated: free in the driver, or held and not used by torch's allocator.
 
-    None on the CPU: there constants are memory-mapped, and the system provides pages when they are touched.
+    Not more than `torch.cuda.set_per_process_memory_fraction` leaves. None on the CPU: there constants are memory-mapped, and
+    the system provides pages when they are touched.
     """
     if device.type != "cuda":
         return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return max(min(free, allowed - held), 0) + held - torch.cuda.memory_allocated(device)
 
 
 def available_host_memory() -> int | None:

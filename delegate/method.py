@@ -12,6 +12,7 @@ import torch
 from .artifact.pte import DelegateMethod
 from .artifact.records import TensorSpec
 from .code.method_code import MethodCode
+from .code.side_stream import side_lock
 from .code.used_streams import UsedStreams
 from .constants.pool import Binding
 from .errors import ClosedError, OstinatoError, StepError, first_line
@@ -150,7 +151,7 @@ class Method(Owner):
                 return
             self._streams.wait()
             code, self._code, self._bound = self._code, None, {}
-            with ExitStack() as last_first:
+            with side_lock, ExitStack() as last_first:
                 last_first.callback(self._on_close)
                 last_first.callback(code.close)
                 last_first.callback(self._state_machine.release)

@@ -21,7 +21,7 @@ from .artifact.records import Growth, StateKind, TensorSpec
 from .artifact.target import Target, check_target
 from .capacity import Capacity, CapacityOptions, choose_capacity, sized
 from .code.method_code import MethodCode
-from .code.side_stream import Call, run_here, run_on_stream, side_stream
+from .code.side_stream import Call, run_here, run_on_stream, side_lock, side_stream
 from .code.used_streams import UsedStreams, is_capturing
 from .constants.pool import ConstantPool, ConstantStats
 from .constants.streaming import StreamBuffers
@@ -222,7 +222,7 @@ class Program(Owner):
                 return
             self._streams.wait()
             self._closed = True
-            with ExitStack() as last_first:
+            with side_lock, ExitStack() as last_first:
                 last_first.callback(self._pool.close)
                 last_first.callback(self._stream_buffers.close)
                 if self._graph_pool is not None:

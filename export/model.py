@@ -13,6 +13,7 @@ from ostinato.delegate.artifact import names
 from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.artifact.records import Growth, StateKind
 from ostinato.delegate.errors import CheckpointError, ExportError
+from ostinato.delegate.memory import MemoryWatch
 from ostinato.export.compile.gpu import compile_target, gpu_properties
 
 from .artifact.options import ExportOptions, ExportRecord
@@ -75,6 +76,7 @@ def export_model(
         ExportError: there is no compiler, or no room on the disk; a length, dtype, group size or number of layers is out of
             range; or the kernels cannot take a shape.
         TargetError: the device is "cuda", and there is no GPU.
+        DeviceMemoryError: the GPU has not enough memory to quantise a weight, or to try its kernels.
     """
     progress = progress or Progress()
     folder = Path(model)
@@ -97,7 +99,8 @@ def export_model(
     source = _weight_source(family, network, folder, load_format, computes, progress)
     weights = QuantizedWeights(network, source, computes, hqq=quant is not None and quant.hqq)
     record = record_of(network, family, options)
-    return export_network(network, record, family, folder, output, weights, progress, tokenizer=tokenizer)
+    with MemoryWatch(computes).explaining("exporting the model"):
+        return export_network(network, record, family, folder, output, weights, progress, tokenizer=tokenizer)
 
 
 def make_network(family: Family, config: ModelConfig, options: ExportOptions) -> LanguageModel:

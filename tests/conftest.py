@@ -165,8 +165,17 @@ def export_on_a_gpu(folder: Path, path: Path, **options: Any) -> Any:
     """Call `export_model` in a fresh process: in this one CUDA is started, and all code would be generated in turn."""
     from ostinato.export import export_model
 
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn"), _take_a_share_of_the_cores) as pool:
         return pool.submit(export_model, folder, path, device="cuda", **options).result()
+
+
+def _take_a_share_of_the_cores() -> None:
+    """Leave cores to pytest's other processes. An export starts a process for each core that it may use, and each of them
+    takes memory of the GPU."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[int(worker) :: workers] or cores)
 
 
 def _capitals_on_a_gpu(exported: Callable[..., Path], name: str, **options: Any) -> Path:

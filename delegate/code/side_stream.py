@@ -20,8 +20,9 @@ Code = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 # Calls a `Code` on the current stream or on another one: `run_here`, or `run_on_stream` with its stream.
 Call = Callable[[Code, Sequence[torch.Tensor]], list[torch.Tensor]]
 
-# Each program has its own lock, but all share the side stream: one thread's work must not get into another's capture. The
-# lock is reentrant because code on the host that runs meanwhile may itself use a program.
+# Each program has its own lock, but all share the side stream: one thread's work must not get into another's capture. That
+# includes freeing: for pinned memory torch queues an event on each stream that has used the memory. The lock is reentrant
+# because code on the host that runs meanwhile may itself use a program.
 side_lock = threading.RLock()
 
 

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from ostinato.delegate.code.side_stream import Call
+from ostinato.delegate.code.side_stream import Call, side_lock
 from ostinato.delegate.code.transfers import Needs, Transfers, departures, needed_on_device, results_of
 from ostinato.delegate.errors import first_line
 from ostinato.delegate.memory import MemoryWatch
@@ -298,7 +298,8 @@ class Plan:
             if piece.graph is not None:
                 piece.graph.release()
         self._pieces = []
-        self._transfers.release()
+        with side_lock:
+            self._transfers.release()
         self._static, self._hosted_inputs = {}, {}
         self.inputs = []
 

@@ -20,7 +20,13 @@ import torch
 from ostinato.delegate.code.side_stream import side_lock
 from ostinato.delegate.code.used_streams import UsedStreams
 from ostinato.delegate.errors import first_line
-from ostinato.delegate.torch_internals import PoolHandle, current_stream_handle, end_allocation_to_pool, release_pool
+from ostinato.delegate.torch_internals import (
+    PoolHandle,
+    current_stream_handle,
+    end_allocation_to_pool,
+    pool_bytes,
+    release_pool,
+)
 
 from .nodes import GraphNodes
 
@@ -57,7 +63,7 @@ class Capture:
         """
         self.kept = True
         for thing in (self.graph, *self.outputs):
-            _never_free(thing)
+            never_free(thing)
 
     def launched(self) -> None:
         """Note that a launch has done this work. From now on the capture can be freed."""
@@ -67,10 +73,13 @@ class Capture:
                 ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))
 
     def free(self) -> None:
-        """Free the graph, then the outputs."""
-        if not self.kept:
-            self.graph.reset()
-        self.outputs = []
+        """Free the graph, then the outputs. To be called once."""
+        with side_lock:
+            if not self.kept:
+                self.graph.reset()
+            # The last reference; see `never_free`.
+            del self.graph
+            self.outputs = []
 
 
 class GraphPool:
@@ -104,7 +113,7 @@ class GraphPool:
         """Device memory that the pool holds, used or not; 0 if the graphs share no pool."""
         if self._handle is None:
             return 0
-        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self._handle))
+        return pool_bytes(self._handle)
 
     def capture(self, work: Work) -> Capture:
         """Record without executing. Raises the error that made the capture fail; later captures still work."""
@@ -171,9 +180,11 @@ class GraphPool:
             outputs = work()
             graph.capture_end()
         except BaseException as error:
+            # The traceback refers to the graph, so nobody knows when the last reference would go.
+            never_free(graph)
             if not self._is_shared:
-                # Keep the graph and the tensors of the functions that failed: as in `Capture.keep`, they must not be freed.
-                _never_free([graph, *_tensors_of(error)])
+                # Keep the tensors of the functions that failed: as in `Capture.keep`, they must not be freed.
+                never_free(_tensors_of(error))
             self._abandon(graph, handle)
             raise
         return Capture(graph, outputs)
@@ -188,8 +199,7 @@ class GraphPool:
             if self._is_shared:
                 graph.reset()
             return
-        # Kept, because at each later capture the allocator of pinned memory still asks this graph which streams are its own.
-        _never_free(graph)
+        # At each later capture the allocator of pinned memory still asks this graph which streams are its own.
         if handle is not None:
             for mend in (end_allocation_to_pool, release_pool):
                 try:
@@ -205,6 +215,11 @@ def _tensors_of(error: BaseException) -> list[object]:
     return [value for value in values if isinstance(value, torch.Tensor | dict | list | tuple)]
 
 
-def _never_free(thing: object) -> None:
-    """Keep `thing` until the process has ended. A variable of a module would be freed earlier, when the interpreter ends."""
+def never_free(thing: object) -> None:
+    """Keep `thing` until the process has ended. A variable of a module would be freed earlier, when the interpreter ends.
+
+    For a graph of torch that an exception's traceback may refer to. torch lists all graphs for its random numbers, and that
+    list has no lock (torch 2.11; pytorch 173421): a graph that is freed in one thread, while another thread begins a capture,
+    destroys memory of the process. So graphs are made and freed only by the holder of `side_lock`.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -14,7 +14,7 @@ from ostinato.delegate.code.side_stream import Code, run_on_stream
 from ostinato.delegate.errors import first_line
 
 from .nodes import GraphNodes, inspect_graph, start_early, update_executable
-from .pool import Capture, GraphPool, Work
+from .pool import Capture, GraphPool, Work, never_free
 
 logger = logging.getLogger(__name__)
 
@@ -117,18 +117,21 @@ class CudaGraphRecorder:
         return again
 
     def instantiate(self, capture: Capture, work: Work) -> Capture:
-        """Make `capture` executable and return it. If that fails, return a new capture without kernels that start early."""
-        with torch.cuda.device(self.device):
-            begin = time.perf_counter()
-            try:
+        """Make `capture` executable and return it. If that fails, return a new capture without kernels that start early.
+
+        Raises the error if there are no such kernels. The capture is then freed.
+        """
+        begin = time.perf_counter()
+        try:
+            with torch.cuda.device(self.device):
                 capture.graph.instantiate()
-            except Exception as error:
-                if not capture.nodes.early:
-                    raise
-                capture = self.capture_again(capture, work, error)
-                begin = time.perf_counter()
-                capture.graph.instantiate()
-            capture.instantiate_us = 1e6 * (time.perf_counter() - begin)
+        except Exception as error:
+            if capture.nodes.early:
+                return self.instantiate(self.capture_again(capture, work, error), work)
+            never_free(capture.graph)
+            capture.free()
+            raise
+        capture.instantiate_us = 1e6 * (time.perf_counter() - begin)
         return capture
 
 

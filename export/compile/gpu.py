@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
 from unittest import mock
@@ -33,7 +33,7 @@ class GpuProperties:
         processors: number of streaming multiprocessors.
         shared_memory: the most bytes of shared memory that a block may have.
         l2_bytes: bytes of the L2 cache.
-        memory: bytes of memory.
+        free_memory: bytes of memory that nobody used when this was asked. Not compared.
     """
 
     name: str
@@ -41,7 +41,7 @@ class GpuProperties:
     processors: int
     shared_memory: int
     l2_bytes: int
-    memory: int
+    free_memory: int = field(repr=False, compare=False)
 
 
 def gpu_properties() -> GpuProperties | None:
@@ -102,7 +102,7 @@ def _asked() -> GpuProperties | None:
         found.multi_processor_count,
         found.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         found.L2_cache_size,
-        found.total_memory,
+        torch.cuda.mem_get_info()[0],
     )
 
 

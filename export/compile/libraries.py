@@ -40,7 +40,7 @@ from .native import NativeBuild, NativeLibrary, native_libraries, native_library
 from .processes import call_in_processes
 from .trace import TracedGraph
 
-# Bytes of a GPU's memory for each process that generates code for it: 0.6 GB for CUDA, and the weights of one graph.
+# Bytes of a GPU's free memory for each process that generates code for it: 0.6 GB for CUDA, and the weights of one graph.
 _GPU_MEMORY = 3 << 30
 
 
@@ -201,7 +201,7 @@ class Libraries:
     def _most_processes(self) -> int:
         gpu = None if self._device == HOST else gpu_properties()
         cores = len(os.sched_getaffinity(0))
-        return cores if gpu is None else max(1, min(cores, gpu.memory // _GPU_MEMORY))
+        return cores if gpu is None else max(1, min(cores, gpu.free_memory // _GPU_MEMORY))
 
     def _generate_here(self, number: int, tasks: Mapping[int, _Task]) -> tuple[int, Generated, float]:
         task, begin = tasks[number], time.perf_counter()
@@ -217,7 +217,12 @@ class Libraries:
             threads_assumed(threads),
             nullcontext() if self._device == HOST else one_process_of_several(self._folder / "timing.lock"),
         ):
-            return self._generate(tasks[number])
+            try:
+                return self._generate(tasks[number])
+            finally:
+                if self._device != HOST:
+                    # Other processes need it, and this one may not need it again.
+                    torch.cuda.empty_cache()
 
     def _generate(self, task: _Task) -> Generated:
         folder = Path(tempfile.mkdtemp(dir=self._folder))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,17 @@ STATIC = {"skip_copy_output_to_cpu_for_method": "decode"}
 FIRST_STEPS = 100
 # (type, ports) of an edge of a captured graph.
 FULL, PROGRAMMATIC = (0, 0, 0), (1, 1, 0)
+
+
+@contextmanager
+def limited(nbytes: int) -> Iterator[None]:
+    """Let torch take no more than `nbytes` of the GPU beyond what it holds. Other processes are not disturbed."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + nbytes) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def step_inputs(index: int) -> tuple[Tensor, Tensor]:

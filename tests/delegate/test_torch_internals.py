@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ostinato.delegate.torch_internals import (
     end_allocation_to_pool,
     free_pinned_memory,
     load_container,
+    pool_bytes,
     release_pool,
     run_container,
 )
@@ -168,6 +170,21 @@ def segments_of(handle: PoolHandle) -> list[range]:
 
 def some_memory() -> Tensor:
     return torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.gpu
+def test_pool_bytes(handle: PoolHandle) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    inside = some_memory()
+    end_allocation_to_pool(device, handle)
+    assert inside.nbytes <= pool_bytes(handle) == sum(map(len, segments_of(handle)))
+    # Of a pool that does not exist: nothing else refers to this integer.
+    number = int("123456789")
+    before = sys.getrefcount(number)
+    assert pool_bytes((0, number)) == 0
+    assert sys.getrefcount(number) >= before
+    del inside
+    release_pool(device, handle)
 
 
 @pytest.mark.gpu

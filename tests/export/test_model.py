@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.delegate import StateKind, load_program
+from ostinato.delegate import DeviceMemoryError, StateKind, load_program
 from ostinato.delegate.artifact.files import open_constants
 from ostinato.delegate.artifact.ptd import Entry
 from ostinato.delegate.sampling import SamplingTensors
@@ -28,9 +28,10 @@ from ostinato.export.kernels.linear.panels import unpack_panels
 from ostinato.export.model import DTYPES
 from ostinato.export.models import build_network, read_config
 from ostinato.export.models.traffic import decode_bytes, kv_bytes_per_token
-from ostinato.export.weights.stream import names_in_panels
+from ostinato.export.weights.stream import QuantizedWeights, names_in_panels
 
 from ..conftest import CAPITALS, CAPITALS_LENGTH, only_methods
+from ..delegate.loading_cases import OUT_OF_MEMORY
 from ..wrappers import allocations, kept_source
 from .conversations import converse, errors, run
 from .references import (
@@ -260,6 +261,20 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
 
 
 @pytest.mark.skipif(not ROWS, reason="this CPU takes the references")
+def test_a_gpu_without_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A weight is quantised on the GPU, also for code for a CPU."""
+
+    def full(weights: QuantizedWeights, name: str) -> Tensor:
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    monkeypatch.setattr(QuantizedWeights, "__getitem__", full)
+    with pytest.raises(
+        DeviceMemoryError, match=r"ran out of memory while exporting the model; the allocation .* 2.00 GiB"
+    ):
+        export_model(CAPITALS, tmp_path / "artifact")
+    assert not list(tmp_path.iterdir())
+
+
 def test_methods_for_rows(artifact: Get) -> None:
     """A token or position of -1 stands for the one that the slot keeps, a slot of -1 for none. The number of slots is known
     at load."""

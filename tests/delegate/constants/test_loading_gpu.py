@@ -17,6 +17,7 @@ from ostinato.delegate.artifact.ptd import ConstantsFile
 from ostinato.delegate.constants.pool import ConstantPool
 from ostinato.delegate.torch_internals import free_pinned_memory
 
+from ..helpers import limited
 from ..loading_cases import STATE, many_constants, record_of, with_one_bit_flipped, written
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone]
@@ -56,16 +57,11 @@ def in_use() -> int:
 
 @contextmanager
 def all_but(nbytes: int) -> Iterator[None]:
-    """Hold the GPU's memory, except about `nbytes`."""
+    """Leave about `nbytes` of the GPU to torch beside the tensors that it has."""
     gc.collect()
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    held = torch.empty(free - nbytes, dtype=torch.uint8, device="cuda")
-    try:
+    with limited(nbytes):
         yield
-    finally:
-        held.set_()  # type: ignore[call-overload]
-        torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +23,7 @@ from ostinato.delegate.code.side_stream import side_stream
 from ostinato.delegate.graphs.pool import GraphPool
 
 from ..chain import WIDTH
+from ..helpers import limited
 from ..pair import GRAPH, Pair, inputs_of, refusing
 
 pytestmark = pytest.mark.gpu
@@ -257,17 +257,6 @@ def test_everything_is_freed(chain_artifact: Path, segments: set[int]) -> None:
             assert pools() == before
             reserved.append(torch.cuda.memory_reserved())
     assert reserved[1] == reserved[2]
-
-
-@contextmanager
-def limited(nbytes: int) -> Iterator[None]:
-    """Let torch take no more than `nbytes` beyond what it holds."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + nbytes) / total)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def opaque(*_: object) -> NoReturn:
