@@ -62,6 +62,8 @@ class Method(Owner):
         self._on_close = on_close
         self._inputs = entry.inputs
         self._input_order, self._output_order = entry.input_order, entry.output_order
+        # The last plan's buffers, in its order and in that of `execute`.
+        self._static: tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]] = ((), ())
         self._check = InputCheck(entry.name, self._inputs, device)
         self._watch = watch
 
@@ -92,7 +94,10 @@ class Method(Owner):
         is on the host if only code on the host reads it, else on the device. `execute` does not check values on the device.
         """
         static = self._state_machine.static_inputs
-        return tuple(static[self._input_order.index(place)] for place in range(len(static)))
+        if static is not self._static[0]:
+            places = [self._input_order.index(place) for place in range(len(static))]
+            self._static = static, tuple([static[place] for place in places])
+        return self._static[1]
 
     def execute(
         self, inputs: Sequence[torch.Tensor], graph: bool = True, checked: bool = False
@@ -150,7 +155,7 @@ class Method(Owner):
             if self._code is None:
                 return
             self._streams.wait()
-            code, self._code, self._bound = self._code, None, {}
+            code, self._code, self._bound, self._static = self._code, None, {}, ((), ())
             with side_lock, ExitStack() as last_first:
                 last_first.callback(self._on_close)
                 last_first.callback(code.close)

@@ -26,6 +26,8 @@ from typing import Protocol
 
 import torch
 
+from .used_streams import current_stream
+
 # Bytes of a cache line of the CPU. Copies begin at multiples of it.
 LINE = 64
 # Up to this many bytes in all, one kernel writes the values that leave a graph to pinned memory. One copy per value would
@@ -337,7 +339,7 @@ class Mark:
 
     def record(self) -> None:
         if self._event is not None:
-            self._event.record(torch.cuda.current_stream(self._device))
+            self._event.record(current_stream(self._device))
 
     def wait(self) -> None:
         """Wait until all work that was queued before the last `record` is done."""

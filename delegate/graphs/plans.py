@@ -176,6 +176,8 @@ class Plan:
         # Known when all pieces are made. Until then the value that a called piece gives becomes the static buffer.
         self._read_by_graphs: frozenset[int] = frozenset()
         self._at = 0
+        # The results, if one graph makes all of them.
+        self._made_by_one: list[torch.Tensor] | None = None
         self._needed_on_device = needed_on_device(code.segments, code.on_host, code.results)
         self._departures = departures(code.segments, code.on_host)
         self._given_by_host = frozenset(n for index in code.on_host for n in code.segments[index].outputs)
@@ -235,10 +237,18 @@ class Plan:
         of_graphs = {number for piece in self._pieces if piece.graph for number in piece.gives}
         kept = of_graphs | self._read_by_graphs | set(range(len(self.inputs)))
         self._static = {number: tensor for number, tensor in self._static.items() if number in kept}
+        self._find_results()
         return outputs
 
     def run(self) -> list[torch.Tensor]:
         """Run one step on the static inputs. The next step overwrites the outputs of graphs."""
+        if self._made_by_one is not None:
+            # The quick way, for the step that makes a token.
+            graph = self._pieces[0].graph
+            assert graph is not None
+            graph.launch()
+            self.stats.launches += 1
+            return self._made_by_one
         values = dict(self._static)
         hosted = dict(self._hosted_inputs)
         self._code.start(self.inputs)
@@ -288,6 +298,7 @@ class Plan:
                 self._count_instantiation(piece.graph, begin)
             self.stats.pool_bytes += self._recorder.pool_bytes() - held
             self._static.update(zip(piece.gives, piece.graph.outputs, strict=True))
+        self._find_results()
         self._count()
         self._addresses = self._code.addresses
         return None
@@ -300,8 +311,13 @@ class Plan:
         self._pieces = []
         with side_lock:
             self._transfers.release()
-        self._static, self._hosted_inputs = {}, {}
+        self._static, self._hosted_inputs, self._made_by_one = {}, {}, None
         self.inputs = []
+
+    def _find_results(self) -> None:
+        """Note where the results are if one graph makes all of them, and nothing leaves for the host."""
+        alone = len(self._pieces) == 1 and self._pieces[0].graph is not None and not self._pieces[0].leaving
+        self._made_by_one = [self._static[number] for number in self._code.results] if alone else None
 
     def _piece(self, first: int, end: int) -> _Piece:
         segments = self._code.segments

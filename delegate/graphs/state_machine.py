@@ -14,6 +14,7 @@ recorded, or the device has no memory for the graphs, the shape goes to `disable
 from __future__ import annotations
 
 import logging
+import operator
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -158,10 +159,13 @@ class StateMachine:
         if not graph:
             self._last = _ShapeState(Phase.DISABLED)
             return self._run_disabled(inputs)
-        state = self._state_of(inputs)
+        filled = self._last.plan is not None and _same(inputs, self._last.plan.inputs)
+        state = self._last if filled else self._state_of(inputs)
         if state.phase is Phase.REPLAY:
             recorder.begin_step()
-            return self._replay(state, inputs)
+            if not filled:
+                self._fill(state, inputs)
+            return self._replay(state)
         if state.phase is Phase.CAPTURE:
             recorder.begin_step()
             return self._capture(state, StaticInputs(inputs, self._input_devices, self._device))
@@ -240,9 +244,10 @@ class StateMachine:
         self._stats.captures += 1
         return outputs
 
-    def _replay(self, state: _ShapeState, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        plan, static = state.plan, state.inputs
-        assert plan is not None and static is not None
+    def _fill(self, state: _ShapeState, inputs: Sequence[torch.Tensor]) -> None:
+        """Copy the inputs into the plan's buffers. Raises InputError: one does not fit. Nothing has been copied then."""
+        static = state.inputs
+        assert static is not None
         for name, tensor, buffer in zip(self._input_names, inputs, static.buffers, strict=True):
             if tensor.dtype != buffer.dtype:
                 raise InputError(
@@ -254,6 +259,10 @@ class StateMachine:
                     f"pass a tensor on {self._device} or on the host"
                 )
         static.fill(inputs)
+
+    def _replay(self, state: _ShapeState) -> list[torch.Tensor]:
+        plan, static = state.plan, state.inputs
+        assert plan is not None and static is not None
         if not plan.is_current():
             if not plan.may_change():
                 reason = f"constants or buffers were bound anew on more than {MAX_CHANGES} calls in a row"
@@ -286,6 +295,11 @@ class StateMachine:
         if state.plan is not None:
             state.plan.release()
         state.plan = state.inputs = None
+
+
+def _same(inputs: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> bool:
+    """Whether the inputs are these buffers themselves."""
+    return len(inputs) == len(buffers) and all(map(operator.is_, inputs, buffers))
 
 
 def _as_compiled_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -67,6 +67,7 @@ class Model:
         prefill_buckets: chosen buckets, ascending, without those that could not be captured; empty without graphs.
         row_buckets: chosen buckets, ascending; empty without graphs, or if the program has no method for several sessions.
         samplers: methods that sample; None for a program that only gives logits.
+        max_rows: largest number of sessions that can step together.
         max_seq_len: largest number of positions in a sequence.
         eos_ids: ids of the tokens that end an answer.
 
@@ -122,6 +123,8 @@ class Model:
         for method in (self._prefill_method, self._decode_method):
             if method is not None:
                 _check_inputs(method)
+        several = self.samplers.rows if self.samplers else ()
+        self.max_rows = _max_rows(several[-1]) if several else 1
         self._lengths = _lengths(self._prefill_method)
         # Ranges of tokens, positions and slots. Empty without state: there the number of tokens must be checked too.
         self._bounds = [spec.value_range for spec in self._prefill_method.inputs] if self.has_state else []
@@ -134,12 +137,6 @@ class Model:
     def has_state(self) -> bool:
         """Whether the methods keep state. A program without state gets the whole sequence anew for each token."""
         return len(self._prefill_method.inputs) > 1
-
-    @property
-    def max_rows(self) -> int:
-        """Largest number of sessions that can step together."""
-        rows = self.samplers.rows if self.samplers else ()
-        return _max_rows(rows[-1]) if rows else 1
 
     @property
     def method_stats(self) -> dict[str, dict[str, Any]]:
@@ -204,7 +201,7 @@ class Model:
         static, held = method.static_inputs, self._held.pop(method.name, None)
         # The static inputs hold the same slots already, so nothing is copied.
         if static and held == slots:
-            token = method.execute(static)[0]
+            token = method.execute(static, checked=True)[0]
         elif count == 1:
             token = method.execute((torch.tensor(slots),))[0]
         else:

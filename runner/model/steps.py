@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from ostinato.delegate import ArtifactError, StateKind
+from ostinato.delegate.code.transfers import Mark
 from ostinato.delegate.sampling import SamplingParams, SamplingTensors, most_likely, sample
 
 from .model import Model, Samplers
@@ -117,16 +119,17 @@ class _CopiedTokens:
     def __init__(self, owner: DeviceSteps, token: torch.Tensor, count: int) -> None:
         self._owner = owner
         self._count = count
-        self._buffer, self._event = owner._spare.pop() if owner._spare else owner._more_room()
-        self._buffer[:count].copy_(token[:count], non_blocking=True)
-        self._event.record()
+        spare = owner._spare[count]
+        self._buffer, self._arrived = spare.pop() if spare else owner._more_room(count)
+        self._buffer.copy_(token if token.numel() == count else token[:count], non_blocking=True)
+        self._arrived.record()
         self._tokens: Sequence[int] | None = None
 
     def tokens(self) -> Sequence[int]:
         if self._tokens is None:
-            self._event.synchronize()
-            self._tokens = self._buffer[: self._count].tolist()
-            self._owner._spare.append((self._buffer, self._event))
+            self._arrived.wait()
+            self._tokens = self._buffer.tolist()
+            self._owner._spare[self._count].append((self._buffer, self._arrived))
         return self._tokens
 
 
@@ -144,7 +147,8 @@ class DeviceSteps:
         self._samplers = samplers
         self._buffers()
         self.goes_ahead = model.program.device.type == "cuda"
-        self._spare: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        # By number of tokens.
+        self._spare: defaultdict[int, list[tuple[torch.Tensor, Mark]]] = defaultdict(list)
 
     def first(self, session: Stepped, logits: torch.Tensor) -> PendingTokens:
         position, slot = torch.tensor([len(session.tokens)]), torch.tensor([session.slot])
@@ -172,8 +176,8 @@ class DeviceSteps:
     def _pending(self, token: torch.Tensor, count: int) -> PendingTokens:
         return _CopiedTokens(self, token, count) if self.goes_ahead else _HostTokens(token[:count].tolist())
 
-    def _more_room(self) -> tuple[torch.Tensor, torch.cuda.Event]:
-        return torch.zeros(self._model.max_rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+    def _more_room(self, count: int) -> tuple[torch.Tensor, Mark]:
+        return torch.zeros(count, dtype=torch.int64, pin_memory=True), Mark(self._model.program.device)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """The program's buffers of `StateKind.SAMPLING` that are in use now, by the last component of their names."""

@@ -257,20 +257,20 @@ class Sessions:
         begin = time.perf_counter_ns()
         if isinstance(sessions, Session) or any(getattr(session, "_owner", None) is not self for session in sessions):
             raise InputError("a step takes a list of sessions of this engine")
-        if len({session.slot for session in sessions}) < len(sessions):
+        if len(sessions) > 1 and len({session.slot for session in sessions}) < len(sessions):
             raise InputError("a session stands in the step twice")
+        states = [session._open for session in sessions]
         self._sample(sessions, 1)
         if more and self.steps.goes_ahead:
             longest = self._model.max_seq_len
             # If too few pages are free for that step, only the next call fails.
             with suppress(CapacityError):
-                self._sample([session for session in sessions if session._open.seen < longest], 2)
-        taken = [session._open.pending.popleft() for session in sessions]
+                self._sample([s for s, state in zip(sessions, states, strict=True) if state.seen < longest], 2)
+        taken = [state.pending.popleft() for state in states]
         self._host_ns += time.perf_counter_ns() - begin
-        tokens = []
-        for session, (pending, number) in zip(sessions, taken, strict=True):
-            tokens.append(pending.tokens()[number])
-            session.tokens.append(tokens[-1])
+        tokens = [pending.tokens()[number] for pending, number in taken]
+        for state, token in zip(states, tokens, strict=True):
+            state.tokens.append(token)
         return tokens
 
     @_in_turn
@@ -285,7 +285,7 @@ class Sessions:
             raise InputError("there is no token to prefill")
         if end > self._model.max_seq_len:
             raise InputError(f"the session would have {end} tokens, max_seq_len is {self._model.max_seq_len}")
-        self._reserve(session, end)
+        self._reserve(session, state, end)
         logits = self._model.prefill(fed, first, session.slot)
         # The next graph overwrites the outputs of this one.
         state.logits = logits.clone()
@@ -356,7 +356,7 @@ class Sessions:
 
     def _sample(self, sessions: Sequence[Session], count: int) -> None:
         """Sample until each session has `count` tokens that were not taken yet."""
-        rest = []
+        rest: list[tuple[Session, SessionState]] = []
         for session in sessions:
             state = session._open
             if len(state.pending) >= count:
@@ -369,22 +369,21 @@ class Sessions:
                 raise InputError("the session has no token: prefill first")
             if state.seen >= self._model.max_seq_len:
                 raise InputError(f"the session has {state.seen} tokens, max_seq_len is {self._model.max_seq_len}")
-            rest.append(session)
-        for session in rest:
-            self._reserve(session, session._open.seen + 1)
-            if not session._open.params_written:
+            rest.append((session, state))
+        for session, state in rest:
+            self._reserve(session, state, state.seen + 1)
+            if not state.params_written:
                 self.steps.write_sampling_params(session)
-                session._open.params_written = True
+                state.params_written = True
         max_rows = self._model.max_rows
         for first in range(0, len(rest), max_rows):
             together = rest[first : first + max_rows]
-            pending = self.steps.launch(together)
-            for number, session in enumerate(together):
-                session._open.seen += 1
-                session._open.pending.append((pending, number))
+            pending = self.steps.launch([session for session, _ in together])
+            for number, (_, state) in enumerate(together):
+                state.seen += 1
+                state.pending.append((pending, number))
 
-    def _reserve(self, session: Session, end: int) -> None:
-        state = session._open
+    def _reserve(self, session: Session, state: SessionState, end: int) -> None:
         if end > state.writable:
             state.writable = self.pages.reserve(session.slot, state.pages, state.seen, end)
 
