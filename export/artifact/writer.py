@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,8 @@ from .executorch_internals import Blob, write_flat_tensor
 _ALIGNMENT = 128
 # Bytes between two flushes to the disk.
 _FLUSH_BYTES = 1 << 30
+# Values that are hashed at a time. Each is kept until then, so more would take more memory.
+_HASHED_AT_ONCE = 2
 
 
 class _Loader:
@@ -50,6 +53,27 @@ class _Loader:
         self._pool.shutdown(cancel_futures=True)
 
 
+class _Hasher:
+    """Hashes values in threads of its own, while the following ones are written."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_HASHED_AT_ONCE)
+        self._pending: deque[Future[str]] = deque()
+
+    def make_room(self) -> None:
+        """Wait until one more value may be submitted."""
+        if len(self._pending) == _HASHED_AT_ONCE:
+            self._pending.popleft().result()
+
+    def submit(self, value: torch.Tensor) -> Future[str]:
+        digest = self._pool.submit(_digest, value)
+        self._pending.append(digest)
+        return digest
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
 class _Constant:
     """A constant whose bytes are produced, and hashed, when the file is written.
 
@@ -57,30 +81,41 @@ class _Constant:
     """
 
     def __init__(
-        self, key: str, like: torch.Tensor, load: Callable[[str], torch.Tensor], on_write: Callable[[int], object]
+        self,
+        key: str,
+        like: torch.Tensor,
+        load: Callable[[str], torch.Tensor],
+        hasher: _Hasher,
+        on_write: Callable[[int], object],
     ) -> None:
         self._key = key
         self._load = load
+        self._hasher = hasher
         self._on_write = on_write
         # Stands for the value, which may not exist yet: same shape and dtype, contiguous.
         self._like = torch.empty(like.shape, dtype=like.dtype)
-        self.hexdigest = "0" * 64
+        self._digest: Future[str] | None = None
+
+    @property
+    def hexdigest(self) -> str:
+        """The hash, once it is known; zeros before the constant is written."""
+        return "0" * 64 if self._digest is None else self._digest.result()
 
     @property
     def blob(self) -> Blob:
         return Blob(self._key, self._like.nbytes, self.write, self._like)
 
     def write(self, file: BinaryIO) -> None:
+        # Before the loader begins with the next value: so at most three are alive.
+        self._hasher.make_room()
         tensor = self._load(self._key).detach().cpu().contiguous()
         if tensor.shape != self._like.shape or tensor.dtype != self._like.dtype:
             raise ExportError(
                 f"constant {self._key!r} was compiled as {list(self._like.shape)} {dtype_name(self._like.dtype)}, its value "
                 f"is {list(tensor.shape)} {dtype_name(tensor.dtype)}"
             )
-        with ThreadPoolExecutor(1) as pool:
-            digest = pool.submit(_digest, tensor)
-            file.write(_bytes(tensor))
-            self.hexdigest = digest.result()
+        self._digest = self._hasher.submit(tensor)
+        file.write(_bytes(tensor))
         self._on_write(self._like.nbytes)
 
 
@@ -143,7 +178,7 @@ def write_constants(
         load: function from key to value, called once per key in this order, from a thread of its own.
         on_write: function that is called with the size of each constant after it was written.
     """
-    loader = _Loader(list(constants), load)
+    loader, hasher = _Loader(list(constants), load), _Hasher()
 
     def manifest() -> Manifest:
         return Manifest({key: constant.hexdigest for key, constant in stored.items()})
@@ -153,6 +188,7 @@ def write_constants(
 
     with ExitStack() as opened:
         opened.callback(loader.close)
+        opened.callback(hasher.close)
         file = opened.enter_context(open(path, "wb"))
         flusher = _Flusher(file)
         opened.callback(flusher.close)
@@ -161,7 +197,7 @@ def write_constants(
             on_write(nbytes)
             flusher.written(nbytes)
 
-        stored = {key: _Constant(key, tensor, loader, written) for key, tensor in constants.items()}
+        stored = {key: _Constant(key, tensor, loader, hasher, written) for key, tensor in constants.items()}
         # The manifest comes last in the file: then every hash is known. Hashes do not change its length.
         blobs = [constant.blob for constant in stored.values()]
         blobs.append(Blob(MANIFEST_KEY, len(manifest().to_bytes()), write_manifest, None))

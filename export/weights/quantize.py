@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,15 @@ from ostinato.export.formats.int4 import SCALE_DTYPE, pack_int4
 # Elements quantised at once. torchao makes about six float32 copies of its input (HQQ more), so this bounds the working
 # memory to 1 to 2 GiB for a tensor of any size.
 _BLOCK = 1 << 26
+
+
+def empty_on_host(shape: Sequence[int], dtype: torch.dtype, computes: torch.device) -> Tensor:
+    """A tensor on the CPU for values that `computes` makes: pinned if that is a GPU.
+
+    A GPU copies 268 MB to pinned memory in 5 ms, and in 210 ms to memory that was just reserved (an H100's machine,
+    2026-11-25). torch keeps pinned memory for the next tensor.
+    """
+    return torch.empty(shape, dtype=dtype, pin_memory=computes.type == "cuda")
 
 
 def quantize_int4(weight: Tensor, group_size: int, hqq: bool, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -23,7 +34,8 @@ def quantize_int4(weight: Tensor, group_size: int, hqq: bool, device: torch.devi
         device: where to compute.
 
     Returns:
-        (weight [..., N, K / 2] uint8 in the layout of `formats/int4.py`, scale [..., N, K / G] bfloat16), on the CPU.
+        (weight [..., N, K / 2] uint8 in the layout of `formats/int4.py`, scale [..., N, K / G] bfloat16), on the CPU, in
+        memory of `empty_on_host`.
     """
     return _in_blocks(weight, group_size, -8, 7, hqq, device)
 
@@ -39,10 +51,9 @@ def _in_blocks(
     size = weight.shape[-1]
     four_bits = high < 8
     rows = weight.reshape(-1, size)
-    stored = torch.empty(
-        rows.shape[0], size // 2 if four_bits else size, dtype=torch.uint8 if four_bits else torch.int8
-    )
-    scales = torch.empty(rows.shape[0], size // group_size, dtype=SCALE_DTYPE)
+    dtype = torch.uint8 if four_bits else torch.int8
+    stored = empty_on_host((rows.shape[0], size // 2 if four_bits else size), dtype, device)
+    scales = empty_on_host((rows.shape[0], size // group_size), SCALE_DTYPE, device)
     step = max(1, _BLOCK // size)
     for begin in range(0, rows.shape[0], step):
         block = rows[begin : begin + step].to(device).float()

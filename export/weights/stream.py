@@ -12,7 +12,7 @@ from ostinato.delegate.errors import CheckpointError, ExportError
 from ostinato.delegate.memory import size_text
 from ostinato.export.kernels.linear.panels import pack_panels
 
-from .quantize import quantize_int4, quantize_int8
+from .quantize import empty_on_host, quantize_int4, quantize_int8
 
 _SCALE = "_scale"
 
@@ -63,7 +63,7 @@ class QuantizedWeights(Mapping[str, Tensor]):
             return self._kept.pop(name)
         base = name.removesuffix(_SCALE)
         if base + _SCALE not in self._parameters:
-            value = self._source.read(name).to("cpu", self._parameters[name].dtype).contiguous()
+            value = self._read(name)
             return pack_panels(value, None)[0] if name in self._in_panels else value
         stored, scale = self._quantize(base)
         if base in self._in_panels:
@@ -74,6 +74,13 @@ class QuantizedWeights(Mapping[str, Tensor]):
         value = pair.pop(name)
         self._kept = pair
         return value
+
+    def _read(self, name: str) -> Tensor:
+        """The value of a parameter that is not quantised."""
+        value, dtype = self._source.read(name), self._parameters[name].dtype
+        if value.is_cpu:
+            return value.to(dtype).contiguous()
+        return empty_on_host(value.shape, dtype, value.device).copy_(value)
 
     def _quantize(self, name: str) -> tuple[Tensor, Tensor]:
         weight = self._source.read(name)

@@ -58,7 +58,7 @@ def test_weights_stream_into_the_file(tmp_path: Path, group_size: int | None) ->
     write_constants(path, {"first": torch.zeros(1)}, lambda key: torch.zeros(1))
     with Peak() as peak:
         write_constants(path, parameters, QuantizedWeights(network, source, CPU).__getitem__)
-    # One weight that is written and one that is read. Measured: 2.
+    # One weight that is hashed, one that is written and one that is read. Measured: 2.
     assert source.max_alive <= 3
     # The largest tensor has 32 MiB, and torchao copies its inputs. Measured: 50 MiB, and 130 to 170 MiB for int4.
     assert peak.grown < (100 if group_size is None else 250) * MIB
@@ -190,3 +190,27 @@ def test_a_disk_that_fails_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no room"):
         write_constants(tmp_path / "model.ptd", {"a": torch.zeros(1000)}, lambda key: torch.zeros(1000))
+
+
+def test_few_values_wait_for_their_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first hash ends when the third value is asked for. The fourth is not asked for before it ended."""
+    asked: list[str] = []
+    seen: list[int] = []
+    third_is_asked_for = threading.Event()
+    digest = writer._digest
+
+    def slow(value: Tensor) -> str:
+        if value[0] == 0:
+            assert third_is_asked_for.wait(60)
+            seen.append(len(asked))
+        return digest(value)
+
+    def load(key: str) -> Tensor:
+        asked.append(key)
+        if key == "c":
+            third_is_asked_for.set()
+        return torch.full((3,), float("abcdef".index(key)))
+
+    monkeypatch.setattr(writer, "_digest", slow)
+    write_constants(tmp_path / "model.ptd", {key: torch.zeros(3) for key in "abcdef"}, load)
+    assert seen == [3]
