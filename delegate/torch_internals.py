@@ -91,7 +91,8 @@ def pool_bytes(handle: PoolHandle) -> int:
     """
     for number in handle:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
-    return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(handle))
+    segments = torch.cuda.memory_snapshot(handle, include_traces=False)
+    return sum(segment["total_size"] for segment in segments)
 
 
 def end_allocation_to_pool(device: torch.device, handle: PoolHandle) -> None:
