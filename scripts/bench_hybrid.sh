@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Measures the flagship with routed experts on the host: Qwen3.5-35B-A3B in int4 with random weights. The experts of its first
-# N layers are in the host's memory and computed on the CPU, the rest on an NVIDIA GPU. For each N: exports it, measures
-# decode, prefill, GPU memory, host memory, and the bandwidth as a fraction of a host copy's. If llama.cpp is given, measures
-# it with the same N layers on the CPU. Prints one table, and compares it with the goals.
+# N layers are in the host's memory and computed on the CPU, the rest on an NVIDIA GPU. For each N: exports it, and measures
+# the export's time, decode, prefill, GPU memory, host memory, and the bandwidth as a fraction of a host copy's. If llama.cpp
+# is given, measures it with the same N layers on the CPU. Prints one table, and compares it with the goals.
 #
 #   bash scripts/bench_hybrid.sh [--layers 40,20] [--model DIR] [--group-size G] [--output DIR] [--device cuda|cpu]
 #                                [-p 512,2048] [-n 128] [-r 3] [--llama-bench FILE --gguf FILE]

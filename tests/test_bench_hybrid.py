@@ -22,7 +22,7 @@ from .processes import PATIENCE
 sys.path.append(str(ROOT / "scripts"))
 
 import bench_hybrid
-from bench_hybrid import Result
+from hybrid_results import Result, findings, render
 from hybrid_timeline import Span, draw, window
 
 TINY: dict[str, Any] = {
@@ -79,8 +79,8 @@ def artifact(exported: Callable[..., Path], tiny: Path, tmp_path: Path, monkeypa
     def build(path: Path) -> None:
         monkeypatch.setattr(bench_hybrid, "ostinato", export)
         words = ["--model", str(tiny), "--device", "cpu", "--group-size", "32", "--output", str(tmp_path), "--keep"]
-        with bench_hybrid.exported(1, bench_hybrid.parse(words)) as made:
-            pass
+        with bench_hybrid.exported(1, bench_hybrid.parse(words)) as (made, seconds):
+            assert seconds is not None and seconds > 0
         shutil.move(made, path)
 
     return exported("hybrid", build, json.dumps(TINY))
@@ -160,7 +160,7 @@ def test_what_was_exported_is_deleted(keep: bool, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(bench_hybrid, "ostinato", export)
     arguments = bench_hybrid.parse(["--output", str(tmp_path), *(["--keep"] if keep else [])])
-    with pytest.raises(ZeroDivisionError), bench_hybrid.exported(20, arguments) as artifact:
+    with pytest.raises(ZeroDivisionError), bench_hybrid.exported(20, arguments) as (artifact, _):
         assert artifact.is_dir()
         raise ZeroDivisionError
     assert artifact.is_dir() == keep
@@ -199,21 +199,22 @@ def made_up(layers: int, decode: float, prefill: float, **others: Any) -> Result
     return Result(layers, "NVIDIA H200 (sm_90)", "a processor, 16 threads", samples, **figures)
 
 
-GOOD = (made_up(40, 96.0, 2801.0), made_up(20, 151.0, 3501.0))
+GOOD = (made_up(40, 96.0, 2801.0, export_seconds=89.9), made_up(20, 151.0, 3501.0))
 PEERS = {"tg128": 90.0, "pp512": 2700.0, "pp2048": 5100.0}
 
 
 def missed(*results: Result) -> list[str]:
-    return [one.what for one in bench_hybrid.findings(results, 128) if not one.held]
+    return [one.what for one in findings(results, 128) if not one.held]
 
 
 def test_all_goals_held() -> None:
-    found = bench_hybrid.findings(GOOD, 128)
+    found = findings(GOOD, 128)
     assert [one.what for one in found] == [
         "40 layers, tg128",
         "40 layers, pp512",
         "40 layers, GPU memory",
         "40 layers, host memory",
+        "40 layers, export",
         "20 layers, tg128",
         "20 layers, pp512",
     ]
@@ -227,6 +228,7 @@ def test_all_goals_held() -> None:
     [
         (made_up(40, 94.9, 2801.0), "40 layers, tg128"),
         (made_up(40, 96.0, 2799.0), "40 layers, pp512"),
+        (made_up(40, 96.0, 2801.0, export_seconds=90.1), "40 layers, export"),
         (made_up(40, 96.0, 2801.0, device_used=46 * 10**8), "40 layers, GPU memory"),
         (made_up(40, 96.0, 2801.0, device_used=None), "40 layers, GPU memory"),
         (made_up(40, 96.0, 2801.0, host_memory=11 * 10**8), "40 layers, host memory"),
@@ -277,4 +279,4 @@ def test_the_exit_status_and_what_is_printed(monkeypatch: pytest.MonkeyPatch, ca
 def test_nothing_on_the_host_has_no_share() -> None:
     result = made_up(0, 1000.0, 27000.0, expert_bytes=0.0, computing_seconds=None)
     assert (result.copy_share, result.computing_share) == (None, None)
-    assert "of copy  " not in bench_hybrid.render([result]).splitlines()[2]
+    assert "of copy  " not in render([result]).splitlines()[2]
