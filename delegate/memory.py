@@ -27,7 +27,8 @@ def free_device_memory(device: torch.device) -> int | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device)
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    # By its index: unlike the functions above, this one does not take "cuda" for the current device.
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device.index) * total)
     return max(min(free, allowed - held), 0) + held - torch.cuda.memory_allocated(device)
 
 

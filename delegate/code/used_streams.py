@@ -14,12 +14,13 @@ from .side_stream import side_lock
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
     """`torch.cuda.current_stream`, which makes an object each time, and takes 5 to 10 us of a launch for it."""
-    return _stream(current_stream_handle(device), device)
+    return _current(current_stream_handle(device), device)
 
 
 @functools.lru_cache(maxsize=64)
-def _stream(handle: int, device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.ExternalStream(handle, device)
+def _current(handle: int, device: torch.device) -> torch.cuda.Stream:
+    # Not `ExternalStream(handle)`: for the default stream, whose handle is 0, torch then takes another one from its pool.
+    return torch.cuda.current_stream(device)
 
 
 def is_capturing() -> bool:
@@ -39,12 +40,13 @@ class UsedStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._on_gpu = device.type == "cuda"
-        self._handles: set[int] = set()
+        # By their handles.
+        self._streams: dict[int, torch.cuda.Stream] = {}
 
     def note(self) -> None:
         """Note the current stream. To be called before work is queued there."""
-        if self._on_gpu:
-            self._handles.add(current_stream_handle(self._device))
+        if self._on_gpu and (handle := current_stream_handle(self._device)) not in self._streams:
+            self._streams[handle] = current_stream(self._device)
 
     def wait(self) -> None:
         """Wait for all work on the noted streams, which must still exist.
@@ -58,5 +60,5 @@ class UsedStreams:
             )
         # The side stream is noted if it was current. Another thread may be making a capture there.
         with side_lock:
-            for handle in self._handles:
-                _stream(handle, self._device).synchronize()
+            for stream in self._streams.values():
+                stream.synchronize()

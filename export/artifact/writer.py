@@ -20,6 +20,7 @@ from ostinato.delegate.artifact.ptd import ConstantsFile
 from ostinato.delegate.artifact.records import Manifest, constant_digest, dtype_name
 from ostinato.delegate.errors import ExportError
 from ostinato.delegate.memory import size_text
+from ostinato.delegate.torch_internals import free_pinned_memory
 
 from .executorch_internals import Blob, write_flat_tensor
 
@@ -203,6 +204,9 @@ def write_constants(
         blobs.append(Blob(MANIFEST_KEY, len(manifest().to_bytes()), write_manifest, None))
         write_flat_tensor(file, blobs, _ALIGNMENT)
         flusher.finish()
+    if torch.cuda.is_initialized():
+        # Values that a GPU made lay there.
+        free_pinned_memory()
     return manifest()
 
 

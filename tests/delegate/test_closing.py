@@ -134,8 +134,10 @@ def test_random_closings_with_each_allocator(artifact: Path, allocator: str) -> 
 @pytest.mark.parametrize("how", ["program", "method", "nobody"])
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "no graph"])
 @pytest.mark.parametrize("name", ["step", "host", "streamed"])
-def test_work_under_way_is_waited_for(artifact: Path, name: str, graph: bool, how: str) -> None:
-    stream, program = torch.cuda.Stream(), load_program(artifact)
+@pytest.mark.parametrize("where", ["own stream", "default stream"])
+def test_work_under_way_is_waited_for(artifact: Path, where: str, name: str, graph: bool, how: str) -> None:
+    stream = torch.cuda.Stream() if where == "own stream" else torch.cuda.default_stream()
+    program = load_program(artifact)
     options: dict[str, bool | int | str] = with_graphs(name) if graph else {}
     method = program.load_method(name, options | {"skip_copy_output_to_cpu_for_method": name})
     with torch.cuda.stream(stream):
