@@ -180,7 +180,8 @@ class GraphPool:
             outputs = work()
             graph.capture_end()
         except BaseException as error:
-            # The traceback refers to the graph, so nobody knows when the last reference would go.
+            # The traceback refers to the graph, so nobody knows when the last reference would go. And if CUDA invalidated the
+            # capture, the allocator of pinned memory asks the graph at each later capture which streams are its own.
             never_free(graph)
             if not self._is_shared:
                 # Keep the tensors of the functions that failed: as in `Capture.keep`, they must not be freed.
@@ -199,7 +200,6 @@ class GraphPool:
             if self._is_shared:
                 graph.reset()
             return
-        # At each later capture the allocator of pinned memory still asks this graph which streams are its own.
         if handle is not None:
             for mend in (end_allocation_to_pool, release_pool):
                 try:

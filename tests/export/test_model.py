@@ -260,7 +260,6 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
             ]
 
 
-@pytest.mark.skipif(not ROWS, reason="this CPU takes the references")
 def test_a_gpu_without_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A weight is quantised on the GPU, also for code for a CPU."""
 
@@ -275,6 +274,7 @@ def test_a_gpu_without_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(not ROWS, reason="this CPU takes the references")
 def test_methods_for_rows(artifact: Get) -> None:
     """A token or position of -1 stands for the one that the slot keeps, a slot of -1 for none. The number of slots is known
     at load."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,9 @@ from ..helpers import limited
 from ..loading_cases import STATE, many_constants, record_of, with_one_bit_flipped, written
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone]
+
+# `leave(nbytes)`: inside this context, torch can take no more of the GPU than that.
+Leave = Callable[[int], AbstractContextManager[None]]
 
 MB = 1 << 20
 # Sizes of several upload pieces and a rest; the last is a whole number of pieces.
@@ -57,11 +60,16 @@ def in_use() -> int:
 
 @contextmanager
 def all_but(nbytes: int) -> Iterator[None]:
-    """Leave about `nbytes` of the GPU to torch beside the tensors that it has."""
+    """Hold the GPU's memory, except about `nbytes`."""
     gc.collect()
     torch.cuda.empty_cache()
-    with limited(nbytes):
+    free, _ = torch.cuda.mem_get_info()
+    held = torch.empty(free - nbytes, dtype=torch.uint8, device="cuda")
+    try:
         yield
+    finally:
+        held.set_()  # type: ignore[call-overload]
+        torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -122,11 +130,14 @@ def test_a_damaged_constant_leaves_nothing_on_the_gpu(
     assert (pool.stats.count, pool.buffers) == (0, {})
 
 
+@pytest.mark.parametrize("leave", [all_but, limited])
 def test_a_full_gpu_is_said_before_the_load(
-    file: ConstantsFile, constants: dict[str, Tensor], device: torch.device
+    file: ConstantsFile, constants: dict[str, Tensor], device: torch.device, leave: Leave
 ) -> None:
+    """Full, or full for this process alone."""
     pool = ConstantPool(file, device)
-    with all_but(40 * MB):
+    torch.cuda.empty_cache()
+    with leave(40 * MB):
         before = in_use()
         with pytest.raises(DeviceMemoryError) as caught:
             pool.bind(record_of(constants))
