@@ -7,10 +7,12 @@ Public, and so not here: `torch.cuda.CUDAGraph` with `keep_graph`, `raw_cuda_gra
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 # `AOTIModelContainerRunnerCpu` or `...Cuda`; torch gives no type for either.
 Container = Any
@@ -70,6 +72,22 @@ def free_pinned_memory() -> None:
     and 2.13, neither of which has a public function for it.
     """
     torch._C._host_emptyCache()
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Hide what is called inside from every dispatch mode of this thread: one that traces would record it, and one of fake
+    tensors would refuse it. The garbage collector calls `__del__` also in the middle of a trace.
+
+    Needs `torch._C._len_torch_dispatch_stack`, `torch._ops._len_torch_dispatch_stack_pre_dispatch` and
+    `torch.utils._python_dispatch._disable_current_modes`. The last one imports the tracer, so it is called only where there
+    are modes. Without this call a program that is freed during an export spoils that export. Seen in torch 2.11 and 2.13.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch():
+        with _disable_current_modes():
+            yield
+    else:
+        yield
 
 
 def current_stream_handle(device: torch.device) -> int:

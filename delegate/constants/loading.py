@@ -13,7 +13,7 @@ import numpy
 import torch
 
 from ostinato.delegate.artifact.ptd import Entry
-from ostinato.delegate.torch_internals import free_pinned_memory
+from ostinato.delegate.torch_internals import free_pinned_memory, outside_modes
 
 # SHA-256 runs at 0.5 to 1.8 GB/s on one core, a copy into pinned memory at 5 to 10 GB/s.
 _MAX_WORKERS = 12
@@ -102,8 +102,9 @@ class ConstantLoader:
 def free_tensors(tensors: Iterable[torch.Tensor]) -> None:
     """Free the memory of tensors that others still hold. torch's container never releases a user-managed constant (seen in
     2.11 and 2.13), so dropping our own references would leave a whole model allocated."""
-    for tensor in tensors:
-        tensor.set_()  # type: ignore[call-overload]
+    with outside_modes():
+        for tensor in tensors:
+            tensor.set_()  # type: ignore[call-overload]
 
 
 def available_cores() -> int:

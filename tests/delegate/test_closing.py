@@ -17,6 +17,7 @@ from random import Random
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ostinato.delegate import ClosedError, OstinatoError, Program, load_program
@@ -70,6 +71,24 @@ def test_a_program_that_nobody_closes(artifact: Path) -> None:
     gc.collect()
     method.execute(inputs_of(3, 4))
     del method
+    assert all_freed(memory)
+
+
+@pytest.mark.parametrize("pre_dispatch", [True, False], ids=["as exported", "as compiled"])
+def test_dropped_in_the_middle_of_a_trace(artifact: Path, pre_dispatch: bool) -> None:
+    """As when an export's process collects an older program: nothing of it may come into what is traced."""
+    program = load_program(artifact)
+    program.load_method("step")
+    memory, held = storages(program), [program]
+    del program
+
+    def traced(x: Tensor) -> Tensor:
+        held.clear()
+        gc.collect()
+        return x + 1
+
+    graph = make_fx(traced, tracing_mode="fake", pre_dispatch=pre_dispatch)(torch.ones(2)).graph
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [torch.ops.aten.add.Tensor]
     assert all_freed(memory)
 
 

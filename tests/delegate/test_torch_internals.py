@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ostinato.delegate import torch_internals
 from ostinato.delegate.artifact.files import artifact_paths, open_artifact
@@ -26,6 +27,7 @@ from ostinato.delegate.torch_internals import (
     end_allocation_to_pool,
     free_pinned_memory,
     load_container,
+    outside_modes,
     pool_bytes,
     release_pool,
     run_container,
@@ -138,6 +140,20 @@ def test_free_pinned_memory() -> None:
     assert torch.cuda.host_memory_stats()["allocated_bytes.current"] > before
     free_pinned_memory()
     assert torch.cuda.host_memory_stats()["allocated_bytes.current"] <= before
+
+
+def test_outside_modes() -> None:
+    """A fake tensors' mode refuses to change a real tensor, until it is hidden."""
+    first, second, third = (torch.ones(2) for _ in range(3))
+    with outside_modes():
+        first.set_()  # type: ignore[call-overload]
+    with FakeTensorMode():
+        with pytest.raises(AssertionError):
+            second.set_()  # type: ignore[call-overload]
+        with outside_modes():
+            third.set_()  # type: ignore[call-overload]
+        assert isinstance(torch.ones(2), FakeTensor)
+    assert [tensor.numel() for tensor in (first, second, third)] == [0, 2, 0]
 
 
 @pytest.mark.gpu
