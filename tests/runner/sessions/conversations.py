@@ -1,0 +1,129 @@
+"""Random conversations with an engine, as a state machine of hypothesis: an engine must bear any order of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ostinato.delegate import CapacityError
+from ostinato.runner import Engine
+from ostinato.runner.sessions.sessions import Session, Snapshot
+
+from ...conftest import CAPITALS_LENGTH
+
+# Four sessions of at most 251 tokens would need 16 pages of 64. There are fewer, so that pages run out.
+SESSIONS, KV_TOKENS = 4, 9 * 64
+
+Greedy = Callable[[list[int]], int]
+
+
+def close(*sessions: Session | Snapshot) -> None:
+    for session in sessions:
+        session.close()
+
+
+@dataclass
+class Known:
+    """A session or a snapshot, and the tokens that its history must have."""
+
+    it: Any
+    tokens: list[int]
+
+
+class Conversations(RuleBasedStateMachine):
+    """Sessions join, leave, fork, make snapshots and step in any order: each session's tokens are transformers' own."""
+
+    engine: Engine
+    greedy: Greedy
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sessions: list[Known] = []
+        self.snapshots: list[Known] = []
+
+    def teardown(self) -> None:
+        close(*(known.it for known in [*self.sessions, *self.snapshots]))
+
+    @rule(length=st.integers(1, 40), first=st.integers(0, 1499))
+    def join(self, length: int, first: int) -> None:
+        if not self.engine.sessions.free:
+            with pytest.raises(CapacityError, match=f"all {SESSIONS} sessions are open"):
+                self.engine.open_session()
+            return
+        session = Known(self.engine.open_session(), [])
+        self.sessions.append(session)
+        self._prefill(session, [(first + 31 * place) % 1500 for place in range(length)])
+
+    @precondition(lambda self: self.sessions)
+    @rule(which=st.integers(0), length=st.integers(1, 70), first=st.integers(0, 1499))
+    def go_on(self, which: int, length: int, first: int) -> None:
+        session = self.sessions[which % len(self.sessions)]
+        tokens = [(first + 17 * place) % 1500 for place in range(length)]
+        if len(session.tokens) + length > CAPITALS_LENGTH - 1:
+            return
+        self._prefill(session, tokens)
+
+    @precondition(lambda self: self.sessions)
+    @rule(chosen=st.sets(st.integers(0, SESSIONS - 1), min_size=1), more=st.booleans(), count=st.integers(1, 5))
+    def step(self, chosen: set[int], more: bool, count: int) -> None:
+        some = [session for place, session in enumerate(self.sessions) if place in chosen and session.tokens]
+        some = [session for session in some if len(session.tokens) + count < CAPITALS_LENGTH]
+        if not some:
+            return
+        for _ in range(count):
+            try:
+                found = self.engine.step([session.it for session in some], more)
+            except CapacityError:
+                break
+            expected = [self.greedy(session.tokens) for session in some]
+            assert found == expected
+            for session, token in zip(some, found, strict=True):
+                session.tokens.append(token)
+
+    @precondition(lambda self: self.sessions)
+    @rule(which=st.integers(0))
+    def fork(self, which: int) -> None:
+        session = self.sessions[which % len(self.sessions)]
+        if self.engine.sessions.free:
+            self.sessions.append(Known(session.it.fork(), list(session.tokens)))
+
+    @precondition(lambda self: self.sessions)
+    @rule(which=st.integers(0))
+    def keep(self, which: int) -> None:
+        session = self.sessions[which % len(self.sessions)]
+        self.snapshots.append(Known(session.it.snapshot(), list(session.tokens)))
+
+    @precondition(lambda self: self.sessions and self.snapshots)
+    @rule(which=st.integers(0), kept=st.integers(0))
+    def go_back(self, which: int, kept: int) -> None:
+        session, snapshot = self.sessions[which % len(self.sessions)], self.snapshots[kept % len(self.snapshots)]
+        session.it.restore(snapshot.it)
+        session.tokens = list(snapshot.tokens)
+
+    @precondition(lambda self: self.snapshots)
+    @rule(kept=st.integers(0))
+    def forget(self, kept: int) -> None:
+        close(self.snapshots.pop(kept % len(self.snapshots)).it)
+
+    @precondition(lambda self: self.sessions)
+    @rule(which=st.integers(0))
+    def leave(self, which: int) -> None:
+        close(self.sessions.pop(which % len(self.sessions)).it)
+
+    @invariant()
+    def histories_are_theirs(self) -> None:
+        for session in self.sessions:
+            assert session.it.tokens == session.tokens
+
+    def _prefill(self, session: Known, tokens: list[int]) -> None:
+        try:
+            session.it.prefill(tokens)
+        except CapacityError as error:
+            assert "are free: close a session, or load the program with more kv_tokens" in str(error)
+        else:
+            session.tokens += tokens
