@@ -27,8 +27,13 @@ def call_in_processes(
 
     The processes have what this one has at the first `next`, and end with the generator. `forked` is called when all of them
     have begun. Results must be picklable. A result of None says that the call failed or its process died: call it here to see
-    why. Later numbers may then be left out.
+    why. Later numbers may then be left out. So it is in a daemonic process, such as one of `multiprocessing.Pool`, which
+    Python lets fork none.
     """
+    if multiprocessing.current_process().daemon:
+        forked()
+        yield from ((number, None, 0.0) for number in numbers[:1])
+        return
     context = multiprocessing.get_context("fork")
     waiting, busy = deque(numbers), dict[Connection, int]()
     with ExitStack() as opened:

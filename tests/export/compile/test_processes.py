@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -53,6 +54,18 @@ def test_failure_is_none(dies: bool) -> None:
     found = [(number, result) for number, result, _ in call_in_processes(work, range(5), 1)]
     assert found == [(0, None)]
     assert [result for _, result, _ in call_in_processes(work, range(1, 5), 1)] == [1, 2, 3, 4]
+
+
+def called() -> tuple[list[tuple[int, int | None, float]], int]:
+    forked: list[bool] = []
+    return list(call_in_processes(abs, (-1, -2), 2, lambda: forked.append(True))), len(forked)
+
+
+def test_in_a_pool() -> None:
+    """A process of a pool may fork none, so nothing is called."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(called) == ([(-1, None, 0.0)], 1)
+    assert called() == ([(-1, 1, mock.ANY), (-2, 2, mock.ANY)], 1)
 
 
 def test_processes_end_with_the_generator() -> None:
