@@ -58,7 +58,7 @@ def test_failure_is_none(dies: bool) -> None:
 
 def called() -> tuple[list[tuple[int, int | None, float]], int]:
     forked: list[bool] = []
-    return list(call_in_processes(abs, (-1, -2), 2, lambda: forked.append(True))), len(forked)
+    return list(call_in_processes(abs, (-1, -2), 1, lambda: forked.append(True))), len(forked)
 
 
 def test_in_a_pool() -> None:
