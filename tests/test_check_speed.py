@@ -17,7 +17,14 @@ sys.path.append(str(ROOT / "scripts"))
 import check_speed
 
 
-def record(kind: str, depth: int, speed: float, cuda_graph: bool = True, kernels: int | None = 254) -> dict[str, Any]:
+def record(
+    kind: str,
+    depth: int,
+    speed: float,
+    cuda_graph: bool = True,
+    kernels: int | None = 254,
+    host: float | None = 38.0,
+) -> dict[str, Any]:
     return {
         "n_prompt": 512 if kind == "pp" else 0,
         "n_gen": 128 if kind == "tg" else 0,
@@ -26,6 +33,7 @@ def record(kind: str, depth: int, speed: float, cuda_graph: bool = True, kernels
         "median_ts": speed,
         "fallback_reason": None if kernels else "capture failed",
         "kernels_per_token": kernels if kind == "tg" and cuda_graph else None,
+        "host_us_per_token": host if kind == "tg" else None,
     }
 
 
@@ -53,6 +61,7 @@ def test_all_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "decode at depth 4000    490.0 tokens/s  yes     at most 5% below depth 0 (it is 3.9% below)",
         "kernels per token                  254  yes     254 or fewer",
         "prefill of 512        9,100.0 tokens/s  yes     9,000 or more",
+        "Python per token               38.0 us  yes     40 us or less",
     ]
 
 
@@ -89,6 +98,8 @@ def test_the_defaults_are_what_the_figures_state(tmp_path: Path) -> None:
         (0, record("pp", 0, 8999.0, False), "prefill of 512 "),
         (3, record("tg", 0, 510.0, kernels=331), "kernels per token "),
         (3, record("tg", 0, 510.0, kernels=None), "kernels per token "),
+        (5, record("tg", 4000, 490.0, host=41.0), "Python per token "),
+        (3, record("tg", 0, 510.0, host=None), "Python per token "),
     ],
 )
 def test_one_did_not_hold(

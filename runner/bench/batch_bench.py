@@ -138,7 +138,8 @@ def _once(sessions: Sessions, model: Model, prompts: Sequence[Sequence[int]], sp
         sessions.step(opened)
         synchronize(device)
         prompted = time.perf_counter_ns()
-        take_steps(sessions, opened, spec.answer)
+        for _ in take_steps(sessions, opened, spec.answer):
+            pass
         synchronize(device)
         return prompted - begin, time.perf_counter_ns() - prompted
     finally:

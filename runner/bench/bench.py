@@ -59,8 +59,8 @@ class BenchSpec:
 class Measurement:
     """One case in one mode: nanoseconds of each repetition, with the device synchronised before and after it.
 
-    `host_us`: microseconds that Python took in the repetitions, without waits for the GPU: per token of an answer, or for a
-    whole prompt. None if the two cannot be told apart.
+    `host_us`: microseconds that Python took in the repetitions, without waits for the GPU: the median of an answer's tokens,
+    or of whole prompts. None if the two cannot be told apart.
     """
 
     case: Case
@@ -221,10 +221,11 @@ def measure(model: Model, spec: BenchSpec, vocabulary: int, say: Callable[[str],
     return result
 
 
-def take_steps(sessions: Sessions, together: Sequence[Session], count: int) -> None:
-    """Run `count` steps of these sessions. If possible, each begins before the tokens of the step ahead are on the host."""
+def take_steps(sessions: Sessions, together: Sequence[Session], count: int) -> Iterator[list[int]]:
+    """Run `count` steps of these sessions, and yield the tokens of each. If possible, the next step begins before they are on
+    the host."""
     for left in reversed(range(count)):
-        sessions.step(together, more=left > 0)
+        yield sessions.step(together, more=left > 0)
 
 
 class _Bench:
@@ -236,8 +237,8 @@ class _Bench:
         self._session = self._sessions.open()
         self._empty = self._session.snapshot()
         self._device = model.program.device
-        # Time until calls of `prefill` returned. The GPU may still have been at work then.
-        self._prefill_seconds = 0.0
+        # Microseconds of Python in each step; and until each call of `prefill` returned, when the GPU may still be at work.
+        self._host_us: list[float] = []
         generator = torch.Generator().manual_seed(_SEED)
         self._tokens = torch.randint(vocabulary, (model.max_seq_len,), generator=generator).tolist()
 
@@ -287,16 +288,10 @@ class _Bench:
             has_graph = case.kind == "pp" and self._model.has_bucket(case.tokens)
             for _ in range(self._model.warmup_steps + 1 if has_graph else 1):
                 self._once(warm, at)
-            before = self._host_seconds(case)
+            self._host_us.clear()
             samples = [self._once(case, at) for _ in range(spec.repetitions)]
-            after = self._host_seconds(case)
-            calls = spec.repetitions * (case.tokens if case.kind == "tg" else 1)
-            yield case, samples, None if before is None or after is None else (after - before) / calls * 1e6
-
-    def _host_seconds(self, case: Case) -> float | None:
-        if case.kind == "tg":
-            return self._sessions.host_seconds
-        return None if self._device.type == "cpu" else self._prefill_seconds
+            known = self._sessions.host_seconds is not None if case.kind == "tg" else self._device.type != "cpu"
+            yield case, samples, statistics.median(self._host_us) if known else None
 
     def _once(self, case: Case, at: Snapshot) -> int:
         """Nanoseconds of one repetition, from the state at the case's depth."""
@@ -305,12 +300,18 @@ class _Bench:
         if case.kind == "pp":
             return self._timed(lambda: self._prefill(after))
         self._session.append(after[0])
-        return self._timed(lambda: take_steps(self._sessions, [self._session], case.tokens))
+        return self._timed(lambda: self._answer(case.tokens))
+
+    def _answer(self, count: int) -> None:
+        spent = self._sessions.host_seconds or 0.0
+        for _ in take_steps(self._sessions, [self._session], count):
+            before, spent = spent, self._sessions.host_seconds or 0.0
+            self._host_us.append((spent - before) * 1e6)
 
     def _prefill(self, tokens: Sequence[int]) -> None:
         begin = time.perf_counter()
         self._session.prefill(tokens)
-        self._prefill_seconds += time.perf_counter() - begin
+        self._host_us.append((time.perf_counter() - begin) * 1e6)
 
     def _timed(self, work: Callable[[], object]) -> int:
         synchronize(self._device)

@@ -278,8 +278,8 @@ def plan_text(plan: dict[str, Any]) -> str:
 
 
 def host_text(mode: ModeResult) -> str:
-    """`Python takes 12.3 us per token on the host, not counting waits for the GPU`: the largest value of the decode cases."""
-    return f"Python takes {mode.host_us:.1f} us per token on the host, not counting waits for the GPU"
+    """`Python takes 12.3 us per token on the host (median), not counting waits for the GPU`: largest of the decode cases."""
+    return f"Python takes {mode.host_us:.1f} us per token on the host (median), not counting waits for the GPU"
 
 
 def duration(seconds: float) -> str:

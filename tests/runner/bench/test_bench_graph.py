@@ -81,7 +81,7 @@ def test_what_python_takes() -> None:
     times = (None, 12.34, 9.0)
     mode = ModeResult(True, [Measurement(Case("tg", 4, depth), True, (1,), us) for depth, us in enumerate(times)])
     assert mode.host_us == 12.34
-    assert host_text(mode) == "Python takes 12.3 us per token on the host, not counting waits for the GPU"
+    assert host_text(mode) == "Python takes 12.3 us per token on the host (median), not counting waits for the GPU"
 
 
 def test_without_a_gpu_there_is_nothing_to_tell_apart(bench: Bench, capitals_artifact: Path) -> None:
