@@ -28,9 +28,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from ostinato.delegate.errors import OptionError, OstinatoError
 from ostinato.runner.bench.tables import table
@@ -39,8 +40,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONFIG = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B"
 LAYERS, MAX_SEQ_LEN, GROUP_SIZE = 4, 1024, 128
 FORMATS = ("int4", "bfloat16")
-# Numbers of rows by tool. The other tools are slower, and see what does not depend on the number.
-ROWS = {"memcheck": (1, 2, 8, 16, 64, 128), "racecheck": (1, 8, 64), "synccheck": (1, 8, 64), "initcheck": (1, 8, 64)}
+# Numbers of rows for all tools, and for memcheck alone: the others are slower, and see what does not depend on the number.
+ROWS, MORE_ROWS = (64, 8, 1), (128, 16, 2)
 # Cores of an export. It starts a process for each core, and under the sanitizer such a process takes 3 GB of the GPU.
 EXPORT_CORES = 5
 # Seconds after which a job is ended.
@@ -56,7 +57,12 @@ class Accepted:
     why: str
 
 
-ACCEPTED = (Accepted("racecheck", r"\bnvjet_", "within a kernel of cuBLAS"),)
+ACCEPTED = (
+    Accepted("racecheck", r"\bnvjet_", "within a kernel of cuBLAS"),
+    Accepted(
+        "memcheck", r" API call to cuGetProcAddress", "cuda-bindings asks the driver for functions of later drivers"
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Outcome:
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(words)
     if arguments.what == "kernels":
-        return run_kernels(arguments.config, arguments.format, arguments.rows)
+        return run_kernels(arguments.config, arguments.format, arguments.rows, arguments.tool)
     if arguments.what == "steps":
         return run_steps(arguments.artifact)
     try:
@@ -132,6 +138,7 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     kernels.add_argument("config", type=Path)
     kernels.add_argument("format", choices=FORMATS)
     kernels.add_argument("rows", type=int)
+    kernels.add_argument("tool")
     steps = parts.add_parser("steps")
     steps.set_defaults(what="steps")
     steps.add_argument("artifact", type=Path)
@@ -149,24 +156,35 @@ def find_sanitizer(given: str | None) -> str:
 
 
 def all_jobs(config: Path, logs: Path) -> list[Job]:
-    """All jobs: exports, which take longest; then memcheck, whose jobs compile all kernels for those that follow."""
+    """All jobs. Exports come first, then what compiles kernels for those that follow, then what takes longest."""
     small, script = few_layers(config, LAYERS, logs / "model"), str(Path(__file__).resolve())
     command = ("-m", "ostinato.runner.cli", "export", "--device", "cuda", "--load-format", "dummy")
     export = (*command, "--model", str(small), "--max-seq-len", str(MAX_SEQ_LEN))
     quantised = {"int4": ("--quant", "int4", "--group-size", str(GROUP_SIZE)), "bfloat16": ()}
-    jobs = [
+
+    def kernels(tool: str, several: Iterable[int]) -> list[Job]:
+        return [
+            Job(f"kernels-{form}-{rows}-{tool}", tool, (script, "kernels", str(config), form, str(rows), tool))
+            for rows in several
+            for form in FORMATS
+        ]
+
+    exports = [
         Job(f"export-{form}", "memcheck", (*export, *quantised[form], "--output", str(logs / form))) for form in FORMATS
     ]
-    jobs += [
+    steps = [
         Job(f"steps-{form}", "memcheck", (script, "steps", str(logs / form)), f"export-{form}") for form in FORMATS
     ]
-    jobs += [
-        Job(f"kernels-{form}-{rows}-{tool}", tool, (script, "kernels", str(config), form, str(rows)))
-        for tool in ROWS
-        for rows in reversed(ROWS[tool])
-        for form in FORMATS
+    return [
+        *exports,
+        *kernels("memcheck", ROWS),
+        *kernels("racecheck", ROWS),
+        # A job that waits for its artifact takes the place of another; by now there is little to wait for.
+        *steps,
+        *kernels("memcheck", MORE_ROWS),
+        *kernels("synccheck", ROWS),
+        *kernels("initcheck", ROWS),
     ]
-    return jobs
 
 
 def few_layers(config: Path, layers: int, folder: Path) -> Path:
@@ -298,7 +316,7 @@ def report(outcomes: Iterable[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def run_kernels(config: Path, form: str, rows: int) -> int:
+def run_kernels(config: Path, form: str, rows: int, tool: str) -> int:
     """Run every case with this number of rows once."""
     import torch
     from kernel_arguments import RandomTensors, Shapes
@@ -306,12 +324,30 @@ def run_kernels(config: Path, form: str, rows: int) -> int:
 
     shapes = Shapes.of_folder(config, GROUP_SIZE if form == "int4" else None, MAX_SEQ_LEN)
     torch.manual_seed(0)
-    with torch.inference_mode():
+    with torch.inference_mode(), products_into_zeros() if tool == "initcheck" else nullcontext():
         for case in decode_cases(shapes, (0, MAX_SEQ_LEN - 24), rows):
             case.kernel(*case.arguments(RandomTensors(shapes, "cuda")).values())
             torch.cuda.synchronize()
             print(case.name, flush=True)
     return 0
+
+
+@contextmanager
+def products_into_zeros() -> Iterator[None]:
+    """Inside this context, matrix products of torch are written over zeros.
+
+    cuBLAS writes some of them by the tensor memory accelerator, which initcheck does not see: it takes the results as never
+    written. Seen on an H100 with a product alone, [8, 2048] x [2048, 64] in bfloat16: 512 findings, and none over zeros.
+    """
+    import torch
+    from torch.nn import functional
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        product = torch.mm(x, weight.t(), out=x.new_zeros(x.shape[0], weight.shape[0]))
+        return product if bias is None else product + bias
+
+    with mock.patch.object(functional, "linear", linear):
+        yield
 
 
 def run_steps(artifact: Path) -> int:

@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from .conftest import ROOT
 
@@ -43,6 +45,16 @@ RACECHECK = """\
 =========
 ========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)
 """
+# The sanitizer's own words, of a machine whose driver is older than its cuda-bindings.
+DRIVER = """\
+========= COMPUTE-SANITIZER
+========= Program hit CUDA_ERROR_INVALID_VALUE (error 1) due to "invalid argument" on CUDA API call to cuGetProcAddress_v2.
+=========     Saved host backtrace up to driver entry point at error
+=========         Host Frame:  [0xd4a2] in cydriver.cpython-312-x86_64-linux-gnu.so
+=========         Host Frame: call_driver in cuda_driver.py:39
+=========
+========= ERROR SUMMARY: 1 errors
+"""
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
 OUTSIDE = (
     "Invalid __global__ read of size N bytes at void at::native::vectorized_elementwise_kernel<(int)N>(int, T2, T3)+N"
@@ -56,6 +68,16 @@ def test_findings() -> None:
     assert first.startswith("Warning: Race") and why_accepted("racecheck", first) == "within a kernel of cuBLAS"
     assert second.startswith("Error: Race") and why_accepted("racecheck", second) is None
     assert why_accepted("memcheck", first) is None
+    (driver,) = findings(DRIVER)
+    assert (why_accepted("memcheck", driver) or "").startswith("cuda-bindings asks the driver")
+
+
+def test_products_over_zeros_are_the_same() -> None:
+    x, weight, bias = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)
+    expected = F.linear(x, weight), F.linear(x, weight, bias)
+    with sanitize.products_into_zeros():
+        found = F.linear(x, weight), F.linear(x, weight, bias)
+    torch.testing.assert_close(found, expected)
 
 
 def test_jobs(tmp_path: Path) -> None:
@@ -119,7 +141,7 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert first == "error: no nowhere found: install the CUDA toolkit, or give --sanitizer FILE"
     assert second.startswith("error: --config: [Errno 2] No such file or directory")
     assert third.startswith(
-        "error: --only: no job begins with prefill; there are: export-int4, export-bfloat16, steps-"
+        "error: --only: no job begins with prefill; there are: export-int4, export-bfloat16, kernels-"
     )
 
 
