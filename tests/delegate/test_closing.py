@@ -134,7 +134,8 @@ def test_random_closings(artifact: Path) -> None:
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_random_closings_with_each_allocator(artifact: Path, allocator: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTORCH_ALLOC_CONF"}
-    # With cudaMallocAsync torch warns of each output of a graph that is freed, most often by Python's warnings.
+    # With cudaMallocAsync torch warns of each output of a graph that is freed, most often by Python's warnings; and of memory
+    # that one thread frees while another captures. It then waits with that.
     warns = "Async" in allocator
     quiet = ["-W", "ignore::UserWarning"] if warns else []
     done = subprocess.run(
@@ -144,7 +145,9 @@ def test_random_closings_with_each_allocator(artifact: Path, allocator: str) -> 
         cwd=ROOT,
         env={**environment, "PYTORCH_CUDA_ALLOC_CONF": allocator},
     )
-    freed = "uncaptured free of a captured allocation|function freeAsync"
+    freed = (
+        "uncaptured free of a captured allocation|function freeAsync|on an uncaptured allocation during graph capture"
+    )
     complaints = "\n".join(line for line in done.stderr.splitlines() if not (warns and re.search(freed, line)))
     assert not done.returncode and not complaints, complaints
     assert done.stdout.split()[0] == ("cudaMallocAsync" if warns else "native")
