@@ -11,7 +11,6 @@ if [ "${1:-}" = --device ]; then
 fi
 make_environment "$device"
 cd "$ROOT"
-# Each process takes up to 2 GB, and on a GPU as much of its memory. Work is stolen from the end of another's list, so that
-# neighbouring tests, which share artifacts and engines, mostly stay in one process.
+# Each process takes up to 2 GB, and on a GPU as much of its memory.
 cores="$(nproc)"
-exec "$PYTHON_BIN" -m pytest -n "$((cores < 8 ? cores : 8))" --dist worksteal "$@"
+exec "$PYTHON_BIN" -m pytest -n "$((cores < 8 ? cores : 8))" "$@"

@@ -45,8 +45,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         items.sort(key=lambda item: rank(item.nodeid))
     if torch.cuda.is_available():
-        # All others wait for these, and these for the exports of others.
-        items.sort(key=lambda item: item.get_closest_marker("gpu_alone") is not None)
         return
     why = "no NVIDIA GPU" if torch.version.cuda else f"torch {torch.__version__} is a build without CUDA"
     for item in items:
@@ -56,14 +54,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """On a GPU, a test with the mark `gpu_alone` runs while the tests of all other processes wait."""
-    if not torch.cuda.is_available():
+    """On a GPU, a test that must be alone runs while the tests of all other processes wait."""
+    if not torch.cuda.is_available() or "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
+    from .schedule import alone
+
     folder = Path(tempfile.gettempdir(), f"ostinato-tests-{os.getuid()}")
     folder.mkdir(exist_ok=True)
-    alone = item.get_closest_marker("gpu_alone") is not None
     # A test that waits to be alone keeps this door shut, so that no other begins.
-    with _locked(folder / "door.lock") as door, _locked(folder / "tests.lock", shared=not alone):
+    with _locked(folder / "door.lock") as door, _locked(folder / "tests.lock", shared=not alone(item.nodeid)):
         door.close()
         return (yield)
 
@@ -75,7 +74,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from .schedule import Schedule
 
-    config.option.loadscopereorder = False
     return Schedule(config, log)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +16,11 @@ pytest.importorskip("xdist")
 
 from .conftest import ROOT
 from .processes import PATIENCE
-from .schedule import BY_PARAMETER, LONGEST, rank, unit
+from .schedule import ALONE, LONGEST, rank
 
 
 def test_files_that_are_named_are_there() -> None:
-    assert [name for name in (*LONGEST, *BY_PARAMETER) if not (ROOT / name).exists()] == []
+    assert [name for name in (*LONGEST, *ALONE) if not (ROOT / name.partition("::")[0]).exists()] == []
 
 
 def test_long_files_come_first() -> None:
@@ -27,11 +29,37 @@ def test_long_files_come_first() -> None:
     assert {rank(nodeid) for nodeid in others} == {len(LONGEST)}
 
 
-def test_a_file_is_one_piece_or_one_per_parameter() -> None:
-    assert unit("tests/test_rooms.py::test_b[x]") == unit("tests/test_rooms.py::test_c") == "tests/test_rooms.py"
-    for name in BY_PARAMETER:
-        pieces = [unit(f"{name}::{test}") for test in ("test_a[one]", "test_b[one]", "test_a[two]")]
-        assert pieces[0] == pieces[1] != pieces[2]
+@pytest.mark.parametrize("count", [1, 3])
+def test_tests_that_must_be_alone_come_last(tmp_path: Path, count: int) -> None:
+    """A run of pytest-xdist with our schedule, over tests that write their names into a file."""
+    log = tmp_path / "log"
+    test = f"""
+import pytest
+@pytest.mark.parametrize("number", range({{}}))
+def test_a(number):
+    with open({str(log)!r}, "a") as file:
+        file.write("{{}}" + chr(10))
+"""
+    files = {ALONE[0].removesuffix("::"): test.format(4, "alone"), "tests/test_rooms.py": test.format(40, "other")}
+    files["conftest.py"] = f"""
+import sys
+sys.path.append({str(ROOT / "tests")!r})
+def pytest_xdist_make_scheduler(config, log):
+    import schedule
+    return schedule.Schedule(config, log)
+"""
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    words = ["-q", "-n", str(count), "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=tmp_path, env=environment, capture_output=True)
+    assert done.returncode == 0, done.stdout
+    ran = log.read_text().split()
+    assert sorted(ran) == ["alone"] * 4 + ["other"] * 40
+    # By then each of the other processes has at most two tests that it has been given.
+    assert ran.index("alone") >= 40 - 2 * (count - 1) - 1
 
 
 def test_an_artifact_is_made_once(exported: Callable[..., Path]) -> None:

@@ -16,6 +16,9 @@ from ostinato.delegate.artifact.ptd import ConstantsFile
 from ostinato.delegate.artifact.records import BufferSpec, MethodRecord
 
 STATE = "layers.0.state"
+MB = 1 << 20
+# Sizes of several upload pieces and a rest; the last is a whole number of pieces.
+LARGE = {"large.0": 21 * MB + 13, "large.1": 50 * MB + 4096, "large.2": 16 * MB}
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
 
 
@@ -68,6 +71,13 @@ def with_one_bit_flipped(file: ConstantsFile, key: str, tmp_path: Path) -> Const
     path = tmp_path / "damaged.ptd"
     path.write_bytes(content)
     return open_constants(path)
+
+
+def in_use() -> int:
+    """Bytes of torch's tensors on the current GPU."""
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
 
 
 def all_gone(storages: list[StorageWeakRef]) -> bool:

@@ -1,4 +1,5 @@
-"""Captures that run out of device memory: the plan is given up with a reason of one line, and the step still runs once."""
+"""Captures that run out of device memory: the plan is given up with a reason of one line, and the step still runs once. And
+steps that run out of it."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch import nn
 
 from ostinato.delegate import DeviceMemoryError, StepError, load_program
 from ostinato.delegate import memory as memory_module
 from ostinato.delegate.code.method_code import MethodCode
 from ostinato.delegate.graphs.recorders import CudaGraphRecorder, HostGraphRecorder, _CudaGraph, _HostGraph
 
-from .loading_cases import OUT_OF_MEMORY
+from .helpers import limited
+from .loading_cases import MB, OUT_OF_MEMORY, in_use
 from .pair import GRAPH, Pair, inputs_of
 
 Function = Callable[..., Any]
@@ -152,3 +155,40 @@ def test_an_opaque_failure_that_is_another(pair: Pair, fail: Function, monkeypat
     pair.step()
     assert len(attempts) == 3
     assert set(pair.method.stats.plans[-1].called_because) == {0, 1, 2}
+
+
+class Square(nn.Module):
+    """Computes T x T products: `forward(x [T, 8]) -> [T, 8]`, whose temporaries grow with the square of T."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.t()).sin() @ (x * self.scale)
+
+
+@pytest.fixture(scope="module")
+def square(exported: Callable[..., Path]) -> Path:
+    from ostinato.export import export_program
+
+    def build(path: Path) -> None:
+        length = torch.export.Dim("T", min=2, max=20000)
+        export_program({"forward": (Square(), (torch.randn(5, 8),), ({0: length},))}, path, device="cuda")
+
+    return exported("square-cuda", build)
+
+
+@pytest.mark.gpu
+def test_memory_that_ends_during_a_step(square: Path) -> None:
+    x = torch.randn(16384, 8, generator=torch.Generator().manual_seed(1))
+    with load_program(square) as program:
+        forward = program.load_method("forward")
+        torch.testing.assert_close(forward.execute((x[:100],))[0], Square()(x[:100]), rtol=1e-3, atol=1e-3)
+        with limited(300 * MB):
+            before = in_use()
+            with pytest.raises(DeviceMemoryError, match=r"while running method 'forward' with x \[16384, 8\]"):
+                forward.execute((x,))
+            assert in_use() == before
+            torch.testing.assert_close(forward.execute((x[:100],))[0], Square()(x[:100]), rtol=1e-3, atol=1e-3)
+        assert forward.execute((x,))[0].shape == (16384, 8)

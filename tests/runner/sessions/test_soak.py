@@ -25,7 +25,7 @@ ROW_BUCKETS = {"cpu": (2, 4, 8, 16), "cuda": (2, 4, 8, 16, 24, 32, 48)}
 SCRIPTS = 16
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.gpu_alone])])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     device = request.param
     with Engine.load(
