@@ -117,6 +117,8 @@ def generate_library(
         "cpp.dynamic_threads": True,
         # Number of elements that are worth one more thread: waking a thread costs microseconds.
         "cpp.min_chunk_size": 16384,
+        # One kernel for small operations that do not depend on each other.
+        "combo_kernels": device == "cuda",
         "aot_inductor.embed_kernel_binary": device == "cuda",
         "aot_inductor.output_path": str(path),
         "assert_indirect_indexing": not grows or device == "cpu",
