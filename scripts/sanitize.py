@@ -341,8 +341,8 @@ def run_kernels(config: Path, form: str, rows: int, tool: str) -> int:
 def products_into_zeros() -> Iterator[None]:
     """Inside this context, matrix products of torch are written over zeros.
 
-    initcheck takes what cuBLAS writes by the tensor memory accelerator as never written: on an H100 a product alone, [8, 2048]
-    x [2048, 64] in bfloat16, has 512 findings, and none over zeros.
+    initcheck takes what cuBLAS writes by the tensor memory accelerator as never written: on an H100 a product alone,
+    [8, 2048] x [2048, 64] in bfloat16, has 512 findings, and none over zeros.
     """
     import torch
     from torch.nn import functional

@@ -12,6 +12,7 @@ LONGEST: tuple[str, ...] = (
     "tests/test_gpu_int4.py",
     "tests/export/test_model.py",
     "tests/export/test_cpu_moe.py",
+    "tests/runner/sessions/test_soak.py",
     "tests/runner/test_cpu_moe.py",
     "tests/runner/test_int4.py",
     "tests/export/kernels/test_attention.py",
@@ -25,11 +26,20 @@ LONGEST: tuple[str, ...] = (
     "tests/export/kernels/test_experts_triton.py",
     "tests/test_readme.py",
     "tests/test_bad_checkpoints.py",
+    "tests/delegate/test_closing.py",
+    "tests/test_bucket_logits.py",
+    "tests/runner/sessions/test_sessions.py",
+    "tests/test_gpu.py",
+)
+# Files whose tests begin in several processes, by the text in brackets: each parameter has an export, or a group of kernels
+# to compile, of its own.
+BY_PARAMETER = frozenset(
+    {"tests/export/test_model.py", "tests/export/kernels/test_compiled.py", "tests/test_gpu_int4.py"}
 )
 # What tests begin with that fill a GPU's memory, or measure what all processes take of it.
 ALONE: tuple[str, ...] = (
     "tests/delegate/constants/test_full_gpu.py::",
-    "tests/runner/sessions/test_soak.py::test_batches_that_change_in_every_step[cuda]",
+    "tests/runner/sessions/test_soak.py::test_the_gpus_memory",
 )
 
 
@@ -42,10 +52,15 @@ def alone(nodeid: str) -> bool:
     return nodeid.startswith(ALONE)
 
 
+def group(nodeid: str) -> str:
+    """Return the name of a test's group. The tests of a group begin in one process, and mostly stay there."""
+    file = nodeid.partition("::")[0]
+    return f"{file}[{nodeid.rpartition('[')[2]}" if file in BY_PARAMETER else file
+
+
 class Schedule(WorkStealingScheduling):
-    """Gives each process a part of the list, and what is left of another's part when it has done its own. Neighbouring tests,
-    which share artifacts and engines, mostly stay in one process. The tests that must be alone are dealt out when nothing
-    else is left: each of them waits for all others."""
+    """Gives each process groups of tests, which share artifacts and engines, and then what is left of another process's. The
+    tests that must be alone are dealt out when nothing else is left: each of them waits for all others."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
@@ -58,12 +73,25 @@ class Schedule(WorkStealingScheduling):
 
     def check_schedule(self) -> None:
         if self.held is None and self.collection is not None:
-            self.held = [index for index in self.pending if alone(self.collection[index])]
-            self.pending[:] = [index for index in self.pending if index not in self.held]
+            self._deal(self.collection)
         if self.held and self._nothing_to_steal():
             self.pending += self.held
             self.held = []
         super().check_schedule()
+
+    def _deal(self, tests: list[str]) -> None:
+        """Give each group, in the collection's order, to the process with the fewest tests."""
+        self.held = [index for index in self.pending if alone(tests[index])]
+        groups: dict[str, list[int]] = {}
+        for index in self.pending:
+            if not alone(tests[index]):
+                groups.setdefault(group(tests[index]), []).append(index)
+        parts: list[list[int]] = [[] for _ in self.nodes]
+        for indices in groups.values():
+            min(parts, key=len).extend(indices)
+        for node, part in zip(self.nodes, parts, strict=True):
+            self.pending[:] = part
+            self._send_tests(node, len(part))
 
     def _nothing_to_steal(self) -> bool:
         """Whether some process would be told now that there are no more tests."""

@@ -16,17 +16,24 @@ pytest.importorskip("xdist")
 
 from .conftest import ROOT
 from .processes import PATIENCE
-from .schedule import ALONE, LONGEST, rank
+from .schedule import ALONE, BY_PARAMETER, LONGEST, group, rank
 
 
 def test_files_that_are_named_are_there() -> None:
-    assert [name for name in (*LONGEST, *ALONE) if not (ROOT / name.partition("::")[0]).exists()] == []
+    assert [name for name in (*LONGEST, *BY_PARAMETER, *ALONE) if not (ROOT / name.partition("::")[0]).exists()] == []
 
 
 def test_long_files_come_first() -> None:
     others = "tests/delegate/artifact/test_files.py::test_a", "tests/test_rooms.py::test_b[x]"
     assert [rank(f"{name}::test_c") for name in LONGEST] == list(range(len(LONGEST)))
     assert {rank(nodeid) for nodeid in others} == {len(LONGEST)}
+
+
+def test_a_group_is_a_file_or_a_parameter_of_one() -> None:
+    assert group("tests/test_rooms.py::test_b[x]") == group("tests/test_rooms.py::test_c") == "tests/test_rooms.py"
+    for name in BY_PARAMETER:
+        groups = [group(f"{name}::{test}") for test in ("test_a[one]", "test_b[one]", "test_a[two]")]
+        assert groups[0] == groups[1] != groups[2]
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -245,22 +245,24 @@ class Standing:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in use: host memory that no file backs; a GPU's tensors; all memory in use on a GPU. The last two are 0 on a
-    CPU."""
+    """Bytes in use: host memory that no file backs; a GPU's tensors; what torch holds of a GPU's memory; what anything else
+    holds of it, other processes too. The last three are 0 on a CPU."""
 
     host: int
     tensors: int
-    device: int
+    reserved: int
+    others: int
 
     @classmethod
     def now(cls, device: torch.device) -> Memory:
         gc.collect()
         if device.type == "cpu":
-            return cls(anonymous_memory(), 0, 0)
+            return cls(anonymous_memory(), 0, 0, 0)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        return cls(anonymous_memory(), torch.cuda.memory_allocated(device), total - free)
+        reserved = torch.cuda.memory_reserved(device)
+        return cls(anonymous_memory(), torch.cuda.memory_allocated(device), reserved, total - free - reserved)
 
 
 def replays(engine: Engine) -> dict[str, int]:
