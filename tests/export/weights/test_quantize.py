@@ -150,7 +150,7 @@ def test_blocks_of_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = normal(7, 9, 128)
     whole = [*quantize_int4(weight, 32, False, CPU), *quantize_int8(weight[0], 32, CPU)]
     for elements in (1, 5 * 128, 62 * 128):
-        monkeypatch.setattr(quantize, "_BLOCK", elements)
+        monkeypatch.setitem(quantize.BLOCK, "cpu", elements)
         blocks = [*quantize_int4(weight, 32, False, CPU), *quantize_int8(weight[0], 32, CPU)]
         assert all(torch.equal(one, other) for one, other in zip(blocks, whole, strict=True)), elements
 

@@ -12,10 +12,12 @@ from ostinato.delegate.artifact.records import StateKind
 from ostinato.delegate.errors import CheckpointError
 from ostinato.export.artifact.records import Constants
 from ostinato.export.compile.trace import trace_method
+from ostinato.export.kernels.linear.panels import pack_panels
 from ostinato.export.layers.state import state_forms
 from ostinato.export.models import LanguageModel, build_network, read_config
 from ostinato.export.models.methods import language_model_methods
 from ostinato.export.program import _value
+from ostinato.export.weights import quantize, stream
 from ostinato.export.weights.quantize import quantize_int4, quantize_int8
 from ostinato.export.weights.stream import QuantizedWeights, allocate_untouched, float_shapes
 
@@ -170,3 +172,15 @@ def test_every_untouched_tensor_of_a_program_has_a_value(group_size: int | None)
     assert set(found.tensors) - buffers == parameters
     weights = QuantizedWeights(network, dummy_weights(network), CPU)
     assert parameters == set(weights)
+
+
+@pytest.mark.parametrize("shape", [(3, 48, 64), (3, 40, 64), (80, 64)])
+@pytest.mark.parametrize("elements", [1, 40 * 64, 1 << 21])
+def test_panels_are_packed_some_rows_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], elements: int
+) -> None:
+    monkeypatch.setitem(quantize.BLOCK, "cpu", elements)
+    values, scale = torch.randint(0, 256, shape, dtype=torch.uint8), torch.randn(*shape[:-1], 4).bfloat16()
+    for given in ((values, scale), (torch.randn(shape), None), (torch.randn(shape).bfloat16(), None)):
+        for found, whole in zip(stream._packed(*given), pack_panels(*given), strict=True):
+            assert found is whole is None or (found is not None and whole is not None and torch.equal(found, whole))
