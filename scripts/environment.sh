@@ -42,6 +42,15 @@ check_gpu() {
     fail "this needs an NVIDIA GPU, and there is none ($looked). Nothing was installed"
 }
 
+# Let Python keep bytecode in this folder if it is told to write none beside the sources. Packages may have none, and then each
+# process would compile all that it imports: 17 s of an export, not 6.
+keep_bytecode() {
+    if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
+        unset PYTHONDONTWRITEBYTECODE
+        export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$1}"
+    fi
+}
+
 make_environment() {
     local device="$1" needs
     case "$device" in
@@ -57,6 +66,7 @@ make_environment() {
         PYTHON_BIN="$OSTINATO_PYTHON"
         "$PYTHON_BIN" -c 'import ostinato.delegate' 2>/dev/null ||
             fail "OSTINATO_PYTHON=$OSTINATO_PYTHON cannot import ostinato: pip install . there, or unset it"
+        keep_bytecode "${TMPDIR:-/tmp}/ostinato-bytecode-$(id -u)"
         return
     fi
     local python="${PYTHON:-python3}"
@@ -69,11 +79,7 @@ make_environment() {
     local stamp
     stamp="$device $TRITON $(cat "$constraints" "$ROOT/pyproject.toml" | cksum) $ROOT"
     PYTHON_BIN="$venv/bin/python"
-    if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
-        # .venv has no bytecode at first, and each process would compile all that it imports: 17 s of an export, not 6.
-        unset PYTHONDONTWRITEBYTECODE
-        export PYTHONPYCACHEPREFIX="$venv/bytecode"
-    fi
+    keep_bytecode "$venv/bytecode"
     local version clear=()
     version="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
     # Packages of another Python are of no use.
