@@ -23,7 +23,7 @@ from .formats.int4 import Quantization
 from .kernels import host_kernels_for, kernels_for
 from .layers.host_experts import STREAMED
 from .layers.state import state_forms
-from .models import LanguageModel, ModelConfig, build_network, read_config
+from .models import FAMILIES, LanguageModel, ModelConfig, build_network, read_config
 from .models.config import MAX_SIZE, short
 from .models.family import Family
 from .models.traffic import decode_bytes, kv_bytes_per_token
@@ -152,11 +152,12 @@ def export_network(
     allocate_untouched(network)
     methods = family.methods(network)
     copied = (names.CONFIG_FILE, *names.TOKENIZER_FILES)
+    metadata = _metadata(ends, record, network)
     return export_program(
         methods,
         output,
         device=record.options.device,
-        metadata=_metadata(ends, record, network),
+        metadata=metadata,
         value_ranges={
             "tokens": (0, config.vocab_size - 1),
             "input_pos": (0, length - 1),
@@ -169,8 +170,19 @@ def export_network(
         state_forms=state_forms(network),
         weights=weights,
         constants_file=constants_file,
+        identity=_identity(family, network, methods, metadata),
         progress=progress,
     )
+
+
+def _identity(
+    family: Family, network: LanguageModel, methods: Mapping[str, Chain], metadata: Mapping[str, Any]
+) -> str | None:
+    """See `export_program`. None for a family whose code is not in this package. `metadata` holds the options."""
+    if family not in FAMILIES:
+        return None
+    parameters = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in network.named_parameters()]
+    return "\n".join(map(repr, (network.config, sorted(methods), metadata, parameters)))
 
 
 def read_tokenizer(path: Path, progress: Progress) -> Any:

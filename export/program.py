@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -24,12 +23,15 @@ from ostinato.delegate.artifact.records import Seal, StateForm
 from ostinato.delegate.artifact.target import Target
 from ostinato.delegate.errors import ExportError
 from ostinato.delegate.memory import size_text
+from ostinato.export.artifact.kept_programs import UnsealedProgram, keep_program, program_path, read_program
 from ostinato.export.artifact.records import Constants, ValueRange, make_method
 from ostinato.export.artifact.writer import (
     ConstantsWriter,
+    Layout,
     atomic_folder,
     check_constants,
     check_room,
+    constants_layout,
     take_constants,
 )
 from ostinato.export.compile.aot import Code
@@ -78,6 +80,7 @@ def export_program(
     state_forms: Mapping[str, StateForm] | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
     constants_file: str | Path | None = None,
+    identity: str | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
     """Export the methods of any model into one artifact folder.
@@ -105,6 +108,9 @@ def export_program(
             for once, when it is written. Other constants are written as the modules hold them.
         constants_file: the `model.ptd` of an earlier export, which is taken as it is: linked, or copied to another disk. Then
             no value of `weights` is asked for.
+        identity: text that says all that the methods, `metadata`, `value_ranges` and `state_forms` depend on, beside this
+            package. The program is then kept between exports, for any values of `weights`. None keeps only the code of each
+            graph.
         progress: shows and keeps the time of each stage.
 
     Raises:
@@ -130,62 +136,61 @@ def export_program(
     find_compiler()
     target = compile_target(device)
     given = None if constants_file is None else open_constants(Path(constants_file))
+    values = weights or {}
     with (
         atomic_folder(Path(output)) as folder,
         ConstantsWriter(folder / CONSTANTS_FILE) as writer,
         gpus_counted_by_nvml(),
-        Libraries(device, progress) as libraries,
     ):
-        with triton_target(device):
-            traced = _trace_all(methods, output_names, progress)
-        constants = Constants(state_forms or {})
-        if root is not None:
-            constants.name_after(root)
-        for name, method in traced.items():
-            constants.add(method)
-            _warn_of_training(name, method)
-        # Before minutes of compiling.
-        if given is None:
-            # The code comes on top.
-            check_room(folder, sum(tensor.nbytes for tensor in constants.tensors.values()), Path(output))
-        else:
-            check_constants(given, constants.tensors, weights or {})
-        stored = constants.stored()
 
-        def begin_beside() -> None:
-            # exir takes seconds to import. It is imported here, while other processes are at work, and before the writer's
-            # thread needs a part of it: two threads that import parts of one package may wait for each other.
-            import_module("executorch.exir")
+        def check(tensors: Mapping[str, torch.Tensor]) -> None:
             if given is None:
-                writer.start(stored, partial(_value, weights or {}, stored))
+                # The code comes on top.
+                check_room(folder, sum(tensor.nbytes for tensor in tensors.values()), Path(output))
+            else:
+                check_constants(given, tensors, values)
 
-        codes = _compile_all(traced, libraries, constants, begin_beside)
-        with progress.stage("assemble program"), _quiet():
-            from ostinato.export.artifact.assemble import assemble
+        def begin_to_write(stored: Mapping[str, torch.Tensor], layout: Layout) -> None:
+            if given is None:
+                writer.start(stored, partial(_value, values, stored), layout)
 
-            compiled = {
-                name: make_method(method, codes[name], constants, value_ranges or {}) for name, method in traced.items()
-            }
-            program = assemble(compiled, target, dict(metadata or {}))
-        constant_bytes = sum(tensor.nbytes for tensor in stored.values())
+        path = program_path(identity, device, target)
+        exported = read_program(path)
+        if exported is not None:
+            progress.note("the program is that of an earlier export, which was kept")
+            check(exported.stored)
+            begin_to_write(exported.stored, exported.layout)
+        else:
+            with Libraries(device, progress) as libraries:
+                with triton_target(device):
+                    traced = _trace_all(methods, output_names, progress)
+                constants = _constants_of(traced, state_forms or {}, root)
+                # Before minutes of compiling.
+                check(constants.tensors)
+                ranges, data = value_ranges or {}, dict(metadata or {})
+                exported = _compile_program(
+                    traced, libraries, constants, target, ranges, data, progress, begin_to_write
+                )
+            keep_program(path, exported, values)
+        constant_bytes = sum(tensor.nbytes for tensor in exported.stored.values())
         with progress.stage("write artifact"), progress.bytes(constant_bytes) as advance:
             if given is None:
                 # Most of it is written by now.
                 manifest = writer.finish(advance)
             else:
-                manifest = take_constants(folder / CONSTANTS_FILE, given, stored)
+                manifest = take_constants(folder / CONSTANTS_FILE, given, exported.stored)
                 advance(constant_bytes)
-            program += Seal(hashlib.sha256(program).hexdigest(), manifest.id).to_bytes()
+            program = exported.program + Seal(hashlib.sha256(exported.program).hexdigest(), manifest.id).to_bytes()
             (folder / PROGRAM_FILE).write_bytes(program)
-            for path in extra_files:
-                shutil.copyfile(path, folder / path.name)
+            for file in extra_files:
+                shutil.copyfile(file, folder / file.name)
     return ExportReport(
         output=Path(output),
         target=target,
         seconds=dict(progress.seconds),
         program_bytes=len(program),
         constant_bytes=constant_bytes,
-        sources={name: "".join(code.source for code in kinds.values()) for name, kinds in codes.items()},
+        sources=dict(exported.sources),
     )
 
 
@@ -202,6 +207,47 @@ def _trace_all(
         with progress.stage(f"trace {name}"), _quiet():
             traced[name] = trace_method(name, spec, output_names, known)
     return traced
+
+
+def _constants_of(
+    methods: Mapping[str, TracedMethod], forms: Mapping[str, StateForm], root: nn.Module | None
+) -> Constants:
+    constants = Constants(forms)
+    if root is not None:
+        constants.name_after(root)
+    for name, method in methods.items():
+        constants.add(method)
+        _warn_of_training(name, method)
+    return constants
+
+
+def _compile_program(
+    methods: dict[str, TracedMethod],
+    libraries: Libraries,
+    constants: Constants,
+    target: Target,
+    value_ranges: Mapping[str, ValueRange],
+    metadata: dict[str, Any],
+    progress: Progress,
+    begin_to_write: Callable[[Mapping[str, torch.Tensor], Layout], object],
+) -> UnsealedProgram:
+    """Compile and assemble. `begin_to_write` is called beside it, with the constants and their layout."""
+    stored, layout = constants.stored(), list[bytes | str]()
+
+    def begin_beside() -> None:
+        # It imports exir, which takes seconds, while other processes are at work.
+        with _quiet():
+            layout.extend(constants_layout(stored))
+        begin_to_write(stored, layout)
+
+    codes = _compile_all(methods, libraries, constants, begin_beside)
+    with progress.stage("assemble program"), _quiet():
+        from ostinato.export.artifact.assemble import assemble
+
+        compiled = {name: make_method(method, codes[name], constants, value_ranges) for name, method in methods.items()}
+        program = assemble(compiled, target, metadata)
+    sources = {name: "".join(code.source for code in kinds.values()) for name, kinds in codes.items()}
+    return UnsealedProgram(program, stored, layout, sources)
 
 
 def _warn_of_training(name: str, method: TracedMethod) -> None:

@@ -8,9 +8,9 @@ ExecuTorch's own model uses private parts itself.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,24 +72,22 @@ def delegated_module(
 
 
 @dataclass(frozen=True)
-class Blob:
-    """One entry of a FlatTensor file, whose bytes are produced when the file is written.
+class Entry:
+    """One entry of a FlatTensor file.
 
     Attributes:
         key: name of the entry.
-        nbytes: number of bytes that `write` writes.
-        write: function that writes the bytes to the open file.
+        nbytes: number of its bytes.
         like: a contiguous tensor of the entry's shape and dtype; None for bytes that are not a tensor.
     """
 
     key: str
     nbytes: int
-    write: Callable[[BinaryIO], None]
     like: Tensor | None
 
 
-def write_flat_tensor(file: BinaryIO, blobs: Sequence[Blob], alignment: int) -> None:
-    """Write a FlatTensor file (`.ptd`). Its blobs are made one after the other, in order, so that none waits in memory.
+def flat_tensor_parts(entries: Sequence[Entry], alignment: int) -> list[bytes | str]:
+    """The parts of a FlatTensor file (`.ptd`), in order: bytes, or the key of an entry whose own bytes have this place.
 
     Needs executorch's `FlatTensorSerializer` with `exir._serialize`: `_cord.FileBackedData`, `data_serializer.DataEntry` and
     `DataPayload`. executorch has no public writer that streams. Without these parts nothing can be exported.
@@ -99,17 +97,25 @@ def write_flat_tensor(file: BinaryIO, blobs: Sequence[Blob], alignment: int) -> 
     from executorch.exir.tensor_layout import TensorLayout
     from executorch.extension.flat_tensor.serialize.serialize import FlatTensorSerializer
 
+    parts: list[bytes | str] = []
+
     class Data(FileBackedData):
-        def __init__(self, blob: Blob) -> None:
-            self._blob = blob
-            self._size = blob.nbytes
+        def __init__(self, entry: Entry) -> None:
+            self._key = entry.key
+            self._size = entry.nbytes
 
         def write_to_file(self, outfile: io.BufferedIOBase) -> None:
-            self._blob.write(outfile)  # type: ignore[arg-type]
+            parts.append(self._key)
 
-    buffers: list[FileBackedData] = [Data(blob) for blob in blobs]
+    class Parts(io.BytesIO):
+        def write(self, data: Any) -> int:
+            parts.append(bytes(data))
+            return len(data)
+
+    buffers: list[FileBackedData] = [Data(entry) for entry in entries]
     named = {
-        blob.key: DataEntry(index, alignment, None if blob.like is None else TensorLayout.from_tensor(blob.like))
-        for index, blob in enumerate(blobs)
+        entry.key: DataEntry(index, alignment, None if entry.like is None else TensorLayout.from_tensor(entry.like))
+        for index, entry in enumerate(entries)
     }
-    FlatTensorSerializer().serialize(DataPayload(buffers, named)).write_to_file(file)
+    FlatTensorSerializer().serialize(DataPayload(buffers, named)).write_to_file(Parts())
+    return parts

@@ -22,7 +22,10 @@ from ostinato.delegate.errors import ExportError
 from ostinato.delegate.memory import size_text
 from ostinato.delegate.torch_internals import free_pinned_memory
 
-from .executorch_internals import Blob, write_flat_tensor
+from .executorch_internals import Entry, flat_tensor_parts
+
+# The parts of `model.ptd` in order: bytes, or the key of a constant, or of the manifest, whose bytes have this place.
+Layout = Sequence[bytes | str]
 
 _ALIGNMENT = 128
 # Bytes between two flushes to the disk.
@@ -93,18 +96,14 @@ class _Constant:
         self._load = load
         self._hasher = hasher
         self._on_write = on_write
-        # Stands for the value, which may not exist yet: same shape and dtype, contiguous.
-        self._like = torch.empty(like.shape, dtype=like.dtype)
+        self._like = like
         self._digest: Future[str] | None = None
 
     @property
     def hexdigest(self) -> str:
-        """The hash, once it is known; zeros before the constant is written."""
-        return "0" * 64 if self._digest is None else self._digest.result()
-
-    @property
-    def blob(self) -> Blob:
-        return Blob(self._key, self._like.nbytes, self.write, self._like)
+        """The hash of a constant that was written. Waits for it."""
+        assert self._digest is not None
+        return self._digest.result()
 
     def write(self, file: BinaryIO) -> None:
         # Before the loader begins with the next value: so at most three are alive.
@@ -165,11 +164,28 @@ def _digest(tensor: torch.Tensor) -> str:
     return constant_digest(_bytes(tensor), dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride())
 
 
+def constants_layout(constants: Mapping[str, torch.Tensor]) -> list[bytes | str]:
+    """The layout of a `model.ptd`. Imports exir, which takes seconds.
+
+    `constants`: key -> a tensor of the constant's shape and dtype; its value is not read.
+    """
+    entries = [
+        # It stands for the value, which may not exist yet: same shape and dtype, contiguous.
+        Entry(key, like.nbytes, torch.empty(like.shape, dtype=like.dtype))
+        for key, like in constants.items()
+    ]
+    # The manifest comes last in the file: then every hash is known. Hashes do not change its length.
+    manifest = Manifest(dict.fromkeys(constants, "0" * 64))
+    entries.append(Entry(MANIFEST_KEY, len(manifest.to_bytes()), None))
+    return flat_tensor_parts(entries, _ALIGNMENT)
+
+
 def write_constants(
     path: Path,
     constants: Mapping[str, torch.Tensor],
     load: Callable[[str], torch.Tensor],
     on_write: Callable[[int], object] = lambda nbytes: None,
+    layout: Layout | None = None,
 ) -> Manifest:
     """Write `model.ptd`: every tensor of `constants` under its key, then the manifest, which is returned.
 
@@ -178,15 +194,10 @@ def write_constants(
         constants: key -> a tensor of the constant's shape and dtype; its value is not read.
         load: function from key to value, called once per key in this order, from a thread of its own.
         on_write: function that is called with the size of each constant after it was written.
+        layout: what `constants_layout` returned for these constants; None asks it.
     """
+    layout = constants_layout(constants) if layout is None else layout
     loader, hasher = _Loader(list(constants), load), _Hasher()
-
-    def manifest() -> Manifest:
-        return Manifest({key: constant.hexdigest for key, constant in stored.items()})
-
-    def write_manifest(file: BinaryIO) -> None:
-        file.write(manifest().to_bytes())
-
     with ExitStack() as opened:
         opened.callback(loader.close)
         opened.callback(hasher.close)
@@ -199,15 +210,19 @@ def write_constants(
             flusher.written(nbytes)
 
         stored = {key: _Constant(key, tensor, loader, hasher, written) for key, tensor in constants.items()}
-        # The manifest comes last in the file: then every hash is known. Hashes do not change its length.
-        blobs = [constant.blob for constant in stored.values()]
-        blobs.append(Blob(MANIFEST_KEY, len(manifest().to_bytes()), write_manifest, None))
-        write_flat_tensor(file, blobs, _ALIGNMENT)
+        for part in layout:
+            if isinstance(part, bytes):
+                file.write(part)
+            elif part != MANIFEST_KEY:
+                stored[part].write(file)
+            else:
+                manifest = Manifest({key: constant.hexdigest for key, constant in stored.items()})
+                file.write(manifest.to_bytes())
         flusher.finish()
     if torch.cuda.is_initialized():
         # Values that a GPU made lay there.
         free_pinned_memory()
-    return manifest()
+    return manifest
 
 
 class ConstantsWriter:
@@ -227,9 +242,14 @@ class ConstantsWriter:
         self._stopped = True
         self._pool.shutdown()
 
-    def start(self, constants: Mapping[str, torch.Tensor], load: Callable[[str], torch.Tensor]) -> None:
+    def start(
+        self,
+        constants: Mapping[str, torch.Tensor],
+        load: Callable[[str], torch.Tensor],
+        layout: Layout | None = None,
+    ) -> None:
         """Begin to write. See `write_constants`."""
-        self._manifest = self._pool.submit(write_constants, self._path, constants, load, self._count)
+        self._manifest = self._pool.submit(write_constants, self._path, constants, load, self._count, layout)
 
     def finish(self, on_write: Callable[[int], object]) -> Manifest:
         """Wait until everything is written, and return the manifest. Raises what `start`'s `load` or the disk raised.

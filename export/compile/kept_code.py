@@ -1,7 +1,8 @@
 """Keeps compiled code between exports. The name of a file is a hash of all that the code depends on.
 
 A file is a zip archive of one `Code`, in `kept_folder()`. It is written whole or not at all, so that exports at the same time
-may share the folder. Files that were not used for longest are deleted when all of them take more than MOST_BYTES.
+may share the folder. Files that were not used for longest are deleted when all of them take more than MOST_BYTES, together
+with the programs that `export/artifact/kept_programs.py` keeps there.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .trace import TracedGraph
 
 MOST_BYTES = 4 << 30
 _SUFFIX = ".code"
+PROGRAM_SUFFIX = ".program"
 # Operators whose code is torch's or ours; the hash of our sources stands for ours. Functions are Python's for sizes.
 _NAMESPACES = frozenset({"aten", "prims", "ostinato"})
 _MODULES = frozenset({"_operator", "builtins", "math", "torch", "torch.fx.experimental.symbolic_shapes"})
@@ -44,7 +46,7 @@ def code_path(graph: TracedGraph, device: str, native: NativeLibrary | None, gro
         native: the library of our operators that the code calls.
         grows: see `generate_library`.
     """
-    digest = hashlib.sha256(_surroundings(device).encode())
+    digest = hashlib.sha256(surroundings(device).encode())
     try:
         lines = [*_described(graph, set() if native is None else {native.name})]
     except _NoHash:
@@ -82,12 +84,13 @@ def keep(path: Path | None, code: Code) -> None:
             file.writestr("source.cpp", code.source)
 
     keep_file(path, write)
-    with suppress(OSError):
-        _make_room(path.parent)
 
 
 def keep_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` make a file beside `path`, which gets its name when it is complete. If this fails, there is no file."""
+    """Have `write` make a file beside `path`, which gets its name when it is complete. If this fails, there is no file.
+
+    Then older files are deleted if all take too much.
+    """
     unfinished = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
         try:
@@ -95,10 +98,12 @@ def keep_file(path: Path, write: Callable[[Path], object]) -> None:
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
+        _make_room(path.parent)
 
 
 def _make_room(folder: Path) -> None:
-    files = sorted(((file, file.stat()) for file in folder.glob(f"*{_SUFFIX}")), key=lambda entry: -entry[1].st_mtime)
+    kept = [file for suffix in (_SUFFIX, PROGRAM_SUFFIX) for file in folder.glob(f"*{suffix}")]
+    files = sorted(((file, file.stat()) for file in kept), key=lambda entry: -entry[1].st_mtime)
     total = 0
     for file, found in files:
         total += found.st_size
@@ -111,8 +116,8 @@ class _NoHash(Exception):
 
 
 @cache
-def _surroundings(device: str) -> str:
-    """Describe what the code depends on beside its graph: our sources, torch, its settings, the compiler, the machine."""
+def surroundings(device: str) -> str:
+    """Describe what code depends on beside its graph: our sources, torch, its settings, the compiler, the machine."""
     sources = hashlib.sha256()
     for room in ("export", "delegate"):
         for path in sorted((Path(__file__).parents[2] / room).rglob("*")):
@@ -125,7 +130,7 @@ def _surroundings(device: str) -> str:
         sources.hexdigest(),
         torch.__version__,
         str(torch.version.cuda),
-        _version("triton"),
+        version_of("triton"),
         # Code for CPUs has parallel loops only where they are worth these threads.
         str(torch.get_num_threads()),
         inductor_settings(),
@@ -136,7 +141,7 @@ def _surroundings(device: str) -> str:
     return "\n".join(parts)
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:

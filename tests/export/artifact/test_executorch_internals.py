@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import io
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -58,28 +56,19 @@ def test_emit_program() -> None:
     assert all(part in program for part in (b"SomeBackend", b"processed", b"12345", b"value", b"forward", b"answer"))
 
 
-def test_write_flat_tensor() -> None:
-    """Blobs are asked for in order, while the file is written."""
+def test_flat_tensor_parts() -> None:
     from ostinato.delegate.artifact.names import MANIFEST_KEY
     from ostinato.delegate.artifact.records import Manifest
 
-    asked: list[str] = []
-    manifest = Manifest({"a": "hash"}).to_bytes()
-
-    def blob(key: str, data: bytes, like: Tensor | None) -> executorch_internals.Blob:
-        def write(file: BinaryIO) -> None:
-            asked.append(key)
-            file.write(data)
-
-        return executorch_internals.Blob(key, len(data), write, like)
-
     values = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([7], dtype=torch.int64)}
-    blobs = [blob(key, value.numpy().tobytes(), torch.empty_like(value)) for key, value in values.items()]
-    blobs.append(blob(MANIFEST_KEY, manifest, None))
-    file = io.BytesIO()
-    executorch_internals.write_flat_tensor(file, blobs, 128)
-    assert asked == ["a", "b", MANIFEST_KEY]
-    found = parse_constants(memoryview(bytearray(file.getvalue())), Path("model.ptd"))
+    data = {key: value.numpy().tobytes() for key, value in values.items()}
+    data[MANIFEST_KEY] = Manifest({"a": "hash"}).to_bytes()
+    likes = {key: torch.empty_like(value) for key, value in values.items()}
+    entries = [executorch_internals.Entry(key, len(some), likes.get(key)) for key, some in data.items()]
+    parts = executorch_internals.flat_tensor_parts(entries, 128)
+    assert [part for part in parts if isinstance(part, str)] == ["a", "b", MANIFEST_KEY]
+    file = b"".join(part if isinstance(part, bytes) else data[part] for part in parts)
+    found = parse_constants(memoryview(bytearray(file)), Path("model.ptd"))
     assert found.manifest.constants == {"a": "hash"}
     for key, value in values.items():
         assert torch.equal(found.entries[key].tensor(), value)

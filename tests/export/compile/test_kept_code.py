@@ -81,10 +81,10 @@ def test_another_path_for_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
         path_of(traced(), grows=True),
     ]
     for function in ("inductor_settings", "processor"):
-        kept_code._surroundings.cache_clear()
+        kept_code.surroundings.cache_clear()
         with mock.patch.object(kept_code, function, lambda: "other"):
             paths.append(path_of(traced()))
-    kept_code._surroundings.cache_clear()
+    kept_code.surroundings.cache_clear()
     assert None not in paths and len(set(paths)) == len(paths)
 
 

@@ -26,6 +26,12 @@ from ...processes import INTERRUPTIBLE_CLI, PATIENCE
 TINY = {"forward": (nn.ReLU(), (torch.zeros(2),), None)}
 
 
+@pytest.fixture
+def nothing_kept(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports in other processes compile all code."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+
+
 def start_export(model: Path, output: Path, **environment: str) -> subprocess.Popen[str]:
     """Start an export in a process group of its own, as a shell does; return it while it compiles."""
     words = [*INTERRUPTIBLE_CLI, "export", "--model", str(model), "--output", str(output), "--max-seq-len", "32"]
@@ -55,6 +61,7 @@ def finish(export: subprocess.Popen[str]) -> str:
             export.kill()
 
 
+@pytest.mark.usefixtures("nothing_kept")
 def test_interrupted(capitals_checkpoint: Path, recurrent_artifact: Path, tmp_path: Path) -> None:
     """Ctrl-C while the compiler runs leaves the artifact that had the name before."""
     output = tmp_path / "parent" / "artifact"
@@ -70,6 +77,7 @@ def test_interrupted(capitals_checkpoint: Path, recurrent_artifact: Path, tmp_pa
         assert program.method_names == {"prefill", "decode"}
 
 
+@pytest.mark.usefixtures("nothing_kept")
 def test_terminated(capitals_checkpoint: Path, tmp_path: Path) -> None:
     """SIGTERM, as `timeout` sends it to the process alone, ends the compilers too and leaves no folders."""
     output, scratch = tmp_path / "artifact", tmp_path / "scratch"
@@ -92,6 +100,7 @@ def points_below(link: Path, folder: Path) -> bool:
         return False
 
 
+@pytest.mark.usefixtures("nothing_kept")
 def test_killed(capitals_checkpoint: Path, tmp_path: Path) -> None:
     """After kill -9 nothing can clean up, but no folder has the name, and the next export deletes what is left."""
     from ostinato.export.artifact.writer import atomic_folder
