@@ -17,12 +17,18 @@ from ostinato.delegate.errors import ArtifactError, ExportError
 from ostinato.export import Progress, export_program, recompile_model
 from ostinato.export import model as model_module
 from ostinato.export import recompile as recompile_module
-from ostinato.export.artifact import writer
+from ostinato.export.artifact import kept_programs, writer
 from ostinato.export.artifact.options import ExportOptions, ExportRecord
 from ostinato.export.compile.libraries import Libraries
 from ostinato.export.formats.int4 import Quantization
 from ostinato.export.kernels import Kernels
 from ostinato.runner.cli import main
+
+
+@pytest.fixture(autouse=True)
+def no_kept_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Methods are traced and put together again, although the artifact's export has kept its program."""
+    monkeypatch.setattr(kept_programs, "kept_folder", lambda: tmp_path / "nowhere")
 
 
 @pytest.fixture
