@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import platform
-import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +19,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ostinato.delegate.artifact.records import dtype_name
+from ostinato.delegate.artifact.records import dtype_from_name, dtype_name
 from ostinato.delegate.artifact.target import Target
+from ostinato.delegate.errors import ArtifactError
 from ostinato.export.compile.inductor_internals import kept_folder
-from ostinato.export.compile.kept_code import PROGRAM_SUFFIX, keep_file, surroundings, version_of
+from ostinato.export.compile.kept_code import PROGRAM_SUFFIX, keep_archive, read_archive, surroundings, version_of
 
 from .writer import Layout
 
@@ -63,25 +62,20 @@ def program_path(identity: str | None, device: str, target: Target) -> Path | No
 
 def read_program(path: Path | None) -> UnsealedProgram | None:
     """Return the program that is kept at the path; None: there is none, or it cannot be read."""
-    if path is None:
+    files = read_archive(path)
+    if files is None:
         return None
     try:
-        with zipfile.ZipFile(path) as file:
-            own = safetensors.torch.load(file.read("own.safetensors"))
-            stored = {
-                key: own[key] if key in own else torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-                for key, shape, dtype in json.loads(file.read("stored.json"))
-            }
-            bytes_of_layout = io.BytesIO(file.read("layout.bin"))
-            layout = [
-                part if isinstance(part, str) else bytes_of_layout.read(part)
-                for part in json.loads(file.read("layout.json"))
-            ]
-            found = UnsealedProgram(file.read("program.pte"), stored, layout, json.loads(file.read("sources.json")))
-        os.utime(path)
-    except (OSError, zipfile.BadZipFile, SafetensorError, KeyError, ValueError, TypeError, AttributeError):
+        own = safetensors.torch.load(files["own.safetensors"])
+        stored = {
+            key: own[key] if key in own else torch.empty(shape, dtype=dtype_from_name(dtype), device="meta")
+            for key, shape, dtype in json.loads(files["stored.json"])
+        }
+        head = io.BytesIO(files["layout.bin"])
+        layout = [part if isinstance(part, str) else head.read(part) for part in json.loads(files["layout.json"])]
+        return UnsealedProgram(files["program.pte"], stored, layout, json.loads(files["sources.json"]))
+    except (ArtifactError, SafetensorError, KeyError, ValueError, TypeError):
         return None
-    return found
 
 
 def keep_program(path: Path | None, exported: UnsealedProgram, given: Collection[str]) -> None:
@@ -93,15 +87,15 @@ def keep_program(path: Path | None, exported: UnsealedProgram, given: Collection
     if path is None or sum(tensor.nbytes for tensor in own.values()) > _MOST_BYTES:
         return
     stored = [(key, tuple(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in exported.stored.items()]
-
-    def write(unfinished: Path) -> None:
-        with zipfile.ZipFile(unfinished, "w") as file:
-            file.writestr("program.pte", exported.program)
-            layout = [part if isinstance(part, str) else len(part) for part in exported.layout]
-            file.writestr("layout.json", json.dumps(layout))
-            file.writestr("layout.bin", b"".join(part for part in exported.layout if isinstance(part, bytes)))
-            file.writestr("stored.json", json.dumps(stored))
-            file.writestr("own.safetensors", safetensors.torch.save(own))
-            file.writestr("sources.json", json.dumps(exported.sources))
-
-    keep_file(path, write)
+    layout = [part if isinstance(part, str) else len(part) for part in exported.layout]
+    keep_archive(
+        path,
+        {
+            "program.pte": exported.program,
+            "stored.json": json.dumps(stored),
+            "own.safetensors": safetensors.torch.save(own),
+            "layout.json": json.dumps(layout),
+            "layout.bin": b"".join(part for part in exported.layout if isinstance(part, bytes)),
+            "sources.json": json.dumps(exported.sources),
+        },
+    )

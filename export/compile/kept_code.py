@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -58,30 +58,44 @@ def code_path(graph: TracedGraph, device: str, native: NativeLibrary | None, gro
 
 def read_kept(path: Path | None) -> Code | None:
     """Return the code that is kept at the path, without its native library; None: there is none, or it cannot be read."""
-    if path is None:
+    files = read_archive(path)
+    if files is None:
         return None
     try:
-        with zipfile.ZipFile(path) as file:
-            names = json.loads(file.read("names.json"))
-            source = file.read("source.cpp").decode()
-            code = Code(file.read("code.so"), file.read("extern.json"), names, source)
-        os.utime(path)
-    except (OSError, zipfile.BadZipFile, KeyError, ValueError):
+        names, source = json.loads(files["names.json"]), files["source.cpp"].decode()
+        return Code(files["code.so"], files["extern.json"], names, source)
+    except (KeyError, ValueError):
         return None
-    return code
 
 
 def keep(path: Path | None, code: Code) -> None:
     """Keep the code at the path. If this fails, the next export compiles it again."""
+    files = {"code.so": code.library, "extern.json": code.extern}
+    keep_archive(path, {**files, "names.json": json.dumps(code.names), "source.cpp": code.source})
+
+
+def read_archive(path: Path | None) -> dict[str, bytes] | None:
+    """Return what `keep_archive` was given, as bytes; None: there is nothing at the path, or it cannot be read."""
+    if path is None:
+        return None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            files = {name: archive.read(name) for name in archive.namelist()}
+        os.utime(path)
+    except (OSError, zipfile.BadZipFile):
+        return None
+    return files
+
+
+def keep_archive(path: Path | None, files: Mapping[str, bytes | str]) -> None:
+    """Keep these files, by name, in one archive at the path, as `keep_file` does. A path of None keeps nothing."""
     if path is None:
         return
 
     def write(unfinished: Path) -> None:
-        with zipfile.ZipFile(unfinished, "w") as file:
-            file.writestr("code.so", code.library)
-            file.writestr("extern.json", code.extern)
-            file.writestr("names.json", json.dumps(code.names))
-            file.writestr("source.cpp", code.source)
+        with zipfile.ZipFile(unfinished, "w") as archive:
+            for name, content in files.items():
+                archive.writestr(name, content)
 
     keep_file(path, write)
 
