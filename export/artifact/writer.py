@@ -246,9 +246,12 @@ class ConstantsWriter:
         self,
         constants: Mapping[str, torch.Tensor],
         load: Callable[[str], torch.Tensor],
-        layout: Layout | None = None,
+        layout: Layout,
     ) -> None:
-        """Begin to write. See `write_constants`."""
+        """Begin to write. See `write_constants`.
+
+        `layout` is made before, in the caller's thread: two threads that import parts of exir may wait for each other.
+        """
         self._manifest = self._pool.submit(write_constants, self._path, constants, load, self._count, layout)
 
     def finish(self, on_write: Callable[[int], object]) -> Manifest:

@@ -17,7 +17,7 @@ from ostinato.delegate.artifact.files import open_constants
 from ostinato.delegate.artifact.records import constant_digest, dtype_name
 from ostinato.delegate.errors import ExportError
 from ostinato.export.artifact import writer
-from ostinato.export.artifact.writer import ConstantsWriter, write_constants
+from ostinato.export.artifact.writer import ConstantsWriter, constants_layout, write_constants
 from ostinato.export.models import ModelConfig, build_network
 from ostinato.export.weights.stream import QuantizedWeights, WeightSource, float_shapes
 
@@ -125,7 +125,7 @@ def test_writing_beside_other_work(tmp_path: Path) -> None:
     values = {key: torch.full((3,), float(number)) for number, key in enumerate("abc")}
     counted: list[int] = []
     with ConstantsWriter(tmp_path / "beside.ptd") as writer:
-        writer.start(values, values.__getitem__)
+        writer.start(values, values.__getitem__, constants_layout(values))
         manifest = writer.finish(counted.append)
     assert manifest == write_constants(tmp_path / "model.ptd", values, values.__getitem__)
     assert (tmp_path / "beside.ptd").read_bytes() == (tmp_path / "model.ptd").read_bytes()
@@ -137,7 +137,8 @@ def test_failed_load_is_raised_at_the_end(tmp_path: Path) -> None:
         raise ExportError("no such weight")
 
     with ConstantsWriter(tmp_path / "model.ptd") as writer:
-        writer.start({"a": torch.zeros(3)}, load)
+        values = {"a": torch.zeros(3)}
+        writer.start(values, load, constants_layout(values))
         with pytest.raises(ExportError, match="no such weight"):
             writer.finish(lambda nbytes: None)
 
@@ -153,7 +154,8 @@ def test_an_error_elsewhere_ends_the_writing(tmp_path: Path) -> None:
         return torch.zeros(3)
 
     with pytest.raises(ZeroDivisionError), ConstantsWriter(tmp_path / "model.ptd") as writer:
-        writer.start({key: torch.zeros(3) for key in "abcdef"}, load)
+        values = {key: torch.zeros(3) for key in "abcdef"}
+        writer.start(values, load, constants_layout(values))
         begun.wait()
         # The block waits for the constant that is being loaded.
         threading.Timer(0.2, goes_on.set).start()
