@@ -45,7 +45,7 @@ ALONE: tuple[str, ...] = (
 
 def rank(nodeid: str) -> int:
     file = nodeid.partition("::")[0]
-    return LONGEST.index(file) if file in LONGEST else len(LONGEST) + alone(nodeid)
+    return LONGEST.index(file) if file in LONGEST else len(LONGEST)
 
 
 def alone(nodeid: str) -> bool:
@@ -81,11 +81,11 @@ class Schedule(WorkStealingScheduling):
 
     def _deal(self, tests: list[str]) -> None:
         """Give each group, in the collection's order, to the process with the fewest tests."""
-        self.held = [index for index in self.pending if alone(tests[index])]
+        self.held = []
         groups: dict[str, list[int]] = {}
         for index in self.pending:
-            if not alone(tests[index]):
-                groups.setdefault(group(tests[index]), []).append(index)
+            some = self.held if alone(tests[index]) else groups.setdefault(group(tests[index]), [])
+            some.append(index)
         parts: list[list[int]] = [[] for _ in self.nodes]
         for indices in groups.values():
             min(parts, key=len).extend(indices)

@@ -92,14 +92,16 @@ def _packed(values: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None
     if values.shape[-2] % LANES:
         return pack_panels(values, scale)
     rows, scales = values.flatten(0, -2), None if scale is None else scale.flatten(0, -2)
-    packed, packed_scales = torch.empty_like(rows), None if scales is None else torch.empty_like(scales)
+    packed = torch.empty_like(rows)
+    packed_scales = None if scales is None else torch.empty_like(scales)
     step = max(1, BLOCK[values.device.type] // rows.shape[1] // LANES) * LANES
     for begin in range(0, rows.shape[0], step):
         some = slice(begin, begin + step)
-        packed[some], some_scales = pack_panels(rows[some], None if scales is None else scales[some])
-        if packed_scales is not None and some_scales is not None:
-            packed_scales[some] = some_scales
-    return packed.view_as(values), None if scale is None or packed_scales is None else packed_scales.view_as(scale)
+        made = pack_panels(rows[some], None if scales is None else scales[some])
+        for whole, piece in zip((packed, packed_scales), made, strict=True):
+            if whole is not None and piece is not None:
+                whole[some] = piece
+    return packed.view(values.shape), None if packed_scales is None else packed_scales.view(*values.shape[:-1], -1)
 
 
 def _on_host(value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What happens when the memory of an NVIDIA GPU is full. `tests/schedule.py` lets nothing else run beside this file."""
+"""Loads into an NVIDIA GPU whose memory is full. `tests/schedule.py` lets nothing else run beside this file."""
 
 from __future__ import annotations
 
