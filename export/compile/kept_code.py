@@ -143,6 +143,8 @@ def surroundings(device: str) -> str:
     parts = (
         sources.hexdigest(),
         torch.__version__,
+        # Libraries hold the names of torch's headers.
+        torch.__file__,
         str(torch.version.cuda),
         version_of("triton"),
         # Code for CPUs has parallel loops only where they are worth these threads.

@@ -85,6 +85,10 @@ def test_another_path_for_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
         with mock.patch.object(kept_code, function, lambda: "other"):
             paths.append(path_of(traced()))
     kept_code.surroundings.cache_clear()
+    # Another installation of the same torch.
+    with mock.patch.object(torch, "__file__", "/elsewhere/torch/__init__.py"):
+        paths.append(path_of(traced()))
+    kept_code.surroundings.cache_clear()
     assert None not in paths and len(set(paths)) == len(paths)
 
 
