@@ -6,35 +6,47 @@ from __future__ import annotations
 from xdist.scheduler import WorkStealingScheduling
 from xdist.scheduler.worksteal import MIN_PENDING
 
-# The files that take longest, in this order; the others follow in their own order. Two files that need one artifact stand
-# apart: the second process would wait for the first one's export.
-LONGEST: tuple[str, ...] = (
-    "tests/test_gpu_int4.py",
-    "tests/export/test_model.py",
-    "tests/export/test_cpu_moe.py",
-    "tests/runner/sessions/test_soak.py",
-    "tests/runner/test_cpu_moe.py",
-    "tests/runner/test_int4.py",
-    "tests/export/kernels/test_attention.py",
-    "tests/export/compile/test_native.py",
-    "tests/export/kernels/test_sampling.py",
-    "tests/export/kernels/test_delta_rule.py",
-    "tests/test_bench_hybrid.py",
-    "tests/export/test_program.py",
-    "tests/export/kernels/test_compiled.py",
-    "tests/export/kernels/test_experts.py",
-    "tests/export/kernels/test_experts_triton.py",
-    "tests/test_readme.py",
-    "tests/test_bad_checkpoints.py",
-    "tests/delegate/test_closing.py",
-    "tests/test_bucket_logits.py",
-    "tests/runner/sessions/test_sessions.py",
-    "tests/test_gpu.py",
-)
-# Files whose tests begin in several processes, by the text in brackets: each parameter has an export, or a group of kernels
-# to compile, of its own.
+# What the names of the longest tests begin with, and the seconds that each group of them takes: on a GPU (an H100, six
+# processes) if they have tests for one. Their groups are dealt out first, in this order.
+LONGEST: dict[str, int] = {
+    "tests/export/test_cpu_moe.py": 360,
+    "tests/runner/sessions/test_soak.py": 340,
+    "tests/test_gpu_int4.py::test_a_dense_model": 120,
+    "tests/test_gpu_int4.py": 190,
+    "tests/export/test_model.py": 60,
+    "tests/test_gpu.py": 150,
+    "tests/delegate/test_closing.py::test_random_closings": 120,
+    "tests/test_bucket_logits.py": 120,
+    "tests/test_bench_kernels.py": 110,
+    "tests/runner/test_cpu_moe.py": 60,
+    "tests/runner/test_int4.py": 60,
+    "tests/export/kernels/test_attention.py": 60,
+    "tests/export/compile/test_native.py": 60,
+    "tests/export/kernels/test_sampling.py": 60,
+    "tests/export/kernels/test_delta_rule.py": 60,
+    "tests/test_bench_hybrid.py": 60,
+    "tests/export/test_program.py": 60,
+    "tests/runner/sessions/test_sessions.py": 50,
+    "tests/delegate/test_closing.py": 40,
+    "tests/export/kernels/test_compiled.py": 30,
+    "tests/export/kernels/test_experts.py": 30,
+    "tests/export/kernels/test_experts_triton.py": 30,
+    "tests/test_readme.py": 30,
+    "tests/test_bad_checkpoints.py": 30,
+}
+# Seconds of the groups of other files.
+OTHERS = 10
+# Those whose tests begin in several processes, by the text in brackets: each parameter has an export, a group of kernels to
+# compile, or a process of its own.
 BY_PARAMETER = frozenset(
-    {"tests/export/test_model.py", "tests/export/kernels/test_compiled.py", "tests/test_gpu_int4.py"}
+    {
+        "tests/export/test_model.py",
+        "tests/export/kernels/test_compiled.py",
+        "tests/test_gpu_int4.py::test_a_dense_model",
+        "tests/test_gpu_int4.py",
+        "tests/test_bucket_logits.py",
+        "tests/delegate/test_closing.py::test_random_closings",
+    }
 )
 # What tests begin with that fill a GPU's memory, or measure what all processes take of it.
 ALONE: tuple[str, ...] = (
@@ -44,18 +56,19 @@ ALONE: tuple[str, ...] = (
 
 
 def rank(nodeid: str) -> int:
-    file = nodeid.partition("::")[0]
-    return LONGEST.index(file) if file in LONGEST else len(LONGEST)
+    return next((place for place, begin in enumerate(LONGEST) if nodeid.startswith(begin)), len(LONGEST))
 
 
 def alone(nodeid: str) -> bool:
     return nodeid.startswith(ALONE)
 
 
-def group(nodeid: str) -> str:
-    """Return the name of a test's group. The tests of a group begin in one process, and mostly stay there."""
-    file = nodeid.partition("::")[0]
-    return f"{file}[{nodeid.rpartition('[')[2]}" if file in BY_PARAMETER else file
+def group(nodeid: str) -> tuple[str, int]:
+    """Return the name of a test's group, and the seconds that the group takes. The tests of a group begin in one process, and
+    mostly stay there."""
+    begin = next((begin for begin in LONGEST if nodeid.startswith(begin)), nodeid.partition("::")[0])
+    parameter = nodeid.partition("[")[2] if begin in BY_PARAMETER else ""
+    return f"{begin}[{parameter}", LONGEST.get(begin, OTHERS)
 
 
 class Schedule(WorkStealingScheduling):
@@ -80,15 +93,18 @@ class Schedule(WorkStealingScheduling):
         super().check_schedule()
 
     def _deal(self, tests: list[str]) -> None:
-        """Give each group, in the collection's order, to the process with the fewest tests."""
+        """Give each group, in the collection's order, to the process that has the least to do."""
         self.held = []
-        groups: dict[str, list[int]] = {}
+        groups: dict[tuple[str, int], list[int]] = {}
         for index in self.pending:
             some = self.held if alone(tests[index]) else groups.setdefault(group(tests[index]), [])
             some.append(index)
         parts: list[list[int]] = [[] for _ in self.nodes]
-        for indices in groups.values():
-            min(parts, key=len).extend(indices)
+        busy = [0] * len(parts)
+        for (_, seconds), indices in groups.items():
+            first = busy.index(min(busy))
+            parts[first] += indices
+            busy[first] += seconds
         for node, part in zip(self.nodes, parts, strict=True):
             self.pending[:] = part
             self._send_tests(node, len(part))

@@ -23,17 +23,21 @@ def test_files_that_are_named_are_there() -> None:
     assert [name for name in (*LONGEST, *BY_PARAMETER, *ALONE) if not (ROOT / name.partition("::")[0]).exists()] == []
 
 
-def test_long_files_come_first() -> None:
+def test_long_tests_come_first() -> None:
     others = "tests/delegate/artifact/test_files.py::test_a", "tests/test_rooms.py::test_b[x]"
-    assert [rank(f"{name}::test_c") for name in LONGEST] == list(range(len(LONGEST)))
+    # Of two names that a test begins with, the longer one is found first.
+    assert [rank(name) for name in LONGEST] == list(range(len(LONGEST)))
     assert {rank(nodeid) for nodeid in others} == {len(LONGEST)}
 
 
 def test_a_group_is_a_file_or_a_parameter_of_one() -> None:
-    assert group("tests/test_rooms.py::test_b[x]") == group("tests/test_rooms.py::test_c") == "tests/test_rooms.py"
+    assert group("tests/test_rooms.py::test_b[x]") == group("tests/test_rooms.py::test_c")
+    assert group("tests/test_rooms.py::test_b[x]") != group("tests/test_readme.py::test_b[x]")
     for name in BY_PARAMETER:
-        groups = [group(f"{name}::{test}") for test in ("test_a[one]", "test_b[one]", "test_a[two]")]
-        assert groups[0] == groups[1] != groups[2]
+        groups = [
+            group(f"{name}::{test}") for test in ("test_a[one]", "test_b[one]", "test_a[two]", "test_c", "test_d")
+        ]
+        assert groups[0] == groups[1] != groups[2] and groups[3] == groups[4] not in groups[:3]
 
 
 @pytest.mark.parametrize("count", [1, 3])
