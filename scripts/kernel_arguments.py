@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ostinato.delegate.errors import OptionError
 from ostinato.delegate.sampling import SamplingParams, SamplingTensors
@@ -151,7 +152,7 @@ class RandomTensors:
         kept: list[Tensor] = []
         while len(kept) < rows:
             x = self.normal(8 * rows, size)
-            largest = (norm(x) @ gate.float().t()).sort(descending=True).values
+            largest = functional.linear(norm(x), gate.float()).sort(descending=True).values
             kept += x[largest[:, top_k - 1] - largest[:, top_k] > CLEARANCE]
         return torch.stack(kept[:rows])
 

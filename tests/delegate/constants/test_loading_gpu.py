@@ -55,6 +55,7 @@ def test_pinned_memory_is_given_back(
     large_file: ConstantsFile, large_constants: dict[str, Tensor], gpu: torch.device, parallel_from: int
 ) -> None:
     free_pinned_memory()
+    torch.cuda.reset_peak_host_memory_stats()
     before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
     pool = ConstantPool(large_file, gpu, parallel_from=parallel_from)
     pool.bind(record_of(large_constants))
