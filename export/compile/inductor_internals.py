@@ -9,16 +9,21 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
+
+_INDUCTOR = Path(torch.__file__).parent / "_inductor"
 
 
 @dataclass(frozen=True)
@@ -360,26 +365,41 @@ def kept_folder() -> Path:
     """The folder in Inductor's cache for libraries that later exports reuse. Their names must depend on all that they are
     made of.
 
-    Needs `torch._inductor.runtime.cache_dir_utils.cache_dir`. Without it each export that has code for CPUs compiles the
-    kernels, which takes 12 s on two cores.
+    Needs `cache_dir` of `torch._inductor.runtime.cache_dir_utils`, a file that runs by itself: an import would load all of
+    Inductor, a third of the time of an export that finds its program here. Without it each export that has code for CPUs
+    compiles the kernels, which takes 12 s on two cores.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    folder = Path(cache_dir()) / "ostinato"
+    spec = spec_from_file_location("ostinato_cache_dir_utils", _INDUCTOR / "runtime" / "cache_dir_utils.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    folder = Path(module.cache_dir()) / "ostinato"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def inductor_settings() -> str:
-    """Inductor's settings, by which generated code may differ. The environment sets some of them.
+    """What Inductor's settings depend on beside torch: environment variables, and what this process has changed. Generated
+    code may differ by it. Inductor is not imported, as above: if nobody has imported it, nothing was changed.
 
-    Needs `save_config_portable` of `torch._inductor.config`. Without it an export with other settings would take code that an
-    earlier one has kept.
+    Needs the text of `torch._inductor.config`, which names the variables; and `save_config_portable` there, with the fields
+    `default`, `env_value_default` and `env_value_force` of its entries. Without them an export with other settings would take
+    code that an earlier one has kept.
     """
-    settings = torch._inductor.config.save_config_portable()
-    # This one is a result: Inductor writes into it when it compiles.
-    return repr(sorted((name, value) for name, value in settings.items() if name != "aot_inductor.metadata"))
+    names = set(re.findall(r"""["']([A-Z][A-Z0-9_]+)["']""", (_INDUCTOR / "config.py").read_text()))
+    variables = sorted((name, os.environ[name]) for name in names & os.environ.keys())
+    config: Any = sys.modules.get("torch._inductor.config")
+    changed: list[tuple[str, object]] = []
+    for name, value in {} if config is None else config.save_config_portable().items():
+        entry = config._config[name]
+        # What it is in a new process. A plain `object` stands for none.
+        given = (entry.env_value_force, entry.env_value_default, entry.default)
+        usual = next((one for one in given if type(one) is not object), value)
+        # The metadata are a result: Inductor writes into them when it compiles.
+        if value != usual and name != "aot_inductor.metadata":
+            changed.append((name, value))
+    return repr((variables, sorted(changed)))
 
 
 def is_reserved_name(name: str) -> bool:

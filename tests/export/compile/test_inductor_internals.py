@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 import time
@@ -161,20 +162,46 @@ def test_threads_assumed() -> None:
 
 
 def test_kept_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    assert inductor_internals.kept_folder() == Path(cache_dir(), "ostinato")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     folder = inductor_internals.kept_folder()
     assert folder.is_dir() and folder.parent == tmp_path / "cache"
 
 
+def settings_elsewhere(*imports: str, **variables: str) -> str:
+    """`inductor_settings` of a new process, which imports these modules first."""
+    code = f"""
+import sys
+{"".join(f"import {name}; " for name in imports)}
+from ostinato.export.compile.inductor_internals import inductor_settings, kept_folder
+print(inductor_settings(), kept_folder().name)
+if not {imports}:
+    assert not {{"torch._inductor", "torch._dynamo"}} & sys.modules.keys()
+"""
+    environment = os.environ | variables
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    return done.stdout.removesuffix(" ostinato\n")
+
+
 def test_inductor_settings() -> None:
-    """Equal settings have equal texts, also in other processes; another setting has another text."""
+    """Equal settings have equal texts, also in other processes, and with Inductor imported or not; another setting has
+    another text. Inductor is not imported for it."""
     from torch._inductor import config
 
-    code = "from ostinato.export.compile.inductor_internals import inductor_settings\nprint(inductor_settings())"
-    elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert elsewhere == inductor_internals.inductor_settings() + "\n"
+    here = inductor_internals.inductor_settings()
+    assert here == settings_elsewhere() == settings_elsewhere("torch._inductor.config")
     with config.patch({"max_autotune": not config.max_autotune}):
-        assert inductor_internals.inductor_settings() + "\n" != elsewhere
+        assert inductor_internals.inductor_settings() != here
+    assert inductor_internals.inductor_settings() == here
+
+
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_DELAY_REALIZE_CHEAP_OUTPUTS"])
+def test_inductor_settings_in_the_environment(name: str) -> None:
+    """Also those that Inductor's module for settings reads from the environment."""
+    there = settings_elsewhere(**{name: "1"})
+    assert there == settings_elsewhere("torch._inductor.config", **{name: "1"}) != settings_elsewhere()
 
 
 def test_is_reserved_name() -> None:
