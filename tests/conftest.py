@@ -8,9 +8,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -159,21 +159,29 @@ def capitals_int4(exported: Callable[..., Path]) -> Path:
     return _capitals_on_a_gpu(exported, "capitals-cuda-int4", quant=Quantization(group_size=32))
 
 
-def export_on_a_gpu(folder: Path, path: Path, **options: Any) -> Any:
-    """Call `export_model` in a fresh process: in this one CUDA is started, and all code would be generated in turn."""
+def export_on_a_gpu(folder: Path, path: Path, methods: Sequence[str] = (), **options: Any) -> Any:
+    """Call `export_model` in a fresh process: in this one CUDA is started, and all code would be generated in turn.
+
+    `methods`: the only methods that are exported; () for all.
+    """
+    with ProcessPoolExecutor(1, get_context("spawn"), _take_a_share_of_the_cores) as pool:
+        return pool.submit(_export_methods, folder, path, methods, options).result()
+
+
+def _export_methods(folder: Path, path: Path, methods: Sequence[str], options: Mapping[str, Any]) -> Any:
     from ostinato.export import export_model
 
-    with ProcessPoolExecutor(1, get_context("spawn"), _take_a_share_of_the_cores) as pool:
-        return pool.submit(export_model, folder, path, device="cuda", **options).result()
+    with only_methods(*methods) if methods else nullcontext():
+        return export_model(folder, path, device="cuda", **options)
 
 
 def _take_a_share_of_the_cores() -> None:
-    """Leave cores to pytest's other processes. An export starts a process for each core that it may use, and each of them
-    takes memory of the GPU."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    """Take those of two of pytest's processes: mostly one of the two does something else. An export starts a process for each
+    core that it may use, and each of them takes memory of the GPU."""
+    pair = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) // 2
+    pairs = (int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)) + 1) // 2
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[int(worker) :: workers] or cores)
+    os.sched_setaffinity(0, cores[pair::pairs] or cores)
 
 
 def _capitals_on_a_gpu(exported: Callable[..., Path], name: str, **options: Any) -> Path:

@@ -9,8 +9,9 @@ from xdist.scheduler.worksteal import MIN_PENDING
 # What the names of the longest tests begin with, and the seconds that each group of them takes: on a GPU (an H100, six
 # processes) if they have tests for one. Their groups are dealt out first, in this order.
 LONGEST: dict[str, int] = {
-    "tests/export/test_cpu_moe.py": 360,
-    "tests/runner/sessions/test_soak.py": 340,
+    "tests/export/test_cpu_moe.py::test_many_steps[cuda-5": 400,
+    "tests/runner/sessions/test_soak.py": 300,
+    "tests/export/test_cpu_moe.py": 150,
     "tests/test_gpu_int4.py::test_a_dense_model": 120,
     "tests/test_gpu_int4.py": 190,
     "tests/export/test_model.py": 60,
@@ -45,6 +46,7 @@ BY_PARAMETER = frozenset(
         "tests/test_gpu_int4.py::test_a_dense_model",
         "tests/test_gpu_int4.py",
         "tests/test_bucket_logits.py",
+        "tests/runner/sessions/test_soak.py",
         "tests/delegate/test_closing.py::test_random_closings",
     }
 )

@@ -103,7 +103,7 @@ def test_a_dense_model_with_biases(tmp_path: Path, group: int | None) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
     made = make_reference(tmp_path / "checkpoint", {**CASES["dense-biases"], **sizes}, seed=3)
     quant = None if group is None else Quantization(group)
-    export_on_a_gpu(made.folder, tmp_path / "artifact", max_seq_len=256, quant=quant)
+    export_on_a_gpu(made.folder, tmp_path / "artifact", ("prefill", "decode"), max_seq_len=256, quant=quant)
     torch.backends.cuda.matmul.allow_tf32 = False
     plain = None if group is None else reference(made.folder, torch.float32, group, dummy=False, max_seq_len=256)
     with load_program(tmp_path / "artifact") as loaded:
