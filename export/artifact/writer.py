@@ -32,8 +32,6 @@ _ALIGNMENT = 128
 _FLUSH_BYTES = 1 << 30
 # Threads that hash. A thread hashes 1.05 GB/s on an H100's machine (2026-11-25), where the disk takes more than 2 GB/s.
 _HASH_THREADS = 4
-# Bytes of the values that wait for their hash. Each is kept until then.
-_HASHED_AT_ONCE = 1 << 30
 
 
 class _Loader:
@@ -60,16 +58,22 @@ class _Loader:
 
 
 class _Hasher:
-    """Hashes values in threads of its own, while the following ones are written."""
+    """Hashes values in threads of its own, while the following ones are written.
 
-    def __init__(self) -> None:
+    `room`: bytes of the values that may wait for their hash. Each is kept until then.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
         self._pool = ThreadPoolExecutor(_HASH_THREADS)
         # With the bytes of each value.
         self._pending: deque[tuple[int, Future[str]]] = deque()
 
     def make_room(self, nbytes: int) -> None:
         """Wait until a value of `nbytes` may be submitted: there is room for it, or no other waits."""
-        while self._pending and (self._pending[0][1].done() or self._bytes() + nbytes > _HASHED_AT_ONCE):
+        while self._pending and (
+            self._pending[0][1].done() or nbytes + sum(size for size, _ in self._pending) > self._room
+        ):
             self._pending.popleft()[1].result()
 
     def submit(self, value: torch.Tensor) -> Future[str]:
@@ -79,9 +83,6 @@ class _Hasher:
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-
-    def _bytes(self) -> int:
-        return sum(nbytes for nbytes, _ in self._pending)
 
 
 class _Constant:
@@ -203,7 +204,9 @@ def write_constants(
         layout: what `constants_layout` returned for these constants; None asks it.
     """
     layout = constants_layout(constants) if layout is None else layout
-    loader, hasher = _Loader(list(constants), load), _Hasher()
+    # The largest one needs so much in any case.
+    room = max((like.nbytes for like in constants.values()), default=0)
+    loader, hasher = _Loader(list(constants), load), _Hasher(room)
     with ExitStack() as opened:
         opened.callback(loader.close)
         opened.callback(hasher.close)

@@ -46,8 +46,7 @@ def wide_config(layers: int) -> ModelConfig:
 
 
 @pytest.mark.parametrize("group_size", (None, 128), ids=("plain", "int4"))
-def test_weights_stream_into_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, group_size: int | None) -> None:
-    monkeypatch.setattr(writer, "_HASHED_AT_ONCE", 48 * MIB)
+def test_weights_stream_into_the_file(tmp_path: Path, group_size: int | None) -> None:
     network = build_network(wide_config(6), 64, torch.float32, group_size=group_size)
     source = Counted(dummy_weights(network))
     total = sum(4 * torch.Size(shape).numel() for shape in float_shapes(network).values())
@@ -195,14 +194,17 @@ def test_a_disk_that_fails_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyP
         write_constants(tmp_path / "model.ptd", {"a": torch.zeros(1000)}, lambda key: torch.zeros(1000))
 
 
-@pytest.mark.parametrize(("room", "count"), [(12, 2), (24, 3), (100, 6)])
-def test_few_values_wait_for_their_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, room: int, count: int) -> None:
-    """The first hash ends when value number `count` is asked for: that one is made while the last one that has room is
-    written. The next is not asked for before the hash has ended. A value takes 12 bytes."""
+@pytest.mark.parametrize(("largest", "count"), [(3, 2), (6, 3), (25, 6)])
+def test_few_values_wait_for_their_hash(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, largest: int, count: int
+) -> None:
+    """The first hash ends when value number `count` is asked for, and the next is not asked for before: no more wait than
+    have the bytes of the largest value, which comes last."""
     asked: list[str] = []
     seen: list[int] = []
     enough = threading.Event()
     digest = writer._digest
+    constants = {key: torch.zeros(3) for key in "abcde"} | {"f": torch.zeros(largest)}
 
     def slow(value: Tensor) -> str:
         if value[0] == 0:
@@ -214,9 +216,8 @@ def test_few_values_wait_for_their_hash(monkeypatch: pytest.MonkeyPatch, tmp_pat
         asked.append(key)
         if len(asked) == count:
             enough.set()
-        return torch.full((3,), float("abcdef".index(key)))
+        return torch.full_like(constants[key], float("abcdef".index(key)))
 
     monkeypatch.setattr(writer, "_digest", slow)
-    monkeypatch.setattr(writer, "_HASHED_AT_ONCE", room)
-    write_constants(tmp_path / "model.ptd", {key: torch.zeros(3) for key in "abcdef"}, load)
+    write_constants(tmp_path / "model.ptd", constants, load)
     assert seen == [count]
