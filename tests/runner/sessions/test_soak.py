@@ -18,8 +18,8 @@ from .soak import Memory, Script, Soak, Standing, replays, scripts
 # fills what is kept for later steps.
 STEPS = {"cpu": 400, "cuda": 100_000}
 # Steps of the test that no other may run beside. The driver takes the GPU's memory in pieces of 2 MiB: more than one of them
-# is a leak of 53 bytes in a step, or more.
-STEPS_ALONE = 40_000
+# is a leak of 42 bytes in a step, or more.
+STEPS_ALONE = 50_000
 # Fewer pages than all sessions may want, so that pages run out now and then.
 SESSIONS = {"cpu": 10, "cuda": 40}
 KV_TOKENS = {"cpu": 16 * 64, "cuda": 54 * 64}
@@ -75,7 +75,7 @@ def test_batches_that_change_in_every_step(engine: Engine, part: int) -> None:
     assert after.host - memory.host < 8 * MIB
     assert after.tensors <= memory.tensors
     # The allocator may hold one or two blocks more than before.
-    assert after.reserved - memory.reserved <= 8 * MIB
+    assert after.reserved - memory.reserved <= 4 * MIB
     # Steps of one session have a graph, and so have steps of several sessions, for each bucket.
     grown = {name: count - before[name] for name, count in replays(engine).items()}
     several = sum(count for rows, count in soak.sizes.items() if rows > 1)
