@@ -84,10 +84,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def read(path: Path) -> Records:
     records = read_json(path, RecordsError)
-    keys = {
-        *("n_prompt", "n_gen", "n_depth", "cuda_graph", "median_ts"),
-        *("kernels_per_token", "host_us_per_token", "fallback_reason"),
-    }
+    keys = {"n_prompt", "n_gen", "n_depth", "cuda_graph", "median_ts"}
+    keys |= {"kernels_per_token", "host_us_per_token", "fallback_reason"}
     if not isinstance(records, list) or not all(isinstance(one, dict) and keys <= one.keys() for one in records):
         raise RecordsError(f"{path} is not what `ostinato bench --save` writes")
     return records

@@ -380,8 +380,8 @@ def kept_folder() -> Path:
 
 
 def inductor_settings() -> str:
-    """What Inductor's settings depend on beside torch: environment variables, and what this process has changed. Generated
-    code may differ by it. Inductor is not imported, as above: if nobody has imported it, nothing was changed.
+    """Describe Inductor's settings, by which generated code may differ: environment variables that set some, and what this
+    process has changed. Inductor is not imported, as above: if nobody has imported it, nothing was changed.
 
     Needs the text of `torch._inductor.config`, which names the variables; and `save_config_portable` there, with the fields
     `default`, `env_value_default` and `env_value_force` of its entries. Without them an export with other settings would take
