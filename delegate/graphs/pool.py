@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,38 +45,17 @@ class Capture:
         outputs: the outputs of the work. A launch fills them.
         nodes: facts about the graph's nodes.
         instantiate_us: microseconds that making the graph executable took.
-        kept: whether graph and outputs must not be freed before a launch; see `keep`.
     """
 
     graph: torch.cuda.CUDAGraph
     outputs: list[torch.Tensor]
     nodes: GraphNodes = field(default_factory=GraphNodes)
     instantiate_us: float = 0.0
-    kept: bool = False
-
-    def keep(self) -> None:
-        """Free nothing of this capture until it has been launched. For cudaMallocAsync only.
-
-        With that allocator an output is allocated by the launch. If torch frees an output before the launch, the call fails
-        in a destructor, which ends the process. The output's address belongs to the graph, so the graph stays too: torch
-        does not expect the same address twice. Before the launch, neither of them occupies memory of the device.
-        """
-        self.kept = True
-        for thing in (self.graph, *self.outputs):
-            never_free(thing)
-
-    def launched(self) -> None:
-        """Note that a launch has done this work. From now on the capture can be freed."""
-        if self.kept:
-            self.kept = False
-            for thing in (self.graph, *self.outputs):
-                ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))
 
     def free(self) -> None:
         """Free the graph, then the outputs. To be called once."""
         with side_lock:
-            if not self.kept:
-                self.graph.reset()
+            self.graph.reset()
             # The last reference; see `never_free`.
             del self.graph
             self.outputs = []
@@ -90,8 +69,7 @@ class GraphPool:
     there.
 
     With cudaMallocAsync no pool is shared: that allocator has no pools. The driver allocates when a graph is launched, and
-    graphs that are launched on one stream share memory by themselves. Other graphs can read a graph's outputs until its next
-    launch, which frees the outputs and allocates them again at the same addresses.
+    graphs that are launched on one stream share memory by themselves. Outputs lie outside the graphs; see `_output_buffers`.
 
     Args:
         stream: stream on which captures are made.
@@ -121,18 +99,19 @@ class GraphPool:
         with side_lock:
             # No earlier work may run while the capture begins, and cached blocks cannot move to the pool later.
             torch.cuda.synchronize(device)
-            self.stream.wait_stream(torch.cuda.current_stream(device))
+            caller = torch.cuda.current_stream(device)
+            self.stream.wait_stream(caller)
             with torch.cuda.stream(self.stream):
                 if self._anchor is None:
                     self._make_anchor()
                 try:
-                    capture = self._record(work, self._handle)
+                    if self._is_shared:
+                        return self._record(work, self._handle)
+                    buffers = self._output_buffers(work, caller)
+                    return self._record(lambda: _copied(work(), buffers), None)
                 except BaseException:
                     self._renew()
                     raise
-        if not self._is_shared:
-            capture.keep()
-        return capture
 
     def begin_step(self) -> None:
         """Make the current stream wait for the previous step, if that step was queued on another stream."""
@@ -147,6 +126,21 @@ class GraphPool:
         if self._anchor is not None:
             self._anchor.free()
         self._anchor = self._handle = self._number = self._last_stream = None
+
+    def _output_buffers(self, work: Work, stream: torch.cuda.Stream) -> list[torch.Tensor]:
+        """Allocate buffers for the outputs of a capture with cudaMallocAsync, for use on `stream`.
+
+        Nothing that a capture allocates may outlive it. Only a launch allocates it, so an earlier free ends the process. And
+        torch takes a free while any thread captures for a part of that capture. Captures have one stream, so the other graph
+        would free this memory in each of its launches, and all but the first would fail.
+        """
+        # The first capture is for the outputs' shapes only.
+        first = self._record(lambda: [_like(output, "meta") for output in work()], None)
+        # Not inference tensors: they are also written outside inference mode.
+        with torch.cuda.stream(stream), torch.inference_mode(False):
+            buffers = [_like(output, stream.device) for output in first.outputs]
+        first.free()
+        return buffers
 
     def _make_anchor(self) -> None:
         """Open a pool. If that fails, the next graph has a pool of its own, and the capture after it tries again."""
@@ -184,7 +178,7 @@ class GraphPool:
             # capture, the allocator of pinned memory asks the graph at each later capture which streams are its own.
             never_free(graph)
             if not self._is_shared:
-                # Keep the tensors of the functions that failed: as in `Capture.keep`, they must not be freed.
+                # Keep the tensors of the functions that failed: a free before a launch would end the process.
                 never_free(_tensors_of(error))
             self._abandon(graph, handle)
             raise
@@ -206,6 +200,16 @@ class GraphPool:
                     mend(self.stream.device, handle)
                 except RuntimeError as error:
                     logger.debug("after a failed capture: %s", first_line(error))
+
+
+def _like(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _copied(outputs: Sequence[torch.Tensor], buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+    for buffer, output in zip(buffers, outputs, strict=True):
+        buffer.copy_(output)
+    return buffers
 
 
 def _tensors_of(error: BaseException) -> list[object]:

@@ -147,9 +147,8 @@ class _CudaGraph:
         self.nodes, self.outputs, self.instantiate_us = capture.nodes, capture.outputs, capture.instantiate_us
 
     def launch(self) -> list[torch.Tensor]:
-        assert self._executable is not None and self._last is not None
+        assert self._executable is not None
         self._executable.graph.replay()
-        self._last.launched()
         return self.outputs
 
     def update(self, work: Work) -> bool:

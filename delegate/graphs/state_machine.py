@@ -198,14 +198,18 @@ class StateMachine:
             self._stats.dropped += with_plan
 
     def _run_disabled(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        outputs = self._call(self._code.run, list(map(_as_compiled_for, inputs, self._input_devices)))
+        outputs = self._call(self._run_code, inputs)
         self._stats.runs += 1
         return outputs
+
+    def _run_code(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the code on inputs that may lie anywhere. They are copied on the stream of the code, under its lock."""
+        return self._code.run(list(map(_as_compiled_for, inputs, self._input_devices)))
 
     def _warm_up(
         self, recorder: GraphRecorder, state: _ShapeState, inputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        outputs = recorder.warmup(self._code.run, list(map(_as_compiled_for, inputs, self._input_devices)))
+        outputs = recorder.warmup(self._run_code, inputs)
         self._stats.warmups += 1
         state.warmups += 1
         if state.warmups >= self._warmup_steps:

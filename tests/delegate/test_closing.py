@@ -134,8 +134,8 @@ def test_random_closings(artifact: Path) -> None:
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_random_closings_with_each_allocator(artifact: Path, allocator: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTORCH_ALLOC_CONF"}
-    # With cudaMallocAsync torch warns of each output of a graph that is freed, most often by Python's warnings; and of memory
-    # that one thread frees while another captures. It then waits with that.
+    # With cudaMallocAsync torch warns of memory that one thread allocates or frees while another captures, most often by
+    # Python's warnings.
     warns = "Async" in allocator
     quiet = ["-W", "ignore::UserWarning"] if warns else []
     done = subprocess.run(
