@@ -27,8 +27,6 @@ FULL, PROGRAMMATIC = (0, 0, 0), (1, 1, 0)
 @contextmanager
 def limited(nbytes: int) -> Iterator[None]:
     """Let torch take no more than `nbytes` of the GPU beyond what it holds. Other processes are not disturbed."""
-    # What torch holds without using it would come on top.
-    torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + nbytes) / total)
     try:
