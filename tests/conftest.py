@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -54,16 +54,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """On a GPU, a test that must be alone runs while the tests of all other processes wait."""
+    """On a GPU, a test that must be alone waits until no other process runs a test, and then the others wait."""
     if not torch.cuda.is_available() or "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
     from .schedule import alone
 
     folder = Path(tempfile.gettempdir(), f"ostinato-tests-{os.getuid()}")
     folder.mkdir(exist_ok=True)
-    # A test that waits to be alone keeps this door shut, so that no other begins.
-    with _locked(folder / "door.lock") as door, _locked(folder / "tests.lock", shared=not alone(item.nodeid)):
-        door.close()
+    with _locked(folder / "tests.lock", shared=not alone(item.nodeid)):
         return (yield)
 
 
@@ -113,12 +111,11 @@ def exported(
 
 
 @contextmanager
-def _locked(path: Path, shared: bool = False) -> Iterator[IO[str]]:
-    """Let one process in at a time, or all that share; the others wait. A process that is killed releases the lock; so does
-    `close` of the file."""
+def _locked(path: Path, shared: bool = False) -> Iterator[None]:
+    """Let one process in at a time, or all that share; the others wait. A process that is killed releases the lock."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-        yield file
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -9,16 +9,18 @@ from xdist.scheduler.worksteal import MIN_PENDING
 # What the names of the longest tests begin with, and the seconds that each group of them takes: on a GPU (an H100, six
 # processes) if they have tests for one. Their groups are dealt out first, in this order.
 LONGEST: dict[str, int] = {
-    "tests/export/test_cpu_moe.py::test_many_steps[cuda-5": 400,
-    "tests/runner/sessions/test_soak.py": 300,
-    "tests/export/test_cpu_moe.py": 150,
-    "tests/test_gpu_int4.py::test_a_dense_model": 120,
-    "tests/test_gpu_int4.py": 190,
+    "tests/export/test_cpu_moe.py::test_many_steps[cuda-5": 280,
+    # The second part needs the artifact that the first one has made by then.
+    "tests/runner/sessions/test_soak.py::test_batches_that_change_in_every_step[cuda-first": 360,
+    "tests/export/test_cpu_moe.py": 90,
+    "tests/test_gpu_int4.py::test_a_dense_model": 80,
+    "tests/test_gpu_int4.py": 160,
+    "tests/runner/sessions/test_soak.py": 240,
     "tests/export/test_model.py": 60,
-    "tests/test_gpu.py": 150,
-    "tests/delegate/test_closing.py::test_random_closings": 120,
-    "tests/test_bucket_logits.py": 120,
-    "tests/test_bench_kernels.py": 110,
+    "tests/test_gpu.py": 110,
+    "tests/delegate/test_closing.py::test_random_closings": 95,
+    "tests/test_bucket_logits.py": 40,
+    "tests/test_bench_kernels.py": 80,
     "tests/runner/test_cpu_moe.py": 60,
     "tests/runner/test_int4.py": 60,
     "tests/export/kernels/test_attention.py": 60,
@@ -46,6 +48,7 @@ BY_PARAMETER = frozenset(
         "tests/test_gpu_int4.py::test_a_dense_model",
         "tests/test_gpu_int4.py",
         "tests/test_bucket_logits.py",
+        "tests/test_bench_kernels.py",
         "tests/runner/sessions/test_soak.py",
         "tests/delegate/test_closing.py::test_random_closings",
     }
