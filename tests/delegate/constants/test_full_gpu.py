@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import pytest
 import torch
@@ -29,12 +29,19 @@ def all_but(nbytes: int) -> Iterator[None]:
     """Hold the GPU's memory, except about `nbytes`."""
     gc.collect()
     torch.cuda.empty_cache()
+    held: list[Tensor] = []
+    # What is free in blocks of torch's that are partly in use would come on top.
+    with limited(0):
+        for size in (32 * MB, 8 * MB, 2 * MB):
+            with suppress(torch.cuda.OutOfMemoryError):
+                while True:
+                    held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
     free, _ = torch.cuda.mem_get_info()
-    held = torch.empty(free - nbytes, dtype=torch.uint8, device="cuda")
+    held.append(torch.empty(free - nbytes, dtype=torch.uint8, device="cuda"))
     try:
         yield
     finally:
-        held.set_()  # type: ignore[call-overload]
+        held.clear()
         torch.cuda.empty_cache()
 
 
