@@ -133,7 +133,7 @@ class RandomTensors:
         return Weight(values, scale)
 
     def norm(self, size: int) -> Norm:
-        return Norm(self.wide(size, scale=0.4), self.shapes.config.rms_norm_eps)
+        return Norm(1 + self.wide(size, scale=0.4), self.shapes.config.rms_norm_eps)
 
     def squares(self, heads: int, size: int) -> HeadSquares:
         """Partial sums of squares for `heads` heads, of all rows together. Each head has `size` numbers that are about

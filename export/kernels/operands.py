@@ -67,7 +67,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMS norm over K elements: `x / rms(x) * (1 + weight)`; the weight is stored as an offset from one.
+    """An RMS norm over K elements: `x / rms(x) * weight`.
 
     Attributes:
         weight: [K] float32.
@@ -80,7 +80,7 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., K] -> normed x, in float64 where x is float64, else in float32."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * (1.0 + self.weight)
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
 # MAX_ROWS: the most rows of several sessions in one call; a GPU kernel holds something about each of these rows. FEW_ROWS:

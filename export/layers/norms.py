@@ -12,7 +12,7 @@ from .build import parameter
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * (1 + weight)`: the weight is stored as an offset from one."""
+    """`x / rms(x) * weight`."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    """`x / rms(x) * weight * silu(gate)`: the norm at the end of a gated delta-net. Its weight has no offset."""
+    """`x / rms(x) * weight * silu(gate)`: the norm at the end of a gated delta-net."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

@@ -323,11 +323,13 @@ FAMILY = Family(
         renamed=("model.language_model.", "model."),
         # The text model has no multi-token prediction and no vision, and it computes `inv_freq`.
         skipped=re.compile(r"^(mtp\.|model\.visual\.|visual\.|model\.mtp\.)|rotary_emb\.inv_freq$"),
+        # All norms but the one inside a delta-net.
+        offsets=re.compile(r"(?<!linear_attn\.)norm\.weight$"),
     ),
     spreads=DummySpreads(
         by_ending={
             "A_log": (0.0, 0.5),
-            "linear_attn.norm.weight": (1.0, 0.1),
+            "norm.weight": (1.0, 0.1),
             "conv1d.weight": (0.0, 0.5),
         },
         adding=(".out_proj", ".o_proj", ".down_proj"),

@@ -16,6 +16,7 @@ from .sources.safetensors import SafetensorsFolder, some_of
 
 # Dtypes of stored weights, as safetensors calls them. Others are parts of a number format, with scales beside them.
 _DTYPES = ("BF16", "F16", "F32", "F64")
+_NONE = re.compile(r"(?!)")
 # Name of a tensor of a single expert.
 _EXPERT = re.compile(r"^(?P<parent>.*)\.(?P<index>\d+)\.(?P<module>\w+)\.weight$")
 
@@ -30,13 +31,15 @@ class CheckpointNames:
             checkpoint has either the parameter itself, or `<parent>.<index>.<module>.weight` for each expert.
         renamed: (beginning of names in some checkpoints, what our network has in its place).
         skipped: pattern for the names of tensors that a text model does not use.
+        offsets: pattern for our names of norms whose weights a checkpoint stores as offsets from one.
         embedding, head: names of the token embedding and of the output projection, which may be tied.
     """
 
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     renamed: tuple[str, str] = ("", "")
-    skipped: re.Pattern[str] = re.compile(r"(?!)")
+    skipped: re.Pattern[str] = _NONE
+    offsets: re.Pattern[str] = _NONE
     embedding: str = "model.embed_tokens.weight"
     head: str = "lm_head.weight"
 
@@ -91,9 +94,11 @@ class CheckpointWeights:
             raise CheckpointError(_complaint(folder, missing, sorted(unexpected)))
 
     def read(self, name: str) -> Tensor:
-        """Return the parameter on the CPU, in its shape before quantisation and in the checkpoint's dtype."""
+        """Return the parameter on the CPU, in its shape before quantisation and in the checkpoint's dtype; in float32 if one
+        is added to it."""
         parts = [self._source.read(self._stored[part]) for part in self._parts[name]]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self._shapes[name])
+        value = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self._shapes[name])
+        return 1 + value.float() if self._names.offsets.search(name) else value
 
     def _find(self, name: str, shape: tuple[int, ...], tied: bool) -> list[str]:
         """Return the names of the tensors that make up the parameter `name`, whether the checkpoint has them or not."""

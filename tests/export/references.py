@@ -181,6 +181,11 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
     return noise / math.sqrt(noise.shape[-1])
 
 
+def is_offset(name: str) -> bool:
+    """Return whether transformers' parameter is an offset from one."""
+    return name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+
+
 def stack_rows(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return transformers' parameters in the form that our network has."""
     home = {part: stack for stack, parts in STACKS.items() for part in parts}
@@ -189,7 +194,8 @@ def stack_rows(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         *above, module, last = name.split(".")
         target = ".".join((*above, home.get(module, module), last))
         parts = [".".join((*above, part, last)) for part in STACKS.get(home.get(module, ""), (module,))]
-        stacked[target] = torch.cat([parameters[part].detach() for part in parts])
+        value = torch.cat([parameters[part].detach() for part in parts])
+        stacked[target] = 1 + value if is_offset(name) else value
     return stacked
 
 

@@ -198,5 +198,5 @@ def normed_and_rotated(
     """RMS norm and rotation of each row of x [M, D], float32. `other` has the partner of each element in the rotation."""
     x = x.to(tl.float32)
     length = tl.rsqrt(tl.sum(x * x, 1) / x.shape[1] + EPS)
-    rotated = x * (1.0 + norm) * cosine + other.to(tl.float32) * (1.0 + other_norm) * sine
+    rotated = x * norm * cosine + other.to(tl.float32) * other_norm * sine
     return rotated * length[:, None]

@@ -124,7 +124,7 @@ def delta_step(
         decay: parameters of H heads.
         state: [slots, H, K, V] float32, written in place for slots that have rows.
         index: any runs. If a run begins at 0, its old state counts as zeros.
-        norm_weight: [V] float32, the factor itself and not an offset from one.
+        norm_weight: [V] float32.
         key_heads: number of key heads.
 
     Returns:

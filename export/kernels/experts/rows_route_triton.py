@@ -33,7 +33,7 @@ def route_rows_early(
     SLICE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write the logits in parts: a program multiplies a slice of ROWS rows of `x * (1 + norm)` by a slice of TILE gate rows.
+    """Write the logits in parts: a program multiplies a slice of ROWS rows of `x * norm` by a slice of TILE gate rows.
 
     ROWS is WORD, or less if there are fewer rows. A slice is SLICE of the SIZE elements of a row.
 
@@ -52,7 +52,7 @@ def route_rows_early(
     inside = column < SIZE
     here = inside[:, None] & (expert < EXPERTS)[None, :]
     weights = tl.load(gate + expert[None, :] * SIZE + column[:, None], mask=here, other=0.0)
-    factor = 1.0 + tl.load(norm + column, mask=inside, other=0.0)
+    factor = tl.load(norm + column, mask=inside, other=0.0)
     wait_for_previous(EARLY)
     values = tl.load(x + row[:, None] * SIZE + column[None, :], mask=inside[None, :] & (row < rows)[:, None], other=0.0)
     values = values.to(tl.float32)
@@ -119,7 +119,7 @@ def choose_rows_early(
         element = tl.arange(0, 128)[None, :]
         column = group[:, None] * 128 + element
         inside = column < SIZE
-        weight = 1.0 + tl.load(norm + column, mask=inside, other=0.0)
+        weight = tl.load(norm + column, mask=inside, other=0.0)
         gate = weight
         if SHARED:
             gate = tl.load(shared_gate + column, mask=inside, other=0.0).to(tl.float32)

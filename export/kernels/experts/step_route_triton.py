@@ -36,7 +36,7 @@ def route_logits_early(
     read = tl.minimum(row, COUNT - 1)
     first = tl.where(read < EXPERTS, gate + read * SIZE, shared_gate)
     tile = tl.load(first[:, None] + column[None, :], mask=inside[None, :], other=0.0)
-    factor = 1.0 + tl.load(norm_weight + column, mask=inside, other=0.0)
+    factor = tl.load(norm_weight + column, mask=inside, other=0.0)
     wait_for_previous(EARLY)
     x = tl.load(h + column, mask=inside, other=0.0).to(tl.float32)
     products = tile.to(tl.float32) * (x * factor)[None, :]

@@ -121,7 +121,7 @@ def load_input_at(vector, unit, inside, GROUP: tl.constexpr):
 
 @triton.jit
 def load_norm(norm, START: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr):
-    """Load the norm's factors (1 + weight) for the tiles of `load_input`."""
+    """Load the norm's weights for the tiles of `load_input`."""
     unit, inside = tile_units(START, 1, K, GROUP, UNITS)
     if GROUP > 0:
         weights = load_constant_eights(norm, first_fours(unit), inside)
@@ -129,10 +129,7 @@ def load_norm(norm, START: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, U
         weights = (load_constant_floats(norm, START, K, UNITS),)
     else:
         weights = (tl.load(norm + unit, mask=inside, other=0.0),)
-    factors = ()
-    for i in tl.static_range(len(weights)):
-        factors = extended(factors, 1.0 + weights[i])
-    return factors
+    return weights
 
 
 @triton.jit

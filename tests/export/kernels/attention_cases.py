@@ -69,7 +69,7 @@ class Case:
     def rotated(self, x: Tensor, norm: Norm) -> Tensor:
         """Normalise x [rows, heads, D]. Then take its first R elements as R / 2 complex numbers, whose parts are R / 2 apart,
         and multiply them by e^(i angle)."""
-        x = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * (1 + norm.weight.double())
+        x = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
         half = self.index.cos.shape[1] // 2
         turn = torch.complex(self.index.cos[:, :half].double(), self.index.sin[:, :half].double())[:, None]
         z = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn
@@ -108,7 +108,7 @@ def make(
     tokens = [run for run in runs if run.slot >= 0] or [Run(SLOT, 0, 0)]
     past = {run.slot: tuple(normal(2, kv_heads, run.first, head_dim).to(dtype)) for run in tokens}
     cache = paged(past, SLOTS, max(capacity, 1, *(run.end for run in tokens)), page_size)
-    norms = Norm(size * (1 + 0.3 * normal(head_dim)), EPS), Norm(0.3 * normal(head_dim), EPS)
+    norms = Norm(1 + size * (1 + 0.3 * normal(head_dim)), EPS), Norm(1 + 0.3 * normal(head_dim), EPS)
     return Case(qkv, *norms, index, cache, heads)
 
 

@@ -103,7 +103,7 @@ class Case:
         """Return the same in float64; of `sparse_moe`, what it adds to the residual stream."""
         x, shared_logit = self.x.double(), self.logits[:, -1:].double()
         if operation != "experts":
-            x = x / (x.square().mean(1, keepdim=True) + self.norm.eps).sqrt() * (1 + self.norm.weight.double())
+            x = x / (x.square().mean(1, keepdim=True) + self.norm.eps).sqrt() * self.norm.weight.double()
         if operation == "route_logits":
             return x @ self.gates.t()
         shares, chosen = self.routing(operation)

@@ -83,7 +83,7 @@ class Case:
             mean = self.squares.sums.double().sum(1, keepdim=True) / heads.shape[1]
             x = (heads / (mean + self.squares.eps).sqrt()).view(x.shape)
         elif operation.startswith("norm_"):
-            x = x / (x.square().mean(1, keepdim=True) + self.norm.eps).sqrt() * (1 + self.norm.weight.double())
+            x = x / (x.square().mean(1, keepdim=True) + self.norm.eps).sqrt() * self.norm.weight.double()
         bias = self.operand.weight.bias
         product = x @ self.operand.numbers.double().t() + (0 if bias is None else bias.double())
         if operation == "norm_swiglu":

@@ -114,7 +114,7 @@ def test_the_reference_rotates_as_the_model_does() -> None:
     case = make((4, 2, 32, 8), [Run(SLOT, 0)], torch.float32, device="cpu")
     _, cache = case.run(reference.attend_step)
     key = case.qkv[:, 256:320].view(1, 2, 32)
-    normed = key * (key.square().mean(-1, keepdim=True) + EPS).rsqrt() * (1 + case.k_norm.weight)
+    normed = key * (key.square().mean(-1, keepdim=True) + EPS).rsqrt() * case.k_norm.weight
     rotated = reference.rotate(normed, case.index.cos, case.index.sin)
     torch.testing.assert_close(held(cache, SLOT, 0, 1)[0].transpose(0, 1), rotated)
 

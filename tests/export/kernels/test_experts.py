@@ -203,7 +203,7 @@ def shares_of(kernels: Any, name: str, operation: str, logits: Tensor, top_k: in
     x[slots < 0] = torch.nan
     # The inner activation is silu(128) / 128 = 1.
     gate_up = torch.tensor([[128 / root], [1 / 128 / root]]).to(logits).expand(count, 2, size).contiguous()
-    norm, routed = Norm(torch.zeros(size, device=logits.device), 0.0), ExpertWeights(weight(gate_up, name), down)
+    norm, routed = Norm(torch.ones(size, device=logits.device), 0.0), ExpertWeights(weight(gate_up, name), down)
     out = kernels.sparse_moe(x, norm, weight(gate, name).values, None, top_k, routed, None, slots)
     return (out.double() - x.double())[:, :count]
 
@@ -250,7 +250,7 @@ def test_order_of_inner_activations(
     logits, (count, top_k) = made_logits(size[0], dtype, FORMS[name].device)[:5], size
     gate_up = torch.full((count, 16, 8), 16.0)
     gate_up[:, 8:] = (torch.arange(count)[:, None, None] >> torch.arange(8)[:, None] & 1) / 1024
-    norm, routed = Norm(torch.zeros(8, device=logits.device), 0.0), weight(gate_up.to(logits), name)
+    norm, routed = Norm(torch.ones(8, device=logits.device), 0.0), weight(gate_up.to(logits), name)
     found = row_by_row(
         name,
         lambda some: kernels_of(name).experts_gate_up(some.new_ones(len(some), 8), norm, some, top_k, routed, None),

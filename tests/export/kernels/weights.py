@@ -42,7 +42,7 @@ class Random:
         """Return a norm with factors of both signs, of a size near one; in float64 for inputs in float64."""
         wide = torch.promote_types(dtype, F32)
         sign = self.normal(size, dtype=wide).sign()
-        return Norm(sign * (1 + 0.3 * self.normal(size, dtype=wide)) - 1, EPS)
+        return Norm(sign * (1 + 0.3 * self.normal(size, dtype=wide)), EPS)
 
     def weight(self, *sizes: int, group: int | None, dtype: torch.dtype) -> Operand:
         """Make a weight [..., N, K] whose products are about as large as its inputs; in int4, scales have both signs.
