@@ -17,7 +17,7 @@ from torch import Tensor
 from ostinato.delegate.sampling import SamplingParams
 from ostinato.export.kernels import Kernels, kernels_for
 from ostinato.export.kernels.linear import reference as linear_reference
-from ostinato.export.kernels.operands import Convolution, Decay, ExpertWeights, KVCache, LastTokens
+from ostinato.export.kernels.operands import Convolution, Decay, ExpertWeights, Heads, KVCache, LastTokens
 from ostinato.export.kernels.sampling.reference import workspace_size
 from ostinato.export.layers.build import PAGE_SIZE
 
@@ -201,11 +201,9 @@ def _attention(shapes: Shapes, rows: int, layers: int, depths: tuple[int, ...]) 
             keys, values = (random.normal(rows * pages, kv_heads, PAGE_SIZE, head_dim) for _ in range(2))
             return {
                 "qkv": random.normal(rows, outputs),
-                "q_norm": random.norm(head_dim),
-                "k_norm": random.norm(head_dim),
+                "heads": Heads(heads, random.norm(head_dim), random.norm(head_dim), gated=True),
                 "index": random.index(depth, rows),
                 "cache": KVCache(keys, values, random.order(pages, rows)),
-                "heads": heads,
             }
 
         used = (depth + 1) / (pages * PAGE_SIZE)

@@ -83,6 +83,33 @@ class Norm:
         return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
+@dataclass(frozen=True)
+class Heads:
+    """How a row of attention's projection divides into heads of D elements: all queries, then all keys, then all values.
+
+    Attributes:
+        count: number of queries, a multiple of that of keys.
+        q_norm, k_norm: norms over D elements of queries and of keys, with the same eps; None: these are not normed.
+        gated: whether each query has a gate behind it, by whose sigmoid the head's output is multiplied.
+    """
+
+    count: int
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    gated: bool = False
+
+    @property
+    def arguments(self) -> tuple[Tensor | None, Tensor | None, float, int, bool]:
+        """Weights and eps of the norms, count, and whether there are gates, as arguments of an operator of torch."""
+        if self.q_norm is None or self.k_norm is None:
+            return None, None, 0.0, self.count, self.gated
+        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.count, self.gated
+
+    def split(self, kv_heads: int, head_dim: int) -> tuple[int, int, int]:
+        """Elements of a row that belong to queries and gates, to keys, and to values."""
+        return (1 + self.gated) * self.count * head_dim, kv_heads * head_dim, kv_heads * head_dim
+
+
 # MAX_ROWS: the most rows of several sessions in one call; a GPU kernel holds something about each of these rows. FEW_ROWS:
 # the most rows of a call that takes the kernels for few rows.
 MAX_ROWS, FEW_ROWS = 256, 16

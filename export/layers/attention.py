@@ -1,4 +1,4 @@
-"""Gated full attention: QK-norm, partial rotary embedding, grouped heads, a KV cache, a gate on the output."""
+"""Full attention: rotary embedding, grouped heads, a KV cache; with or without QK norm, biases and a gate on the output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate.artifact.records import StateKind
-from ostinato.export.kernels.operands import KVCache, RowIndex
+from ostinato.export.kernels.operands import Heads, KVCache, RowIndex
 
 from .build import Build
 from .linear import Linear
@@ -24,33 +24,36 @@ class AttentionSizes:
         hidden: H, the model's size.
         heads, kv_heads: number of query heads, and of heads of keys and values.
         head_dim: elements of a head.
+        qk_norm: whether queries and keys are normed.
+        gated: whether each head's output is multiplied by the sigmoid of a gate.
+        qkv_bias, out_bias: whether these projections have a bias.
     """
 
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
+    qk_norm: bool = False
+    gated: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
 
 
-class GatedAttention(nn.Module):
+class Attention(nn.Module):
     """One layer's attention. Two buffers hold the keys and values of all sessions; the block table says in which pages."""
 
     k_cache: Tensor
     v_cache: Tensor
     block_table: Tensor
 
-    def __init__(self, sizes: AttentionSizes, eps: float, build: Build, *, bias: bool = False) -> None:
+    def __init__(self, sizes: AttentionSizes, eps: float, build: Build) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = sizes.heads, sizes.kv_heads, sizes.head_dim
-        self.split = (
-            2 * sizes.heads * sizes.head_dim,
-            sizes.kv_heads * sizes.head_dim,
-            sizes.kv_heads * sizes.head_dim,
-        )
-        self.qkv_proj = Linear(sizes.hidden, sum(self.split), build, bias=bias)
-        self.o_proj = Linear(sizes.heads * sizes.head_dim, sizes.hidden, build, bias=bias)
-        self.q_norm = RMSNorm(sizes.head_dim, eps)
-        self.k_norm = RMSNorm(sizes.head_dim, eps)
+        self.count, self.gated = sizes.heads, sizes.gated
+        self.q_norm = RMSNorm(sizes.head_dim, eps) if sizes.qk_norm else None
+        self.k_norm = RMSNorm(sizes.head_dim, eps) if sizes.qk_norm else None
+        outputs = sum(self.heads.split(sizes.kv_heads, sizes.head_dim))
+        self.qkv_proj = Linear(sizes.hidden, outputs, build, bias=sizes.qkv_bias)
+        self.o_proj = Linear(sizes.heads * sizes.head_dim, sizes.hidden, build, bias=sizes.out_bias)
         self.kernels = build.kernels
         pages = (EXAMPLE_PAGES, sizes.kv_heads, build.page_size, sizes.head_dim)
         register_state(
@@ -63,17 +66,22 @@ class GatedAttention(nn.Module):
         register_state(self, StateKind.BLOCK_TABLE, block_table=build.block_table)
 
     @property
+    def heads(self) -> Heads:
+        if self.q_norm is None or self.k_norm is None:
+            return Heads(self.count, gated=self.gated)
+        return Heads(self.count, self.q_norm.operand, self.k_norm.operand, self.gated)
+
+    @property
     def cache(self) -> KVCache:
         return KVCache(self.k_cache, self.v_cache, self.block_table)
 
     def forward(self, x: Tensor, index: RowIndex) -> Tensor:
         """x [T, H] -> [T, H]."""
-        norms = self.q_norm.operand, self.k_norm.operand
-        return self.o_proj(self.kernels.attend(self.qkv_proj(x), *norms, index, self.cache, self.heads))
+        return self.o_proj(self.kernels.attend(self.qkv_proj(x), self.heads, index, self.cache))
 
     def step(self, x: Tensor, norm: RMSNorm, index: RowIndex) -> Tensor:
         """x [T, H] -> x + self(norm(x)), in three or four kernels."""
         kernels = self.kernels
         qkv = kernels.norm_linear(x, norm.operand, self.qkv_proj.operand, x.dtype)
-        heads = kernels.attend_step(qkv, self.q_norm.operand, self.k_norm.operand, index, self.cache, self.heads)
-        return kernels.linear_add(heads, self.o_proj.operand, x)
+        out = kernels.attend_step(qkv, self.heads, index, self.cache)
+        return kernels.linear_add(out, self.o_proj.operand, x)

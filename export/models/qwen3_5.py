@@ -21,7 +21,7 @@ from ostinato.export.kernels.attention.limits import check_attention
 from ostinato.export.kernels.delta_rule.limits import check_delta_rule
 from ostinato.export.kernels.experts.limits import check_experts
 from ostinato.export.kernels.operands import RowIndex
-from ostinato.export.layers.attention import AttentionSizes, GatedAttention
+from ostinato.export.layers.attention import Attention, AttentionSizes
 from ostinato.export.layers.build import Build
 from ostinato.export.layers.delta_net import DeltaNetSizes, GatedDeltaNet
 from ostinato.export.layers.experts import MoeSizes, SparseMoe
@@ -97,7 +97,16 @@ class Qwen3_5Config(ModelConfig):
 
     @property
     def attention(self) -> AttentionSizes:
-        return AttentionSizes(self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim)
+        return AttentionSizes(
+            self.hidden_size,
+            self.num_attention_heads,
+            self.num_key_value_heads,
+            self.head_dim,
+            qk_norm=True,
+            gated=True,
+            qkv_bias=self.attention_bias,
+            out_bias=self.attention_bias,
+        )
 
     @property
     def delta_net(self) -> DeltaNetSizes:
@@ -213,7 +222,7 @@ class DecoderLayer(Layer):
         if layer_type == LINEAR:
             self.linear_attn = GatedDeltaNet(config.delta_net, eps, build)
         else:
-            self.self_attn = GatedAttention(config.attention, eps, build, bias=config.attention_bias)
+            self.self_attn = Attention(config.attention, eps, build)
         if config.is_moe:
             self.mlp: SparseMoe | SwiGLU = SparseMoe(config.moe, build, on_host)
         else:
@@ -233,7 +242,7 @@ class DecoderLayer(Layer):
         return [mixer, *self.parts.links(prefix, step, streamed)]
 
     @property
-    def mixer(self) -> GatedDeltaNet | GatedAttention:
+    def mixer(self) -> GatedDeltaNet | Attention:
         return self.linear_attn if self.layer_type == LINEAR else self.self_attn
 
     def forward(self, x: Tensor, input_pos: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-// The operator of attention/attention_cpu.py: gated attention over a cache in pages.
+// The operator of attention/attention_cpu.py: attention over a cache in pages.
 //
 // A task has the queries of a few tokens of one run, for the heads that share keys. It goes through a stretch of the
 // session's positions block by block, and keeps the sums of the softmax on the way (FlashAttention, arXiv:2205.14135). If
@@ -25,11 +25,11 @@ struct Partial {
   float peak, total;
 };
 
-// Norms a head of `size` elements, rotates its first `rotated` elements by their angles, and writes it to `to`.
+// Norms a head of `size` elements (if `norm` is not null), rotates its first `rotated` elements by their angles, and writes it to `to`.
 void place(const Array& x, int64_t size, const float* norm, double eps, const float* cos, const float* sin, int64_t rotated,
            float* to) {
   to_floats(x, size, to);
-  apply_norm(to, size, norm, eps);
+  if (norm) apply_norm(to, size, norm, eps);
   for (int64_t i = 0; i < rotated / 2; ++i) {
     float first = to[i], second = to[i + rotated / 2];
     to[i] = first * cos[i] - second * sin[i];
@@ -97,6 +97,7 @@ struct Piece {
 struct Attention {
   Cache cache;
   int64_t heads, sharing, padded, width;
+  int64_t query_width;  // elements from one query to the next: a head, and its gate if there is one
   const int64_t* positions;
   Array in, out;
   Scratch<float> queries{};  // [rows, heads, padded], already multiplied by the scale of scores
@@ -245,13 +246,14 @@ struct Attention {
     finish(row, head, sum_of_values, total);
   }
 
-  // Divides by the sum of the weights, and applies the gate.
+  // Divides by the sum of the weights, and applies the gate if there is one.
   void finish(int64_t row, int64_t head, const float* sum_of_values, float total) const {
     Floats inverse = broadcast(1 / total);
     int64_t size = cache.size;
     for (int64_t i = 0; i < size; i += LANES) {
-      Floats gate = in.load(row * width + (2 * head + 1) * size + i, size - i);
-      out.store((row * heads + head) * size + i, load(sum_of_values + i) * inverse * sigmoid(gate), size - i);
+      Floats value = load(sum_of_values + i) * inverse;
+      if (query_width > size) value = value * sigmoid(in.load(row * width + head * query_width + size + i, size - i));
+      out.store((row * heads + head) * size + i, value, size - i);
     }
   }
 
@@ -269,11 +271,11 @@ struct Attention {
 
 }  // namespace
 
-extern "C" AOTITorchError aoti_torch_cpu_attend_step(AtenTensorHandle qkv_, AtenTensorHandle q_norm_, AtenTensorHandle k_norm_,
-                                                     double eps, AtenTensorHandle positions_, AtenTensorHandle slots_,
-                                                     AtenTensorHandle cos_, AtenTensorHandle sin_, AtenTensorHandle keys_,
-                                                     AtenTensorHandle values_, AtenTensorHandle table_, int64_t heads,
-                                                     AtenTensorHandle* result) {
+extern "C" AOTITorchError aoti_torch_cpu_attend_step(AtenTensorHandle qkv_, AtenTensorHandle* q_norm_, AtenTensorHandle* k_norm_,
+                                                     double eps, int64_t heads, int32_t gated, AtenTensorHandle positions_,
+                                                     AtenTensorHandle slots_, AtenTensorHandle cos_, AtenTensorHandle sin_,
+                                                     AtenTensorHandle keys_, AtenTensorHandle values_,
+                                                     AtenTensorHandle table_, AtenTensorHandle* result) {
   return guarded("attend_step", [&] {
     Tensor qkv(qkv_), cos(cos_), sin(sin_), positions_of(positions_), slots(slots_), keys(keys_);
     const float *q_norm = Tensor(q_norm_).as<float>(), *k_norm = Tensor(k_norm_).as<float>();
@@ -287,7 +289,8 @@ extern "C" AOTITorchError aoti_torch_cpu_attend_step(AtenTensorHandle qkv_, Aten
     Array out = made.array(), in = qkv.array();
     for_padding(runs, rows, [&](int64_t begin, int64_t end) { out.clear(begin * heads * size, (end - begin) * heads * size); });
 
-    Attention attention{cache, heads, heads / cache.kv_heads, padded, width, positions, in, out};
+    int64_t query_width = (gated ? 2 : 1) * size;
+    Attention attention{cache, heads, heads / cache.kv_heads, padded, width, query_width, positions, in, out};
     attention.queries.reserve(rows * heads * padded);
     float scale = 1 / std::sqrt(float(size));
     for_tokens(slots, [&](int64_t row) {
@@ -295,12 +298,12 @@ extern "C" AOTITorchError aoti_torch_cpu_attend_step(AtenTensorHandle qkv_, Aten
       const float *c = cos.as<float>() + row * rotated, *s = sin.as<float>() + row * rotated;
       for (int64_t head = 0; head < heads; ++head) {
         float* query = attention.queries + (row * heads + head) * padded;
-        place(in.from(row * width + head * 2 * size), size, q_norm, eps, c, s, rotated, query);
+        place(in.from(row * width + head * query_width), size, q_norm, eps, c, s, rotated, query);
         for (int64_t i = 0; i < size; ++i) query[i] *= scale;
         for (int64_t i = size; i < padded; ++i) query[i] = 0;
       }
       for (int64_t head = 0; head < cache.kv_heads; ++head) {
-        int64_t from = row * width + 2 * heads * size + head * size, to = cache.at(slot[row], head, positions[row]);
+        int64_t from = row * width + heads * query_width + head * size, to = cache.at(slot[row], head, positions[row]);
         place(in.from(from), size, k_norm, eps, c, s, rotated, key);
         for (int64_t i = 0; i < size; i += LANES) {
           cache.keys.store(to + i, Array{key, false}.load(i, size - i), size - i);

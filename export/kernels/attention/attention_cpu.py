@@ -1,29 +1,29 @@
-"""Gated attention for CPUs, for any runs of tokens: `reference.attend_step`."""
+"""Attention for CPUs, for any runs of tokens: `reference.attend_step`."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ostinato.export.kernels.operands import KVCache, Norm, RowIndex
+from ostinato.export.kernels.operands import Heads, KVCache, RowIndex
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
 
-def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> Tensor:
+def attend_step(qkv: Tensor, heads: Heads, index: RowIndex, cache: KVCache) -> Tensor:
     """See `reference.attend_step`."""
-    return _attend_step(
-        qkv, q_norm.weight, k_norm.weight, q_norm.eps, *index, cache.keys, cache.values, cache.table, heads
-    )
+    return _attend_step(qkv, *heads.arguments, *index, cache.keys, cache.values, cache.table)
 
 
 @LIBRARY.operator(
-    "attend_step(Tensor qkv, Tensor q_norm, Tensor k_norm, float eps, Tensor positions, Tensor slots, Tensor cos, "
-    "Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor table, int heads) -> Tensor"
+    "attend_step(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, int heads, bool gated, Tensor positions, "
+    "Tensor slots, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor table) -> Tensor"
 )
 def _attend_step(
     qkv: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
+    heads: int,
+    gated: bool,
     positions: Tensor,
     slots: Tensor,
     cos: Tensor,
@@ -31,6 +31,5 @@ def _attend_step(
     keys: Tensor,
     values: Tensor,
     table: Tensor,
-    heads: int,
 ) -> Tensor:
     return keys.new_empty(qkv.shape[0], heads * keys.shape[3])

@@ -186,6 +186,17 @@ def take(
 
 
 @triton.jit
+def norm_weights(
+    norm: tl.tensor, every: tl.tensor, other: tl.tensor, rotated: tl.tensor, NORMED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Weights of a norm for the elements `every` of heads and for their partners `other`; ones if not NORMED."""
+    if NORMED:
+        return tl.load(norm + every), tl.load(norm + other, mask=rotated, other=0.0)
+    else:
+        return 1.0, 1.0
+
+
+@triton.jit
 def normed_and_rotated(
     x: tl.tensor,
     other: tl.tensor,
@@ -193,10 +204,14 @@ def normed_and_rotated(
     other_norm: tl.tensor,
     cosine: tl.tensor,
     sine: tl.tensor,
+    NORMED: tl.constexpr,
     EPS: tl.constexpr,
 ) -> tl.tensor:
-    """RMS norm and rotation of each row of x [M, D], float32. `other` has the partner of each element in the rotation."""
+    """RMS norm, if NORMED, and rotation of each row of x [M, D], float32. `other` has the partner of each element in the
+    rotation."""
     x = x.to(tl.float32)
+    if not NORMED:
+        return x * cosine + other.to(tl.float32) * sine
     length = tl.rsqrt(tl.sum(x * x, 1) / x.shape[1] + EPS)
     rotated = x * norm * cosine + other.to(tl.float32) * other_norm * sine
     return rotated * length[:, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.kernels.operands import KVCache, Norm, RowIndex
+from ostinato.export.kernels.operands import Heads, KVCache, RowIndex
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 # The most heads that share a key head. For one token these heads are the rows of a tile, which has up to 16.
@@ -25,11 +25,13 @@ def check_attention(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
         )
 
 
-def check_step(q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> None:
-    """Raises ExportError as `check_attention` does, or if R is odd or larger than D, or if the norms differ in eps."""
+def check_step(heads: Heads, index: RowIndex, cache: KVCache) -> None:
+    """Raises ExportError as `check_attention` does, or if R is odd or larger than D, or if there is one norm only, or if they
+    differ in eps."""
     head_dim, rotary = cache.keys.shape[3], index.cos.shape[1]
-    check_attention(heads, cache.keys.shape[1], head_dim, cache.keys.dtype)
+    check_attention(heads.count, cache.keys.shape[1], head_dim, cache.keys.dtype)
     if rotary % 2 or rotary > head_dim:
         raise ExportError(f"the attention kernels rotate an even number of a head's {head_dim} elements, got {rotary}")
-    if q_norm.eps != k_norm.eps:
-        raise ExportError(f"the attention kernels take one eps for both norms, got {q_norm.eps} and {k_norm.eps}")
+    eps = tuple(None if norm is None else norm.eps for norm in (heads.q_norm, heads.k_norm))
+    if eps[0] != eps[1]:
+        raise ExportError(f"the attention kernels take one eps for both norms, got {eps[0]} and {eps[1]}")

@@ -10,14 +10,16 @@ from torch import Tensor
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import launcher, starts_early
 
-from .block_triton import normed_and_rotated, padded_group
+from .block_triton import norm_weights, normed_and_rotated, padded_group
 
 
 def place_rows(
     qkv: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
+    heads: int,
+    gated: bool,
     positions: Tensor,
     slots: Tensor,
     cos: Tensor,
@@ -25,9 +27,9 @@ def place_rows(
     keys: Tensor,
     values: Tensor,
     table: Tensor,
-    heads: int,
 ) -> Tensor:
-    """Norm and rotate queries and keys, and write keys and values to the cache. For use inside an operator.
+    """Norm queries and keys, if there are norms, rotate them, and write keys and values to the cache. For use inside an
+    operator.
 
     Arguments are as in `rows_triton.attend_step`.
 
@@ -38,8 +40,9 @@ def place_rows(
     query = torch.empty((rows, heads, head_dim), dtype=keys.dtype, device=qkv.device)
     launcher(place_rows_early)[(rows, kv_heads)](
         qkv,
-        q_norm,
-        k_norm,
+        # Without norms, any tensor stands in their places.
+        cos if q_norm is None else q_norm,
+        cos if k_norm is None else k_norm,
         positions,
         slots,
         cos,
@@ -54,6 +57,8 @@ def place_rows(
         KV_HEADS=kv_heads,
         D=head_dim,
         ROTARY=cos.shape[1],
+        NORMED=q_norm is not None,
+        GATED=gated,
         EPS=eps,
         GROUP=max(8, padded_group(heads // kv_heads)),
         EARLY=starts_early(),
@@ -81,6 +86,8 @@ def place_rows_early(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     ROTARY: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATED: tl.constexpr,
     EPS: tl.constexpr,
     GROUP: tl.constexpr,
     EARLY: tl.constexpr,
@@ -88,6 +95,7 @@ def place_rows_early(
     """Program (row, key head): writes normed, rotated queries to query [R, HEADS, D], and key and value to their page."""
     start_next(EARLY)
     HEADS_OF_KEY: tl.constexpr = HEADS // KV_HEADS
+    QUERY: tl.constexpr = 2 * D if GATED else D
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     slot = tl.load(slots + row)
@@ -99,25 +107,25 @@ def place_rows_early(
     rotated = every < ROTARY
     # Element i is rotated with the element that is ROTARY / 2 after or before it.
     other = tl.where(every < ROTARY // 2, every + ROTARY // 2, every - ROTARY // 2)
-    norm = tl.load(q_norm + every)
-    other_norm = tl.load(q_norm + other, mask=rotated, other=0.0)
-    key_norm = tl.load(k_norm + every)
-    other_key_norm = tl.load(k_norm + other, mask=rotated, other=0.0)
+    norm, other_norm = norm_weights(q_norm, every, other, rotated, NORMED)
+    key_norm, other_key_norm = norm_weights(k_norm, every, other, rotated, NORMED)
     cosine = tl.load(cos + row * ROTARY + every, mask=rotated, other=1.0)
     sine = tl.load(sin + row * ROTARY + every, mask=rotated, other=0.0)
     sine = tl.where(every < ROTARY // 2, -sine, sine)
 
     wait_for_previous(EARLY)
-    of_row = qkv + row * (2 * (HEADS + KV_HEADS) * D)
-    start = (kv_head * HEADS_OF_KEY + head)[:, None] * (2 * D)
+    of_row = qkv + row * (HEADS * QUERY + 2 * KV_HEADS * D)
+    start = (kv_head * HEADS_OF_KEY + head)[:, None] * QUERY
     x = tl.load(of_row + start + every, mask=real, other=0.0)
     other_x = tl.load(of_row + start + other, mask=real & rotated, other=0.0)
-    own = (2 * HEADS + kv_head) * D
+    own = HEADS * QUERY + kv_head * D
     key = tl.load(of_row + own + every)
     other_key = tl.load(of_row + own + other, mask=rotated, other=0.0)
     value = tl.load(of_row + own + KV_HEADS * D + every)
-    q = normed_and_rotated(x, other_x, norm, other_norm, cosine, sine, EPS).to(query.dtype.element_ty)
-    k = normed_and_rotated(key, other_key, key_norm, other_key_norm, cosine, sine, EPS).to(k_cache.dtype.element_ty)
+    q = normed_and_rotated(x, other_x, norm, other_norm, cosine, sine, NORMED, EPS).to(query.dtype.element_ty)
+    k = normed_and_rotated(key, other_key, key_norm, other_key_norm, cosine, sine, NORMED, EPS).to(
+        k_cache.dtype.element_ty
+    )
     to = (row * HEADS + kv_head * HEADS_OF_KEY + head[:, None]) * D + every
     tl.store(query + to, q, mask=real)
     kept = ((head == 0) & (slot >= 0))[:, None]

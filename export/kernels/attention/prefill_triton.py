@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, launcher
-from ostinato.export.kernels.operands import KVCache, Norm, RowIndex
+from ostinato.export.kernels.operands import Heads, KVCache, RowIndex
 
 from .block_triton import PROGRAMS, TileConfig, attend_range, padded_group, score_scale
 from .limits import check_step
@@ -44,25 +44,28 @@ def config_for(head_dim: int, dtype: torch.dtype) -> TileConfig:
     return TileConfig(32 if head_dim == 128 else 16, keys=32, warps=8, stages=1)
 
 
-def attend(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> Tensor:
+def attend(qkv: Tensor, heads: Heads, index: RowIndex, cache: KVCache) -> Tensor:
     """See `reference.attend`; all tensors contiguous. Scores, softmax and sums are float32.
 
     Raises:
         ExportError: see `check_step`.
     """
-    check_step(q_norm, k_norm, index, cache, heads)
-    norms = q_norm.weight, k_norm.weight, q_norm.eps
-    out = _attend(qkv, *norms, *index, cache.keys, cache.values, cache.table, heads)
-    gate = qkv[:, : 2 * out.shape[1]].unflatten(1, (heads, 2, -1))[:, :, 1]
+    check_step(heads, index, cache)
+    out = _attend(qkv, *heads.arguments, *index, cache.keys, cache.values, cache.table)
+    if not heads.gated:
+        return out
+    gate = qkv[:, : 2 * out.shape[1]].unflatten(1, (heads.count, 2, -1))[:, :, 1]
     return (out * torch.sigmoid(gate.float()).flatten(1)).to(out.dtype)
 
 
 @torch.library.triton_op("ostinato::attend", mutates_args={"keys", "values"})
 def _attend(
     qkv: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
+    heads: int,
+    gated: bool,
     positions: Tensor,
     slots: Tensor,
     cos: Tensor,
@@ -70,12 +73,11 @@ def _attend(
     keys: Tensor,
     values: Tensor,
     table: Tensor,
-    heads: int,
 ) -> Tensor:
-    """Inputs as in `Norm`, `RowIndex` and `KVCache` -> the heads' outputs without their gates, [T, heads D]."""
+    """Inputs as in `Heads`, `RowIndex` and `KVCache` -> the heads' outputs without their gates, [T, heads D]."""
     tokens, (kv_heads, page_size, head_dim) = qkv.shape[0], keys.shape[1:]
     config = config_for(head_dim, keys.dtype)
-    query = place_rows(qkv, q_norm, k_norm, eps, positions, slots, cos, sin, keys, values, table, heads)
+    query = place_rows(qkv, q_norm, k_norm, eps, heads, gated, positions, slots, cos, sin, keys, values, table)
     group = padded_group(heads // kv_heads)
     rows = max(1, config.queries // group)
     tiles = (tokens + rows - 1) // rows

@@ -5,42 +5,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.export.kernels.operands import KVCache, Norm, RowIndex, runs_of, token_count
+from ostinato.export.kernels.operands import Heads, KVCache, Norm, RowIndex, runs_of, token_count
 
 
-def attend(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> Tensor:
-    """Gated attention of a prompt's T rows: norm and rotation of queries and keys, new entries of the cache, softmax
-    attention, and the gate on its output.
+def attend(qkv: Tensor, heads: Heads, index: RowIndex, cache: KVCache) -> Tensor:
+    """Attention of a prompt's T rows: norm and rotation of queries and keys, new entries of the cache, softmax attention, and
+    the gate on its output, if there is one.
 
     Args:
-        qkv: [T, (2 heads + 2 kv_heads) D], float32 or the cache's dtype: first the query and the gate of each head in turn,
-            then all keys, then all values.
-        q_norm, k_norm: over D elements, with the same eps.
+        qkv: [T, elements of `heads`], float32 or the cache's dtype.
+        heads: how a row of `qkv` divides, with the norms.
         index: one run, perhaps with padding behind it.
         cache: written in place at the rows' positions. Padding writes nothing.
-        heads: a multiple of kv_heads.
 
     Returns:
-        [T, heads D] in the cache's dtype: each head's output times sigmoid(gate). The softmax is float32. In bfloat16,
-        scores are rounded before it.
+        [T, heads D] in the cache's dtype. The softmax is float32. In bfloat16, scores are rounded before it.
     """
     _, kv_heads, _, head_dim = cache.keys.shape
     dtype, tokens = cache.keys.dtype, qkv.shape[0]
-    sizes = (2 * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-    queries, keys, values = qkv.float().split(sizes, dim=1)
-    query, gate = queries.reshape(tokens, heads, 2 * head_dim).chunk(2, dim=-1)
-    query = rotate(q_norm(query), index.cos, index.sin).to(dtype)
-    key = rotate(k_norm(keys.reshape(tokens, kv_heads, head_dim)), index.cos, index.sin).to(dtype)
-    write_cache(key, values.reshape(tokens, kv_heads, head_dim).to(dtype), cache, index)
-    out = softmax_attention(query, cache, index)
-    return (out.float() * torch.sigmoid(gate)).reshape(tokens, -1).to(dtype)
+    queries, keys, values = qkv.float().split(heads.split(kv_heads, head_dim), dim=1)
+    query = queries.reshape(tokens, heads.count, -1)
+    key = keys.reshape(tokens, kv_heads, head_dim)
+    placed = place(query[..., :head_dim], heads.q_norm, index).to(dtype)
+    write_cache(
+        place(key, heads.k_norm, index).to(dtype), values.reshape(tokens, kv_heads, head_dim).to(dtype), cache, index
+    )
+    out = softmax_attention(placed, cache, index)
+    if heads.gated:
+        out = (out.float() * torch.sigmoid(query[..., head_dim:])).to(dtype)
+    return out.reshape(tokens, -1)
 
 
-def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> Tensor:
+def attend_step(qkv: Tensor, heads: Heads, index: RowIndex, cache: KVCache) -> Tensor:
     """`attend` for any runs. The output for padding is zeros."""
-    out = torch.zeros(qkv.shape[0], heads * cache.keys.shape[3], dtype=cache.keys.dtype, device=qkv.device)
+    out = torch.zeros(qkv.shape[0], heads.count * cache.keys.shape[3], dtype=cache.keys.dtype, device=qkv.device)
     for _, rows in runs_of(index.slots):
-        out[rows] = attend(qkv[rows], q_norm, k_norm, RowIndex(*(values[rows] for values in index)), cache, heads)
+        out[rows] = attend(qkv[rows], heads, RowIndex(*(values[rows] for values in index)), cache)
     return out
 
 
@@ -84,6 +84,11 @@ def write_cache(key: Tensor, value: Tensor, cache: KVCache, index: RowIndex) -> 
     at = (page[:, None], heads[None, :], (positions % cache.page_size)[:, None])
     cache.keys.index_put_(at, key.index_select(0, rows))
     cache.values.index_put_(at, value.index_select(0, rows))
+
+
+def place(x: Tensor, norm: Norm | None, index: RowIndex) -> Tensor:
+    """Norm, if there is one, and rotation of queries or keys, [T, heads, D]."""
+    return rotate(x if norm is None else norm(x), index.cos, index.sin)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gated attention of several rows, of any sessions, in three kernels: place, attend, combine.
+"""Attention of several rows, of any sessions, in three kernels: place, attend, combine.
 
 The first kernel writes each row's key and value to their page, and norms and rotates its queries. The second kernel works on
 *tiles*. A tile is up to ROWS rows of one run, with the heads that share a key head, so that pages are read once for all of
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, is_one, launcher, row_class, starts_early
-from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, KVCache, Norm, RowIndex
+from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, Heads, KVCache, RowIndex
 
 from . import step_triton
 from .block_triton import TileConfig, attend_range, padded_group, score_scale
@@ -47,27 +47,26 @@ COMBINE_WARPS = 4
 SUMS_TOGETHER = 4
 
 
-def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> Tensor:
+def attend_step(qkv: Tensor, heads: Heads, index: RowIndex, cache: KVCache) -> Tensor:
     """See `reference.attend_step`; all tensors contiguous. One row has kernels of its own.
 
     Raises:
         ExportError: see `step_triton.check_step`.
     """
     if is_one(qkv.shape[0]):
-        return step_triton.attend_step(qkv, q_norm, k_norm, index, cache, heads)
-    check_step(q_norm, k_norm, index, cache, heads)
-    norms = q_norm.weight, k_norm.weight, q_norm.eps
-    return _attend_rows(
-        qkv, *norms, index.positions, index.slots, index.cos, index.sin, cache.keys, cache.values, cache.table, heads
-    )
+        return step_triton.attend_step(qkv, heads, index, cache)
+    check_step(heads, index, cache)
+    return _attend_rows(qkv, *heads.arguments, *index, cache.keys, cache.values, cache.table)
 
 
 @torch.library.triton_op("ostinato::attend_rows", mutates_args={"keys", "values"})
 def _attend_rows(
     qkv: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
+    heads: int,
+    gated: bool,
     positions: Tensor,
     slots: Tensor,
     cos: Tensor,
@@ -75,7 +74,6 @@ def _attend_rows(
     keys: Tensor,
     values: Tensor,
     table: Tensor,
-    heads: int,
 ) -> Tensor:
     rows = qkv.shape[0]
     kv_heads, page_size, head_dim = keys.shape[1:]
@@ -84,7 +82,7 @@ def _attend_rows(
     config = fitting(CONFIGS[max_rows]) if keys.dtype == torch.bfloat16 else prompt_config(head_dim, keys.dtype)
     together = max(1, config.queries // group)
     splits = PARTS // torch.sym_max(rows, PARTS // MAX_SPLITS)
-    query = place_rows(qkv, q_norm, k_norm, eps, positions, slots, cos, sin, keys, values, table, heads)
+    query = place_rows(qkv, q_norm, k_norm, eps, heads, gated, positions, slots, cos, sin, keys, values, table)
     sums = torch.empty((rows, splits, heads, head_dim), dtype=torch.float32, device=qkv.device)
     # For each sum: the peak of its scores, and the sum of its weights.
     scales = torch.empty((rows, splits, heads, 2), dtype=torch.float32, device=qkv.device)
@@ -120,6 +118,7 @@ def _attend_rows(
         out,
         rows,
         splits,
+        GATED=gated,
         SPLITS=MAX_SPLITS,
         TOGETHER=SUMS_TOGETHER,
         num_warps=COMBINE_WARPS,
@@ -216,12 +215,14 @@ def combine_rows_early(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    GATED: tl.constexpr,
     SPLITS: tl.constexpr,
     TOGETHER: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Program (row, head): brings the sums of its tile's splits to one peak, and applies the gate. Zeros for padding."""
     start_next(EARLY)
+    QUERY: tl.constexpr = 2 * D if GATED else D
     rows = tl.cast(rows, tl.int32)
     splits = tl.cast(splits, tl.int32)
     row = tl.program_id(0)
@@ -237,7 +238,8 @@ def combine_rows_early(
     first = row.to(tl.int64) * splits * HEADS + head
     peak = tl.load(scales + (first + split * HEADS) * 2, mask=split < used, other=float("-inf"))
     weight = tl.load(scales + (first + split * HEADS) * 2 + 1, mask=split < used, other=0.0)
-    gate = tl.load(qkv + row.to(tl.int64) * (2 * (HEADS + KV_HEADS) * D) + (2 * head + 1) * D + cell)
+    if GATED:
+        gate = tl.load(qkv + row.to(tl.int64) * (HEADS * QUERY + 2 * KV_HEADS * D) + head * QUERY + D + cell)
     # Every token sees position 0, so the highest peak is finite.
     highest = tl.where(slot >= 0, tl.max(peak, 0), 0.0)
     whole = tl.where(slot >= 0, tl.sum(weight * tl.exp2(peak - highest), 0), 1.0)
@@ -248,7 +250,9 @@ def combine_rows_early(
         factor = tl.exp2(tl.load(scales + part * 2, mask=here, other=float("-inf")) - highest)
         of_splits = tl.load(sums + part[:, None] * D + cell[None, :], mask=here[:, None], other=0.0)
         total += tl.sum(of_splits * factor[:, None], 0)
-    result = total / whole * tl.sigmoid(gate.to(tl.float32))
+    result = total / whole
+    if GATED:
+        result *= tl.sigmoid(gate.to(tl.float32))
     result = tl.where(slot >= 0, result, 0.0)
     tl.store(out + (row.to(tl.int64) * HEADS + head) * D + cell, result.to(out.dtype.element_ty))
 

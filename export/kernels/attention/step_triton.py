@@ -1,4 +1,4 @@
-"""Gated attention of one decode step in two kernels: one over splits of the cache, one that combines their sums.
+"""Attention of one decode step in two kernels: one over splits of the cache, one that combines their sums.
 
 The first kernel starts to load the earlier keys and values before the projection ahead of it has ended. Only the queries and
 the token's own key and value come from that projection. The token's own position and later positions of the cache are not
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import launcher, starts_early
-from ostinato.export.kernels.operands import KVCache, Norm, RowIndex
+from ostinato.export.kernels.operands import Heads, KVCache, RowIndex
 
-from .block_triton import PROGRAMS, normed_and_rotated, offsets_in, pages_of, score_scale, take
+from .block_triton import PROGRAMS, norm_weights, normed_and_rotated, offsets_in, pages_of, score_scale, take
 from .limits import check_step
 
 # The positions of one split are a multiple of STEP, so that a few thousand tokens spread evenly, and at least MIN_SPLIT, so
@@ -59,7 +59,7 @@ def splits_for(kv_heads: int, positions: int) -> int:
     return max(1, min(PROGRAMS // kv_heads, triton.cdiv(positions, MIN_SPLIT)))
 
 
-def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache: KVCache, heads: int) -> Tensor:
+def attend_step(qkv: Tensor, heads: Heads, index: RowIndex, cache: KVCache) -> Tensor:
     """See `reference.attend_step`; all tensors contiguous. The cost grows with the position, not with the pages of a session.
 
     `index` and the table are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
@@ -68,17 +68,18 @@ def attend_step(qkv: Tensor, q_norm: Norm, k_norm: Norm, index: RowIndex, cache:
     Raises:
         ExportError: see `check_step`.
     """
-    check_step(q_norm, k_norm, index, cache, heads)
-    norms = q_norm.weight, k_norm.weight, q_norm.eps
-    return _attend_step(qkv, *norms, *index, cache.keys, cache.values, cache.table, heads)
+    check_step(heads, index, cache)
+    return _attend_step(qkv, *heads.arguments, *index, cache.keys, cache.values, cache.table)
 
 
 @torch.library.triton_op("ostinato::attend_step", mutates_args={"keys", "values"})
 def _attend_step(
     qkv: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
+    heads: int,
+    gated: bool,
     positions: Tensor,
     slots: Tensor,
     cos: Tensor,
@@ -86,7 +87,6 @@ def _attend_step(
     keys: Tensor,
     values: Tensor,
     table: Tensor,
-    heads: int,
 ) -> Tensor:
     _, kv_heads, page_size, head_dim = keys.shape
     rotary = cos.shape[1]
@@ -100,8 +100,9 @@ def _attend_step(
     out = torch.empty((1, heads * head_dim), dtype=keys.dtype, device=qkv.device)
     launcher(attend_split_early)[(kv_heads, splits + 1)](
         qkv,
-        q_norm,
-        k_norm,
+        # Without norms, any tensor stands in their places.
+        cos if q_norm is None else q_norm,
+        cos if k_norm is None else k_norm,
         positions,
         slots,
         cos,
@@ -117,6 +118,8 @@ def _attend_step(
         KV_HEADS=kv_heads,
         D=head_dim,
         ROTARY=rotary,
+        NORMED=q_norm is not None,
+        GATED=gated,
         EPS=eps,
         SCALE=score_scale(head_dim),
         SPLITS=splits,
@@ -139,6 +142,7 @@ def _attend_step(
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
+        GATED=gated,
         SPLITS=splits,
         PLACES=triton.next_power_of_2(splits),
         STEP=STEP,
@@ -170,6 +174,8 @@ def attend_split_early(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     ROTARY: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATED: tl.constexpr,
     EPS: tl.constexpr,
     SCALE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -186,6 +192,7 @@ def attend_split_early(
     start_next(EARLY)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     SIZE: tl.constexpr = KV_HEADS * PAGE * D
+    QUERY: tl.constexpr = 2 * D if GATED else D
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.arange(0, ROWS)
@@ -212,27 +219,25 @@ def attend_split_early(
     rotated = every < ROTARY
     # Element i is rotated with the element that is ROTARY / 2 after or before it.
     other = tl.where(every < ROTARY // 2, every + ROTARY // 2, every - ROTARY // 2)
-    norm = tl.load(q_norm + every)
-    other_norm = tl.load(q_norm + other, mask=rotated, other=0.0)
+    norm, other_norm = norm_weights(q_norm, every, other, rotated, NORMED)
     cosine = tl.load(cos + every, mask=rotated, other=1.0)
     sine = tl.load(sin + every, mask=rotated, other=0.0)
 
     wait_for_previous(EARLY)
-    start = kv_head * GROUP * 2 * D + row[:, None] * 2 * D
+    start = (kv_head * GROUP + row[:, None]) * QUERY
     real = (row < GROUP)[:, None]
     query = tl.load(qkv + start + every, mask=real, other=0.0)
     other_query = tl.load(qkv + start + other, mask=real & rotated, other=0.0)
     sine = tl.where(every < ROTARY // 2, -sine, sine)
     at = split * HEADS + kv_head * GROUP + row
     if split == SPLITS:
-        norm_of_key = tl.load(k_norm + every)
-        other_norm_of_key = tl.load(k_norm + other, mask=rotated, other=0.0)
-        own = (2 * HEADS + kv_head) * D
+        norm_of_key, other_norm_of_key = norm_weights(k_norm, every, other, rotated, NORMED)
+        own = HEADS * QUERY + kv_head * D
         key = tl.load(qkv + own + every)
         other_key = tl.load(qkv + own + other, mask=rotated, other=0.0)
         value = tl.load(qkv + own + KV_HEADS * D + every)
-        q = normed_and_rotated(query, other_query, norm, other_norm, cosine, sine, EPS).to(keys.dtype)
-        k = normed_and_rotated(key, other_key, norm_of_key, other_norm_of_key, cosine, sine, EPS).to(keys.dtype)
+        q = normed_and_rotated(query, other_query, norm, other_norm, cosine, sine, NORMED, EPS).to(keys.dtype)
+        k = normed_and_rotated(key, other_key, norm_of_key, other_norm_of_key, cosine, sine, NORMED, EPS).to(keys.dtype)
         new = own_page * SIZE + position % PAGE * D + every
         kept = ((row == 0) & (slot >= 0))[:, None]
         tl.store(k_cache + new, k, mask=kept)
@@ -240,7 +245,7 @@ def attend_split_early(
         score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * SCALE
         tl.store(scales + at, score, mask=row < GROUP)
     if first < last:
-        x = tl.trans(normed_and_rotated(query, other_query, norm, other_norm, cosine, sine, EPS).to(keys.dtype))
+        x = tl.trans(normed_and_rotated(query, other_query, norm, other_norm, cosine, sine, NORMED, EPS).to(keys.dtype))
         total = tl.zeros([D, ROWS], tl.float32)
         weight = tl.zeros([ROWS], tl.float32)
         peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -271,6 +276,7 @@ def attend_combine_early(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    GATED: tl.constexpr,
     SPLITS: tl.constexpr,
     PLACES: tl.constexpr,
     STEP: tl.constexpr,
@@ -280,6 +286,7 @@ def attend_combine_early(
 ) -> None:
     """Program (head, block of D): brings the sums of the splits and the new value to one peak, and applies the gate."""
     start_next(EARLY)
+    QUERY: tl.constexpr = 2 * D if GATED else D
     head = tl.program_id(0)
     cell = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     split = tl.arange(0, PLACES)
@@ -292,8 +299,9 @@ def attend_combine_early(
     peak = tl.load(scales + at, mask=used, other=float("-inf"))
     weight = tl.load(scales + (SPLITS + 1) * HEADS + at, mask=used, other=0.0)
     score = tl.load(scales + SPLITS * HEADS + head)
-    value = tl.load(qkv + (2 * HEADS + KV_HEADS + head // (HEADS // KV_HEADS)) * D + cell)
-    gate = tl.load(qkv + (2 * head + 1) * D + cell)
+    value = tl.load(qkv + HEADS * QUERY + (KV_HEADS + head // (HEADS // KV_HEADS)) * D + cell)
+    if GATED:
+        gate = tl.load(qkv + head * QUERY + D + cell)
 
     highest = tl.maximum(tl.max(peak, 0), score)
     factor = tl.exp2(peak - highest)
@@ -301,7 +309,9 @@ def attend_combine_early(
     # The value is rounded as the cache stores it.
     value = value.to(out.dtype.element_ty).to(tl.float32)
     result = (tl.sum(total * factor[:, None], 0) + value * own) / (tl.sum(weight * factor, 0) + own)
-    tl.store(out + head * D + cell, (result * tl.sigmoid(gate.to(tl.float32))).to(out.dtype.element_ty))
+    if GATED:
+        result *= tl.sigmoid(gate.to(tl.float32))
+    tl.store(out + head * D + cell, result.to(out.dtype.element_ty))
 
 
 @triton.jit

@@ -77,6 +77,24 @@ GROUPS = {
         },
         complete=(),
     ),
+    "attention_step_plain": Group(
+        launches=partial(attention, rows=1, plain=True),
+        cases=((90, BF16, BF16), (90, F32, F32)),
+        analysed=((90, BF16, BF16),),
+        written={"attend_split_early": ["k_cache scales sums v_cache"], "attend_combine_early": ["out"]},
+        complete=(90,),
+    ),
+    "attention_rows_plain": Group(
+        launches=partial(attention, rows=8, plain=True),
+        cases=((90, BF16, BF16),),
+        analysed=((90, BF16, BF16),),
+        written={
+            "place_rows_early": ["k_cache query v_cache"],
+            "attend_rows_early": ["scales sums"],
+            "combine_rows_early": ["out"],
+        },
+        complete=(90,),
+    ),
     "delta_rule_step": Group(
         launches=partial(delta_rule, rows=(1,)),
         cases=((90, BF16), (90, F32), (89, BF16)),

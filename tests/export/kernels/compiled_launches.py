@@ -23,6 +23,7 @@ from ostinato.export.kernels.operands import (
     Convolution,
     Decay,
     ExpertWeights,
+    Heads,
     HeadSquares,
     KVCache,
     LastTokens,
@@ -50,18 +51,24 @@ def weight(*size: int, dtype: torch.dtype, group: int | None, bias: torch.dtype 
     return Weight(packed, empty(*size[:-1], size[-1] // group, dtype=BF16), offsets)
 
 
-def row_index(rows: int) -> RowIndex:
+def row_index(rows: int, rotary: int = 64) -> RowIndex:
     number = empty(rows, dtype=torch.int64)
-    return RowIndex(number, number, empty(rows, 64), empty(rows, 64))
+    return RowIndex(number, number, empty(rows, rotary), empty(rows, rotary))
 
 
-def attention(capability: int, dtype: torch.dtype, projected: torch.dtype, *, rows: int) -> list[Launch]:
-    """Launch at the flagship's shapes; the projection's dtype is `projected`."""
+def attention(
+    capability: int, dtype: torch.dtype, projected: torch.dtype, *, rows: int, plain: bool = False
+) -> list[Launch]:
+    """Launch at the flagship's shapes, or without norms and gates at those of Llama 3.1 8B; the projection's dtype is
+    `projected`."""
     with recorded(capability) as launches:
-        norm = Norm(empty(256), EPS)
-        keys, values = (empty(4, 2, 64, 256, dtype=dtype) for _ in range(2))
+        count, kv_heads, size, rotary = (32, 8, 128, 128) if plain else (16, 2, 256, 64)
+        norm = Norm(empty(size), EPS)
+        heads = Heads(count) if plain else Heads(count, norm, norm, gated=True)
+        keys, values = (empty(4, kv_heads, 64, size, dtype=dtype) for _ in range(2))
         cache = KVCache(keys, values, empty(2, 64, dtype=torch.int32))
-        CudaKernels.attend_step(empty(rows, 9216, dtype=projected), norm, norm, row_index(rows), cache, heads=16)
+        qkv = empty(rows, sum(heads.split(kv_heads, size)), dtype=projected)
+        CudaKernels.attend_step(qkv, heads, row_index(rows, rotary), cache)
     return launches
 
 

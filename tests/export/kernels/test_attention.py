@@ -1,4 +1,4 @@
-"""All forms of gated attention against one definition in float64."""
+"""All forms of attention against one definition in float64."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ DEEP_PROMPTS = {
 
 @dataclass(frozen=True)
 class Form:
-    """One form of gated attention, and what it is held to.
+    """One form of attention, and what it is held to.
 
     Attributes:
         attend: takes the arguments of a `Case`. None: the C++ kernel, which a fixture builds.
@@ -109,16 +109,22 @@ FORMS = {
     "rows in splits": Form(rows_triton.attend_step, SPLIT_RUNS, ROWS_SHAPES, settings=SPLIT_ROWS, finite=True),
     "C++": Form(None, DEEP_PROMPTS | LONG_MIXTURES | MIXTURES, ODD_SHAPES, "cpu"),
 }
-PAGE_SIZES = (16, 32, 64)
+# Sizes of pages, with norms or not, with gates or not.
+KINDS = tuple(
+    (page_size, normed, gated)
+    for page_size, (normed, gated) in zip(
+        (16, 32, 64) * 4, ((True, True), (False, False), (True, False), (False, True)) * 3, strict=True
+    )
+)
 
 
 def contract() -> list[Any]:
-    """Every form with its rows, shapes and dtypes, beside page sizes in turn."""
+    """Every form with its rows, shapes and dtypes, beside the kinds in turn."""
     found = []
     for name, form in FORMS.items():
         axes = form.runs, form.shapes, TOLERANCE
         cases = checkered(*axes) if form.is_triton else product(*axes)
-        found += [(name, *case, page_size) for case, page_size in zip(cases, cycle(PAGE_SIZES), strict=False)]
+        found += [(name, *case, *kind) for case, kind in zip(cases, cycle(KINDS), strict=False)]
     return [pytest.param(*one, id="-".join(map(str, one))) for one in found]
 
 
@@ -138,12 +144,19 @@ def attend_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return get
 
 
-@pytest.mark.parametrize(("name", "runs", "shape", "dtype", "page_size"), contract())
+@pytest.mark.parametrize(("name", "runs", "shape", "dtype", "page_size", "normed", "gated"), contract())
 def test_definition(
-    attend_of: Callable[[str], Attend], name: str, runs: str, shape: Shape, dtype: torch.dtype, page_size: int
+    attend_of: Callable[[str], Attend],
+    name: str,
+    runs: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    page_size: int,
+    normed: bool,
+    gated: bool,
 ) -> None:
     form, attend = FORMS[name], attend_of(name)
-    case = make(shape, form.runs[runs], dtype, page_size, device=form.device)
+    case = make(shape, form.runs[runs], dtype, page_size, normed=normed, gated=gated, device=form.device)
     if name == "C++":
         case = without_unused_pages(case)
     check(case, attend, form.slack)

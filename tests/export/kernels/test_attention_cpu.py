@@ -1,4 +1,4 @@
-"""What the C++ kernel of gated attention does beyond what all forms do: large tasks, and indices that it refuses."""
+"""What the C++ kernel of attention does beyond what all forms do: large tasks, and indices that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Splits, tile sizes, limits and traces of the Triton kernels of gated attention."""
+"""Splits, tile sizes, limits and traces of the Triton kernels of attention."""
 
 from __future__ import annotations
 
@@ -113,8 +113,9 @@ def test_true_shape(attend: Attend, tokens: int, first: int, capacity: int, dtyp
 def test_the_reference_rotates_as_the_model_does() -> None:
     case = make((4, 2, 32, 8), [Run(SLOT, 0)], torch.float32, device="cpu")
     _, cache = case.run(reference.attend_step)
-    key = case.qkv[:, 256:320].view(1, 2, 32)
-    normed = key * (key.square().mean(-1, keepdim=True) + EPS).rsqrt() * case.k_norm.weight
+    key, norm = case.qkv[:, 256:320].view(1, 2, 32), case.heads.k_norm
+    assert norm is not None
+    normed = key * (key.square().mean(-1, keepdim=True) + EPS).rsqrt() * norm.weight
     rotated = reference.rotate(normed, case.index.cos, case.index.sin)
     torch.testing.assert_close(held(cache, SLOT, 0, 1)[0].transpose(0, 1), rotated)
 
@@ -152,14 +153,22 @@ def test_an_odd_number_to_rotate_is_refused(attend: Attend) -> None:
 @each_form
 def test_norms_that_differ_in_eps_are_refused(attend: Attend) -> None:
     case = make((4, 2, 16, 6), [Run(SLOT, 0)], torch.float32)
+    other = Norm(torch.ones(16), 0.5)
     with pytest.raises(ExportError, match=r"one eps for both norms, got 1e-06 and 0\.5"):
-        replace(case, k_norm=Norm(case.k_norm.weight, 0.5)).run(attend)
+        replace(case, heads=replace(case.heads, k_norm=other)).run(attend)
+
+
+@each_form
+def test_one_norm_is_refused(attend: Attend) -> None:
+    case = make((4, 2, 16, 6), [Run(SLOT, 0)], torch.float32)
+    with pytest.raises(ExportError, match="one eps for both norms, got 1e-06 and None"):
+        replace(case, heads=replace(case.heads, k_norm=None)).run(attend)
 
 
 LAYER = """
 import torch
 from ostinato.export.kernels.attention.{module} import {function}
-from ostinato.export.kernels.operands import KVCache, Norm, RowIndex
+from ostinato.export.kernels.operands import Heads, KVCache, Norm, RowIndex
 
 class Layer(torch.nn.Module):
     def __init__(self):
@@ -170,10 +179,12 @@ class Layer(torch.nn.Module):
 
     def forward(self, qkv, weight, cos, positions):
         norm, cache = Norm(weight, 1e-6), KVCache(self.keys, self.values, self.table)
-        return {function}(qkv, norm, norm, RowIndex(positions, positions, cos, cos), cache, 4)
+        norms = (norm, norm) if {normed} else ()
+        heads = Heads(4, *norms, gated={normed})
+        return {function}(qkv, heads, RowIndex(positions, positions, cos, cos), cache)
 
 tokens = {tokens}
-shapes = ((tokens, 768), (64,), (tokens, 16))
+shapes = ((tokens, 768 if {normed} else 512), (64,), (tokens, 16))
 inputs = (*map(torch.zeros, shapes), torch.arange(tokens))
 """
 DYNAMIC = """
@@ -182,6 +193,7 @@ dynamic = ({0: rows}, None, {0: rows}, {0: rows})
 """
 
 
+@pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(
     ("module", "function", "operator"),
     [
@@ -190,12 +202,12 @@ dynamic = ({0: rows}, None, {0: rows}, {0: rows})
         ("rows_triton", "attend_step", "attend_rows"),
     ],
 )
-def test_traced(module: str, function: str, operator: str) -> None:
+def test_traced(module: str, function: str, operator: str, normed: bool) -> None:
     """By one operator that writes the cache in place, for one row and, but for the step's, for any number."""
-    one = LAYER.format(module=module, function=function, tokens=1)
+    one = LAYER.format(module=module, function=function, normed=normed, tokens=1)
     # One row has kernels of its own.
     expected = "attend_step" if module == "rows_triton" else operator
     assert traced_layer(one) == ([f"ostinato.{expected}.default"], ["keys", "values"], [(1, 256)])
     if module != "step_triton":
-        many = LAYER.format(module=module, function=function, tokens=130) + DYNAMIC
+        many = LAYER.format(module=module, function=function, normed=normed, tokens=130) + DYNAMIC
         assert traced_layer(many) == ([f"ostinato.{operator}.default"], ["keys", "values"], [("R", 256)])
