@@ -96,11 +96,11 @@ def test_json_nested_too_deeply(export_fails: Fails, checkpoint: Path, name: str
 
 
 def test_unsupported_model_type(export_fails: Fails, checkpoint: Path) -> None:
-    for model_type in ("llama", None, 3):
+    for model_type in ("gpt2", None, 3):
         (checkpoint / "config.json").write_text(json.dumps({"model_type": model_type}))
         error = export_fails(checkpoint)
         assert f"unsupported model type {model_type!r}" in error
-        assert "supported are: qwen3_5_moe_text, qwen3_5_moe" in error
+        assert "supported are: llama, mistral, qwen2, qwen3, qwen3_5_moe_text, qwen3_5_moe" in error
 
 
 @pytest.mark.parametrize("words", [[], ["--quant", "int4", "--group-size", 32, "--hqq"]], ids=["plain", "int4"])

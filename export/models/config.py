@@ -11,6 +11,7 @@ from typing import Any
 
 from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.errors import CheckpointError
+from ostinato.export.layers.rotary import banded_divisors
 
 # Sizes in the artifact's files are 32-bit.
 MAX_SIZE = 2**31 - 1
@@ -60,6 +61,10 @@ class Settings:
     def get(self, name: str) -> Any:
         """The setting as JSON has it; None if no object has it."""
         return next((values[name] for values in self._objects if values.get(name) is not None), None)
+
+    def is_null(self, name: str) -> bool:
+        """Whether an object has the setting, as null, and no object has a value for it."""
+        return self.get(name) is None and any(name in values for values in self._objects)
 
     def size(self, name: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
         """A whole number from 1 to `maximum`. Without a default, the setting must be present."""
@@ -168,8 +173,11 @@ def refuse_quantized(settings: Settings) -> None:
             )
 
 
-def rope_parameters(text: Mapping[str, Any], layer_types: Sequence[str]) -> Settings:
-    """The rotary embedding's settings. transformers 5 has them in an object of their own, older configs at the top level."""
+def rope_parameters(
+    text: Mapping[str, Any], layer_types: Sequence[str], kinds: Sequence[str] = ("default",)
+) -> Settings:
+    """The rotary embedding's settings; its type must be one of `kinds`. transformers 5 has them in an object of their own,
+    older configs at the top level."""
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise CheckpointError(f"config.json: rope_parameters must be an object, got {short(rope)}")
@@ -179,9 +187,28 @@ def rope_parameters(text: Mapping[str, Any], layer_types: Sequence[str]) -> Sett
                 f"config.json: rope_parameters has an entry for {name}; supported is one for all layers"
             )
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise CheckpointError(f"unsupported rope_type {short(kind)} in config.json; supported is: 'default'")
-    return Settings(rope, text)
+    if kind not in kinds:
+        known = " or ".join(map(repr, kinds))
+        raise CheckpointError(f"unsupported rope_type {short(kind)} in config.json; supported is: {known}")
+    return Settings({**rope, "rope_type": kind}, text)
+
+
+def rope_divisors(rope: Settings, rotary_dim: int, theta: float) -> tuple[float, ...]:
+    """What the frequencies are divided by, see `RotaryEmbedding`; for the kinds "default", "linear" and "llama3"."""
+    kind = rope.get("rope_type")
+    if kind == "default":
+        return ()
+    factor = rope.number("factor", 1.0)
+    if kind == "linear":
+        return (factor,) * (rotary_dim // 2)
+    low, high = rope.number("low_freq_factor", 1.0), rope.number("high_freq_factor", 4.0)
+    if low >= high:
+        raise CheckpointError(
+            f"config.json: low_freq_factor ({low}) of the rotary embedding must be less than high_freq_factor ({high})"
+        )
+    return banded_divisors(
+        rotary_dim, theta, factor, low, high, rope.size("original_max_position_embeddings", maximum=MAX_SIZE)
+    )
 
 
 def rotary_dim(rope: Settings, head_dim: int, default_factor: float) -> int:

@@ -12,12 +12,12 @@ from ostinato.delegate.errors import CheckpointError, first_line
 from ostinato.export.kernels import Kernels
 from ostinato.export.layers.build import PAGE_SIZE, Build
 
-from . import qwen3_5
+from . import llama, mistral, qwen2, qwen3, qwen3_5
 from .config import ModelConfig, read_config_file, short
 from .family import Family
 from .language_model import LanguageModel
 
-FAMILIES: tuple[Family, ...] = (qwen3_5.FAMILY,)
+FAMILIES: tuple[Family, ...] = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_5.FAMILY)
 
 
 def find_family(model_type: object) -> Family:

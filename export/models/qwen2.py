@@ -1,0 +1,18 @@
+"""Qwen2 and Qwen2.5, dense: queries, keys and values have a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .dense import DenseConfig, Differences, family, read_config
+
+DIFFERENCES = Differences(qkv_bias=True, windowed_by="use_sliding_window", window=4096)
+
+
+def config(data: Mapping[str, Any]) -> DenseConfig:
+    """Read the content of a config.json. Raises CheckpointError, as `read_config` does."""
+    return read_config(DIFFERENCES, data)
+
+
+FAMILY = family(config, "qwen2")

@@ -1,0 +1,102 @@
+"""Whole artifacts of dense models: logits and greedy tokens as transformers has them, in int4 as plain PyTorch has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.delegate import load_program
+from ostinato.export import Quantization, export_model
+from ostinato.export.models import build_network, read_config
+from ostinato.export.weights.stream import QuantizedWeights, materialise
+from ostinato.runner import Engine
+
+from ..conftest import export_on_a_gpu, only_methods
+from .conversations import converse, errors
+from .models import dense_references
+from .models.dense_references import CASES, DenseReference, make_dense
+from .networks import with_room
+
+MAX_SEQ_LEN, STEPS = 256, 4
+LENGTHS = (1, 2, 3, 31, 64, 65, 200)
+GRAPH = {"enable_cuda_graph_for_method": "decode", "cuda_graph_warmup_steps": 1}
+# A case of CASES, and the group size of its int4 weights. The first has all methods.
+MODELS = {"llama": ("llama-3.1", None), "qwen2": ("qwen2", 64), "qwen3": ("qwen3", None), "tied": ("llama-tied", 64)}
+Made = tuple[DenseReference, Path]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def made(
+    request: pytest.FixtureRequest, exported: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Made]:
+    """Return a function: name in MODELS -> the model of transformers and its artifact."""
+
+    def get(name: str) -> Made:
+        case, group = MODELS[name]
+        reference = make_dense(tmp_path_factory.mktemp(name), CASES[case])
+        quant = None if group is None else Quantization(group)
+        methods = () if name == "llama" else ("prefill", "decode")
+
+        def build(path: Path) -> None:
+            if request.param == "cuda":
+                export_on_a_gpu(reference.folder, path, methods, max_seq_len=MAX_SEQ_LEN, quant=quant)
+            elif methods:
+                with only_methods(*methods):
+                    export_model(reference.folder, path, max_seq_len=MAX_SEQ_LEN, quant=quant)
+            else:
+                export_model(reference.folder, path, max_seq_len=MAX_SEQ_LEN, quant=quant)
+
+        extra = repr(MODELS[name]) + Path(dense_references.__file__).read_text()
+        return reference, exported(f"dense-{name}-{request.param}", build, extra)
+
+    return get
+
+
+def plain_logits(reference: DenseReference, group: int, tokens: Tensor) -> Tensor:
+    """Logits [T, vocab] of our network with the reference kernels, over weights in int4."""
+    family, config = read_config(reference.folder)
+    network = build_network(config, MAX_SEQ_LEN, torch.float32, group_size=group)
+    source = family.checkpoint_weights(network, reference.folder)
+    materialise(network, QuantizedWeights(network, source, torch.device("cpu")))
+    network = with_room(network)
+    with torch.no_grad():
+        return torch.cat(
+            [network(tokens[:, at : at + 1], torch.tensor([at]), torch.tensor([0])) for at in range(tokens.shape[1])]
+        )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(made: Callable[[str], Made], name: str) -> None:
+    reference, path = made(name)
+    group = MODELS[name][1]
+    with load_program(path) as program:
+        # On a CPU, products with weights in int4 round their inputs to 8 bits.
+        bound = 1e-4 if group is None or program.device.type == "cuda" else 2e-2
+        # Long prompts come first, so that short ones start from used state.
+        for length in sorted(LENGTHS, reverse=True):
+            tokens = reference.tokens(length + STEPS, seed=length)
+            whole = reference.logits(tokens) if group is None else plain_logits(reference, group, tokens)
+            found = errors([logits.cpu() for logits in converse(program, tokens, length, GRAPH)], whole[length - 1 :])
+            assert max(found) < bound, f"{length} tokens: relative errors of prefill and decode steps {found}"
+
+
+def test_sessions_side_by_side(made: Callable[[str], Made]) -> None:
+    """Prompts of several lengths, then steps together: every token is the one that transformers finds most likely."""
+    reference, path = made("llama")
+    with Engine.load(path, cuda_graph=True, sessions=4, kv_tokens=4 * MAX_SEQ_LEN) as engine:
+        sessions, texts = [], []
+        for length in (5, 70, 130):
+            text = reference.tokens(length, seed=length)[0].tolist()
+            sessions.append(engine.open_session())
+            sessions[-1].prefill(text)
+            texts.append(text)
+        for _ in range(20):
+            for text, token in zip(texts, engine.step(sessions), strict=True):
+                text.append(token)
+        for text, length in zip(texts, (5, 70, 130), strict=True):
+            logits = reference.logits(torch.tensor([text[:-1]]))
+            assert text[length:] == logits[length - 1 :].argmax(1).tolist()
