@@ -58,9 +58,8 @@ def prepare_rows_early(
     # of a span is in low nibbles, the second half in high nibbles.
     element = block[:, None] * BLOCK + nibble_order(within)[None, :]
     inside = element < K
-    factor = 1.0
     if NORM:
-        factor += tl.load(norm_ptr + element, mask=inside, other=0.0)
+        factor = tl.load(norm_ptr + element, mask=inside, other=0.0)
     wait_for_previous(EARLY)
     x = tl.load(x_ptr + row * K + element, mask=inside, other=0.0).to(tl.float32)
     if NORM:
