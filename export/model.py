@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from .formats.int4 import Quantization
 from .kernels import host_kernels_for, kernels_for
 from .layers.host_experts import STREAMED
 from .layers.state import state_forms
-from .models import FAMILIES, LanguageModel, ModelConfig, build_network, read_config
+from .models import FAMILIES, LanguageModel, ModelConfig, build_network, open_gguf, read_config
 from .models.config import MAX_SIZE, short
 from .models.family import Family
 from .models.traffic import decode_bytes, kv_bytes_per_token
@@ -59,7 +61,7 @@ def export_model(
     itself.
 
     Args:
-        model: checkpoint folder (config.json, safetensors, tokenizer.json).
+        model: checkpoint folder (config.json, safetensors, tokenizer.json), or a GGUF file, which has all of these in it.
         output: artifact folder to write. It is written completely, or not at all.
         device: "cpu" or "cuda".
         dtype: "float32" or "bfloat16"; None takes the checkpoint's own, or float32 if that is another one.
@@ -79,8 +81,8 @@ def export_model(
         DeviceMemoryError: the GPU has not enough memory to quantise a weight, or to try its kernels.
     """
     progress = progress or Progress()
-    folder = Path(model)
-    family, config = read_config(folder)
+    checkpoint = Path(model)
+    family, config = read_config(checkpoint)
     length = _max_seq_len(config, max_seq_len)
     options = ExportOptions(
         device=device,
@@ -95,12 +97,26 @@ def export_model(
     network = make_network(family, config, options)
     # A GPU makes and quantises weights many times faster, also when the code is for a CPU.
     computes = torch.device("cpu" if gpu_properties() is None else "cuda")
-    tokenizer = read_tokenizer(folder / "tokenizer.json", progress)
-    source = _weight_source(family, network, folder, load_format, computes, progress)
-    weights = QuantizedWeights(network, source, computes, hqq=quant is not None and quant.hqq)
-    record = record_of(network, family, options)
-    with MemoryWatch(computes).explaining("exporting the model"):
-        return export_network(network, record, family, folder, output, weights, progress, tokenizer=tokenizer)
+    with _folder_of(checkpoint, progress) as folder:
+        tokenizer = read_tokenizer(folder / "tokenizer.json", progress)
+        source = _weight_source(family, network, checkpoint, load_format, computes, progress)
+        weights = QuantizedWeights(network, source, computes, hqq=quant is not None and quant.hqq)
+        record = record_of(network, family, options)
+        with MemoryWatch(computes).explaining("exporting the model"):
+            return export_network(network, record, family, folder, output, weights, progress, tokenizer=tokenizer)
+
+
+@contextmanager
+def _folder_of(checkpoint: Path, progress: Progress) -> Iterator[Path]:
+    """The folder with a checkpoint's config.json and tokenizer. A GGUF file's is temporary."""
+    if not checkpoint.is_file():
+        yield checkpoint
+        return
+    with tempfile.TemporaryDirectory(prefix="ostinato-") as name:
+        model = open_gguf(checkpoint)
+        progress.note(model.summary())
+        model.write_folder(Path(name))
+        yield Path(name)
 
 
 def make_network(family: Family, config: ModelConfig, options: ExportOptions) -> LanguageModel:
@@ -227,13 +243,13 @@ def _row_ranges(config: ModelConfig, length: int, methods: Mapping[str, Chain]) 
 
 
 def _weight_source(
-    family: Family, network: LanguageModel, folder: Path, load_format: str, device: torch.device, progress: Progress
+    family: Family, network: LanguageModel, checkpoint: Path, load_format: str, device: torch.device, progress: Progress
 ) -> WeightSource:
     if load_format == "dummy":
         progress.note("weights are random (--load-format dummy)")
         return family.dummy_weights(network, device)
     with progress.stage("check checkpoint"):
-        source = family.checkpoint_weights(network, folder)
+        source = family.checkpoint_weights(network, checkpoint)
     if source.skipped:
         progress.note(f"skipped {len(source.skipped)} tensors that a text model does not use")
     return source

@@ -43,7 +43,9 @@ def test_no_checkpoint(export_fails: Fails, tmp_path: Path) -> None:
     assert "no such folder" in export_fails(tmp_path / "nothing")
     assert "it has no config.json" in export_fails(tmp_path)
     (tmp_path / "file").write_text("hello")
-    assert f"not a folder: {tmp_path / 'file'}" in export_fails(tmp_path / "file")
+    assert f"not a folder, and no GGUF file, which would begin with GGUF: {tmp_path / 'file'}" in export_fails(
+        tmp_path / "file"
+    )
 
 
 @pytest.mark.parametrize(

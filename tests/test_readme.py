@@ -84,6 +84,8 @@ def run(command: list[str]) -> None:
             config = Path(folder) / "config.json"
             # As long as published models.
             config.write_text(re.sub(r'("max_position_embeddings": )\d+', r"\g<1>262144", config.read_text()))
+        case ["pip", "install", *words]:
+            subprocess.run([sys.executable, "-m", "pip", "install", "-q", *words], check=True)
         case ["ostinato", name, *words] if "cuda" in words or "artifacts/35B" in words:
             module = importlib.import_module(COMMANDS[name][0])
             parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)

@@ -1,4 +1,4 @@
-"""Export a Hugging Face checkpoint into an artifact folder.
+"""Export a Hugging Face checkpoint or a GGUF file into an artifact folder.
 
 The folder is written completely, or not at all. Code is compiled for this machine's device and instruction set.
 Exit status: 0 done, 2 an error, 130 interrupted. After SIGTERM the export cleans up as after Ctrl-C,
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint folder (config.json, safetensors)")
+    parser.add_argument(
+        "--model", required=True, metavar="PATH", help="checkpoint folder (config.json, safetensors), or GGUF file"
+    )
     parser.add_argument("--output", required=True, metavar="ARTIFACT", help="folder to write; a link is followed")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's own")

@@ -2,6 +2,15 @@
 
 from .config import ModelConfig
 from .language_model import LanguageModel
-from .registry import FAMILIES, build_network, find_family, parse_config, read_config
+from .registry import FAMILIES, build_network, find_family, open_gguf, parse_config, read_config
 
-__all__ = ["FAMILIES", "LanguageModel", "ModelConfig", "build_network", "find_family", "parse_config", "read_config"]
+__all__ = [
+    "FAMILIES",
+    "LanguageModel",
+    "ModelConfig",
+    "build_network",
+    "find_family",
+    "open_gguf",
+    "parse_config",
+    "read_config",
+]

@@ -194,10 +194,20 @@ def rope_parameters(
 
 
 def rope_divisors(rope: Settings, rotary_dim: int, theta: float) -> tuple[float, ...]:
-    """What the frequencies are divided by, see `RotaryEmbedding`; for the kinds "default", "linear" and "llama3"."""
+    """What the frequencies are divided by, see `RotaryEmbedding`, for the types "default", "linear" and "llama3", and for
+    "divisors", which has the numbers themselves."""
     kind = rope.get("rope_type")
     if kind == "default":
         return ()
+    if kind == "divisors":
+        divisors = rope.get("divisors")
+        good = isinstance(divisors, list) and len(divisors) == rotary_dim // 2
+        if not good or not all(type(one) in (int, float) and 0 < one < sys.float_info.max for one in divisors):
+            raise CheckpointError(
+                f"config.json: divisors of the rotary embedding must be {rotary_dim // 2} numbers above 0, got "
+                f"{short(divisors)}"
+            )
+        return tuple(map(float, divisors))
     factor = rope.number("factor", 1.0)
     if kind == "linear":
         return (factor,) * (rotary_dim // 2)

@@ -30,10 +30,11 @@ from ostinato.export.weights.dummy import DummySpreads
 from . import config as read
 from .config import MAX_COUNT, ModelConfig, Settings
 from .family import Family
+from .gguf import GgufForm
 from .language_model import LanguageModel, Layer
 
 FULL = "full_attention"
-_ROPES = ("default", "linear", "llama3")
+_ROPES = ("default", "linear", "llama3", "divisors")
 
 NAMES = CheckpointNames(
     stacked={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
@@ -189,10 +190,11 @@ def check_limits(config: DenseConfig, group_size: int | None, device: str, dtype
         check_attention(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
 
 
-def family(config: Callable[[Mapping[str, Any]], DenseConfig], *model_types: str) -> Family:
+def family(config: Callable[[Mapping[str, Any]], DenseConfig], model_type: str, gguf: GgufForm | None = None) -> Family:
     """A family of dense decoders whose config this function reads."""
     return Family(
-        model_types=model_types,
+        model_types=(model_type,),
+        gguf=gguf,
         config=config,
         network=network,
         check_limits=check_limits,

@@ -11,10 +11,12 @@ import torch
 
 from ostinato.export.compile.trace import Chain
 from ostinato.export.layers.build import Build
-from ostinato.export.weights.checkpoint import CheckpointNames, CheckpointWeights
+from ostinato.export.weights.checkpoint import CheckpointNames, CheckpointWeights, TensorSource
 from ostinato.export.weights.dummy import DummySpreads, DummyWeights
+from ostinato.export.weights.sources.safetensors import SafetensorsFolder
 from ostinato.export.weights.stream import float_shapes
 
+from .gguf import GgufForm, read_gguf
 from .language_model import LanguageModel
 from .methods import language_model_methods
 
@@ -33,6 +35,7 @@ class Family:
         names: names of a checkpoint's tensors, and which of them become one parameter here.
         spreads: distributions of random weights.
         methods: function from the network to the methods of its program.
+        gguf: form of the family's GGUF files; None: they are not read.
     """
 
     model_types: tuple[str, ...]
@@ -42,10 +45,22 @@ class Family:
     names: CheckpointNames
     spreads: DummySpreads
     methods: Callable[[LanguageModel], dict[str, Chain]] = language_model_methods
+    gguf: GgufForm | None = None
 
-    def checkpoint_weights(self, network: LanguageModel, folder: Path) -> CheckpointWeights:
-        """The weights of a checkpoint folder for `network`. Names and shapes are checked here. Raises CheckpointError."""
-        return CheckpointWeights(folder, float_shapes(network), network.config.tie_word_embeddings, self.names)
+    def checkpoint_weights(self, network: LanguageModel, checkpoint: Path) -> CheckpointWeights:
+        """The weights of a checkpoint, a folder or a GGUF file, for `network`. Names and shapes are checked here.
+
+        Raises:
+            CheckpointError: see `CheckpointWeights` and `read_gguf`.
+        """
+        if checkpoint.is_file():
+            assert self.gguf is not None
+            source: TensorSource = read_gguf(checkpoint, {self.model_types[0]: self.gguf}).tensors
+        else:
+            source = SafetensorsFolder(checkpoint)
+        return CheckpointWeights(
+            source, checkpoint, float_shapes(network), network.config.tie_word_embeddings, self.names
+        )
 
     def dummy_weights(
         self, network: LanguageModel, device: torch.device, dtype: torch.dtype | None = None, seed: int = 0

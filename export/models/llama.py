@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .dense import DenseConfig, Differences, family, read_config
+from .gguf import GgufForm
 
 DIFFERENCES = Differences(max_positions=2048, only={"pretraining_tp": (1,)})
 
@@ -15,4 +16,4 @@ def config(data: Mapping[str, Any]) -> DenseConfig:
     return read_config(DIFFERENCES, data)
 
 
-FAMILY = family(config, "llama")
+FAMILY = family(config, "llama", GgufForm("llama", permuted=True))

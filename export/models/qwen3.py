@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .dense import DenseConfig, Differences, family, read_config
+from .gguf import GgufForm
 
 DIFFERENCES = Differences(qk_norm=True, head_dim=128, windowed_by="use_sliding_window", window=4096)
 
@@ -15,4 +16,4 @@ def config(data: Mapping[str, Any]) -> DenseConfig:
     return read_config(DIFFERENCES, data)
 
 
-FAMILY = family(config, "qwen3")
+FAMILY = family(config, "qwen3", GgufForm("qwen3"))

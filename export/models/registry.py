@@ -15,6 +15,7 @@ from ostinato.export.layers.build import PAGE_SIZE, Build
 from . import llama, mistral, qwen2, qwen3, qwen3_5
 from .config import ModelConfig, read_config_file, short
 from .family import Family
+from .gguf import GgufModel, read_gguf
 from .language_model import LanguageModel
 
 FAMILIES: tuple[Family, ...] = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_5.FAMILY)
@@ -29,13 +30,19 @@ def find_family(model_type: object) -> Family:
     raise CheckpointError(f"unsupported model type {short(model_type)} in config.json; supported are: {known}")
 
 
-def read_config(folder: Path) -> tuple[Family, ModelConfig]:
-    """The family of a checkpoint folder, and its config.
+def read_config(checkpoint: Path) -> tuple[Family, ModelConfig]:
+    """The family of a checkpoint, a folder or a GGUF file, and its config.
 
     Raises:
-        CheckpointError: config.json is missing or broken, or its model type or one of its settings is not supported.
+        CheckpointError: config.json is missing or broken, or its model type or one of its settings is not supported; or as in
+            `read_gguf`.
     """
-    return parse_config(read_config_file(folder))
+    return parse_config(open_gguf(checkpoint).config if checkpoint.is_file() else read_config_file(checkpoint))
+
+
+def open_gguf(path: Path) -> GgufModel:
+    """Read the header of a GGUF file of any family. Raises CheckpointError, as `read_gguf` does."""
+    return read_gguf(path, {family.model_types[0]: family.gguf for family in FAMILIES if family.gguf is not None})
 
 
 def parse_config(data: Mapping[str, Any]) -> tuple[Family, ModelConfig]:

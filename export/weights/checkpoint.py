@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ostinato.delegate.errors import CheckpointError
 
-from .sources.safetensors import SafetensorsFolder, some_of
+from .sources.safetensors import some_of
 
 # Dtypes of stored weights, as safetensors calls them. Others are parts of a number format, with scales beside them.
 _DTYPES = ("BF16", "F16", "F32", "F64")
 _NONE = re.compile(r"(?!)")
 # Name of a tensor of a single expert.
 _EXPERT = re.compile(r"^(?P<parent>.*)\.(?P<index>\d+)\.(?P<module>\w+)\.weight$")
+
+
+class TensorSource(Protocol):
+    """A checkpoint's tensors by name, whatever contains them. See `SafetensorsFolder`, which is one."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+    def dtype(self, name: str) -> str: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -55,10 +70,11 @@ class CheckpointWeights:
     `CheckpointNames`). A tied `lm_head` may be stored under the embedding's name.
 
     Args:
-        folder: a checkpoint folder.
+        source: the checkpoint's tensors.
+        checkpoint: where they are from, for messages.
         shapes: parameter name -> its shape before quantisation.
         tied: whether the head may share the embedding's weight.
-        names: names of the folder's tensors; None: they are our network's names.
+        names: names of the source's tensors; None: they are our network's names.
 
     Attributes:
         skipped: names of tensors that a text model does not use.
@@ -69,11 +85,16 @@ class CheckpointWeights:
     """
 
     def __init__(
-        self, folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: bool, names: CheckpointNames | None = None
+        self,
+        source: TensorSource,
+        checkpoint: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        tied: bool,
+        names: CheckpointNames | None = None,
     ) -> None:
         self._names = names or CheckpointNames()
-        self._source = SafetensorsFolder(folder)
-        # Canonical name -> name in the folder.
+        self._source = source
+        # Canonical name -> name in the source.
         self._stored = {self._names.canonical(name): name for name in self._source}
         self._shapes = shapes
         self._parts: dict[str, list[str]] = {}
@@ -91,7 +112,7 @@ class CheckpointWeights:
         self.skipped = [name for name in self._stored if self._names.skipped.search(name)]
         unexpected = set(self._stored) - used - set(self.skipped) - ({self._names.head} if tied else set())
         if missing or unexpected:
-            raise CheckpointError(_complaint(folder, missing, sorted(unexpected)))
+            raise CheckpointError(_complaint(checkpoint, missing, sorted(unexpected)))
 
     def read(self, name: str) -> Tensor:
         """Return the parameter on the CPU, in its shape before quantisation and in the checkpoint's dtype; in float32 if one
@@ -170,8 +191,8 @@ def _expert_indices(names: Iterable[str]) -> dict[str, set[str]]:
     return indices
 
 
-def _complaint(folder: Path, missing: list[str], unexpected: list[str]) -> str:
-    lines = [f"the tensors in {folder} do not fit its config.json"]
+def _complaint(checkpoint: Path, missing: list[str], unexpected: list[str]) -> str:
+    lines = [f"the tensors in {checkpoint} do not fit its config.json"]
     if missing:
         lines.append(f"missing ({len(missing)}): {some_of(missing)}")
     if unexpected:

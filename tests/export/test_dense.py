@@ -14,9 +14,11 @@ from ostinato.export import Quantization, export_model
 from ostinato.export.models import build_network, read_config
 from ostinato.export.weights.stream import QuantizedWeights, materialise
 from ostinato.runner import Engine
+from ostinato.runner.cli import main
 
 from ..conftest import export_on_a_gpu, only_methods
 from .conversations import converse, errors
+from .gguf_files import write_gguf
 from .models import dense_references
 from .models.dense_references import CASES, DenseReference, make_dense
 from .networks import with_room
@@ -100,3 +102,20 @@ def test_sessions_side_by_side(made: Callable[[str], Made]) -> None:
         for text, length in zip(texts, (5, 70, 130), strict=True):
             logits = reference.logits(torch.tensor([text[:-1]]))
             assert text[length:] == logits[length - 1 :].argmax(1).tolist()
+
+
+def test_a_gguf_file_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Exported as it is, it answers in text with what transformers finds most likely after the same tokens."""
+    reference = make_dense(tmp_path / "checkpoint", CASES["llama"])
+    letters = [chr(33 + index) for index in range(reference.model.config.vocab_size - 1)] + ["He"]
+    write_gguf(tmp_path / "model.gguf", reference.model, "llama", tokens=letters)
+    words = ["export", "--model", str(tmp_path / "model.gguf"), "--output", str(tmp_path / "artifact")]
+    with only_methods("prefill", "decode"):
+        assert main([*words, "--max-seq-len", "64"]) == 0
+    assert "21 in F32" in capfd.readouterr().err
+    with Engine.load(tmp_path / "artifact") as engine:
+        prompt = engine.encode_prompt("Hello", raw=True)
+        assert prompt == [len(letters) - 1, *(ord(letter) - 33 for letter in "llo")]
+        found = list(engine.generate_tokens(prompt, max_new_tokens=8, ignore_eos=True))
+    text = prompt + found
+    assert found == reference.logits(torch.tensor([text[:-1]]))[len(prompt) - 1 :].argmax(1).tolist()

@@ -1,0 +1,182 @@
+"""A GGUF file as a checkpoint: what its metadata say as a config.json, and its tensors under transformers' names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ostinato.delegate.artifact.names import CONFIG_FILE
+from ostinato.delegate.errors import CheckpointError
+from ostinato.delegate.memory import size_text
+from ostinato.export.weights.sources.gguf import FLOATS, GgufFile, GgufTensors
+
+from .config import MAX_COUNT, short
+from .gguf_tokenizer import write_tokenizer
+
+# Names in the file -> transformers' names: of the whole model, and of a layer's parts behind "blk.N.".
+_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# What frequencies are divided by: Llama 3.1's stretched context is a tensor here, and not metadata.
+_DIVISORS = "rope_freqs.weight"
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
+
+
+@dataclass(frozen=True)
+class GgufForm:
+    """How a family's GGUF files differ from its Hugging Face checkpoints.
+
+    Attributes:
+        architecture: `general.architecture` of these files.
+        permuted: whether rows of the query and key projections stand in another order, see `GgufTensors`.
+    """
+
+    architecture: str
+    permuted: bool = False
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """A GGUF file whose architecture is known.
+
+    Attributes:
+        file: the file.
+        config: what its config.json would hold.
+        tensors: its tensors under transformers' names.
+    """
+
+    file: GgufFile
+    config: dict[str, Any]
+    tensors: GgufTensors
+
+    def write_folder(self, folder: Path) -> None:
+        """Write config.json and the tokenizer's files, if the file has a tokenizer. Raises CheckpointError."""
+        (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=1))
+        write_tokenizer(self.file.metadata, folder)
+
+    def summary(self) -> str:
+        """Say in one line how many tensors of which type the file has."""
+        kinds = Counter(tensor.kind for tensor in self.file.tensors.values())
+        size = size_text(sum(tensor.nbytes for tensor in self.file.tensors.values()))
+        listed = ", ".join(f"{count} in {kind}" for kind, count in kinds.most_common())
+        quantised = "; what is quantised is dequantised" if set(kinds) - set(FLOATS) else ""
+        return f"{self.file.path.name}: {size} of tensors, {listed}{quantised}"
+
+
+def read_gguf(path: Path, forms: Mapping[str, GgufForm]) -> GgufModel:
+    """Read the header of a GGUF file.
+
+    Args:
+        path: a file.
+        forms: model type -> form of its files.
+
+    Raises:
+        CheckpointError: the file is no GGUF file, is damaged, or is of an architecture or a type that is not supported.
+    """
+    file = GgufFile(path)
+    architecture = file.metadata.get("general.architecture")
+    model_type = next((name for name, form in forms.items() if form.architecture == architecture), None)
+    if model_type is None:
+        known = ", ".join(form.architecture for form in forms.values())
+        raise CheckpointError(f"unsupported architecture {short(architecture)} in {path}; supported are: {known}")
+    config = _config(file, str(architecture), model_type)
+    heads = {}
+    if forms[model_type].permuted:
+        heads = {".q_proj": config["num_attention_heads"], ".k_proj": config["num_key_value_heads"]}
+    names = {name: _named(name) for name in file.tensors if name != _DIVISORS}
+    return GgufModel(file, config, GgufTensors(file, names, heads))
+
+
+def _named(name: str) -> str:
+    """transformers' name of a tensor; a name that is not known stays as it is, and is refused as unexpected."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return name
+    layer, part, kind = match["layer"], match["part"], match["kind"]
+    if layer is None:
+        return f"{_WHOLE[part]}.{kind}" if part in _WHOLE else name
+    return f"model.layers.{layer}.{_PARTS[part]}.{kind}" if part in _PARTS else name
+
+
+def _config(file: GgufFile, architecture: str, model_type: str) -> dict[str, Any]:
+    def get(name: str) -> Any:
+        return file.metadata.get(f"{architecture}.{name}")
+
+    if get("expert_count"):
+        raise CheckpointError(
+            f"{file.path} is a mixture of experts; of architecture {architecture!r} dense models are read"
+        )
+    heads = get("attention.head_count")
+    kv_heads = heads if get("attention.head_count_kv") is None else get("attention.head_count_kv")
+    for name, value in (("attention.head_count", heads), ("attention.head_count_kv", kv_heads)):
+        if type(value) is not int or not 1 <= value <= 1 << 20:
+            raise CheckpointError(f"{file.path}: {architecture}.{name} must be a number of heads, got {short(value)}")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{file.path} lacks the token embedding, token_embd.weight")
+    hidden, layers = get("embedding_length"), get("block_count")
+    if type(layers) is not int or not 1 <= layers <= MAX_COUNT:
+        raise CheckpointError(f"{file.path}: {architecture}.block_count must be 1 to {MAX_COUNT}, got {short(layers)}")
+    positions, window = get("context_length"), get("attention.sliding_window")
+    head_dim = get("attention.key_length")
+    if head_dim is None and type(hidden) is int:
+        head_dim = hidden // heads
+    settings = {
+        "model_type": model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": get("feed_forward_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(file, architecture, get),
+        "max_position_embeddings": min(positions, window) if type(window) is int and window > 0 else positions,
+        "sliding_window": None,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": _dtype(tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1),
+        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+    }
+    rotated = get("rope.dimension_count")
+    if type(rotated) is int and type(head_dim) is int and rotated != head_dim:
+        raise CheckpointError(
+            f"{file.path}: {architecture}.rope.dimension_count is {rotated}; supported is the head's size, {head_dim}"
+        )
+    return {name: value for name, value in settings.items() if value is not None or name == "sliding_window"}
+
+
+def _rope(file: GgufFile, architecture: str, get: Any) -> dict[str, Any]:
+    base = get("rope.freq_base")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0 if base is None else base}
+    if _DIVISORS in file.tensors:
+        divisors = file.read(_DIVISORS).float().flatten().tolist()
+        return {**rope, "rope_type": "divisors", "divisors": divisors}
+    kind = get("rope.scaling.type")
+    if kind in (None, "none"):
+        return rope
+    return {**rope, "rope_type": kind, "factor": get("rope.scaling.factor")}
+
+
+def _dtype(kinds: Iterable[str]) -> str:
+    """The dtype that the matrices are in; that of the scales if they are quantised."""
+    found = set(kinds)
+    if found <= {"BF16", "F32"}:
+        return "bfloat16" if "BF16" in found else "float32"
+    return "float16"

@@ -1,0 +1,261 @@
+"""Reader for a GGUF file (ggml's container, version 2 or 3): metadata, and tensors that are dequantised when they are read.
+
+The header is read here and not by the package `gguf`, whose reader believes every count in a file: a damaged one may keep it
+busy for ever, and a vocabulary takes it seconds. The package does dequantise.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.delegate.errors import CheckpointError
+
+from .safetensors import shortened, some_of
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+# Number of a type in a file -> (name, elements of a block, bytes of a block), of those that are read.
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    30: ("BF16", 1, 2),
+}
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+MAX_DIMS = 4
+_ALIGNMENT = 32
+_STRING, _ARRAY = 8, 9
+# Number of a value's type -> its form for `struct`, and for numpy.
+_SCALARS = {
+    0: ("B", "u1"),
+    1: ("b", "i1"),
+    2: ("<H", "<u2"),
+    3: ("<h", "<i2"),
+    4: ("<I", "<u4"),
+    5: ("<i", "<i4"),
+    6: ("<f", "<f4"),
+    7: ("?", "?"),
+    10: ("<Q", "<u8"),
+    11: ("<q", "<i8"),
+    12: ("<d", "<f8"),
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in the file. `kind` is the name of its type, `shape` is as torch has it: the last dimension is
+    contiguous."""
+
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class GgufFile:
+    """A GGUF file.
+
+    Attributes:
+        metadata: key -> number, text, or list of these.
+        tensors: name in the file -> where it lies.
+
+    Raises:
+        CheckpointError: the file is no GGUF file, is damaged, or holds a type that is not read; or it has quantised tensors,
+            and there is no package `gguf`. The message says which.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                self._bytes: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read as GGUF: {error}") from error
+        reader = _Reader(path, self._bytes)
+        if reader.take(4) != MAGIC:
+            raise CheckpointError(f"not a folder, and no GGUF file, which would begin with {MAGIC.decode()}: {path}")
+        version = reader.scalar(4)
+        if version not in VERSIONS:
+            raise CheckpointError(
+                f"{path} is GGUF of version {version}; read are: {', '.join(map(str, VERSIONS))}, little-endian"
+            )
+        tensors, values = reader.count(24), reader.count(12)
+        self.metadata: dict[str, Any] = {}
+        for _ in range(values):
+            key = reader.text()
+            if key in self.metadata:
+                raise reader.damaged(f"the key {shortened(key)} stands there twice")
+            self.metadata[key] = reader.value()
+        self.tensors = self._tensors(reader, tensors)
+        if any(tensor.kind not in FLOATS for tensor in self.tensors.values()):
+            # Now, and not after the code is compiled.
+            _gguf()
+
+    def read(self, name: str) -> Tensor:
+        """Return the tensor on the CPU: in its own dtype, or dequantised to float32."""
+        stored = self.tensors[name]
+        data = np.frombuffer(self._bytes, np.uint8, stored.nbytes, stored.offset)
+        if stored.kind in FLOATS:
+            return torch.from_numpy(data.copy()).view(FLOATS[stored.kind]).view(stored.shape)
+        quants = _gguf()
+        # Scales may be infinite or NaN; then so are values.
+        with np.errstate(all="ignore"):
+            values = quants.dequantize(data.reshape(stored.shape[0], -1), quants.GGMLQuantizationType[stored.kind])
+        return torch.from_numpy(values).view(stored.shape)
+
+    def _tensors(self, reader: _Reader, count: int) -> dict[str, StoredTensor]:
+        found: dict[str, StoredTensor] = {}
+        for _ in range(count):
+            name = reader.text()
+            if name in found:
+                raise reader.damaged(f"the tensor {shortened(name)} stands there twice")
+            dims = reader.scalar(4)
+            if not 1 <= dims <= MAX_DIMS:
+                raise reader.damaged(f"the tensor {shortened(name)} has {dims} dimensions")
+            sizes = tuple(reader.scalar(10) for _ in range(dims))
+            kind, offset = reader.scalar(4), reader.scalar(10)
+            if kind not in TYPES:
+                known = ", ".join(kept for kept, _, _ in TYPES.values())
+                raise CheckpointError(
+                    f"{self.path}: the tensor {shortened(name)} has a type that is not read (ggml's number {kind}); "
+                    f"read are: {known}"
+                )
+            label, block, size = TYPES[kind]
+            if sizes[0] % block or not all(sizes):
+                raise reader.damaged(f"the tensor {shortened(name)} of type {label} has the sizes {list(sizes)}")
+            nbytes = math.prod(sizes) // block * size
+            found[name] = StoredTensor(label, sizes[::-1], offset, nbytes)
+        alignment = self.metadata.get("general.alignment", _ALIGNMENT)
+        if type(alignment) is not int or not 1 <= alignment <= 1 << 20:
+            raise reader.damaged(f"general.alignment is {alignment!r}")
+        start = -(-reader.at // alignment) * alignment
+        end = start
+        placed = {}
+        for name, one in sorted(found.items(), key=lambda item: item[1].offset):
+            begin = start + one.offset
+            if begin < end or begin + one.nbytes > len(self._bytes):
+                raise reader.damaged(f"the tensor {shortened(name)} overlaps another one, or lies outside the file")
+            end = begin + one.nbytes
+            placed[name] = StoredTensor(one.kind, one.shape, begin, one.nbytes)
+        return placed
+
+
+class GgufTensors:
+    """The tensors of a GGUF file under the names that transformers has for them.
+
+    Args:
+        file: an open file.
+        names: name in the file -> transformers' name. The file's other tensors are left out; the caller has used them.
+        heads: end of transformers' name of a module -> number of heads, for projections whose rows the file has in another
+            order: in each head, the elements that are rotated together are neighbours there, and half a head apart here.
+    """
+
+    def __init__(self, file: GgufFile, names: Mapping[str, str], heads: Mapping[str, int]) -> None:
+        self._file = file
+        self._heads = heads
+        self._stored = {wanted: name for name, wanted in names.items()}
+        unknown = sorted(set(names) - set(file.tensors))
+        if unknown:
+            raise CheckpointError(f"{file.path} lacks {some_of(unknown)}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def read(self, name: str) -> Tensor:
+        """Return the tensor on the CPU; float32 if the file has it quantised."""
+        value = self._file.read(self._stored[name])
+        module = name.rpartition(".")[0]
+        heads = next((count for end, count in self._heads.items() if module.endswith(end)), None)
+        if heads is None:
+            return value
+        return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of what `read` gives, as safetensors calls it."""
+        kind = self._file.tensors[self._stored[name]].kind
+        return kind if kind in FLOATS else "F32"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file.tensors[self._stored[name]].shape
+
+
+class _Reader:
+    """Takes values from the file's beginning, one after the other. No count is believed that the file has no bytes for."""
+
+    def __init__(self, path: Path, data: Any) -> None:
+        self._path, self._data = path, data
+        self.at = 0
+
+    def damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._path} is damaged: {what}")
+
+    def take(self, count: int) -> bytes:
+        if count > len(self._data) - self.at:
+            raise self.damaged("it ends too early")
+        taken: bytes = self._data[self.at : self.at + count]
+        self.at += count
+        return taken
+
+    def scalar(self, kind: int) -> Any:
+        form = _SCALARS[kind][0]
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def count(self, least: int) -> int:
+        """A number of things, of which each takes `least` bytes or more."""
+        number: int = self.scalar(10)
+        if number * least > len(self._data) - self.at:
+            raise self.damaged(f"it says that {number} values follow, and ends before them")
+        return number
+
+    def text(self) -> str:
+        try:
+            return self.take(self.count(1)).decode()
+        except UnicodeDecodeError as error:
+            raise self.damaged("a text in it is not UTF-8") from error
+
+    def value(self) -> Any:
+        kind = self.scalar(4)
+        if kind != _ARRAY:
+            return self._one(kind)
+        inner = self.scalar(4)
+        if inner == _STRING:
+            return [self.text() for _ in range(self.count(8))]
+        if inner not in _SCALARS:
+            raise self.damaged(f"it has an array of values of type {inner}")
+        dtype = np.dtype(_SCALARS[inner][1])
+        return np.frombuffer(self.take(self.count(dtype.itemsize) * dtype.itemsize), dtype).tolist()
+
+    def _one(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind not in _SCALARS:
+            raise self.damaged(f"it has a value of type {kind}")
+        return self.scalar(kind)
+
+
+def _gguf() -> Any:
+    try:
+        from gguf import quants
+    except ImportError as error:
+        raise CheckpointError("quantised GGUF files need the package gguf: pip install 'ostinato[gguf]'") from error
+    return quants

@@ -1,0 +1,125 @@
+"""Models in GGUF files: logits as transformers has them over the same weights, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ostinato.delegate.errors import CheckpointError
+from ostinato.export.models import open_gguf, read_config
+from ostinato.export.models.dense import DenseConfig
+
+from ...comparison import relative_error
+from ..gguf_files import write_gguf
+from ..references import load_ours
+from .dense_references import BASE, CASES, LLAMA3, DenseReference, make_dense
+
+MODELS = ("llama", "llama-tied", "qwen2", "qwen3")
+
+
+def made(tmp_path: Path, case: str, **file: Any) -> tuple[Path, DenseReference]:
+    reference = make_dense(tmp_path / "checkpoint", CASES[case])
+    path = tmp_path / "model.gguf"
+    write_gguf(path, reference.model, CASES[case]["model_type"], **file)
+    return path, reference
+
+
+def logits(path: Path, tokens: torch.Tensor, max_seq_len: int = 256) -> torch.Tensor:
+    model = load_ours(path, max_seq_len)
+    with torch.no_grad():
+        return model(tokens, torch.arange(tokens.shape[1]), torch.zeros(tokens.shape[1], dtype=torch.int64))[0]
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_file_is_the_checkpoint(tmp_path: Path, case: str) -> None:
+    """Its config means the same, its tensors are equal bit for bit, and so are the logits."""
+    path, reference = made(tmp_path, case)
+    ours, theirs = read_config(path)[1], read_config(reference.folder)[1]
+    assert isinstance(ours, DenseConfig) and isinstance(theirs, DenseConfig)
+    assert ours.attention == theirs.attention and ours.rope_theta == theirs.rope_theta
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    found, expected = (dict(load_ours(one, 8).named_parameters()) for one in (path, reference.folder))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    tokens = reference.tokens(65)
+    assert relative_error(logits(path, tokens), reference.logits(tokens)[-1]) < 1e-4
+
+
+def test_quantised_tensors_beside_others(tmp_path: Path) -> None:
+    """Logits over the dequantised weights, which transformers' model gets as well."""
+    kinds = {"attn_q.": "Q8_0", "attn_v.": "Q4_0", "ffn_down": "Q4_1", "token_embd": "F16", "ffn_up": "BF16"}
+    path, reference = made(tmp_path, "llama", kinds=kinds)
+    tensors = open_gguf(path).tensors
+    for name, parameter in reference.model.named_parameters():
+        parameter.copy_(tensors.read(name).float())
+    tokens = reference.tokens(65)
+    assert relative_error(logits(path, tokens), reference.logits(tokens)[-1]) < 1e-4
+    assert "14 in F32" not in open_gguf(path).summary() and "2 in Q8_0" in open_gguf(path).summary()
+
+
+def test_a_stretched_context_is_a_tensor(tmp_path: Path) -> None:
+    """`rope_freqs.weight` divides the frequencies. Behind the first context it shows."""
+    reference = make_dense(tmp_path / "checkpoint", {**CASES["llama"], "rope_parameters": LLAMA3})
+    theirs = AutoConfig.for_model("llama", **BASE, rope_parameters=LLAMA3)
+    stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](theirs, torch.device("cpu"))
+    plain = 1.0 / (1e4 ** (torch.arange(0, 16, 2).float() / 16))
+    path = tmp_path / "model.gguf"
+    write_gguf(path, reference.model, "llama", more={"rope_freqs.weight": plain / stretched})
+    write_gguf(tmp_path / "dropped.gguf", reference.model, "llama")
+    tokens = reference.tokens(900)
+    expected = reference.logits(tokens)[-1]
+    assert relative_error(logits(path, tokens, 1024), expected) < 1e-4
+    assert relative_error(logits(tmp_path / "dropped.gguf", tokens, 1024), expected) > 1e-2
+    # The artifact's config.json says the same.
+    (tmp_path / "artifact").mkdir()
+    open_gguf(path).write_folder(tmp_path / "artifact")
+    again, ours = read_config(tmp_path / "artifact")[1], read_config(path)[1]
+    assert again == ours
+
+
+def test_a_window_bounds_sessions(tmp_path: Path) -> None:
+    path, _ = made(tmp_path, "llama", metadata={"attention.sliding_window": 100})
+    assert read_config(path)[1].max_position_embeddings == 100
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ({"metadata": {"expert_count": 4}}, "a mixture of experts"),
+        ({"metadata": {"rope.scaling.type": "yarn"}}, "unsupported rope_type 'yarn'"),
+        ({"metadata": {"rope.dimension_count": 8}}, "dimension_count is 8"),
+        ({"metadata": {"attention.head_count": 0}}, "must be a number of heads, got 0"),
+        ({"metadata": {"block_count": 10**9}}, "block_count must be 1 to 1024"),
+        ({"without": ["token_embd.weight"]}, "lacks the token embedding"),
+        ({"without": ["blk.1.attn_k.weight"]}, r"missing \(1\): model\.layers\.1\.self_attn\.k_proj\.weight"),
+        ({"more": {"blk.0.attn_sinks.weight": torch.zeros(4)}}, r"unexpected \(1\): blk\.0\.attn_sinks\.weight"),
+        ({"more": {"rope_freqs.weight": torch.zeros(8)}}, "divisors of the rotary embedding must be 8 numbers above 0"),
+    ],
+)
+def test_refusals(tmp_path: Path, file: dict[str, Any], message: str) -> None:
+    path, _ = made(tmp_path, "llama", **file)
+    with pytest.raises(CheckpointError, match=message):
+        load_ours(path, 64)
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    reference = make_dense(tmp_path / "checkpoint", CASES["llama"])
+    write_gguf(tmp_path / "model.gguf", reference.model, "gemma3")
+    with pytest.raises(
+        CheckpointError, match=r"unsupported architecture 'gemma3' in .*; supported are: llama, qwen2, qwen3"
+    ):
+        read_config(tmp_path / "model.gguf")
+
+
+def test_the_folder_that_an_artifact_gets(tmp_path: Path) -> None:
+    path, _ = made(tmp_path, "qwen3")
+    open_gguf(path).write_folder(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["model_type"], config["head_dim"]) == ("qwen3", 32)
+    assert not (tmp_path / "tokenizer.json").exists()

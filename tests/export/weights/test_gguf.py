@@ -1,0 +1,146 @@
+"""GGUF files: values as the package `gguf` has them, and files with every kind of damage."""
+
+from __future__ import annotations
+
+import resource
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from ostinato.delegate.errors import CheckpointError
+from ostinato.export.weights.sources.gguf import FLOATS, TYPES, GgufFile
+
+from ..gguf_files import dequantised, random_blocks
+
+QUANTISED = [name for name, _, _ in TYPES.values() if name not in FLOATS]
+
+
+def write(path: Path, tensors: dict[str, tuple[np.ndarray, str]], **values: object) -> Path:
+    writer = gguf.GGUFWriter(path, "test")
+    for key, value in values.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            writer.add_string(key, str(value))
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with one tensor of each type that is quantised, and lists of texts and of numbers."""
+    tensors = {f"blk.{kind}.weight": (random_blocks(kind, 3, 512), kind) for kind in QUANTISED}
+    path = tmp_path_factory.mktemp("gguf") / "sound.gguf"
+    return write(path, tensors, tokens=["a", "", "ä" * 300], numbers=[1, -2, 3], scores=[0.5, -1.5])
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_values_are_those_of_the_package(sound: Path, kind: str) -> None:
+    file = GgufFile(sound)
+    name = f"blk.{kind}.weight"
+    assert file.tensors[name].shape == (3, 512) and file.tensors[name].kind == kind
+    assert torch.equal(file.read(name), dequantised(random_blocks(kind, 3, 512), kind))
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+def test_floats_keep_their_bits(tmp_path: Path, kind: str) -> None:
+    value = torch.randn(3, 5, 7).to(FLOATS[kind])
+    data = value.view(torch.uint8 if kind == "BF16" else value.dtype).numpy()
+    found = GgufFile(write(tmp_path / "file.gguf", {"x": (data, kind)})).read("x")
+    assert found.dtype == value.dtype and torch.equal(found, value)
+
+
+def test_metadata(sound: Path) -> None:
+    found = GgufFile(sound).metadata
+    assert found["general.architecture"] == "test"
+    assert (found["tokens"], found["numbers"], found["scores"]) == (["a", "", "ä" * 300], [1, -2, 3], [0.5, -1.5])
+    reader = gguf.GGUFReader(sound)
+    assert {key for key in reader.fields if not key.startswith("GGUF.")} == set(found)
+
+
+def edited(path: Path, to: Path, old: bytes, new: bytes) -> str:
+    """Return what is said of a copy in which these bytes are replaced once."""
+    data = path.read_bytes()
+    assert data.count(old) >= 1 and len(old) == len(new)
+    to.write_bytes(data.replace(old, new, 1))
+    with pytest.raises(CheckpointError) as caught:
+        GgufFile(to)
+    assert str(to) in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def test_damage_is_named(sound: Path, tmp_path: Path) -> None:
+    to = tmp_path / "damaged.gguf"
+    assert "and no GGUF file" in edited(sound, to, b"GGUF", b"GGML")
+    assert "GGUF of version 1" in edited(sound, to, b"GGUF\x03", b"GGUF\x01")
+    assert "ends" in edited(sound, to, text("tokens"), struct.pack("<Q", 2**63) + b"tokens")
+    assert "twice" in edited(sound, to, text("scores"), text("tokens"))
+    assert "not UTF-8" in edited(sound, to, text("scores"), struct.pack("<Q", 6) + b"\xff" * 6)
+    named = text("blk.Q4_0.weight") + struct.pack("<I", 2)
+    sizes = struct.pack("<QQI", 512, 3, 2)
+    assert "9 dimensions" in edited(sound, to, named, text("blk.Q4_0.weight") + struct.pack("<I", 9))
+    assert "not read (ggml's number 10)" in edited(sound, to, named + sizes, named + struct.pack("<QQI", 512, 3, 10))
+    assert "the sizes [511, 3]" in edited(sound, to, named + sizes, named + struct.pack("<QQI", 511, 3, 2))
+    huge = struct.pack("<QQI", 2**62, 2**62, 2)
+    assert "lies outside the file" in edited(sound, to, named + sizes, named + huge)
+    other = text("blk.Q4_1.weight") + struct.pack("<IQQI", 2, 512, 3, 3)
+    first = sound.read_bytes()[sound.read_bytes().index(other) :][len(other) :][:8]
+    assert "overlaps" in edited(sound, to, other + first, other + bytes(8))
+    to.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="cannot be read as GGUF"):
+        GgufFile(to)
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """Limits the memory: a reader that believes a damaged count asks for gigabytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + (256 << 20), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_a_thousand_mutations(sound: Path, tmp_path: Path) -> None:
+    """Bytes changed, cut out, doubled, and cut off: a file is read, or refused in one line."""
+    random, data, path = Random(1), sound.read_bytes(), tmp_path / "mutated.gguf"
+    header = data.index(random_blocks(QUANTISED[0], 3, 512).tobytes()[:40])
+    refused = 0
+    for _ in range(1000):
+        changed = bytearray(data)
+        way, at = random.randrange(5), random.randrange(header)
+        if way == 0:
+            changed[at] = random.randrange(256)
+        elif way == 1:
+            changed[at : at + 8] = struct.pack("<Q", random.choice((2**63, 2**64 - 1, 2**32, 2**31, 0, len(data))))
+        elif way == 2:
+            del changed[at : at + random.randrange(1, 40)]
+        elif way == 3:
+            changed[at:at] = changed[at : at + random.randrange(1, 40)]
+        else:
+            del changed[random.randrange(len(changed)) :]
+        path.write_bytes(bytes(changed))
+        try:
+            file = GgufFile(path)
+            for name in file.tensors:
+                file.read(name)
+        except CheckpointError as error:
+            assert len(str(error).splitlines()) == 1, error
+            refused += 1
+    assert refused > 500
