@@ -4,7 +4,8 @@
     >>> export_model("checkpoint/", "artifact/", device="cpu")
 
 `recompile_model("artifact/", "another/")` compiles its code again on another machine, without the checkpoint.
-For a model of your own, call `export_program({"forward": (module, example_inputs, dynamic_shapes)}, "artifact/")`.
+`register_family(Family(...))` adds a family of models of your own.
+For any other modules, call `export_program({"forward": (module, example_inputs, dynamic_shapes)}, "artifact/")`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from .compile.trace import MethodSpec as MethodSpec
     from .formats.int4 import Quantization as Quantization
     from .model import export_model as export_model
+    from .models.family import Family as Family
+    from .models.registry import register_family as register_family
     from .program import ExportReport as ExportReport
     from .program import export_program as export_program
     from .progress import Progress as Progress
@@ -47,6 +50,8 @@ else:
             ".compile.trace": "Chain Link MethodSpec",
             ".formats.int4": "Quantization",
             ".model": "export_model",
+            ".models.family": "Family",
+            ".models.registry": "register_family",
             ".program": "ExportReport export_program",
             ".progress": "Progress stderr_progress",
             ".recompile": "recompile_model",

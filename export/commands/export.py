@@ -55,6 +55,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto (default): the folder's safetensors; dummy: random weights, a config.json is enough",
     )
 
+    add_family_module(parser)
+
+
+def add_family_module(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--family-module", metavar="FILE", help="Python file that registers a family of your own (register_family)"
+    )
+
+
+def load_family_module(arguments: argparse.Namespace) -> None:
+    if arguments.family_module is not None:
+        from pathlib import Path
+
+        from ostinato.export.models import registry
+
+        registry.load_family_module(Path(arguments.family_module))
+
 
 def main(arguments: argparse.Namespace) -> int:
     from ostinato.export.progress import stderr_progress
@@ -70,6 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
         from ostinato.export.compile.toolchain import find_compiler
         from ostinato.export.models import read_config
 
+        load_family_module(arguments)
         read_config(Path(arguments.model))
         quant = _quantization(arguments)
         find_compiler()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 
+from .export import add_family_module, load_family_module, print_report
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", metavar="ARTIFACT", help="artifact folder of an export of a checkpoint")
     parser.add_argument(
         "--output", required=True, metavar="DIR", help="folder to write; its model.ptd is a link to ARTIFACT's"
     )
+    add_family_module(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -32,8 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
         find_compiler()
         from ostinato.export.recompile import recompile_model
 
-        from .export import print_report
-
+        load_family_module(arguments)
     with cleaned_up_before_sigterm():
         report = recompile_model(arguments.artifact, arguments.output, progress=progress)
     print_report(report, progress)

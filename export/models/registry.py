@@ -1,14 +1,17 @@
-"""Registry of the families that can be exported. A new family is a file here and a line in FAMILIES."""
+"""Registry of the families that can be exported. A new family is a file here and a line in FAMILIES; one of somebody's own is
+registered."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ostinato.delegate.errors import CheckpointError, first_line
+from ostinato.delegate.errors import CheckpointError, ExportError, first_line
 from ostinato.export.kernels import Kernels
 from ostinato.export.layers.build import PAGE_SIZE, Build
 
@@ -21,13 +24,54 @@ from .language_model import LanguageModel
 FAMILIES: tuple[Family, ...] = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_5.FAMILY)
 
 
+# Families of people's own, by `register_family`.
+_registered: list[Family] = []
+
+
+def register_family(family: Family) -> None:
+    """Add a family of your own, for this process. One that was registered before for one of its model types is replaced.
+
+    Raises:
+        ExportError: one of the model types has a family here.
+    """
+    for name in family.model_types:
+        if any(name in one.model_types for one in FAMILIES):
+            raise ExportError(f"the model type {name!r} has a family here already")
+    _registered[:] = [one for one in _registered if not set(one.model_types) & set(family.model_types)] + [family]
+
+
+def load_family_module(path: Path) -> None:
+    """Run a Python file that calls `register_family`.
+
+    Raises:
+        ExportError: there is no such file, it fails, or it registers no family.
+    """
+    spec = importlib.util.spec_from_file_location(f"family_module_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ExportError(f"no such Python file: {path}")
+    module = importlib.util.module_from_spec(spec)
+    # The record of an export finds the family's source by the module's name.
+    sys.modules[spec.name] = module
+    before = list(_registered)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # A module is a program, and can fail in any way.
+        raise ExportError(f"{path} cannot be loaded as a family module: {first_line(error)}") from error
+    if _registered == before:
+        raise ExportError(f"{path} registers no family: it must call ostinato.export.register_family")
+
+
 def find_family(model_type: object) -> Family:
     """The family of a model type. Raises CheckpointError if no family has this type."""
-    for family in FAMILIES:
+    families = (*FAMILIES, *_registered)
+    for family in families:
         if model_type in family.model_types:
             return family
-    known = ", ".join(name for family in FAMILIES for name in family.model_types)
-    raise CheckpointError(f"unsupported model type {short(model_type)} in config.json; supported are: {known}")
+    known = ", ".join(name for family in families for name in family.model_types)
+    raise CheckpointError(
+        f"unsupported model type {short(model_type)} in config.json; supported are: {known}; a model of your own: "
+        "--family-module"
+    )
 
 
 def read_config(checkpoint: Path) -> tuple[Family, ModelConfig]:
@@ -42,7 +86,8 @@ def read_config(checkpoint: Path) -> tuple[Family, ModelConfig]:
 
 def open_gguf(path: Path) -> GgufModel:
     """Read the header of a GGUF file of any family. Raises CheckpointError, as `read_gguf` does."""
-    return read_gguf(path, {family.model_types[0]: family.gguf for family in FAMILIES if family.gguf is not None})
+    families = (*FAMILIES, *_registered)
+    return read_gguf(path, {family.model_types[0]: family.gguf for family in families if family.gguf is not None})
 
 
 def parse_config(data: Mapping[str, Any]) -> tuple[Family, ModelConfig]:

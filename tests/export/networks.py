@@ -64,6 +64,22 @@ def dummy_network(config: ModelConfig, group_size: int | None, dtype: torch.dtyp
     return with_room(network)
 
 
+@torch.no_grad()
+def network_logits(
+    network: LanguageModel, tokens: torch.Tensor, begin: int, end: int, step: bool = False, slot: int = 1
+) -> torch.Tensor:
+    """Return the logits [vocab] after tokens `begin` to `end` of one session in one call. With `step`, layers take it as a
+    step."""
+    values = {
+        "tokens": tokens[:, begin:end],
+        "input_pos": torch.arange(begin, end),
+        "slots": torch.full((end - begin,), slot),
+    }
+    for link in network.prompt_links(step):
+        link.run(values)
+    return values["logits"][0]
+
+
 def with_room(network: LanguageModel, slots: int = 1) -> LanguageModel:
     """Give the network state for `slots` sessions, as a loaded program has it, with shuffled pages."""
     forms = state_forms(network)

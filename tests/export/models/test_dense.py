@@ -16,13 +16,13 @@ from ostinato.delegate.errors import CheckpointError, ExportError
 from ostinato.export.layers.rotary import RotaryEmbedding
 from ostinato.export.models import find_family, parse_config
 from ostinato.export.models.dense import DenseConfig
-from ostinato.export.models.language_model import LanguageModel
 
 from ...comparison import relative_error
+from ..networks import network_logits
 from ..references import load_ours
 from .dense_references import BASE, CASES, LLAMA3, DenseReference, make_dense
 
-STEPS, TOLERANCE, MAX_SEQ_LEN, SLOT = 3, 1e-4, 256, 1
+STEPS, TOLERANCE, MAX_SEQ_LEN = 3, 1e-4, 256
 LENGTHS = (1, 2, 3, 63, 64, 65, 200)
 Get = Callable[[str], DenseReference]
 
@@ -39,19 +39,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Get:
     return get
 
 
-@torch.no_grad()
-def run(model: LanguageModel, tokens: torch.Tensor, begin: int, end: int, step: bool) -> torch.Tensor:
-    """Return the logits [vocab] after tokens `begin` to `end` in one call."""
-    values = {
-        "tokens": tokens[:, begin:end],
-        "input_pos": torch.arange(begin, end),
-        "slots": torch.full((end - begin,), SLOT),
-    }
-    for link in model.prompt_links(step):
-        link.run(values)
-    return values["logits"][0]
-
-
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("case", CASES)
 def test_prefill_and_decode(reference: Get, case: str, length: int) -> None:
@@ -60,8 +47,8 @@ def test_prefill_and_decode(reference: Get, case: str, length: int) -> None:
     expected = ref.logits(tokens)[length - 1 :]
     for step in (False, True):
         model = load_ours(ref.folder, MAX_SEQ_LEN)
-        found = [run(model, tokens, 0, length, False)]
-        found += [run(model, tokens, at, at + 1, step) for at in range(length, length + STEPS)]
+        found = [network_logits(model, tokens, 0, length)]
+        found += [network_logits(model, tokens, at, at + 1, step) for at in range(length, length + STEPS)]
         errors = [relative_error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
         assert max(errors) < TOLERANCE, f"step {step}: {errors}"
 

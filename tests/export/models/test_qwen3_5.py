@@ -19,6 +19,7 @@ from ostinato.export.layers.state import state_of_kind
 from ostinato.export.models import LanguageModel
 from ostinato.export.models.methods import language_model_methods
 
+from ..networks import network_logits
 from ..references import (
     BASE,
     CASES,
@@ -32,8 +33,6 @@ from ..references import (
 )
 
 MAX_SEQ_LEN, STEPS, TOLERANCE = 256, 3, 1e-4
-# One of the two slots of a network.
-SLOT = 1
 # Bounds of the error at the worst position, for cases where rounding cannot choose other experts. Measured are 0.036 and
 # 0.077; for transformers' own bfloat16, 0.05 and 0.12.
 EACH_CLOSE = {"every-expert": 5e-2, "dense": 0.15}
@@ -53,25 +52,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Get:
     return get
 
 
-@torch.no_grad()
-def run(model: LanguageModel, tokens: Tensor, begin: int, end: int, step: bool = False) -> Tensor:
-    """Return the logits [vocab] after tokens `begin` to `end` of one session in one call. With `step`, layers take it as a
-    step."""
-    values = {
-        "tokens": tokens[:, begin:end],
-        "input_pos": torch.arange(begin, end),
-        "slots": torch.full((end - begin,), SLOT),
-    }
-    for link in model.prompt_links(step):
-        link.run(values)
-    return values["logits"][0]
-
-
 def converse(model: LanguageModel, tokens: Tensor, length: int, steps: int = STEPS, step: bool = False) -> list[Tensor]:
     """Prefill `length` tokens, then make `steps` decode steps, which layers take as steps if `step`; return the logits of
     each call."""
-    prefill = run(model, tokens, 0, length)
-    return [prefill, *(run(model, tokens, at, at + 1, step) for at in range(length, length + steps))]
+    prefill = network_logits(model, tokens, 0, length)
+    return [prefill, *(network_logits(model, tokens, at, at + 1, step) for at in range(length, length + steps))]
 
 
 def check(found: list[Tensor], expected: Tensor, what: str) -> None:
@@ -203,8 +188,11 @@ def test_prefill_in_two_parts(reference: Get, case: str) -> None:
     ref = reference(case)
     tokens = ref.tokens(120 + STEPS)
     model = load_ours(ref.folder, MAX_SEQ_LEN)
-    first = run(model, tokens, 0, 70)
-    found = [run(model, tokens, 70, 120), *(run(model, tokens, at, at + 1) for at in range(120, 120 + STEPS))]
+    first = network_logits(model, tokens, 0, 70)
+    found = [
+        network_logits(model, tokens, 70, 120),
+        *(network_logits(model, tokens, at, at + 1) for at in range(120, 120 + STEPS)),
+    ]
     expected = ref.logits(tokens)
     check([first], expected[69:70], f"{case}, the first part")
     check(found, expected[119:], f"{case}, the second part")
@@ -217,8 +205,12 @@ def test_prefill_continues_after_awkward_splits(reference: Get, split: int) -> N
     ref = reference("three-to-one")
     tokens = ref.tokens(100)
     model = load_ours(ref.folder, MAX_SEQ_LEN)
-    run(model, tokens, 0, split)
-    check([run(model, tokens, split, 100)], ref.logits(tokens)[99:], f"prefill of {split}, then of {100 - split}")
+    network_logits(model, tokens, 0, split)
+    check(
+        [network_logits(model, tokens, split, 100)],
+        ref.logits(tokens)[99:],
+        f"prefill of {split}, then of {100 - split}",
+    )
 
 
 def test_decode_from_the_first_token(reference: Get) -> None:
