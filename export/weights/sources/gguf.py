@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ TYPES = {
 }
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_DIMS = 4
+_SPLIT = re.compile(r"(?P<name>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf")
 _ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
 # Number of a value's type -> its form for `struct`, and for numpy.
@@ -70,16 +72,52 @@ class StoredTensor:
 
 
 class GgufFile:
-    """A GGUF file.
+    """A GGUF file, or all parts of one that was split (`NAME-00001-of-00003.gguf` and so on; `path` is the first).
 
     Attributes:
+        path: the file, or its first part.
         metadata: key -> number, text, or list of these.
         tensors: name in the file -> where it lies.
 
     Raises:
-        CheckpointError: the file is no GGUF file, is damaged, or holds a type that is not read; or it has quantised tensors,
-            and there is no package `gguf`. The message says which.
+        CheckpointError: the file is no GGUF file, is damaged, lacks a part, or holds a type that is not read; or it has
+            quantised tensors, and there is no package `gguf`. The message says which.
     """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors: dict[str, StoredTensor] = {}
+        self._parts = [_Part(part) for part in _parts_of(path)]
+        self.metadata = self._parts[0].metadata
+        for part in self._parts:
+            for name, tensor in part.tensors.items():
+                if name in self.tensors:
+                    raise CheckpointError(f"{part.path} is damaged: an earlier part has {shortened(name)} too")
+                self.tensors[name] = tensor
+        count = self.metadata.get("split.tensors.count", len(self.tensors))
+        if len(self._parts) > 1 and count != len(self.tensors):
+            raise CheckpointError(
+                f"{path} and its parts have {len(self.tensors)} tensors, and say that they have {count}"
+            )
+        if any(tensor.kind not in FLOATS for tensor in self.tensors.values()):
+            # Now, and not after the code is compiled.
+            _gguf()
+
+    def read(self, name: str) -> Tensor:
+        """Return the tensor on the CPU: in its own dtype, or dequantised to float32."""
+        stored = self.tensors[name]
+        data = next(part for part in self._parts if name in part.tensors).bytes_of(name)
+        if stored.kind in FLOATS:
+            return torch.from_numpy(data.copy()).view(FLOATS[stored.kind]).view(stored.shape)
+        quants = _gguf()
+        # Scales may be infinite or NaN; then so are values.
+        with np.errstate(all="ignore"):
+            values = quants.dequantize(data.reshape(stored.shape[0], -1), quants.GGMLQuantizationType[stored.kind])
+        return torch.from_numpy(values).view(stored.shape)
+
+
+class _Part:
+    """One file: its metadata, and where its tensors lie."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -103,24 +141,14 @@ class GgufFile:
             if key in self.metadata:
                 raise reader.damaged(f"the key {shortened(key)} stands there twice")
             self.metadata[key] = reader.value()
-        self.tensors = self._tensors(reader, tensors)
-        if any(tensor.kind not in FLOATS for tensor in self.tensors.values()):
-            # Now, and not after the code is compiled.
-            _gguf()
+        self.tensors = self._placed(reader, self._infos(reader, tensors))
 
-    def read(self, name: str) -> Tensor:
-        """Return the tensor on the CPU: in its own dtype, or dequantised to float32."""
+    def bytes_of(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         stored = self.tensors[name]
-        data = np.frombuffer(self._bytes, np.uint8, stored.nbytes, stored.offset)
-        if stored.kind in FLOATS:
-            return torch.from_numpy(data.copy()).view(FLOATS[stored.kind]).view(stored.shape)
-        quants = _gguf()
-        # Scales may be infinite or NaN; then so are values.
-        with np.errstate(all="ignore"):
-            values = quants.dequantize(data.reshape(stored.shape[0], -1), quants.GGMLQuantizationType[stored.kind])
-        return torch.from_numpy(values).view(stored.shape)
+        return np.frombuffer(self._bytes, np.uint8, stored.nbytes, stored.offset)
 
-    def _tensors(self, reader: _Reader, count: int) -> dict[str, StoredTensor]:
+    def _infos(self, reader: _Reader, count: int) -> dict[str, StoredTensor]:
+        """Read what the header says of the tensors. Offsets begin behind the header."""
         found: dict[str, StoredTensor] = {}
         for _ in range(count):
             name = reader.text()
@@ -140,21 +168,39 @@ class GgufFile:
             label, block, size = TYPES[kind]
             if sizes[0] % block or not all(sizes):
                 raise reader.damaged(f"the tensor {shortened(name)} of type {label} has the sizes {list(sizes)}")
-            nbytes = math.prod(sizes) // block * size
-            found[name] = StoredTensor(label, sizes[::-1], offset, nbytes)
+            found[name] = StoredTensor(label, sizes[::-1], offset, math.prod(sizes) // block * size)
+        return found
+
+    def _placed(self, reader: _Reader, found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Turn offsets into those of the file, and check that tensors lie in it, one behind the other."""
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= 1 << 20:
             raise reader.damaged(f"general.alignment is {alignment!r}")
-        start = -(-reader.at // alignment) * alignment
-        end = start
+        end = start = -(-reader.at // alignment) * alignment
         placed = {}
         for name, one in sorted(found.items(), key=lambda item: item[1].offset):
             begin = start + one.offset
             if begin < end or begin + one.nbytes > len(self._bytes):
                 raise reader.damaged(f"the tensor {shortened(name)} overlaps another one, or lies outside the file")
             end = begin + one.nbytes
-            placed[name] = StoredTensor(one.kind, one.shape, begin, one.nbytes)
+            placed[name] = replace(one, offset=begin)
         return placed
+
+
+def _parts_of(path: Path) -> list[Path]:
+    match = _SPLIT.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    names = [f"{match['name']}-{index:05}-of-{count:05}.gguf" for index in range(1, count + 1)]
+    if not names or path.name != names[0]:
+        raise CheckpointError(
+            f"{path} is one of {count} parts: give the first, {match['name']}-00001-of-{count:05}.gguf"
+        )
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{path} lacks {len(missing)} of {count} parts: {some_of(missing)}")
+    return [path.parent / name for name in names]
 
 
 class GgufTensors:

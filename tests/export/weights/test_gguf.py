@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,3 +145,36 @@ def test_a_thousand_mutations(sound: Path, tmp_path: Path) -> None:
             assert len(str(error).splitlines()) == 1, error
             refused += 1
     assert refused > 500
+
+
+def part(folder: Path, index: int, of: int, count: int = 3) -> Path:
+    """Write one part of three tensors in all; the first says how many there are."""
+    path = folder / f"model-{index:05}-of-{of:05}.gguf"
+    writer = gguf.GGUFWriter(path, "test")
+    if index == 1:
+        writer.add_int32("split.tensors.count", count)
+    for name in ("a", "b") if index == 1 else ("c",):
+        writer.add_tensor(name, np.full((2, 3), ord(name), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_file_in_parts(tmp_path: Path) -> None:
+    first, second = part(tmp_path, 1, 2), part(tmp_path, 2, 2)
+    file = GgufFile(first)
+    assert {name: file.read(name)[0, 0].item() for name in file.tensors} == {"a": 97, "b": 98, "c": 99}
+    with pytest.raises(CheckpointError, match=r"is one of 2 parts: give the first, model-00001-of-00002\.gguf"):
+        GgufFile(second)
+    second.unlink()
+    with pytest.raises(CheckpointError, match=r"lacks 1 of 2 parts: model-00002-of-00002\.gguf"):
+        GgufFile(first)
+    shutil.copy(first, second)
+    with pytest.raises(CheckpointError, match="an earlier part has a too"):
+        GgufFile(first)
+    part(tmp_path, 1, 2, count=7)
+    part(tmp_path, 2, 2)
+    with pytest.raises(CheckpointError, match="have 3 tensors, and say that they have 7"):
+        GgufFile(first)
