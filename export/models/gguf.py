@@ -125,17 +125,17 @@ def _config(file: GgufFile, architecture: str, model_type: str) -> dict[str, Any
     heads = get("attention.head_count")
     kv_heads = heads if get("attention.head_count_kv") is None else get("attention.head_count_kv")
     for name, value in (("attention.head_count", heads), ("attention.head_count_kv", kv_heads)):
-        if type(value) is not int or not 1 <= value <= 1 << 20:
+        if not _is_size(value) or value > 1 << 20:
             raise CheckpointError(f"{file.path}: {architecture}.{name} must be a number of heads, got {short(value)}")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{file.path} lacks the token embedding, token_embd.weight")
     hidden, layers = get("embedding_length"), get("block_count")
-    if type(layers) is not int or not 1 <= layers <= MAX_COUNT:
+    if not _is_size(layers) or layers > MAX_COUNT:
         raise CheckpointError(f"{file.path}: {architecture}.block_count must be 1 to {MAX_COUNT}, got {short(layers)}")
     positions, window = get("context_length"), get("attention.sliding_window")
     head_dim = get("attention.key_length")
-    if head_dim is None and type(hidden) is int:
+    if head_dim is None and _is_size(hidden):
         head_dim = hidden // heads
     settings = {
         "model_type": model_type,
@@ -148,18 +148,22 @@ def _config(file: GgufFile, architecture: str, model_type: str) -> dict[str, Any
         "intermediate_size": get("feed_forward_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(file, architecture, get),
-        "max_position_embeddings": min(positions, window) if type(window) is int and window > 0 else positions,
+        "max_position_embeddings": min(positions, window) if _is_size(positions) and _is_size(window) else positions,
         "sliding_window": None,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
     }
     rotated = get("rope.dimension_count")
-    if type(rotated) is int and type(head_dim) is int and rotated != head_dim:
+    if _is_size(rotated) and rotated != head_dim:
         raise CheckpointError(
             f"{file.path}: {architecture}.rope.dimension_count is {rotated}; supported is the head's size, {head_dim}"
         )
     return {name: value for name, value in settings.items() if value is not None or name == "sliding_window"}
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value > 0
 
 
 def _rope(file: GgufFile, architecture: str, get: Any) -> dict[str, Any]:

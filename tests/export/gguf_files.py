@@ -50,6 +50,7 @@ def write_gguf(
     more: Mapping[str, Tensor] = {},
     without: Sequence[str] = (),
     tokens: Sequence[str] = (),
+    twice: str = "",
 ) -> None:
     """Write transformers' dense model.
 
@@ -57,6 +58,7 @@ def write_gguf(
         kinds: part of a name in the file -> its type; others are F32.
         metadata: keys without the architecture -> numbers or texts, besides the usual ones or in their place.
         more, without: tensors that are added, and names in the file that are left out.
+        twice: transformers' name of a tensor that is written under it, too.
         tokens: the vocabulary of a tokenizer that merges "H" and "e" only.
     """
     config = model.config
@@ -97,6 +99,8 @@ def write_gguf(
         kind = gguf.GGMLQuantizationType[next((kind for part, kind in kinds.items() if part in stored), "F32")]
         data = np.ascontiguousarray(value.float().numpy())
         writer.add_tensor(stored, gguf.quants.quantize(data, kind), raw_dtype=kind)
+    if twice:
+        writer.add_tensor(twice, tensors[twice].detach().float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -99,6 +99,12 @@ def test_a_window_bounds_sessions(tmp_path: Path) -> None:
         ({"without": ["token_embd.weight"]}, "lacks the token embedding"),
         ({"without": ["blk.1.attn_k.weight"]}, r"missing \(1\): model\.layers\.1\.self_attn\.k_proj\.weight"),
         ({"more": {"blk.0.attn_sinks.weight": torch.zeros(4)}}, r"unexpected \(1\): blk\.0\.attn_sinks\.weight"),
+        ({"more": {"model.norm.weight ": torch.zeros(64)}}, r"unexpected \(1\): "),
+        (
+            {"metadata": {"context_length": "long", "attention.sliding_window": 8}},
+            "max_position_embeddings must be a whole",
+        ),
+        ({"metadata": {"embedding_length": "wide", "attention.key_length": 16}}, "hidden_size must be a whole number"),
         ({"more": {"rope_freqs.weight": torch.zeros(8)}}, "divisors of the rotary embedding must be 8 numbers above 0"),
     ],
 )
@@ -123,3 +129,10 @@ def test_the_folder_that_an_artifact_gets(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["model_type"], config["head_dim"]) == ("qwen3", 32)
     assert not (tmp_path / "tokenizer.json").exists()
+
+
+def test_two_names_for_one_tensor(tmp_path: Path) -> None:
+    reference = make_dense(tmp_path / "checkpoint", CASES["llama"])
+    write_gguf(tmp_path / "model.gguf", reference.model, "llama", twice="model.norm.weight")
+    with pytest.raises(CheckpointError, match="two of its tensors have one meaning"):
+        read_config(tmp_path / "model.gguf")
