@@ -33,12 +33,19 @@ if TYPE_CHECKING:
     from .formats.int4 import Quantization as Quantization
     from .model import export_model as export_model
     from .models.family import Family as Family
+    from .models.gguf import GgufForm as GgufForm
+    from .models.language_model import LanguageModel as LanguageModel
     from .models.registry import register_family as register_family
     from .program import ExportReport as ExportReport
     from .program import export_program as export_program
     from .progress import Progress as Progress
     from .progress import stderr_progress as stderr_progress
     from .recompile import recompile_model as recompile_model
+    from .weights.checkpoint import CheckpointNames as CheckpointNames
+    from .weights.checkpoint import CheckpointWeights as CheckpointWeights
+    from .weights.checkpoint import TensorSource as TensorSource
+    from .weights.dummy import DummySpreads as DummySpreads
+    from .weights.dummy import DummyWeights as DummyWeights
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
@@ -51,9 +58,13 @@ else:
             ".formats.int4": "Quantization",
             ".model": "export_model",
             ".models.family": "Family",
+            ".models.gguf": "GgufForm",
+            ".models.language_model": "LanguageModel",
             ".models.registry": "register_family",
             ".program": "ExportReport export_program",
             ".progress": "Progress stderr_progress",
             ".recompile": "recompile_model",
+            ".weights.checkpoint": "CheckpointNames CheckpointWeights TensorSource",
+            ".weights.dummy": "DummySpreads DummyWeights",
         },
     )

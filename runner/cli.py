@@ -1,4 +1,4 @@
-"""`ostinato`: export, recompile, run, bench, inspect."""
+"""`ostinato`: export, recompile, run, bench, eval, inspect."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ COMMANDS = {
     "recompile": ("ostinato.export.commands.recompile", "an artifact -> the same, compiled for this machine"),
     "run": ("ostinato.runner.commands.run", "answer a prompt with an artifact"),
     "bench": ("ostinato.runner.commands.bench", "measure how fast an artifact runs"),
+    "eval": ("ostinato.runner.commands.eval", "measure an artifact's perplexity over a text"),
     "inspect": ("ostinato.runner.commands.inspect", "show what an artifact holds"),
 }
 

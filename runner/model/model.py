@@ -51,6 +51,10 @@ class Samplers:
     rows: tuple[Method, ...]
 
 
+# The most tokens after each of which logits are given at once: with a vocabulary of 248,320, 64 MB of them.
+MAX_LOGITS = 64
+
+
 class Model:
     """A loaded program as one language model. The caller keeps the program, and closes it.
 
@@ -111,6 +115,8 @@ class Model:
         self._prompt_rows: tuple[Method, ...] = ()
         if program.device.type == "cuda":
             self._prompt_rows = self._load_rows(FEW_ROWS_LOGITS, ROWS_LOGITS, len(self.prefill_buckets))
+        # The same methods, loaded when logits after each token are asked for.
+        self._logits_rows: tuple[Method, ...] | None = None
         self.samplers: Samplers | None = None
         if prefill == PREFILL and {SAMPLE, DECODE_SAMPLE} <= program.method_names:
             self.samplers = Samplers(
@@ -170,6 +176,26 @@ class Model:
             self._prefill(tokens[done : done + count], position + done, slot, bucket)
             done += count
         return self._prefill(tokens[done:], position + done, slot, chunks[-1][1])
+
+    def prefill_logits(self, tokens: Sequence[int], position: int, slot: int) -> torch.Tensor:
+        """Run the model on a session's `tokens` from `position` on. Return the logits after each, [len(tokens), vocab].
+
+        Args:
+            tokens: up to MAX_LOGITS of them.
+            position, slot: as in `prefill`.
+
+        Raises:
+            InputError: a token or a position out of range, or the program keeps no state.
+        """
+        if not self.has_state:
+            raise InputError("logits after each token need a program that keeps state")
+        self.check_tokens(tokens)
+        method = self._logits_method(len(tokens)) if len(tokens) > 1 else None
+        if method is None:
+            return torch.stack([self._one(token, position + at, slot).clone() for at, token in enumerate(tokens)])
+        count = len(tokens)
+        rows = torch.tensor(tokens), torch.arange(position, position + count), torch.full((count,), slot)
+        return method.execute((*rows, torch.arange(count)), graph=False)[0]
 
     def decode_one_token(self, tokens: Sequence[int], slot: int = 0) -> torch.Tensor:
         """Run the model on the last token of a session's whole sequence `tokens`. Return the logits [vocab].
@@ -295,6 +321,12 @@ class Model:
         if self._decode_method is None:
             self._decode_method = self._load(self._decode_name)
         return self._decode_method
+
+    def _logits_method(self, count: int) -> Method | None:
+        """The method that gives logits after each of `count` tokens, loaded on first use; None if the program has none."""
+        if self._logits_rows is None:
+            self._logits_rows = self._prompt_rows or self._load_rows(FEW_ROWS_LOGITS, ROWS_LOGITS, 0)
+        return _for_rows(self._logits_rows, count)
 
     def _load_rows(self, few: str, many: str, plans: int) -> tuple[Method, ...]:
         """Load the methods `few` and `many`, as far as the program has them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
@@ -22,7 +22,7 @@ from ostinato.delegate import ClosedError, InputError
 from ostinato.delegate.artifact.records import Growth, StateKind
 from ostinato.delegate.errors import CapacityError, OptionError
 from ostinato.delegate.sampling import SamplingParams
-from ostinato.runner.model.model import Model, token_ids
+from ostinato.runner.model.model import MAX_LOGITS, Model, token_ids
 from ostinato.runner.model.steps import PendingTokens, steps_of
 
 from .pages import Pages
@@ -102,6 +102,20 @@ class Session:
             CapacityError: too few pages are free; nothing has changed.
         """
         self._owner.prefill(self, tokens)
+
+    def prefill_logits(self, tokens: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Run the model on `tokens`, as `prefill` does, and yield the logits after each of them.
+
+        Yields:
+            [n, vocab] float32 on the program's device, for 64 tokens at most. When one is yielded, the session has seen its
+            tokens, and no later ones.
+
+        Raises:
+            InputError, CapacityError: as `prefill`, for the tokens that were not yielded yet.
+        """
+        tokens = token_ids(tokens)
+        for begin in range(0, len(tokens), MAX_LOGITS):
+            yield self._owner.prefill_logits(self, tokens[begin : begin + MAX_LOGITS])
 
     def append(self, token: int) -> None:
         """Make the next step take `token`, as if it had been sampled. The model must have seen all tokens before it.
@@ -278,6 +292,26 @@ class Sessions:
         """See `Session.prefill`."""
         tokens = token_ids(tokens)
         state = session._open
+        first, fed = self._fed(session, state, tokens)
+        logits = self._model.prefill(fed, first, session.slot)
+        # The next graph overwrites the outputs of this one.
+        self._saw(state, tokens, logits.clone())
+
+    @_in_turn
+    def prefill_logits(self, session: Session, tokens: list[int]) -> torch.Tensor:
+        """Logits [len(tokens), vocab] after each token; see `Session.prefill_logits`."""
+        state = session._open
+        if state.seen < len(state.tokens):
+            # The last token was sampled, or appended, and no step has followed.
+            self.prefill(session, [])
+        first, fed = self._fed(session, state, tokens)
+        logits = self._model.prefill_logits(fed, first, session.slot)
+        self._saw(state, tokens, logits[-1].clone())
+        return logits
+
+    def _fed(self, session: Session, state: SessionState, tokens: Sequence[int]) -> tuple[int, list[int]]:
+        """Reserve pages for more tokens. Returns the position of the first token that the model has not seen, and all these
+        tokens."""
         first = state.seen if self._model.has_state else 0
         fed = [*state.tokens[first:], *tokens]
         end = first + len(fed)
@@ -286,12 +320,14 @@ class Sessions:
         if end > self._model.max_seq_len:
             raise InputError(f"the session would have {end} tokens, max_seq_len is {self._model.max_seq_len}")
         self._reserve(session, state, end)
-        logits = self._model.prefill(fed, first, session.slot)
-        # The next graph overwrites the outputs of this one.
-        state.logits = logits.clone()
+        return first, fed
+
+    def _saw(self, state: SessionState, tokens: Sequence[int], logits: torch.Tensor) -> None:
+        """Note that the model has seen all of the session's tokens, and these behind them."""
+        state.logits = logits
         state.pending.clear()
         state.tokens += tokens
-        state.seen = end
+        state.seen = len(state.tokens)
 
     @_in_turn
     def append(self, session: Session, token: int) -> None:

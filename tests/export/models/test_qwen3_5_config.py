@@ -241,7 +241,7 @@ def test_settings_that_state_what_is_so_anyway() -> None:
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    (moe(model_type="llama"), ("'llama'", "qwen3_5_moe_text, qwen3_5_moe, qwen3_5_text, qwen3_5")),
+    (moe(model_type="gpt2"), ("'gpt2'", "qwen3_5_moe_text, qwen3_5_moe, qwen3_5_text, qwen3_5")),
     (moe(model_type=None), ("None", "qwen3_5_moe_text")),
     (moe(model_type=["qwen3_5"]), ("['qwen3_5']", "qwen3_5_moe_text")),
     ({"model_type": "qwen3_5", "text_config": moe()}, ("'qwen3_5_moe_text'", "qwen3_5_text, qwen3_5")),
