@@ -98,7 +98,7 @@ def export_model(
     # A GPU makes and quantises weights many times faster, also when the code is for a CPU.
     computes = torch.device("cpu" if gpu_properties() is None else "cuda")
     with _folder_of(checkpoint, progress) as folder:
-        tokenizer = read_tokenizer(folder / "tokenizer.json", progress)
+        tokenizer = read_tokenizer(folder, checkpoint, progress)
         source = _weight_source(family, network, checkpoint, load_format, computes, progress)
         weights = QuantizedWeights(network, source, computes, hqq=quant is not None and quant.hqq)
         record = record_of(network, family, options)
@@ -201,12 +201,18 @@ def _identity(
     return "\n".join(map(repr, (network.config, sorted(methods), metadata, parameters)))
 
 
-def read_tokenizer(path: Path, progress: Progress) -> Any:
-    """Return the file's `tokenizers.Tokenizer`, or None if there is no such file. Raises CheckpointError: a broken file."""
+def read_tokenizer(folder: Path, checkpoint: Path, progress: Progress) -> Any:
+    """Return the `tokenizers.Tokenizer` of a folder, or None if it has none.
+
+    Args:
+        checkpoint: what the folder was made from, for the note.
+
+    Raises:
+        CheckpointError: its tokenizer.json is broken.
+    """
+    path = folder / "tokenizer.json"
     if not path.exists():
-        progress.note(
-            f"{path.parent} has no tokenizer.json: the artifact takes token ids, and `ostinato run` cannot use it"
-        )
+        progress.note(f"{checkpoint} has no tokenizer: the artifact takes token ids, and `ostinato run` cannot use it")
         return None
     import tokenizers
 

@@ -51,7 +51,7 @@ def recompile_model(artifact: str | Path, output: str | Path, *, progress: Progr
         # The file has the values; these are the names.
         dict(network.named_parameters()),
         progress,
-        tokenizer=read_tokenizer(folder / "tokenizer.json", progress),
+        tokenizer=read_tokenizer(folder, folder, progress),
         constants_file=paths[1],
     )
 

@@ -46,6 +46,8 @@ def test_no_checkpoint(export_fails: Fails, tmp_path: Path) -> None:
     assert f"not a folder, and no GGUF file, which would begin with GGUF: {tmp_path / 'file'}" in export_fails(
         tmp_path / "file"
     )
+    (tmp_path / "model.gguf").write_text("hello")
+    assert f"for model.gguf give --model {tmp_path / 'model.gguf'}" in export_fails(tmp_path)
 
 
 @pytest.mark.parametrize(

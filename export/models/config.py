@@ -127,7 +127,8 @@ def read_config_file(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"not a folder: {folder}")
         raise CheckpointError(f"no such folder: {folder}{_download(folder)}")
     if not path.exists():
-        raise CheckpointError(f"{folder} is not a Hugging Face checkpoint: it has no config.json")
+        held = next((f"; for {file.name} give --model {file}" for file in sorted(folder.glob("*.gguf"))), "")
+        raise CheckpointError(f"{folder} is not a Hugging Face checkpoint: it has no config.json{held}")
     data = read_json(path, CheckpointError)
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} is not the config of a model: expected a JSON object")

@@ -397,5 +397,5 @@ def test_notes(capitals_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert notes() == ["the checkpoint's float16 becomes float32: --dtype bfloat16 takes half the memory"]
     assert notes(dtype="bfloat16") == notes(dtype="float32") == []
     (folder / "tokenizer.json").unlink()
-    said = f"{folder} has no tokenizer.json: the artifact takes token ids, and `ostinato run` cannot use it"
+    said = f"{folder} has no tokenizer: the artifact takes token ids, and `ostinato run` cannot use it"
     assert notes(dtype="float32") == [said]
