@@ -195,8 +195,8 @@ def rope_parameters(
 
 
 def rope_divisors(rope: Settings, rotary_dim: int, theta: float) -> tuple[float, ...]:
-    """What the frequencies are divided by, see `RotaryEmbedding`, for the types "default", "linear" and "llama3", and for
-    "divisors", which has the numbers themselves."""
+    """Divisors of the frequencies, see `RotaryEmbedding`, for the types "default", "linear" and "llama3", and for "divisors",
+    which has the numbers themselves."""
     kind = rope.get("rope_type")
     if kind == "default":
         return ()

@@ -1,4 +1,4 @@
-"""What dense decoders have in common: every layer is full attention and a SwiGLU. Llama, Mistral, Qwen2 and Qwen3 are such.
+"""Dense decoders, of which every layer is full attention and a SwiGLU. Llama, Mistral, Qwen2 and Qwen3 are such.
 
 Modules have the names of the Hugging Face checkpoint, except for the projections in `NAMES.stacked`. These projections read
 the same input, and are one product here.
@@ -46,7 +46,7 @@ SPREADS = DummySpreads(by_ending={"norm.weight": (1.0, 0.1)}, adding=(".o_proj",
 
 @dataclass(frozen=True)
 class Differences:
-    """What one family of dense decoders has and another has not.
+    """Differences of one family of dense decoders from another.
 
     Attributes:
         qk_norm: whether queries and keys are normed.

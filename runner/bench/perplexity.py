@@ -13,7 +13,7 @@ from ostinato.runner.sessions.sessions import Sessions
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What was measured.
+    """A measured perplexity.
 
     Attributes:
         nats: sum of the negative logarithms of the tokens' probabilities.

@@ -80,6 +80,15 @@ def network_logits(
     return values["logits"][0]
 
 
+def network_conversation(
+    network: LanguageModel, tokens: torch.Tensor, length: int, steps: int = 3, step: bool = False
+) -> list[torch.Tensor]:
+    """Prefill `length` tokens, then make `steps` decode steps, which layers take as steps if `step`; return the logits of
+    each call."""
+    prefill = network_logits(network, tokens, 0, length)
+    return [prefill, *(network_logits(network, tokens, at, at + 1, step) for at in range(length, length + steps))]
+
+
 def with_room(network: LanguageModel, slots: int = 1) -> LanguageModel:
     """Give the network state for `slots` sessions, as a loaded program has it, with shuffled pages."""
     forms = state_forms(network)

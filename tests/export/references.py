@@ -116,7 +116,7 @@ class Reference:
     """A checkpoint folder, and transformers' model with the same weights in float32."""
 
     folder: Path
-    model: Qwen3_5MoeForCausalLM | Qwen3_5ForCausalLM
+    model: Any
 
     def logits(self, tokens: Tensor) -> Tensor:
         """tokens [1, T] -> logits of every position, [T, vocab], without any cache."""
@@ -127,6 +127,18 @@ class Reference:
         """Return random tokens, [1, count] int64."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(self.model.config.vocab_size, (1, count), generator=generator)
+
+    def changes_without(self) -> dict[str, float]:
+        """Map each parameter to how far the logits of 65 tokens move if it is zero, as a relative error."""
+        tokens = self.tokens(65)
+        expected = self.logits(tokens)
+        moved = {}
+        for name, parameter in self.model.named_parameters():
+            kept = parameter.clone()
+            parameter.zero_()
+            moved[name] = relative_error(self.logits(tokens), expected)
+            parameter.copy_(kept)
+        return moved
 
 
 def make_reference(folder: Path, changes: Mapping[str, Any], seed: int, max_shard_size: str = "20KB") -> Reference:

@@ -20,15 +20,16 @@ from ..conftest import export_on_a_gpu, only_methods
 from .conversations import converse, errors
 from .gguf_files import write_gguf
 from .models import dense_references
-from .models.dense_references import CASES, DenseReference, make_dense
+from .models.dense_references import CASES, make_dense
 from .networks import with_room
+from .references import Reference
 
 MAX_SEQ_LEN, STEPS = 256, 4
 LENGTHS = (1, 2, 3, 31, 64, 65, 200)
 GRAPH = {"enable_cuda_graph_for_method": "decode", "cuda_graph_warmup_steps": 1}
 # A case of CASES, and the group size of its int4 weights. The first has all methods.
 MODELS = {"llama": ("llama-3.1", None), "qwen2": ("qwen2", 64), "qwen3": ("qwen3", None), "tied": ("llama-tied", 64)}
-Made = tuple[DenseReference, Path]
+Made = tuple[Reference, Path]
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -58,7 +59,7 @@ def made(
     return get
 
 
-def plain_logits(reference: DenseReference, group: int, tokens: Tensor) -> Tensor:
+def plain_logits(reference: Reference, group: int, tokens: Tensor) -> Tensor:
     """Logits [T, vocab] of our network with the reference kernels, over weights in int4."""
     family, config = read_config(reference.folder)
     network = build_network(config, MAX_SEQ_LEN, torch.float32, group_size=group)

@@ -1,4 +1,4 @@
-"""What every form of attention is held to: its definition in float64, over pages that hold NaN where no token is."""
+"""Cases that every form of attention is held to: its definition in float64, over pages that hold NaN where no token is."""
 
 from __future__ import annotations
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..references import Reference
 
 # Settings of all cases; a case of `CASES` lists its model type and its differences. Rows of 64 can be quantised.
 BASE: dict[str, Any] = {
@@ -54,25 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class DenseReference:
-    """A checkpoint folder, and transformers' model with the same weights in float32."""
-
-    folder: Path
-    model: Any
-
-    @torch.no_grad()
-    def logits(self, tokens: Tensor) -> Tensor:
-        """tokens [1, T] -> logits of every position, [T, vocab], without any cache."""
-        return self.model(tokens, use_cache=False).logits[0].float()
-
-    def tokens(self, count: int, seed: int = 0) -> Tensor:
-        """Return random tokens, [1, count] int64."""
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(self.model.config.vocab_size, (1, count), generator=generator)
-
-
-def make_dense(folder: Path, changes: Mapping[str, Any], seed: int = 0) -> DenseReference:
+def make_dense(folder: Path, changes: Mapping[str, Any], seed: int = 0) -> Reference:
     """Build the model of `BASE` with `changes` and random weights, and save it."""
     settings = {**BASE, **changes}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -88,4 +70,4 @@ def make_dense(folder: Path, changes: Mapping[str, Any], seed: int = 0) -> Dense
             noise = noise / parameter.shape[-1] ** 0.5
         parameter.copy_(noise)
     model.save_pretrained(folder, max_shard_size="100KB")
-    return DenseReference(folder, model)
+    return Reference(folder, model)

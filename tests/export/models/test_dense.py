@@ -18,20 +18,20 @@ from ostinato.export.models import find_family, parse_config
 from ostinato.export.models.dense import DenseConfig
 
 from ...comparison import relative_error
-from ..networks import network_logits
-from ..references import load_ours
-from .dense_references import BASE, CASES, LLAMA3, DenseReference, make_dense
+from ..networks import network_conversation
+from ..references import Reference, load_ours
+from .dense_references import BASE, CASES, LLAMA3, make_dense
 
 STEPS, TOLERANCE, MAX_SEQ_LEN = 3, 1e-4, 256
 LENGTHS = (1, 2, 3, 63, 64, 65, 200)
-Get = Callable[[str], DenseReference]
+Get = Callable[[str], Reference]
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Get:
-    made: dict[str, DenseReference] = {}
+    made: dict[str, Reference] = {}
 
-    def get(case: str) -> DenseReference:
+    def get(case: str) -> Reference:
         if case not in made:
             made[case] = make_dense(tmp_path_factory.mktemp(case), CASES[case], seed=list(CASES).index(case))
         return made[case]
@@ -47,8 +47,7 @@ def test_prefill_and_decode(reference: Get, case: str, length: int) -> None:
     expected = ref.logits(tokens)[length - 1 :]
     for step in (False, True):
         model = load_ours(ref.folder, MAX_SEQ_LEN)
-        found = [network_logits(model, tokens, 0, length)]
-        found += [network_logits(model, tokens, at, at + 1, step) for at in range(length, length + STEPS)]
+        found = network_conversation(model, tokens, length, STEPS, step)
         errors = [relative_error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
         assert max(errors) < TOLERANCE, f"step {step}: {errors}"
 
@@ -56,14 +55,7 @@ def test_prefill_and_decode(reference: Get, case: str, length: int) -> None:
 def test_random_models_are_sensitive(reference: Get) -> None:
     """A mistake in any one block would show: if any one parameter is zero, the logits change."""
     for case in ("llama-biases", "qwen2", "qwen3"):
-        ref = reference(case)
-        tokens = ref.tokens(65)
-        expected = ref.logits(tokens)
-        for name, parameter in ref.model.named_parameters():
-            kept = parameter.clone()
-            parameter.zero_()
-            moved = relative_error(ref.logits(tokens), expected)
-            parameter.copy_(kept)
+        for name, moved in reference(case).changes_without().items():
             assert moved > 1e-3, f"{case}: without {name} the logits move by {moved:.1e} only"
 
 

@@ -17,13 +17,13 @@ from ostinato.export.models.dense import DenseConfig
 
 from ...comparison import relative_error
 from ..gguf_files import write_gguf
-from ..references import load_ours
-from .dense_references import BASE, CASES, LLAMA3, DenseReference, make_dense
+from ..references import Reference, load_ours
+from .dense_references import BASE, CASES, LLAMA3, make_dense
 
 MODELS = ("llama", "llama-tied", "qwen2", "qwen3")
 
 
-def made(tmp_path: Path, case: str, **file: Any) -> tuple[Path, DenseReference]:
+def made(tmp_path: Path, case: str, **file: Any) -> tuple[Path, Reference]:
     reference = make_dense(tmp_path / "checkpoint", CASES[case])
     path = tmp_path / "model.gguf"
     write_gguf(path, reference.model, CASES[case]["model_type"], **file)
