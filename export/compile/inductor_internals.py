@@ -118,6 +118,10 @@ def generate_library(
         # Folding would bake tensors with equal elements into the code: a fresh norm and, worse, a buffer of one element,
         # which would then never change.
         "joint_graph_constant_folding": False,
+        # Our kernels read rows that lie one behind the other. Padding gives the product of torch for an odd vocabulary a
+        # longer stride, and would copy the weight in each step for that.
+        "shape_padding": False,
+        "comprehensive_padding": False,
         # The number of threads is that of the machine that runs the code, not of the machine that compiled it.
         "cpp.dynamic_threads": True,
         # Number of elements that are worth one more thread: waking a thread costs microseconds.

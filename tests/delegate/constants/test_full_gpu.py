@@ -25,19 +25,16 @@ Leave = Callable[[int], AbstractContextManager[None]]
 
 
 @contextmanager
-def all_but(nbytes: int) -> Iterator[None]:
-    """Hold the GPU's memory, except about `nbytes`."""
+def whole_blocks() -> Iterator[None]:
+    """Hold what is free in blocks of torch's that are partly in use. It would come on top of what the GPU has."""
     gc.collect()
     torch.cuda.empty_cache()
     held: list[Tensor] = []
-    # What is free in blocks of torch's that are partly in use would come on top.
     with limited(0):
         for size in (32 * MB, 8 * MB, 2 * MB):
             with suppress(torch.cuda.OutOfMemoryError):
                 while True:
                     held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-    free, _ = torch.cuda.mem_get_info()
-    held.append(torch.empty(free - nbytes, dtype=torch.uint8, device="cuda"))
     try:
         yield
     finally:
@@ -45,7 +42,26 @@ def all_but(nbytes: int) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("leave", [all_but, limited])
+@contextmanager
+def all_but(nbytes: int) -> Iterator[None]:
+    """Hold the GPU's memory, except about `nbytes`."""
+    with whole_blocks():
+        free, _ = torch.cuda.mem_get_info()
+        held = torch.empty(free - nbytes, dtype=torch.uint8, device="cuda")
+        try:
+            yield
+        finally:
+            del held
+
+
+@contextmanager
+def all_but_of_a_limit(nbytes: int) -> Iterator[None]:
+    """Let torch take about `nbytes` of the GPU, which has more."""
+    with whole_blocks(), limited(nbytes):
+        yield
+
+
+@pytest.mark.parametrize("leave", [all_but, all_but_of_a_limit])
 def test_a_full_gpu_is_said_before_the_load(
     large_file: ConstantsFile, large_constants: dict[str, Tensor], gpu: torch.device, leave: Leave
 ) -> None:
