@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from .compile.trace import Chain as Chain
     from .compile.trace import Link as Link
     from .compile.trace import MethodSpec as MethodSpec
-    from .formats.int4 import Quantization as Quantization
+    from .formats.format import Format as Format
+    from .formats.quantization import Quantization as Quantization
     from .model import export_model as export_model
     from .models.family import Family as Family
     from .models.gguf import GgufForm as GgufForm
@@ -55,7 +56,8 @@ else:
             "ostinato.delegate.version": "__version__",
             ".artifact.records": "ValueRange",
             ".compile.trace": "Chain Link MethodSpec",
-            ".formats.int4": "Quantization",
+            ".formats.format": "Format",
+            ".formats.quantization": "Quantization",
             ".model": "export_model",
             ".models.family": "Family",
             ".models.gguf": "GgufForm",

@@ -21,7 +21,7 @@ from ostinato.export.compile.gpu import compile_target, gpu_properties
 from .artifact.options import ExportOptions, ExportRecord
 from .artifact.records import ValueRange
 from .compile.trace import Chain
-from .formats.int4 import Quantization
+from .formats.quantization import Quantization
 from .kernels import host_kernels_for, kernels_for
 from .layers.host_experts import STREAMED
 from .layers.state import state_forms
@@ -67,7 +67,7 @@ def export_model(
         dtype: "float32" or "bfloat16"; None takes the checkpoint's own, or float32 if that is another one.
         max_seq_len: most tokens of a prompt and its answer together; None takes the model's limit, at most 4096.
         prefill_chunk: most tokens that one call of `prefill` takes; None takes 2048, or max_seq_len - 1 if that is less.
-        quant: how weights are quantised to int4; None keeps them in `dtype`.
+        quant: how weights are quantised; None keeps them in `dtype`.
         cpu_moe: whether routed experts stay in the host's memory and are computed on the CPU; a number: those of so many
             layers, counted from the first. Everything else runs on `device`.
         load_format: "auto" reads the folder's safetensors; "dummy" makes random weights that fit its config.json.
@@ -128,15 +128,15 @@ def make_network(family: Family, config: ModelConfig, options: ExportOptions) ->
         TargetError: the device is "cuda", and there is no GPU.
     """
     compile_target(options.device)
-    group_size = None if options.quant is None else options.quant.group_size
-    family.check_limits(config, group_size, options.device, DTYPES[options.dtype])
+    form = None if options.quant is None else options.quant.weights
+    family.check_limits(config, form, options.device, DTYPES[options.dtype])
     return build_network(
         config,
         options.max_seq_len,
         DTYPES[options.dtype],
         kernels=kernels_for(options.device),
         max_chunk=options.prefill_chunk,
-        group_size=group_size,
+        quant=options.quant,
         cpu_moe=options.cpu_moe,
         host_kernels=host_kernels_for(options.device),
     )

@@ -44,7 +44,7 @@ from kernel_timing import Timing, check, copies_of, time_case
 
 from ostinato.delegate.errors import OptionError, OstinatoError, first_line
 from ostinato.delegate.memory import size_text
-from ostinato.export.formats.int4 import GROUP_SIZES
+from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.operands import MAX_ROWS
 from ostinato.runner.bench.device import copy_speed, device_name
 from ostinato.runner.bench.tables import Side, table
@@ -129,7 +129,7 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
         "--group-size",
         type=int,
         default=128,
-        choices=GROUP_SIZES,
+        choices=Int4.group_sizes,
         help="elements that share a scale (default: %(default)s)",
     )
     add("--max-seq-len", type=positive, default=5120, help="positions of the KV caches (default: %(default)s)")

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from ostinato.delegate.errors import OptionError
 from ostinato.delegate.sampling import SamplingParams, SamplingTensors
+from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.operands import HeadSquares, Norm, RowIndex, Weight
 from ostinato.export.models import read_config
 from ostinato.export.models.qwen3_5 import Qwen3_5Config
@@ -130,7 +131,7 @@ class RandomTensors:
         values = torch.randint(256, (*size[:-1], size[-1] // 2), dtype=torch.uint8, device=self.device)
         spread = 1 / (4.6 * size[-1] ** 0.5)
         scale = self.normal(*size[:-1], size[-1] // self.shapes.group, dtype=torch.bfloat16, scale=spread)
-        return Weight(values, scale)
+        return Weight.of(values, scale, None, None, Int4.name)
 
     def norm(self, size: int) -> Norm:
         return Norm(1 + self.wide(size, scale=0.4), self.shapes.config.rms_norm_eps)

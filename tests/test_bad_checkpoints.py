@@ -15,7 +15,7 @@ from ostinato.runner.cli import main
 
 from .comparison import relative_error
 from .conftest import CAPITALS, Fails, only_methods
-from .export.networks import CONFIGS, with_room
+from .export.networks import CONFIGS, of_group, with_room
 
 # Bound of the error of logits: on a CPU, the inputs of four-bit weights are bytes.
 BYTES_COST = 5e-2
@@ -193,11 +193,9 @@ def test_parameter_that_no_memory_holds(export_fails: Fails, checkpoint: Path) -
 def test_options_of_quantisation(export_fails: Fails, capitals_checkpoint: Path) -> None:
     for size in (-32, 0, 16, 48, 256):
         error = export_fails(capitals_checkpoint, "--quant", "int4", "--group-size", size)
-        assert f"unsupported group size {size}; supported are: 32, 64, 128" in error
+        assert f"unsupported group size {size} for int4; supported are: 32, 64, 128" in error
     for words in (["--group-size", 32], ["--hqq"]):
-        assert f"{words[0]} says how to quantise: give --quant int4 as well" in export_fails(
-            capitals_checkpoint, *words
-        )
+        assert f"{words[0]} says how to quantise: give --quant as well" in export_fails(capitals_checkpoint, *words)
 
 
 @pytest.mark.parametrize("count", (-1, 41))
@@ -245,7 +243,7 @@ def test_config_alone(export_fails: Fails, capitals_checkpoint: Path, tmp_path: 
     with only_methods("decode"):
         assert main([str(word) for word in (*words, "--quant", "int4", "--group-size", 32)]) == 0
     family, model_config = read_config(folder)
-    network = with_room(build_network(model_config, 8, torch.float32, group_size=32))
+    network = with_room(build_network(model_config, 8, torch.float32, quant=of_group(32)))
     dummy = family.dummy_weights(network, torch.device("cpu"))
     materialise(network, QuantizedWeights(network, dummy, torch.device("cpu")))
     assert not (output / "tokenizer.json").exists()

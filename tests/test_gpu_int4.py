@@ -30,10 +30,10 @@ def reference(
     from ostinato.export.models import build_network, read_config
     from ostinato.export.weights.stream import QuantizedWeights, materialise
 
-    from .export.networks import with_room
+    from .export.networks import of_group, with_room
 
     family, config = read_config(folder)
-    model = with_room(build_network(config, max_seq_len, dtype, group_size=group_size))
+    model = with_room(build_network(config, max_seq_len, dtype, quant=of_group(group_size)))
     device = torch.device("cuda")
     # The artifact's random weights are sampled in the model's dtype, which is bfloat16 for the flagship.
     source = family.dummy_weights(model, device, torch.bfloat16) if dummy else family.checkpoint_weights(model, folder)

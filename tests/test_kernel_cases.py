@@ -24,6 +24,7 @@ from kernel_timing import TOLERANCE, check
 
 from ostinato.delegate.sampling import SamplingParams
 
+from .export.networks import of_group
 from .kernel_shapes import FLAGSHIP, flagship, tiny_shapes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -139,7 +140,7 @@ def test_bytes_are_those_that_the_program_states(folder: Path, group: int | None
     row."""
     depth = 99
     shapes = Shapes.of_folder(folder, group, depth + 1)
-    network = build_network(shapes.config, depth + 1, torch.bfloat16, group_size=group)
+    network = build_network(shapes.config, depth + 1, torch.bfloat16, quant=of_group(group))
     stated = decode_bytes(network, "cuda") + (depth + 1) * kv_bytes_per_token(network)
     counted = sum(case.calls * case.bytes_moved(shapes) for case in decode_cases(shapes, (depth,)))
     assert stated < counted < 1.012 * stated

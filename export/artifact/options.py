@@ -13,7 +13,7 @@ from typing import Any
 from ostinato.delegate.artifact.json_files import as_text, parse_json
 from ostinato.delegate.artifact.names import META_EXPORT_OPTIONS
 from ostinato.delegate.errors import ArtifactError
-from ostinato.export.formats.int4 import Quantization
+from ostinato.export.formats.quantization import Quantization
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ostinato.export.formats.int4 import Quantization
+    from ostinato.export.formats.quantization import Quantization
     from ostinato.export.program import ExportReport
     from ostinato.export.progress import Progress
 
@@ -36,9 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens that prefill takes at once; longer prompts go through in chunks (default: at most 2048)",
     )
-    parser.add_argument("--quant", choices=("int4",), help="quantise linear layers and experts (default: keep them)")
     parser.add_argument(
-        "--group-size", type=int, metavar="G", help="elements that share a scale: 32, 64 or 128 (default: 128)"
+        "--quant",
+        choices=("int4", "int4_min", "int8"),
+        help="quantise linear layers and experts (default: keep them); int4_min: four bits with a minimum",
+    )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="G",
+        help="elements that share a scale: 32, 64 or 128 (default: 128; int4_min has 32, int8 32)",
     )
     parser.add_argument("--hqq", action="store_true", help="choose int4 scales by half-quadratic quantisation (slower)")
     experts = parser.add_mutually_exclusive_group()
@@ -124,15 +131,15 @@ def print_report(report: ExportReport, progress: Progress) -> None:
 
 def _quantization(arguments: argparse.Namespace) -> Quantization | None:
     from ostinato.delegate.errors import OptionError
-    from ostinato.export.formats.int4 import Quantization
+    from ostinato.export.formats.quantization import DEFAULT_GROUP_SIZES, Quantization
 
     if arguments.quant is None:
         given = "--group-size" if arguments.group_size is not None else "--hqq" if arguments.hqq else None
         if given:
-            raise OptionError(f"{given} says how to quantise: give --quant int4 as well")
+            raise OptionError(f"{given} says how to quantise: give --quant as well")
         return None
-    size = Quantization.group_size if arguments.group_size is None else arguments.group_size
-    return Quantization(size, arguments.hqq)
+    size = arguments.group_size or DEFAULT_GROUP_SIZES[arguments.quant]
+    return Quantization(size, arguments.hqq, arguments.quant)
 
 
 def _peak_memory(device: str) -> str:

@@ -31,6 +31,7 @@ _C_TYPES = {
     "bool": "int32_t",
     "float": "double",
     "int": "int64_t",
+    "str": "const char*",
 }
 
 Operator = torch._ops.OpOverload
@@ -59,8 +60,8 @@ class NativeLibrary:
         """Declare an operator: `@library.operator("f(Tensor x, Tensor(a!) state, float eps) -> Tensor")`.
 
         Decorates a function that returns empty results for the operator's arguments. torch's operator takes the function's
-        place. Arguments are contiguous tensors, optional tensors, bools, floats, ints and dtypes. The operator returns new
-        tensors, at least one.
+        place. Arguments are contiguous tensors, optional tensors, bools, floats, ints, texts and dtypes. The operator returns
+        new tensors, at least one.
         """
 
         def declare(empty_results: Callable[..., Any]) -> Operator:

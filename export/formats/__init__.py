@@ -1,1 +1,1 @@
-"""Number formats of weights, one file each: how values and scales are stored, packed and dequantised."""
+"""Number formats of weights, one file each: how values, scales and minima are stored, packed and dequantised."""

@@ -4,9 +4,9 @@ A weight [..., N, K] is quantised symmetrically along K, with one scale per grou
 
     w[n, k] = scale[n, k // G] * q[n, k],    -8 <= q <= 7
 
-Two tensors are stored: `scale` [..., N, K / G] in bfloat16 and `values` [..., N, K / 2] in uint8. K is cut into spans of 64
-elements, 32 bytes each. Byte `j` of a span holds two elements as `q + 8`: the span's element `j` in its low four bits, and
-element `j + 32` in its high four bits.
+Two tensors are stored: `scale` [..., N, K / G] and `values` [..., N, K / 2] in uint8. K is cut into spans of 64 elements, 32
+bytes each. Byte `j` of a span holds two elements as `q + 8`: the span's element `j` in its low four bits, and element
+`j + 32` in its high four bits.
 
 So the low nibbles of 32 neighbouring bytes are 32 neighbouring elements, and so are the high nibbles. A kernel can multiply
 each half by a contiguous range of the input, and never interleaves. With groups of 64 or 128 a span lies in one group; with
@@ -15,80 +15,46 @@ groups of 32 each half of a span is one group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ostinato.delegate.errors import ExportError
+from .format import Format
 
-GROUP_SIZES = (32, 64, 128)
-SCALE_DTYPE = torch.bfloat16
 SPAN = 64
 HALF_SPAN = SPAN // 2
 
 
 @dataclass(frozen=True)
-class Quantization:
-    """Symmetric int4 for linear layers and experts, int8 for the embedding, bfloat16 scales.
+class Int4(Format):
+    """Symmetric four-bit integers."""
 
-    Router, norms, convolution and gates stay in the model's dtype, and so do linear layers with a bias.
+    name = "int4"
+    group_sizes = (32, 64, 128)
+    lowest, highest = -8, 7
+    values_dtype = torch.uint8
+    per_value = 2
+    multiple = SPAN
 
-    Attributes:
-        group_size: elements that share a scale: 32, 64 or 128.
-        hqq: whether scales come from half-quadratic quantisation instead of the group's extreme values.
+    @classmethod
+    def pack(cls, q: Tensor) -> Tensor:
+        """Pack q [..., K], K a multiple of 64, into [..., K / 2] uint8."""
+        return pack_nibbles(q + 8)
 
-    Raises:
-        ExportError: `group_size` is another number.
-    """
-
-    group_size: int = 128
-    hqq: bool = False
-
-    def __post_init__(self) -> None:
-        if self.group_size not in GROUP_SIZES:
-            raise ExportError(
-                f"unsupported group size {self.group_size}; supported are: {', '.join(map(str, GROUP_SIZES))}"
-            )
-
-    def __str__(self) -> str:
-        return f"int4 g{self.group_size}{' hqq' if self.hqq else ''}"
+    @classmethod
+    def unpack(cls, values: Tensor) -> Tensor:
+        """Unpack values [..., K / 2] uint8 into q [..., K] int8."""
+        return unpack_nibbles(values) - 8
 
 
-def check_groups(sizes: Mapping[str, int], group_size: int) -> None:
-    """Check that rows of all these lengths divide into groups of int4 weights.
-
-    Args:
-        sizes: name of a length in the config -> the length.
-        group_size: elements that share a scale.
-
-    Raises:
-        ExportError: a length does not divide; the message names it.
-    """
-    for name, size in sizes.items():
-        if size % SPAN:
-            raise ExportError(f"int4 needs {name} to be a multiple of {SPAN}, the config has {size}")
-        if size % group_size:
-            fitting = ", ".join(str(g) for g in GROUP_SIZES if size % g == 0)
-            raise ExportError(f"group size {group_size} does not divide {name} ({size}); --group-size {fitting} would")
-
-
-def pack_int4(q: Tensor) -> Tensor:
-    """Pack q [..., K], of any integer dtype, -8 to 7, K a multiple of 64, into [..., K / 2] uint8."""
-    spans = (q + 8).to(torch.uint8).unflatten(-1, (-1, 2, HALF_SPAN))
+def pack_nibbles(numbers: Tensor) -> Tensor:
+    """Pack numbers [..., K] from 0 to 15, K a multiple of 64, into [..., K / 2] uint8."""
+    spans = numbers.to(torch.uint8).unflatten(-1, (-1, 2, HALF_SPAN))
     return (spans[..., 0, :] | (spans[..., 1, :] << 4)).flatten(-2)
 
 
-def unpack_int4(values: Tensor) -> Tensor:
-    """Unpack values [..., K / 2] uint8 into q [..., K] int8."""
+def unpack_nibbles(values: Tensor) -> Tensor:
+    """The inverse of `pack_nibbles`, int8."""
     spans = values.unflatten(-1, (-1, HALF_SPAN))
-    both = torch.stack((spans & 15, spans >> 4), dim=-2)
-    return both.to(torch.int8).flatten(-3) - 8
-
-
-def dequantize_int4(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise values [..., N, K / 2] uint8 and scale [..., N, K / G] to [..., N, K] in `dtype`. The product is rounded
-    once."""
-    groups = unpack_int4(values).unflatten(-1, (scale.shape[-1], -1))
-    return (groups.float() * scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
+    return torch.stack((spans & 15, spans >> 4), dim=-2).to(torch.int8).flatten(-3)

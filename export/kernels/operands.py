@@ -6,16 +6,20 @@ The functions of kernels take these records. So a new operand is a new field her
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ostinato.export.formats.int4 import dequantize_int4
+from ostinato.export.formats.format import Format
+from ostinato.export.formats.quantization import FORMATS
 
 from .linear.panels import unpack_panels
+
+# Values, scale, minimum and bias of a weight, and the name of its format, "" for a floating dtype: arguments of an operator.
+WeightArguments = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, str]
 
 
 @dataclass(frozen=True)
@@ -23,21 +27,34 @@ class Weight:
     """The weight of a linear layer, [N, K], or of one linear layer per expert, [E, N, K].
 
     Attributes:
-        values: [..., N, K] in a floating dtype, or [..., N, K / 2] uint8: four-bit integers, packed as in `formats/int4.py`.
-        scale: [..., N, K / G] bfloat16 for four-bit integers, None for a floating dtype.
+        values: [..., N, K] in a floating dtype, or integers as `format` packs them.
+        scale: [..., N, K / G] in the format's dtype; None for a floating dtype.
+        minimum: as `scale`, in formats that have minima.
         bias: [N] in a floating dtype, added to the product; None for zeros.
-        in_panels: whether values and scale are stored in panels (linear/panels.py).
+        format: the number format; None for a floating dtype.
+        in_panels: whether all of these but the bias are stored in panels (linear/panels.py).
     """
 
     values: Tensor
     scale: Tensor | None = None
+    minimum: Tensor | None = None
     bias: Tensor | None = None
+    format: Format | None = None
     in_panels: bool = False
 
+    @classmethod
+    def of(cls, values: Tensor, scale: Tensor | None, minimum: Tensor | None, bias: Tensor | None, name: str) -> Weight:
+        """The weight that these arguments of an operator are. It is not in panels."""
+        form = None
+        if scale is not None:
+            kind = FORMATS[name]
+            form = kind(values.shape[-1] * kind.per_value // scale.shape[-1], scale.dtype)
+        return cls(values, scale, minimum, bias, form)
+
     @property
-    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Values, scale and bias, as arguments of an operator of torch."""
-        return self.values, self.scale, self.bias
+    def arguments(self) -> WeightArguments:
+        """The arguments of an operator of torch that stand for this weight."""
+        return self.values, self.scale, self.minimum, self.bias, "" if self.format is None else self.format.name
 
     @property
     def rows(self) -> int:
@@ -47,22 +64,25 @@ class Weight:
     @property
     def columns(self) -> int:
         """K, the number of inputs."""
-        return self.values.shape[-1] * (1 if self.scale is None else 2)
+        return self.values.shape[-1] * (1 if self.format is None else self.format.per_value)
 
     @property
     def group_size(self) -> int | None:
         """G, the elements that share a scale; None for a floating dtype."""
-        return None if self.scale is None else self.columns // self.scale.shape[-1]
+        return None if self.format is None else self.format.group_size
 
     def of_experts(self, chosen: Tensor) -> Weight:
         """The weights of the experts `chosen` [..., k], in their order: [..., k, N, K]."""
-        scale = None if self.scale is None else self.scale[chosen]
-        return Weight(self.values[chosen], scale, in_panels=self.in_panels)
+        scale, minimum = (None if one is None else one[chosen] for one in (self.scale, self.minimum))
+        return replace(self, values=self.values[chosen], scale=scale, minimum=minimum)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight as a plain tensor, [..., N, K] in `dtype`."""
-        values, scale = unpack_panels(self.values, self.scale) if self.in_panels else (self.values, self.scale)
-        return values.to(dtype) if scale is None else dequantize_int4(values, scale, dtype)
+        stored = (self.values, self.scale, self.minimum)
+        values, scale, minimum = unpack_panels(self.format, *stored) if self.in_panels else stored
+        if self.format is None or scale is None:
+            return values.to(dtype)
+        return self.format.dequantize(values, scale, minimum, dtype)
 
 
 @dataclass(frozen=True)

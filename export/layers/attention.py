@@ -81,7 +81,6 @@ class Attention(nn.Module):
 
     def step(self, x: Tensor, norm: RMSNorm, index: RowIndex) -> Tensor:
         """x [T, H] -> x + self(norm(x)), in three or four kernels."""
-        kernels = self.kernels
-        qkv = kernels.norm_linear(x, norm.operand, self.qkv_proj.operand, x.dtype)
-        out = kernels.attend_step(qkv, self.heads, index, self.cache)
-        return kernels.linear_add(out, self.o_proj.operand, x)
+        qkv = self.qkv_proj.normed(x, norm, x.dtype)
+        out = self.kernels.attend_step(qkv, self.heads, index, self.cache)
+        return self.kernels.linear_add(out, self.o_proj.operand, x)

@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from ostinato.export.formats.format import Format
+from ostinato.export.formats.quantization import Quantization
 from ostinato.export.kernels import Kernels
 
 from .state import EXAMPLE_SLOTS
@@ -26,8 +28,7 @@ class Build:
         dtype: dtype of activations, and of weights that are not quantised.
         max_seq_len: positions that a session may have.
         max_chunk: most tokens of a prompt that one call takes.
-        group_size: elements that share a scale, in int4 linear layers and experts and an int8 embedding; None: no
-            quantisation.
+        quant: number formats of linear layers, experts and the embedding; None: all in `dtype`.
         cpu_moe: number of layers, counted from the first, whose routed experts stay on the host.
         host_kernels: the functions for these experts.
         page_size: positions in a page of the KV caches.
@@ -37,10 +38,15 @@ class Build:
     dtype: torch.dtype
     max_seq_len: int
     max_chunk: int
-    group_size: int | None = None
+    quant: Quantization | None = None
     cpu_moe: int = 0
     host_kernels: type[Kernels] = Kernels
     page_size: int = PAGE_SIZE
+
+    @property
+    def format(self) -> Format | None:
+        """The number format of linear layers and experts; None for `dtype`."""
+        return None if self.quant is None else self.quant.weights
 
     @cached_property
     def block_table(self) -> Tensor:

@@ -2,50 +2,43 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ostinato.export.formats.int4 import SCALE_DTYPE
-from ostinato.export.kernels.linear.panels import rows_of_panels
+from ostinato.export.kernels.linear.panels import rows_of_panels, rows_of_scale
 
-from .build import Build, parameter
+from .build import Build
 from .rotary import RotaryEmbedding
+from .stored import StoredWeights
 
 
-class Embedding(nn.Module):
-    """One vector per token: `weight` [V, H] in the model's dtype.
-
-    If the build quantises, `weight` is int8 and `weight_scale` is [V, H / G], with one scale per group.
+class Embedding(StoredWeights):
+    """One vector per token: `weight` [V, H] in the model's dtype, or in bytes with a scale for each group.
 
     Attributes:
         token_fraction: fraction of its weights that one token reads.
-        panels: see `Linear`. Set if a head shares this weight.
     """
 
     weight: Tensor
     weight_scale: Tensor | None
 
     def __init__(self, rows: int, size: int, build: Build) -> None:
-        super().__init__()
-        self.dtype = build.dtype
+        super().__init__(build.dtype)
         self.token_fraction = 1 / rows
-        self.panels: tuple[str, ...] = ()
-        if build.group_size is None:
-            self.weight, self.weight_scale = parameter(rows, size, dtype=build.dtype), None
-        else:
-            self.weight = parameter(rows, size, dtype=torch.int8)
-            self.weight_scale = parameter(rows, size // build.group_size, dtype=SCALE_DTYPE)
+        self.store_as("weight", None if build.quant is None else build.quant.embedding, (rows, size))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [T] int64 -> [T, H]."""
+        form = self.formats["weight"]
         if self.panels:
-            return rows_of_panels(self.weight, tokens)
-        if self.weight_scale is None:
-            return F.embedding(tokens, self.weight)
-        scale = self.weight_scale[tokens].float().unsqueeze(-1)
-        groups = self.weight[tokens].unflatten(-1, (scale.shape[-2], -1))
-        return (groups.float() * scale).flatten(-2).to(self.dtype)
+            # A head shares this weight.
+            values = rows_of_panels(self.weight, tokens)
+        else:
+            values = F.embedding(tokens, self.weight) if form is None else self.weight[tokens]
+        if form is None or self.weight_scale is None:
+            return values
+        scale = rows_of_scale(self.weight_scale, tokens) if self.panels else self.weight_scale[tokens]
+        return form.dequantize(values, scale, None, self.dtype)
 
 
 class NetworkInput(nn.Module):

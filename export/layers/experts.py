@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ostinato.export.kernels.operands import ExpertWeights, Weight
+from ostinato.export.kernels.operands import ExpertWeights
 
 from .build import Build
 from .feed_forward import SwiGLU
-from .linear import Linear, weight_parameters
+from .linear import Linear
 from .norms import RMSNorm
+from .stored import StoredWeights
 
 
 @dataclass(frozen=True)
@@ -34,40 +35,31 @@ class MoeSizes:
     shared_inner: int
 
 
-class Experts(nn.Module):
+class Experts(StoredWeights):
     """Weights of all routed experts: gate and up projection stacked, [E, 2 I, H], and down projection, [E, H, I].
 
     Attributes:
         token_fraction: fraction of its weights that one token reads.
         on_host: whether the weights stay in the host's memory.
-        panels: see `Linear`.
     """
 
     gate_up_proj: Tensor
-    gate_up_proj_scale: Tensor | None
     down_proj: Tensor
-    down_proj_scale: Tensor | None
 
     def __init__(self, sizes: MoeSizes, build: Build, on_host: bool) -> None:
-        super().__init__()
+        super().__init__(build.dtype)
         kernels = build.host_kernels if on_host else build.kernels
         self.on_host = on_host
         self.token_fraction = sizes.top_k / sizes.experts
-        gate_up = (sizes.experts, 2 * sizes.inner, sizes.hidden)
-        down = (sizes.experts, sizes.hidden, sizes.inner)
-        self.gate_up_proj, self.gate_up_proj_scale = weight_parameters(gate_up, build)
-        self.down_proj, self.down_proj_scale = weight_parameters(down, build)
+        self.store_as("gate_up_proj", build.format, (sizes.experts, 2 * sizes.inner, sizes.hidden))
+        self.store_as("down_proj", build.format, (sizes.experts, sizes.hidden, sizes.inner))
         self.experts = kernels.experts
         self.panels = ("gate_up_proj", "down_proj") if kernels.has_panels else ()
 
     @property
     def operand(self) -> ExpertWeights:
         """The weights as kernels take them."""
-        in_panels = bool(self.panels)
-        return ExpertWeights(
-            Weight(self.gate_up_proj, self.gate_up_proj_scale, in_panels=in_panels),
-            Weight(self.down_proj, self.down_proj_scale, in_panels=in_panels),
-        )
+        return ExpertWeights(self.stored("gate_up_proj"), self.stored("down_proj"))
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [T, H], weights [T, k] float32, chosen [T, k] -> [T, H]."""

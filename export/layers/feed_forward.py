@@ -26,5 +26,9 @@ class SwiGLU(nn.Module):
 
     def step(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """x [T, H] -> x + self(norm(x)), in two kernels."""
-        hidden = self.kernels.norm_swiglu(x, norm.operand, self.gate_up_proj.operand)
+        if self.gate_up_proj.parts:
+            gate, up = self.gate_up_proj.normed(x, norm, x.dtype).chunk(2, dim=-1)
+            hidden = F.silu(gate) * up
+        else:
+            hidden = self.kernels.norm_swiglu(x, norm.operand, self.gate_up_proj.operand)
         return self.kernels.linear_add(hidden, self.down_proj.operand, x)

@@ -1,55 +1,75 @@
-"""A linear layer, in the model's dtype or in int4."""
+"""A linear layer, in the model's dtype or in a number format."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from ostinato.export.formats.int4 import SCALE_DTYPE
+from ostinato.export.formats.format import Format
 from ostinato.export.kernels.operands import Weight
 
 from .build import Build, parameter
+from .norms import RMSNorm
+from .stored import StoredWeights
 
 
-class Linear(nn.Module):
+class Linear(StoredWeights):
     """`x @ weight.T + bias`.
 
-    If the build asks for int4, `weight` is [N, K / 2] uint8 and `weight_scale` is [N, K / G], in the layout of
-    formats/int4.py. With `quantize=False` the weight stays in the model's dtype; a bias always does. If the kernels have
-    panels, values and scales are stored in panels (kernels/linear/panels.py).
+    `weight` [N, K] is stored as the build says; with `quantize=False` it stays in the model's dtype, and a bias always does.
+    A layer whose rows are in several formats has one layer for each of its parts, and no weight itself.
 
     Attributes:
-        panels: names of the parameters whose values are stored in panels.
+        parts: name -> layer. Empty for a layer that has a weight.
     """
 
     weight: Tensor
     weight_scale: Tensor | None
+    weight_minimum: Tensor | None
     bias: Tensor | None
 
     def __init__(
         self, in_features: int, out_features: int, build: Build, *, bias: bool = False, quantize: bool = True
     ) -> None:
-        super().__init__()
-        self.weight, self.weight_scale = weight_parameters((out_features, in_features), build, quantize=quantize)
-        self.bias = parameter(out_features, dtype=build.dtype) if bias else None
-        self.linear = build.kernels.linear
+        super().__init__(build.dtype)
+        self.build = build
+        self.kernels = build.kernels
         self.panels = ("weight",) if build.kernels.has_panels else ()
+        self.bias = parameter(out_features, dtype=build.dtype) if bias else None
+        self.parts = nn.ModuleDict()
+        self.store_as("weight", build.format if quantize else None, (out_features, in_features))
+
+    def divide(self, parts: Mapping[str, tuple[int, Format | None]]) -> None:
+        """Store the rows in several formats: name of a part -> (its number of rows, its format), in order."""
+        columns = self.shapes["weight"][1]
+        for name, (rows, form) in parts.items():
+            self.parts[name] = part = Linear(columns, rows, self.build, bias=self.bias is not None)
+            part.store_as("weight", form)
+        self.formats, self.panels = {}, ()
+        self.weight = self.weight_scale = self.weight_minimum = self.bias = None  # type: ignore[assignment]
 
     @property
     def operand(self) -> Weight:
-        """The weight as kernels take it."""
-        return Weight(self.weight, self.weight_scale, self.bias, bool(self.panels))
+        """The weight as kernels take it. A layer with parts has none."""
+        assert not self.parts
+        return self.stored("weight", self.bias)
+
+    @property
+    def operands(self) -> list[Weight]:
+        """The weights of all parts."""
+        return [cast(Linear, part).operand for part in self.parts.values()] if self.parts else [self.operand]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N] in x's dtype."""
-        return self.linear(x, self.operand)
+        return _joined([self.kernels.linear(x, weight) for weight in self.operands])
+
+    def normed(self, x: Tensor, norm: RMSNorm, dtype: torch.dtype) -> Tensor:
+        """x [T, K] -> self(norm(x)) [T, N] in `dtype`, in one kernel for each part."""
+        return _joined([self.kernels.norm_linear(x, norm.operand, weight, dtype) for weight in self.operands])
 
 
-def weight_parameters(
-    shape: tuple[int, ...], build: Build, *, quantize: bool = True
-) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Values and scale of a weight [..., N, K]. The scale is None if the weight stays in the model's dtype."""
-    if build.group_size is None or not quantize:
-        return parameter(*shape, dtype=build.dtype), None
-    values = parameter(*shape[:-1], shape[-1] // 2, dtype=torch.uint8)
-    return values, parameter(*shape[:-1], shape[-1] // build.group_size, dtype=SCALE_DTYPE)
+def _joined(products: Sequence[Tensor]) -> Tensor:
+    return products[0] if len(products) == 1 else torch.cat(list(products), dim=1)

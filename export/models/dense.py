@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ostinato.delegate.errors import CheckpointError
 from ostinato.export.compile.trace import Link
-from ostinato.export.formats.int4 import check_groups
+from ostinato.export.formats.format import Format
 from ostinato.export.kernels.attention.limits import check_attention
 from ostinato.export.kernels.operands import RowIndex
 from ostinato.export.layers.attention import Attention, AttentionSizes
@@ -176,16 +176,16 @@ def network(config: DenseConfig, build: Build) -> LanguageModel:
     return LanguageModel(config, build, layers, rotary)
 
 
-def check_limits(config: DenseConfig, group_size: int | None, device: str, dtype: torch.dtype) -> None:
+def check_limits(config: DenseConfig, form: Format | None, device: str, dtype: torch.dtype) -> None:
     """Raise ExportError if a size breaks a limit of quantisation or of the kernels. The message names both."""
     sizes = config.attention
-    if group_size is not None:
+    if form is not None:
         rows = {
             "hidden_size": config.hidden_size,
             "num_attention_heads * head_dim": sizes.heads * sizes.head_dim,
             "intermediate_size": config.intermediate_size,
         }
-        check_groups(rows, group_size)
+        form.check(rows)
     if device == "cuda":
         check_attention(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ostinato.export.compile.trace import Chain
+from ostinato.export.formats.format import Format
 from ostinato.export.layers.build import Build
 from ostinato.export.weights.checkpoint import CheckpointNames, CheckpointWeights, TensorSource
 from ostinato.export.weights.dummy import DummySpreads, DummyWeights
@@ -30,8 +31,8 @@ class Family:
         config: function from the content of a config.json with one of these types to the family's `ModelConfig`. Raises
             CheckpointError.
         network: function from (config, build) to the network, whose parameters have no values.
-        check_limits: function of (config, group size or None, device, dtype). Raises ExportError if kernels or quantisation
-            cannot take a size.
+        check_limits: function of (config, number format of weights or None, device, dtype). Raises ExportError if
+            kernels or the format cannot take a size.
         names: names of a checkpoint's tensors, and which of them become one parameter here.
         spreads: distributions of random weights.
         methods: function from the network to the methods of its program.
@@ -41,7 +42,7 @@ class Family:
     model_types: tuple[str, ...]
     config: Callable[[Mapping[str, Any]], Any]
     network: Callable[[Any, Build], LanguageModel]
-    check_limits: Callable[[Any, int | None, str, torch.dtype], None]
+    check_limits: Callable[[Any, Format | None, str, torch.dtype], None]
     names: CheckpointNames
     spreads: DummySpreads
     methods: Callable[[LanguageModel], dict[str, Chain]] = language_model_methods

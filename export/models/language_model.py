@@ -63,14 +63,19 @@ class LanguageModel(nn.Module):
         self.build = build
         self.model = Decoder(config, build, layers)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, build)
-        if config.tie_word_embeddings and build.group_size is None:
-            self.lm_head.weight = self.model.embed_tokens.weight
-            self.model.embed_tokens.panels = self.lm_head.panels
+        self.tie()
         # Modules for links of chains. They hold the parameters above again, and no others.
         self.input = NetworkInput(self.model.embed_tokens, rotary)
         self.head = Head(self.model.norm, self.lm_head, build)
         self.sampling = SamplingState(build)
         self.next_input = NextInput(self.sampling, self.input)
+
+    def tie(self) -> None:
+        """Let the head share the embedding's weight, if the config ties them and both are stored alike."""
+        embedding, head = self.model.embed_tokens, self.lm_head
+        if self.config.tie_word_embeddings and embedding.formats == head.formats:
+            head.weight, head.weight_scale = embedding.weight, embedding.weight_scale
+            embedding.panels = head.panels
 
     def layer_links(self, step: bool = False, streamed: bool = False) -> list[Link]:
         """The links of all layers, in order.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ostinato.delegate.errors import CheckpointError
 from ostinato.export.compile.trace import Link
-from ostinato.export.formats.int4 import check_groups
+from ostinato.export.formats.format import Format
 from ostinato.export.kernels.attention.limits import check_attention
 from ostinato.export.kernels.delta_rule.limits import check_delta_rule
 from ostinato.export.kernels.experts.limits import check_experts
@@ -282,22 +282,22 @@ def network(config: Qwen3_5Config, build: Build) -> LanguageModel:
     return LanguageModel(config, build, layers, RotaryEmbedding(config.rotary_dim, config.rope_theta))
 
 
-def check_limits(config: Qwen3_5Config, group_size: int | None, device: str, dtype: torch.dtype) -> None:
+def check_limits(config: Qwen3_5Config, form: Format | None, device: str, dtype: torch.dtype) -> None:
     """Raise ExportError if a size breaks a limit of quantisation or of the kernels. The message names both."""
-    if group_size is not None:
-        check_groups(_quantized_sizes(config), group_size)
+    if form is not None:
+        form.check(_quantized_sizes(config))
     if device == "cuda":
-        _check_kernels(config, group_size, dtype)
+        _check_kernels(config, form, dtype)
 
 
-def _check_kernels(config: Qwen3_5Config, group_size: int | None, dtype: torch.dtype) -> None:
+def _check_kernels(config: Qwen3_5Config, form: Format | None, dtype: torch.dtype) -> None:
     attention, delta_net, moe = config.attention, config.delta_net, config.moe
     if FULL in config.layer_types:
         check_attention(attention.heads, attention.kv_heads, attention.head_dim, dtype)
     if LINEAR in config.layer_types:
         check_delta_rule(delta_net.key_heads, delta_net.value_heads, delta_net.key_head_dim, delta_net.value_head_dim)
     if config.is_moe:
-        check_experts(moe.hidden, moe.inner, moe.experts, moe.top_k, group_size)
+        check_experts(moe.hidden, moe.inner, moe.experts, moe.top_k, form)
 
 
 def _quantized_sizes(config: Qwen3_5Config) -> dict[str, int]:

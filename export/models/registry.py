@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ostinato.delegate.errors import CheckpointError, ExportError, first_line
+from ostinato.export.formats.quantization import Quantization
 from ostinato.export.kernels import Kernels
 from ostinato.export.layers.build import PAGE_SIZE, Build
 
@@ -103,7 +104,7 @@ def build_network(
     *,
     kernels: type[Kernels] = Kernels,
     max_chunk: int | None = None,
-    group_size: int | None = None,
+    quant: Quantization | None = None,
     cpu_moe: int = 0,
     host_kernels: type[Kernels] = Kernels,
     page_size: int = PAGE_SIZE,
@@ -116,7 +117,7 @@ def build_network(
         dtype: dtype of activations, and of weights that are not quantised.
         kernels: result of `kernels_for` the device that the code will be compiled for; by default the references.
         max_chunk: most tokens of one call; None: max_seq_len - 1.
-        group_size: elements that share a scale of int4 weights; None: no quantisation.
+        quant: number formats of the weights; None: all in `dtype`.
         cpu_moe: number of layers, counted from the first, whose routed experts stay on the host.
         host_kernels: result of `host_kernels_for` the same device, for these experts; by default the references.
         page_size: positions in a page of the KV caches: a power of two, 16 or more.
@@ -124,9 +125,7 @@ def build_network(
     Raises:
         CheckpointError: the product of some sizes is more than a tensor, or this machine's memory, can hold.
     """
-    build = Build(
-        kernels, dtype, max_seq_len, max_chunk or max_seq_len - 1, group_size, cpu_moe, host_kernels, page_size
-    )
+    build = Build(kernels, dtype, max_seq_len, max_chunk or max_seq_len - 1, quant, cpu_moe, host_kernels, page_size)
     try:
         with torch.device("meta"):
             network = find_family(config.model_type).network(config, build)

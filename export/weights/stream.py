@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 from ostinato.delegate.errors import CheckpointError, ExportError
 from ostinato.delegate.memory import size_text
-from ostinato.export.kernels.linear.panels import LANES, pack_panels
+from ostinato.export.formats.format import Format
+from ostinato.export.kernels.linear.panels import LANES, Stored, pack_panels
 
-from .quantize import BLOCK, quantize_int4, quantize_int8
+from .quantize import BLOCK, Quantized, quantize
 
-_SCALE = "_scale"
+# Ends of the names of a weight's scale and minimum, and of all its parameters.
+_BESIDE = ("_scale", "_minimum")
+_ENDINGS = ("", *_BESIDE)
 
 
 class WeightSource(Protocol):
@@ -23,15 +26,21 @@ class WeightSource(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
+class StoredSource(WeightSource, Protocol):
+    """A source that may have a parameter in integers already."""
+
+    def stored(self, name: str) -> Quantized | None: ...
+
+
 class QuantizedWeights(Mapping[str, Tensor]):
     """Parameter name -> its value as the artifact stores it, on the CPU. The value is made again each time it is asked for.
 
-    A parameter is quantised if the network also has its name with `_scale` at the end. Asking for one of the two makes both,
-    and the other one is kept until it is asked for.
+    A weight in a number format is several parameters: values, scale, perhaps a minimum. Asking for one makes all, and the
+    others are kept until they are asked for.
 
     Args:
-        network: network whose parameters have shapes and dtypes; their values do not matter.
-        source: the values before quantisation.
+        network: network whose parameters have shapes, dtypes and formats; their values do not matter.
+        source: the values before quantisation; or, if it is a `StoredSource`, some of them in the network's formats.
         device: device that computes the quantisation.
         hqq: whether int4 scales are chosen by half-quadratic quantisation.
 
@@ -40,6 +49,7 @@ class QuantizedWeights(Mapping[str, Tensor]):
 
     def __init__(self, network: nn.Module, source: WeightSource, device: torch.device, hqq: bool = False) -> None:
         self._parameters = dict(network.named_parameters())
+        self._formats = formats_of(network)
         self._source = source
         self._device = device
         self._hqq = hqq
@@ -61,47 +71,45 @@ class QuantizedWeights(Mapping[str, Tensor]):
             raise KeyError(name)
         if name in self._kept:
             return self._kept.pop(name)
-        base = name.removesuffix(_SCALE)
-        if base + _SCALE in self._parameters:
-            value, scale = self._quantize(base)
+        base = next((name.removesuffix(end) for end in _BESIDE if name.removesuffix(end) in self._formats), name)
+        form = self._formats.get(base)
+        if form is None:
+            stored: Stored = (self._source.read(name).to(self._parameters[name].dtype), None, None)
         else:
-            value, scale = self._source.read(name).to(self._parameters[name].dtype), None
+            stored = self._quantize(base, form)
         if base in self._in_panels:
-            value, scale = _packed(value, scale)
-        if scale is None:
-            return _on_host(value)
-        pair = {base: _on_host(value), base + _SCALE: _on_host(scale)}
-        wanted = pair.pop(name)
-        self._kept = pair
+            stored = _packed(form, *stored)
+        made = {base + end: _on_host(value) for end, value in zip(_ENDINGS, stored, strict=True) if value is not None}
+        wanted = made.pop(name)
+        self._kept = made
         return wanted
 
-    def _quantize(self, name: str) -> tuple[Tensor, Tensor]:
-        weight = self._source.read(name)
-        group_size = weight.shape[-1] // self._parameters[name + _SCALE].shape[-1]
-        if self._parameters[name].dtype == torch.int8:
-            stored, scale = quantize_int8(weight, group_size, self._device)
-        else:
-            stored, scale = quantize_int4(weight, group_size, self._hqq, self._device)
-        if not scale.isfinite().all():
+    def _quantize(self, name: str, form: Format) -> Quantized:
+        find = getattr(self._source, "stored", None)
+        found: Quantized | None = None if find is None else find(name)
+        if found is None:
+            found = quantize(self._source.read(name), form, self._hqq, self._device)
+        if not all(part is None or part.isfinite().all() for part in found[1:]):
             raise CheckpointError(f"parameter {name!r} cannot be quantised: it holds values that are infinite or NaN")
-        return stored, scale
+        return found
 
 
-def _packed(values: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _packed(form: Format | None, values: Tensor, scale: Tensor | None, minimum: Tensor | None) -> Stored:
     """`pack_panels`, some rows at a time: that bounds its temporaries, which on a CPU then stay in the caches."""
+    whole: Stored = (values, scale, minimum)
     if values.shape[-2] % LANES:
-        return pack_panels(values, scale)
-    rows, scales = values.flatten(0, -2), None if scale is None else scale.flatten(0, -2)
-    packed = torch.empty_like(rows)
-    packed_scales = None if scales is None else torch.empty_like(scales)
-    step = max(1, BLOCK[values.device.type] // rows.shape[1] // LANES) * LANES
-    for begin in range(0, rows.shape[0], step):
+        return pack_panels(form, *whole)
+    rows = [None if one is None else one.flatten(0, -2) for one in whole]
+    packed = [None if one is None else torch.empty_like(one) for one in rows]
+    columns = values.shape[-1]
+    step = max(1, BLOCK[values.device.type] // columns // LANES) * LANES
+    for begin in range(0, values.numel() // columns, step):
         some = slice(begin, begin + step)
-        made = pack_panels(rows[some], None if scales is None else scales[some])
-        for whole, piece in zip((packed, packed_scales), made, strict=True):
-            if whole is not None and piece is not None:
-                whole[some] = piece
-    return packed.view(values.shape), None if packed_scales is None else packed_scales.view(*values.shape[:-1], -1)
+        made = pack_panels(form, *(None if one is None else one[some] for one in rows))  # type: ignore[arg-type]
+        for to, piece in zip(packed, made, strict=True):
+            if to is not None and piece is not None:
+                to[some] = piece
+    return tuple(None if one is None else one.view(like.shape) for one, like in zip(packed, whole, strict=True))  # type: ignore
 
 
 def _on_host(value: Tensor) -> Tensor:
@@ -127,19 +135,26 @@ def names_in_panels(network: nn.Module) -> set[str]:
     return {name for name, parameter in network.named_parameters() if parameter in wanted}
 
 
-def float_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Map each parameter name to its shape before quantisation. The scales of quantised parameters are left out."""
-    parameters = dict(network.named_parameters())
+def formats_of(network: nn.Module) -> dict[str, Format]:
+    """Map the name of each parameter that holds values in a number format to this format."""
+    names = {parameter: name for name, parameter in network.named_parameters()}
     return {
-        name: _float_shape(parameter)
-        for name, parameter in parameters.items()
-        if not (name.endswith(_SCALE) and name.removesuffix(_SCALE) in parameters)
+        names[getattr(module, local)]: form
+        for module in network.modules()
+        for local, form in getattr(module, "formats", {}).items()
+        if form is not None
     }
 
 
-def _float_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape before quantisation: one uint8 holds two elements."""
-    return (*parameter.shape[:-1], parameter.shape[-1] * (2 if parameter.dtype == torch.uint8 else 1))
+def float_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Map each parameter name to its shape before quantisation. Scales and minima of formats are left out."""
+    formats = formats_of(network)
+    shapes = {}
+    for name, parameter in network.named_parameters():
+        if not any(name.endswith(end) and name.removesuffix(end) in formats for end in _BESIDE):
+            per_value = formats[name].per_value if name in formats else 1
+            shapes[name] = (*parameter.shape[:-1], parameter.shape[-1] * per_value)
+    return shapes
 
 
 def allocate_untouched(network: nn.Module) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ostinato.delegate.artifact.records import Growth, StateForm, StateKind
+from ostinato.export.formats.quantization import Quantization
 from ostinato.export.layers.state import state_forms
 from ostinato.export.models import LanguageModel, ModelConfig, build_network, find_family, read_config
 from ostinato.export.models.qwen3_5 import Qwen3_5Config
@@ -47,6 +48,11 @@ def config_of(family: str, layers: int = 8, **changes: Any) -> ModelConfig:
     return replace(config, layer_types=config.layer_types[:layers], **{**SMALL, **FAMILIES[family], **changes})
 
 
+def of_group(size: int | None) -> Quantization | None:
+    """int4 in groups of this size; None: no quantisation."""
+    return None if size is None else Quantization(size)
+
+
 def qwen3_5(config: ModelConfig) -> Qwen3_5Config:
     """Return the config as `Qwen3_5Config`, for settings that only this family has."""
     assert isinstance(config, Qwen3_5Config)
@@ -59,7 +65,7 @@ def dummy_weights(network: LanguageModel, seed: int = 0) -> DummyWeights:
 
 
 def dummy_network(config: ModelConfig, group_size: int | None, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    network = build_network(config, 128, dtype, group_size=group_size)
+    network = build_network(config, 128, dtype, quant=of_group(group_size))
     materialise(network, QuantizedWeights(network, dummy_weights(network), CPU))
     return with_room(network)
 

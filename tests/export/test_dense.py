@@ -21,7 +21,7 @@ from .conversations import converse, errors
 from .gguf_files import write_gguf
 from .models import dense_references
 from .models.dense_references import CASES, make_dense
-from .networks import with_room
+from .networks import of_group, with_room
 from .references import Reference
 
 MAX_SEQ_LEN, STEPS = 256, 4
@@ -62,7 +62,7 @@ def made(
 def plain_logits(reference: Reference, group: int, tokens: Tensor) -> Tensor:
     """Logits [T, vocab] of our network with the reference kernels, over weights in int4."""
     family, config = read_config(reference.folder)
-    network = build_network(config, MAX_SEQ_LEN, torch.float32, group_size=group)
+    network = build_network(config, MAX_SEQ_LEN, torch.float32, quant=of_group(group))
     source = family.checkpoint_weights(network, reference.folder)
     materialise(network, QuantizedWeights(network, source, torch.device("cpu")))
     network = with_room(network)

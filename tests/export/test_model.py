@@ -124,7 +124,7 @@ class Artifact:
         config = read_config(self.reference.folder)[1]
         network = build_network(config, 8, DTYPES[self.spec.dtype], kernels=kernels_for("cpu"))
         value = self.constants[name].tensor()
-        return unpack_panels(value, None)[0] if name in names_in_panels(network) else value
+        return unpack_panels(None, value, None)[0] if name in names_in_panels(network) else value
 
 
 Get = Callable[[Spec], Artifact]

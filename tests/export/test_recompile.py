@@ -20,7 +20,7 @@ from ostinato.export import recompile as recompile_module
 from ostinato.export.artifact import kept_programs, writer
 from ostinato.export.artifact.options import ExportOptions, ExportRecord
 from ostinato.export.compile.libraries import Libraries
-from ostinato.export.formats.int4 import Quantization
+from ostinato.export.formats.quantization import Quantization
 from ostinato.export.kernels import Kernels
 from ostinato.runner.cli import main
 

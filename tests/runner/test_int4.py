@@ -19,7 +19,7 @@ from ostinato.runner import Engine
 
 from ..comparison import relative_error
 from ..conftest import CAPITALS, ROOT
-from ..export.networks import with_room
+from ..export.networks import of_group, with_room
 from ..test_bucket_logits import FLOAT32, differences
 
 GROUP_SIZE = 32
@@ -77,7 +77,7 @@ def eager() -> Callable[[int | None], Callable[[Sequence[int]], Tensor]]:
 
     def make(group_size: int | None) -> Callable[[Sequence[int]], Tensor]:
         family, config = read_config(CAPITALS)
-        model = with_room(build_network(config, 128, torch.float32, group_size=group_size))
+        model = with_room(build_network(config, 128, torch.float32, quant=of_group(group_size)))
         materialise(model, QuantizedWeights(model, family.checkpoint_weights(model, CAPITALS), torch.device("cpu")))
 
         @torch.no_grad()

@@ -229,13 +229,13 @@ void for_blocks_together(int64_t blocks, const Work& work) {
 }  // namespace
 
 extern "C" AOTITorchError aoti_torch_cpu_experts(AtenTensorHandle x_, AtenTensorHandle weights_, AtenTensorHandle chosen,
-                                                 AtenTensorHandle gate_up_, AtenTensorHandle* gate_up_scale,
-                                                 AtenTensorHandle down_, AtenTensorHandle* down_scale, int32_t pinned,
+                                                 AtenTensorHandle gate_up_, AtenTensorHandle* gate_up_scale, AtenTensorHandle* gate_up_minimum, const char* gate_up_form,
+                                                 AtenTensorHandle down_, AtenTensorHandle* down_scale, AtenTensorHandle* down_minimum, const char* down_form, int32_t pinned,
                                                  AtenTensorHandle* result) {
   PythonGoesOn goes_on;
   return guarded("experts", [&] {
     Tensor x(x_), gate_up_values(gate_up_);
-    Weight gate_up{gate_up_values, Tensor(gate_up_scale)}, down{Tensor(down_), Tensor(down_scale)};
+    Weight gate_up{gate_up_values, Tensor(gate_up_scale), Tensor(gate_up_minimum), gate_up_form}, down{Tensor(down_), Tensor(down_scale), Tensor(down_minimum), down_form};
     int64_t tokens = x.size(0), inner = down.columns, columns = gate_up.columns;
     Result made({tokens, down.rows}, x.dtype, pinned);
     Array out = made.array();
@@ -279,7 +279,7 @@ extern "C" AOTITorchError aoti_torch_cpu_route_logits(AtenTensorHandle x_, AtenT
                                                       AtenTensorHandle* result) {
   return guarded("route_logits", [&] {
     Tensor x(x_), norm(norm_), shared_gate(shared_);
-    Weight gate{Tensor(gate_), Tensor()};
+    Weight gate{Tensor(gate_), {}, {}, ""};
     int64_t rows = x.size(0), columns = gate.columns, width = gate.rows + (shared_gate ? 1 : 0);
     Result made({rows, width}, x.dtype);
     Array out = made.array();
@@ -298,12 +298,12 @@ extern "C" AOTITorchError aoti_torch_cpu_route_logits(AtenTensorHandle x_, AtenT
 
 extern "C" AOTITorchError aoti_torch_cpu_experts_gate_up(AtenTensorHandle x_, AtenTensorHandle norm_, double eps,
                                                          AtenTensorHandle logits, int64_t top_k, AtenTensorHandle values,
-                                                         AtenTensorHandle* scale, AtenTensorHandle* shared_values,
-                                                         AtenTensorHandle* shared_scale, AtenTensorHandle* slots_,
+                                                         AtenTensorHandle* scale, AtenTensorHandle* minimum, const char* form, AtenTensorHandle* shared_values,
+                                                         AtenTensorHandle* shared_scale, AtenTensorHandle* shared_minimum, const char* shared_form, AtenTensorHandle* slots_,
                                                          AtenTensorHandle* result) {
   return guarded("experts_gate_up", [&] {
     Tensor x(x_), norm(norm_), routed_values(values), one_values(shared_values), slots(slots_);
-    Weight routed{routed_values, Tensor(scale)};
+    Weight routed{routed_values, Tensor(scale), Tensor(minimum), form};
     Routing routing(Tensor(logits), top_k, routed_values.size(0), slots);
     int64_t tokens = x.size(0), pairs = routing.order.size(), inner = routed.rows / 2, columns = routed.columns;
     int64_t shared_inner = one_values ? one_values.size(0) / 2 : 0, width = top_k * inner + shared_inner;
@@ -323,7 +323,7 @@ extern "C" AOTITorchError aoti_torch_cpu_experts_gate_up(AtenTensorHandle x_, At
     std::vector<Piece> pieces = pieces_of(routing, routed, one);
     if (one_values)
       for (int64_t token = 0; token < tokens; token += MAX_ROWS)
-        pieces.push_back({Weight{one_values, Tensor(shared_scale)}, one ? 0 : pairs + token,
+        pieces.push_back({Weight{one_values, Tensor(shared_scale), Tensor(shared_minimum), shared_form}, one ? 0 : pairs + token,
                           std::min(MAX_ROWS, tokens - token), -1 - token});
     swiglu_of(pieces, inputs, one ? 3 : 64,
               [&](const Piece& piece, int64_t row, int64_t column, Floats y, int64_t count) {
@@ -339,14 +339,14 @@ extern "C" AOTITorchError aoti_torch_cpu_experts_gate_up(AtenTensorHandle x_, At
 }
 
 extern "C" AOTITorchError aoti_torch_cpu_experts_down(AtenTensorHandle hidden_, AtenTensorHandle logits, int64_t top_k,
-                                                      AtenTensorHandle values, AtenTensorHandle* scale,
-                                                      AtenTensorHandle* shared_values, AtenTensorHandle* shared_scale,
+                                                      AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* minimum, const char* form,
+                                                      AtenTensorHandle* shared_values, AtenTensorHandle* shared_scale, AtenTensorHandle* shared_minimum, const char* shared_form,
                                                       AtenTensorHandle residual_, AtenTensorHandle* slots,
                                                       AtenTensorHandle* result) {
   return guarded("experts_down", [&] {
     Tensor hidden(hidden_), residual(residual_), routed_values(values), one_values(shared_values);
-    Weight routed{routed_values, Tensor(scale)};
-    Weight shared = one_values ? Weight{one_values, Tensor(shared_scale)} : routed;
+    Weight routed{routed_values, Tensor(scale), Tensor(minimum), form};
+    Weight shared = one_values ? Weight{one_values, Tensor(shared_scale), Tensor(shared_minimum), shared_form} : routed;
     Routing routing(Tensor(logits), top_k, routed_values.size(0), Tensor(slots));
     int64_t tokens = hidden.size(0), width = hidden.size(1), inner = routed.columns, columns = routed.rows;
     Result made({tokens, columns}, residual.dtype);

@@ -8,15 +8,22 @@ from torch import Tensor
 from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
+# Weights of the routed experts and of the shared one in an operator's schema: `_stored` of both.
+WEIGHTS = (
+    "Tensor values, Tensor? scale, Tensor? minimum, str form, "
+    "Tensor? shared_values, Tensor? shared_scale, Tensor? shared_minimum, str shared_form"
+)
+
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights, pinned: bool = False) -> Tensor:
     """As `reference.experts`; with `pinned` the result is in pinned memory, which a GPU reads directly."""
-    return _experts(x, weights, chosen.int(), *_tensors(routed.gate_up), *_tensors(routed.down), pinned)
+    return _experts(x, weights, chosen.int(), *_stored(routed.gate_up), *_stored(routed.down), pinned)
 
 
 @LIBRARY.operator(
-    "experts(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor? gate_up_scale, Tensor down, "
-    "Tensor? down_scale, bool pinned) -> Tensor"
+    "experts(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor? gate_up_scale, "
+    "Tensor? gate_up_minimum, str gate_up_form, Tensor down, Tensor? down_scale, Tensor? down_minimum, "
+    "str down_form, bool pinned) -> Tensor"
 )
 def _experts(
     x: Tensor,
@@ -24,8 +31,12 @@ def _experts(
     chosen: Tensor,
     gate_up: Tensor,
     gate_up_scale: Tensor | None,
+    gate_up_minimum: Tensor | None,
+    gate_up_form: str,
     down: Tensor,
     down_scale: Tensor | None,
+    down_minimum: Tensor | None,
+    down_form: str,
     pinned: bool,
 ) -> Tensor:
     return torch.empty_like(x)
@@ -51,12 +62,11 @@ def experts_gate_up(
     slots: Tensor | None = None,
 ) -> Tensor:
     """As `reference.experts_gate_up`; rows with a negative slot reach no routed expert."""
-    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *_tensors(routed), *_tensors(shared), slots)
+    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *_stored(routed), *_stored(shared), slots)
 
 
 @LIBRARY.operator(
-    "experts_gate_up(Tensor x, Tensor norm, float eps, Tensor logits, int top_k, Tensor values, Tensor? scale, "
-    "Tensor? shared_values, Tensor? shared_scale, Tensor? slots) -> Tensor"
+    f"experts_gate_up(Tensor x, Tensor norm, float eps, Tensor logits, int top_k, {WEIGHTS}, Tensor? slots) -> Tensor"
 )
 def _experts_gate_up(
     x: Tensor,
@@ -66,8 +76,12 @@ def _experts_gate_up(
     top_k: int,
     values: Tensor,
     scale: Tensor | None,
+    minimum: Tensor | None,
+    form: str,
     shared_values: Tensor | None,
     shared_scale: Tensor | None,
+    shared_minimum: Tensor | None,
+    shared_form: str,
     slots: Tensor | None,
 ) -> Tensor:
     shared = 0 if shared_values is None else shared_values.shape[0] // 2
@@ -84,12 +98,11 @@ def experts_down(
     slots: Tensor | None = None,
 ) -> Tensor:
     """As `reference.experts_down`; `slots` as for `experts_gate_up`."""
-    return _experts_down(hidden, logits, top_k, *_tensors(routed), *_tensors(shared), residual, slots)
+    return _experts_down(hidden, logits, top_k, *_stored(routed), *_stored(shared), residual, slots)
 
 
 @LIBRARY.operator(
-    "experts_down(Tensor hidden, Tensor logits, int top_k, Tensor values, Tensor? scale, Tensor? shared_values, "
-    "Tensor? shared_scale, Tensor residual, Tensor? slots) -> Tensor"
+    f"experts_down(Tensor hidden, Tensor logits, int top_k, {WEIGHTS}, Tensor residual, Tensor? slots) -> Tensor"
 )
 def _experts_down(
     hidden: Tensor,
@@ -97,8 +110,12 @@ def _experts_down(
     top_k: int,
     values: Tensor,
     scale: Tensor | None,
+    minimum: Tensor | None,
+    form: str,
     shared_values: Tensor | None,
     shared_scale: Tensor | None,
+    shared_minimum: Tensor | None,
+    shared_form: str,
     residual: Tensor,
     slots: Tensor | None,
 ) -> Tensor:
@@ -122,5 +139,9 @@ def sparse_moe(
     return experts_down(hidden, logits, top_k, routed.down, down, x, slots)
 
 
-def _tensors(weight: Weight | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if weight is None else (weight.values, weight.scale)
+def _stored(weight: Weight | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, str]:
+    """Values, scale and minimum of a weight, and the name of its format."""
+    if weight is None:
+        return None, None, None, ""
+    values, scale, minimum, _, form = weight.arguments
+    return values, scale, minimum, form

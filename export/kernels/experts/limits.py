@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.formats.int4 import GROUP_SIZES, SPAN
+from ostinato.export.formats.format import Format
+from ostinato.export.formats.int4 import Int4
 
 MAX_EXPERTS = 1024
 
 
-def check_experts(hidden: int, intermediate: int, experts: int, top_k: int, group_size: int | None) -> None:
+def check_experts(hidden: int, intermediate: int, experts: int, top_k: int, form: Format | None) -> None:
     """Raises ExportError if the kernels cannot take these experts; the message states the limit.
 
     Args:
@@ -16,19 +17,17 @@ def check_experts(hidden: int, intermediate: int, experts: int, top_k: int, grou
         intermediate: I, an expert's inner size.
         experts: E, the number of routed experts.
         top_k: experts per token.
-        group_size: elements that share a scale, None for weights in a floating dtype.
+        form: the weights' number format, None for a floating dtype.
     """
     if not 1 <= experts <= MAX_EXPERTS:
         raise ExportError(f"the CUDA kernels route among 1 to {MAX_EXPERTS} experts, not {experts}")
     if not 1 <= top_k <= experts:
         raise ExportError(f"experts per token must be 1 to {experts}, the number of experts, not {top_k}")
-    if group_size is None:
+    if form is None:
         return
-    if group_size not in GROUP_SIZES:
-        raise ExportError(f"int4 group size must be one of {GROUP_SIZES}, not {group_size}")
-    step = max(SPAN, group_size)
+    if not isinstance(form, Int4):
+        raise ExportError(f"the CUDA kernels take experts in bfloat16, float32 or int4, not in {form}")
+    step = max(form.multiple, form.group_size)
     for name, size in (("hidden size", hidden), ("experts' intermediate size", intermediate)):
         if size <= 0 or size % step:
-            raise ExportError(
-                f"the {name} must be a multiple of {step} for int4 experts with group size {group_size}, not {size}"
-            )
+            raise ExportError(f"the {name} must be a multiple of {step} for experts in {form}, not {size}")

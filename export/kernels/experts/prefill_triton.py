@@ -50,7 +50,8 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -
     """
     gate_up, down = without_panels(routed.gate_up), without_panels(routed.down)
     count, top_k = gate_up.values.shape[0], chosen.shape[1]
-    check_experts(x.shape[1], gate_up.rows // 2, count, top_k, gate_up.group_size)
+    for weight in (gate_up, down):
+        check_experts(x.shape[1], gate_up.rows // 2, count, top_k, weight.format)
     if gate_up.group_size is not None:
         x = in_order(x, _step(gate_up.group_size, x.dtype))
     arguments = (x.contiguous(), weights.contiguous(), chosen.contiguous())

@@ -22,6 +22,7 @@ import triton
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
+from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.launch import is_one, launcher, row_class, starts_early
 from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, ExpertWeights, Norm, Weight
 
@@ -91,9 +92,11 @@ def _sparse_moe_rows(
     shared_down_scale: Tensor | None,
     slots: Tensor | None,
 ) -> Tensor:
-    inner = Weight(down, down_scale).columns
-    shared_inner = 0 if shared_down is None else Weight(shared_down, shared_down_scale).columns
-    group = Weight(gate_up, gate_up_scale).group_size or 0
+    inner = Weight.of(down, down_scale, None, None, Int4.name).columns
+    shared_inner = (
+        0 if shared_down is None else Weight.of(shared_down, shared_down_scale, None, None, Int4.name).columns
+    )
+    group = Weight.of(gate_up, gate_up_scale, None, None, Int4.name).group_size or 0
     in_fixed_point = takes_fixed_point(x.shape[1], inner, shared_inner, group, x.dtype)
     prepared, x_scale, members, ranks, shares = _route(
         x, norm_weight, eps, gate, shared_gate, top_k, slots, in_fixed_point

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.formats.int4 import SPAN
+from ostinato.export.formats.int4 import SPAN, Int4
 from ostinato.export.kernels.launch import launcher, pointers, starts_early
 from ostinato.export.kernels.linear.limits import check_weight
 from ostinato.export.kernels.linear.step_triton import tile_constants, units_per_lane
@@ -130,7 +130,7 @@ def _experts_gate_up(
     shared_gate_up: Tensor | None,
     shared_gate_up_scale: Tensor | None,
 ) -> Tensor:
-    weight = Weight(gate_up, gate_up_scale)
+    weight = Weight.of(gate_up, gate_up_scale, None, None, Int4.name)
     experts, inner, size = gate_up.shape[0], weight.rows // 2, weight.columns
     shared_inner = 0 if shared_gate_up is None else shared_gate_up.shape[0] // 2
     config = GATE_UP[gate_up.dtype]
@@ -183,10 +183,12 @@ def _experts_down(
     shared_down_scale: Tensor | None,
     residual: Tensor,
 ) -> Tensor:
-    weight = Weight(down, down_scale)
+    weight = Weight.of(down, down_scale, None, None, Int4.name)
     experts, size, inner = down.shape[0], weight.rows, weight.columns
     per_unit = 1 if down_scale is None else 8
-    shared_inner = 0 if shared_down is None else Weight(shared_down, shared_down_scale).columns
+    shared_inner = (
+        0 if shared_down is None else Weight.of(shared_down, shared_down_scale, None, None, Int4.name).columns
+    )
     config = DOWN[down.dtype]
     # At least 8, so that all units of a lane lie in one row.
     width, shared_width = (max(8, triton.next_power_of_2(count // per_unit)) for count in (inner, shared_inner))
@@ -254,7 +256,7 @@ def check_weights(
 ) -> None:
     """Raises ExportError if the kernels cannot take these weights. `sizes`: H, the routed and the shared inner size."""
     size, inner, shared_inner = sizes
-    check_experts(size, inner, routed.values.shape[0], top_k, routed.group_size)
+    check_experts(size, inner, routed.values.shape[0], top_k, routed.format)
     for weight in (routed, shared):
         if weight is not None:
             check_weight(weight, dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.formats.int4 import GROUP_SIZES, SPAN
+from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.operands import Weight
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -16,15 +16,16 @@ def check_weight(weight: Weight, dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
         raise ExportError(f"the linear kernels take inputs in bfloat16 or float32, got {dtype}")
     n, k = weight.rows, weight.columns
-    if weight.scale is None:
+    if weight.format is None:
         if weight.values.dtype not in DTYPES:
             raise ExportError(
                 f"the linear kernels take weights in bfloat16, float32 or int4, got {weight.values.dtype}"
             )
         return
-    groups = weight.scale.shape[-1]
-    if k % SPAN or groups < 1 or k % groups or k // groups not in GROUP_SIZES:
+    if not isinstance(weight.format, Int4):
+        raise ExportError(f"the linear kernels for GPUs take weights in bfloat16, float32 or int4, got {weight.format}")
+    if k % weight.format.multiple or k % weight.format.group_size:
         raise ExportError(
-            f"the int4 kernels take weights [N, K] with K a multiple of {SPAN} and of the group size, which is one of "
-            f"{', '.join(map(str, GROUP_SIZES))}; got [{n}, {k}] with {groups} groups per row"
+            f"the int4 kernels take weights [N, K] with K a multiple of {weight.format.multiple} and of the group size; "
+            f"got [{n}, {k}] with groups of {weight.format.group_size}"
         )

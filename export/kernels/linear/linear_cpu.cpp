@@ -57,11 +57,10 @@ struct Convolution {
 }  // namespace
 
 extern "C" AOTITorchError aoti_torch_cpu_norm_linear(AtenTensorHandle x_, AtenTensorHandle norm, double eps,
-                                                     AtenTensorHandle values, AtenTensorHandle* scale,
-                                                     AtenTensorHandle* bias_, int32_t dtype, AtenTensorHandle* result) {
+                                                     AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* minimum, AtenTensorHandle* bias_, const char* form, int32_t dtype, AtenTensorHandle* result) {
   return guarded("norm_linear", [&] {
     Tensor x(x_), bias(bias_);
-    Weight weight{Tensor(values), Tensor(scale)};
+    Weight weight{Tensor(values), Tensor(scale), Tensor(minimum), form};
     Result made({x.size(0), weight.rows}, dtype);
     Array out = made.array();
     multiply(weight, normed(weight, x, Tensor(norm), eps), [&](int64_t row, int64_t column, Floats y, int64_t count) {
@@ -72,11 +71,10 @@ extern "C" AOTITorchError aoti_torch_cpu_norm_linear(AtenTensorHandle x_, AtenTe
 }
 
 extern "C" AOTITorchError aoti_torch_cpu_norm_swiglu(AtenTensorHandle x_, AtenTensorHandle norm, double eps,
-                                                     AtenTensorHandle values, AtenTensorHandle* scale,
-                                                     AtenTensorHandle* bias_, AtenTensorHandle* result) {
+                                                     AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* minimum, AtenTensorHandle* bias_, const char* form, AtenTensorHandle* result) {
   return guarded("norm_swiglu", [&] {
     Tensor x(x_), bias(bias_);
-    Weight weight{Tensor(values), Tensor(scale)};
+    Weight weight{Tensor(values), Tensor(scale), Tensor(minimum), form};
     int64_t half = weight.rows / 2;
     Result made({x.size(0), half}, x.dtype);
     Array out = made.array();
@@ -91,14 +89,13 @@ extern "C" AOTITorchError aoti_torch_cpu_norm_swiglu(AtenTensorHandle x_, AtenTe
 }
 
 extern "C" AOTITorchError aoti_torch_cpu_norm_linear_conv(AtenTensorHandle x_, AtenTensorHandle norm_, double eps,
-                                                          AtenTensorHandle values, AtenTensorHandle* scale,
-                                                          AtenTensorHandle gates_, AtenTensorHandle conv_,
+                                                          AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* minimum, AtenTensorHandle* bias, const char* form, AtenTensorHandle gates_, AtenTensorHandle conv_,
                                                           AtenTensorHandle state_, AtenTensorHandle positions,
                                                           AtenTensorHandle slots, AtenTensorHandle* mixed,
                                                           AtenTensorHandle* gated) {
   return guarded("norm_linear_conv", [&] {
     Tensor x(x_), norm(norm_), taps(conv_), state(state_);
-    Weight weight{Tensor(values), Tensor(scale)}, gates{Tensor(gates_), Tensor()};
+    Weight weight{Tensor(values), Tensor(scale), Tensor(minimum), form}, gates{Tensor(gates_), {}, {}, ""};
     int64_t rows = x.size(0), columns = weight.rows, channels = state.size(2);
     Result made_mixed({rows, columns}, x.dtype), made_gated({rows, gates.rows}, aoti_torch_dtype_float32());
     Array out = made_mixed.array(), gate_out = made_gated.array();
@@ -125,12 +122,11 @@ extern "C" AOTITorchError aoti_torch_cpu_norm_linear_conv(AtenTensorHandle x_, A
   });
 }
 
-extern "C" AOTITorchError aoti_torch_cpu_linear_add(AtenTensorHandle x_, AtenTensorHandle values, AtenTensorHandle* scale,
-                                                    AtenTensorHandle* bias_, AtenTensorHandle residual_,
+extern "C" AOTITorchError aoti_torch_cpu_linear_add(AtenTensorHandle x_, AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* minimum, AtenTensorHandle* bias_, const char* form, AtenTensorHandle residual_,
                                                     AtenTensorHandle* squares_, double eps, AtenTensorHandle* result) {
   return guarded("linear_add", [&] {
     Tensor x(x_), bias(bias_), residual(residual_), squares(squares_);
-    Weight weight{Tensor(values), Tensor(scale)};
+    Weight weight{Tensor(values), Tensor(scale), Tensor(minimum), form};
     int64_t rows = x.size(0), columns = weight.columns;
     Result made({rows, weight.rows}, residual.dtype);
     Array out = made.array(), before = residual.array();

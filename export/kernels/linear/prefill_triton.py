@@ -30,15 +30,15 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     Raises:
         ExportError: see `check_weight`.
     """
+    check_weight(weight, x.dtype)
     if weight.scale is None:
         return reference.linear(x, weight)
-    check_weight(weight, x.dtype)
     return F.linear(x, dequantize_int4(weight.values, weight.scale, x.dtype), weight.bias)
 
 
 @torch.library.triton_op("ostinato::dequantize_int4", mutates_args={})
 def dequantize_int4(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The result of `dequantize_int4` in `formats/int4.py`, bit for bit, for contiguous values [N, K / 2]."""
+    """The result of `Int4.dequantize`, bit for bit, for contiguous values [N, K / 2]."""
     n, k = values.shape[0], values.shape[1] * 2
     out = torch.empty((n, k), dtype=dtype, device=values.device)
     halves = n * k // 32
@@ -59,8 +59,9 @@ def without_panels(weight: Weight) -> Weight:
     if not weight.in_panels:
         return weight
     if weight.scale is None:
-        return Weight(unpack_panels(weight.values, None)[0])
-    return Weight(unpack_int4_panels(weight.values), unpack_scale(weight.scale))
+        return Weight(unpack_panels(None, weight.values, None)[0])
+    check_weight(weight, torch.bfloat16)
+    return Weight(unpack_int4_panels(weight.values), unpack_scale(weight.scale), format=weight.format)
 
 
 @torch.library.triton_op("ostinato::unpack_int4_panels", mutates_args={})

@@ -1,5 +1,8 @@
 #include "product_cpu.h"
 
+#include <stdexcept>
+#include <string>
+
 namespace ostinato {
 namespace {
 
@@ -60,15 +63,16 @@ void widen_panel(const uint8_t* w, const bfloat16* scale, int64_t columns, int64
 }
 #endif
 
-Format format_of(const Tensor& values, const Tensor& scale) {
-  if (scale) return Format::INT4;
-  return is_narrow(values.dtype) ? Format::BFLOAT16 : Format::FLOAT32;
+Format format_of(const Tensor& values, std::string_view form) {
+  if (form.empty()) return is_narrow(values.dtype) ? Format::BFLOAT16 : Format::FLOAT32;
+  if (form == "int4") return Format::INT4;
+  throw std::runtime_error("these kernels do not know the number format " + std::string(form));
 }
 
 }  // namespace
 
-Weight::Weight(const Tensor& values_, const Tensor& scale_)
-    : format(format_of(values_, scale_)),
+Weight::Weight(const Tensor& values_, const Tensor& scale_, [[maybe_unused]] const Tensor& minimum, std::string_view form)
+    : format(format_of(values_, form)),
       values(values_.as<char>()),
       scale(scale_.as<bfloat16>()),
       rows(values_.size(-2)),

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <string_view>
 
 #include "../tensors_cpu.h"
 #include "../threads_cpu.h"
@@ -20,8 +21,8 @@ struct Weight {
   const bfloat16* scale;
   int64_t rows, columns, group, panel_rows;
 
-  // The matrix in the last two dimensions of `values`; the first one, if there are several.
-  Weight(const Tensor& values, const Tensor& scale);
+  // The matrix in the last two dimensions of `values`; the first one, if there are several. `form`: the format's name.
+  Weight(const Tensor& values, const Tensor& scale, const Tensor& minimum, std::string_view form);
   Weight expert(int64_t index) const;
 
   int64_t row_bytes() const { return format == Format::INT4 ? columns / 2 : columns * (format == Format::BFLOAT16 ? 2 : 4); }

@@ -62,9 +62,9 @@ def norm_linear(x: Tensor, norm: Norm, weight: Weight, out_dtype: torch.dtype) -
     if is_one(x.shape[0]):
         return step_triton.norm_linear(x, norm, weight, out_dtype)
     check_weight(weight, x.dtype)
-    if weight.scale is None or not _in_fixed_point(x, weight):
+    if weight.format is None or not _in_fixed_point(x, weight):
         return _product(norm(x).to(x.dtype), weight).to(out_dtype)
-    return _norm_product(x, norm.weight, norm.eps, weight.values, weight.scale, weight.bias, out_dtype, columns_for(x))
+    return _norm_product(x, norm.weight, norm.eps, *weight.arguments, out_dtype, columns_for(x))
 
 
 def norm_swiglu(x: Tensor, norm: Norm, weight: Weight) -> Tensor:
@@ -76,10 +76,10 @@ def norm_swiglu(x: Tensor, norm: Norm, weight: Weight) -> Tensor:
     if is_one(x.shape[0]):
         return step_triton.norm_swiglu(x, norm, weight)
     check_weight(weight, x.dtype)
-    if weight.scale is None or not _in_fixed_point(x, weight):
+    if weight.format is None or not _in_fixed_point(x, weight):
         gate, up = _product(norm(x).to(x.dtype), weight).float().chunk(2, dim=1)
         return (F.silu(gate) * up).to(x.dtype)
-    return _norm_swiglu(x, norm.weight, norm.eps, weight.values, weight.scale, weight.bias, columns_for(x))
+    return _norm_swiglu(x, norm.weight, norm.eps, *weight.arguments, columns_for(x))
 
 
 def norm_linear_conv(
@@ -106,10 +106,10 @@ def norm_linear_gates(x: Tensor, norm: Norm, weight: Weight, gates: Tensor) -> t
         ExportError: see `check_weight`.
     """
     check_weight(weight, x.dtype)
-    if weight.scale is None or not _in_fixed_point(x, weight):
+    if weight.format is None or not _in_fixed_point(x, weight):
         normed = norm(x).to(x.dtype)
         return _product(normed, weight).to(x.dtype), F.linear(normed, gates).float()
-    return _norm_gates(x, norm.weight, norm.eps, weight.values, weight.scale, weight.bias, gates, columns_for(x))
+    return _norm_gates(x, norm.weight, norm.eps, *weight.arguments, gates, columns_for(x))
 
 
 def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares | None = None) -> Tensor:
@@ -122,11 +122,11 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
         return step_triton.linear_add(x, weight, residual, squares)
     check_weight(weight, x.dtype)
     heads = 0 if squares is None else _heads(x, squares)
-    if weight.scale is None or not _in_fixed_point(x, weight):
+    if weight.format is None or not _in_fixed_point(x, weight):
         product = _product(x if squares is None else _divided(x, squares, heads), weight)
         return (residual.float() + product.float()).to(residual.dtype)
     sums, eps = (None, 0.0) if squares is None else (squares.sums, squares.eps)
-    return _product_add(x, sums, eps, heads, weight.values, weight.scale, weight.bias, residual, columns_for(x))
+    return _product_add(x, sums, eps, heads, *weight.arguments, residual, columns_for(x))
 
 
 def _in_fixed_point(x: Tensor, weight: Weight) -> bool:
@@ -151,14 +151,22 @@ def _divided(x: Tensor, squares: HeadSquares, heads: int) -> Tensor:
 
 def _product(x: Tensor, weight: Weight) -> Tensor:
     """x [R, K] @ w.T + bias: [R, N] in float32 for an int4 weight, else in x's dtype."""
-    if weight.scale is None:
+    if weight.format is None:
         return reference.linear(x, weight)
-    return _scaled_product(x.contiguous(), weight.values, weight.scale, weight.bias, columns_for(x))
+    return _scaled_product(x.contiguous(), *weight.arguments, columns_for(x))
 
 
 @torch.library.triton_op("ostinato::rows_scaled_product", mutates_args={})
-def _scaled_product(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None, columns: int) -> Tensor:
-    weight = Weight(values, scale, bias)
+def _scaled_product(
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor | None,
+    minimum: Tensor | None,
+    bias: Tensor | None,
+    form: str,
+    columns: int,
+) -> Tensor:
+    weight = Weight.of(values, scale, minimum, bias, form)
     rows, n = x.shape[0], weight.rows
     out = torch.empty((rows, n), dtype=torch.float32, device=x.device)
     launcher(scaled_rows_early)[((rows + columns - 1) // columns, triton.cdiv(n, ROWS))](
@@ -184,29 +192,48 @@ def _norm_product(
     norm: Tensor,
     eps: float,
     values: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
+    minimum: Tensor | None,
     bias: Tensor | None,
+    form: str,
     out_dtype: torch.dtype,
     columns: int,
 ) -> Tensor:
-    product = _FixedProduct(Weight(values, scale, bias), columns)
+    product = _FixedProduct(Weight.of(values, scale, minimum, bias, form), columns)
     return product.of(x, out_dtype, norm=norm, eps=eps)
 
 
 @torch.library.triton_op("ostinato::rows_norm_swiglu", mutates_args={})
 def _norm_swiglu(
-    x: Tensor, norm: Tensor, eps: float, values: Tensor, scale: Tensor, bias: Tensor | None, columns: int
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    values: Tensor,
+    scale: Tensor | None,
+    minimum: Tensor | None,
+    bias: Tensor | None,
+    form: str,
+    columns: int,
 ) -> Tensor:
-    product = _FixedProduct(Weight(values, scale, bias), columns, swiglu=True)
+    product = _FixedProduct(Weight.of(values, scale, minimum, bias, form), columns, swiglu=True)
     return product.of(x, x.dtype, norm=norm, eps=eps)
 
 
 @torch.library.triton_op("ostinato::rows_norm_linear_gates", mutates_args={})
 def _norm_gates(
-    x: Tensor, norm: Tensor, eps: float, values: Tensor, scale: Tensor, bias: Tensor | None, gates: Tensor, columns: int
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    values: Tensor,
+    scale: Tensor | None,
+    minimum: Tensor | None,
+    bias: Tensor | None,
+    form: str,
+    gates: Tensor,
+    columns: int,
 ) -> tuple[Tensor, Tensor]:
     gated = torch.empty((x.shape[0], gates.shape[0]), dtype=torch.float32, device=x.device)
-    product = _FixedProduct(Weight(values, scale, bias), columns, gates=gates, gated=gated)
+    product = _FixedProduct(Weight.of(values, scale, minimum, bias, form), columns, gates=gates, gated=gated)
     return product.of(x, x.dtype, norm=norm, eps=eps), gated
 
 
@@ -217,12 +244,14 @@ def _product_add(
     eps: float,
     heads: int,
     values: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
+    minimum: Tensor | None,
     bias: Tensor | None,
+    form: str,
     residual: Tensor,
     columns: int,
 ) -> Tensor:
-    product = _FixedProduct(Weight(values, scale, bias), columns, residual=residual)
+    product = _FixedProduct(Weight.of(values, scale, minimum, bias, form), columns, residual=residual)
     return product.of(x, residual.dtype, squares=squares, eps=eps, heads=heads)
 
 
@@ -306,7 +335,7 @@ class _FixedProduct:
         optional = self.residual, self.gates, normed, self.gated, counters, parts
         gates = 0 if self.gates is None else self.gates.shape[0]
         launcher(fixed_rows_early)[(blocks, self.splits, self.tiles + triton.cdiv(gates, 16))](
-            *pointers(planes, factors, *self.weight.tensors, *optional),
+            *pointers(planes, factors, self.weight.values, self.weight.scale, self.weight.bias, *optional),
             out,
             rows,
             N=self.outputs,

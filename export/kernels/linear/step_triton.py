@@ -84,7 +84,7 @@ def norm_linear(x: Tensor, norm: Norm, weight: Weight, out_dtype: torch.dtype) -
         ExportError: see `check_weight`.
     """
     check_weight(weight, x.dtype)
-    return _norm_linear(x, norm.weight, norm.eps, *weight.tensors, out_dtype)
+    return _norm_linear(x, norm.weight, norm.eps, *weight.arguments, out_dtype)
 
 
 @torch.library.triton_op("ostinato::norm_linear", mutates_args={})
@@ -94,15 +94,23 @@ def _norm_linear(
     eps: float,
     values: Tensor,
     scale: Tensor | None,
+    minimum: Tensor | None,
     bias: Tensor | None,
+    form: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    weight = Weight(values, scale, bias)
+    weight = Weight.of(values, scale, minimum, bias, form)
     n, k = weight.rows, weight.columns
     config = config_for(n, k, weight.group_size or 0, x.dtype)
     out = torch.empty((1, n), dtype=out_dtype, device=x.device)
     launcher(norm_linear_early)[((n + config.rows - 1) // config.rows,)](
-        x, norm_weight, *pointers(*weight.tensors), out, EPS=eps, N=n, **_constants(weight, config, x.dtype)
+        x,
+        norm_weight,
+        *_pointers(weight),
+        out,
+        EPS=eps,
+        N=n,
+        **_constants(weight, config, x.dtype),
     )
     return out
 
@@ -114,21 +122,34 @@ def norm_swiglu(x: Tensor, norm: Norm, weight: Weight) -> Tensor:
         ExportError: see `check_weight`.
     """
     check_weight(weight, x.dtype)
-    return _norm_swiglu(x, norm.weight, norm.eps, *weight.tensors)
+    return _norm_swiglu(x, norm.weight, norm.eps, *weight.arguments)
 
 
 @torch.library.triton_op("ostinato::norm_swiglu", mutates_args={})
 def _norm_swiglu(
-    x: Tensor, norm_weight: Tensor, eps: float, values: Tensor, scale: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    values: Tensor,
+    scale: Tensor | None,
+    minimum: Tensor | None,
+    bias: Tensor | None,
+    form: str,
 ) -> Tensor:
-    weight = Weight(values, scale, bias)
+    weight = Weight.of(values, scale, minimum, bias, form)
     n, k = weight.rows // 2, weight.columns
     config = config_for(2 * n, k, weight.group_size or 0, x.dtype)
     # Half of a program's rows are gates, and no program has rows past the last gate.
     config = replace(config, rows=max(1, min(config.rows // 2, n & -n)))
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     launcher(norm_swiglu_early)[(n // config.rows,)](
-        x, norm_weight, *pointers(*weight.tensors), out, EPS=eps, N=n, **_constants(weight, config, x.dtype)
+        x,
+        norm_weight,
+        *_pointers(weight),
+        out,
+        EPS=eps,
+        N=n,
+        **_constants(weight, config, x.dtype),
     )
     return out
 
@@ -146,7 +167,7 @@ def norm_linear_conv(
     """
     check_weight(weight, x.dtype)
     return _norm_linear_conv(
-        x, norm.weight, norm.eps, *weight.tensors, gates, conv.weight, conv.state, index.positions, index.slots
+        x, norm.weight, norm.eps, *weight.arguments, gates, conv.weight, conv.state, index.positions, index.slots
     )
 
 
@@ -157,14 +178,16 @@ def _norm_linear_conv(
     eps: float,
     values: Tensor,
     scale: Tensor | None,
+    minimum: Tensor | None,
     bias: Tensor | None,
+    form: str,
     gates: Tensor,
     conv_weight: Tensor,
     conv_state: Tensor,
     positions: Tensor,
     slots: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    weight = Weight(values, scale, bias)
+    weight = Weight.of(values, scale, minimum, bias, form)
     n, k, gate_count = weight.rows, weight.columns, gates.shape[0]
     config = config_for(n, k, weight.group_size or 0, x.dtype)
     mixed = torch.empty((1, n), dtype=x.dtype, device=x.device)
@@ -175,7 +198,7 @@ def _norm_linear_conv(
     launcher(norm_linear_conv_early)[(blocks + gate_blocks,)](
         x,
         norm_weight,
-        *pointers(*weight.tensors),
+        *_pointers(weight),
         gates,
         conv_weight,
         conv_state,
@@ -207,7 +230,7 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
     sums, eps = (None, 0.0) if squares is None else (squares.sums, squares.eps)
     if sums is not None and weight.columns % sums.shape[0]:
         raise ExportError(f"an input of {weight.columns} elements cannot be divided into {sums.shape[0]} heads")
-    return _linear_add(x, *weight.tensors, residual, sums, eps)
+    return _linear_add(x, *weight.arguments, residual, sums, eps)
 
 
 @torch.library.triton_op("ostinato::linear_add", mutates_args={})
@@ -215,19 +238,21 @@ def _linear_add(
     x: Tensor,
     values: Tensor,
     scale: Tensor | None,
+    minimum: Tensor | None,
     bias: Tensor | None,
+    form: str,
     residual: Tensor,
     squares: Tensor | None,
     eps: float,
 ) -> Tensor:
-    weight = Weight(values, scale, bias)
+    weight = Weight.of(values, scale, minimum, bias, form)
     n, k = weight.rows, weight.columns
     heads, parts = (0, 0) if squares is None else (squares.shape[0], squares.shape[1])
     config = config_for(n, k, weight.group_size or 0, x.dtype)
     out = torch.empty_like(residual)
     launcher(linear_add_early)[((n + config.rows - 1) // config.rows,)](
         x,
-        *pointers(*weight.tensors),
+        *_pointers(weight),
         residual,
         # Not read if there are no heads.
         residual if squares is None else squares,
@@ -255,6 +280,11 @@ def tile_constants(weight: Weight, dtype: torch.dtype, warps: int, runs: int, in
         "INTEGER": integer and dtype == torch.bfloat16,
         "num_warps": warps,
     }
+
+
+def _pointers(weight: Weight) -> tuple[Tensor, ...]:
+    """Values, scale and bias, as the kernels here take them."""
+    return pointers(weight.values, weight.scale, weight.bias)
 
 
 def _constants(weight: Weight, config: StepConfig, dtype: torch.dtype) -> dict[str, Any]:

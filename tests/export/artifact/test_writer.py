@@ -22,7 +22,7 @@ from ostinato.export.models import ModelConfig, build_network
 from ostinato.export.weights.stream import QuantizedWeights, WeightSource, float_shapes
 
 from ..memory import MIB, Peak
-from ..networks import CPU, config_of, dummy_weights
+from ..networks import CPU, config_of, dummy_weights, of_group
 
 
 class Counted:
@@ -47,7 +47,7 @@ def wide_config(layers: int) -> ModelConfig:
 
 @pytest.mark.parametrize("group_size", (None, 128), ids=("plain", "int4"))
 def test_weights_stream_into_the_file(tmp_path: Path, group_size: int | None) -> None:
-    network = build_network(wide_config(6), 64, torch.float32, group_size=group_size)
+    network = build_network(wide_config(6), 64, torch.float32, quant=of_group(group_size))
     source = Counted(dummy_weights(network))
     total = sum(4 * torch.Size(shape).numel() for shape in float_shapes(network).values())
     assert total > 280 * MIB

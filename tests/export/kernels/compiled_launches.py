@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, empty
 
 from ostinato.delegate.sampling import SamplingParams, SamplingTensors
+from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.cuda import CudaKernels
 from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
 from ostinato.export.kernels.linear.prefill_triton import unpack_int4_panels
@@ -35,6 +36,7 @@ from ostinato.export.kernels.sampling import sample_triton
 from ostinato.export.kernels.sampling.reference import workspace_size
 from ostinato.export.models import build_network, read_config
 
+from ..networks import of_group
 from .compiling import BF16, F32, Launch, recorded
 
 EPS = 1e-6
@@ -46,9 +48,9 @@ def weight(*size: int, dtype: torch.dtype, group: int | None, bias: torch.dtype 
     """A weight [..., N, K] in int4, or in `dtype` where `group` is None; `bias` is its bias's dtype, None without one."""
     offsets = None if bias is None else empty(size[-2], dtype=bias)
     if group is None:
-        return Weight(empty(*size, dtype=dtype), None, offsets)
+        return Weight(empty(*size, dtype=dtype), bias=offsets)
     packed = empty(*size[:-1], size[-1] // 2, dtype=torch.uint8)
-    return Weight(packed, empty(*size[:-1], size[-1] // group, dtype=BF16), offsets)
+    return Weight.of(packed, empty(*size[:-1], size[-1] // group, dtype=BF16), None, offsets, Int4.name)
 
 
 def row_index(rows: int, rotary: int = 64) -> RowIndex:
@@ -218,7 +220,7 @@ def prefill(
 ) -> list[Launch]:
     """Launch a model's prefill, with one layer of each type; `kernels` selects launches by name."""
     config = replace(read_config(folder)[1], layer_types=("linear_attention", "full_attention"))
-    model = build_network(config, POSITIONS, dtype, kernels=CudaKernels, group_size=group_size).to("meta")
+    model = build_network(config, POSITIONS, dtype, kernels=CudaKernels, quant=of_group(group_size)).to("meta")
     with recorded(capability) as launches:
         model(*(empty(size, dtype=torch.int64) for size in ((1, TOKENS), (TOKENS,), (TOKENS,))))
         # The first step of experts whose weights stay on the host.

@@ -155,7 +155,7 @@ class Case:
         unread[self.read(self.routing(operation)[1])] = False
 
         def filled(operand: Operand) -> Operand:
-            values, scale, _ = operand.weight.tensors
+            values, scale = operand.weight.values, operand.weight.scale
             some = (values if scale is None else scale).clone()
             some[unread] = torch.nan
             weight = replace(operand.weight, values=some) if scale is None else replace(operand.weight, scale=some)

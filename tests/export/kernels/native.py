@@ -80,6 +80,8 @@ def _caller(operator: Operator, function: Any, torch_code: ctypes.CDLL) -> Calla
                 arguments.append(ctypes.byref(made[-1]) if kind.startswith("Optional") else made[-1])
             elif value is None:
                 arguments.append(ctypes.c_void_p())
+            elif kind == "str":
+                arguments.append(ctypes.c_char_p(value.encode()))
             elif kind == "ScalarType":
                 arguments.append(ctypes.c_int32(_DTYPES[value]))
             else:

@@ -165,7 +165,7 @@ def made_logits(experts: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def weight(values: Tensor, name: str) -> Weight:
-    return Weight(pack_panels(values, None)[0], in_panels=True) if name == "C++" else Weight(values)
+    return Weight(pack_panels(None, values, None)[0], in_panels=True) if name == "C++" else Weight(values)
 
 
 def row_by_row(name: str, function: Callable[..., Tensor], logits: Tensor) -> Tensor:

@@ -12,6 +12,9 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from ostinato.delegate.errors import ExportError
+from ostinato.export.formats.format import Format
+from ostinato.export.formats.int4 import Int4
+from ostinato.export.formats.int8 import Int8
 from ostinato.export.kernels import launch
 from ostinato.export.kernels.experts import prefill_triton, rows_schedule_triton, rows_triton, step_triton
 from ostinato.export.kernels.experts.limits import check_experts
@@ -147,15 +150,15 @@ def test_each_choice_has_one_place_in_the_schedule(count: int, shared: int | Non
 @pytest.mark.parametrize(
     ("sizes", "limit"),
     (
-        ((2048, 512, 2000, 8, 128), "1 to 1024 experts"),
-        ((2048, 512, 8, 9, 128), "1 to 8"),
-        ((2048, 512, 256, 8, 48), r"one of \(32, 64, 128\)"),
-        ((2048, 96, 256, 8, 32), "intermediate size must be a multiple of 64"),
-        ((2048 + 64, 512, 256, 8, 128), "hidden size must be a multiple of 128"),
+        ((2048, 512, 2000, 8, Int4(128)), "1 to 1024 experts"),
+        ((2048, 512, 8, 9, Int4(128)), "1 to 8"),
+        ((2048, 512, 256, 8, Int8(32)), "not in int8 g32"),
+        ((2048, 96, 256, 8, Int4(32)), "intermediate size must be a multiple of 64"),
+        ((2048 + 64, 512, 256, 8, Int4(128)), "hidden size must be a multiple of 128"),
     ),
 )
-def test_refusals(sizes: tuple[int, int, int, int, int | None], limit: str) -> None:
-    check_experts(2048, 512, 256, 8, 128)
+def test_refusals(sizes: tuple[int, int, int, int, Format | None], limit: str) -> None:
+    check_experts(2048, 512, 256, 8, Int4(128))
     check_experts(100, 36, 256, 8, None)
     with pytest.raises(ExportError, match=limit):
         check_experts(*sizes)
@@ -182,12 +185,12 @@ def test_what_a_step_does_not_take() -> None:
     case = make(Shape(), 1, BF16)
     gate_up, down = case.routed.weights.gate_up, case.routed.weights.down
     assert gate_up.scale is not None
-    fewer = Weight(gate_up.values[:, :64].contiguous(), gate_up.scale[:, :64].contiguous())
+    fewer = replace(gate_up, values=gate_up.values[:, :64].contiguous(), scale=gate_up.scale[:, :64].contiguous())
     with pytest.raises(ExportError, match="intermediate size must be a multiple"):
         with_weights(case, fewer, down).run(step_triton, "experts_gate_up")
     case = make(Shape(group=None), 1, BF16)
     values = case.routed.gate_up.weight.values, case.routed.down.weight.values
-    half, biased = ([Weight(one.half()) for one in values], [Weight(one, None, one[0, :, 0]) for one in values])
+    half, biased = ([Weight(one.half()) for one in values], [Weight(one, bias=one[0, :, 0]) for one in values])
     for weights, message in ((half, r"bfloat16, float32 or int4, got torch\.float16"), (biased, "without a bias")):
         for operation in ("experts_gate_up", "experts_down"):
             with pytest.raises(ExportError, match=message):
@@ -243,7 +246,8 @@ class Moe(torch.nn.Module):
 
     def forward(self, x):
         weights, chosen = route(self.router(x), 2, torch.arange(x.shape[0]))
-        gate_up, down = Weight(self.gate_up, self.gate_up_scale), Weight(self.down, self.down_scale)
+        gate_up = Weight.of(self.gate_up, self.gate_up_scale, None, None, "int4")
+        down = Weight.of(self.down, self.down_scale, None, None, "int4")
         return experts(x, weights, chosen, ExpertWeights(gate_up, down))
 
 def ops(program):

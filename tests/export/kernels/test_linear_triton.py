@@ -13,7 +13,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.formats import int4
+from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.linear import prefill_triton, reference, rows_triton, step_triton
 from ostinato.export.kernels.linear.limits import check_weight
 from ostinato.export.kernels.linear.panels import pack_panels
@@ -109,7 +109,7 @@ def test_dequantised_bit_for_bit(shape: Shape, dtype: torch.dtype) -> None:
     weight = Random(1).weight(shape.n, shape.k, group=shape.group, dtype=dtype).weight
     assert weight.scale is not None
     found = prefill_triton.dequantize_int4(weight.values, weight.scale, dtype)
-    assert torch.equal(found, int4.dequantize_int4(weight.values, weight.scale, dtype))
+    assert torch.equal(found, weight.dequantized(dtype))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,8 @@ def test_dequantised_bit_for_bit(shape: Shape, dtype: torch.dtype) -> None:
 )
 def test_out_of_panels(sizes: tuple[int, ...], group: int | None, dtype: torch.dtype) -> None:
     weight = Random(1).weight(*sizes, group=group, dtype=dtype).weight
-    found = prefill_triton.without_panels(Weight(*pack_panels(weight.values, weight.scale), in_panels=True))
+    values, scale, _ = pack_panels(weight.format, weight.values, weight.scale)
+    found = prefill_triton.without_panels(replace(weight, values=values, scale=scale, in_panels=True))
     assert torch.equal(found.values, weight.values) and not found.in_panels
     if weight.scale is not None:
         assert found.scale is not None and torch.equal(found.scale, weight.scale)
@@ -143,12 +144,12 @@ def test_weights_in_a_floating_dtype_are_torchs(n: int, tokens: int, dtype: torc
 
 
 @pytest.mark.parametrize(
-    ("k", "groups", "dtype"), [(96, 3, torch.bfloat16), (128, 8, torch.bfloat16), (128, 1, torch.float16)]
+    ("k", "group", "dtype"), [(96, 32, torch.bfloat16), (192, 128, torch.bfloat16), (128, 128, torch.float16)]
 )
-def test_refusals(k: int, groups: int, dtype: torch.dtype) -> None:
-    values, scale = torch.zeros(16, k // 2, dtype=torch.uint8), torch.zeros(16, groups, dtype=torch.bfloat16)
+def test_refusals(k: int, group: int, dtype: torch.dtype) -> None:
+    values, scale = torch.zeros(16, k // 2, dtype=torch.uint8), torch.zeros(16, k // group, dtype=torch.bfloat16)
     with pytest.raises(ExportError, match=r"(int4|linear) kernels take"):
-        check_weight(Weight(values, scale), dtype)
+        check_weight(Weight(values, scale, format=Int4(group)), dtype)
 
 
 each_form = pytest.mark.parametrize(
@@ -196,7 +197,7 @@ from ostinato.export.kernels.operands import HeadSquares, Norm, Weight
 
 class Layer(torch.nn.Module):
     def forward(self, x, sums, norm, values, scale):
-        weight, norm = Weight(values, scale), Norm(norm, 1e-6)
+        weight, norm = Weight.of(values, scale, None, None, "int4"), Norm(norm, 1e-6)
         normed = rows_triton.norm_linear(x, norm, weight, torch.float32)
         gated = rows_triton.norm_swiglu(x, norm, weight)
         both = rows_triton.norm_linear_gates(x, norm, weight, x.new_zeros(4, 256))
@@ -239,7 +240,7 @@ class Layer(torch.nn.Module):
         self.register_buffer("scale", torch.ones(24, 1, dtype=torch.bfloat16))
 
     def forward(self, x):
-        return linear(x, Weight(self.weight, self.scale))
+        return linear(x, Weight.of(self.weight, self.scale, None, None, "int4"))
 
 def operators(tokens, dims):
     program = export(Layer(), (torch.zeros(tokens, 128, dtype=torch.bfloat16),), dynamic_shapes=dims, strict=False)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ostinato.export.formats.int4 import pack_int4
+from ostinato.export.formats.format import Format
+from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.linear.panels import pack_panels
 from ostinato.export.kernels.operands import Norm, Weight
 
@@ -44,21 +45,29 @@ class Random:
         sign = self.normal(size, dtype=wide).sign()
         return Norm(sign * (1 + 0.3 * self.normal(size, dtype=wide)), EPS)
 
-    def weight(self, *sizes: int, group: int | None, dtype: torch.dtype) -> Operand:
-        """Make a weight [..., N, K] whose products are about as large as its inputs; in int4, scales have both signs.
+    def weight(self, *sizes: int, group: int | None, dtype: torch.dtype, form: Format | None = None) -> Operand:
+        """Make a weight [..., N, K] whose products are about as large as its inputs; scales have both signs.
 
         Args:
-            group: weights that share a scale; None for weights in `dtype`.
+            group: weights that share a scale, in int4; None for weights in `dtype`.
+            form: another number format.
         """
         scale: Tensor | None = None
-        if group is None:
+        minimum: Tensor | None = None
+        form = Int4(group) if form is None and group is not None else form
+        if form is None:
             values = self.normal(*sizes, dtype=dtype) * sizes[-1] ** -0.5
             numbers = values if dtype == F64 else values.float()
         else:
-            q = torch.randint(-8, 8, sizes, generator=self.generator, dtype=torch.int8).to(self.device)
-            scale = (self.normal(*sizes[:-1], sizes[-1] // group) * sizes[-1] ** -0.5 / 4).bfloat16()
-            values = pack_int4(q)
-            numbers = (q.unflatten(-1, (-1, group)) * scale.float().unsqueeze(-1)).flatten(-2)
+            q = torch.randint(form.lowest, form.highest + 1, sizes, generator=self.generator, dtype=torch.int16)
+            groups, largest = (*sizes[:-1], sizes[-1] // form.group_size), (form.highest - form.lowest) / 4
+            scale = (self.normal(*groups) * sizes[-1] ** -0.5 / largest).to(form.scale_dtype)
+            if form.has_minimum:
+                minimum = (self.normal(*groups) * sizes[-1] ** -0.5).to(form.scale_dtype)
+            q = q.to(torch.int8).to(self.device)
+            values = form.pack(q)
+            numbers = q.unflatten(-1, (-1, form.group_size)) * scale.float().unsqueeze(-1)
+            numbers = (numbers if minimum is None else numbers + minimum.float().unsqueeze(-1)).flatten(-2)
         if self.panels:
-            values, scale = pack_panels(values, scale)
-        return Operand(Weight(values, scale, in_panels=self.panels), numbers)
+            values, scale, minimum = pack_panels(form, values, scale, minimum)
+        return Operand(Weight(values, scale, minimum, format=form, in_panels=self.panels), numbers)

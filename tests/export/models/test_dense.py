@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ostinato.delegate.errors import CheckpointError, ExportError
+from ostinato.export.formats.int4 import Int4
 from ostinato.export.layers.rotary import RotaryEmbedding
 from ostinato.export.models import find_family, parse_config
 from ostinato.export.models.dense import DenseConfig
@@ -155,7 +156,7 @@ def test_refusals(changes: dict[str, Any], message: str) -> None:
 def test_limits(changes: dict[str, Any], group: int | None, message: str) -> None:
     config = read({"model_type": "llama", **changes})
     with pytest.raises(ExportError, match=message):
-        find_family("llama").check_limits(config, group, "cuda", torch.bfloat16)
+        find_family("llama").check_limits(config, None if group is None else Int4(group), "cuda", torch.bfloat16)
 
 
 def test_a_family_has_a_file_of_its_own() -> None:

@@ -18,13 +18,15 @@ from ostinato.export.models import build_network, read_config
 from ostinato.export.models.methods import language_model_methods
 from ostinato.export.weights.stream import allocate_untouched
 
+from ..networks import of_group
+
 
 @pytest.mark.parametrize("kernels", [Kernels, kernels_for("cpu")])
 def test_state_of_a_model(capitals_checkpoint: Path, kernels: type[Kernels]) -> None:
     """Methods that run the model write all of its state. `sample` writes all state of sampling; other methods that sample
     write only its token and position. No method writes block tables."""
     config = replace(read_config(capitals_checkpoint)[1], layer_types=("linear_attention", "full_attention"))
-    network = build_network(config, 64, torch.float32, group_size=32, kernels=kernels)
+    network = build_network(config, 64, torch.float32, quant=of_group(32), kernels=kernels)
     allocate_untouched(network)
     forms = state_forms(network)
     begun = {name for name, form in forms.items() if form.kind is StateKind.SAMPLING}

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from ostinato.delegate.errors import ExportError
+from ostinato.export.formats.int4 import Int4
 from ostinato.export.models import build_network, parse_config
 from ostinato.export.models.qwen3_5 import Qwen3_5Config, check_limits
 
-from ..networks import qwen3_5
+from ..networks import of_group, qwen3_5
 
 
 def config_of(folder: Path, **changes: object) -> Qwen3_5Config:
@@ -22,10 +23,10 @@ def config_of(folder: Path, **changes: object) -> Qwen3_5Config:
 def test_group_size_that_does_not_divide(capitals_checkpoint: Path) -> None:
     config = config_of(capitals_checkpoint)
     for size in (32, 64):
-        check_limits(config, size, "cpu", torch.float32)
+        check_limits(config, Int4(size), "cpu", torch.float32)
     check_limits(config, None, "cpu", torch.float32)
     with pytest.raises(ExportError) as caught:
-        check_limits(config, 128, "cpu", torch.float32)
+        check_limits(config, Int4(128), "cpu", torch.float32)
     assert str(caught.value) == ("group size 128 does not divide moe_intermediate_size (64); --group-size 32, 64 would")
 
 
@@ -45,7 +46,7 @@ def test_sizes_that_four_bits_cannot_take(
     config = config_of(capitals_checkpoint, **{setting: value})
     check_limits(config, None, "cpu", torch.float32)
     with pytest.raises(ExportError, match=f"int4 needs {name} to be a multiple of 64, the config has {size}"):
-        check_limits(config, 32, "cpu", torch.float32)
+        check_limits(config, Int4(32), "cpu", torch.float32)
 
 
 LINEAR_ONLY, FULL_ONLY = ["linear_attention"] * 4, ["full_attention"] * 4
@@ -61,9 +62,9 @@ LINEAR_ONLY, FULL_ONLY = ["linear_attention"] * 4, ["full_attention"] * 4
 )
 def test_sizes_that_nothing_quantised_has(capitals_checkpoint: Path, changes: dict[str, object]) -> None:
     config = config_of(capitals_checkpoint, **changes)
-    check_limits(config, 32, "cpu", torch.float32)
+    check_limits(config, Int4(32), "cpu", torch.float32)
     # The network does not have these sizes either.
-    network = build_network(config, 16, torch.float32, group_size=32)
+    network = build_network(config, 16, torch.float32, quant=of_group(32))
     for name, parameter in network.named_parameters():
         if name.endswith("_scale"):
             columns = network.get_parameter(name.removesuffix("_scale")).shape[-1]

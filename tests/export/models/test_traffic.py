@@ -12,12 +12,14 @@ import torch
 from ostinato.export.models import LanguageModel, build_network, read_config
 from ostinato.export.models.traffic import decode_bytes, kv_bytes_per_token
 
+from ..networks import of_group
+
 CONFIGS = Path(__file__).resolve().parents[2] / "assets" / "configs"
 FLOAT32, BFLOAT16 = 4, 2
 
 
 def built(name: str, group_size: int | None) -> LanguageModel:
-    return build_network(read_config(CONFIGS / name)[1], 64, torch.bfloat16, group_size=group_size)
+    return build_network(read_config(CONFIGS / name)[1], 64, torch.bfloat16, quant=of_group(group_size))
 
 
 def settings(name: str) -> dict[str, Any]:

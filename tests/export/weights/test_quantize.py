@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.formats.int4 import GROUP_SIZES, Quantization, dequantize_int4, unpack_int4
+from ostinato.export.formats.int4 import Int4
+from ostinato.export.formats.quantization import Quantization
 from ostinato.export.kernels import Kernels
 from ostinato.export.kernels.linear.reference import linear
 from ostinato.export.kernels.operands import Weight
@@ -22,12 +23,12 @@ from ostinato.export.layers.build import Build
 from ostinato.export.layers.linear import Linear
 from ostinato.export.models import LanguageModel, build_network, read_config
 from ostinato.export.weights import quantize
-from ostinato.export.weights.quantize import quantize_int4, quantize_int8
 from ostinato.export.weights.stream import QuantizedWeights, materialise
 from ostinato.runner.text.tokenizer import Tokenizer
 
 from ...comparison import relative_error
-from ..networks import with_room
+from ..networks import of_group, with_room
+from ..quantized import GROUP_SIZES, dequantize_int4, quantize_int4, quantize_int8
 
 CPU = torch.device("cpu")
 ROWS = (1, 2, 3, 17, 64, 65)
@@ -135,7 +136,7 @@ def test_hqq_keeps_what_four_bits_can_say(group: int) -> None:
     weight = (q.unflatten(1, (4, group)) * scale.float().unsqueeze(-1)).flatten(1)
     packed, found = quantize_int4(weight, group, True, CPU)
     assert torch.equal(found, scale)
-    assert torch.equal(unpack_int4(packed), q.to(torch.int8))
+    assert torch.equal(Int4.unpack(packed), q.to(torch.int8))
 
 
 def test_stacked_experts_are_quantised_one_by_one() -> None:
@@ -165,21 +166,23 @@ def test_product_with_a_quantised_weight(tokens: int) -> None:
         x, weight = normal(tokens, k, seed=k), normal(n, k, seed=n) / k**0.5
         exact = x.double() @ weight.double().t()
         packed, scale = quantize_int4(weight, group, False, CPU)
-        found = linear(x, Weight(packed, scale)).double()
+        found = linear(x, Weight(packed, scale, format=Int4(group))).double()
         bound = HALF_STEP * x.double().abs() @ step_of(scale, k).t() + 1e-5
         assert ((found - exact).abs() <= bound).all(), (n, k, group)
-        again = linear(x, Weight(*quantize_int4(weight, group, True, CPU)))
+        again = linear(x, Weight(*quantize_int4(weight, group, True, CPU), format=Int4(group)))
         if n * tokens >= 64:
             assert relative_error(found, exact) < 0.15
             assert relative_error(again, exact) < 0.15
         wide = x.double() @ dequantize_int4(packed, scale, torch.float64).t()
         torch.testing.assert_close(found, wide, rtol=0, atol=1e-5)
         bias = normal(1, n, seed=1)[0]
-        torch.testing.assert_close(linear(x, Weight(packed, scale, bias)).double(), wide + bias, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            linear(x, Weight(packed, scale, bias=bias, format=Int4(group))).double(), wide + bias, rtol=0, atol=1e-5
+        )
 
 
 def test_a_layer_with_a_bias_is_quantised_too() -> None:
-    layer = Linear(128, 6, Build(Kernels, torch.float32, 16, 15, group_size=64), bias=True)
+    layer = Linear(128, 6, Build(Kernels, torch.float32, 16, 15, quant=of_group(64)), bias=True)
     shapes = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in layer.named_parameters()}
     assert shapes == {
         "weight": ((6, 64), torch.uint8),
@@ -191,7 +194,7 @@ def test_a_layer_with_a_bias_is_quantised_too() -> None:
 def test_product_in_bfloat16_rounds_the_weight_once() -> None:
     x, weight = normal(3, 256).bfloat16(), normal(17, 256)
     packed, scale = quantize_int4(weight, 64, False, CPU)
-    found = linear(x, Weight(packed, scale))
+    found = linear(x, Weight(packed, scale, format=Int4(64)))
     assert found.dtype == torch.bfloat16
     rounded = dequantize_int4(packed, scale, torch.float64).bfloat16()
     assert torch.equal(found, F.linear(x, rounded))
@@ -202,7 +205,7 @@ def test_product_in_bfloat16_rounds_the_weight_once() -> None:
 
 def test_group_sizes_that_there_are_not() -> None:
     for size in (0, -32, 1, 16, 48, 256):
-        with pytest.raises(ExportError, match=f"unsupported group size {size}; supported are: 32, 64, 128"):
+        with pytest.raises(ExportError, match=f"unsupported group size {size} for int4; supported are: 32, 64, 128"):
             Quantization(size)
     assert str(Quantization(64)) == "int4 g64"
     assert str(Quantization(32, hqq=True)) == "int4 g32 hqq"
@@ -236,7 +239,7 @@ def answers(capitals_checkpoint: Path, questions: list[list[int]]) -> Callable[[
     made: dict[Quantization | None, Answers] = {}
 
     def build(quant: Quantization | None) -> LanguageModel:
-        network = build_network(config, 48, torch.float32, group_size=None if quant is None else quant.group_size)
+        network = build_network(config, 48, torch.float32, quant=quant)
         source = family.checkpoint_weights(network, capitals_checkpoint)
         materialise(network, QuantizedWeights(network, source, CPU, hqq=quant is not None and quant.hqq))
         return with_room(network)

@@ -12,17 +12,19 @@ from ostinato.delegate.artifact.records import StateKind
 from ostinato.delegate.errors import CheckpointError
 from ostinato.export.artifact.records import Constants
 from ostinato.export.compile.trace import trace_method
+from ostinato.export.formats.int4 import Int4
+from ostinato.export.formats.int4_min import Int4Min
 from ostinato.export.kernels.linear.panels import pack_panels
 from ostinato.export.layers.state import state_forms
 from ostinato.export.models import LanguageModel, build_network, read_config
 from ostinato.export.models.methods import language_model_methods
 from ostinato.export.program import _value
 from ostinato.export.weights import quantize, stream
-from ostinato.export.weights.quantize import quantize_int4, quantize_int8
 from ostinato.export.weights.stream import QuantizedWeights, allocate_untouched, float_shapes
 
 from ..memory import MIB, anonymous_memory
-from ..networks import CPU, FAMILIES, config_of, dummy_weights
+from ..networks import CPU, FAMILIES, config_of, dummy_weights, of_group
+from ..quantized import quantize_int4, quantize_int8
 
 
 class Recorded:
@@ -43,7 +45,7 @@ def is_quantised(name: str, network: nn.Module) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantised_pairs_in_either_order(family: str) -> None:
-    network = build_network(config_of(family, 4), 128, torch.bfloat16, group_size=64)
+    network = build_network(config_of(family, 4), 128, torch.bfloat16, quant=of_group(64))
     shapes = float_shapes(network)
     source = Recorded(shapes)
     weights = QuantizedWeights(network, source, CPU)
@@ -72,7 +74,7 @@ def test_quantised_pairs_in_either_order(family: str) -> None:
 @pytest.mark.parametrize("group_size", (None, 32), ids=("plain", "int4"))
 def test_each_weight_is_made_once(group_size: int | None) -> None:
     """Each weight is made once, as an export asks: first whether it exists, then in the order of the file."""
-    network = build_network(config_of("Qwen3.5-35B-A3B", 4), 64, torch.float32, group_size=group_size)
+    network = build_network(config_of("Qwen3.5-35B-A3B", 4), 64, torch.float32, quant=of_group(group_size))
     source = Recorded(float_shapes(network))
     weights = QuantizedWeights(network, source, CPU)
     own = {**dict(network.named_parameters()), "constant": torch.ones(3)}
@@ -90,7 +92,7 @@ def test_each_weight_is_made_once(group_size: int | None) -> None:
     "name", ("lm_head.weight", "model.embed_tokens.weight", "model.layers.0.mlp.experts.down_proj")
 )
 def test_weight_that_is_no_number(name: str, value: float, hqq: bool) -> None:
-    network = build_network(config_of("Qwen3.5-35B-A3B", 1), 64, torch.float32, group_size=32)
+    network = build_network(config_of("Qwen3.5-35B-A3B", 1), 64, torch.float32, quant=of_group(32))
     source = Recorded(float_shapes(network))
     source.values[name].view(-1)[1000] = value
     weights = QuantizedWeights(network, source, CPU, hqq=hqq)
@@ -101,7 +103,7 @@ def test_weight_that_is_no_number(name: str, value: float, hqq: bool) -> None:
 
 
 def test_router_norms_and_gates_are_not_quantised() -> None:
-    network = build_network(config_of("Qwen3.5-35B-A3B", 4), 128, torch.bfloat16, group_size=32)
+    network = build_network(config_of("Qwen3.5-35B-A3B", 4), 128, torch.bfloat16, quant=of_group(32))
     floats = {
         name.split(".layers.")[-1].partition(".")[2]
         for name in float_shapes(network)
@@ -122,7 +124,7 @@ def test_router_norms_and_gates_are_not_quantised() -> None:
 @pytest.mark.parametrize("hqq", (False, True), ids=("nearest", "hqq"))
 def test_hqq_reaches_the_weights(capitals_checkpoint: Path, hqq: bool) -> None:
     family, config = read_config(capitals_checkpoint)
-    network = build_network(config, 32, torch.float32, group_size=32)
+    network = build_network(config, 32, torch.float32, quant=of_group(32))
     source = family.checkpoint_weights(network, capitals_checkpoint)
     name = "model.layers.1.mlp.experts.down_proj"
     packed, scale = quantize_int4(source.read(name), 32, hqq, CPU)
@@ -159,7 +161,7 @@ def test_allocated_memory_is_never_touched() -> None:
 def test_every_untouched_tensor_of_a_program_has_a_value(group_size: int | None) -> None:
     """Every tensor without memory gets a value: otherwise the file would hold whatever is in that memory. A tied head has the
     embedding's value."""
-    network = build_network(config_of("Qwen3.5-0.8B", 4), 64, torch.float32, group_size=group_size)
+    network = build_network(config_of("Qwen3.5-0.8B", 4), 64, torch.float32, quant=of_group(group_size))
     parameters = {name for name, _ in network.named_parameters()}
     assert ("lm_head.weight" in parameters) is (group_size is not None)
     allocate_untouched(network)
@@ -181,6 +183,7 @@ def test_panels_are_packed_some_rows_at_a_time(
 ) -> None:
     monkeypatch.setitem(quantize.BLOCK, "cpu", elements)
     values, scale = torch.randint(0, 256, shape, dtype=torch.uint8), torch.randn(*shape[:-1], 4).bfloat16()
-    for given in ((values, scale), (torch.randn(shape), None), (torch.randn(shape).bfloat16(), None)):
+    kinds = (Int4(32), values, scale), (None, torch.randn(shape), None), (None, torch.randn(shape).bfloat16(), None)
+    for given in (*((*kind, None) for kind in kinds), (Int4Min(), values, scale, 2 * scale)):
         for found, whole in zip(stream._packed(*given), pack_panels(*given), strict=True):
             assert found is whole is None or (found is not None and whole is not None and torch.equal(found, whole))
