@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .compile.trace import Link as Link
     from .compile.trace import MethodSpec as MethodSpec
     from .formats.format import Format as Format
+    from .formats.format import FormatOfRows as FormatOfRows
     from .formats.quantization import Quantization as Quantization
     from .model import export_model as export_model
     from .models.family import Family as Family
@@ -56,7 +57,7 @@ else:
             "ostinato.delegate.version": "__version__",
             ".artifact.records": "ValueRange",
             ".compile.trace": "Chain Link MethodSpec",
-            ".formats.format": "Format",
+            ".formats.format": "Format FormatOfRows",
             ".formats.quantization": "Quantization",
             ".model": "export_model",
             ".models.family": "Family",

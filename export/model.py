@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from .formats.quantization import Quantization
 from .kernels import host_kernels_for, kernels_for
 from .layers.host_experts import STREAMED
 from .layers.state import state_forms
-from .models import FAMILIES, LanguageModel, ModelConfig, build_network, open_gguf, read_config
+from .models import FAMILIES, LanguageModel, ModelConfig, build_network, open_gguf, parse_config, read_config
 from .models.config import MAX_SIZE, short
 from .models.family import Family
+from .models.gguf import GgufModel
 from .models.traffic import decode_bytes, kv_bytes_per_token
 from .program import ExportReport, export_program
 from .progress import Progress
+from .weights.checkpoint import CheckpointWeights, TensorSource
 from .weights.stream import QuantizedWeights, WeightSource, allocate_untouched, names_in_panels
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -64,7 +67,9 @@ def export_model(
         model: checkpoint folder (config.json, safetensors, tokenizer.json), or a GGUF file, which has all of these in it.
         output: artifact folder to write. It is written completely, or not at all.
         device: "cpu" or "cuda".
-        dtype: "float32" or "bfloat16"; None takes the checkpoint's own, or float32 if that is another one.
+        dtype: "float32" or "bfloat16": of all weights that `quant` does not quantise. None takes the checkpoint's own, or
+            float32 if that is another one; of a GGUF file with quantised weights it keeps their integers, and takes bfloat16
+            for everything else, unless `quant` says how to quantise anew.
         max_seq_len: most tokens of a prompt and its answer together; None takes the model's limit, at most 4096.
         prefill_chunk: most tokens that one call of `prefill` takes; None takes 2048, or max_seq_len - 1 if that is less.
         quant: how weights are quantised; None keeps them in `dtype`.
@@ -82,11 +87,16 @@ def export_model(
     """
     progress = progress or Progress()
     checkpoint = Path(model)
-    family, config = read_config(checkpoint)
+    opened = open_gguf(checkpoint) if checkpoint.is_file() else None
+    family, config = read_config(checkpoint) if opened is None else parse_config(opened.config)
     length = _max_seq_len(config, max_seq_len)
+    # What a file has in integers stays so unless a dtype or a quantisation is asked for.
+    keeps = (
+        opened is not None and opened.tensors.quantised and dtype is None and quant is None and load_format == "auto"
+    )
     options = ExportOptions(
         device=device,
-        dtype=_dtype(config, dtype, progress),
+        dtype="bfloat16" if keeps else _dtype(config, dtype, progress),
         max_seq_len=length,
         prefill_chunk=_prefill_chunk(length, prefill_chunk),
         quant=quant,
@@ -95,11 +105,21 @@ def export_model(
     if load_format not in LOAD_FORMATS:
         raise ExportError(f"unknown load format {load_format!r}; the load formats are: {', '.join(LOAD_FORMATS)}")
     network = make_network(family, config, options)
+    tensors = None if opened is None else opened.tensors
+    if keeps:
+        options = replace(options, formats=family.checkpoint_weights(network, checkpoint, tensors).formats())
+        network = make_network(family, config, options)
     # A GPU makes and quantises weights many times faster, also when the code is for a CPU.
     computes = torch.device("cpu" if gpu_properties() is None else "cuda")
-    with _folder_of(checkpoint, progress) as folder:
+    with _folder_of(checkpoint, opened) as folder:
         tokenizer = read_tokenizer(folder, checkpoint, progress)
-        source = _weight_source(family, network, checkpoint, load_format, computes, progress)
+        if load_format == "dummy":
+            progress.note("weights are random (--load-format dummy)")
+            source: WeightSource = family.dummy_weights(network, computes)
+        else:
+            source = _checkpoint_weights(family, network, checkpoint, tensors, progress)
+            if opened is not None:
+                progress.note(opened.summary(source, network, quant))
         weights = QuantizedWeights(network, source, computes, hqq=quant is not None and quant.hqq)
         record = record_of(network, family, options)
         with MemoryWatch(computes).explaining("exporting the model"):
@@ -107,15 +127,13 @@ def export_model(
 
 
 @contextmanager
-def _folder_of(checkpoint: Path, progress: Progress) -> Iterator[Path]:
+def _folder_of(checkpoint: Path, opened: GgufModel | None) -> Iterator[Path]:
     """The folder with a checkpoint's config.json and tokenizer. A GGUF file's is temporary."""
-    if not checkpoint.is_file():
+    if opened is None:
         yield checkpoint
         return
     with tempfile.TemporaryDirectory(prefix="ostinato-") as name:
-        model = open_gguf(checkpoint)
-        progress.note(model.summary())
-        model.write_folder(Path(name))
+        opened.write_folder(Path(name))
         yield Path(name)
 
 
@@ -137,6 +155,7 @@ def make_network(family: Family, config: ModelConfig, options: ExportOptions) ->
         kernels=kernels_for(options.device),
         max_chunk=options.prefill_chunk,
         quant=options.quant,
+        formats=options.formats,
         cpu_moe=options.cpu_moe,
         host_kernels=host_kernels_for(options.device),
     )
@@ -248,14 +267,11 @@ def _row_ranges(config: ModelConfig, length: int, methods: Mapping[str, Chain]) 
     return found
 
 
-def _weight_source(
-    family: Family, network: LanguageModel, checkpoint: Path, load_format: str, device: torch.device, progress: Progress
-) -> WeightSource:
-    if load_format == "dummy":
-        progress.note("weights are random (--load-format dummy)")
-        return family.dummy_weights(network, device)
+def _checkpoint_weights(
+    family: Family, network: LanguageModel, checkpoint: Path, tensors: TensorSource | None, progress: Progress
+) -> CheckpointWeights:
     with progress.stage("check checkpoint"):
-        source = family.checkpoint_weights(network, checkpoint)
+        source = family.checkpoint_weights(network, checkpoint, tensors)
     if source.skipped:
         progress.note(f"skipped {len(source.skipped)} tensors that a text model does not use")
     return source

@@ -7,13 +7,16 @@ import inspect
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+import torch
 
 from ostinato.delegate.artifact.json_files import as_text, parse_json
 from ostinato.delegate.artifact.names import META_EXPORT_OPTIONS
-from ostinato.delegate.errors import ArtifactError
-from ostinato.export.formats.quantization import Quantization
+from ostinato.delegate.errors import ArtifactError, ExportError
+from ostinato.export.formats.format import FormatOfRows, StoredFormats
+from ostinato.export.formats.quantization import FORMATS, Quantization
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class ExportOptions:
         prefill_chunk: most tokens of one call of `prefill`.
         quant: how weights are quantised; None: not at all.
         cpu_moe: number of layers, counted from the first, whose routed experts stay on the host.
+        formats: the checkpoint's own number formats, in which its weights are stored; see `StoredFormats`.
     """
 
     device: str
@@ -35,9 +39,12 @@ class ExportOptions:
     prefill_chunk: int
     quant: Quantization | None
     cpu_moe: int
+    formats: StoredFormats = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.device}, {self.dtype}, {self.quant or 'not quantised'}"
+        return (
+            f"{self.device}, {self.dtype}, {self.quant or ('as the file has it' if self.formats else 'not quantised')}"
+        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,10 @@ class ExportRecord:
         return cls(options, family, hashlib.sha256(source.encode()).hexdigest(), tuple(sorted(panels)))
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        formats = {name: [_listed(one) for one in rows] for name, rows in self.options.formats.items()}
+        plain = asdict(replace(self, options=replace(self.options, formats={})))
+        plain["options"]["formats"] = formats
+        return json.dumps(plain, sort_keys=True)
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], path: object) -> ExportRecord:
@@ -76,12 +86,33 @@ class ExportRecord:
         raw = parse_json(str(text), f"the export options in {path}", ArtifactError)
         try:
             options = dict(raw["options"])
-            quant = options.pop("quant")
+            quant, formats = options.pop("quant"), options.pop("formats")
             return cls(
-                ExportOptions(**options, quant=None if quant is None else Quantization(**quant)),
+                ExportOptions(
+                    **options,
+                    quant=None if quant is None else Quantization(**quant),
+                    formats={name: tuple(_of_rows(*one) for one in rows) for name, rows in formats.items()},
+                ),
                 as_text(raw["family"]),
                 as_text(raw["family_sha256"]),
                 tuple(map(as_text, raw["panels"])),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ExportError) as error:
             raise ArtifactError(f"the export options in {path} cannot be read: {error}") from error
+
+
+def _listed(rows: FormatOfRows) -> list[Any]:
+    if rows.form is None:
+        return [rows.part, rows.rows]
+    return [
+        rows.part,
+        rows.rows,
+        rows.form.name,
+        rows.form.group_size,
+        str(rows.form.scale_dtype).removeprefix("torch."),
+    ]
+
+
+def _of_rows(part: str, rows: int, name: str = "", group_size: int = 0, scale_dtype: str = "") -> FormatOfRows:
+    form = FORMATS[name](int(group_size), getattr(torch, scale_dtype)) if name else None
+    return FormatOfRows(as_text(part), int(rows), form)

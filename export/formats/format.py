@@ -93,3 +93,22 @@ class Format(ABC):
                 raise ExportError(
                     f"group size {self.group_size} does not divide {name} ({size}); --group-size {fitting} would"
                 )
+
+
+@dataclass(frozen=True)
+class FormatOfRows:
+    """A number format of some of a weight's rows.
+
+    Attributes:
+        part: name of the module that has these rows in the checkpoint.
+        rows: their number; those of one expert for experts.
+        form: the format; None for the model's dtype.
+    """
+
+    part: str
+    rows: int
+    form: Format | None
+
+
+# Name of a parameter -> the formats of its rows, in order.
+StoredFormats = dict[str, tuple[FormatOfRows, ...]]

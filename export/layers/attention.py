@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(sizes.head_dim, eps) if sizes.qk_norm else None
         self.k_norm = RMSNorm(sizes.head_dim, eps) if sizes.qk_norm else None
         outputs = sum(self.heads.split(sizes.kv_heads, sizes.head_dim))
-        self.qkv_proj = Linear(sizes.hidden, outputs, build, bias=sizes.qkv_bias)
+        self.qkv_proj = Linear(sizes.hidden, outputs, build, bias=sizes.qkv_bias, divisible=True)
         self.o_proj = Linear(sizes.heads * sizes.head_dim, sizes.hidden, build, bias=sizes.out_bias)
         self.kernels = build.kernels
         pages = (EXAMPLE_PAGES, sizes.kv_heads, build.page_size, sizes.head_dim)

@@ -13,7 +13,7 @@ from .stored import StoredWeights
 
 
 class Embedding(StoredWeights):
-    """One vector per token: `weight` [V, H] in the model's dtype, or in bytes with a scale for each group.
+    """One vector per token: `weight` [V, H]. In panels, which it shares with a head, it is no format of nibbles.
 
     Attributes:
         token_fraction: fraction of its weights that one token reads.
@@ -21,6 +21,7 @@ class Embedding(StoredWeights):
 
     weight: Tensor
     weight_scale: Tensor | None
+    weight_minimum: Tensor | None
 
     def __init__(self, rows: int, size: int, build: Build) -> None:
         super().__init__(build.dtype)
@@ -38,7 +39,8 @@ class Embedding(StoredWeights):
         if form is None or self.weight_scale is None:
             return values
         scale = rows_of_scale(self.weight_scale, tokens) if self.panels else self.weight_scale[tokens]
-        return form.dequantize(values, scale, None, self.dtype)
+        minimum = None if self.weight_minimum is None else self.weight_minimum[tokens]
+        return form.dequantize(values, scale, minimum, self.dtype)
 
 
 class NetworkInput(nn.Module):

@@ -79,7 +79,7 @@ class SparseMoe(nn.Module):
         self.gate = Linear(sizes.hidden, sizes.experts, build, quantize=False)
         self.routed_kernels = build.host_kernels if on_host else build.kernels
         self.experts = Experts(sizes, build, on_host)
-        self.shared_expert = SwiGLU(sizes.hidden, sizes.shared_inner, build)
+        self.shared_expert = SwiGLU(sizes.hidden, sizes.shared_inner, build, divisible=False)
         self.shared_expert_gate = Linear(sizes.hidden, 1, build, quantize=False)
         self.top_k = sizes.top_k
         self.kernels = build.kernels

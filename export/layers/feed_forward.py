@@ -13,9 +13,9 @@ from .norms import RMSNorm
 class SwiGLU(nn.Module):
     """`down(silu(gate(x)) * up(x))`, gate and up in one product."""
 
-    def __init__(self, size: int, inner: int, build: Build) -> None:
+    def __init__(self, size: int, inner: int, build: Build, divisible: bool = True) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(size, 2 * inner, build)
+        self.gate_up_proj = Linear(size, 2 * inner, build, divisible=divisible)
         self.down_proj = Linear(inner, size, build)
         self.kernels = build.kernels
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from ostinato.export.formats.format import Format
+from ostinato.export.formats.format import FormatOfRows
 from ostinato.export.kernels.operands import Weight
 
 from .build import Build, parameter
@@ -20,7 +20,7 @@ class Linear(StoredWeights):
     """`x @ weight.T + bias`.
 
     `weight` [N, K] is stored as the build says; with `quantize=False` it stays in the model's dtype, and a bias always does.
-    A layer whose rows are in several formats has one layer for each of its parts, and no weight itself.
+    A layer with `divisible` whose rows are in several formats has one layer for each of its parts, and no weight itself.
 
     Attributes:
         parts: name -> layer. Empty for a layer that has a weight.
@@ -32,9 +32,17 @@ class Linear(StoredWeights):
     bias: Tensor | None
 
     def __init__(
-        self, in_features: int, out_features: int, build: Build, *, bias: bool = False, quantize: bool = True
+        self,
+        in_features: int,
+        out_features: int,
+        build: Build,
+        *,
+        bias: bool = False,
+        quantize: bool = True,
+        divisible: bool = False,
     ) -> None:
-        super().__init__(build.dtype)
+        super().__init__(build.dtype, quantize)
+        self.divisible = divisible
         self.build = build
         self.kernels = build.kernels
         self.panels = ("weight",) if build.kernels.has_panels else ()
@@ -42,14 +50,18 @@ class Linear(StoredWeights):
         self.parts = nn.ModuleDict()
         self.store_as("weight", build.format if quantize else None, (out_features, in_features))
 
-    def divide(self, parts: Mapping[str, tuple[int, Format | None]]) -> None:
-        """Store the rows in several formats: name of a part -> (its number of rows, its format), in order."""
-        columns = self.shapes["weight"][1]
-        for name, (rows, form) in parts.items():
-            self.parts[name] = part = Linear(columns, rows, self.build, bias=self.bias is not None)
-            part.store_as("weight", form)
+    def store_rows(self, name: str, rows: tuple[FormatOfRows, ...]) -> None:
+        """Make the weight's parameters anew, in the formats of its rows: as parts if these differ and the layer may be
+        divided, else in int8."""
+        if not self.divisible or len({one.form for one in rows}) == 1:
+            return super().store_rows(name, rows)
+        columns = self.shapes[name][1]
+        for one in rows:
+            self.parts[one.part] = part = Linear(columns, one.rows, self.build, bias=self.bias is not None)
+            part.store_as(name, one.form)
         self.formats, self.panels = {}, ()
         self.weight = self.weight_scale = self.weight_minimum = self.bias = None  # type: ignore[assignment]
+        return None
 
     @property
     def operand(self) -> Weight:

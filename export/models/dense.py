@@ -24,6 +24,7 @@ from ostinato.export.layers.build import Build
 from ostinato.export.layers.feed_forward import SwiGLU
 from ostinato.export.layers.norms import RMSNorm
 from ostinato.export.layers.rotary import RotaryEmbedding
+from ostinato.export.layers.stored import kind_of
 from ostinato.export.weights.checkpoint import CheckpointNames
 from ostinato.export.weights.dummy import DummySpreads
 
@@ -156,7 +157,7 @@ class DecoderLayer(Layer):
 
     def links(self, prefix: str, step: bool, streamed: bool) -> list[Link]:
         """The link from the value `x` to the next `x`."""
-        return [Link(self, ("x",), f"{FULL} layer", prefix, "step" if step else "forward")]
+        return [Link(self, ("x",), kind_of(self, f"{FULL} layer"), prefix, "step" if step else "forward")]
 
     def forward(self, x: Tensor, input_pos: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, H] -> [T, H]. The other arguments are the fields of a `RowIndex`."""

@@ -17,7 +17,7 @@ from ostinato.export.weights.dummy import DummySpreads, DummyWeights
 from ostinato.export.weights.sources.safetensors import SafetensorsFolder
 from ostinato.export.weights.stream import float_shapes
 
-from .gguf import GgufForm, read_gguf
+from .gguf import GgufForm
 from .language_model import LanguageModel
 from .methods import language_model_methods
 
@@ -48,17 +48,20 @@ class Family:
     methods: Callable[[LanguageModel], dict[str, Chain]] = language_model_methods
     gguf: GgufForm | None = None
 
-    def checkpoint_weights(self, network: LanguageModel, checkpoint: Path) -> CheckpointWeights:
-        """The weights of a checkpoint, a folder or a GGUF file, for `network`. Names and shapes are checked here.
+    def checkpoint_weights(
+        self, network: LanguageModel, checkpoint: Path, source: TensorSource | None = None
+    ) -> CheckpointWeights:
+        """The weights of a checkpoint for `network`. Names and shapes are checked here.
+
+        Args:
+            network: network whose parameters have shapes and formats.
+            checkpoint: a folder with safetensors, or what `source` was opened from.
+            source: the tensors of an open GGUF file; None: the folder's.
 
         Raises:
-            CheckpointError: see `CheckpointWeights` and `read_gguf`.
+            CheckpointError: see `CheckpointWeights` and `SafetensorsFolder`.
         """
-        if checkpoint.is_file():
-            assert self.gguf is not None
-            source: TensorSource = read_gguf(checkpoint, {self.model_types[0]: self.gguf}).tensors
-        else:
-            source = SafetensorsFolder(checkpoint)
+        source = SafetensorsFolder(checkpoint) if source is None else source
         return CheckpointWeights(
             source, checkpoint, float_shapes(network), network.config.tie_word_embeddings, self.names
         )

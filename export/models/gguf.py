@@ -13,10 +13,15 @@ from typing import Any
 from ostinato.delegate.artifact.names import CONFIG_FILE
 from ostinato.delegate.errors import CheckpointError
 from ostinato.delegate.memory import size_text
-from ostinato.export.weights.sources.gguf import FLOATS, GgufFile, GgufTensors
+from ostinato.export.formats.quantization import Quantization
+from ostinato.export.weights.checkpoint import CheckpointWeights
+from ostinato.export.weights.sources.gguf import GgufFile, GgufTensors
+from ostinato.export.weights.sources.gguf_blocks import kept_as
+from ostinato.export.weights.stream import formats_of
 
 from .config import MAX_COUNT, short
 from .gguf_tokenizer import write_tokenizer
+from .language_model import LanguageModel
 
 # Names in the file -> transformers' names: of the whole model, and of a layer's parts behind "blk.N.".
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -70,13 +75,23 @@ class GgufModel:
         (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=1))
         write_tokenizer(self.file.metadata, folder)
 
-    def summary(self) -> str:
-        """Say in one line how many tensors of which type the file has."""
-        kinds = Counter(tensor.kind for tensor in self.file.tensors.values())
+    def summary(self, weights: CheckpointWeights, network: LanguageModel, quant: Quantization | None) -> str:
+        """Say in one line what the file's tensors become in the network, and how large both are."""
+        formats, dtypes = formats_of(network), {name: one.dtype for name, one in network.named_parameters()}
+        became: Counter[tuple[str, str]] = Counter()
+        for name, parts in weights.parts.items():
+            for part in parts:
+                kind, columns = self.tensors.kind(part), self.tensors.shape(part)[-1]
+                form = formats.get(name)
+                text = str(dtypes[name]).removeprefix("torch.") if form is None else str(form)
+                kept = kept_as(kind, columns)
+                exact = kept is not None and kept.form == form and kept.integers is not None
+                again = quant is None and form is not None and not exact
+                became[kind, text + (", rounded once more" if again else "")] += 1
         size = size_text(sum(tensor.nbytes for tensor in self.file.tensors.values()))
-        listed = ", ".join(f"{count} in {kind}" for kind, count in kinds.most_common())
-        quantised = "; what is quantised is dequantised" if set(kinds) - set(FLOATS) else ""
-        return f"{self.file.path.name}: {size} of tensors, {listed}{quantised}"
+        listed = "; ".join(f"{count} in {kind} -> {text}" for (kind, text), count in became.most_common())
+        here = size_text(sum(parameter.nbytes for parameter in network.parameters()))
+        return f"{self.file.path.name}: {size} of tensors: {listed}; {here} in the artifact"
 
 
 def read_gguf(path: Path, forms: Mapping[str, GgufForm]) -> GgufModel:

@@ -73,8 +73,12 @@ class LanguageModel(nn.Module):
     def tie(self) -> None:
         """Let the head share the embedding's weight, if the config ties them and both are stored alike."""
         embedding, head = self.model.embed_tokens, self.lm_head
-        if self.config.tie_word_embeddings and embedding.formats == head.formats:
-            head.weight, head.weight_scale = embedding.weight, embedding.weight_scale
+        form = embedding.formats["weight"]
+        # Rows of nibbles cannot be looked up in panels.
+        in_rows = form is None or form.per_value == 1 or not head.panels
+        if self.config.tie_word_embeddings and embedding.formats == head.formats and in_rows:
+            for name in ("weight", "weight_scale", "weight_minimum"):
+                setattr(head, name, getattr(embedding, name))
             embedding.panels = head.panels
 
     def layer_links(self, step: bool = False, streamed: bool = False) -> list[Link]:

@@ -29,6 +29,7 @@ from ostinato.export.layers.feed_forward import SwiGLU
 from ostinato.export.layers.host_experts import GIVEN, HostExperts
 from ostinato.export.layers.norms import RMSNorm
 from ostinato.export.layers.rotary import RotaryEmbedding
+from ostinato.export.layers.stored import kind_of
 from ostinato.export.weights.checkpoint import CheckpointNames
 from ostinato.export.weights.dummy import DummySpreads
 
@@ -237,8 +238,9 @@ class DecoderLayer(Layer):
     def links(self, prefix: str, step: bool, streamed: bool) -> list[Link]:
         """The links from the value `x` to the next `x`."""
         if self.parts is None:
-            return [Link(self, ("x",), f"{self.layer_type} layer", prefix, "step" if step else "forward")]
-        mixer = Link(self, GIVEN, f"{self.layer_type} mixer", prefix, "mix_step" if step else "mix")
+            kind = kind_of(self, f"{self.layer_type} layer")
+            return [Link(self, ("x",), kind, prefix, "step" if step else "forward")]
+        mixer = Link(self, GIVEN, kind_of(self, f"{self.layer_type} mixer"), prefix, "mix_step" if step else "mix")
         return [mixer, *self.parts.links(prefix, step, streamed)]
 
     @property

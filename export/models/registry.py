@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from ostinato.delegate.errors import CheckpointError, ExportError, first_line
+from ostinato.export.formats.format import StoredFormats
 from ostinato.export.formats.quantization import Quantization
 from ostinato.export.kernels import Kernels
 from ostinato.export.layers.build import PAGE_SIZE, Build
+from ostinato.export.layers.stored import store_formats
 
 from . import llama, mistral, qwen2, qwen3, qwen3_5
 from .config import ModelConfig, read_config_file, short
@@ -105,6 +107,7 @@ def build_network(
     kernels: type[Kernels] = Kernels,
     max_chunk: int | None = None,
     quant: Quantization | None = None,
+    formats: StoredFormats | None = None,
     cpu_moe: int = 0,
     host_kernels: type[Kernels] = Kernels,
     page_size: int = PAGE_SIZE,
@@ -118,6 +121,7 @@ def build_network(
         kernels: result of `kernels_for` the device that the code will be compiled for; by default the references.
         max_chunk: most tokens of one call; None: max_seq_len - 1.
         quant: number formats of the weights; None: all in `dtype`.
+        formats: formats of a checkpoint's own, which its weights are stored in instead; see `StoredFormats`.
         cpu_moe: number of layers, counted from the first, whose routed experts stay on the host.
         host_kernels: result of `host_kernels_for` the same device, for these experts; by default the references.
         page_size: positions in a page of the KV caches: a power of two, 16 or more.
@@ -129,6 +133,9 @@ def build_network(
     try:
         with torch.device("meta"):
             network = find_family(config.model_type).network(config, build)
+            if formats:
+                store_formats(network, formats)
+                network.tie()
     except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
         raise CheckpointError(
             f"the sizes in config.json do not make a network that can be built: {first_line(error)}"

@@ -6,18 +6,22 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ostinato.delegate.errors import CheckpointError
+from ostinato.export.formats.format import Format, FormatOfRows, StoredFormats
 
+from .quantize import Quantized
 from .sources.safetensors import some_of
 
 # Dtypes of stored weights, as safetensors calls them. Others are parts of a number format, with scales beside them.
 _DTYPES = ("BF16", "F16", "F32", "F64")
 _NONE = re.compile(r"(?!)")
+# Name of a part of a layer whose rows are in several formats.
+_PART = re.compile(r"(?P<parent>[^.]*(?:\.[^.]+)*)\.\w+\.parts\.(?P<part>\w+)(?=\.)")
 # Name of a tensor of a single expert.
 _EXPERT = re.compile(r"^(?P<parent>.*)\.(?P<index>\d+)\.(?P<module>\w+)\.weight$")
 
@@ -34,6 +38,15 @@ class TensorSource(Protocol):
     def dtype(self, name: str) -> str: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
+
+
+@runtime_checkable
+class IntegerSource(TensorSource, Protocol):
+    """A source that has tensors in number formats. See `GgufTensors`, which is one."""
+
+    def format(self, name: str) -> Format | None: ...
+
+    def stored(self, name: str, form: Format) -> Quantized | None: ...
 
 
 @dataclass(frozen=True)
@@ -78,6 +91,7 @@ class CheckpointWeights:
 
     Attributes:
         skipped: names of tensors that a text model does not use.
+        parts: parameter name -> names of the source's tensors that it consists of.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, or of another shape or dtype; the message names them. Only headers
@@ -109,6 +123,7 @@ class CheckpointWeights:
                 self._check_shapes(name, parts, shape)
                 self._check_dtypes(parts)
         used = {part for parts in self._parts.values() for part in parts}
+        self.parts = {name: [self._stored.get(part, part) for part in parts] for name, parts in self._parts.items()}
         self.skipped = [name for name in self._stored if self._names.skipped.search(name)]
         unexpected = set(self._stored) - used - set(self.skipped) - ({self._names.head} if tied else set())
         if missing or unexpected:
@@ -117,13 +132,41 @@ class CheckpointWeights:
     def read(self, name: str) -> Tensor:
         """Return the parameter on the CPU, in its shape before quantisation and in the checkpoint's dtype; in float32 if one
         is added to it."""
-        parts = [self._source.read(self._stored[part]) for part in self._parts[name]]
+        parts = [self._source.read(part) for part in self.parts[name]]
         value = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self._shapes[name])
         return 1 + value.float() if self._names.offsets.search(name) else value
+
+    def stored(self, name: str, form: Format) -> Quantized | None:
+        """Return what `form` stores of the parameter, if the checkpoint has all of it in this format; else None."""
+        if not isinstance(self._source, IntegerSource) or name.rpartition(".")[2] in self._names.experts:
+            return None
+        found = []
+        for part in self.parts[name]:
+            one = self._source.stored(part, form)
+            if one is None:
+                return None
+            found.append(one)
+        values, scales, minima = zip(*found, strict=True)
+        return torch.cat(values), torch.cat(scales), torch.cat(minima) if form.has_minimum else None
+
+    def formats(self) -> StoredFormats:
+        """Return the number formats that the checkpoint has the parameters in, by their names; see `StoredFormats`."""
+        if not isinstance(self._source, IntegerSource):
+            return {}
+        found: StoredFormats = {}
+        for name, parts in self.parts.items():
+            formats = [self._source.format(part) for part in parts]
+            if any(formats):
+                found[name] = tuple(
+                    FormatOfRows(part.split(".")[-2], self._source.shape(part)[0], form)
+                    for part, form in zip(parts, formats, strict=True)
+                )
+        return found
 
     def _find(self, name: str, shape: tuple[int, ...], tied: bool) -> list[str]:
         """Return the names of the tensors that make up the parameter `name`, whether the checkpoint has them or not."""
         names = self._names
+        name = _PART.sub(r"\g<parent>.\g<part>", name)
         prefix, _, last = name.rpartition(".")
         parent, _, module = prefix.rpartition(".")
         # The stacked tensor itself is never taken: a file that has one may have its rows in another order.

@@ -27,9 +27,9 @@ class WeightSource(Protocol):
 
 
 class StoredSource(WeightSource, Protocol):
-    """A source that may have a parameter in integers already."""
+    """A source that may have a parameter in a number format already."""
 
-    def stored(self, name: str) -> Quantized | None: ...
+    def stored(self, name: str, form: Format) -> Quantized | None: ...
 
 
 class QuantizedWeights(Mapping[str, Tensor]):
@@ -86,7 +86,7 @@ class QuantizedWeights(Mapping[str, Tensor]):
 
     def _quantize(self, name: str, form: Format) -> Quantized:
         find = getattr(self._source, "stored", None)
-        found: Quantized | None = None if find is None else find(name)
+        found: Quantized | None = None if find is None else find(name, form)
         if found is None:
             found = quantize(self._source.read(name), form, self._hqq, self._device)
         if not all(part is None or part.isfinite().all() for part in found[1:]):

@@ -18,8 +18,9 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
+from ostinato.export.formats.format import StoredFormats
 from ostinato.export.kernels import Kernels
-from ostinato.export.models import LanguageModel, build_network, read_config
+from ostinato.export.models import LanguageModel, build_network, open_gguf, read_config
 from ostinato.export.weights.stream import QuantizedWeights, materialise
 
 from ..comparison import relative_error as relative_error
@@ -218,9 +219,22 @@ def load_ours(
     cpu_moe: int = 0,
     kernels: type[Kernels] = Kernels,
     slots: int = 2,
+    keeps: bool = False,
 ) -> LanguageModel:
-    """Return our module with the checkpoint's weights, and new state for `slots` sessions."""
+    """Return our module with the weights of a folder or a GGUF file, and new state for `slots` sessions.
+
+    Args:
+        keeps: whether a file's integers stay as they are.
+    """
     family, config = read_config(folder)
-    model = build_network(config, max_seq_len, dtype, cpu_moe=cpu_moe, kernels=kernels)
-    materialise(model, QuantizedWeights(model, family.checkpoint_weights(model, folder), torch.device("cpu")))
+    tensors = open_gguf(folder).tensors if folder.is_file() else None
+
+    def build(formats: StoredFormats) -> LanguageModel:
+        return build_network(config, max_seq_len, dtype, cpu_moe=cpu_moe, kernels=kernels, formats=formats)
+
+    model = build({})
+    if keeps:
+        model = build(family.checkpoint_weights(model, folder, tensors).formats())
+    source = family.checkpoint_weights(model, folder, tensors)
+    materialise(model, QuantizedWeights(model, source, torch.device("cpu")))
     return with_room(model, slots)

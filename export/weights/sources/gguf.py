@@ -20,7 +20,10 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate.errors import CheckpointError
+from ostinato.export.formats.format import Format
+from ostinato.export.weights.quantize import Quantized, quantize
 
+from .gguf_blocks import kept_as
 from .safetensors import shortened, some_of
 
 MAGIC = b"GGUF"
@@ -114,6 +117,20 @@ class GgufFile:
         with np.errstate(all="ignore"):
             values = quants.dequantize(data.reshape(stored.shape[0], -1), quants.GGMLQuantizationType[stored.kind])
         return torch.from_numpy(values).view(stored.shape)
+
+    def stored(self, name: str, form: Format) -> Quantized | None:
+        """Return a quantised tensor in the format that its type becomes (`gguf_blocks`); None if that is another one."""
+        tensor = self.tensors[name]
+        kept = kept_as(tensor.kind, tensor.shape[-1])
+        if kept is None or kept.form != form:
+            return None
+        if kept.integers is None:
+            return quantize(self.read(name), form, False, torch.device("cpu"))
+        data = next(part for part in self._parts if name in part.tensors).bytes_of(name)
+        _, _, size = next(known for known in TYPES.values() if known[0] == tensor.kind)
+        q, scale, minimum = kept.integers(data.reshape(math.prod(tensor.shape[:-1]), -1, size))
+        leading = (*tensor.shape[:-1], -1)
+        return form.pack(q).view(leading), scale.view(leading), None if minimum is None else minimum.view(leading)
 
 
 class _Part:
@@ -228,17 +245,44 @@ class GgufTensors:
 
     def read(self, name: str) -> Tensor:
         """Return the tensor on the CPU; float32 if the file has it quantised."""
-        value = self._file.read(self._stored[name])
+        return self._in_order(name, self._file.read(self._stored[name]))
+
+    def format(self, name: str) -> Format | None:
+        """Return the number format that the tensor becomes if its integers are kept; None for a floating dtype."""
+        tensor = self._file.tensors[self._stored[name]]
+        kept = kept_as(tensor.kind, tensor.shape[-1])
+        return None if kept is None else kept.form
+
+    def stored(self, name: str, form: Format) -> Quantized | None:
+        """Return what `form` stores of the tensor; None if its format is another one."""
+        found = self._file.stored(self._stored[name], form)
+        if found is None:
+            return None
+        values, scale, minimum = found
+        ordered = (self._in_order(name, values), self._in_order(name, scale))
+        return *ordered, None if minimum is None else self._in_order(name, minimum)
+
+    def _in_order(self, name: str, value: Tensor) -> Tensor:
+        """The rows of a tensor, of its scale or of its minimum in our order."""
         module = name.rpartition(".")[0]
         heads = next((count for end, count in self._heads.items() if module.endswith(end)), None)
         if heads is None:
             return value
         return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
+    @property
+    def quantised(self) -> bool:
+        """Whether any of the tensors is."""
+        return any(self.format(name) is not None for name in self)
+
     def dtype(self, name: str) -> str:
         """Return the dtype of what `read` gives, as safetensors calls it."""
         kind = self._file.tensors[self._stored[name]].kind
         return kind if kind in FLOATS else "F32"
+
+    def kind(self, name: str) -> str:
+        """Return the name of the tensor's type in the file."""
+        return self._file.tensors[self._stored[name]].kind
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file.tensors[self._stored[name]].shape

@@ -12,8 +12,11 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ostinato.delegate.errors import CheckpointError
-from ostinato.export.models import open_gguf, read_config
+from ostinato.export.kernels import Kernels
+from ostinato.export.kernels.cpu import CpuKernels
+from ostinato.export.models import LanguageModel, find_family, open_gguf, read_config
 from ostinato.export.models.dense import DenseConfig
+from ostinato.export.weights.stream import formats_of
 
 from ...comparison import relative_error
 from ..gguf_files import write_gguf
@@ -31,7 +34,10 @@ def made(tmp_path: Path, case: str, **file: Any) -> tuple[Path, Reference]:
 
 
 def logits(path: Path, tokens: torch.Tensor, max_seq_len: int = 256) -> torch.Tensor:
-    model = load_ours(path, max_seq_len)
+    return prompt_logits(load_ours(path, max_seq_len), tokens)
+
+
+def prompt_logits(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(tokens, torch.arange(tokens.shape[1]), torch.zeros(tokens.shape[1], dtype=torch.int64))[0]
 
@@ -60,7 +66,44 @@ def test_quantised_tensors_beside_others(tmp_path: Path) -> None:
         parameter.copy_(tensors.read(name).float())
     tokens = reference.tokens(65)
     assert relative_error(logits(path, tokens), reference.logits(tokens)[-1]) < 1e-4
-    assert "14 in F32" not in open_gguf(path).summary() and "2 in Q8_0" in open_gguf(path).summary()
+
+
+def test_a_file_as_it_is(tmp_path: Path) -> None:
+    """Formats that differ between layers and between the rows of one projection, each kept: in float32, with reference
+    kernels, the logits are those over the dequantised weights."""
+    kinds = {"blk.0.attn_v": "Q8_0", "attn_q.": "Q4_0", "attn_k": "Q4_0", "attn_v": "Q4_0", "attn_output": "Q4_1"}
+    kinds |= {
+        "blk.1.ffn_up": "Q5_0",
+        "ffn_gate": "Q4_1",
+        "ffn_up": "Q4_1",
+        "blk.1.ffn_down": "F16",
+        "token_embd": "Q8_0",
+    }
+    path, reference = made(tmp_path, "llama-tied", kinds=kinds)
+    tensors = open_gguf(path).tensors
+    for name, parameter in reference.model.named_parameters():
+        parameter.copy_(tensors.read(name).float())
+    for kernels in (Kernels, CpuKernels):
+        network = load_ours(path, keeps=True, kernels=kernels)
+        parts = {name for name, _ in network.named_parameters() if ".parts." in name and name.endswith("weight")}
+        layers = (
+            "model.layers.{}.self_attn.qkv_proj.parts.{}_proj.weight",
+            "model.layers.1.mlp.gate_up_proj.parts.{}_proj",
+        )
+        expected = {layers[0].format(0, one) for one in "qkv"} | {
+            f"{layers[1].format(one)}.weight" for one in ("gate", "up")
+        }
+        assert parts == expected
+        formats = formats_of(network)
+        assert str(formats["model.embed_tokens.weight"]) == "int8 g32" and "lm_head.weight" not in formats
+        assert {str(form) for form in formats.values()} == {"int4 g32", "int4_min g32", "int8 g32"}
+    tokens = reference.tokens(65)
+    network = load_ours(path, keeps=True)
+    assert relative_error(prompt_logits(network, tokens), reference.logits(tokens)[-1]) < 1e-4
+    weights = find_family("llama").checkpoint_weights(network, path, tensors)
+    said = open_gguf(path).summary(weights, network, None)
+    for line in ("in Q4_0 -> int4 g32", "in Q4_1 -> int4_min g32", "1 in Q5_0 -> int8 g32;", "1 in F16 -> float32"):
+        assert line in said
 
 
 def test_a_stretched_context_is_a_tensor(tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ import pytest
 import torch
 
 from ostinato.delegate.errors import CheckpointError
+from ostinato.export.formats.int4 import Int4
+from ostinato.export.formats.int4_min import Int4Min
+from ostinato.export.formats.int8 import Int8
 from ostinato.export.weights.sources.gguf import FLOATS, TYPES, GgufFile
 
 from ..gguf_files import dequantised, random_blocks
@@ -52,6 +55,46 @@ def test_values_are_those_of_the_package(sound: Path, kind: str) -> None:
     name = f"blk.{kind}.weight"
     assert file.tensors[name].shape == (3, 512) and file.tensors[name].kind == kind
     assert torch.equal(file.read(name), dequantised(random_blocks(kind, 3, 512), kind))
+
+
+# A type -> what it becomes, without a change of its numbers, or rounded to eight bits.
+KEPT = {
+    "Q4_0": Int4(32, torch.float16),
+    "Q4_1": Int4Min(32, torch.float16),
+    "Q5_0": Int8(32, torch.float16),
+    "Q8_0": Int8(32, torch.float16),
+}
+ROUNDED = {"Q5_1": Int8(32, torch.float16), "Q5_K": Int8(32, torch.float16), "Q6_K": Int8(32, torch.float16)}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_integers_are_kept(sound: Path, kind: str) -> None:
+    """Bit for bit where a type's scales are as ours; else within the rounding that `gguf_blocks` names."""
+    file, name = GgufFile(sound), f"blk.{kind}.weight"
+    form = {**KEPT, **ROUNDED, "Q4_K": Int4Min(32, torch.float16)}[kind]
+    stored = file.stored(name, form)
+    assert stored is not None and file.stored(name, Int4(64)) is None
+    values, scale, minimum = stored
+    assert values.shape == (3, 512 // form.per_value) and scale.shape == (3, 16) and scale.dtype == torch.float16
+    found, expected = form.dequantize(values, scale, minimum, torch.float32), file.read(name)
+    off = (found - expected).abs().unflatten(-1, (-1, 32)).amax(-1)
+    if kind in KEPT:
+        assert torch.equal(found, expected)
+    elif kind == "Q4_K":
+        assert minimum is not None
+        assert (off <= 2.0**-11 * (15 * scale.float() + minimum.float().abs()) * 1.01).all()
+    else:
+        assert (off <= scale.float() / 2 * 1.01 + 2.0**-11 * expected.abs().unflatten(-1, (-1, 32)).amax(-1)).all()
+
+
+def test_short_rows_of_nibbles_become_bytes(tmp_path: Path) -> None:
+    """Rows that are no multiple of 64 have no place in four bits; of Q4_0 nothing is lost."""
+    path = write(tmp_path / "file.gguf", {"x": (random_blocks("Q4_0", 3, 96), "Q4_0")})
+    stored = GgufFile(path).stored("x", Int8(32, torch.float16))
+    assert stored is not None and GgufFile(path).stored("x", Int4(32, torch.float16)) is None
+    expected = GgufFile(path).read("x")
+    found = Int8(32).dequantize(*stored, torch.float32)
+    assert (found - expected).abs().max() <= expected.abs().max() / 254
 
 
 @pytest.mark.parametrize("kind", FLOATS)
