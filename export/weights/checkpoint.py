@@ -108,6 +108,7 @@ class CheckpointWeights:
     ) -> None:
         self._names = names or CheckpointNames()
         self._source = source
+        self._tied = tied
         # Canonical name -> name in the source.
         self._stored = {self._names.canonical(name): name for name in self._source}
         self._shapes = shapes
@@ -161,6 +162,9 @@ class CheckpointWeights:
                     FormatOfRows(part.split(".")[-2], self._source.shape(part)[0], form)
                     for part, form in zip(parts, formats, strict=True)
                 )
+        if self._tied and self._names.head not in self.parts and self._names.embedding in found:
+            # The network's head has no parameter of its own.
+            found[self._names.head] = found[self._names.embedding]
         return found
 
     def _find(self, name: str, shape: tuple[int, ...], tied: bool) -> list[str]:

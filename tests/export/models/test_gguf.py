@@ -95,6 +95,7 @@ def test_a_file_as_it_is(tmp_path: Path) -> None:
         }
         assert parts == expected
         formats = formats_of(network)
+        assert network.lm_head.weight is network.model.embed_tokens.weight
         assert str(formats["model.embed_tokens.weight"]) == "int8 g32" and "lm_head.weight" not in formats
         assert {str(form) for form in formats.values()} == {"int4 g32", "int4_min g32", "int8 g32"}
     tokens = reference.tokens(65)
