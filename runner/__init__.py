@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .engine import Engine as Engine
     from .engine import Result as Result
     from .load_bar import LoadBar as LoadBar
-    from .sessions.sessions import Session as Session
-    from .sessions.sessions import Snapshot as Snapshot
+    from .sessions.session import Session as Session
+    from .sessions.session import Snapshot as Snapshot
     from .sessions.warm_up import Captured as Captured
     from .sessions.warm_up import WarmUp as WarmUp
     from .text.tokenizer import Message as Message
@@ -46,7 +46,7 @@ else:
             "ostinato.delegate.version": "__version__",
             ".engine": "Engine Result",
             ".load_bar": "LoadBar",
-            ".sessions.sessions": "Session Snapshot",
+            ".sessions.session": "Session Snapshot",
             ".sessions.warm_up": "Captured WarmUp",
             ".text.tokenizer": "Message TextStream Tokenizer",
         },

@@ -15,7 +15,8 @@ from ostinato.delegate.artifact.files import artifact_paths
 from ostinato.delegate.sampling import SamplingParams
 
 from .model.model import DEFAULT_WARMUP_STEPS, Model, token_ids
-from .sessions.sessions import Session, Sessions, check_max_new_tokens, checked_params
+from .sessions.session import Session, checked_params
+from .sessions.sessions import Sessions, check_max_new_tokens
 from .sessions.warm_up import WarmUp, warm_up
 from .text.tokenizer import Message, TextStream, Tokenizer
 

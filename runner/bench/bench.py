@@ -21,7 +21,8 @@ from ostinato.delegate.errors import ArtifactError, OptionError
 from ostinato.delegate.graphs.state_machine import PHASE_OF_COUNTER
 from ostinato.delegate.program import Program, load_program
 from ostinato.runner.model.model import Model
-from ostinato.runner.sessions.sessions import Session, Sessions, Snapshot
+from ostinato.runner.sessions.session import Session, Snapshot
+from ostinato.runner.sessions.sessions import Sessions
 
 from .device import synchronize
 

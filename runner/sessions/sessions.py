@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import wraps
 from threading import RLock
 from typing import Concatenate, ParamSpec, TypeVar
@@ -22,178 +21,14 @@ from ostinato.delegate import ClosedError, InputError
 from ostinato.delegate.artifact.records import Growth, StateKind
 from ostinato.delegate.errors import CapacityError, OptionError
 from ostinato.delegate.sampling import SamplingParams
-from ostinato.runner.model.model import MAX_LOGITS, Model, token_ids
-from ostinato.runner.model.steps import PendingTokens, steps_of
+from ostinato.runner.model.model import Model, token_ids
+from ostinato.runner.model.steps import steps_of
 
 from .pages import Pages
+from .session import Session, SessionState, Snapshot, checked_params
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
-
-
-@dataclass
-class SessionState:
-    """Bookkeeping of a session: its tokens, and what the model has seen of them.
-
-    Attributes:
-        tokens: tokens from the caller, and sampled tokens that were taken.
-        seen: number of tokens that the model has seen: first those of `tokens`, then those of `pending`.
-        pending: sampled tokens that were not taken yet: the tokens of a step, and the index of this session's token in them.
-        logits: [vocab] after the last token, if no token was sampled from them yet.
-        sampling_params: parameters for sampling the next tokens.
-        params_written: whether the model's state has `sampling_params`.
-        pages: numbers of the session's pages of the KV caches.
-        writable: end of the positions that may be written in these pages.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    seen: int = 0
-    pending: deque[tuple[PendingTokens, int]] = field(default_factory=deque)
-    logits: torch.Tensor | None = None
-    sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    params_written: bool = False
-    pages: list[int] = field(default_factory=list)
-    writable: int = 0
-
-
-class Session:
-    """One conversation. Made by `Engine.open_session`; a context manager that closes the session on exit.
-
-    >>> session = engine.open_session(SamplingParams(temperature=0.7))
-    >>> session.prefill(engine.encode_prompt("What is the capital of France?"))
-    >>> other = session.fork()
-    >>> engine.step([session, other])
-    """
-
-    def __init__(self, owner: Sessions, slot: int, state: SessionState) -> None:
-        self._owner = owner
-        self.slot = slot
-        self._state: SessionState | None = state
-
-    @property
-    def tokens(self) -> list[int]:
-        """The session's history: tokens that it was given, and tokens that were sampled. Not a copy: do not change it."""
-        return self._open.tokens
-
-    @property
-    def position(self) -> int:
-        """Number of tokens in the history."""
-        return len(self._open.tokens)
-
-    @property
-    def sampling_params(self) -> SamplingParams:
-        """Parameters for sampling. When they are set, they hold for all tokens that are computed later.
-
-        Raises:
-            OptionError: set to something else than `SamplingParams`.
-        """
-        return self._open.sampling_params
-
-    @sampling_params.setter
-    def sampling_params(self, params: SamplingParams) -> None:
-        self._open.sampling_params = checked_params(params)
-        self._open.params_written = False
-
-    def prefill(self, tokens: Sequence[int]) -> None:
-        """Run the model on `tokens`, which follow the session's history.
-
-        Raises:
-            InputError: no tokens, no token ids, a token out of range, or more than max_seq_len tokens; nothing has changed.
-            CapacityError: too few pages are free; nothing has changed.
-        """
-        self._owner.prefill(self, tokens)
-
-    def prefill_logits(self, tokens: Sequence[int]) -> Iterator[torch.Tensor]:
-        """Run the model on `tokens`, as `prefill` does, and yield the logits after each of them.
-
-        Yields:
-            [n, vocab] float32 on the program's device, for 64 tokens at most. When one is yielded, the session has seen its
-            tokens, and no later ones.
-
-        Raises:
-            InputError, CapacityError: as `prefill`, for the tokens that were not yielded yet.
-        """
-        tokens = token_ids(tokens)
-        for begin in range(0, len(tokens), MAX_LOGITS):
-            yield self._owner.prefill_logits(self, tokens[begin : begin + MAX_LOGITS])
-
-    def append(self, token: int) -> None:
-        """Make the next step take `token`, as if it had been sampled. The model must have seen all tokens before it.
-
-        Raises:
-            InputError: a token out of range, or the model has not seen the session's last token.
-        """
-        self._owner.append(self, token)
-
-    def generate(
-        self, max_new_tokens: int | None = None, eos_ids: Iterable[int] | None = None
-    ) -> Generator[int, None, None]:
-        """Yield the next tokens, one by one.
-
-        Args:
-            max_new_tokens: largest number of tokens. None: only an end-of-sequence token or max_seq_len ends the answer.
-            eos_ids: tokens that end the answer, and are not yielded. None: the model's.
-
-        Raises:
-            OptionError: `max_new_tokens` below 1.
-            CapacityError: too few pages are free. Tokens that were yielded stay in the history.
-        """
-        return self._owner.generate(self, max_new_tokens, eos_ids)
-
-    def fork(self) -> Session:
-        """Open another session that goes on from here. It gets a copy of the state.
-
-        Both share the pages until one of them writes to a page.
-
-        Raises:
-            CapacityError: no slot is free.
-        """
-        return self._owner.fork(self)
-
-    def snapshot(self) -> Snapshot:
-        """Return a snapshot for `restore`. It keeps the session's pages, and a copy of the other state on the device."""
-        return self._owner.snapshot(self)
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Go back to the state in a snapshot, of this session or of another one of the same engine."""
-        self._owner.restore(self, snapshot)
-
-    def close(self) -> None:
-        """Give slot and pages back. Closing twice is fine."""
-        if self._state is not None:
-            self._owner.close(self)
-            self._state = None
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    @property
-    def _open(self) -> SessionState:
-        if self._state is None:
-            raise ClosedError("the session is closed")
-        return self._state
-
-
-class Snapshot:
-    """The state of a session at one moment. It keeps pages until it is closed or garbage-collected."""
-
-    def __init__(self, owner: Sessions, state: SessionState, rows: dict[str, torch.Tensor]) -> None:
-        self._owner = owner
-        self._state: SessionState | None = state
-        self._slot_state = rows
-
-    def close(self) -> None:
-        """Give the pages back. Closing twice is fine."""
-        if self._state is not None:
-            # The garbage collector may call this anywhere, also in the middle of what `Sessions` does.
-            self._owner.pages.release_later(self._state.pages)
-            self._state, self._slot_state = None, {}
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def _in_turn(
@@ -308,6 +143,17 @@ class Sessions:
         logits = self._model.prefill_logits(fed, first, session.slot)
         self._saw(state, tokens, logits[-1].clone())
         return logits
+
+    @_in_turn
+    def logits(self, session: Session) -> torch.Tensor:
+        """See `Session.logits`."""
+        state = session._open
+        if state.pending:
+            raise InputError("a step with more=True has gone ahead: its logits are not kept. Step without it first")
+        if state.logits is None:
+            self.prefill(session, [])
+        assert state.logits is not None
+        return state.logits
 
     def _fed(self, session: Session, state: SessionState, tokens: Sequence[int]) -> tuple[int, list[int]]:
         """Reserve pages for more tokens. Returns the position of the first token that the model has not seen, and all these
@@ -466,12 +312,3 @@ def check_max_new_tokens(value: int) -> None:
     """Raises OptionError: no whole number, or below 1."""
     if type(value) is not int or value < 1:
         raise OptionError(f"max_new_tokens must be 1 or more, got {value!r}")
-
-
-def checked_params(params: SamplingParams | None) -> SamplingParams:
-    """Return `params`, or for None those of greedy sampling. Raises OptionError: something else."""
-    if params is None:
-        return SamplingParams()
-    if not isinstance(params, SamplingParams):
-        raise OptionError(f"sampling_params must be SamplingParams, got {params!r}")
-    return params

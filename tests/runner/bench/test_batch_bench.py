@@ -14,7 +14,8 @@ import torch
 from ostinato.delegate import OptionError
 from ostinato.runner.bench.batch_bench import BatchSpec
 from ostinato.runner.cli import main
-from ostinato.runner.sessions.sessions import Session, Sessions
+from ostinato.runner.sessions.session import Session
+from ostinato.runner.sessions.sessions import Sessions
 
 from ...conftest import CAPITALS_LENGTH
 from ...modules import MAX_SEQ_LEN

@@ -99,6 +99,31 @@ def test_logits_of_a_session(engine: Engine, logits: Callable[[list[int]], torch
             list(session.prefill_logits(tokens * 10))
 
 
+def test_the_logits_after_the_last_token(engine: Engine, logits: Callable[[list[int]], torch.Tensor]) -> None:
+    """After a prompt and after every step; looking at them changes no token."""
+    prompt = engine.encode_prompt("What is the capital of France?")
+    expected = list(engine.generate_tokens(prompt, max_new_tokens=4, ignore_eos=True))
+    with engine.open_session() as session:
+        with pytest.raises(InputError, match="no token"):
+            _ = session.logits
+        session.prefill(prompt)
+        for token in expected:
+            found = session.logits
+            assert session.logits is found and found.shape == (engine.program.metadata["get_vocab_size"],)
+            assert relative_error(found.cpu(), logits(session.tokens)[-1]) < 1e-4
+            assert engine.step([session]) == [token]
+        with engine.open_session() as other:
+            other.prefill(prompt)
+            engine.step([session, other])
+            assert relative_error(session.logits.cpu(), logits(session.tokens)[-1]) < 1e-4
+        tokens = session.tokens[-1:]
+        for _ in range(2):
+            tokens += engine.step([session], more=True)
+        if engine.sessions.steps.goes_ahead:
+            with pytest.raises(InputError, match="more=True has gone ahead"):
+                _ = session.logits
+
+
 def test_the_command(capitals_artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").write_text(TEXT * 8)
     words = ["eval", str(capitals_artifact), "--text", str(tmp_path / "text"), "--limit", "120"]

@@ -13,7 +13,8 @@ from ostinato.delegate.sampling import sample
 from ostinato.runner import Engine, SamplingParams
 from ostinato.runner.model.model import Model
 from ostinato.runner.model.steps import DeviceSteps, HostSteps
-from ostinato.runner.sessions.sessions import Session, Sessions
+from ostinato.runner.sessions.session import Session
+from ostinato.runner.sessions.sessions import Sessions
 
 PROMPT = [5, 99, 7, 1200, 31]
 COUNT = 24

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ostinato.delegate import CapacityError
 from ostinato.runner import Engine
-from ostinato.runner.sessions.sessions import Session, Snapshot
+from ostinato.runner.sessions.session import Session, Snapshot
 
 from ...conftest import CAPITALS_LENGTH
 

@@ -17,7 +17,7 @@ import torch
 
 from ostinato.delegate import CapacityError
 from ostinato.runner import Engine, SamplingParams
-from ostinato.runner.sessions.sessions import Session, Snapshot
+from ostinato.runner.sessions.session import Session, Snapshot
 
 from ...export.memory import anonymous_memory
 

@@ -19,7 +19,7 @@ from ostinato.delegate import CapacityError, ClosedError, InputError, OptionErro
 from ostinato.delegate.artifact.records import Growth
 from ostinato.runner import Engine, SamplingParams
 from ostinato.runner.model.steps import _HostTokens
-from ostinato.runner.sessions.sessions import Session
+from ostinato.runner.sessions.session import Session
 
 from ...conftest import CAPITALS, CAPITALS_LENGTH
 from .conversations import KV_TOKENS, SESSIONS, Conversations, Greedy, close
