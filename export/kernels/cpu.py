@@ -14,7 +14,7 @@ from .sampling import sampling_cpu
 
 # Instructions that the C++ needs, by their names in /proc/cpuinfo. Where the CPU has them, the C++ also uses AVX-512 with
 # VNNI and BF16, and AMX.
-NEEDED_INSTRUCTIONS = frozenset({"avx2", "fma"})
+NEEDED_INSTRUCTIONS = frozenset({"avx2", "fma", "f16c"})
 
 
 class CpuKernels(Kernels):

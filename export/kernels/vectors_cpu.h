@@ -20,6 +20,12 @@ inline float from_bfloat16(bfloat16 x) {
   return value;
 }
 
+struct float16 {
+  uint16_t bits;
+};
+
+inline float from_float16(float16 x) { return _cvtsh_ss(x.bits); }
+
 // Rounded to nearest, ties to even; NaN stays NaN.
 inline bfloat16 to_bfloat16(float x) {
   uint32_t bits;
@@ -48,6 +54,7 @@ inline Floats load(const bfloat16* p) {
   __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
+inline Floats load(const float16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 inline void store(bfloat16* p, Floats x) {
   __m512i bits = _mm512_castps_si512(x.v);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -79,27 +86,39 @@ inline Floats rounded(Floats a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_T
 // Stores whole numbers, of magnitude at most 127, as bytes.
 inline void store_bytes(int8_t* p, Floats a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v))); }
 
-// Products of four-bit numbers and bytes, one register at a time. A register of nibbles has four of them for each lane.
+// Products of integer weights and bytes, one register at a time. A register has four numbers for each of its lanes.
 constexpr int64_t REGISTER_LANES = 16;
 using Register = __m512i;
+using FloatRegister = __m512;
 inline Register load_register(const void* p) { return _mm512_loadu_si512(p); }
 inline Register all_words(int32_t x) { return _mm512_set1_epi32(x); }
+inline Register times_power(Register words, int power) { return _mm512_slli_epi32(words, power); }
 inline Register low_nibbles(Register x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Register high_nibbles(Register x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 // Adds the products of nibbles and signed bytes to `sums`. `wide` turns these into one 32-bit number for each lane.
 inline Register add_dot(Register sums, Register nibbles, Register bytes) { return _mm512_dpbusd_epi32(sums, nibbles, bytes); }
 inline Register wide(Register sums) { return sums; }
+// Adds the products of weights and signed bytes to sums of 32 bits. `weights` come from `unsigned_bytes`, which adds
+// BYTE_OFFSET to each of them.
+constexpr int32_t BYTE_OFFSET = 128;
+inline Register unsigned_bytes(Register x) { return _mm512_xor_si512(x, _mm512_set1_epi8(-128)); }
+inline Register add_byte_dot(Register sums, Register weights, Register bytes) { return add_dot(sums, weights, bytes); }
 inline Register add_words(Register x, Register y) { return _mm512_add_epi32(x, y); }
-// out += words * scale * factor, for the lanes of one register.
-inline void add_scaled(float* out, Register words, const bfloat16* scale, float factor) {
-  __m512 weight = _mm512_mul_ps(load(scale).v, _mm512_set1_ps(factor));
-  _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(words), weight, _mm512_loadu_ps(out)));
+inline FloatRegister zero_floats() { return _mm512_setzero_ps(); }
+inline void store_floats(float* p, FloatRegister x) { _mm512_storeu_ps(p, x); }
+// The lanes of one register.
+inline FloatRegister part_of(Floats x, int) { return x.v; }
+inline FloatRegister add_scaled(FloatRegister sum, FloatRegister x, float factor) {
+  return _mm512_fmadd_ps(x, _mm512_set1_ps(factor), sum);
+}
+inline FloatRegister add_scaled(FloatRegister sum, Register words, FloatRegister scale, float factor) {
+  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(words), _mm512_mul_ps(scale, _mm512_set1_ps(factor)), sum);
 }
 
 #else
 
-#if !defined(__AVX2__) || !defined(__FMA__)
-#error "these kernels need AVX2 and FMA"
+#if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
+#error "these kernels need AVX2, FMA and F16C"
 #endif
 
 struct Floats {
@@ -118,6 +137,9 @@ inline __m256 widened(__m128i halves) {
 }
 inline Floats load(const bfloat16* p) {
   return {widened(_mm_loadu_si128((const __m128i*)p)), widened(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+inline Floats load(const float16* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
 inline __m256i narrowed(__m256 x) {
   __m256i bits = _mm256_castps_si256(x);
@@ -181,21 +203,30 @@ inline void store_bytes(int8_t* p, Floats x) {
   _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
 
-// Products of four-bit numbers and bytes, one register at a time. A register of nibbles has four of them for each lane.
+// Products of integer weights and bytes, one register at a time. A register has four numbers for each of its lanes.
 constexpr int64_t REGISTER_LANES = 8;
 using Register = __m256i;
+using FloatRegister = __m256;
 inline Register load_register(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline Register all_words(int32_t x) { return _mm256_set1_epi32(x); }
+inline Register times_power(Register words, int power) { return _mm256_slli_epi32(words, power); }
 inline Register low_nibbles(Register x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline Register high_nibbles(Register x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
 // Adds the products of nibbles and signed bytes to `sums`. `wide` turns these into one 32-bit number for each lane, after at
 // most eight additions: a pair of products is at most 2 * 15 * 127, and eight pairs fit 16 bits.
+//
+// `add_byte_dot` adds the products of weights and signed bytes to sums of 32 bits. `weights` come from `unsigned_bytes`, which
+// adds BYTE_OFFSET to each of them.
 #ifdef __AVXVNNI__
 inline Register add_dot(Register sums, Register nibbles, Register bytes) {
   return _mm256_dpbusd_avx_epi32(sums, nibbles, bytes);
 }
 inline Register wide(Register sums) { return sums; }
+constexpr int32_t BYTE_OFFSET = 128;
+inline Register unsigned_bytes(Register x) { return _mm256_xor_si256(x, _mm256_set1_epi8(-128)); }
+inline Register add_byte_dot(Register sums, Register weights, Register bytes) { return add_dot(sums, weights, bytes); }
 #else
+#define OSTINATO_NARROW_SUMS 1
 inline Register add_dot(Register sums, Register nibbles, Register bytes) {
   sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(nibbles, bytes));
   // Without this, g++ 12 makes all products first and adds them up afterwards. It lacks registers for that: half as fast.
@@ -203,12 +234,25 @@ inline Register add_dot(Register sums, Register nibbles, Register bytes) {
   return sums;
 }
 inline Register wide(Register sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
+// The weights stay signed: their signs go to the bytes. A pair of products is at most 2 * 128 * 127, and fits 16 bits alone.
+constexpr int32_t BYTE_OFFSET = 0;
+inline Register unsigned_bytes(Register x) { return x; }
+inline Register add_byte_dot(Register sums, Register weights, Register bytes) {
+  sums = _mm256_add_epi32(sums, wide(_mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(bytes, weights))));
+  asm("" : "+x"(sums));
+  return sums;
+}
 #endif
 inline Register add_words(Register x, Register y) { return _mm256_add_epi32(x, y); }
-// out += words * scale * factor, for the lanes of one register.
-inline void add_scaled(float* out, Register words, const bfloat16* scale, float factor) {
-  __m256 weight = _mm256_mul_ps(widened(_mm_loadu_si128((const __m128i*)scale)), _mm256_set1_ps(factor));
-  _mm256_storeu_ps(out, _mm256_fmadd_ps(_mm256_cvtepi32_ps(words), weight, _mm256_loadu_ps(out)));
+inline FloatRegister zero_floats() { return _mm256_setzero_ps(); }
+inline void store_floats(float* p, FloatRegister x) { _mm256_storeu_ps(p, x); }
+// The lanes of one register: the first eight, or the others.
+inline FloatRegister part_of(Floats x, int part) { return part ? x.b : x.a; }
+inline FloatRegister add_scaled(FloatRegister sum, FloatRegister x, float factor) {
+  return _mm256_fmadd_ps(x, _mm256_set1_ps(factor), sum);
+}
+inline FloatRegister add_scaled(FloatRegister sum, Register words, FloatRegister scale, float factor) {
+  return _mm256_fmadd_ps(_mm256_cvtepi32_ps(words), _mm256_mul_ps(scale, _mm256_set1_ps(factor)), sum);
 }
 
 #endif

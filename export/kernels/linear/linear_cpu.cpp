@@ -89,12 +89,12 @@ extern "C" AOTITorchError aoti_torch_cpu_norm_swiglu(AtenTensorHandle x_, AtenTe
 }
 
 extern "C" AOTITorchError aoti_torch_cpu_norm_linear_conv(AtenTensorHandle x_, AtenTensorHandle norm_, double eps,
-                                                          AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* minimum, AtenTensorHandle* bias, const char* form, AtenTensorHandle gates_, AtenTensorHandle conv_,
+                                                          AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* minimum, AtenTensorHandle* bias_, const char* form, AtenTensorHandle gates_, AtenTensorHandle conv_,
                                                           AtenTensorHandle state_, AtenTensorHandle positions,
                                                           AtenTensorHandle slots, AtenTensorHandle* mixed,
                                                           AtenTensorHandle* gated) {
   return guarded("norm_linear_conv", [&] {
-    Tensor x(x_), norm(norm_), taps(conv_), state(state_);
+    Tensor x(x_), norm(norm_), bias(bias_), taps(conv_), state(state_);
     Weight weight{Tensor(values), Tensor(scale), Tensor(minimum), form}, gates{Tensor(gates_), {}, {}, ""};
     int64_t rows = x.size(0), columns = weight.rows, channels = state.size(2);
     Result made_mixed({rows, columns}, x.dtype), made_gated({rows, gates.rows}, aoti_torch_dtype_float32());
@@ -103,7 +103,7 @@ extern "C" AOTITorchError aoti_torch_cpu_norm_linear_conv(AtenTensorHandle x_, A
     Convolution conv{taps.array(), state.array(), channels, taps.size(-1)};
     bool at_once = rows == 1;
     multiply(weight, normed(weight, x, norm, eps), [&](int64_t row, int64_t column, Floats y, int64_t count) {
-      out.store(row * columns + column, y, count);
+      out.store(row * columns + column, plus(y, bias, column, count), count);
       if (at_once && column < channels) conv.apply(out, runs, columns, column, std::min(count, channels - column));
     });
     if (!at_once) {

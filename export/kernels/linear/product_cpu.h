@@ -12,25 +12,37 @@
 
 namespace ostinato {
 
-enum class Format { FLOAT32, BFLOAT16, INT4 };
+// The integers, which come last, stand in groups: formats/ says what they mean.
+enum class Format { FLOAT32, BFLOAT16, INT4, INT4_MIN, INT8 };
 
 // A matrix [rows, columns]. Its first `panel_rows` rows stand in panels of LANES rows, the others one after the other.
 struct Weight {
   Format format;
   const char* values;
-  const bfloat16* scale;
+  const uint16_t *scale, *minimum;  // null if there are none
+  bool half_scale;                  // these are float16, not bfloat16
   int64_t rows, columns, group, panel_rows;
 
   // The matrix in the last two dimensions of `values`; the first one, if there are several. `form`: the format's name.
   Weight(const Tensor& values, const Tensor& scale, const Tensor& minimum, std::string_view form);
   Weight expert(int64_t index) const;
 
-  int64_t row_bytes() const { return format == Format::INT4 ? columns / 2 : columns * (format == Format::BFLOAT16 ? 2 : 4); }
+  bool integers() const { return format >= Format::INT4; }
+  int64_t groups() const { return integers() ? columns / group : 0; }
+  int64_t row_bytes() const {
+    if (format == Format::FLOAT32) return 4 * columns;
+    if (format == Format::BFLOAT16) return 2 * columns;
+    return format == Format::INT8 ? columns : columns / 2;
+  }
   // Blocks of LANES rows; the last one may have fewer.
   int64_t blocks() const { return (rows + LANES - 1) / LANES; }
   int64_t rows_of(int64_t block) const { return std::min(LANES, rows - block * LANES); }
   const char* values_of(int64_t block) const { return values + block * LANES * row_bytes(); }
-  const bfloat16* scale_of(int64_t block) const { return scale ? scale + block * LANES * (columns / group) : nullptr; }
+  const uint16_t* scale_of(int64_t block) const { return scale ? scale + block * LANES * groups() : nullptr; }
+  const uint16_t* minimum_of(int64_t block) const { return minimum ? minimum + block * LANES * groups() : nullptr; }
+  // LANES scales or minima, and a single one.
+  Floats load_scale(const uint16_t* p) const { return half_scale ? load((const float16*)p) : load((const bfloat16*)p); }
+  float one_scale(uint16_t x) const { return half_scale ? from_float16({x}) : from_bfloat16(x); }
 };
 
 // A block of a weight.
@@ -46,11 +58,13 @@ class Inputs {
   Inputs(const Weight& weight, int64_t rows, int64_t more = 0);
 
   int64_t rows() const { return rows_; }
+  // Whether these are what products with this weight need, too.
+  bool serve(const Weight& weight) const;
   // Write a row. It has one element for each column of the weight.
   void put(int64_t row, const float* x) { put(row, x, 0, columns_); }
   // Write `count` elements of a row from `begin` on, both multiples of the weight's groups.
   void put(int64_t row, const float* x, int64_t begin, int64_t count);
-  // Copy a row from other inputs, which were made for the same weight.
+  // Copy a row from other inputs, which serve the same weights.
   void take(int64_t row, const Inputs& from, int64_t from_row);
 
  private:
@@ -62,8 +76,10 @@ class Inputs {
   Scratch<float> floats_;
   Scratch<bfloat16> halves_;
   Scratch<int8_t> bytes_;
+  // Of each group of bytes: its scale, its sum times -1, and its sum times the scale.
   Scratch<float> scales_;
-  Scratch<int32_t> offsets_;
+  Scratch<int32_t> negative_sums_;
+  Scratch<float> moments_;
 };
 
 // Multiplies rows `begin` to `end` of x by the rows of one block of the weight: out [end - begin, LANES], with room for
@@ -111,7 +127,7 @@ void fill(Inputs& inputs, int64_t columns, const Load& load) {
   fill(inputs, columns, load, [] {});
 }
 
-// Rows that are multiplied with a block at a time. More with AMX: four-bit weights may be made bfloat16 again each time.
+// Rows that are multiplied with a block at a time. More with AMX: integers may be made bfloat16 again each time.
 #ifdef OSTINATO_AMX
 constexpr int64_t MAX_ROWS = 256;
 #else

@@ -1,0 +1,285 @@
+// Products of panels of integers (formats/) with inputs in bytes. Only product_cpu.cpp includes this file.
+#pragma once
+
+#include <cstring>
+
+#include "../tiles_cpu.h"
+#include "../vectors_cpu.h"
+#include "product_cpu.h"
+
+namespace ostinato {
+
+// Distance in bytes from what is multiplied to what is prefetched. The hardware's own prefetching ends at each page of 4 KB.
+constexpr int64_t AHEAD = 2048;
+
+inline int32_t word(const void* p) {
+  int32_t found;
+  std::memcpy(&found, p, 4);
+  return found;
+}
+
+inline void fetch(const void* p, int64_t ahead = AHEAD) { _mm_prefetch((const char*)p + ahead, _MM_HINT_T0); }
+
+// A panel of a weight, and what its thread reads afterwards.
+struct Panel {
+  const Weight& weight;
+  const char *values, *end;
+  const uint16_t *scale, *minimum;
+  Block next;
+
+  Panel(const Weight& weight, int64_t block, Block next)
+      : weight(weight),
+        values(weight.values_of(block)),
+        end(weight.values_of(block + 1)),
+        scale(weight.scale_of(block)),
+        minimum(weight.minimum_of(block)),
+        next(next) {}
+
+  // Distance in bytes from `at`, which is multiplied now, to what is prefetched: at the end of a panel, the next one.
+  int64_t ahead(const void* at) const {
+    return (const char*)at + AHEAD < end ? AHEAD : AHEAD + (next.weight->values_of(next.index) - end);
+  }
+  // Fetches the scales and minima of a group of the next panel.
+  void fetch_next(int64_t group) const {
+    if (scale) fetch(next.weight->scale_of(next.index) + group * LANES, 0);
+    if (minimum) fetch(next.weight->minimum_of(next.index) + group * LANES, 0);
+  }
+  Floats scale_of(int64_t group) const { return weight.load_scale(scale + group * LANES); }
+  Floats minimum_of(int64_t group) const { return weight.load_scale(minimum + group * LANES); }
+};
+
+// Rows of inputs in bytes. `stride`: from row to row of the bytes; of the others, there are `groups` in a row.
+struct ByteRows {
+  const int8_t* bytes;
+  const float *scales, *moments;
+  const int32_t* negative_sums;
+  int64_t stride, groups;
+};
+
+// Multiplies M rows of inputs by the rows of a panel: out [M, LANES].
+template <Format FORMAT, int M>
+void multiply_integers(const Panel& panel, const ByteRows& x, float* out) {
+  constexpr bool BYTES = FORMAT == Format::INT8;
+  constexpr int PARTS = LANES / REGISTER_LANES;
+  // What is to be subtracted from sums: 2^POWER times the sum of the inputs' bytes.
+  constexpr int POWER = FORMAT == Format::INT4 ? 3 : BYTES && BYTE_OFFSET ? 7 : -1;
+  static_assert(!BYTES || BYTE_OFFSET == 0 || BYTE_OFFSET == 1 << 7);
+  const int64_t group_size = panel.weight.group, group_bytes = group_size * LANES / (BYTES ? 1 : 2), groups = x.groups;
+  FloatRegister sums[PARTS][M];
+  for (int part = 0; part < PARTS; ++part)
+    for (int m = 0; m < M; ++m) sums[part][m] = zero_floats();
+  for (int64_t group = 0; group < groups; ++group) {
+    panel.fetch_next(group);
+    const char* values = panel.values + group * group_bytes;
+    int64_t distance = panel.ahead(values);
+    Floats scale = panel.scale_of(group), minimum;
+    if constexpr (FORMAT == Format::INT4_MIN) minimum = panel.minimum_of(group);
+    // One register of lanes after the other, so that only the sums of M rows fill the registers.
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; ++part) {
+      const char* from = values + part * REGISTER_LANES * 4;
+      const int8_t* bytes = x.bytes + group * group_size;
+      Register words[M];
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m)
+        words[m] = POWER < 0 ? all_words(0) : times_power(all_words(x.negative_sums[m * groups + group]), POWER);
+      for (int64_t k = 0; k < group_size; k += 32) {
+        if constexpr (BYTES) {
+#pragma GCC unroll 8
+          for (int i = 0; i < 32; i += 4, from += 64, bytes += 4) {
+            if (part == 0) fetch(from, distance);
+            Register weights = unsigned_bytes(load_register(from));
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m) words[m] = add_byte_dot(words[m], weights, all_words(word(bytes + m * x.stride)));
+          }
+        } else {
+#ifdef OSTINATO_NARROW_SUMS
+          Register pairs[M];
+          for (int m = 0; m < M; ++m) pairs[m] = all_words(0);
+#else
+          Register(&pairs)[M] = words;
+#endif
+#pragma GCC unroll 4
+          for (int i = 0; i < 32; i += 8, from += 64, bytes += 8) {
+            if (part == 0) fetch(from, distance);
+            Register both = load_register(from), nibbles = low_nibbles(both);
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m) pairs[m] = add_dot(pairs[m], nibbles, all_words(word(bytes + m * x.stride)));
+            nibbles = high_nibbles(both);
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m) pairs[m] = add_dot(pairs[m], nibbles, all_words(word(bytes + m * x.stride + 4)));
+          }
+#ifdef OSTINATO_NARROW_SUMS
+#pragma GCC unroll 16
+          for (int m = 0; m < M; ++m) words[m] = add_words(words[m], wide(pairs[m]));
+#endif
+        }
+      }
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) {
+        FloatRegister& sum = sums[part][m];
+        sum = add_scaled(sum, words[m], part_of(scale, part), x.scales[m * groups + group]);
+        if constexpr (FORMAT == Format::INT4_MIN)
+          sum = add_scaled(sum, part_of(minimum, part), x.moments[m * groups + group]);
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m)
+    for (int part = 0; part < PARTS; ++part) store_floats(out + m * LANES + part * REGISTER_LANES, sums[part][m]);
+}
+
+// The product of one row of inputs with row `n` of a weight, which stands outside of panels.
+inline float multiply_integers_outside(const Weight& weight, int64_t n, const ByteRows& x) {
+  const char* values = weight.values + n * weight.row_bytes();
+  const bool bytes = weight.format == Format::INT8;
+  const int offset = weight.format == Format::INT4 ? 8 : 0;
+  float total = 0;
+  for (int64_t group = 0; group < x.groups; ++group) {
+    int32_t dot = 0;
+    for (int64_t k = group * weight.group; k < (group + 1) * weight.group; ++k) {
+      uint8_t both = uint8_t(bytes ? 0 : values[k / 64 * 32 + k % 32]);
+      dot += (bytes ? int8_t(values[k]) : (k % 64 < 32 ? both & 15 : both >> 4) - offset) * x.bytes[k];
+    }
+    int64_t at = n * x.groups + group;
+    total += float(dot) * weight.one_scale(weight.scale[at]) * x.scales[group];
+    if (weight.minimum) total += weight.one_scale(weight.minimum[at]) * x.moments[group];
+  }
+  return total;
+}
+
+#ifdef OSTINATO_AMX
+// Converts a panel of integers to a panel of bfloat16.
+inline void widen_panel(const Panel& panel, bfloat16* out) {
+  const Weight& weight = panel.weight;
+  const bool bytes = weight.format == Format::INT8;
+  const char* from = panel.values;
+  __m512 numbers = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  if (weight.format == Format::INT4) numbers = _mm512_sub_ps(numbers, _mm512_set1_ps(8));
+  auto put = [&](int64_t at, Floats even, Floats odd) {
+    _mm512_storeu_si512(out + at * LANES, in_pairs((__m512i)_mm512_cvtne2ps_pbh(odd.v, even.v)));
+  };
+  for (int64_t group = 0; group < weight.columns / weight.group; ++group) {
+    Floats scale = panel.scale_of(group), least = weight.minimum ? panel.minimum_of(group) : zeros();
+    for (int64_t k = 0; bytes && k < weight.group; k += 4, from += 64, out += 4 * LANES) {
+      __m512i four = _mm512_loadu_si512(from);
+      auto number = [&](int place) {
+        __m512i word = _mm512_srai_epi32(_mm512_sllv_epi32(four, _mm512_set1_epi32(24 - 8 * place)), 24);
+        return Floats{_mm512_cvtepi32_ps(word)} * scale;
+      };
+      put(0, number(0), number(1));
+      put(2, number(2), number(3));
+    }
+    for (int64_t k = 0; !bytes && k < weight.group; k += 8, from += 64, out += 8 * LANES) {
+      __m512i both = _mm512_loadu_si512(from);
+      // No mask is needed after the shift: the permutation uses only the low four bits of a lane.
+      auto number = [&](int shift) {
+        __m512i word = _mm512_srlv_epi32(both, _mm512_set1_epi32(shift));
+        return fma(Floats{_mm512_permutexvar_ps(word, numbers)}, scale, least);
+      };
+      put(0, number(0), number(8));
+      put(2, number(16), number(24));
+      put(4, number(4), number(12));
+      put(6, number(20), number(28));
+    }
+  }
+}
+
+// Multiplies COUNT tiles of rows by a panel of int4 or int8, in groups that fill a tile's row. The tiles' sums are integers,
+// which become floats after each group.
+//
+// A tile is loaded from memory. The load waits until earlier stores to this memory have left the processor's queue of
+// stores. So the nibbles of a weight are unpacked one part before they are loaded (two parts before made no difference), and
+// a group's sums become floats while the next group is multiplied. Bytes are loaded as they stand in the panel.
+template <Format FORMAT, int COUNT>
+void multiply_byte_tiles(const Panel& panel, const ByteRows& x, float* out) {
+  constexpr bool BYTES = FORMAT == Format::INT8;
+  constexpr int64_t PART = TILE_BYTES * LANES, PART_BYTES = BYTES ? PART : PART / 2;
+  const int64_t groups = x.groups, tile_bytes = TILE_ROWS * x.stride;
+  const int64_t parts = panel.weight.columns / TILE_BYTES, together = panel.weight.group / TILE_BYTES;
+  const int8_t* in = x.bytes;
+  alignas(64) uint8_t bytes[2][BYTES ? 1 : PART];
+  alignas(64) int32_t words[2][COUNT][TILE_ROWS * LANES];
+  Floats sums[COUNT][TILE_ROWS];
+  for (int tile = 0; tile < COUNT; ++tile)
+    for (int m = 0; m < TILE_ROWS; ++m) sums[tile][m] = zeros();
+  // A number n, stored as n + 8 in four bits, becomes 16 n in eight bits.
+  auto signed_bytes = [](__m512i nibbles) {
+    return _mm512_ternarylogic_epi32(nibbles, _mm512_set1_epi8(-16), _mm512_set1_epi8(-128), 0x6A);
+  };
+  // Makes a part of the panel ready for a tile, and returns where it is.
+  auto prepared = [&](int64_t part) -> const void* {
+    const char* from = panel.values + part * PART_BYTES;
+    uint8_t* to = bytes[part % 2];
+    int64_t distance = panel.ahead(from);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < PART_BYTES; i += 64) {
+      fetch(from + i, distance);
+      if constexpr (BYTES) continue;
+      __m512i both = _mm512_loadu_si512(from + i);
+      _mm512_store_si512(to + 2 * i, signed_bytes(_mm512_slli_epi16(both, 4)));
+      _mm512_store_si512(to + 2 * i + 64, signed_bytes(both));
+    }
+    return BYTES ? (const void*)from : to;
+  };
+  auto add = [&](int64_t group) {
+    Floats factor = panel.scale_of(group) * broadcast(BYTES ? 1 : 1 / 16.f);
+#pragma GCC unroll 4
+    for (int tile = 0; tile < COUNT; ++tile)
+#pragma GCC unroll 16
+      for (int m = 0; m < TILE_ROWS; ++m) {
+        Floats whole = {_mm512_cvtepi32_ps(_mm512_load_si512(words[group % 2][tile] + m * LANES))};
+        sums[tile][m] = fma(whole, factor * broadcast(x.scales[(tile * TILE_ROWS + m) * groups + group]), sums[tile][m]);
+      }
+  };
+  const void* weights = prepared(0);
+  for (int64_t group = 0, part = 0; group < groups; ++group) {
+    panel.fetch_next(group);
+    _tile_zero(0);
+    if constexpr (COUNT > 1) _tile_zero(1);
+    if constexpr (COUNT > 2) _tile_zero(2);
+    if constexpr (COUNT > 3) _tile_zero(3);
+    for (int64_t end = part + together; part < end; ++part, in += TILE_BYTES) {
+      asm volatile("" ::: "memory");
+      _tile_loadd(4, weights, TILE_BYTES);
+      _tile_loadd(5, in, x.stride);
+      _tile_dpbssd(0, 5, 4);
+      if constexpr (COUNT > 1) {
+        _tile_loadd(6, in + tile_bytes, x.stride);
+        _tile_dpbssd(1, 6, 4);
+      }
+      if constexpr (COUNT > 2) {
+        _tile_loadd(7, in + 2 * tile_bytes, x.stride);
+        _tile_dpbssd(2, 7, 4);
+      }
+      if constexpr (COUNT > 3) {
+        _tile_loadd(5, in + 3 * tile_bytes, x.stride);
+        _tile_dpbssd(3, 5, 4);
+      }
+      if (part + 1 < parts) weights = prepared(part + 1);
+    }
+    if (group) add(group - 1);
+    _tile_stored(0, words[group % 2][0], TILE_BYTES);
+    if constexpr (COUNT > 1) _tile_stored(1, words[group % 2][1], TILE_BYTES);
+    if constexpr (COUNT > 2) _tile_stored(2, words[group % 2][2], TILE_BYTES);
+    if constexpr (COUNT > 3) _tile_stored(3, words[group % 2][3], TILE_BYTES);
+  }
+  add(groups - 1);
+  for (int tile = 0; tile < COUNT; ++tile)
+    for (int m = 0; m < TILE_ROWS; ++m) store(out + (tile * TILE_ROWS + m) * LANES, sums[tile][m]);
+}
+
+// `multiply_byte_tiles` for up to four tiles of rows.
+template <Format FORMAT>
+void multiply_byte_tiles(const Panel& panel, const ByteRows& x, int64_t rows, float* out) {
+  if (rows > 3 * TILE_ROWS)
+    multiply_byte_tiles<FORMAT, 4>(panel, x, out);
+  else if (rows > 2 * TILE_ROWS)
+    multiply_byte_tiles<FORMAT, 3>(panel, x, out);
+  else if (rows > TILE_ROWS)
+    multiply_byte_tiles<FORMAT, 2>(panel, x, out);
+  else
+    multiply_byte_tiles<FORMAT, 1>(panel, x, out);
+}
+#endif
+
+}  // namespace ostinato
