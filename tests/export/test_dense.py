@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ostinato.delegate import load_program
 from ostinato.export import Quantization, export_model
-from ostinato.export.models import build_network, read_config
+from ostinato.export.models import build_network, open_gguf, read_config
 from ostinato.export.weights.stream import QuantizedWeights, materialise
 from ostinato.runner import Engine
 from ostinato.runner.cli import main
@@ -120,3 +120,35 @@ def test_a_gguf_file_from_the_command_line(tmp_path: Path, capfd: pytest.Capture
         found = list(engine.generate_tokens(prompt, max_new_tokens=8, ignore_eos=True))
     text = prompt + found
     assert found == reference.logits(torch.tensor([text[:-1]]))[len(prompt) - 1 :].argmax(1).tolist()
+
+
+def test_a_gguf_file_as_it_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its integers go into the artifact, in formats that differ between layers and inside a projection. A recompilation knows
+    them, too."""
+    reference = make_dense(tmp_path / "checkpoint", {**CASES["llama-tied"], "vocab_size": 112})
+    kinds = {"blk.0.attn_v": "Q8_0", "attn": "Q4_0", "blk.1.ffn_down": "Q8_0", "ffn": "Q4_1", "token_embd": "Q8_0"}
+    path = tmp_path / "model.gguf"
+    write_gguf(path, reference.model, "llama", {"norm": "F32", **kinds})
+    tensors = open_gguf(path).tensors
+    for name, parameter in reference.model.named_parameters():
+        parameter.copy_(tensors.read(name).float())
+    tokens = reference.tokens(70)
+    expected = reference.logits(tokens)[64:]
+    artifact = tmp_path / "artifact"
+    with only_methods("prefill", "decode"):
+        assert main(["export", "--model", str(path), "--output", str(artifact), "--max-seq-len", "80"]) == 0
+        error = capfd.readouterr().err
+        assert "in Q4_0 -> int4 g32; " in error and "in Q4_1 -> int4_min g32; " in error
+        assert main(["recompile", str(artifact), "--output", str(tmp_path / "again")]) == 0
+    with only_methods("prefill", "decode"):
+        assert main(["export", "--model", str(path), "--output", str(tmp_path / "plain"), "--dtype", "float32"]) == 0
+    assert "in Q4_0 -> float32" in capfd.readouterr().err
+    assert (
+        sum(file.stat().st_size for file in artifact.glob("*.ptd"))
+        < 0.35 * (tmp_path / "plain/model.ptd").stat().st_size
+    )
+    # Products round their inputs to 8 bits, and everything else to bfloat16.
+    for name, bound in (("artifact", 4e-2), ("again", 4e-2), ("plain", 1e-4)):
+        with load_program(tmp_path / name) as program:
+            found = errors([logits.cpu() for logits in converse(program, tokens, 65, GRAPH)], expected)
+            assert max(found) < bound, name
