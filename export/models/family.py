@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Family:
         names: names of a checkpoint's tensors, and which of them become one parameter here.
         spreads: distributions of random weights.
         methods: function from the network to the methods of its program.
-        gguf: form of the family's GGUF files; None: they are not read.
+        gguf: model type -> form of its GGUF files. Those of other types are not read.
     """
 
     model_types: tuple[str, ...]
@@ -46,7 +46,7 @@ class Family:
     names: CheckpointNames
     spreads: DummySpreads
     methods: Callable[[LanguageModel], dict[str, Chain]] = language_model_methods
-    gguf: GgufForm | None = None
+    gguf: Mapping[str, GgufForm] = field(default_factory=dict)
 
     def checkpoint_weights(self, network: LanguageModel, checkpoint: Path) -> CheckpointWeights:
         """The weights of a checkpoint, a folder or a GGUF file, for `network`. Names and shapes are checked here.
@@ -54,14 +54,13 @@ class Family:
         Raises:
             CheckpointError: see `CheckpointWeights` and `read_gguf`.
         """
+        names = self.names
         if checkpoint.is_file():
-            assert self.gguf is not None
-            source: TensorSource = read_gguf(checkpoint, {self.model_types[0]: self.gguf}).tensors
+            source: TensorSource = read_gguf(checkpoint, self.gguf).tensors
+            names = names.with_whole_norms()
         else:
             source = SafetensorsFolder(checkpoint)
-        return CheckpointWeights(
-            source, checkpoint, float_shapes(network), network.config.tie_word_embeddings, self.names
-        )
+        return CheckpointWeights(source, checkpoint, float_shapes(network), network.config.tie_word_embeddings, names)
 
     def dummy_weights(
         self, network: LanguageModel, device: torch.device, dtype: torch.dtype | None = None, seed: int = 0

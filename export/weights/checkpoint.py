@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -43,7 +43,8 @@ class CheckpointNames:
     Attributes:
         stacked: our module -> the checkpoint's modules whose rows it stacks, in this order.
         experts: our parameter that holds all experts -> the modules of one expert in the checkpoint, in this order. A
-            checkpoint has either the parameter itself, or `<parent>.<index>.<module>.weight` for each expert.
+            checkpoint has either the parameter itself, or `<parent>.<module>.weight` with all experts of each module, or
+            `<parent>.<index>.<module>.weight` for each expert.
         renamed: (beginning of names in some checkpoints, what our network has in its place).
         skipped: pattern for the names of tensors that a text model does not use.
         offsets: pattern for our names of norms whose weights a checkpoint stores as offsets from one.
@@ -61,6 +62,10 @@ class CheckpointNames:
     def canonical(self, name: str) -> str:
         """Return the name with `renamed` applied: the same name for all checkpoints."""
         return name.replace(*self.renamed, 1) if self.renamed[0] else name
+
+    def with_whole_norms(self) -> CheckpointNames:
+        """Return the same names for a checkpoint that stores no norms as offsets."""
+        return replace(self, offsets=_NONE)
 
 
 class CheckpointWeights:
@@ -118,7 +123,9 @@ class CheckpointWeights:
         """Return the parameter on the CPU, in its shape before quantisation and in the checkpoint's dtype; in float32 if one
         is added to it."""
         parts = [self._source.read(self._stored[part]) for part in self._parts[name]]
-        value = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self._shapes[name])
+        # Rows are the last dimension but one: modules with all experts are [E, N, K].
+        rows = max(0, parts[0].dim() - 2)
+        value = (parts[0] if len(parts) == 1 else torch.cat(parts, rows)).view(self._shapes[name])
         return 1 + value.float() if self._names.offsets.search(name) else value
 
     def _find(self, name: str, shape: tuple[int, ...], tied: bool) -> list[str]:
@@ -131,9 +138,16 @@ class CheckpointWeights:
             return [f"{parent}.{part}.{last}" for part in names.stacked[module]]
         if name in self._stored:
             return [name]
+        if last in names.experts and self._all_experts(name)[0] in self._stored:
+            return self._all_experts(name)
         if last in names.experts and prefix in self._expert_indices:
             return self._expert_names(name, shape[0])
         return [names.embedding] if tied and name == names.head else [name]
+
+    def _all_experts(self, name: str) -> list[str]:
+        """Return the names of the tensors that a parameter of experts is in, if each module has all experts in one."""
+        prefix, _, last = name.rpartition(".")
+        return [f"{prefix}.{part}.weight" for part in self._names.experts[last]]
 
     def _expert_names(self, name: str, count: int) -> list[str]:
         """Return the names of the tensors that a parameter of `count` experts stacks, in order.
@@ -163,6 +177,8 @@ class CheckpointWeights:
         last = name.rpartition(".")[2]
         if last in self._names.experts and parts != [name]:
             of_one = (expected[1] // len(self._names.experts[last]), expected[2])
+            if parts == self._all_experts(name):
+                of_one = (expected[0], *of_one)
             for part, shape in zip(parts, shapes, strict=True):
                 _check_shape(part, shape, of_one)
         elif len(parts) == 1:

@@ -10,7 +10,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -203,19 +203,80 @@ def _parts_of(path: Path) -> list[Path]:
     return [path.parent / name for name in names]
 
 
+@dataclass(frozen=True)
+class Order:
+    """An order of rows or columns that two loops are exchanged in: the file counts them as [outer, n, inner, size], and the
+    checkpoint as [outer, inner, n, size]. n is what is left of their number.
+
+    Attributes:
+        inner, outer: counts, see above.
+        size: number of neighbours that stay together.
+        first: number of rows or columns before these, which stay in their places.
+    """
+
+    inner: int
+    outer: int = 1
+    size: int = 1
+    first: int = 0
+
+    def keeps(self, block: int) -> bool:
+        """Whether blocks of so many neighbours stay together, such as those that have a scale in common."""
+        return self.size % block == 0 and self.first % block == 0
+
+    def restore(self, value: Tensor, dim: int, block: int = 1) -> Tensor:
+        """Put a dimension into the checkpoint's order. It counts rows or columns, or blocks of `block` of them."""
+        assert self.keeps(block)
+        first, rest = value.tensor_split((self.first // block,), dim)
+        loops = rest.unflatten(dim, (self.outer, -1, self.inner, self.size // block))
+        moved = loops.transpose(dim + 1, dim + 2).flatten(dim, dim + 3)
+        return torch.cat((first, moved), dim) if self.first else moved
+
+
+@dataclass(frozen=True)
+class Change:
+    """The way from a tensor in the file to the checkpoint's.
+
+    Attributes:
+        rows, columns: the file's order of the first dimension and of the last one; None: it is the checkpoint's.
+        values: function from the file's values to the checkpoint's; None: they are equal.
+        shape: the checkpoint's shape, where the file may lack dimensions of one element; None: the file has it.
+    """
+
+    rows: Order | None = None
+    columns: Order | None = None
+    values: Callable[[Tensor], Tensor] | None = None
+    shape: tuple[int, ...] | None = None
+
+    def apply(self, value: Tensor) -> Tensor:
+        if self.rows is not None:
+            value = self.rows.restore(value, 0)
+        if self.columns is not None:
+            value = self.columns.restore(value, value.dim() - 1)
+        if self.values is not None:
+            value = self.values(value)
+        return value.view(self.shaped(tuple(value.shape)))
+
+    def shaped(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the checkpoint's shape if it is that of the file but for dimensions of one element; else the file's."""
+        same = self.shape is not None and [n for n in self.shape if n != 1] == [n for n in stored if n != 1]
+        return self.shape if same and self.shape is not None else stored
+
+
+_AS_IT_IS = Change()
+
+
 class GgufTensors:
     """The tensors of a GGUF file under the names that transformers has for them.
 
     Args:
         file: an open file.
         names: name of a tensor in the file -> transformers' name. The file's other tensors are left out.
-        heads: end of transformers' name of a module -> number of heads, for projections whose rows the file has in another
-            order: in each head, the elements that are rotated together are neighbours there, and half a head apart here.
+        changes: end of transformers' name -> how to make the checkpoint's tensor; others are as the file has them.
     """
 
-    def __init__(self, file: GgufFile, names: Mapping[str, str], heads: Mapping[str, int]) -> None:
+    def __init__(self, file: GgufFile, names: Mapping[str, str], changes: Mapping[str, Change]) -> None:
         self._file = file
-        self._heads = heads
+        self._changes = changes
         self._stored = {wanted: name for name, wanted in names.items()}
         if len(self._stored) < len(names):
             raise CheckpointError(f"{file.path} is damaged: two of its tensors have one meaning")
@@ -228,12 +289,7 @@ class GgufTensors:
 
     def read(self, name: str) -> Tensor:
         """Return the tensor on the CPU; float32 if the file has it quantised."""
-        value = self._file.read(self._stored[name])
-        module = name.rpartition(".")[0]
-        heads = next((count for end, count in self._heads.items() if module.endswith(end)), None)
-        if heads is None:
-            return value
-        return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+        return self._change(name).apply(self._file.read(self._stored[name]))
 
     def dtype(self, name: str) -> str:
         """Return the dtype of what `read` gives, as safetensors calls it."""
@@ -241,7 +297,10 @@ class GgufTensors:
         return kind if kind in FLOATS else "F32"
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file.tensors[self._stored[name]].shape
+        return self._change(name).shaped(self._file.tensors[self._stored[name]].shape)
+
+    def _change(self, name: str) -> Change:
+        return next((change for end, change in self._changes.items() if name.endswith(end)), _AS_IT_IS)
 
 
 class _Reader:
