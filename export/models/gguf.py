@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ostinato.delegate.artifact.names import CONFIG_FILE
 from ostinato.delegate.errors import CheckpointError
 from ostinato.delegate.memory import size_text
-from ostinato.export.weights.sources.gguf import FLOATS, Change, GgufFile, GgufTensors, Order
+from ostinato.export.weights.sources.gguf import FLOATS, GgufChange, GgufFile, GgufOrder, GgufTensors
 
 from .config import MAX_COUNT, MAX_SIZE, short
 from .gguf_tokenizer import write_tokenizer
@@ -56,7 +58,7 @@ def dense_config(file: GgufFile, shared: Config) -> Config:
     return shared
 
 
-def no_changes(config: Config) -> Mapping[str, Change]:
+def no_changes(config: Config) -> Mapping[str, GgufChange]:
     return {}
 
 
@@ -81,7 +83,7 @@ class GgufForm:
     permuted: bool = False
     parts: Mapping[str, str] = field(default_factory=dict)
     config: Callable[[GgufFile, Config], Config] = dense_config
-    changes: Callable[[Config], Mapping[str, Change]] = no_changes
+    changes: Callable[[Config], Mapping[str, GgufChange]] = no_changes
 
 
 @dataclass(frozen=True)
@@ -152,12 +154,12 @@ def size_setting(file: GgufFile, name: str, maximum: int = MAX_SIZE) -> int:
     return int(value)
 
 
-def _rotated(form: GgufForm, config: Config) -> dict[str, Change]:
+def _rotated(form: GgufForm, config: Config) -> dict[str, GgufChange]:
     if not form.permuted:
         return {}
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    orders = {module: Order(inner=2, outer=count) for module, count in heads.items()}
-    return {f".{module}.{kind}": Change(rows=order) for module, order in orders.items() for kind in _KINDS}
+    orders = {module: GgufOrder(inner=2, outer=count) for module, count in heads.items()}
+    return {f".{module}.{kind}": GgufChange(rows=order) for module, order in orders.items() for kind in _KINDS}
 
 
 def _named(name: str, form: GgufForm, predicting: Container[str]) -> str:
@@ -217,7 +219,7 @@ def _shared(file: GgufFile, model_type: str) -> Config:
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "intermediate_size": get("feed_forward_length"),
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": _decimal(get("attention.layer_norm_rms_epsilon")),
         "rope_parameters": _rope(file),
         "max_position_embeddings": min(positions, window) if _is_size(positions) and _is_size(window) else positions,
         "sliding_window": None,
@@ -229,6 +231,14 @@ def _shared(file: GgufFile, model_type: str) -> Config:
 
 def _is_size(value: object) -> bool:
     return type(value) is int and value > 0
+
+
+def _decimal(value: object) -> object:
+    """The shortest number of which a float32 in the metadata is the nearest one: 1e-06, as in a config.json."""
+    if not isinstance(value, float):
+        return value
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value)))
 
 
 def _rope(file: GgufFile) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate.errors import CheckpointError
-from ostinato.export.weights.sources.gguf import Change, GgufFile, Order
+from ostinato.export.weights.sources.gguf import GgufChange, GgufFile, GgufOrder
 
 from .config import short
 from .gguf import Config, GgufForm, architecture, setting, size_setting
@@ -61,7 +61,7 @@ def _config(file: GgufFile, shared: Config) -> Config:
         "full_attention_interval": setting(file, "full_attention_interval"),
         # The converter writes all that a checkpoint has; llama.cpp reads those of queries, keys and values.
         "attention_bias": any(name.endswith(".attn_q.bias") for name in file.tensors),
-        "rope_parameters": {**shared["rope_parameters"], "partial_rotary_factor": _rotary_factor(file)},
+        "rope_parameters": {**shared["rope_parameters"], "partial_rotary_factor": _rotated_part(file)},
         "linear_num_key_heads": size_setting(file, "ssm.group_count"),
         "linear_num_value_heads": value_heads,
         "linear_key_head_dim": size_setting(file, "ssm.state_size"),
@@ -99,32 +99,37 @@ def _layer_types(file: GgufFile, layers: int) -> list[str] | None:
     return ["linear_attention" if one else "full_attention" for one in recurrent[:layers]]
 
 
-def _rotary_factor(file: GgufFile) -> float:
-    """The fraction of a head that is rotated; its product with the head's size must not be rounded down."""
+def _rotated_part(file: GgufFile) -> float:
     head_dim = size_setting(file, "attention.key_length")
     if setting(file, "rope.dimension_count") is None:
         return 1.0
-    rotated = size_setting(file, "rope.dimension_count")
+    return factor_of(size_setting(file, "rope.dimension_count"), head_dim)
+
+
+def factor_of(rotated: int, head_dim: int) -> float:
+    """The fraction of a head that is rotated, such that its product with the head's size is not rounded down."""
     factor = rotated / head_dim
     return factor if int(factor * head_dim) == rotated else math.nextafter(factor, math.inf)
 
 
-def _changes(config: Config) -> Mapping[str, Change]:
+def _changes(config: Config) -> Mapping[str, GgufChange]:
     keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
     size, values = config["linear_value_head_dim"], config["linear_num_value_heads"] * config["linear_value_head_dim"]
-    heads = Order(inner=config["linear_num_key_heads"])
-    elements = Order(inner=config["linear_num_key_heads"], size=size)
-    channels = Order(inner=config["linear_num_key_heads"], size=size, first=keys)
+    heads = GgufOrder(inner=config["linear_num_key_heads"])
+    elements = GgufOrder(inner=config["linear_num_key_heads"], size=size)
+    channels = GgufOrder(inner=config["linear_num_key_heads"], size=size, first=keys)
     return {
-        ".linear_attn.in_proj_qkv.weight": Change(rows=channels),
-        ".linear_attn.conv1d.weight": Change(rows=channels, shape=(keys + values, 1, config["linear_conv_kernel_dim"])),
-        ".linear_attn.in_proj_z.weight": Change(rows=elements),
-        ".linear_attn.out_proj.weight": Change(columns=elements),
-        ".linear_attn.in_proj_b.weight": Change(rows=heads),
-        ".linear_attn.in_proj_a.weight": Change(rows=heads),
-        ".linear_attn.dt_bias": Change(rows=heads),
-        ".linear_attn.A_log": Change(rows=heads, values=_log_of_decay),
-        ".shared_expert_gate.weight": Change(shape=(1, config["hidden_size"])),
+        ".linear_attn.in_proj_qkv.weight": GgufChange(rows=channels),
+        ".linear_attn.conv1d.weight": GgufChange(
+            rows=channels, shape=(keys + values, 1, config["linear_conv_kernel_dim"])
+        ),
+        ".linear_attn.in_proj_z.weight": GgufChange(rows=elements),
+        ".linear_attn.out_proj.weight": GgufChange(columns=elements),
+        ".linear_attn.in_proj_b.weight": GgufChange(rows=heads),
+        ".linear_attn.in_proj_a.weight": GgufChange(rows=heads),
+        ".linear_attn.dt_bias": GgufChange(rows=heads),
+        ".linear_attn.A_log": GgufChange(rows=heads, values=_log_of_decay),
+        ".shared_expert_gate.weight": GgufChange(shape=(1, config["hidden_size"])),
     }
 
 

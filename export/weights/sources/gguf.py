@@ -204,7 +204,7 @@ def _parts_of(path: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Order:
+class GgufOrder:
     """An order of rows or columns that two loops are exchanged in: the file counts them as [outer, n, inner, size], and the
     checkpoint as [outer, inner, n, size]. n is what is left of their number.
 
@@ -233,7 +233,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Change:
+class GgufChange:
     """The way from a tensor in the file to the checkpoint's.
 
     Attributes:
@@ -242,8 +242,8 @@ class Change:
         shape: the checkpoint's shape, where the file may lack dimensions of one element; None: the file has it.
     """
 
-    rows: Order | None = None
-    columns: Order | None = None
+    rows: GgufOrder | None = None
+    columns: GgufOrder | None = None
     values: Callable[[Tensor], Tensor] | None = None
     shape: tuple[int, ...] | None = None
 
@@ -262,7 +262,7 @@ class Change:
         return self.shape if same and self.shape is not None else stored
 
 
-_AS_IT_IS = Change()
+_AS_IT_IS = GgufChange()
 
 
 class GgufTensors:
@@ -274,7 +274,7 @@ class GgufTensors:
         changes: end of transformers' name -> how to make the checkpoint's tensor; others are as the file has them.
     """
 
-    def __init__(self, file: GgufFile, names: Mapping[str, str], changes: Mapping[str, Change]) -> None:
+    def __init__(self, file: GgufFile, names: Mapping[str, str], changes: Mapping[str, GgufChange]) -> None:
         self._file = file
         self._changes = changes
         self._stored = {wanted: name for name, wanted in names.items()}
@@ -299,7 +299,7 @@ class GgufTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._change(name).shaped(self._file.tensors[self._stored[name]].shape)
 
-    def _change(self, name: str) -> Change:
+    def _change(self, name: str) -> GgufChange:
         return next((change for end, change in self._changes.items() if name.endswith(end)), _AS_IT_IS)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ostinato.delegate.errors import CheckpointError
-from ostinato.export.weights.sources.gguf import FLOATS, TYPES, GgufFile
+from ostinato.export.weights.sources.gguf import FLOATS, TYPES, GgufChange, GgufFile, GgufOrder
 
 from ..gguf_files import dequantised, random_blocks
 
@@ -60,6 +60,40 @@ def test_floats_keep_their_bits(tmp_path: Path, kind: str) -> None:
     data = value.view(torch.uint8 if kind == "BF16" else value.dtype).numpy()
     found = GgufFile(write(tmp_path / "file.gguf", {"x": (data, kind)})).read("x")
     assert found.dtype == value.dtype and torch.equal(found, value)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [GgufOrder(3), GgufOrder(2, outer=4), GgufOrder(2, outer=3, size=4, first=8), GgufOrder(1, size=8)],
+    ids=str,
+)
+def test_orders(order: GgufOrder) -> None:
+    """The file counts rows or columns as [outer, n, inner, size]; blocks that stay together can be moved as such."""
+    count = order.first + order.outer * 5 * order.inner * order.size
+    elements = torch.arange(count)
+    expected = [
+        order.first + ((outer * 5 + n) * order.inner + inner) * order.size + element
+        for outer in range(order.outer)
+        for inner in range(order.inner)
+        for n in range(5)
+        for element in range(order.size)
+    ]
+    found = order.restore(elements, 0)
+    assert found.tolist() == [*range(order.first), *expected]
+    table = torch.randn(3, count)
+    assert torch.equal(order.restore(table, 1), table[:, found])
+    for block in (1, 2, 4, 8):
+        if order.keeps(block):
+            assert torch.equal(order.restore(elements.view(-1, block), 0, block).flatten(), found)
+        else:
+            assert order.size % block or order.first % block
+
+
+def test_changes() -> None:
+    table = torch.arange(24).view(4, 6)
+    change = GgufChange(rows=GgufOrder(2), columns=GgufOrder(3), values=torch.neg, shape=(4, 1, 6))
+    assert torch.equal(change.apply(table), -table[[0, 2, 1, 3]][:, [0, 3, 1, 4, 2, 5]].unsqueeze(1))
+    assert [change.shaped(shape) for shape in ((4, 6), (4, 6, 1), (6, 4))] == [(4, 1, 6), (4, 1, 6), (6, 4)]
 
 
 def test_metadata(sound: Path) -> None:
