@@ -45,14 +45,14 @@ Config = dict[str, Any]
 
 def dense_config(file: GgufFile, shared: Config) -> Config:
     """The config of a dense decoder, of which all elements of a head are rotated: what all families have."""
-    if setting(file, "expert_count"):
+    if file.setting("expert_count"):
         raise CheckpointError(
-            f"{file.path} is a mixture of experts; of architecture {architecture(file)!r} dense models are read"
+            f"{file.path} is a mixture of experts; of architecture {file.architecture!r} dense models are read"
         )
-    rotated = setting(file, "rope.dimension_count")
+    rotated = file.setting("rope.dimension_count")
     if _is_size(rotated) and rotated != shared["head_dim"]:
         raise CheckpointError(
-            f"{file.path}: {architecture(file)}.rope.dimension_count is {rotated}; supported is the head's size, "
+            f"{file.path}: {file.architecture}.rope.dimension_count is {rotated}; supported is the head's size, "
             f"{shared['head_dim']}"
         )
     return shared
@@ -125,32 +125,23 @@ def read_gguf(path: Path, forms: Mapping[str, GgufForm]) -> GgufModel:
         CheckpointError: the file is no GGUF file, is damaged, or is of an architecture or a type that is not supported.
     """
     file = GgufFile(path)
-    model_type = next((name for name, form in forms.items() if form.architecture == architecture(file)), None)
+    model_type = next((name for name, form in forms.items() if form.architecture == file.architecture), None)
     if model_type is None:
         known = ", ".join(form.architecture for form in forms.values())
-        raise CheckpointError(f"unsupported architecture {short(architecture(file))} in {path}; supported are: {known}")
+        raise CheckpointError(f"unsupported architecture {short(file.architecture)} in {path}; supported are: {known}")
     form = forms[model_type]
     settings = form.config(file, _shared(file, model_type))
     config = {name: value for name, value in settings.items() if value is not None or name == "sliding_window"}
-    predicting = {str(layer) for layer in range(config["num_hidden_layers"], setting(file, "block_count"))}
+    predicting = {str(layer) for layer in range(config["num_hidden_layers"], file.setting("block_count"))}
     names = {name: _named(name, form, predicting) for name in file.tensors if name != _DIVISORS}
     return GgufModel(file, config, GgufTensors(file, names, {**_rotated(form, config), **form.changes(config)}))
 
 
-def architecture(file: GgufFile) -> Any:
-    return file.metadata.get("general.architecture")
-
-
-def setting(file: GgufFile, name: str) -> Any:
-    """A value of the metadata by its name behind the architecture's; None if it is absent."""
-    return file.metadata.get(f"{architecture(file)}.{name}")
-
-
 def size_setting(file: GgufFile, name: str, maximum: int = MAX_SIZE) -> int:
     """A size in the metadata. Raises CheckpointError if it is absent, or not from 1 to `maximum`."""
-    value = setting(file, name)
+    value = file.setting(name)
     if not _is_size(value) or value > maximum:
-        raise CheckpointError(f"{file.path}: {architecture(file)}.{name} must be 1 to {maximum}, got {short(value)}")
+        raise CheckpointError(f"{file.path}: {file.architecture}.{name} must be 1 to {maximum}, got {short(value)}")
     return int(value)
 
 
@@ -184,16 +175,13 @@ def _named(name: str, form: GgufForm, predicting: Container[str]) -> str:
 
 def _shared(file: GgufFile, model_type: str) -> Config:
     """The settings that all families have."""
-
-    def get(name: str) -> Any:
-        return setting(file, name)
-
+    get = file.setting
     heads = get("attention.head_count")
     kv_heads = heads if get("attention.head_count_kv") is None else get("attention.head_count_kv")
     for name, value in (("attention.head_count", heads), ("attention.head_count_kv", kv_heads)):
         if not _is_size(value) or value > 1 << 20:
             raise CheckpointError(
-                f"{file.path}: {architecture(file)}.{name} must be a number of heads, got {short(value)}"
+                f"{file.path}: {file.architecture}.{name} must be a number of heads, got {short(value)}"
             )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -203,7 +191,7 @@ def _shared(file: GgufFile, model_type: str) -> Config:
     predicting = get("nextn_predict_layers") or 0
     if type(predicting) is not int or not 0 <= predicting < layers:
         raise CheckpointError(
-            f"{file.path}: {architecture(file)}.nextn_predict_layers must be less than block_count ({layers}), got "
+            f"{file.path}: {file.architecture}.nextn_predict_layers must be less than block_count ({layers}), got "
             f"{short(predicting)}"
         )
     positions, window = get("context_length"), get("attention.sliding_window")
@@ -242,15 +230,15 @@ def _decimal(value: object) -> object:
 
 
 def _rope(file: GgufFile) -> dict[str, Any]:
-    base = setting(file, "rope.freq_base")
+    base = file.setting("rope.freq_base")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0 if base is None else base}
     if _DIVISORS in file.tensors:
         divisors = file.read(_DIVISORS).float().flatten().tolist()
         return {**rope, "rope_type": "divisors", "divisors": divisors}
-    kind = setting(file, "rope.scaling.type")
+    kind = file.setting("rope.scaling.type")
     if kind in (None, "none"):
         return rope
-    return {**rope, "rope_type": kind, "factor": setting(file, "rope.scaling.factor")}
+    return {**rope, "rope_type": kind, "factor": file.setting("rope.scaling.factor")}
 
 
 def _dtype(kinds: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from ostinato.delegate.errors import CheckpointError
 from ostinato.export.weights.sources.gguf import GgufChange, GgufFile, GgufOrder
 
 from .config import short
-from .gguf import Config, GgufForm, architecture, setting, size_setting
+from .gguf import Config, GgufForm, size_setting
 
 _PARTS = {
     "post_attention_norm.weight": "post_attention_layernorm.weight",
@@ -48,17 +48,19 @@ _MOE_PARTS = {
 
 
 def _config(file: GgufFile, shared: Config) -> Config:
+    """The config, but for experts. `rope.dimension_sections` is not read, since a text token has the same position on all
+    axes."""
     values, value_heads = size_setting(file, "ssm.inner_size"), size_setting(file, "ssm.time_step_rank")
     if values % value_heads:
         raise CheckpointError(
-            f"{file.path}: {architecture(file)}.ssm.inner_size ({values}) is not a multiple of ssm.time_step_rank "
+            f"{file.path}: {file.architecture}.ssm.inner_size ({values}) is not a multiple of ssm.time_step_rank "
             f"({value_heads})"
         )
     return {
         **shared,
         "hidden_size": size_setting(file, "embedding_length"),
         "layer_types": _layer_types(file, shared["num_hidden_layers"]),
-        "full_attention_interval": setting(file, "full_attention_interval"),
+        "full_attention_interval": file.setting("full_attention_interval"),
         # The converter writes all that a checkpoint has; llama.cpp reads those of queries, keys and values.
         "attention_bias": any(name.endswith(".attn_q.bias") for name in file.tensors),
         "rope_parameters": {**shared["rope_parameters"], "partial_rotary_factor": _rotated_part(file)},
@@ -71,29 +73,29 @@ def _config(file: GgufFile, shared: Config) -> Config:
 
 
 def _moe_config(file: GgufFile, shared: Config) -> Config:
-    scale = setting(file, "expert_weights_scale")
+    scale = file.setting("expert_weights_scale")
     if scale not in (None, 0.0, 1.0):
         raise CheckpointError(
-            f"{file.path}: unsupported {architecture(file)}.expert_weights_scale {short(scale)}; supported is: 1.0"
+            f"{file.path}: unsupported {file.architecture}.expert_weights_scale {short(scale)}; supported is: 1.0"
         )
     return {
         **_config(file, shared),
-        "num_experts": setting(file, "expert_count"),
-        "num_experts_per_tok": setting(file, "expert_used_count"),
-        "moe_intermediate_size": setting(file, "expert_feed_forward_length"),
-        "shared_expert_intermediate_size": setting(file, "expert_shared_feed_forward_length"),
+        "num_experts": file.setting("expert_count"),
+        "num_experts_per_tok": file.setting("expert_used_count"),
+        "moe_intermediate_size": file.setting("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": file.setting("expert_shared_feed_forward_length"),
     }
 
 
 def _layer_types(file: GgufFile, layers: int) -> list[str] | None:
     """The types of the layers if the file lists them; None if `full_attention_interval` says them."""
-    recurrent = setting(file, "attention.recurrent_layers")
+    recurrent = file.setting("attention.recurrent_layers")
     if recurrent is None:
         return None
     # Layers that predict further tokens follow.
     if not isinstance(recurrent, list) or len(recurrent) < layers or any(type(one) is not bool for one in recurrent):
         raise CheckpointError(
-            f"{file.path}: {architecture(file)}.attention.recurrent_layers must be true or false for each of {layers} "
+            f"{file.path}: {file.architecture}.attention.recurrent_layers must be true or false for each of {layers} "
             f"layers, got {short(recurrent)}"
         )
     return ["linear_attention" if one else "full_attention" for one in recurrent[:layers]]
@@ -101,7 +103,7 @@ def _layer_types(file: GgufFile, layers: int) -> list[str] | None:
 
 def _rotated_part(file: GgufFile) -> float:
     head_dim = size_setting(file, "attention.key_length")
-    if setting(file, "rope.dimension_count") is None:
+    if file.setting("rope.dimension_count") is None:
         return 1.0
     return factor_of(size_setting(file, "rope.dimension_count"), head_dim)
 

@@ -176,9 +176,9 @@ class CheckpointWeights:
         shapes = [self._source.shape(self._stored[part]) for part in parts]
         last = name.rpartition(".")[2]
         if last in self._names.experts and parts != [name]:
-            of_one = (expected[1] // len(self._names.experts[last]), expected[2])
-            if parts == self._all_experts(name):
-                of_one = (expected[0], *of_one)
+            # Shape of one expert's module, or of all experts'.
+            all_experts = expected[:1] if parts == self._all_experts(name) else ()
+            of_one = (*all_experts, expected[1] // len(self._names.experts[last]), expected[2])
             for part, shape in zip(parts, shapes, strict=True):
                 _check_shape(part, shape, of_one)
         elif len(parts) == 1:

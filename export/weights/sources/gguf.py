@@ -103,6 +103,15 @@ class GgufFile:
             # Now, and not after the code is compiled.
             _gguf()
 
+    @property
+    def architecture(self) -> Any:
+        """`general.architecture`, a text if the file is sound; None if it is absent."""
+        return self.metadata.get("general.architecture")
+
+    def setting(self, name: str) -> Any:
+        """Return the architecture's value of this name, such as "block_count"; None if it is absent."""
+        return self.metadata.get(f"{self.architecture}.{name}")
+
     def read(self, name: str) -> Tensor:
         """Return the tensor on the CPU: in its own dtype, or dequantised to float32."""
         stored = self.tensors[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ostinato.runner.engine import Engine
 from ...comparison import relative_error
 from ...conftest import CAPITALS, CAPITALS_LENGTH
 from ..gguf_files import dequantised
-from ..gguf_qwen3_5 import in_file, tiled, write_qwen3_5
+from ..gguf_qwen3_5 import in_file, metadata_of, tiled, write_qwen3_5
 from ..references import CASES, Reference, load_ours, make_reference, shipped_reference
 
 # Layers of both types; value heads as many as key heads, two and four times as many; tied and biased; dense and with experts.
@@ -174,6 +175,21 @@ def test_refusals(tmp_path: Path, file: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         load_ours(path, 64)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_odd_metadata(tmp_path: Path) -> None:
+    """Whatever stands in a file, it is read, or refused in one line."""
+    refused = 0
+    reference = make_reference(tmp_path / "checkpoint", CASES["short-convolution"], seed=3)
+    for key in metadata_of(reference.model.config) | {"nextn_predict_layers": 0, "expert_weights_scale": 1.0}:
+        for value in (None, 0, 1, 3, 2**32 - 1, 0.5, math.nan, 1e38, "x", [1, 2], [0.5], ["x"], [True], [False] * 9):
+            write_qwen3_5(tmp_path / "model.gguf", reference.model, metadata={key: value})
+            try:
+                read_config(tmp_path / "model.gguf")
+            except CheckpointError as error:
+                assert len(str(error).splitlines()) == 1, error
+                refused += 1
+    assert refused > 150
 
 
 def test_tiled_heads() -> None:
