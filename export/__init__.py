@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from .weights.checkpoint import TensorSource as TensorSource
     from .weights.dummy import DummySpreads as DummySpreads
     from .weights.dummy import DummyWeights as DummyWeights
+    from .weights.sources.gguf import GgufChange as GgufChange
+    from .weights.sources.gguf import GgufFile as GgufFile
+    from .weights.sources.gguf import GgufOrder as GgufOrder
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
@@ -69,5 +72,6 @@ else:
             ".recompile": "recompile_model",
             ".weights.checkpoint": "CheckpointNames CheckpointWeights TensorSource",
             ".weights.dummy": "DummySpreads DummyWeights",
+            ".weights.sources.gguf": "GgufChange GgufFile GgufOrder",
         },
     )

@@ -67,7 +67,7 @@ def random_blocks(kind: str, shape: tuple[int, int], noise: np.ndarray) -> np.nd
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = np.resize(noise, rows * columns // block * size).reshape(-1, size)
     for at, scale in SCALES[kind].items():
-        blocks[:, at : at + 2] = np.float16([scale]).view(np.uint8)
+        blocks[:, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
     return blocks.reshape(rows, -1)
 
 
@@ -98,7 +98,9 @@ def main() -> None:
     matrices = [(name, shape, type_of(name, arguments.type, layers)) for name, shape in shapes(config)]
     for name, shape, kind in matrices:
         form = gguf.GGMLQuantizationType[kind]
-        blank = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), gguf.quant_shape_to_byte_shape(shape, form), (0, 0))
+        blank = np.lib.stride_tricks.as_strided(
+            np.zeros(1, np.uint8), gguf.quant_shape_to_byte_shape(shape, form), (0, 0)
+        )
         writer.add_tensor_info(f"{name}.weight", blank.shape, blank.dtype, blank.nbytes, form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

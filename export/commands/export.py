@@ -138,7 +138,7 @@ def _quantization(arguments: argparse.Namespace) -> Quantization | None:
         if given:
             raise OptionError(f"{given} says how to quantise: give --quant as well")
         return None
-    size = arguments.group_size or DEFAULT_GROUP_SIZES[arguments.quant]
+    size = DEFAULT_GROUP_SIZES[arguments.quant] if arguments.group_size is None else arguments.group_size
     return Quantization(size, arguments.hqq, arguments.quant)
 
 

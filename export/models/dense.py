@@ -195,7 +195,7 @@ def family(config: Callable[[Mapping[str, Any]], DenseConfig], model_type: str, 
     """A family of dense decoders whose config this function reads."""
     return Family(
         model_types=(model_type,),
-        gguf=gguf,
+        gguf={} if gguf is None else {model_type: gguf},
         config=config,
         network=network,
         check_limits=check_limits,

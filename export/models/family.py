@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Family:
         names: names of a checkpoint's tensors, and which of them become one parameter here.
         spreads: distributions of random weights.
         methods: function from the network to the methods of its program.
-        gguf: form of the family's GGUF files; None: they are not read.
+        gguf: model type -> form of its GGUF files. Those of other types are not read.
     """
 
     model_types: tuple[str, ...]
@@ -46,7 +46,7 @@ class Family:
     names: CheckpointNames
     spreads: DummySpreads
     methods: Callable[[LanguageModel], dict[str, Chain]] = language_model_methods
-    gguf: GgufForm | None = None
+    gguf: Mapping[str, GgufForm] = field(default_factory=dict)
 
     def checkpoint_weights(
         self, network: LanguageModel, checkpoint: Path, source: TensorSource | None = None
@@ -61,10 +61,12 @@ class Family:
         Raises:
             CheckpointError: see `CheckpointWeights` and `SafetensorsFolder`.
         """
-        source = SafetensorsFolder(checkpoint) if source is None else source
-        return CheckpointWeights(
-            source, checkpoint, float_shapes(network), network.config.tie_word_embeddings, self.names
-        )
+        names = self.names
+        if source is None:
+            source = SafetensorsFolder(checkpoint)
+        else:
+            names = names.with_whole_norms()
+        return CheckpointWeights(source, checkpoint, float_shapes(network), network.config.tie_word_embeddings, names)
 
     def dummy_weights(
         self, network: LanguageModel, device: torch.device, dtype: torch.dtype | None = None, seed: int = 0

@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ostinato.delegate.artifact.names import CONFIG_FILE
 from ostinato.delegate.errors import CheckpointError
 from ostinato.delegate.memory import size_text
 from ostinato.export.formats.quantization import Quantization
 from ostinato.export.weights.checkpoint import CheckpointWeights
-from ostinato.export.weights.sources.gguf import GgufFile, GgufTensors
+from ostinato.export.weights.sources.gguf import GgufChange, GgufFile, GgufOrder, GgufTensors
 from ostinato.export.weights.sources.gguf_blocks import kept_as
 from ostinato.export.weights.stream import formats_of
 
-from .config import MAX_COUNT, short
+from .config import MAX_COUNT, MAX_SIZE, short
 from .gguf_tokenizer import write_tokenizer
 from .language_model import LanguageModel
 
@@ -40,20 +42,53 @@ _PARTS = {
 }
 # What frequencies are divided by: Llama 3.1's stretched context is a tensor here, and not metadata.
 _DIVISORS = "rope_freqs.weight"
-_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
+_LAYER = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)")
+_KINDS = ("weight", "bias")
+
+Config = dict[str, Any]
+
+
+def dense_config(file: GgufFile, shared: Config) -> Config:
+    """The config of a dense decoder, of which all elements of a head are rotated: what all families have."""
+    if file.setting("expert_count"):
+        raise CheckpointError(
+            f"{file.path} is a mixture of experts; of architecture {file.architecture!r} dense models are read"
+        )
+    rotated = file.setting("rope.dimension_count")
+    if _is_size(rotated) and rotated != shared["head_dim"]:
+        raise CheckpointError(
+            f"{file.path}: {file.architecture}.rope.dimension_count is {rotated}; supported is the head's size, "
+            f"{shared['head_dim']}"
+        )
+    return shared
+
+
+def no_changes(config: Config) -> Mapping[str, GgufChange]:
+    return {}
 
 
 @dataclass(frozen=True)
 class GgufForm:
     """How a family's GGUF files differ from its Hugging Face checkpoints.
 
+    The norms of a file are whole: where a checkpoint stores offsets from one, llama.cpp's converter has added the one.
+
     Attributes:
         architecture: `general.architecture` of these files.
-        permuted: whether rows of the query and key projections stand in another order, see `GgufTensors`.
+        permuted: whether rows of the query and key projections stand in another order: in each head, the elements that are
+            rotated together are neighbours there, and half a head apart here.
+        parts: names of a layer's tensors behind "blk.N." -> transformers' names behind "model.layers.N.", for those that a
+            dense decoder does not have, or has under other names.
+        config: function from a file and the settings that all families have to the content of config.json. Settings that
+            are None are left out. Raises CheckpointError.
+        changes: function from this content to what tensors need, see `GgufTensors`. The sizes may not fit each other.
     """
 
     architecture: str
     permuted: bool = False
+    parts: Mapping[str, str] = field(default_factory=dict)
+    config: Callable[[GgufFile, Config], Config] = dense_config
+    changes: Callable[[Config], Mapping[str, GgufChange]] = no_changes
 
 
 @dataclass(frozen=True)
@@ -105,92 +140,120 @@ def read_gguf(path: Path, forms: Mapping[str, GgufForm]) -> GgufModel:
         CheckpointError: the file is no GGUF file, is damaged, or is of an architecture or a type that is not supported.
     """
     file = GgufFile(path)
-    architecture = file.metadata.get("general.architecture")
-    model_type = next((name for name, form in forms.items() if form.architecture == architecture), None)
+    model_type = next((name for name, form in forms.items() if form.architecture == file.architecture), None)
     if model_type is None:
         known = ", ".join(form.architecture for form in forms.values())
-        raise CheckpointError(f"unsupported architecture {short(architecture)} in {path}; supported are: {known}")
-    config = _config(file, str(architecture), model_type)
-    heads = {}
-    if forms[model_type].permuted:
-        heads = {".q_proj": config["num_attention_heads"], ".k_proj": config["num_key_value_heads"]}
-    names = {name: _named(name) for name in file.tensors if name != _DIVISORS}
-    return GgufModel(file, config, GgufTensors(file, names, heads))
+        raise CheckpointError(f"unsupported architecture {short(file.architecture)} in {path}; supported are: {known}")
+    form = forms[model_type]
+    settings = form.config(file, _shared(file, model_type))
+    config = {name: value for name, value in settings.items() if value is not None or name == "sliding_window"}
+    predicting = {str(layer) for layer in range(config["num_hidden_layers"], file.setting("block_count"))}
+    names = {name: _named(name, form, predicting) for name in file.tensors if name != _DIVISORS}
+    return GgufModel(file, config, GgufTensors(file, names, {**_rotated(form, config), **form.changes(config)}))
 
 
-def _named(name: str) -> str:
-    """transformers' name of a tensor; a name that is not known stays as it is, and is refused as unexpected."""
-    match = _NAME.fullmatch(name)
+def size_setting(file: GgufFile, name: str, maximum: int = MAX_SIZE) -> int:
+    """A size in the metadata. Raises CheckpointError if it is absent, or not from 1 to `maximum`."""
+    value = file.setting(name)
+    if not _is_size(value) or value > maximum:
+        raise CheckpointError(f"{file.path}: {file.architecture}.{name} must be 1 to {maximum}, got {short(value)}")
+    return int(value)
+
+
+def _rotated(form: GgufForm, config: Config) -> dict[str, GgufChange]:
+    if not form.permuted:
+        return {}
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    orders = {module: GgufOrder(inner=2, outer=count) for module, count in heads.items()}
+    return {f".{module}.{kind}": GgufChange(rows=order) for module, order in orders.items() for kind in _KINDS}
+
+
+def _named(name: str, form: GgufForm, predicting: Container[str]) -> str:
+    """transformers' name of a tensor; a name that is not known stays as it is, and is refused as unexpected.
+
+    Args:
+        predicting: numbers of the layers behind the model's own, which predict further tokens. Checkpoints name what is in
+            them "mtp."
+    """
+    match = _LAYER.fullmatch(name)
     if match is None:
-        return name
-    layer, part, kind = match["layer"], match["part"], match["kind"]
-    if layer is None:
-        return f"{_WHOLE[part]}.{kind}" if part in _WHOLE else name
-    return f"model.layers.{layer}.{_PARTS[part]}.{kind}" if part in _PARTS else name
+        module, _, kind = name.rpartition(".")
+        return f"{_WHOLE[module]}.{kind}" if module in _WHOLE and kind in _KINDS else name
+    layer, part = match["layer"], match["part"]
+    if layer in predicting:
+        return f"mtp.{name}"
+    module, _, kind = part.rpartition(".")
+    if part in form.parts:
+        return f"model.layers.{layer}.{form.parts[part]}"
+    return f"model.layers.{layer}.{_PARTS[module]}.{kind}" if module in _PARTS and kind in _KINDS else name
 
 
-def _config(file: GgufFile, architecture: str, model_type: str) -> dict[str, Any]:
-    def get(name: str) -> Any:
-        return file.metadata.get(f"{architecture}.{name}")
-
-    if get("expert_count"):
-        raise CheckpointError(
-            f"{file.path} is a mixture of experts; of architecture {architecture!r} dense models are read"
-        )
+def _shared(file: GgufFile, model_type: str) -> Config:
+    """The settings that all families have."""
+    get = file.setting
     heads = get("attention.head_count")
     kv_heads = heads if get("attention.head_count_kv") is None else get("attention.head_count_kv")
     for name, value in (("attention.head_count", heads), ("attention.head_count_kv", kv_heads)):
         if not _is_size(value) or value > 1 << 20:
-            raise CheckpointError(f"{file.path}: {architecture}.{name} must be a number of heads, got {short(value)}")
+            raise CheckpointError(
+                f"{file.path}: {file.architecture}.{name} must be a number of heads, got {short(value)}"
+            )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{file.path} lacks the token embedding, token_embd.weight")
-    hidden, layers = get("embedding_length"), get("block_count")
-    if not _is_size(layers) or layers > MAX_COUNT:
-        raise CheckpointError(f"{file.path}: {architecture}.block_count must be 1 to {MAX_COUNT}, got {short(layers)}")
+    hidden, layers = get("embedding_length"), size_setting(file, "block_count", MAX_COUNT)
+    # The last ones may predict further tokens.
+    predicting = get("nextn_predict_layers") or 0
+    if type(predicting) is not int or not 0 <= predicting < layers:
+        raise CheckpointError(
+            f"{file.path}: {file.architecture}.nextn_predict_layers must be less than block_count ({layers}), got "
+            f"{short(predicting)}"
+        )
     positions, window = get("context_length"), get("attention.sliding_window")
     head_dim = get("attention.key_length")
     if head_dim is None and _is_size(hidden):
         head_dim = hidden // heads
-    settings = {
+    return {
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": layers - predicting,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "intermediate_size": get("feed_forward_length"),
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(file, architecture, get),
+        "rms_norm_eps": _decimal(get("attention.layer_norm_rms_epsilon")),
+        "rope_parameters": _rope(file),
         "max_position_embeddings": min(positions, window) if _is_size(positions) and _is_size(window) else positions,
         "sliding_window": None,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
     }
-    rotated = get("rope.dimension_count")
-    if _is_size(rotated) and rotated != head_dim:
-        raise CheckpointError(
-            f"{file.path}: {architecture}.rope.dimension_count is {rotated}; supported is the head's size, {head_dim}"
-        )
-    return {name: value for name, value in settings.items() if value is not None or name == "sliding_window"}
 
 
 def _is_size(value: object) -> bool:
     return type(value) is int and value > 0
 
 
-def _rope(file: GgufFile, architecture: str, get: Any) -> dict[str, Any]:
-    base = get("rope.freq_base")
+def _decimal(value: object) -> object:
+    """The shortest number of which a float32 in the metadata is the nearest one: 1e-06, as in a config.json."""
+    if not isinstance(value, float):
+        return value
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value)))
+
+
+def _rope(file: GgufFile) -> dict[str, Any]:
+    base = file.setting("rope.freq_base")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0 if base is None else base}
     if _DIVISORS in file.tensors:
         divisors = file.read(_DIVISORS).float().flatten().tolist()
         return {**rope, "rope_type": "divisors", "divisors": divisors}
-    kind = get("rope.scaling.type")
+    kind = file.setting("rope.scaling.type")
     if kind in (None, "none"):
         return rope
-    return {**rope, "rope_type": kind, "factor": get("rope.scaling.factor")}
+    return {**rope, "rope_type": kind, "factor": file.setting("rope.scaling.factor")}
 
 
 def _dtype(kinds: Iterable[str]) -> str:

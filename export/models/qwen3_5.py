@@ -34,6 +34,7 @@ from ostinato.export.weights.checkpoint import CheckpointNames
 from ostinato.export.weights.dummy import DummySpreads
 
 from . import config as read
+from . import qwen3_5_gguf as gguf_files
 from .config import MAX_COUNT, ModelConfig, Settings
 from .family import Family
 from .language_model import LanguageModel, Layer
@@ -322,6 +323,7 @@ FAMILY = Family(
     config=Qwen3_5Config.from_dict,
     network=network,
     check_limits=check_limits,
+    gguf={DENSE_MODEL_TYPES[0]: gguf_files.DENSE, MOE_MODEL_TYPES[0]: gguf_files.MOE},
     names=CheckpointNames(
         stacked={
             "qkv_proj": ("q_proj", "k_proj", "v_proj"),

@@ -90,7 +90,7 @@ def read_config(checkpoint: Path) -> tuple[Family, ModelConfig]:
 def open_gguf(path: Path) -> GgufModel:
     """Read the header of a GGUF file of any family. Raises CheckpointError, as `read_gguf` does."""
     families = (*FAMILIES, *_registered)
-    return read_gguf(path, {family.model_types[0]: family.gguf for family in families if family.gguf is not None})
+    return read_gguf(path, {name: form for family in families for name, form in family.gguf.items()})
 
 
 def parse_config(data: Mapping[str, Any]) -> tuple[Family, ModelConfig]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -56,7 +56,8 @@ class CheckpointNames:
     Attributes:
         stacked: our module -> the checkpoint's modules whose rows it stacks, in this order.
         experts: our parameter that holds all experts -> the modules of one expert in the checkpoint, in this order. A
-            checkpoint has either the parameter itself, or `<parent>.<index>.<module>.weight` for each expert.
+            checkpoint has either the parameter itself, or `<parent>.<module>.weight` with all experts of each module, or
+            `<parent>.<index>.<module>.weight` for each expert.
         renamed: (beginning of names in some checkpoints, what our network has in its place).
         skipped: pattern for the names of tensors that a text model does not use.
         offsets: pattern for our names of norms whose weights a checkpoint stores as offsets from one.
@@ -74,6 +75,10 @@ class CheckpointNames:
     def canonical(self, name: str) -> str:
         """Return the name with `renamed` applied: the same name for all checkpoints."""
         return name.replace(*self.renamed, 1) if self.renamed[0] else name
+
+    def with_whole_norms(self) -> CheckpointNames:
+        """Return the same names for a checkpoint that stores no norms as offsets."""
+        return replace(self, offsets=_NONE)
 
 
 class CheckpointWeights:
@@ -134,12 +139,12 @@ class CheckpointWeights:
         """Return the parameter on the CPU, in its shape before quantisation and in the checkpoint's dtype; in float32 if one
         is added to it."""
         parts = [self._source.read(part) for part in self.parts[name]]
-        value = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self._shapes[name])
+        value = (parts[0] if len(parts) == 1 else _stacked(parts)).view(self._shapes[name])
         return 1 + value.float() if self._names.offsets.search(name) else value
 
     def stored(self, name: str, form: Format) -> Quantized | None:
         """Return what `form` stores of the parameter, if the checkpoint has all of it in this format; else None."""
-        if not isinstance(self._source, IntegerSource) or name.rpartition(".")[2] in self._names.experts:
+        if not isinstance(self._source, IntegerSource):
             return None
         found = []
         for part in self.parts[name]:
@@ -148,7 +153,7 @@ class CheckpointWeights:
                 return None
             found.append(one)
         values, scales, minima = zip(*found, strict=True)
-        return torch.cat(values), torch.cat(scales), torch.cat(minima) if form.has_minimum else None
+        return _stacked(values), _stacked(scales), _stacked(minima) if form.has_minimum else None
 
     def formats(self) -> StoredFormats:
         """Return the number formats that the checkpoint has the parameters in, by their names; see `StoredFormats`."""
@@ -159,7 +164,7 @@ class CheckpointWeights:
             formats = [self._source.format(part) for part in parts]
             if any(formats):
                 found[name] = tuple(
-                    FormatOfRows(part.split(".")[-2], self._source.shape(part)[0], form)
+                    FormatOfRows(part.split(".")[-2], self._source.shape(part)[-2], form)
                     for part, form in zip(parts, formats, strict=True)
                 )
         if self._tied and self._names.head not in self.parts and self._names.embedding in found:
@@ -178,9 +183,16 @@ class CheckpointWeights:
             return [f"{parent}.{part}.{last}" for part in names.stacked[module]]
         if name in self._stored:
             return [name]
+        if last in names.experts and self._all_experts(name)[0] in self._stored:
+            return self._all_experts(name)
         if last in names.experts and prefix in self._expert_indices:
             return self._expert_names(name, shape[0])
         return [names.embedding] if tied and name == names.head else [name]
+
+    def _all_experts(self, name: str) -> list[str]:
+        """Return the names of the tensors that a parameter of experts is in, if each module has all experts in one."""
+        prefix, _, last = name.rpartition(".")
+        return [f"{prefix}.{part}.weight" for part in self._names.experts[last]]
 
     def _expert_names(self, name: str, count: int) -> list[str]:
         """Return the names of the tensors that a parameter of `count` experts stacks, in order.
@@ -209,7 +221,9 @@ class CheckpointWeights:
         shapes = [self._source.shape(self._stored[part]) for part in parts]
         last = name.rpartition(".")[2]
         if last in self._names.experts and parts != [name]:
-            of_one = (expected[1] // len(self._names.experts[last]), expected[2])
+            # Shape of one expert's module, or of all experts'.
+            all_experts = expected[:1] if parts == self._all_experts(name) else ()
+            of_one = (*all_experts, expected[1] // len(self._names.experts[last]), expected[2])
             for part, shape in zip(parts, shapes, strict=True):
                 _check_shape(part, shape, of_one)
         elif len(parts) == 1:
@@ -219,6 +233,11 @@ class CheckpointWeights:
             raise CheckpointError(
                 f"the checkpoint has {listed}; its config.json asks for {list(expected)} with their rows stacked"
             )
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all parts. They are the last dimension but one: modules with all experts are [E, N, K]."""
+    return torch.cat(list(parts), max(0, parts[0].dim() - 2))
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:

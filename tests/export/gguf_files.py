@@ -75,10 +75,7 @@ def write_gguf(
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
         **metadata,
     }
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in values.items():
-        add: Any = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-        add(f"{architecture}.{key}", value)
+    writer = writer_of(path, architecture, values)
     if tokens:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("smollm")
@@ -96,11 +93,29 @@ def write_gguf(
             value = interleaved(value, config.num_attention_heads)
         if architecture == "llama" and ".self_attn.k_proj." in name:
             value = interleaved(value, config.num_key_value_heads)
-        kind = gguf.GGMLQuantizationType[next((kind for part, kind in kinds.items() if part in stored), "F32")]
-        data = np.ascontiguousarray(value.float().numpy())
-        writer.add_tensor(stored, gguf.quants.quantize(data, kind), raw_dtype=kind)
+        add_tensor(writer, stored, value, kinds)
     if twice:
         writer.add_tensor(twice, tensors[twice].detach().float().numpy())
+    finish(writer)
+
+
+def writer_of(path: Path, architecture: str, values: Mapping[str, Any]) -> gguf.GGUFWriter:
+    """Begin a file that has these numbers, texts and lists under keys that begin with the architecture's name."""
+    writer = gguf.GGUFWriter(path, architecture)
+    kinds: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in values.items():
+        kinds.get(type(value), writer.add_array)(f"{architecture}.{key}", value)
+    return writer
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, value: Tensor, kinds: Mapping[str, str]) -> None:
+    """`kinds`: part of a name -> its type; others are F32."""
+    kind = gguf.GGMLQuantizationType[next((kind for part, kind in kinds.items() if part in name), "F32")]
+    data = np.ascontiguousarray(value.float().numpy())
+    writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

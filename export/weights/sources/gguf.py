@@ -10,7 +10,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ostinato.delegate.errors import CheckpointError
 from ostinato.export.formats.format import Format
 from ostinato.export.weights.quantize import Quantized, quantize
 
-from .gguf_blocks import kept_as
+from .gguf_blocks import Integers, kept_as
 from .safetensors import shortened, some_of
 
 MAGIC = b"GGUF"
@@ -106,6 +106,15 @@ class GgufFile:
             # Now, and not after the code is compiled.
             _gguf()
 
+    @property
+    def architecture(self) -> Any:
+        """`general.architecture`, a text if the file is sound; None if it is absent."""
+        return self.metadata.get("general.architecture")
+
+    def setting(self, name: str) -> Any:
+        """Return the architecture's value of this name, such as "block_count"; None if it is absent."""
+        return self.metadata.get(f"{self.architecture}.{name}")
+
     def read(self, name: str) -> Tensor:
         """Return the tensor on the CPU: in its own dtype, or dequantised to float32."""
         stored = self.tensors[name]
@@ -118,19 +127,18 @@ class GgufFile:
             values = quants.dequantize(data.reshape(stored.shape[0], -1), quants.GGMLQuantizationType[stored.kind])
         return torch.from_numpy(values).view(stored.shape)
 
-    def stored(self, name: str, form: Format) -> Quantized | None:
-        """Return a quantised tensor in the format that its type becomes (`gguf_blocks`); None if that is another one."""
+    def integers(self, name: str) -> Integers | None:
+        """Return a quantised tensor's own integers [..., N, K] with scales and minima, for the format that its type becomes
+        (`gguf_blocks`); None if the type has none that are kept."""
         tensor = self.tensors[name]
         kept = kept_as(tensor.kind, tensor.shape[-1])
-        if kept is None or kept.form != form:
+        if kept is None or kept.integers is None:
             return None
-        if kept.integers is None:
-            return quantize(self.read(name), form, False, torch.device("cpu"))
         data = next(part for part in self._parts if name in part.tensors).bytes_of(name)
         _, _, size = next(known for known in TYPES.values() if known[0] == tensor.kind)
         q, scale, minimum = kept.integers(data.reshape(math.prod(tensor.shape[:-1]), -1, size))
         leading = (*tensor.shape[:-1], -1)
-        return form.pack(q).view(leading), scale.view(leading), None if minimum is None else minimum.view(leading)
+        return q.view(leading), scale.view(leading), None if minimum is None else minimum.view(leading)
 
 
 class _Part:
@@ -220,19 +228,85 @@ def _parts_of(path: Path) -> list[Path]:
     return [path.parent / name for name in names]
 
 
+@dataclass(frozen=True)
+class GgufOrder:
+    """An order of rows or columns that two loops are exchanged in: the file counts them as [outer, n, inner, size], and the
+    checkpoint as [outer, inner, n, size]. n is what is left of their number.
+
+    Attributes:
+        inner, outer: counts, see above.
+        size: number of neighbours that stay together.
+        first: number of rows or columns before these, which stay in their places.
+    """
+
+    inner: int
+    outer: int = 1
+    size: int = 1
+    first: int = 0
+
+    def keeps(self, block: int) -> bool:
+        """Whether blocks of so many neighbours stay together, such as those that have a scale in common."""
+        return self.size % block == 0 and self.first % block == 0
+
+    def restore(self, value: Tensor, dim: int, block: int = 1) -> Tensor:
+        """Put a dimension into the checkpoint's order. It counts rows or columns, or blocks of `block` of them."""
+        assert self.keeps(block)
+        first, rest = value.tensor_split((self.first // block,), dim)
+        loops = rest.unflatten(dim, (self.outer, -1, self.inner, self.size // block))
+        moved = loops.transpose(dim + 1, dim + 2).flatten(dim, dim + 3)
+        return torch.cat((first, moved), dim) if self.first else moved
+
+
+@dataclass(frozen=True)
+class GgufChange:
+    """The way from a tensor in the file to the checkpoint's.
+
+    Attributes:
+        rows, columns: the file's order of the first dimension and of the last one; None: it is the checkpoint's.
+        values: function from the file's values to the checkpoint's; None: they are equal.
+        shape: the checkpoint's shape, where the file may lack dimensions of one element; None: the file has it.
+    """
+
+    rows: GgufOrder | None = None
+    columns: GgufOrder | None = None
+    values: Callable[[Tensor], Tensor] | None = None
+    shape: tuple[int, ...] | None = None
+
+    def order(self, value: Tensor, block: int = 1) -> Tensor:
+        """Put rows and columns into the checkpoint's order. A column stands for `block` of the tensor's."""
+        if self.rows is not None:
+            value = self.rows.restore(value, 0)
+        if self.columns is not None:
+            value = self.columns.restore(value, value.dim() - 1, block)
+        return value
+
+    def apply(self, value: Tensor) -> Tensor:
+        value = self.order(value)
+        if self.values is not None:
+            value = self.values(value)
+        return value.view(self.shaped(tuple(value.shape)))
+
+    def shaped(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the checkpoint's shape if it is that of the file but for dimensions of one element; else the file's."""
+        same = self.shape is not None and [n for n in self.shape if n != 1] == [n for n in stored if n != 1]
+        return self.shape if same and self.shape is not None else stored
+
+
+_AS_IT_IS = GgufChange()
+
+
 class GgufTensors:
     """The tensors of a GGUF file under the names that transformers has for them.
 
     Args:
         file: an open file.
         names: name of a tensor in the file -> transformers' name. The file's other tensors are left out.
-        heads: end of transformers' name of a module -> number of heads, for projections whose rows the file has in another
-            order: in each head, the elements that are rotated together are neighbours there, and half a head apart here.
+        changes: end of transformers' name -> how to make the checkpoint's tensor; others are as the file has them.
     """
 
-    def __init__(self, file: GgufFile, names: Mapping[str, str], heads: Mapping[str, int]) -> None:
+    def __init__(self, file: GgufFile, names: Mapping[str, str], changes: Mapping[str, GgufChange]) -> None:
         self._file = file
-        self._heads = heads
+        self._changes = changes
         self._stored = {wanted: name for name, wanted in names.items()}
         if len(self._stored) < len(names):
             raise CheckpointError(f"{file.path} is damaged: two of its tensors have one meaning")
@@ -245,7 +319,7 @@ class GgufTensors:
 
     def read(self, name: str) -> Tensor:
         """Return the tensor on the CPU; float32 if the file has it quantised."""
-        return self._in_order(name, self._file.read(self._stored[name]))
+        return self._change(name).apply(self._file.read(self._stored[name]))
 
     def format(self, name: str) -> Format | None:
         """Return the number format that the tensor becomes if its integers are kept; None for a floating dtype."""
@@ -255,20 +329,17 @@ class GgufTensors:
 
     def stored(self, name: str, form: Format) -> Quantized | None:
         """Return what `form` stores of the tensor; None if its format is another one."""
-        found = self._file.stored(self._stored[name], form)
-        if found is None:
+        if self.format(name) != form:
             return None
-        values, scale, minimum = found
-        ordered = (self._in_order(name, values), self._in_order(name, scale))
-        return *ordered, None if minimum is None else self._in_order(name, minimum)
-
-    def _in_order(self, name: str, value: Tensor) -> Tensor:
-        """The rows of a tensor, of its scale or of its minimum in our order."""
-        module = name.rpartition(".")[0]
-        heads = next((count for end, count in self._heads.items() if module.endswith(end)), None)
-        if heads is None:
-            return value
-        return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+        change = self._change(name)
+        integers = None
+        if change.values is None and (change.columns is None or change.columns.keeps(form.group_size)):
+            integers = self._file.integers(self._stored[name])
+        if integers is None:
+            return quantize(self.read(name), form, False, torch.device("cpu"))
+        q, scale, minimum = integers
+        ordered = change.order(q), change.order(scale, form.group_size)
+        return form.pack(ordered[0]), ordered[1], None if minimum is None else change.order(minimum, form.group_size)
 
     @property
     def quantised(self) -> bool:
@@ -285,7 +356,10 @@ class GgufTensors:
         return self._file.tensors[self._stored[name]].kind
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file.tensors[self._stored[name]].shape
+        return self._change(name).shaped(self._file.tensors[self._stored[name]].shape)
+
+    def _change(self, name: str) -> GgufChange:
+        return next((change for end, change in self._changes.items() if name.endswith(end)), _AS_IT_IS)
 
 
 class _Reader:

@@ -18,7 +18,7 @@ from ostinato.delegate.errors import CheckpointError
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.formats.int4_min import Int4Min
 from ostinato.export.formats.int8 import Int8
-from ostinato.export.weights.sources.gguf import FLOATS, TYPES, GgufFile
+from ostinato.export.weights.sources.gguf import FLOATS, TYPES, GgufChange, GgufFile, GgufOrder, GgufTensors
 
 from ..gguf_files import dequantised, random_blocks
 
@@ -71,9 +71,10 @@ ROUNDED = {"Q5_1": Int8(32, torch.float16), "Q5_K": Int8(32, torch.float16), "Q6
 def test_integers_are_kept(sound: Path, kind: str) -> None:
     """Bit for bit where a type's scales are as ours; else within the rounding that `gguf_blocks` names."""
     file, name = GgufFile(sound), f"blk.{kind}.weight"
+    tensors = GgufTensors(file, {name: name}, {})
     form = {**KEPT, **ROUNDED, "Q4_K": Int4Min(32, torch.float16)}[kind]
-    stored = file.stored(name, form)
-    assert stored is not None and file.stored(name, Int4(64)) is None
+    stored = tensors.stored(name, form)
+    assert stored is not None and tensors.stored(name, Int4(64)) is None and tensors.format(name) == form
     values, scale, minimum = stored
     assert values.shape == (3, 512 // form.per_value) and scale.shape == (3, 16) and scale.dtype == torch.float16
     found, expected = form.dequantize(values, scale, minimum, torch.float32), file.read(name)
@@ -90,8 +91,9 @@ def test_integers_are_kept(sound: Path, kind: str) -> None:
 def test_short_rows_of_nibbles_become_bytes(tmp_path: Path) -> None:
     """Rows that are no multiple of 64 have no place in four bits; of Q4_0 nothing is lost."""
     path = write(tmp_path / "file.gguf", {"x": (random_blocks("Q4_0", 3, 96), "Q4_0")})
-    stored = GgufFile(path).stored("x", Int8(32, torch.float16))
-    assert stored is not None and GgufFile(path).stored("x", Int4(32, torch.float16)) is None
+    tensors = GgufTensors(GgufFile(path), {"x": "x"}, {})
+    stored = tensors.stored("x", Int8(32, torch.float16))
+    assert stored is not None and tensors.stored("x", Int4(32, torch.float16)) is None
     expected = GgufFile(path).read("x")
     found = Int8(32).dequantize(*stored, torch.float32)
     assert (found - expected).abs().max() <= expected.abs().max() / 254
@@ -103,6 +105,40 @@ def test_floats_keep_their_bits(tmp_path: Path, kind: str) -> None:
     data = value.view(torch.uint8 if kind == "BF16" else value.dtype).numpy()
     found = GgufFile(write(tmp_path / "file.gguf", {"x": (data, kind)})).read("x")
     assert found.dtype == value.dtype and torch.equal(found, value)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [GgufOrder(3), GgufOrder(2, outer=4), GgufOrder(2, outer=3, size=4, first=8), GgufOrder(1, size=8)],
+    ids=str,
+)
+def test_orders(order: GgufOrder) -> None:
+    """The file counts rows or columns as [outer, n, inner, size]; blocks that stay together can be moved as such."""
+    count = order.first + order.outer * 5 * order.inner * order.size
+    elements = torch.arange(count)
+    expected = [
+        order.first + ((outer * 5 + n) * order.inner + inner) * order.size + element
+        for outer in range(order.outer)
+        for inner in range(order.inner)
+        for n in range(5)
+        for element in range(order.size)
+    ]
+    found = order.restore(elements, 0)
+    assert found.tolist() == [*range(order.first), *expected]
+    table = torch.randn(3, count)
+    assert torch.equal(order.restore(table, 1), table[:, found])
+    for block in (1, 2, 4, 8):
+        if order.keeps(block):
+            assert torch.equal(order.restore(elements.view(-1, block), 0, block).flatten(), found)
+        else:
+            assert order.size % block or order.first % block
+
+
+def test_changes() -> None:
+    table = torch.arange(24).view(4, 6)
+    change = GgufChange(rows=GgufOrder(2), columns=GgufOrder(3), values=torch.neg, shape=(4, 1, 6))
+    assert torch.equal(change.apply(table), -table[[0, 2, 1, 3]][:, [0, 3, 1, 4, 2, 5]].unsqueeze(1))
+    assert [change.shaped(shape) for shape in ((4, 6), (4, 6, 1), (6, 4))] == [(4, 1, 6), (4, 1, 6), (6, 4)]
 
 
 def test_metadata(sound: Path) -> None:
