@@ -34,6 +34,9 @@ inline bfloat16 to_bfloat16(float x) {
   return bfloat16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// Four bytes of memory, which may hold anything.
+typedef int32_t __attribute__((may_alias, aligned(1))) Word;
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && \
     defined(__AVX512VNNI__)
 
@@ -95,15 +98,18 @@ inline Register all_words(int32_t x) { return _mm512_set1_epi32(x); }
 inline Register times_power(Register words, int power) { return _mm512_slli_epi32(words, power); }
 inline Register low_nibbles(Register x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Register high_nibbles(Register x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
-// Adds the products of nibbles and signed bytes to `sums`. `wide` turns these into one 32-bit number for each lane.
-inline Register add_dot(Register sums, Register nibbles, Register bytes) { return _mm512_dpbusd_epi32(sums, nibbles, bytes); }
+// Adds the products of nibbles and four signed bytes to `sums`. `wide` turns these into one 32-bit number for each lane.
+// g++ 12 would load the bytes by an instruction of their own, into a register that is missing elsewhere.
+inline Register add_dot(Register sums, Register nibbles, const int8_t* bytes) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(nibbles), "m"(*(const Word*)bytes));
+  return sums;
+}
 inline Register wide(Register sums) { return sums; }
-// Adds the products of weights and signed bytes to sums of 32 bits. `weights` come from `unsigned_bytes`, which adds
+// Adds the products of weights and four signed bytes to sums of 32 bits. `weights` come from `unsigned_bytes`, which adds
 // BYTE_OFFSET to each of them.
 constexpr int32_t BYTE_OFFSET = 128;
 inline Register unsigned_bytes(Register x) { return _mm512_xor_si512(x, _mm512_set1_epi8(-128)); }
-inline Register add_byte_dot(Register sums, Register weights, Register bytes) { return add_dot(sums, weights, bytes); }
-inline Register add_words(Register x, Register y) { return _mm512_add_epi32(x, y); }
+inline Register add_byte_dot(Register sums, Register weights, const int8_t* bytes) { return add_dot(sums, weights, bytes); }
 inline FloatRegister zero_floats() { return _mm512_setzero_ps(); }
 inline void store_floats(float* p, FloatRegister x) { _mm512_storeu_ps(p, x); }
 // The lanes of one register.
@@ -210,25 +216,26 @@ using FloatRegister = __m256;
 inline Register load_register(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline Register all_words(int32_t x) { return _mm256_set1_epi32(x); }
 inline Register times_power(Register words, int power) { return _mm256_slli_epi32(words, power); }
+inline Register add_words(Register x, Register y) { return _mm256_add_epi32(x, y); }
 inline Register low_nibbles(Register x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline Register high_nibbles(Register x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
-// Adds the products of nibbles and signed bytes to `sums`. `wide` turns these into one 32-bit number for each lane, after at
-// most eight additions: a pair of products is at most 2 * 15 * 127, and eight pairs fit 16 bits.
+// Adds the products of nibbles and four signed bytes to `sums`. `wide` turns these into one 32-bit number for each lane,
+// after at most eight additions: a pair of products is at most 2 * 15 * 127, and eight pairs fit 16 bits.
 //
-// `add_byte_dot` adds the products of weights and signed bytes to sums of 32 bits. `weights` come from `unsigned_bytes`, which
-// adds BYTE_OFFSET to each of them.
+// `add_byte_dot` adds the products of weights and four signed bytes to sums of 32 bits. `weights` come from
+// `unsigned_bytes`, which adds BYTE_OFFSET to each of them.
 #ifdef __AVXVNNI__
-inline Register add_dot(Register sums, Register nibbles, Register bytes) {
-  return _mm256_dpbusd_avx_epi32(sums, nibbles, bytes);
+inline Register add_dot(Register sums, Register nibbles, const int8_t* bytes) {
+  return _mm256_dpbusd_avx_epi32(sums, nibbles, all_words(*(const Word*)bytes));
 }
 inline Register wide(Register sums) { return sums; }
 constexpr int32_t BYTE_OFFSET = 128;
 inline Register unsigned_bytes(Register x) { return _mm256_xor_si256(x, _mm256_set1_epi8(-128)); }
-inline Register add_byte_dot(Register sums, Register weights, Register bytes) { return add_dot(sums, weights, bytes); }
+inline Register add_byte_dot(Register sums, Register weights, const int8_t* bytes) { return add_dot(sums, weights, bytes); }
 #else
 #define OSTINATO_NARROW_SUMS 1
-inline Register add_dot(Register sums, Register nibbles, Register bytes) {
-  sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(nibbles, bytes));
+inline Register add_dot(Register sums, Register nibbles, const int8_t* bytes) {
+  sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(nibbles, all_words(*(const Word*)bytes)));
   // Without this, g++ 12 makes all products first and adds them up afterwards. It lacks registers for that: half as fast.
   asm("" : "+x"(sums));
   return sums;
@@ -237,13 +244,13 @@ inline Register wide(Register sums) { return _mm256_madd_epi16(sums, _mm256_set1
 // The weights stay signed: their signs go to the bytes. A pair of products is at most 2 * 128 * 127, and fits 16 bits alone.
 constexpr int32_t BYTE_OFFSET = 0;
 inline Register unsigned_bytes(Register x) { return x; }
-inline Register add_byte_dot(Register sums, Register weights, Register bytes) {
-  sums = _mm256_add_epi32(sums, wide(_mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(bytes, weights))));
+inline Register add_byte_dot(Register sums, Register weights, const int8_t* bytes) {
+  Register signed_bytes = _mm256_sign_epi8(all_words(*(const Word*)bytes), weights);
+  sums = add_words(sums, wide(_mm256_maddubs_epi16(_mm256_abs_epi8(weights), signed_bytes)));
   asm("" : "+x"(sums));
   return sums;
 }
 #endif
-inline Register add_words(Register x, Register y) { return _mm256_add_epi32(x, y); }
 inline FloatRegister zero_floats() { return _mm256_setzero_ps(); }
 inline void store_floats(float* p, FloatRegister x) { _mm256_storeu_ps(p, x); }
 // The lanes of one register: the first eight, or the others.

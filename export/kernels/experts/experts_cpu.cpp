@@ -149,9 +149,9 @@ void swiglu(const Piece& piece, const Inputs& x, int64_t block, Block next, cons
     }
 }
 
-// `swiglu` for all pieces: calls emit(piece, row, column, values, count).
+// `swiglu` for all pieces: calls emit(piece, row, column, values, count). `shared`: inputs of the shared expert's pieces.
 template <typename Emit>
-void swiglu_of(const std::vector<Piece>& pieces, const Inputs& x, int64_t each, const Emit& emit) {
+void swiglu_of(const std::vector<Piece>& pieces, const Inputs& x, const Inputs& shared, int64_t each, const Emit& emit) {
   // A task is one block of one piece.
   std::vector<int64_t> begins{0};
   for (const Piece& piece : pieces) begins.push_back(begins.back() + swiglu_blocks(piece.weight));
@@ -161,7 +161,8 @@ void swiglu_of(const std::vector<Piece>& pieces, const Inputs& x, int64_t each, 
     // Threads take neighbouring tasks together, so this thread's next task is mostly the next block.
     bool ends = task + 1 == begins[index + 1] && index + 1 < int64_t(pieces.size());
     Block next = ends ? Block{&pieces[index + 1].weight, 0} : Block{&piece.weight, task + 1 - begins[index]};
-    swiglu(piece, x, task - begins[index], next, [&](int64_t row, int64_t column, Floats y, int64_t count) {
+    const Inputs& mine = piece.first < 0 ? shared : x;
+    swiglu(piece, mine, task - begins[index], next, [&](int64_t row, int64_t column, Floats y, int64_t count) {
       emit(piece, row, column, y, count);
     });
   }, each);
@@ -229,13 +230,16 @@ void for_blocks_together(int64_t blocks, const Work& work) {
 }  // namespace
 
 extern "C" AOTITorchError aoti_torch_cpu_experts(AtenTensorHandle x_, AtenTensorHandle weights_, AtenTensorHandle chosen,
-                                                 AtenTensorHandle gate_up_, AtenTensorHandle* gate_up_scale, AtenTensorHandle* gate_up_minimum, const char* gate_up_form,
-                                                 AtenTensorHandle down_, AtenTensorHandle* down_scale, AtenTensorHandle* down_minimum, const char* down_form, int32_t pinned,
+                                                 AtenTensorHandle gate_up_, AtenTensorHandle* gate_up_scale,
+                                                 AtenTensorHandle* gate_up_minimum, const char* gate_up_form,
+                                                 AtenTensorHandle down_, AtenTensorHandle* down_scale,
+                                                 AtenTensorHandle* down_minimum, const char* down_form, int32_t pinned,
                                                  AtenTensorHandle* result) {
   PythonGoesOn goes_on;
   return guarded("experts", [&] {
     Tensor x(x_), gate_up_values(gate_up_);
-    Weight gate_up{gate_up_values, Tensor(gate_up_scale), Tensor(gate_up_minimum), gate_up_form}, down{Tensor(down_), Tensor(down_scale), Tensor(down_minimum), down_form};
+    Weight gate_up{gate_up_values, Tensor(gate_up_scale), Tensor(gate_up_minimum), gate_up_form};
+    Weight down{Tensor(down_), Tensor(down_scale), Tensor(down_minimum), down_form};
     int64_t tokens = x.size(0), inner = down.columns, columns = gate_up.columns;
     Result made({tokens, down.rows}, x.dtype, pinned);
     Array out = made.array();
@@ -252,7 +256,7 @@ extern "C" AOTITorchError aoti_torch_cpu_experts(AtenTensorHandle x_, AtenTensor
     Inputs middle(down, pairs);
     if (one) {
       Scratch<float> hidden(pairs * inner);
-      swiglu_of(pieces, inputs, 3, [&](const Piece& piece, int64_t row, int64_t column, Floats y, int64_t count) {
+      swiglu_of(pieces, inputs, inputs, 3, [&](const Piece& piece, int64_t row, int64_t column, Floats y, int64_t count) {
         Array{hidden, false}.store((piece.first + row) * inner + column, y, count);
       });
       fill(middle, inner, [&](int64_t row, float* to) { std::memcpy(to, hidden + row * inner, inner * sizeof(float)); });
@@ -298,8 +302,10 @@ extern "C" AOTITorchError aoti_torch_cpu_route_logits(AtenTensorHandle x_, AtenT
 
 extern "C" AOTITorchError aoti_torch_cpu_experts_gate_up(AtenTensorHandle x_, AtenTensorHandle norm_, double eps,
                                                          AtenTensorHandle logits, int64_t top_k, AtenTensorHandle values,
-                                                         AtenTensorHandle* scale, AtenTensorHandle* minimum, const char* form, AtenTensorHandle* shared_values,
-                                                         AtenTensorHandle* shared_scale, AtenTensorHandle* shared_minimum, const char* shared_form, AtenTensorHandle* slots_,
+                                                         AtenTensorHandle* scale, AtenTensorHandle* minimum, const char* form,
+                                                         AtenTensorHandle* shared_values, AtenTensorHandle* shared_scale,
+                                                         AtenTensorHandle* shared_minimum, const char* shared_form,
+                                                         AtenTensorHandle* slots_,
                                                          AtenTensorHandle* result) {
   return guarded("experts_gate_up", [&] {
     Tensor x(x_), norm(norm_), routed_values(values), one_values(shared_values), slots(slots_);
@@ -313,19 +319,22 @@ extern "C" AOTITorchError aoti_torch_cpu_experts_gate_up(AtenTensorHandle x_, At
     for (int64_t token = 0; slots && token < tokens; ++token)
       if (slots.as<int64_t>()[token] < 0) out.clear(token * width, top_k * inner);
 
-    // The row of a single token serves all its experts. The rows of several tokens stand in the routing's order.
-    bool one = tokens == 1;
-    Inputs inputs(routed, one ? 1 : pairs + (one_values ? tokens : 0));
-    fill_sorted(inputs, routed, routing, [&](int64_t token, float* to) {
+    auto of_token = [&](int64_t token, float* to) {
       to_floats(x.array().from(token * columns), columns, to);
       apply_norm(to, columns, norm.as<float>(), eps);
-    });
+    };
+    // The row of a single token serves all its experts. The rows of several tokens stand in the routing's order. Those of the
+    // shared expert stand behind them, or, if its weight needs them in another form, by themselves.
+    Weight shared = one_values ? Weight{one_values, Tensor(shared_scale), Tensor(shared_minimum), shared_form} : routed;
+    bool one = tokens == 1, apart = !routed.shares_inputs(shared);
+    Inputs inputs(routed, one ? 1 : pairs + (one_values && !apart ? tokens : 0)), shared_inputs(shared, apart ? tokens : 0);
+    fill_sorted(inputs, routed, routing, of_token);
+    fill(shared_inputs, columns, of_token);
     std::vector<Piece> pieces = pieces_of(routing, routed, one);
     if (one_values)
       for (int64_t token = 0; token < tokens; token += MAX_ROWS)
-        pieces.push_back({Weight{one_values, Tensor(shared_scale), Tensor(shared_minimum), shared_form}, one ? 0 : pairs + token,
-                          std::min(MAX_ROWS, tokens - token), -1 - token});
-    swiglu_of(pieces, inputs, one ? 3 : 64,
+        pieces.push_back({shared, apart ? token : one ? 0 : pairs + token, std::min(MAX_ROWS, tokens - token), -1 - token});
+    swiglu_of(pieces, inputs, apart ? shared_inputs : inputs, one ? 3 : 64,
               [&](const Piece& piece, int64_t row, int64_t column, Floats y, int64_t count) {
                 int64_t token = -1 - piece.first + row, rank = top_k;
                 if (piece.first >= 0) {
@@ -339,8 +348,10 @@ extern "C" AOTITorchError aoti_torch_cpu_experts_gate_up(AtenTensorHandle x_, At
 }
 
 extern "C" AOTITorchError aoti_torch_cpu_experts_down(AtenTensorHandle hidden_, AtenTensorHandle logits, int64_t top_k,
-                                                      AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* minimum, const char* form,
-                                                      AtenTensorHandle* shared_values, AtenTensorHandle* shared_scale, AtenTensorHandle* shared_minimum, const char* shared_form,
+                                                      AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* minimum,
+                                                      const char* form, AtenTensorHandle* shared_values,
+                                                      AtenTensorHandle* shared_scale, AtenTensorHandle* shared_minimum,
+                                                      const char* shared_form,
                                                       AtenTensorHandle residual_, AtenTensorHandle* slots,
                                                       AtenTensorHandle* result) {
   return guarded("experts_down", [&] {

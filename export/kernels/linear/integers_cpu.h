@@ -10,13 +10,7 @@
 namespace ostinato {
 
 // Distance in bytes from what is multiplied to what is prefetched. The hardware's own prefetching ends at each page of 4 KB.
-constexpr int64_t AHEAD = 2048;
-
-inline int32_t word(const void* p) {
-  int32_t found;
-  std::memcpy(&found, p, 4);
-  return found;
-}
+constexpr int64_t AHEAD = 6144;
 
 inline void fetch(const void* p, int64_t ahead = AHEAD) { _mm_prefetch((const char*)p + ahead, _MM_HINT_T0); }
 
@@ -48,12 +42,14 @@ struct Panel {
   Floats minimum_of(int64_t group) const { return weight.load_scale(minimum + group * LANES); }
 };
 
-// Rows of inputs in bytes. `stride`: from row to row of the bytes; of the others, there are `groups` in a row.
+// Rows of inputs in bytes, `stride` bytes apart. A row's groups stand behind its bytes.
 struct ByteRows {
   const int8_t* bytes;
-  const float *scales, *moments;
-  const int32_t* negative_sums;
-  int64_t stride, groups;
+  int64_t stride, columns;
+
+  const ByteGroup& group_of(int64_t row, int64_t group) const {
+    return *(const ByteGroup*)(bytes + columns + group * sizeof(ByteGroup) + row * stride);
+  }
 };
 
 // Multiplies M rows of inputs by the rows of a panel: out [M, LANES].
@@ -61,10 +57,9 @@ template <Format FORMAT, int M>
 void multiply_integers(const Panel& panel, const ByteRows& x, float* out) {
   constexpr bool BYTES = FORMAT == Format::INT8;
   constexpr int PARTS = LANES / REGISTER_LANES;
-  // What is to be subtracted from sums: 2^POWER times the sum of the inputs' bytes.
-  constexpr int POWER = FORMAT == Format::INT4 ? 3 : BYTES && BYTE_OFFSET ? 7 : -1;
-  static_assert(!BYTES || BYTE_OFFSET == 0 || BYTE_OFFSET == 1 << 7);
-  const int64_t group_size = panel.weight.group, group_bytes = group_size * LANES / (BYTES ? 1 : 2), groups = x.groups;
+  static_assert(BYTE_OFFSET == 0 || BYTE_OFFSET == 16 * NIBBLE_OFFSET);
+  const int64_t group_size = panel.weight.group, group_bytes = group_size * LANES / (BYTES ? 1 : 2);
+  const int64_t groups = panel.weight.groups();
   FloatRegister sums[PARTS][M];
   for (int part = 0; part < PARTS; ++part)
     for (int m = 0; m < M; ++m) sums[part][m] = zero_floats();
@@ -82,7 +77,12 @@ void multiply_integers(const Panel& panel, const ByteRows& x, float* out) {
       Register words[M];
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m)
-        words[m] = POWER < 0 ? all_words(0) : times_power(all_words(x.negative_sums[m * groups + group]), POWER);
+        if constexpr (FORMAT == Format::INT4)
+          words[m] = all_words(x.group_of(m, group).offset);
+        else if constexpr (BYTES && BYTE_OFFSET)
+          words[m] = times_power(all_words(x.group_of(m, group).offset), 4);
+        else
+          words[m] = all_words(0);
       for (int64_t k = 0; k < group_size; k += 32) {
         if constexpr (BYTES) {
 #pragma GCC unroll 8
@@ -90,7 +90,7 @@ void multiply_integers(const Panel& panel, const ByteRows& x, float* out) {
             if (part == 0) fetch(from, distance);
             Register weights = unsigned_bytes(load_register(from));
 #pragma GCC unroll 16
-            for (int m = 0; m < M; ++m) words[m] = add_byte_dot(words[m], weights, all_words(word(bytes + m * x.stride)));
+            for (int m = 0; m < M; ++m) words[m] = add_byte_dot(words[m], weights, bytes + m * x.stride);
           }
         } else {
 #ifdef OSTINATO_NARROW_SUMS
@@ -104,10 +104,10 @@ void multiply_integers(const Panel& panel, const ByteRows& x, float* out) {
             if (part == 0) fetch(from, distance);
             Register both = load_register(from), nibbles = low_nibbles(both);
 #pragma GCC unroll 16
-            for (int m = 0; m < M; ++m) pairs[m] = add_dot(pairs[m], nibbles, all_words(word(bytes + m * x.stride)));
+            for (int m = 0; m < M; ++m) pairs[m] = add_dot(pairs[m], nibbles, bytes + m * x.stride);
             nibbles = high_nibbles(both);
 #pragma GCC unroll 16
-            for (int m = 0; m < M; ++m) pairs[m] = add_dot(pairs[m], nibbles, all_words(word(bytes + m * x.stride + 4)));
+            for (int m = 0; m < M; ++m) pairs[m] = add_dot(pairs[m], nibbles, bytes + m * x.stride + 4);
           }
 #ifdef OSTINATO_NARROW_SUMS
 #pragma GCC unroll 16
@@ -118,9 +118,9 @@ void multiply_integers(const Panel& panel, const ByteRows& x, float* out) {
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
         FloatRegister& sum = sums[part][m];
-        sum = add_scaled(sum, words[m], part_of(scale, part), x.scales[m * groups + group]);
-        if constexpr (FORMAT == Format::INT4_MIN)
-          sum = add_scaled(sum, part_of(minimum, part), x.moments[m * groups + group]);
+        const ByteGroup& of_row = x.group_of(m, group);
+        sum = add_scaled(sum, words[m], part_of(scale, part), of_row.scale);
+        if constexpr (FORMAT == Format::INT4_MIN) sum = add_scaled(sum, part_of(minimum, part), of_row.moment);
       }
     }
   }
@@ -132,17 +132,17 @@ void multiply_integers(const Panel& panel, const ByteRows& x, float* out) {
 inline float multiply_integers_outside(const Weight& weight, int64_t n, const ByteRows& x) {
   const char* values = weight.values + n * weight.row_bytes();
   const bool bytes = weight.format == Format::INT8;
-  const int offset = weight.format == Format::INT4 ? 8 : 0;
+  const int offset = weight.format == Format::INT4 ? NIBBLE_OFFSET : 0;
   float total = 0;
-  for (int64_t group = 0; group < x.groups; ++group) {
+  for (int64_t group = 0; group < weight.groups(); ++group) {
     int32_t dot = 0;
     for (int64_t k = group * weight.group; k < (group + 1) * weight.group; ++k) {
       uint8_t both = uint8_t(bytes ? 0 : values[k / 64 * 32 + k % 32]);
       dot += (bytes ? int8_t(values[k]) : (k % 64 < 32 ? both & 15 : both >> 4) - offset) * x.bytes[k];
     }
-    int64_t at = n * x.groups + group;
-    total += float(dot) * weight.one_scale(weight.scale[at]) * x.scales[group];
-    if (weight.minimum) total += weight.one_scale(weight.minimum[at]) * x.moments[group];
+    int64_t at = n * weight.groups() + group;
+    total += float(dot) * weight.one_scale(weight.scale[at]) * x.group_of(0, group).scale;
+    if (weight.minimum) total += weight.one_scale(weight.minimum[at]) * x.group_of(0, group).moment;
   }
   return total;
 }
@@ -154,7 +154,7 @@ inline void widen_panel(const Panel& panel, bfloat16* out) {
   const bool bytes = weight.format == Format::INT8;
   const char* from = panel.values;
   __m512 numbers = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  if (weight.format == Format::INT4) numbers = _mm512_sub_ps(numbers, _mm512_set1_ps(8));
+  if (weight.format == Format::INT4) numbers = _mm512_sub_ps(numbers, _mm512_set1_ps(NIBBLE_OFFSET));
   auto put = [&](int64_t at, Floats even, Floats odd) {
     _mm512_storeu_si512(out + at * LANES, in_pairs((__m512i)_mm512_cvtne2ps_pbh(odd.v, even.v)));
   };
@@ -194,7 +194,7 @@ template <Format FORMAT, int COUNT>
 void multiply_byte_tiles(const Panel& panel, const ByteRows& x, float* out) {
   constexpr bool BYTES = FORMAT == Format::INT8;
   constexpr int64_t PART = TILE_BYTES * LANES, PART_BYTES = BYTES ? PART : PART / 2;
-  const int64_t groups = x.groups, tile_bytes = TILE_ROWS * x.stride;
+  const int64_t groups = panel.weight.groups(), tile_bytes = TILE_ROWS * x.stride;
   const int64_t parts = panel.weight.columns / TILE_BYTES, together = panel.weight.group / TILE_BYTES;
   const int8_t* in = x.bytes;
   alignas(64) uint8_t bytes[2][BYTES ? 1 : PART];
@@ -228,7 +228,7 @@ void multiply_byte_tiles(const Panel& panel, const ByteRows& x, float* out) {
 #pragma GCC unroll 16
       for (int m = 0; m < TILE_ROWS; ++m) {
         Floats whole = {_mm512_cvtepi32_ps(_mm512_load_si512(words[group % 2][tile] + m * LANES))};
-        sums[tile][m] = fma(whole, factor * broadcast(x.scales[(tile * TILE_ROWS + m) * groups + group]), sums[tile][m]);
+        sums[tile][m] = fma(whole, factor * broadcast(x.group_of(tile * TILE_ROWS + m, group).scale), sums[tile][m]);
       }
   };
   const void* weights = prepared(0);

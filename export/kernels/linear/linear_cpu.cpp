@@ -57,7 +57,9 @@ struct Convolution {
 }  // namespace
 
 extern "C" AOTITorchError aoti_torch_cpu_norm_linear(AtenTensorHandle x_, AtenTensorHandle norm, double eps,
-                                                     AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* minimum, AtenTensorHandle* bias_, const char* form, int32_t dtype, AtenTensorHandle* result) {
+                                                     AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* minimum,
+                                                     AtenTensorHandle* bias_, const char* form, int32_t dtype,
+                                                     AtenTensorHandle* result) {
   return guarded("norm_linear", [&] {
     Tensor x(x_), bias(bias_);
     Weight weight{Tensor(values), Tensor(scale), Tensor(minimum), form};
@@ -71,7 +73,8 @@ extern "C" AOTITorchError aoti_torch_cpu_norm_linear(AtenTensorHandle x_, AtenTe
 }
 
 extern "C" AOTITorchError aoti_torch_cpu_norm_swiglu(AtenTensorHandle x_, AtenTensorHandle norm, double eps,
-                                                     AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* minimum, AtenTensorHandle* bias_, const char* form, AtenTensorHandle* result) {
+                                                     AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* minimum,
+                                                     AtenTensorHandle* bias_, const char* form, AtenTensorHandle* result) {
   return guarded("norm_swiglu", [&] {
     Tensor x(x_), bias(bias_);
     Weight weight{Tensor(values), Tensor(scale), Tensor(minimum), form};
@@ -89,7 +92,9 @@ extern "C" AOTITorchError aoti_torch_cpu_norm_swiglu(AtenTensorHandle x_, AtenTe
 }
 
 extern "C" AOTITorchError aoti_torch_cpu_norm_linear_conv(AtenTensorHandle x_, AtenTensorHandle norm_, double eps,
-                                                          AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* minimum, AtenTensorHandle* bias_, const char* form, AtenTensorHandle gates_, AtenTensorHandle conv_,
+                                                          AtenTensorHandle values, AtenTensorHandle* scale,
+                                                          AtenTensorHandle* minimum, AtenTensorHandle* bias_, const char* form,
+                                                          AtenTensorHandle gates_, AtenTensorHandle conv_,
                                                           AtenTensorHandle state_, AtenTensorHandle positions,
                                                           AtenTensorHandle slots, AtenTensorHandle* mixed,
                                                           AtenTensorHandle* gated) {
@@ -122,8 +127,10 @@ extern "C" AOTITorchError aoti_torch_cpu_norm_linear_conv(AtenTensorHandle x_, A
   });
 }
 
-extern "C" AOTITorchError aoti_torch_cpu_linear_add(AtenTensorHandle x_, AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* minimum, AtenTensorHandle* bias_, const char* form, AtenTensorHandle residual_,
-                                                    AtenTensorHandle* squares_, double eps, AtenTensorHandle* result) {
+extern "C" AOTITorchError aoti_torch_cpu_linear_add(AtenTensorHandle x_, AtenTensorHandle values, AtenTensorHandle* scale,
+                                                    AtenTensorHandle* minimum, AtenTensorHandle* bias_, const char* form,
+                                                    AtenTensorHandle residual_, AtenTensorHandle* squares_, double eps,
+                                                    AtenTensorHandle* result) {
   return guarded("linear_add", [&] {
     Tensor x(x_), bias(bias_), residual(residual_), squares(squares_);
     Weight weight{Tensor(values), Tensor(scale), Tensor(minimum), form};

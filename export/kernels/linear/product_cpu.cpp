@@ -41,6 +41,10 @@ Format format_of(const Tensor& values, std::string_view form) {
   throw std::runtime_error("these kernels do not know the number format " + std::string(form));
 }
 
+// A multiple of 64 bytes, and one cache line more than needed: rows whose size is a power of two would all begin in one set
+// of the cache.
+int64_t padded(int64_t size) { return (size + 63) / 64 * 64 + 64; }
+
 }  // namespace
 
 Weight::Weight(const Tensor& values_, const Tensor& scale_, const Tensor& minimum_, std::string_view form)
@@ -71,9 +75,9 @@ Inputs::Inputs(const Weight& weight, int64_t rows, [[maybe_unused]] int64_t more
     : format_(weight.format),
       rows_(rows),
       columns_(weight.columns),
-      // One cache line more than the columns take: rows whose size is a power of two would all begin in one set of the cache.
-      stride_((weight.columns + 63) / 64 * 64 + 64),
-      group_(weight.group) {
+      stride_(padded(weight.columns)),
+      group_(weight.group),
+      byte_stride_(padded(weight.columns + weight.groups() * sizeof(ByteGroup))) {
 #ifdef OSTINATO_AMX
   // The last tile reads memory behind the last row; these results are not used.
   int64_t room = rows + TILE_ROWS;
@@ -81,13 +85,10 @@ Inputs::Inputs(const Weight& weight, int64_t rows, [[maybe_unused]] int64_t more
 #else
   int64_t room = rows;
 #endif
-  if (int64_t groups = weight.groups()) {
-    bytes_.reserve(room * stride_);
-    scales_.reserve(room * groups);
-    negative_sums_.reserve(rows * groups);
-    moments_.reserve(rows * groups);
+  if (weight.integers()) {
+    bytes_.reserve(room * byte_stride_);
     // Zeros, since denormal numbers could be slow.
-    std::memset(scales_ + rows * groups, 0, (room - rows) * groups * sizeof(float));
+    for (int64_t row = rows; row < room; ++row) std::memset(groups_of(row), 0, weight.groups() * sizeof(ByteGroup));
 #ifdef __AVX512BF16__
   } else if (format_ == Format::BFLOAT16) {
     halves_.reserve(room * stride_);
@@ -95,11 +96,6 @@ Inputs::Inputs(const Weight& weight, int64_t rows, [[maybe_unused]] int64_t more
   } else {
     floats_.reserve(rows * columns_);
   }
-}
-
-bool Inputs::serve(const Weight& weight) const {
-  if (weight.columns != columns_ || weight.group != group_) return false;
-  return weight.integers() ? format_ >= Format::INT4 : weight.format == format_;
 }
 
 void Inputs::put(int64_t row, const float* x, int64_t begin, int64_t count) {
@@ -121,14 +117,11 @@ void Inputs::put(int64_t row, const float* x, int64_t begin, int64_t count) {
     Floats total = zeros();
     for (int64_t i = 0; i < group_; i += LANES) {
       Floats whole = rounded(load(x + i) * broadcast(inverse));
-      store_bytes(bytes_ + row * stride_ + at + i, whole);
+      store_bytes(bytes_ + row * byte_stride_ + at + i, whole);
       total = total + whole;
     }
-    int64_t group = row * (columns_ / group_) + at / group_;
-    scales_[group] = peak / 127;
     float whole = sum(total);
-    negative_sums_[group] = peak == peak ? -int32_t(whole) : 0;
-    moments_[group] = whole * scales_[group];
+    groups_of(row)[at / group_] = {peak / 127, peak == peak ? -NIBBLE_OFFSET * int32_t(whole) : 0, whole * (peak / 127)};
   }
 }
 
@@ -136,13 +129,9 @@ void Inputs::take(int64_t row, const Inputs& from, int64_t from_row) {
   auto copy = [&](const auto& to, const auto& of, int64_t count, int64_t stride) {
     if (to) std::memcpy(to + row * stride, of + from_row * stride, count * sizeof(*to));
   };
-  int64_t groups = bytes_ ? columns_ / group_ : 0;
   copy(floats_, from.floats_, columns_, columns_);
   copy(halves_, from.halves_, columns_, stride_);
-  copy(bytes_, from.bytes_, columns_, stride_);
-  copy(scales_, from.scales_, groups, groups);
-  copy(negative_sums_, from.negative_sums_, groups, groups);
-  copy(moments_, from.moments_, groups, groups);
+  copy(bytes_, from.bytes_, columns_ + (bytes_ ? columns_ / group_ * sizeof(ByteGroup) : 0), byte_stride_);
 }
 
 // `tile<M>` multiplies M rows of inputs with a block of LANES rows of the weight.
@@ -153,10 +142,7 @@ struct BlockProduct {
   Block next;
 
   Panel panel() const { return {weight, block, next}; }
-  ByteRows bytes(int64_t row) const {
-    int64_t groups = weight.groups(), at = row * groups;
-    return {x.bytes_ + row * x.stride_, x.scales_ + at, x.moments_ + at, x.negative_sums_ + at, x.stride_, groups};
-  }
+  ByteRows bytes(int64_t row) const { return {x.bytes_ + row * x.byte_stride_, x.byte_stride_, weight.columns}; }
 
   template <int M>
   void float32(int64_t row, float* out) const {
@@ -185,7 +171,7 @@ struct BlockProduct {
       __m512bh pairs = (__m512bh)_mm512_loadu_si512(w);
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
-        __m512i pair = _mm512_set1_epi32(word(in + m * x.stride_ + k));
+        __m512i pair = _mm512_set1_epi32(*(const Word*)(in + m * x.stride_ + k));
         acc[m].v = _mm512_dpbf16_ps(acc[m].v, pairs, (__m512bh)pair);
       }
     }

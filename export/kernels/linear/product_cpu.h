@@ -28,6 +28,10 @@ struct Weight {
   Weight expert(int64_t index) const;
 
   bool integers() const { return format >= Format::INT4; }
+  // Whether inputs made for one of two weights serve the other, too.
+  bool shares_inputs(const Weight& other) const {
+    return columns == other.columns && group == other.group && (integers() ? other.integers() : format == other.format);
+  }
   int64_t groups() const { return integers() ? columns / group : 0; }
   int64_t row_bytes() const {
     if (format == Format::FLOAT32) return 4 * columns;
@@ -51,6 +55,16 @@ struct Block {
   int64_t index;
 };
 
+// A number n of int4 stands as n + NIBBLE_OFFSET in its weight.
+constexpr int32_t NIBBLE_OFFSET = 8;
+
+// A group of an input's bytes: its scale; the sum of the bytes times -NIBBLE_OFFSET, and times the scale.
+struct ByteGroup {
+  float scale;
+  int32_t offset;
+  float moment;
+};
+
 // Rows of inputs, in the forms that products with a weight need: float32, bfloat16, or bytes with a scale per group.
 class Inputs {
  public:
@@ -58,28 +72,24 @@ class Inputs {
   Inputs(const Weight& weight, int64_t rows, int64_t more = 0);
 
   int64_t rows() const { return rows_; }
-  // Whether these are what products with this weight need, too.
-  bool serve(const Weight& weight) const;
   // Write a row. It has one element for each column of the weight.
   void put(int64_t row, const float* x) { put(row, x, 0, columns_); }
   // Write `count` elements of a row from `begin` on, both multiples of the weight's groups.
   void put(int64_t row, const float* x, int64_t begin, int64_t count);
-  // Copy a row from other inputs, which serve the same weights.
+  // Copy a row from other inputs, which were made for the same weight.
   void take(int64_t row, const Inputs& from, int64_t from_row);
 
  private:
   friend void multiply_block(const Weight&, const Inputs&, int64_t, int64_t, int64_t, float*, std::optional<Block>);
   friend struct BlockProduct;
 
+  ByteGroup* groups_of(int64_t row) const { return (ByteGroup*)(bytes_ + row * byte_stride_ + columns_); }
+
   Format format_;
-  int64_t rows_, columns_, stride_, group_;
+  int64_t rows_, columns_, stride_, group_, byte_stride_;
   Scratch<float> floats_;
   Scratch<bfloat16> halves_;
-  Scratch<int8_t> bytes_;
-  // Of each group of bytes: its scale, its sum times -1, and its sum times the scale.
-  Scratch<float> scales_;
-  Scratch<int32_t> negative_sums_;
-  Scratch<float> moments_;
+  Scratch<int8_t> bytes_;  // of each row, and behind them its groups
 };
 
 // Multiplies rows `begin` to `end` of x by the rows of one block of the weight: out [end - begin, LANES], with room for
