@@ -14,7 +14,8 @@ import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
-from .rows_tiles_triton import BLOCK, load_scale_pairs, of_pair, unpack_bytes
+from .rows_tiles_triton import BLOCK, load_scale_pairs, unpack_bytes
+from .scales_triton import of_pair
 
 # Rows of `gates` per program: the smallest number that tensor cores multiply.
 GATE_ROWS = tl.constexpr(16)
@@ -109,6 +110,7 @@ def multiply_part(
     # Masks for more than 16 columns would take registers that a third program on a multiprocessor needs.
     MASKED: tl.constexpr = COLUMNS <= 16
     PAIRS: tl.constexpr = K // 256
+    SCALE: tl.constexpr = scale_ptr.dtype.element_ty
     AT_ONCE: tl.constexpr = (PAIRS + SPLITS - 1) // SPLITS
     begin = tl.program_id(1) * AT_ONCE
     end = tl.minimum(begin + AT_ONCE, PAIRS)
@@ -141,10 +143,10 @@ def multiply_part(
             planes = tl.load(planes_at + block * BLOCK, mask=filled if MASKED else None, other=0 if MASKED else None)
             factor = of_float_pair(factors, half)[None, :]
             weights = tl.load(weights_at + block * (BLOCK // 2))
-            sums += products(weights, planes) * (of_pair(scales, half)[:, None] * factor)
+            sums += products(weights, planes) * (of_pair(scales, half, SCALE)[:, None] * factor)
             if SWIGLU:
                 weights = tl.load(weights_at + (N * (K // 2) + block * (BLOCK // 2)))
-                ups += products(weights, planes) * (of_pair(up_scales, half)[:, None] * factor)
+                ups += products(weights, planes) * (of_pair(up_scales, half, SCALE)[:, None] * factor)
         scales, up_scales, factors = next_scales, next_up_scales, next_factors
     return sums, ups
 

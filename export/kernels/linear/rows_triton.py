@@ -22,6 +22,7 @@ import triton
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
+from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
 from ostinato.export.kernels.launch import LARGE, SMALL, at_most, fitting, is_one, launcher, pointers, starts_early
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight
@@ -130,8 +131,9 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
 
 
 def _in_fixed_point(x: Tensor, weight: Weight) -> bool:
-    """Whether rows x and an int4 weight are multiplied in fixed point."""
-    return x.dtype == torch.bfloat16 and weight.group_size == 128 and weight.columns % 256 == 0
+    """Whether rows x and an integer weight are multiplied in fixed point."""
+    fitting = isinstance(weight.format, Int4) and weight.group_size == 128 and weight.columns % 256 == 0
+    return x.dtype == torch.bfloat16 and fitting
 
 
 def _heads(x: Tensor, squares: HeadSquares) -> int:
@@ -170,12 +172,14 @@ def _scaled_product(
     rows, n = x.shape[0], weight.rows
     out = torch.empty((rows, n), dtype=torch.float32, device=x.device)
     launcher(scaled_rows_early)[((rows + columns - 1) // columns, triton.cdiv(n, ROWS))](
-        *pointers(x, values, scale, bias),
+        *pointers(x, values, scale, minimum, bias),
         out,
         rows,
         N=n,
         K=weight.columns,
         GROUP=weight.group_size,
+        BITS=step_triton.bits_of(weight),
+        MINIMUM=minimum is not None,
         BIAS=bias is not None,
         ROWS=ROWS,
         COLUMNS=columns,
