@@ -289,6 +289,7 @@ def linear_add_early(
     ROW: tl.constexpr = K * BITS // 32 if GROUP > 0 else K
     # A lane's units lie within SPAN elements. If these are all in one head, the units have one factor.
     SPAN: tl.constexpr = (64 if BITS == 4 else 16) if GROUP > 0 else LANE
+    SCALE: tl.constexpr = scale_ptr.dtype.element_ty
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
     row, mine = lane_rows(first_row, N, ROWS)
@@ -314,8 +315,7 @@ def linear_add_early(
                 lane_factor = 1.0
         elif HEADS > 0:
             x = normed_heads(x, squares_ptr, start, EPS, K, GROUP, BITS, HEADS, PARTS, UNITS)
-        dtype: tl.constexpr = scale_ptr.dtype.element_ty
-        sums = multiply_tile(sums, tile, x, lane_factor, GROUP, ROWS, LANE, INTEGER, dtype, BITS, MINIMUM)
+        sums = multiply_tile(sums, tile, x, lane_factor, GROUP, ROWS, LANE, INTEGER, SCALE, BITS, MINIMUM)
         tile = following
     totals, _ = sum_rows(sums, tl.zeros([32 * WARPS], tl.float32), ROWS, WARPS)
     totals += residual + bias
@@ -396,7 +396,7 @@ def norm_products(
     `tile` and `norm` are what the caller has loaded for the first tile.
     """
     ROW: tl.constexpr = K * BITS // 32 if GROUP > 0 else K
-    dtype: tl.constexpr = stored[1].dtype.element_ty
+    SCALE: tl.constexpr = stored[1].dtype.element_ty
     sums = zeros(ROWS, 32 * WARPS)
     squares = tl.zeros([32 * WARPS], tl.float32)
     for start in tl.static_range(0, ROW, UNITS):
@@ -409,7 +409,7 @@ def norm_products(
             following_norm = load_norm(norm_ptr, after, K, GROUP, UNITS, BITS)
         square, scaled = squares_and_normed(x, norm)
         squares += sum_lane(square, LANE, 32 * WARPS)
-        sums = multiply_tile(sums, tile, scaled, 1.0, GROUP, ROWS, LANE, INTEGER, dtype, BITS, MINIMUM)
+        sums = multiply_tile(sums, tile, scaled, 1.0, GROUP, ROWS, LANE, INTEGER, SCALE, BITS, MINIMUM)
         tile = following
         norm = following_norm
     return sums, squares

@@ -215,10 +215,10 @@ class Layer(torch.nn.Module):
         squares = HeadSquares(sums.expand(x.shape[0], 4, 2).reshape(-1, 2), 1e-6)
         return normed, gated, *both, rows_triton.linear_add(x, weight, x, squares)
 
-for group in (128, 32):
+for group, dtype in ((128, torch.bfloat16), (32, torch.bfloat16), (32, torch.float32)):
     for most in (16, 17, None):
         weight = torch.zeros(256, 128, dtype=torch.uint8), torch.zeros(256, 256 // group, dtype=torch.bfloat16)
-        inputs = torch.zeros(4, 256, dtype=torch.bfloat16), torch.zeros(1, 4, 2), torch.zeros(256), *weight
+        inputs = torch.zeros(4, 256, dtype=dtype), torch.zeros(1, 4, 2), torch.zeros(256), *weight
         rows = torch.export.Dim("rows", min=2, max=most)
         program = torch.export.export(Layer(), inputs, dynamic_shapes=({0: rows}, *[None] * 4), strict=False)
         ours = [node for node in program.graph.nodes if "ostinato" in str(node.target)]
@@ -232,7 +232,7 @@ def test_any_number_of_rows_is_traced() -> None:
     names = "rows_norm_linear", "rows_norm_swiglu", "rows_norm_linear_gates", "rows_linear_add"
     expected = [
         " ".join(map(str, [*((name, columns) for name in kinds), most]))
-        for kinds in (names, ("rows_scaled_product",))
+        for kinds in (names, names, ("rows_scaled_product",))
         for columns, most in ((16, "16]"), (32, "17]"), (32, "int_oo]"))
     ]
     assert run_compiled(TRACED).splitlines() == expected
