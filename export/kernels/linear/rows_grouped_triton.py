@@ -1,14 +1,15 @@
 # mypy: allow-untyped-defs
 """Rows in bfloat16 times integer weights in groups of 32, 64 or 128: products in bfloat16 on tensor cores.
 
-Weights without their scales are exact in bfloat16. They are unpacked in registers, with three instructions for two weights of
-four bits and with four for two of eight bits. A *piece* is 32 neighbouring elements of a row; no group is shorter. The product
+Weights without their scales are exact in bfloat16. They are unpacked in registers: a word of eight four-bit weights takes
+eleven instructions, one of four eight-bit weights seven. A *piece* is 32 neighbouring elements of a row; no group is shorter. The product
 of a group is multiplied by the group's scale in float32. So all that is rounded is the input, to bfloat16, and each output.
 The minima of all groups are multiplied by the groups' sums of inputs in one more product, ahead of the others.
 
-A block has 128 elements: 64 bytes of four-bit weights, or 128 bytes. Four lanes share a row of a tensor core's operand; lane c
-has elements 2c, 2c + 1, 2c + 8 and 2c + 9 of every 16. Each lane should read the eight neighbouring bytes of a piece that
-begin at 8c. So `order_rows_early` gives the inputs for these bytes the places that lane c has.
+A block has 128 elements: 16 words of four-bit weights, or 32 words. Four lanes share a row of a tensor core's operand; lane c
+has elements 2c, 2c + 1, 2c + 8 and 2c + 9 of every 16. Each lane should read two neighbouring words of a piece, 2c and
+2c + 1, and unpack bytes 0 and 2 of a word together, and 1 and 3. So `order_rows_early` gives the inputs for these bytes the
+places that lane c has.
 
 A row's result depends on that row alone, and its sums always have the same order. So the result is the same bits, whatever
 stands in the other rows, and in whichever column the row stands.
@@ -101,7 +102,7 @@ def order_rows_early(
 @triton.jit
 def element_at(place):
     """The element of a row that stands in each place of the inputs; an element stays in its piece. See `in_lanes`."""
-    return place // PIECE * PIECE + place // 2 % 4 * 8 + place // 16 % 2 * 4 + place // 8 % 2 * 2 + place % 2
+    return place // PIECE * PIECE + place // 2 % 4 * 8 + place // 16 % 2 * 4 + place // 8 % 2 + place % 2 * 2
 
 
 @triton.jit
@@ -200,8 +201,10 @@ def multiply_groups(
         sums = multiply_minima(sums, sums_ptr, stored[2], at, row, rows, begin, end, K, COLUMNS)
         if SWIGLU:
             ups = multiply_minima(ups, sums_ptr, stored[2], at + N, row, rows, begin, end, K, COLUMNS)
-    ROW: tl.constexpr = K * BITS // 8
-    weights_at = stored[0] + at.to(tl.int64)[:, None] * ROW + tl.arange(0, 64)[None, :]
+    # Words of a weight row.
+    ROW: tl.constexpr = K * BITS // 32
+    words = stored[0].to(tl.pointer_type(tl.uint32))
+    weights_at = words + at.to(tl.int64)[:, None] * ROW + tl.arange(0, 16)[None, :]
     inputs_at = inputs_ptr + row[None, :] * (BLOCKS * BLOCK) + tl.arange(0, PIECE)[:, None]
     for block in range(begin, end):
         # The next block's scales are loaded while this block is multiplied.
@@ -287,25 +290,38 @@ def load_pieces(inputs_at, row, rows, COLUMNS: tl.constexpr):
 def load_weights(weights_at, block, K: tl.constexpr, BITS: tl.constexpr, MINIMUM: tl.constexpr):
     """The four pieces of a block of weights, [ROWS, 32] bfloat16 each, without scales."""
     if BITS == 4:
-        # Bytes past the end of the row multiply inputs that are zeros.
-        byte = block * 64 + tl.arange(0, 64)
-        inside = None if K % 128 == 0 else (byte < K // 2)[None, :]
-        low, high = unpack_nibbles(tl.load(weights_at + block * 64, mask=inside, other=None if K % 128 == 0 else 0), MINIMUM)
-        first, third = in_lanes(low)
-        second, fourth = in_lanes(high)
+        # Words past the end of the row multiply inputs that are zeros.
+        inside = None if K % 128 == 0 else (block * 16 + tl.arange(0, 16) < K // 8)[None, :]
+        words = tl.load(weights_at + block * 16, mask=inside, other=None if K % 128 == 0 else 0)
+        even_low, odd_low, even_high, odd_high = unpack_nibbles(words, MINIMUM)
+        first, third = in_lanes(even_low, odd_low)
+        second, fourth = in_lanes(even_high, odd_high)
     else:
-        first, second = in_lanes(unpack_bytes(tl.load(weights_at + block * 128)))
+        even, odd = unpack_bytes(tl.load(weights_at + block * 32))
+        first, second = in_lanes(even, odd)
         inside = None if K % 128 == 0 else block * 128 + 64 < K
-        rest = tl.load(weights_at + (block * 128 + 64), mask=inside, other=None if K % 128 == 0 else 0)
-        third, fourth = in_lanes(unpack_bytes(rest))
+        rest = tl.load(weights_at + (block * 32 + 16), mask=inside, other=None if K % 128 == 0 else 0)
+        even, odd = unpack_bytes(rest)
+        third, fourth = in_lanes(even, odd)
     return first, second, third, fourth
 
 
 @triton.jit
-def in_lanes(weights):
-    """weights [ROWS, 64] -> two pieces [ROWS, 32], their elements in the order of `element_at`. This moves no data."""
-    parts = tl.reshape(weights, [weights.shape[0], 2, 4, 2, 2, 2])
-    return tl.split(tl.reshape(tl.permute(parts, (0, 3, 4, 2, 5, 1)), [weights.shape[0], PIECE, 2]))
+def in_lanes(even, odd):
+    """Pairs of bfloat16 [ROWS, 16], those of the words' even bytes and of their odd bytes -> two pieces [ROWS, 32].
+
+    The pieces' elements stand in the order of `element_at`. This moves no data.
+    """
+    pairs = tl.join(tl.join(of_halves(even, False), of_halves(even, True)), tl.join(of_halves(odd, False), of_halves(odd, True)))
+    # Dimensions: row, piece, lane, word, byte of a pair, pair.
+    parts = tl.reshape(pairs, [even.shape[0], 2, 4, 2, 2, 2])
+    return tl.split(tl.reshape(tl.permute(parts, (0, 3, 5, 2, 4, 1)), [even.shape[0], PIECE, 2]))
+
+
+@triton.jit
+def of_halves(pairs, SECOND: tl.constexpr):
+    """The lower or the upper bfloat16 of each 32 bits."""
+    return ((pairs >> 16) if SECOND else pairs).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -320,79 +336,87 @@ def add_products(sums, weights, inputs, scales, GROUP: tl.constexpr, SCALE: tl.c
 
 
 @triton.jit
-def unpack_nibbles(packed, MINIMUM: tl.constexpr):
-    """Bytes [.., B] -> the numbers of their low and of their high nibbles, [.., B] bfloat16 each.
+def unpack_nibbles(words, MINIMUM: tl.constexpr):
+    """Words uint32 -> pairs of bfloat16, int32: low nibbles of even and of odd bytes, then high nibbles of both.
 
     A nibble in the low mantissa bits of the bfloat16 128 makes it 128 + nibble. With MINIMUM a nibble is q, else q + 8.
     """
     if INTERPRETED:
-        offset: tl.constexpr = 0.0 if MINIMUM else 8.0
-        low = ((packed & 15).to(tl.float32) - offset).to(tl.bfloat16)
-        high = ((packed >> 4).to(tl.float32) - offset).to(tl.bfloat16)
+        offset: tl.constexpr = 0 if MINIMUM else 8
+        even_low = pair_of((words & 15).to(tl.int32) - offset, (words >> 16 & 15).to(tl.int32) - offset)
+        odd_low = pair_of((words >> 8 & 15).to(tl.int32) - offset, (words >> 24 & 15).to(tl.int32) - offset)
+        even_high = pair_of((words >> 4 & 15).to(tl.int32) - offset, (words >> 20 & 15).to(tl.int32) - offset)
+        odd_high = pair_of((words >> 12 & 15).to(tl.int32) - offset, (words >> 28 & 15).to(tl.int32) - offset)
     else:
-        # The subtrahend is -128 or -136, in both halves.
-        SUBTRAHEND: tl.constexpr = "0xc300c300" if MINIMUM else "0xc308c308"
-        low, high = tl.inline_asm_elementwise(
+        # -128 or -136, twice.
+        OFFSET: tl.constexpr = "0xc300c300" if MINIMUM else "0xc308c308"
+        even_low, odd_low, even_high, odd_high = tl.inline_asm_elementwise(
             """{
-            .reg .b32 first, second, mask, magic, one, offset;
+            .reg .b32 high, next, both, mask, magic, one, offset;
             mov.b32 mask, 0x000f000f;
             mov.b32 magic, 0x43004300;
             mov.b32 one, 0x3f803f80;
             mov.b32 offset, """
-            + SUBTRAHEND
+            + OFFSET
             + """;
-            prmt.b32 first, $4, 0, 0x4140;
-            prmt.b32 second, $4, 0, 0x4342;
-            lop3.b32 $0, first, mask, magic, 0xEA;
-            lop3.b32 $1, second, mask, magic, 0xEA;
-            shr.u32 first, first, 4;
-            shr.u32 second, second, 4;
-            lop3.b32 $2, first, mask, magic, 0xEA;
-            lop3.b32 $3, second, mask, magic, 0xEA;
+            shr.u32 high, $4, 4;
+            shr.u32 next, $4, 8;
+            shr.u32 both, $4, 12;
+            lop3.b32 $0, $4, mask, magic, 0xEA;
+            lop3.b32 $1, next, mask, magic, 0xEA;
+            lop3.b32 $2, high, mask, magic, 0xEA;
+            lop3.b32 $3, both, mask, magic, 0xEA;
             fma.rn.bf16x2 $0, $0, one, offset;
             fma.rn.bf16x2 $1, $1, one, offset;
             fma.rn.bf16x2 $2, $2, one, offset;
             fma.rn.bf16x2 $3, $3, one, offset;
             }""",
             "=&r,=&r,=&r,=&r,r",
-            [packed],
-            dtype=(tl.bfloat16, tl.bfloat16),
+            [words],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=True,
-            pack=4,
+            pack=1,
         )
-    return low, high
+    return even_low, odd_low, even_high, odd_high
 
 
 @triton.jit
-def unpack_bytes(stored):
-    """Signed bytes [.., B] -> the same numbers in bfloat16.
+def unpack_bytes(words):
+    """Words uint32 of signed bytes -> pairs of bfloat16, int32: the even bytes, then the odd bytes.
 
     The low seven bits of a byte in the mantissa of the bfloat16 128 make 128 + these bits. The byte's sign bit makes 128 or
     256 of the same constant, which is subtracted.
     """
     if INTERPRETED:
-        numbers = stored.to(tl.float32).to(tl.bfloat16)
+        signed = words.to(tl.int32, bitcast=True)
+        even, odd = pair_of(signed << 24 >> 24, signed << 8 >> 24), pair_of(signed << 16 >> 24, signed >> 24)
     else:
-        numbers = tl.inline_asm_elementwise(
+        even, odd = tl.inline_asm_elementwise(
             """{
-            .reg .b32 first, second, low, sign, magic, minus;
+            .reg .b32 next, first, second, low, sign, magic, minus;
             mov.b32 low, 0x007f007f;
             mov.b32 sign, 0x00800080;
             mov.b32 magic, 0x43004300;
             mov.b32 minus, 0xbf80bf80;
-            prmt.b32 first, $2, 0, 0x4140;
-            prmt.b32 second, $2, 0, 0x4342;
-            lop3.b32 $0, first, low, magic, 0xEA;
-            lop3.b32 $1, second, low, magic, 0xEA;
-            lop3.b32 first, first, sign, magic, 0xEA;
-            lop3.b32 second, second, sign, magic, 0xEA;
+            shr.u32 next, $2, 8;
+            lop3.b32 $0, $2, low, magic, 0xEA;
+            lop3.b32 $1, next, low, magic, 0xEA;
+            lop3.b32 first, $2, sign, magic, 0xEA;
+            lop3.b32 second, next, sign, magic, 0xEA;
             fma.rn.bf16x2 $0, first, minus, $0;
             fma.rn.bf16x2 $1, second, minus, $1;
             }""",
             "=&r,=&r,r",
-            [stored],
-            dtype=tl.bfloat16,
+            [words],
+            dtype=(tl.int32, tl.int32),
             is_pure=True,
-            pack=4,
+            pack=1,
         )
-    return numbers
+    return even, odd
+
+
+@triton.jit
+def pair_of(first, second):
+    """Two integers as a pair of bfloat16, for the interpreter."""
+    lower = (first.to(tl.float32).to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+    return lower | (second.to(tl.float32).to(tl.int32, bitcast=True) & -65536)
