@@ -30,12 +30,12 @@ from ostinato.export.kernels.linear.rows_tiles_triton import (
     WARPS,
     joined,
     load_blocks,
-    of_pair,
     operand,
     operand_offsets,
     sum_of_warps,
     unpack_bytes,
 )
+from ostinato.export.kernels.linear.scales_triton import of_pair
 from ostinato.export.kernels.linear.step_fixed_point_triton import ROUNDING, larger
 
 from .rows_schedule_triton import BLOCK, RECORD, RECORD_PARTS, RECORD_ROWS, of_expert
@@ -81,6 +81,7 @@ def gate_up_fixed_rows_early(
         SIZE: a multiple of 256.
         INNER: a multiple of 128.
     """
+    SCALE: tl.constexpr = gate_up_scale.dtype.element_ty
     piece = tl.program_id(0)
     record = schedule + tl.program_id(1) * RECORD
     number = tl.arange(0, BLOCK)
@@ -114,7 +115,7 @@ def gate_up_fixed_rows_early(
             sums = tl.dot(low, tl.load(inputs + group * 128, mask=filled, other=0), start, out_dtype=tl.int32)
             other = tl.load(inputs + (group * 128 + 64), mask=filled, other=0)
             sums = tl.dot(high, other, sums, out_dtype=tl.int32)
-            total += joined(sums) * (of_pair(factors, half)[:, None] * factor[None, :])
+            total += joined(sums) * (of_pair(factors, half, SCALE)[:, None] * factor[None, :])
     gates, ups = tl.split(tl.permute(tl.reshape(total, [2, SHARE, BLOCK]), (1, 2, 0)))
     to = hidden + (place + number)[None, :] * (2 * INNER) + (piece * SHARE + tl.arange(0, SHARE))[:, None]
     scales = hidden_scale + (place + number) * (INNER // SHARE) + piece

@@ -23,6 +23,7 @@ from ostinato.export.kernels.linear.step_tiles_triton import (
     load_input,
     load_input_at,
     load_norm,
+    load_scales,
     load_tile,
     multiply_tile,
     sum_lane,
@@ -66,6 +67,7 @@ def experts_gate_up_early(
     """
     BLOCKS: tl.constexpr = INNER // ROWS
     SHARED_BLOCKS: tl.constexpr = SHARED_INNER // ROWS
+    SCALE: tl.constexpr = gate_up_scale.dtype.element_ty
     # Not `extended`: Triton flattens a tuple that is added to an empty one.
     norms = ()
     for start in tl.static_range(0, SIZE // 8 if GROUP > 0 else SIZE, UNITS):
@@ -77,7 +79,8 @@ def experts_gate_up_early(
         wait_for_previous(EARLY)
         start_next(EARLY)
         x = load_inputs(h, SIZE, GROUP, UNITS)
-        store_swiglu(hidden + TOP_K * INNER + first, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, LANE, INTEGER)
+        to = hidden + TOP_K * INNER + first
+        store_swiglu(to, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, LANE, INTEGER, SCALE)
     else:
         choice = TOP_K - 1 - (program - SHARED_BLOCKS) // BLOCKS
         first = (program - SHARED_BLOCKS) % BLOCKS * ROWS
@@ -88,7 +91,8 @@ def experts_gate_up_early(
         first_row = expert_of(largest_key(keys, choice)) * (2 * INNER) + first
         # Loads and products stand in one block, so the compiler knows that the weights take longest, and waits for them last.
         tiles = load_pairs(gate_up, gate_up_scale, first_row, INNER, SIZE, GROUP, ROWS, UNITS)
-        store_swiglu(hidden + choice * INNER + first, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, LANE, INTEGER)
+        to = hidden + choice * INNER + first
+        store_swiglu(to, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, LANE, INTEGER, SCALE)
 
 
 @triton.jit
@@ -125,6 +129,7 @@ def experts_down_early(
     """
     ROW: tl.constexpr = INNER // 8 if GROUP > 0 else INNER
     SHARED_ROW: tl.constexpr = SHARED_INNER // 8 if GROUP > 0 else SHARED_INNER
+    SCALE: tl.constexpr = down_scale.dtype.element_ty
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
     row, mine = lane_rows(first_row, SIZE, ROWS)
@@ -163,12 +168,12 @@ def experts_down_early(
     sums = zeros(ROWS, 32 * WARPS)
     for i in tl.static_range(len(shared_tiles)):
         alone = (tl.zeros([32 * WARPS], tl.float32),)
-        product = multiply_tile(alone, shared_tiles[i], shared_inputs[i], shared_share, GROUP, 1, LANE, INTEGER)
+        product = multiply_tile(alone, shared_tiles[i], shared_inputs[i], shared_share, GROUP, 1, LANE, INTEGER, SCALE)
         sums = add_to_rows(sums, product[0], i * UNITS, ROWS, UNITS, SHARED_WIDTH, LANE)
     for i in tl.static_range(len(tiles)):
         choice, _ = choice_units(i * UNITS, LANE, UNITS, WIDTH)
         share = of_choice(shares, choice, i * UNITS, UNITS, WIDTH)
-        sums = multiply_tile(sums, tiles[i], inputs[i], share, GROUP, ROWS, LANE, INTEGER)
+        sums = multiply_tile(sums, tiles[i], inputs[i], share, GROUP, ROWS, LANE, INTEGER, SCALE)
     totals, _ = sum_rows(sums, tl.zeros([32 * WARPS], tl.float32), ROWS, WARPS)
     tl.store(out + row, (total.to(tl.float32) + totals).to(out.dtype.element_ty), mask=mine)
 
@@ -187,7 +192,7 @@ def load_pairs(
     """Load ROWS whole gate rows from `first` on, and the up rows INNER rows after them: a tuple of `load_tile`'s results."""
     tiles = ()
     for start in tl.static_range(0, SIZE // 8 if GROUP > 0 else SIZE, UNITS):
-        tile = load_tile(weight, scales, first, start, 2 * INNER, SIZE, GROUP, 2 * ROWS, UNITS, INNER)
+        tile = load_tile((weight, scales, scales), first, start, 2 * INNER, SIZE, GROUP, 2 * ROWS, UNITS, INNER)
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
     return tiles
 
@@ -214,6 +219,7 @@ def store_swiglu(
     WARPS: tl.constexpr,
     LANE: tl.constexpr,
     INTEGER: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
     """Stores silu(gate) * up [ROWS], from the results of `load_inputs`, `load_norm` and `load_pairs`."""
     sums = zeros(2 * ROWS, 32 * WARPS)
@@ -221,7 +227,7 @@ def store_swiglu(
     for i in tl.static_range(len(x)):
         square, normed = squares_and_normed(x[i], norms[i])
         squares += sum_lane(square, LANE, 32 * WARPS)
-        sums = multiply_tile(sums, tiles[i], normed, 1.0, GROUP, 2 * ROWS, LANE, INTEGER)
+        sums = multiply_tile(sums, tiles[i], normed, 1.0, GROUP, 2 * ROWS, LANE, INTEGER, SCALE)
     totals = swiglu(normed_totals(sums, squares, SIZE, EPS, 2 * ROWS, WARPS))
     row, mine = paired_rows(0, ROWS, ROWS)
     tl.store(hidden + row, totals.to(hidden.dtype.element_ty), mask=mine)
@@ -275,13 +281,11 @@ def load_chosen(
     if GROUP > 0:
         choice, word = choice_units(START, 4, UNITS, WIDTH)
         expert = expert_of(of_choice(keys, choice, START, UNITS, WIDTH)).to(tl.int64) * SIZE + first_row
-        scales += expert * (INNER // GROUP) + word // 8 * 64 // GROUP
         inside = (choice < len(keys)) & (word < ROW)
-        for half in tl.static_range(2 if GROUP == 32 else 1):
-            for row in tl.static_range(ROWS):
-                here = scales + (row * (INNER // GROUP) + half)
-                scale_tiles = extended(scale_tiles, tl.load(here, mask=inside, other=0.0))
-    return tiles, scale_tiles
+        for row in tl.static_range(ROWS):
+            loaded = load_scales(scales, expert, row, word // 8 * 64, inside, INNER, GROUP, 4)
+            scale_tiles = extended(scale_tiles, loaded)
+    return tiles, scale_tiles, ()
 
 
 @triton.jit
@@ -306,10 +310,8 @@ def load_shared(
     if GROUP > 0:
         row, word = choice_units(START, 4, UNITS, WIDTH)
         inside = (row < ROWS) & (word < ROW)
-        scales += first_row.to(tl.int64) * (INNER // GROUP) + row * (INNER // GROUP) + word // 8 * 64 // GROUP
-        for half in tl.static_range(2 if GROUP == 32 else 1):
-            scale_tiles = extended(scale_tiles, tl.load(scales + half, mask=inside, other=0.0))
-    return (tile,), scale_tiles
+        scale_tiles = (load_scales(scales, first_row, row, word // 8 * 64, inside, INNER, GROUP, 4),)
+    return (tile,), scale_tiles, ()
 
 
 @triton.jit

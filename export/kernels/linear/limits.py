@@ -5,27 +5,25 @@ from __future__ import annotations
 import torch
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.operands import Weight
 
 DTYPES = (torch.bfloat16, torch.float32)
 
 
 def check_weight(weight: Weight, dtype: torch.dtype) -> None:
-    """Raises ExportError unless the kernels take this weight, in a floating dtype or in int4, and inputs of `dtype`."""
+    """Raises ExportError unless the kernels take this weight, in a floating dtype or a number format, and inputs of `dtype`."""
     if dtype not in DTYPES:
         raise ExportError(f"the linear kernels take inputs in bfloat16 or float32, got {dtype}")
     n, k = weight.rows, weight.columns
     if weight.format is None:
         if weight.values.dtype not in DTYPES:
             raise ExportError(
-                f"the linear kernels take weights in bfloat16, float32 or int4, got {weight.values.dtype}"
+                "the linear kernels take weights in bfloat16, float32 or a number format of integers, got "
+                f"{weight.values.dtype}"
             )
         return
-    if not isinstance(weight.format, Int4):
-        raise ExportError(f"the linear kernels for GPUs take weights in bfloat16, float32 or int4, got {weight.format}")
     if k % weight.format.multiple or k % weight.format.group_size:
         raise ExportError(
-            f"the int4 kernels take weights [N, K] with K a multiple of {weight.format.multiple} and of the group size; "
-            f"got [{n}, {k}] with groups of {weight.format.group_size}"
+            f"the {weight.format.name} kernels take weights [N, K] with K a multiple of {weight.format.multiple} and of "
+            f"the group size; got [{n}, {k}] with groups of {weight.format.group_size}"
         )

@@ -1,4 +1,4 @@
-"""A linear layer on the GPU for any number of tokens: torch's product, and a kernel that dequantises int4 weights for it.
+"""A linear layer on the GPU for any number of tokens: torch's product, and a kernel that dequantises integer weights for it.
 
 Another kernel brings int4 weights that are stored for a CPU, in panels, into the order that the GPU's kernels read.
 """
@@ -11,21 +11,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.export.kernels.launch import launcher
+from ostinato.export.kernels.launch import launcher, pointers
 from ostinato.export.kernels.operands import Weight
 
 from . import reference
 from .limits import check_weight
 from .panels import LANES, unpack_panels, unpack_scale
+from .step_triton import bits_of
 
-# Half spans, of 32 elements each, per program: 4 KB of packed bytes in, 16 KB of bfloat16 out.
+# Pieces of 16 bytes of a weight's values per program: 4 KB in, 16 KB of bfloat16 out, for eight-bit integers 8 KB.
 DEQUANTIZE_BLOCK = 256
 # Eights (groups of eight bytes) of each row of a panel, per program of the kernel that takes weights out of panels.
 UNPACK_BLOCK = 64
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
-    """See `reference.linear`; the weight is contiguous. Int4 weights are rounded to x's dtype.
+    """See `reference.linear`; the weight is contiguous. Dequantised weights are rounded to x's dtype.
 
     Raises:
         ExportError: see `check_weight`.
@@ -33,21 +34,25 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     check_weight(weight, x.dtype)
     if weight.scale is None:
         return reference.linear(x, weight)
-    return F.linear(x, dequantize_int4(weight.values, weight.scale, x.dtype), weight.bias)
+    values, scale, minimum, _, form = weight.arguments
+    return F.linear(x, dequantize(values, scale, minimum, form, x.dtype), weight.bias)
 
 
-@torch.library.triton_op("ostinato::dequantize_int4", mutates_args={})
-def dequantize_int4(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The result of `Int4.dequantize`, bit for bit, for contiguous values [N, K / 2]."""
-    n, k = values.shape[0], values.shape[1] * 2
-    out = torch.empty((n, k), dtype=dtype, device=values.device)
-    halves = n * k // 32
-    launcher(dequantize_kernel)[((halves + DEQUANTIZE_BLOCK - 1) // DEQUANTIZE_BLOCK,)](
-        values,
-        scale,
+@torch.library.triton_op("ostinato::dequantize", mutates_args={})
+def dequantize(
+    values: Tensor, scale: Tensor | None, minimum: Tensor | None, form: str, dtype: torch.dtype
+) -> Tensor:
+    """The result of `Format.dequantize`, bit for bit, for contiguous tensors of two dimensions."""
+    weight = Weight.of(values, scale, minimum, None, form)
+    out = torch.empty((weight.rows, weight.columns), dtype=dtype, device=values.device)
+    pieces = values.numel() // 16
+    launcher(dequantize_kernel)[((pieces + DEQUANTIZE_BLOCK - 1) // DEQUANTIZE_BLOCK,)](
+        *pointers(values, scale, minimum),
         out,
-        HALVES=halves,
-        GROUP=k // scale.shape[1],
+        PIECES=pieces,
+        GROUP=weight.group_size,
+        BITS=bits_of(weight),
+        MINIMUM=minimum is not None,
         BLOCK=DEQUANTIZE_BLOCK,
         num_warps=4,
     )
@@ -108,22 +113,48 @@ def unpack_panels_kernel(
 def dequantize_kernel(
     weight_ptr: tl.tensor,
     scale_ptr: tl.tensor,
+    minimum_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    HALVES: tl.constexpr,
+    PIECES: tl.constexpr,
     GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Dequantise BLOCK half spans per program: 32 elements each, in 16 bytes of packed weights. Rows are contiguous."""
-    chunk = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # Half span c of `chunk` holds 16 elements of the first half of span c // 2, and 16 of its second half.
-    inside = chunk < HALVES
-    element = tl.arange(0, 16)[None, :]
-    packed = tl.load(weight_ptr + chunk[:, None] * 16 + element, mask=inside[:, None], other=0)
-    first = chunk // 2 * 64
-    low_scale = tl.load(scale_ptr + first // GROUP, mask=inside, other=0.0).to(tl.float32)
-    high_scale = tl.load(scale_ptr + (first + 32) // GROUP, mask=inside, other=0.0).to(tl.float32)
-    low = ((packed & 15).to(tl.float32) - 8.0) * low_scale[:, None]
-    high = ((packed >> 4).to(tl.float32) - 8.0) * high_scale[:, None]
-    out = out_ptr + first[:, None] + chunk[:, None] % 2 * 16 + element
-    tl.store(out, low.to(out_ptr.dtype.element_ty), mask=inside[:, None])
-    tl.store(out + 32, high.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    """Dequantise BLOCK pieces of 16 bytes per program; rows are contiguous. MINIMUM: whether groups have minima.
+
+    Eight-bit integers are 16 elements of one group. Four-bit integers are 16 elements of the first half of a span of 64, in
+    the low nibbles, and 16 of its second half. Each half lies in one group.
+    """
+    piece = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = piece < PIECES
+    byte = tl.arange(0, 16)[None, :]
+    stored = tl.load(weight_ptr + piece[:, None] * 16 + byte, mask=inside[:, None], other=0)
+    if BITS == 8:
+        first = piece * 16
+        weights = scaled(stored.to(tl.float32), scale_ptr, minimum_ptr, first // GROUP, inside, MINIMUM)
+        tl.store(out_ptr + first[:, None] + byte, weights.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    else:
+        first = piece // 2 * 64
+        out = out_ptr + first[:, None] + piece[:, None] % 2 * 16 + byte
+        for half in tl.static_range(2):
+            nibble = ((stored >> 4) if half == 1 else (stored & 15)).to(tl.float32)
+            number = nibble if MINIMUM else nibble - 8.0
+            weights = scaled(number, scale_ptr, minimum_ptr, (first + half * 32) // GROUP, inside, MINIMUM)
+            tl.store(out + half * 32, weights.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def scaled(
+    numbers: tl.tensor,
+    scale_ptr: tl.tensor,
+    minimum_ptr: tl.tensor,
+    group: tl.tensor,
+    inside: tl.tensor,
+    MINIMUM: tl.constexpr,
+) -> tl.tensor:
+    """numbers [BLOCK, 16] times the scales of their groups [BLOCK], plus the minima. The product is exact in float32."""
+    weights = numbers * tl.load(scale_ptr + group, mask=inside, other=0.0).to(tl.float32)[:, None]
+    if MINIMUM:
+        weights += tl.load(minimum_ptr + group, mask=inside, other=0.0).to(tl.float32)[:, None]
+    return weights

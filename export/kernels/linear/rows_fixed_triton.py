@@ -14,7 +14,8 @@ import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
-from .rows_tiles_triton import BLOCK, load_scale_pairs, of_pair, unpack_bytes
+from .rows_tiles_triton import BLOCK, load_scale_pairs, unpack_bytes
+from .scales_triton import of_pair
 
 # Rows of `gates` per program: the smallest number that tensor cores multiply.
 GATE_ROWS = tl.constexpr(16)
@@ -74,18 +75,46 @@ def fixed_rows_early(
             planes_ptr, factors_ptr, weight_ptr, scale_ptr, output, row, rows, N, K, SWIGLU, ROWS, COLUMNS,
             SPLITS, EARLY,
         )  # fmt: skip
-        inside = (output < N)[:, None] & (row < rows)[None, :]
-        begin = tl.program_id(0).to(tl.int64) * (COLUMNS * N)
-        offsets = tl.arange(0, COLUMNS)[None, :] * N + output[:, None]
-        if SPLITS > 1:
-            counter = counters_ptr + tl.program_id(0) * (tl.num_programs(2) - GATE_TILES) + tile
-            sums, inside = sum_of_parts(sums, parts_ptr + begin, counter, offsets, inside, rows, N, SPLITS)
-        sums = with_bias(sums, bias_ptr, output, N, BIAS)
-        if SWIGLU:
-            sums *= tl.sigmoid(sums) * with_bias(ups, bias_ptr + N, output, N, BIAS)
-        if RESIDUAL:
-            sums += tl.load(residual_ptr + begin + offsets, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out_ptr + begin + offsets, sums.to(out_ptr.dtype.element_ty), mask=inside)
+        write_outputs(
+            sums, ups, bias_ptr, residual_ptr, counters_ptr, parts_ptr, out_ptr, output, row, rows, tile, N, BIAS,
+            RESIDUAL, SWIGLU, GATE_TILES, COLUMNS, SPLITS,
+        )  # fmt: skip
+
+
+@triton.jit
+def write_outputs(
+    sums,
+    ups,
+    bias_ptr,
+    residual_ptr,
+    counters_ptr,
+    parts_ptr,
+    out_ptr,
+    output,
+    row,
+    rows,
+    tile,
+    N: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    GATE_TILES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Write out [R, N] for outputs [ROWS] and rows [COLUMNS]: their products, and the operations behind these."""
+    inside = (output < N)[:, None] & (row < rows)[None, :]
+    begin = tl.program_id(0).to(tl.int64) * (COLUMNS * N)
+    offsets = tl.arange(0, COLUMNS)[None, :] * N + output[:, None]
+    if SPLITS > 1:
+        counter = counters_ptr + tl.program_id(0) * (tl.num_programs(2) - GATE_TILES) + tile
+        sums, inside = sum_of_parts(sums, parts_ptr + begin, counter, offsets, inside, rows, N, SPLITS)
+    sums = with_bias(sums, bias_ptr, output, N, BIAS)
+    if SWIGLU:
+        sums *= tl.sigmoid(sums) * with_bias(ups, bias_ptr + N, output, N, BIAS)
+    if RESIDUAL:
+        sums += tl.load(residual_ptr + begin + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + begin + offsets, sums.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -109,6 +138,7 @@ def multiply_part(
     # Masks for more than 16 columns would take registers that a third program on a multiprocessor needs.
     MASKED: tl.constexpr = COLUMNS <= 16
     PAIRS: tl.constexpr = K // 256
+    SCALE: tl.constexpr = scale_ptr.dtype.element_ty
     AT_ONCE: tl.constexpr = (PAIRS + SPLITS - 1) // SPLITS
     begin = tl.program_id(1) * AT_ONCE
     end = tl.minimum(begin + AT_ONCE, PAIRS)
@@ -141,10 +171,10 @@ def multiply_part(
             planes = tl.load(planes_at + block * BLOCK, mask=filled if MASKED else None, other=0 if MASKED else None)
             factor = of_float_pair(factors, half)[None, :]
             weights = tl.load(weights_at + block * (BLOCK // 2))
-            sums += products(weights, planes) * (of_pair(scales, half)[:, None] * factor)
+            sums += products(weights, planes) * (of_pair(scales, half, SCALE)[:, None] * factor)
             if SWIGLU:
                 weights = tl.load(weights_at + (N * (K // 2) + block * (BLOCK // 2)))
-                ups += products(weights, planes) * (of_pair(up_scales, half)[:, None] * factor)
+                ups += products(weights, planes) * (of_pair(up_scales, half, SCALE)[:, None] * factor)
         scales, up_scales, factors = next_scales, next_up_scales, next_factors
     return sums, ups
 
@@ -215,8 +245,14 @@ def write_gates(
     normed_at = normed_ptr + row[None, None, :].to(tl.int64) * K + part + along[None, :, None]
     # The stages take no more shared memory than the products do.
     for start in tl.range(0, K, 256, num_stages=4 if COLUMNS <= 16 else 2):
-        weights = tl.load(weights_at + start, mask=(gate < GATES)[None, :, None], other=0.0)
-        normed = tl.load(normed_at + start, mask=(row < rows)[None, None, :], other=0.0)
+        known = (gate < GATES)[None, :, None]
+        filled = (row < rows)[None, None, :]
+        if K % 256 != 0:
+            # The last part of K may be no warp's, or that of some.
+            known &= start + part + along[None, None, :] < K
+            filled &= start + part + along[None, :, None] < K
+        weights = tl.load(weights_at + start, mask=known, other=0.0)
+        normed = tl.load(normed_at + start, mask=filled, other=0.0)
         sums = tl.dot(weights, normed, sums)
     inside = (gate < GATES)[:, None] & (row < rows)[None, :]
     tl.store(gated_ptr + row[None, :].to(tl.int64) * GATES + gate[:, None], tl.sum(sums, 0), mask=inside)

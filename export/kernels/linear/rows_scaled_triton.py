@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Products of rows with int4 weights of any group size, where fixed point cannot be used. Weights are scaled in registers."""
+"""Products of rows with integer weights of any format, in float32 and in other odd cases. Weights are scaled in registers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ def scaled_rows_early(
     x_ptr,
     weight_ptr,
     scale_ptr,
+    minimum_ptr,
     bias_ptr,
     out_ptr,
     rows,
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -27,8 +30,9 @@ def scaled_rows_early(
 ):
     """Write out [R, N] float32, the products of x [R, K] in bfloat16 or float32 with the weight.
 
-    K is a multiple of 64. Program (block of COLUMNS input rows, tile of ROWS weight rows). In bfloat16, weights times scales
-    are rounded to bfloat16. In float32, a product consists of three tf32 products.
+    K is a multiple of 64 for four-bit weights, of 32 for eight-bit weights. Program (block of COLUMNS input rows, tile of ROWS
+    weight rows). In bfloat16, dequantised weights are rounded to bfloat16. In float32, a product consists of three tf32
+    products.
     """
     start_next(EARLY)
     row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -36,24 +40,25 @@ def scaled_rows_early(
     half = tl.arange(0, 32)
     # Rows past the last read the last row again.
     at = tl.minimum(output, N - 1)
-    weights_at = weight_ptr + at[:, None] * (K // 2) + half[None, :]
-    scales_at = scale_ptr + at * (K // GROUP)
+    weights_at = weight_ptr + at[:, None] * (K * BITS // 8) + half[None, :]
+    groups_at = at * (K // GROUP)
     x_at = x_ptr + row[None, :].to(tl.int64) * K + half[:, None]
     filled = (row < rows)[None, :]
     wait_for_previous(EARLY)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for element in range(0, K, 64):
-        # A span has 64 elements in 32 bytes: low nibbles are its first half, high nibbles its second.
-        packed = tl.load(weights_at + element // 2).to(tl.int32)
-        scale = tl.load(scales_at + element // GROUP).to(tl.float32)[:, None]
-        weights = (((packed & 15) - 8).to(tl.float32) * scale).to(x_ptr.dtype.element_ty)
-        x = tl.load(x_at + element, mask=filled, other=0.0)
-        sums = tl.dot(weights, x, sums, input_precision="tf32x3")
-        if GROUP == 32:
-            scale = tl.load(scales_at + (element // GROUP + 1)).to(tl.float32)[:, None]
-        weights = (((packed >> 4) - 8).to(tl.float32) * scale).to(x_ptr.dtype.element_ty)
-        x = tl.load(x_at + (element + 32), mask=filled, other=0.0)
-        sums = tl.dot(weights, x, sums, input_precision="tf32x3")
+    # 32 bytes hold 32 elements, or a span of 64: low nibbles are its first half, high nibbles its second.
+    for element in range(0, K, 256 // BITS):
+        stored = tl.load(weights_at + element * BITS // 8).to(tl.int32)
+        for part in tl.static_range(8 // BITS):
+            number = stored
+            if BITS == 4:
+                number = ((stored >> 4) if part == 1 else (stored & 15)) - (0 if MINIMUM else 8)
+            group = groups_at + (element + part * 32) // GROUP
+            weights = number.to(tl.float32) * tl.load(scale_ptr + group).to(tl.float32)[:, None]
+            if MINIMUM:
+                weights += tl.load(minimum_ptr + group).to(tl.float32)[:, None]
+            x = tl.load(x_at + (element + part * 32), mask=filled, other=0.0)
+            sums = tl.dot(weights.to(x_ptr.dtype.element_ty), x, sums, input_precision="tf32x3")
     if BIAS:
         sums += tl.load(bias_ptr + at).to(tl.float32)[:, None]
     offsets = row[None, :].to(tl.int64) * N + output[:, None]

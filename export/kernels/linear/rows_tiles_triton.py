@@ -69,12 +69,6 @@ def load_scale_pairs(scale_ptr, weight_row, pair, K: tl.constexpr):
 
 
 @triton.jit
-def of_pair(pairs, SECOND: tl.constexpr):
-    """The first or the second bfloat16 of each int32, as float32."""
-    return ((pairs & -65536) if SECOND else (pairs << 16)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def operand_offsets(ROWS: tl.constexpr):
     """Row, block and byte of each element of a tile [8, WARPS, ROWS / 8, 64]: three tensors that broadcast to this shape."""
     row = tl.arange(0, ROWS // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]

@@ -8,8 +8,12 @@ On an H200, 2026-11-23, in microseconds for 2, 8, 16, 32 and 64 rows: 12,288 x 2
 products in bfloat16 11.3, 11.6, 12.3, 15.9 and 16.4; dequantised for torch's product 30. 248,320 x 2,048 takes 76, 78, 79,
 110 and 202. The error before rounding is 5e-5 of the largest output; with products in bfloat16 it is 1.6e-3.
 
-All other int4 weights have one plain kernel. Weights in a floating dtype use torch's product. In both cases the norm and the
-operations behind the product are left to Inductor.
+Bfloat16 rows and all other integer weights with K a multiple of 64 are multiplied in bfloat16, by two kernels of the same
+kind (`rows_grouped_triton`). Fixed point would have to make floats of integers for each group, four times as often in groups
+of 32, and for both planes of a row.
+
+What is left, float32 and odd K, has one plain kernel. Weights in a floating dtype use torch's product. In both cases the norm
+and the operations behind the product are left to Inductor.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import triton
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
+from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
 from ostinato.export.kernels.launch import LARGE, SMALL, at_most, fitting, is_one, launcher, pointers, starts_early
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight
@@ -29,6 +34,7 @@ from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Row
 from . import reference, step_triton
 from .limits import check_weight
 from .rows_fixed_triton import fixed_rows_early
+from .rows_grouped_triton import grouped_rows_early, order_rows_early
 from .rows_prepare_triton import prepare_rows_early
 from .rows_scaled_triton import scaled_rows_early
 
@@ -38,6 +44,9 @@ ROWS = 64
 # has the shared memory. For 64 input rows, 32,768, 65,536 and 248,320 x 2,048 then take 28.3, 52.0 and 183 us, not 34.1, 64.5
 # and 230. But 12,288 x 2,048 would take 20.0, not 14.1.
 MANY_OUTPUTS = 32768
+# The products in bfloat16 have at least SPLIT_PROGRAMS programs for a block of input rows, with at most GROUPED_SPLITS parts of K,
+# none shorter than SPLIT_BLOCKS blocks of 128.
+SPLIT_PROGRAMS, GROUPED_SPLITS, SPLIT_BLOCKS = 256, 8, 4
 # Input rows per program: FEW if there are never more than FEW rows, else MANY.
 FEW, MANY = 16, 32
 # Stages of the loop (`num_stages`), by input rows per program. For FEW, 3 stages make no difference to 12,288 x 2,048; with
@@ -46,6 +55,25 @@ STAGES = {FEW: 4, MANY: 3}
 # Up to SPLIT_OUTPUTS outputs, a program has one of SPLITS parts of K. For 8 rows, 12,288 x 2,048 takes 9.9 us in 2 parts, not
 # 8.7; 2,048 x 4,096 takes 7.6, 6.8 and 7.1 us in 2, 4 and 8 parts.
 SPLIT_OUTPUTS, SPLITS = 4096, 4
+
+
+@dataclass(frozen=True)
+class GroupedConfig:
+    """What a program of the products in bfloat16 takes.
+
+    Attributes:
+        rows: weight rows, a multiple of 64 for each four warps.
+        warps: its warps.
+        stages: stages of its loop (`num_stages`).
+    """
+
+    rows: int
+    warps: int
+    stages: int
+
+
+# By input rows per program.
+GROUPED = {FEW: GroupedConfig(rows=64, warps=4, stages=4), MANY: GroupedConfig(rows=64, warps=4, stages=3)}
 
 
 def columns_for(x: Tensor) -> int:
@@ -62,7 +90,7 @@ def norm_linear(x: Tensor, norm: Norm, weight: Weight, out_dtype: torch.dtype) -
     if is_one(x.shape[0]):
         return step_triton.norm_linear(x, norm, weight, out_dtype)
     check_weight(weight, x.dtype)
-    if weight.format is None or not _in_fixed_point(x, weight):
+    if not _is_fused(x, weight):
         return _product(norm(x).to(x.dtype), weight).to(out_dtype)
     return _norm_product(x, norm.weight, norm.eps, *weight.arguments, out_dtype, columns_for(x))
 
@@ -76,7 +104,7 @@ def norm_swiglu(x: Tensor, norm: Norm, weight: Weight) -> Tensor:
     if is_one(x.shape[0]):
         return step_triton.norm_swiglu(x, norm, weight)
     check_weight(weight, x.dtype)
-    if weight.format is None or not _in_fixed_point(x, weight):
+    if not _is_fused(x, weight):
         gate, up = _product(norm(x).to(x.dtype), weight).float().chunk(2, dim=1)
         return (F.silu(gate) * up).to(x.dtype)
     return _norm_swiglu(x, norm.weight, norm.eps, *weight.arguments, columns_for(x))
@@ -106,7 +134,7 @@ def norm_linear_gates(x: Tensor, norm: Norm, weight: Weight, gates: Tensor) -> t
         ExportError: see `check_weight`.
     """
     check_weight(weight, x.dtype)
-    if weight.format is None or not _in_fixed_point(x, weight):
+    if not _is_fused(x, weight):
         normed = norm(x).to(x.dtype)
         return _product(normed, weight).to(x.dtype), F.linear(normed, gates).float()
     return _norm_gates(x, norm.weight, norm.eps, *weight.arguments, gates, columns_for(x))
@@ -122,16 +150,21 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
         return step_triton.linear_add(x, weight, residual, squares)
     check_weight(weight, x.dtype)
     heads = 0 if squares is None else _heads(x, squares)
-    if weight.format is None or not _in_fixed_point(x, weight):
+    if not _is_fused(x, weight):
         product = _product(x if squares is None else _divided(x, squares, heads), weight)
         return (residual.float() + product.float()).to(residual.dtype)
     sums, eps = (None, 0.0) if squares is None else (squares.sums, squares.eps)
     return _product_add(x, sums, eps, heads, *weight.arguments, residual, columns_for(x))
 
 
-def _in_fixed_point(x: Tensor, weight: Weight) -> bool:
-    """Whether rows x and an int4 weight are multiplied in fixed point."""
-    return x.dtype == torch.bfloat16 and weight.group_size == 128 and weight.columns % 256 == 0
+def _is_fused(x: Tensor, weight: Weight) -> bool:
+    """Whether rows x and a weight have kernels that take the operations around the product too."""
+    return weight.format is not None and x.dtype == torch.bfloat16 and weight.columns % 64 == 0
+
+
+def _in_fixed_point(weight: Weight) -> bool:
+    """Whether rows in bfloat16 are multiplied by an integer weight in fixed point."""
+    return isinstance(weight.format, Int4) and weight.group_size == 128 and weight.columns % 256 == 0
 
 
 def _heads(x: Tensor, squares: HeadSquares) -> int:
@@ -170,12 +203,14 @@ def _scaled_product(
     rows, n = x.shape[0], weight.rows
     out = torch.empty((rows, n), dtype=torch.float32, device=x.device)
     launcher(scaled_rows_early)[((rows + columns - 1) // columns, triton.cdiv(n, ROWS))](
-        *pointers(x, values, scale, bias),
+        *pointers(x, values, scale, minimum, bias),
         out,
         rows,
         N=n,
         K=weight.columns,
         GROUP=weight.group_size,
+        BITS=step_triton.bits_of(weight),
+        MINIMUM=minimum is not None,
         BIAS=bias is not None,
         ROWS=ROWS,
         COLUMNS=columns,
@@ -199,7 +234,7 @@ def _norm_product(
     out_dtype: torch.dtype,
     columns: int,
 ) -> Tensor:
-    product = _FixedProduct(Weight.of(values, scale, minimum, bias, form), columns)
+    product = _FusedProduct(Weight.of(values, scale, minimum, bias, form), columns)
     return product.of(x, out_dtype, norm=norm, eps=eps)
 
 
@@ -215,7 +250,7 @@ def _norm_swiglu(
     form: str,
     columns: int,
 ) -> Tensor:
-    product = _FixedProduct(Weight.of(values, scale, minimum, bias, form), columns, swiglu=True)
+    product = _FusedProduct(Weight.of(values, scale, minimum, bias, form), columns, swiglu=True)
     return product.of(x, x.dtype, norm=norm, eps=eps)
 
 
@@ -233,7 +268,7 @@ def _norm_gates(
     columns: int,
 ) -> tuple[Tensor, Tensor]:
     gated = torch.empty((x.shape[0], gates.shape[0]), dtype=torch.float32, device=x.device)
-    product = _FixedProduct(Weight.of(values, scale, minimum, bias, form), columns, gates=gates, gated=gated)
+    product = _FusedProduct(Weight.of(values, scale, minimum, bias, form), columns, gates=gates, gated=gated)
     return product.of(x, x.dtype, norm=norm, eps=eps), gated
 
 
@@ -251,13 +286,13 @@ def _product_add(
     residual: Tensor,
     columns: int,
 ) -> Tensor:
-    product = _FixedProduct(Weight.of(values, scale, minimum, bias, form), columns, residual=residual)
+    product = _FusedProduct(Weight.of(values, scale, minimum, bias, form), columns, residual=residual)
     return product.of(x, residual.dtype, squares=squares, eps=eps, heads=heads)
 
 
 @dataclass(frozen=True)
-class _FixedProduct:
-    """A product in fixed point with the operations behind it; see `fixed_rows_early`.
+class _FusedProduct:
+    """A product with the operations behind it; see `fixed_rows_early` and `grouped_rows_early`.
 
     Attributes:
         columns: input rows per program.
@@ -276,8 +311,15 @@ class _FixedProduct:
         return self.weight.rows // 2 if self.swiglu else self.weight.rows
 
     @property
+    def fixed(self) -> bool:
+        return _in_fixed_point(self.weight)
+
+    @property
     def tile(self) -> int:
-        """Outputs per program. An output of SwiGLU takes two products: with 64 outputs and MANY rows, registers run short."""
+        """Outputs per program. An output of SwiGLU takes two products: in fixed point, with 64 outputs and MANY rows, registers
+        run short."""
+        if not self.fixed:
+            return GROUPED[self.columns].rows
         if self.columns == FEW:
             return ROWS
         if self.swiglu:
@@ -290,9 +332,14 @@ class _FixedProduct:
 
     @property
     def splits(self) -> int:
-        """Number of parts of K. SwiGLU is not split: its gates and ups are already two products per program."""
-        many = self.swiglu or self.outputs > SPLIT_OUTPUTS
-        return 1 if many else min(SPLITS, self.weight.columns // 256)
+        """Number of parts of K, which does not depend on `columns`. SwiGLU is not split: its gates and ups are already two
+        products per program."""
+        if self.swiglu:
+            return 1
+        if self.fixed:
+            return 1 if self.outputs > SPLIT_OUTPUTS else min(SPLITS, self.weight.columns // 256)
+        wanted = triton.next_power_of_2(triton.cdiv(SPLIT_PROGRAMS, triton.cdiv(self.outputs, ROWS)))
+        return max(1, min(wanted, GROUPED_SPLITS, triton.cdiv(self.weight.columns, 128) // SPLIT_BLOCKS))
 
     def of(
         self,
@@ -311,44 +358,75 @@ class _FixedProduct:
             return torch.empty(sizes, dtype=dtype, device=x.device)
 
         # A program reads all of its columns, also past the last row.
-        padded = blocks * self.columns
-        planes, factors = empty(padded, 2, k, dtype=torch.int8), empty(padded, k // 128)
-        out = empty(rows, self.outputs, dtype=out_dtype)
+        padded, width = blocks * self.columns, triton.cdiv(k, 128)
         normed = None if self.gates is None else empty(rows, k, dtype=x.dtype)
         counters = empty(blocks * self.tiles, dtype=torch.int32) if split else None
-        parts = empty(self.splits, rows, self.outputs) if split else None
-        launcher(prepare_rows_early)[(rows,)](
-            *pointers(x, norm, squares, normed, counters),
-            planes,
-            factors,
-            EPS=eps,
-            K=k,
-            NORM=norm is not None,
-            HEADS=heads,
-            PARTS=0 if squares is None else squares.shape[1],
-            NORMED=normed is not None,
-            COLUMNS=self.columns,
-            COUNTERS=self.tiles if split else 0,
-            EARLY=starts_early(),
-            num_warps=min(16, max(4, triton.next_power_of_2(k // 256))),
-        )
-        optional = self.residual, self.gates, normed, self.gated, counters, parts
+        prepare = {
+            "EPS": eps,
+            "K": k,
+            "NORM": norm is not None,
+            "HEADS": heads,
+            "PARTS": 0 if squares is None else squares.shape[1],
+            "NORMED": normed is not None,
+            "COLUMNS": self.columns,
+            "COUNTERS": self.tiles if split else 0,
+            "EARLY": starts_early(),
+            "num_warps": min(16, max(4, triton.next_power_of_2(k // 256))),
+        }
+        prepared: tuple[Tensor, ...]
+        if self.fixed:
+            prepared = empty(padded, 2, k, dtype=torch.int8), empty(padded, width)
+            launcher(prepare_rows_early)[(rows,)](*pointers(x, norm, squares, normed, counters), *prepared, **prepare)
+        else:
+            inputs = empty(padded, width * 128, dtype=torch.bfloat16)
+            sums = None if self.weight.minimum is None else empty(padded, width * 4)
+            optional = norm, squares, normed, sums, counters
+            launcher(order_rows_early)[(rows,)](*pointers(x, *optional), inputs, SUMS=sums is not None, **prepare)
+            prepared = pointers(inputs, sums)
+        return self._multiplied(prepared, normed, counters, empty(rows, self.outputs, dtype=out_dtype))
+
+    def _multiplied(
+        self, prepared: tuple[Tensor, ...], normed: Tensor | None, counters: Tensor | None, out: Tensor
+    ) -> Tensor:
+        """Write `out` [R, outputs], from what the first kernel has prepared."""
+        rows, weight = out.shape[0], self.weight
+        parts = None if counters is None else out.new_empty((self.splits, rows, self.outputs), dtype=torch.float32)
+        optional = weight.bias, self.residual, self.gates, normed, self.gated, counters, parts
         gates = 0 if self.gates is None else self.gates.shape[0]
-        launcher(fixed_rows_early)[(blocks, self.splits, self.tiles + triton.cdiv(gates, 16))](
-            *pointers(planes, factors, self.weight.values, self.weight.scale, self.weight.bias, *optional),
-            out,
-            rows,
-            N=self.outputs,
-            K=k,
-            BIAS=self.weight.bias is not None,
-            RESIDUAL=self.residual is not None,
-            SWIGLU=self.swiglu,
-            GATES=gates,
-            ROWS=self.tile,
-            COLUMNS=self.columns,
-            SPLITS=self.splits,
-            EARLY=starts_early(),
-            num_warps=4,
-            num_stages=STAGES[self.columns],
-        )
+        grid = ((rows + self.columns - 1) // self.columns, self.splits, self.tiles + triton.cdiv(gates, 16))
+        constants = {
+            "N": self.outputs,
+            "K": weight.columns,
+            "BIAS": weight.bias is not None,
+            "RESIDUAL": self.residual is not None,
+            "SWIGLU": self.swiglu,
+            "GATES": gates,
+            "ROWS": self.tile,
+            "COLUMNS": self.columns,
+            "SPLITS": self.splits,
+            "EARLY": starts_early(),
+        }
+        if self.fixed:
+            launcher(fixed_rows_early)[grid](
+                *prepared,
+                *pointers(weight.values, weight.scale, *optional),
+                out,
+                rows,
+                num_warps=4,
+                num_stages=STAGES[self.columns],
+                **constants,
+            )
+        else:
+            launcher(grouped_rows_early)[grid](
+                *prepared,
+                *pointers(weight.values, weight.scale, weight.minimum, *optional),
+                out,
+                rows,
+                GROUP=weight.group_size,
+                BITS=step_triton.bits_of(weight),
+                MINIMUM=weight.minimum is not None,
+                num_warps=GROUPED[self.columns].warps,
+                num_stages=GROUPED[self.columns].stages,
+                **constants,
+            )
         return out

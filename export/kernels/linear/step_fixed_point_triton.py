@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs
-"""Four-bit weights times inputs in fixed point, by `dp4a`, the instruction that adds four products of bytes to an integer.
+"""Integer weights times inputs in fixed point, by `dp4a`, the instruction that adds four products of bytes to an integer.
 
-The 32 inputs of a lane share a scale, a power of two that brings the largest to between 2^14 and 2^15. Each input is rounded
+The inputs of a lane, 32 for four-bit weights and 16 for eight-bit weights, share a scale, a power of two that brings the largest to between 2^14 and 2^15. Each input is rounded
 to an integer, which is 256 times a signed byte plus an unsigned byte. So the error of an input is at most 2^-15 of the
-largest input, and zero for a bfloat16 within a factor of 2^7 of the largest. A word of weights becomes two registers of four
-bytes: its low nibbles, and its high nibbles, which count 16 times. That is two ANDs and four products per word; float32 takes
-eight of each and a shift.
+largest input, and zero for a bfloat16 within a factor of 2^7 of the largest. A word of four-bit weights becomes two registers
+of four bytes: its low nibbles, and its high nibbles, which count 16 times. That is two ANDs and four products per word;
+float32 takes eight of each and a shift. A word of eight-bit weights is multiplied as it is, by two products.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ ROUNDING = tl.constexpr(12582912.0)
 
 @triton.jit
 def fixed_point(x):
-    """x, the eight tiles [WORDS] that a word's nibbles multiply -> (the bytes of x, the lanes' scales [LANES]).
+    """x, the tiles [WORDS] that a word's weights multiply -> (the bytes of x, the lanes' scales [LANES]).
 
-    The bytes are four tiles like x: upper and lower bytes of the inputs that low nibbles multiply, then the same for high
-    nibbles.
+    x is eight tiles for nibbles, and four for bytes. The bytes of x are tiles like x. For nibbles they are four: upper and
+    lower bytes of the inputs that low nibbles multiply, then the same for high nibbles. For bytes they are two, upper and
+    lower.
     """
     largest = larger(larger(tl.abs(x[0]), tl.abs(x[1])), larger(tl.abs(x[2]), tl.abs(x[3])))
-    largest = larger(largest, larger(larger(tl.abs(x[4]), tl.abs(x[5])), larger(tl.abs(x[6]), tl.abs(x[7]))))
+    if len(x) == 8:
+        largest = larger(largest, larger(larger(tl.abs(x[4]), tl.abs(x[5])), larger(tl.abs(x[6]), tl.abs(x[7]))))
     first, second = tl.split(tl.reshape(largest, [largest.shape[0] // 4, 2, 2]))
     first, second = tl.split(larger(first, second))
     lane_largest = larger(larger(first, second), 2.0**-100)
@@ -36,9 +38,13 @@ def fixed_point(x):
     inverse = tl.reshape(tl.broadcast_to(tl.expand_dims(inverse, 1), [inverse.shape[0], 4]), [inverse.shape[0] * 4])
     # Infinity and NaN must show in the product.
     scale = (exponent - (14 << 23)).to(tl.float32, bitcast=True) + (lane_largest - lane_largest)
-    low_upper, low_lower = two_bytes(x[0] * inverse, x[2] * inverse, x[4] * inverse, x[6] * inverse)
-    high_upper, high_lower = two_bytes(x[1] * inverse, x[3] * inverse, x[5] * inverse, x[7] * inverse)
-    return (low_upper, low_lower, high_upper, high_lower), scale
+    if len(x) == 8:
+        low_upper, low_lower = two_bytes(x[0] * inverse, x[2] * inverse, x[4] * inverse, x[6] * inverse)
+        high_upper, high_lower = two_bytes(x[1] * inverse, x[3] * inverse, x[5] * inverse, x[7] * inverse)
+        planes = (low_upper, low_lower, high_upper, high_lower)
+    else:
+        planes = two_bytes(x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse)
+    return planes, scale
 
 
 @triton.jit
@@ -77,7 +83,7 @@ def two_bytes(x0, x1, x2, x3):
 
 @triton.jit
 def offsets(x):
-    """The sums from which `multiply_words` starts: x times -8, since a nibble stores q + 8.
+    """The sums from which `multiply_words` starts in int4: x times -8, since a nibble stores q + 8.
 
     High nibbles count 16 times, so their sums start from x times -128.
     """
@@ -171,15 +177,48 @@ def multiply_words(words, x, started):
 
 
 @triton.jit
-def lane_products(x, weights, SIGNED: tl.constexpr):
+def multiply_bytes(words, x):
+    """Each lane's sum of eight-bit weights times x, two tiles of `fixed_point`: [LANES] int32."""
+    if INTERPRETED:
+        total = lane_products(x[0], words, True, True) * 256 + lane_products(x[1], words, False, True)
+    else:
+        # Takes the four words of a lane at once: two sums of upper bytes, and two of lower bytes.
+        sums = tl.inline_asm_elementwise(
+            """{
+            dp4a.s32.s32 $0, $4, $8, 0;
+            dp4a.s32.s32 $1, $5, $9, 0;
+            dp4a.s32.u32 $2, $4, $12, 0;
+            dp4a.s32.u32 $3, $5, $13, 0;
+            dp4a.s32.s32 $0, $6, $10, $0;
+            dp4a.s32.s32 $1, $7, $11, $1;
+            dp4a.s32.u32 $2, $6, $14, $2;
+            dp4a.s32.u32 $3, $7, $15, $3;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [words, x[0], x[1]],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=4,
+        )
+        first, second = tl.split(tl.reshape(sums, [sums.shape[0] // 4, 2, 2]))
+        upper, lower = tl.split(first + second)
+        total = upper * 256 + lower
+    return total
+
+
+@triton.jit
+def lane_products(x, weights, SIGNED: tl.constexpr, SIGNED_WEIGHTS: tl.constexpr = False):
     """The sum that `dp4a` forms for each lane, as plain code for the interpreter: [LANES] int32."""
     total = tl.zeros(x.shape, tl.int32)
     for i in tl.static_range(4):
-        byte = ((x >> (8 * i)) & 255).to(tl.int32)
-        if SIGNED:
-            byte = tl.where(byte > 127, byte - 256, byte)
-        total += byte * ((weights >> (8 * i)) & 255).to(tl.int32)
+        total += byte_of(x, i, SIGNED) * byte_of(weights, i, SIGNED_WEIGHTS)
     return tl.sum(tl.reshape(total, [x.shape[0] // 4, 4]), axis=1)
+
+
+@triton.jit
+def byte_of(words, INDEX: tl.constexpr, SIGNED: tl.constexpr):
+    byte = ((words >> (8 * INDEX)) & 255).to(tl.int32)
+    return tl.where(byte > 127, byte - 256, byte) if SIGNED else byte
 
 
 @triton.jit

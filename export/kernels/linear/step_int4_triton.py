@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .scales_triton import of_pair
 from .step_fixed_point_triton import fixed_point, multiply_words, offsets
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -38,31 +39,26 @@ def load_eights(vector, low, inside):
 
     low: result of `first_fours`.
     """
-    if vector.dtype.element_ty == tl.bfloat16:
-        # Four inputs at once, in 64 bits.
-        fours = vector.to(tl.pointer_type(tl.int64))
-        low_bits = tl.load(fours + low, mask=inside, other=0)
-        high_bits = tl.load(fours + low + 8, mask=inside, other=0)
-        x0, x2 = two_floats(low_bits.to(tl.int32))
-        x4, x6 = two_floats((low_bits >> 32).to(tl.int32))
-        x1, x3 = two_floats(high_bits.to(tl.int32))
-        x5, x7 = two_floats((high_bits >> 32).to(tl.int32))
-    else:
-        x0, x2, x4, x6 = load_fours(vector, low, inside)
-        x1, x3, x5, x7 = load_fours(vector, low + 8, inside)
+    x0, x2, x4, x6 = load_fours(vector, low, inside)
+    x1, x3, x5, x7 = load_fours(vector, low + 8, inside)
     return x0, x1, x2, x3, x4, x5, x6, x7
 
 
 @triton.jit
-def load_fours(floats, four, inside):
-    """Elements 4 i to 4 i + 3 of a float32 vector for each i in `four`: four tiles of the shape of `four`."""
-    first = floats + four * 4
-    return (
-        tl.load(first, mask=inside, other=0.0),
-        tl.load(first + 1, mask=inside, other=0.0),
-        tl.load(first + 2, mask=inside, other=0.0),
-        tl.load(first + 3, mask=inside, other=0.0),
-    )
+def load_fours(vector, four, inside):
+    """Elements 4 i to 4 i + 3 of a vector for each i in `four`: four float32 tiles of the shape of `four`."""
+    if vector.dtype.element_ty == tl.bfloat16:
+        # Four at once, in 64 bits.
+        bits = tl.load(vector.to(tl.pointer_type(tl.int64)) + four, mask=inside, other=0)
+        x0, x1 = two_floats(bits.to(tl.int32))
+        x2, x3 = two_floats((bits >> 32).to(tl.int32))
+    else:
+        first = vector + four * 4
+        x0 = tl.load(first, mask=inside, other=0.0)
+        x1 = tl.load(first + 1, mask=inside, other=0.0)
+        x2 = tl.load(first + 2, mask=inside, other=0.0)
+        x3 = tl.load(first + 3, mask=inside, other=0.0)
+    return x0, x1, x2, x3
 
 
 @triton.jit
@@ -102,43 +98,70 @@ def two_floats(bits):
 
 
 @triton.jit
-def multiply_int4(sums, words, scales, x, factor, GROUP: tl.constexpr, ROWS: tl.constexpr, INTEGER: tl.constexpr):
+def multiply_int4(
+    sums,
+    tile,
+    x,
+    factor,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    INTEGER: tl.constexpr,
+    SCALE: tl.constexpr,
+    MINIMUM: tl.constexpr,
+):
     """Add words times x (eight tiles) times `factor` ([LANES] or 1) to the rows' sums, [LANES] each.
 
-    With INTEGER the products are in fixed point, for inputs that had 8 bits (bfloat16); else they are in float32.
+    With INTEGER the products are in fixed point, for inputs that had 8 bits (bfloat16); else they are in float32. With
+    MINIMUM a nibble stores q, not q + 8, and the groups have minima. A lane's minima multiply the sums of its inputs, which
+    are the same for all rows.
     """
+    words, scales, minima = tile
     if INTEGER:
         bytes, lane_scale = fixed_point(x)
-        started = offsets(bytes)
+        started = tl.zeros(words[0].shape, tl.int32) if MINIMUM else offsets(bytes)
         factor *= lane_scale
     else:
-        nibbles, low, high = coefficients(x, GROUP)
-        factor *= 2.0 ** (149 - SHIFT)
+        nibbles, low, high = coefficients(x, GROUP, MINIMUM)
+    if MINIMUM:
+        if INTEGER:
+            low_ones, high_ones = multiply_words(tl.full(words[0].shape, 0x11111111, tl.uint32), bytes, started)
+            low_inputs, high_inputs = low_ones.to(tl.float32), high_ones.to(tl.float32) * 2.0**-4
+        else:
+            low_inputs, high_inputs = sum_four(x[0] + x[2] + x[4] + x[6]), sum_four(x[1] + x[3] + x[5] + x[7])
     added = ()
     for row in tl.static_range(ROWS):
-        scale = scales[row].to(tl.float32) * factor
-        high_scale = scales[(ROWS if GROUP == 32 else 0) + row].to(tl.float32) * factor
+        if GROUP == 32:
+            scale, high_scale = of_pair(scales[row], False, SCALE), of_pair(scales[row], True, SCALE)
+        else:
+            scale = scales[row].to(tl.float32)
+            high_scale = scale
         if INTEGER:
             low_sum, high_sum = multiply_words(words[row], bytes, started)
             if GROUP == 32:
                 product = low_sum.to(tl.float32) * scale + high_sum.to(tl.float32) * (high_scale * 2.0**-4)
             else:
-                product = (low_sum * 16 + high_sum).to(tl.float32) * (scale * 2.0**-4)
+                product = (low_sum * 16 + high_sum).to(tl.float32) * (scale * factor * 2.0**-4)
         else:
-            product = multiply_row(words[row], nibbles, low, high, scale, high_scale, GROUP)
+            shift: tl.constexpr = 2.0 ** (149 - SHIFT)
+            product = multiply_row(words[row], nibbles, low, high, scale * shift, high_scale * shift, GROUP)
+        if MINIMUM:
+            product += low_inputs * of_pair(minima[row], False, SCALE) + high_inputs * of_pair(minima[row], True, SCALE)
+        # With one scale per lane, fixed point has the factor in it.
+        if not INTEGER or GROUP == 32:
+            product *= factor
         # Triton does not take a starred expression.
         added = added + (sums[row] + product,)  # type: ignore[assignment]  # noqa: RUF005
     return added
 
 
 @triton.jit
-def coefficients(x, GROUP: tl.constexpr):
+def coefficients(x, GROUP: tl.constexpr, MINIMUM: tl.constexpr):
     """The factors of `multiply_row`, eight tiles of x times powers of two, and the two tiles from which its sums start.
 
     In groups of 64 and more, nibble 7 is not masked out: the shifted word is multiplied whole, with nibbles 2 to 7 in its 24
     bits. So the factor of nibble 7 is subtracted from the factors of nibbles 2 to 6. A nibble stores q + 8. The start
     subtracts the 8s, word by word, so that no large numbers cancel. In groups of 32 the low nibbles have one start, and the
-    high nibbles another.
+    high nibbles another. With MINIMUM a nibble stores q, and the starts are zeros.
     """
     last = x[7] * 2.0 ** (SHIFT - PLACES[7])
     nibbles = ()
@@ -146,10 +169,11 @@ def coefficients(x, GROUP: tl.constexpr):
     high = tl.zeros(last.shape, tl.float32)
     for i in tl.static_range(8):
         scaled = x[i] * 2.0 ** (SHIFT - PLACES[i])
-        if i % 2 == 0:
-            low += scaled * (-8.0 * 2.0 ** (PLACES[i] - 149))
-        else:
-            high += scaled * (-8.0 * 2.0 ** (PLACES[i] - 149))
+        if not MINIMUM:
+            if i % 2 == 0:
+                low += scaled * (-8.0 * 2.0 ** (PLACES[i] - 149))
+            else:
+                high += scaled * (-8.0 * 2.0 ** (PLACES[i] - 149))
         if GROUP > 32 and i == 2:
             scaled -= last * 2.0**-8
         elif GROUP > 32 and i > 2 and i < 7:

@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs
 """The kernels of `step_triton`, composed of the functions in `step_tiles_triton`.
 
-GROUP is 0 for weights in a floating dtype; then `scale_ptr` is not read. `bias_ptr` is not read unless BIAS is true.
+GROUP is 0 for weights in a floating dtype; then `scale_ptr` is not read. `minimum_ptr` is not read unless MINIMUM is true, nor
+`bias_ptr` unless BIAS is.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ def norm_linear_early(
     norm_ptr,
     weight_ptr,
     scale_ptr,
+    minimum_ptr,
     bias_ptr,
     out_ptr,
     EPS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
@@ -50,12 +54,13 @@ def norm_linear_early(
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
     row, mine = lane_rows(first_row, N, ROWS)
-    tile = load_tile(weight_ptr, scale_ptr, first_row, 0, N, K, GROUP, ROWS, UNITS)
-    norm = load_norm(norm_ptr, 0, K, GROUP, UNITS)
+    stored = weight_ptr, scale_ptr, minimum_ptr
+    tile = load_tile(stored, first_row, 0, N, K, GROUP, ROWS, UNITS, 0, BITS, MINIMUM)
+    norm = load_norm(norm_ptr, 0, K, GROUP, UNITS, BITS)
     bias = load_bias(bias_ptr, row, mine, BIAS)
     wait_for_previous(EARLY)
     sums, squares = norm_products(
-        tile, norm, x_ptr, norm_ptr, weight_ptr, scale_ptr, first_row, N, K, GROUP, ROWS, WARPS, UNITS, LANE, INTEGER
+        tile, norm, x_ptr, norm_ptr, stored, first_row, N, K, GROUP, ROWS, WARPS, UNITS, LANE, INTEGER, BITS, MINIMUM
     )
     totals = normed_totals(sums, squares, K, EPS, ROWS, WARPS) + bias
     tl.store(out_ptr + row, totals.to(out_ptr.dtype.element_ty), mask=mine)
@@ -67,12 +72,15 @@ def norm_swiglu_early(
     norm_ptr,
     weight_ptr,
     scale_ptr,
+    minimum_ptr,
     bias_ptr,
     out_ptr,
     EPS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
@@ -85,8 +93,9 @@ def norm_swiglu_early(
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
     row, mine = paired_rows(first_row, N, ROWS)
-    tile = load_tile(weight_ptr, scale_ptr, first_row, 0, 2 * N, K, GROUP, 2 * ROWS, UNITS, N)
-    norm = load_norm(norm_ptr, 0, K, GROUP, UNITS)
+    stored = weight_ptr, scale_ptr, minimum_ptr
+    tile = load_tile(stored, first_row, 0, 2 * N, K, GROUP, 2 * ROWS, UNITS, N, BITS, MINIMUM)
+    norm = load_norm(norm_ptr, 0, K, GROUP, UNITS, BITS)
     bias = load_bias(bias_ptr, tl.where(tl.arange(0, 32) < 16, row, row - ROWS + N), row < 2 * N, BIAS)
     wait_for_previous(EARLY)
     sums, squares = norm_products(
@@ -94,8 +103,7 @@ def norm_swiglu_early(
         norm,
         x_ptr,
         norm_ptr,
-        weight_ptr,
-        scale_ptr,
+        stored,
         first_row,
         2 * N,
         K,
@@ -105,6 +113,8 @@ def norm_swiglu_early(
         UNITS,
         LANE,
         INTEGER,
+        BITS,
+        MINIMUM,
         N,
     )
     totals = swiglu(normed_totals(sums, squares, K, EPS, 2 * ROWS, WARPS) + bias)
@@ -117,6 +127,7 @@ def norm_linear_conv_early(
     norm_ptr,
     weight_ptr,
     scale_ptr,
+    minimum_ptr,
     bias_ptr,
     gates_ptr,
     conv_ptr,
@@ -129,6 +140,8 @@ def norm_linear_conv_early(
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
     BIAS: tl.constexpr,
     GATES: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -173,8 +186,9 @@ def norm_linear_conv_early(
         inputs = ()
         for tap in tl.static_range(TAPS):
             taps = extended(taps, tl.load(conv_ptr + row * TAPS + tap, mask=convolved, other=0.0))
-        tile = load_tile(weight_ptr, scale_ptr, first_row, 0, N, K, GROUP, ROWS, UNITS)
-        norm = load_norm(norm_ptr, 0, K, GROUP, UNITS)
+        stored = weight_ptr, scale_ptr, minimum_ptr
+        tile = load_tile(stored, first_row, 0, N, K, GROUP, ROWS, UNITS, 0, BITS, MINIMUM)
+        norm = load_norm(norm_ptr, 0, K, GROUP, UNITS, BITS)
         bias = load_bias(bias_ptr, row, mine, BIAS)
         # The state is loaded after the weights, which need not wait for the slot.
         state_ptr += tl.maximum(slot, 0) * (TAPS - 1) * CHANNELS
@@ -186,8 +200,7 @@ def norm_linear_conv_early(
             norm,
             x_ptr,
             norm_ptr,
-            weight_ptr,
-            scale_ptr,
+            stored,
             first_row,
             N,
             K,
@@ -197,6 +210,8 @@ def norm_linear_conv_early(
             UNITS,
             LANE,
             INTEGER,
+            BITS,
+            MINIMUM,
         )
         totals = normed_totals(sums, squares, K, EPS, ROWS, WARPS) + bias
         newest = totals.to(mixed_ptr.dtype.element_ty)
@@ -234,11 +249,12 @@ def store_gates(
     Not a part of the kernel, where the same names would have two types.
     """
     row, mine = lane_rows(first_row, N, ROWS)
-    tile = load_tile(gates_ptr, gates_ptr, first_row, 0, N, K, 0, ROWS, UNITS)
+    stored = gates_ptr, gates_ptr, gates_ptr
+    tile = load_tile(stored, first_row, 0, N, K, 0, ROWS, UNITS)
     norm = load_norm(norm_ptr, 0, K, 0, UNITS)
     wait_for_previous(EARLY)
     sums, squares = norm_products(
-        tile, norm, x_ptr, norm_ptr, gates_ptr, gates_ptr, first_row, N, K, 0, ROWS, WARPS, UNITS, LANE, False
+        tile, norm, x_ptr, norm_ptr, stored, first_row, N, K, 0, ROWS, WARPS, UNITS, LANE, False
     )
     tl.store(gated_ptr + row, normed_totals(sums, squares, K, EPS, ROWS, WARPS), mask=mine)
 
@@ -248,6 +264,7 @@ def linear_add_early(
     x_ptr,
     weight_ptr,
     scale_ptr,
+    minimum_ptr,
     bias_ptr,
     residual_ptr,
     squares_ptr,
@@ -256,6 +273,8 @@ def linear_add_early(
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
     BIAS: tl.constexpr,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -267,33 +286,36 @@ def linear_add_early(
     EARLY: tl.constexpr,
 ):
     """`linear_add`, ROWS weight rows per program. HEADS is 0 if there are no squares."""
-    ROW: tl.constexpr = K // 8 if GROUP > 0 else K
+    ROW: tl.constexpr = K * BITS // 32 if GROUP > 0 else K
     # A lane's units lie within SPAN elements. If these are all in one head, the units have one factor.
-    SPAN: tl.constexpr = 64 if GROUP > 0 else LANE
+    SPAN: tl.constexpr = (64 if BITS == 4 else 16) if GROUP > 0 else LANE
+    SCALE: tl.constexpr = scale_ptr.dtype.element_ty
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
     row, mine = lane_rows(first_row, N, ROWS)
-    tile = load_tile(weight_ptr, scale_ptr, first_row, 0, N, K, GROUP, ROWS, UNITS)
+    stored = weight_ptr, scale_ptr, minimum_ptr
+    tile = load_tile(stored, first_row, 0, N, K, GROUP, ROWS, UNITS, 0, BITS, MINIMUM)
     bias = load_bias(bias_ptr, row, mine, BIAS)
     wait_for_previous(EARLY)
     residual = tl.load(residual_ptr + row, mask=mine, other=0.0).to(tl.float32)
     sums = zeros(ROWS, 32 * WARPS)
     for start in tl.static_range(0, ROW, UNITS):
-        x = load_input(x_ptr, start, K, GROUP, UNITS)
+        x = load_input(x_ptr, start, K, GROUP, UNITS, BITS)
         following = tile
         if start + UNITS < ROW:
-            following = load_tile(weight_ptr, scale_ptr, first_row, start + UNITS, N, K, GROUP, ROWS, UNITS)
+            following = load_tile(stored, first_row, start + UNITS, N, K, GROUP, ROWS, UNITS, 0, BITS, MINIMUM)
         lane_factor = 1.0
         if HEADS > 0 and K // HEADS % SPAN == 0:
-            unit, inside = tile_units(start, LANE, K, GROUP, UNITS)
-            lane_factor = head_factor(squares_ptr, unit * 8 if GROUP > 0 else unit, inside, EPS, K // HEADS, PARTS)
+            unit, inside = tile_units(start, LANE, K, GROUP, UNITS, BITS)
+            element = unit * (32 // BITS) if GROUP > 0 else unit
+            lane_factor = head_factor(squares_ptr, element, inside, EPS, K // HEADS, PARTS)
             if GROUP == 0:
                 # A lane may have several stretches of neighbouring units, and so several factors.
                 x = (x[0] * of_neighbours(lane_factor, LANE),)
                 lane_factor = 1.0
         elif HEADS > 0:
-            x = normed_heads(x, squares_ptr, start, EPS, K, GROUP, HEADS, PARTS, UNITS)
-        sums = multiply_tile(sums, tile, x, lane_factor, GROUP, ROWS, LANE, INTEGER)
+            x = normed_heads(x, squares_ptr, start, EPS, K, GROUP, BITS, HEADS, PARTS, UNITS)
+        sums = multiply_tile(sums, tile, x, lane_factor, GROUP, ROWS, LANE, INTEGER, SCALE, BITS, MINIMUM)
         tile = following
     totals, _ = sum_rows(sums, tl.zeros([32 * WARPS], tl.float32), ROWS, WARPS)
     totals += residual + bias
@@ -315,15 +337,21 @@ def normed_heads(
     EPS: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    BITS: tl.constexpr,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
     UNITS: tl.constexpr,
 ):
     """The tiles x of `load_input`, each element times the factor of its own head."""
-    unit, inside = tile_units(START, 1, K, GROUP, UNITS)
+    unit, inside = tile_units(START, 1, K, GROUP, UNITS, BITS)
     normed = ()
     for i in tl.static_range(len(x)):
-        element = unit // 8 * 64 + unit % 8 * 4 + i % 2 * 32 + i // 2 if GROUP > 0 else unit
+        if GROUP > 0 and BITS == 8:
+            element = unit * 4 + i
+        elif GROUP > 0:
+            element = unit // 8 * 64 + unit % 8 * 4 + i % 2 * 32 + i // 2
+        else:
+            element = unit
         normed = extended(normed, x[i] * head_factor(squares_ptr, element, inside, EPS, K // HEADS, PARTS))
     return normed
 
@@ -349,8 +377,7 @@ def norm_products(
     norm,
     x_ptr,
     norm_ptr,
-    weight_ptr,
-    scale_ptr,
+    stored,
     first_row,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -360,25 +387,29 @@ def norm_products(
     UNITS: tl.constexpr,
     LANE: tl.constexpr,
     INTEGER: tl.constexpr,
+    BITS: tl.constexpr = 4,
+    MINIMUM: tl.constexpr = False,
     APART: tl.constexpr = 0,
 ):
     """Each lane's sums over its units: of weight * norm * x for each row, and of x^2; tensors [32 WARPS].
 
     `tile` and `norm` are what the caller has loaded for the first tile.
     """
-    ROW: tl.constexpr = K // 8 if GROUP > 0 else K
+    ROW: tl.constexpr = K * BITS // 32 if GROUP > 0 else K
+    SCALE: tl.constexpr = stored[1].dtype.element_ty
     sums = zeros(ROWS, 32 * WARPS)
     squares = tl.zeros([32 * WARPS], tl.float32)
     for start in tl.static_range(0, ROW, UNITS):
-        x = load_input(x_ptr, start, K, GROUP, UNITS)
+        x = load_input(x_ptr, start, K, GROUP, UNITS, BITS)
         following = tile
         following_norm = norm
         if start + UNITS < ROW:
-            following = load_tile(weight_ptr, scale_ptr, first_row, start + UNITS, N, K, GROUP, ROWS, UNITS, APART)
-            following_norm = load_norm(norm_ptr, start + UNITS, K, GROUP, UNITS)
+            after = start + UNITS
+            following = load_tile(stored, first_row, after, N, K, GROUP, ROWS, UNITS, APART, BITS, MINIMUM)
+            following_norm = load_norm(norm_ptr, after, K, GROUP, UNITS, BITS)
         square, scaled = squares_and_normed(x, norm)
         squares += sum_lane(square, LANE, 32 * WARPS)
-        sums = multiply_tile(sums, tile, scaled, 1.0, GROUP, ROWS, LANE, INTEGER)
+        sums = multiply_tile(sums, tile, scaled, 1.0, GROUP, ROWS, LANE, INTEGER, SCALE, BITS, MINIMUM)
         tile = following
         norm = following_norm
     return sums, squares

@@ -1,9 +1,13 @@
 # mypy: allow-untyped-defs
 """The building blocks of a decode step's matrix-vector kernels: tiles of weights, their inputs, and the sum over lanes.
 
-A *unit* is one element of a tile: a 32-bit word of eight four-bit weights (`step_int4_triton`) or, if GROUP is 0, one weight
-in a floating dtype. A tile has one dimension and holds UNITS units of one row. A lane has LANE neighbouring units (16 bytes),
-or several such stretches. So a lane uses the same inputs for all rows of its program.
+A *unit* is one element of a tile: a 32-bit word of eight four-bit weights (`step_int4_triton`), one of four eight-bit weights
+(`step_int8_triton`) or, if GROUP is 0, one weight in a floating dtype. A tile has one dimension and holds UNITS units of one
+row. A lane has LANE neighbouring units (16 bytes), or several such stretches. So a lane uses the same inputs for all rows of
+its program. BITS, the bits of an integer weight, says which words they are; MINIMUM, whether groups have minima.
+
+The tensors of a weight travel together, as `stored`: pointers to values, scales and minima. Only what GROUP and MINIMUM ask
+for is read.
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ from .step_int4_triton import (
     load_constant_eights,
     load_constant_fours,
     load_eights,
+    load_fours,
     multiply_int4,
 )
+from .step_int8_triton import multiply_int8
 
 
 @triton.jit
@@ -35,9 +41,16 @@ def zeros(COUNT: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def tile_units(START: tl.constexpr, STEP: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr):
+def tile_units(
+    START: tl.constexpr,
+    STEP: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNITS: tl.constexpr,
+    BITS: tl.constexpr = 4,
+):
     """Every STEP-th unit of the tile from START, and whether the unit is in the row (a constant if all units are)."""
-    ROW: tl.constexpr = K // 8 if GROUP > 0 else K
+    ROW: tl.constexpr = K * BITS // 32 if GROUP > 0 else K
     unit = START + tl.arange(0, UNITS // STEP) * STEP
     return unit, (unit < ROW) | (ROW % UNITS == 0)
 
@@ -50,8 +63,7 @@ def unit_pointer(weight, GROUP: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    weight,
-    scale,
+    stored,
     first_row,
     START: tl.constexpr,
     N: tl.constexpr,
@@ -60,31 +72,50 @@ def load_tile(
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
     APART: tl.constexpr = 0,
+    BITS: tl.constexpr = 4,
+    MINIMUM: tl.constexpr = False,
 ):
-    """Load the units from START of ROWS rows: ROWS tiles [UNITS], and the scales of four-bit weights, [LANES] bfloat16.
+    """Load the units from START of ROWS rows: ROWS tiles [UNITS], and tuples of their lanes' scales and minima.
 
-    In groups of 64 and more there is one tile of scales per row. In groups of 32 there are two: first come the tiles for the
-    low nibbles of all rows, then the tiles for the high nibbles. Rows past the last read the last row again. With APART the
-    second half of the rows begins APART rows after the beginning of the first half.
+    Scales and minima are a tile [LANES] per row of integer weights; see `load_scales`. Rows past the last read the last row
+    again. With APART the second half of the rows begins APART rows after the beginning of the first half.
     """
-    ROW: tl.constexpr = K // 8 if GROUP > 0 else K
-    unit, inside = tile_units(START, 1, K, GROUP, UNITS)
-    units = unit_pointer(weight, GROUP) + first_row.to(tl.int64) * ROW
+    ROW: tl.constexpr = K * BITS // 32 if GROUP > 0 else K
+    unit, inside = tile_units(START, 1, K, GROUP, UNITS, BITS)
+    units = unit_pointer(stored[0], GROUP) + first_row.to(tl.int64) * ROW
     tiles = ()
     for row in tl.static_range(ROWS):
         step = row_step(row, first_row, N, ROWS, APART)
         tiles = extended(tiles, tl.load(units + unit + step * ROW, mask=inside, other=0))
     scales = ()
+    minima = ()
     if GROUP > 0:
         # One word in four: the first of each lane.
-        lane_word, lane_inside = tile_units(START, 4, K, GROUP, UNITS)
-        groups = scale + first_row.to(tl.int64) * (K // GROUP)
-        for half in tl.static_range(2 if GROUP == 32 else 1):
-            for row in tl.static_range(ROWS):
-                step = row_step(row, first_row, N, ROWS, APART)
-                group = lane_word // 8 * 64 // GROUP + half + step * (K // GROUP)
-                scales = extended(scales, tl.load(groups + group, mask=lane_inside, other=0.0))
-    return tiles, scales
+        lane_word, lane_inside = tile_units(START, 4, K, GROUP, UNITS, BITS)
+        lane_element = lane_word // 8 * 64 if BITS == 4 else lane_word * 4
+        for row in tl.static_range(ROWS):
+            step = row_step(row, first_row, N, ROWS, APART)
+            scales = extended(scales, load_scales(stored[1], first_row, step, lane_element, lane_inside, K, GROUP, BITS))
+            if MINIMUM:
+                numbers = load_scales(stored[2], first_row, step, lane_element, lane_inside, K, GROUP, BITS)
+                minima = extended(minima, numbers)
+    return tiles, scales, minima
+
+
+@triton.jit
+def load_scales(
+    scale, first_row, step, element, inside, K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
+):
+    """The scales of the groups of `element`, `step` rows after `first_row`.
+
+    A lane of four-bit weights in groups of 32 has elements of two groups, low nibbles of one and high nibbles of the next:
+    their scales are one int32, which `of_pair` takes apart.
+    """
+    PAIRED: tl.constexpr = BITS == 4 and GROUP == 32
+    WIDTH: tl.constexpr = 64 if PAIRED else GROUP
+    numbers = scale.to(tl.pointer_type(tl.int32)) if PAIRED else scale
+    numbers += first_row.to(tl.int64) * (K // WIDTH)
+    return tl.load(numbers + (element // WIDTH + step * (K // WIDTH)), mask=inside, other=0)
 
 
 @triton.jit
@@ -100,19 +131,28 @@ def row_step(ROW: tl.constexpr, first_row, N: tl.constexpr, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def load_input(vector, START: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr):
-    """Load the inputs that a tile's units multiply: float32 tiles [UNITS], eight for words, one for floats.
+def load_input(
+    vector,
+    START: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNITS: tl.constexpr,
+    BITS: tl.constexpr = 4,
+):
+    """Load the inputs that a tile's units multiply: float32 tiles [UNITS], one for each weight of a unit.
 
     Past the end of the row they are zeros.
     """
-    unit, inside = tile_units(START, 1, K, GROUP, UNITS)
-    return load_input_at(vector, unit, inside, GROUP)
+    unit, inside = tile_units(START, 1, K, GROUP, UNITS, BITS)
+    return load_input_at(vector, unit, inside, GROUP, BITS)
 
 
 @triton.jit
-def load_input_at(vector, unit, inside, GROUP: tl.constexpr):
+def load_input_at(vector, unit, inside, GROUP: tl.constexpr, BITS: tl.constexpr = 4):
     """`load_input` for these units of a row; zeros where not `inside`."""
-    if GROUP > 0:
+    if GROUP > 0 and BITS == 8:
+        x = load_fours(vector, unit, inside)
+    elif GROUP > 0:
         x = load_eights(vector, first_fours(unit), inside)
     else:
         x = (tl.load(vector + unit, mask=inside, other=0.0).to(tl.float32),)
@@ -120,10 +160,19 @@ def load_input_at(vector, unit, inside, GROUP: tl.constexpr):
 
 
 @triton.jit
-def load_norm(norm, START: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr):
+def load_norm(
+    norm,
+    START: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNITS: tl.constexpr,
+    BITS: tl.constexpr = 4,
+):
     """Load the norm's weights for the tiles of `load_input`."""
-    unit, inside = tile_units(START, 1, K, GROUP, UNITS)
-    if GROUP > 0:
+    unit, inside = tile_units(START, 1, K, GROUP, UNITS, BITS)
+    if GROUP > 0 and BITS == 8:
+        weights = load_constant_fours(norm, unit, inside)
+    elif GROUP > 0:
         weights = load_constant_eights(norm, first_fours(unit), inside)
     elif K % 4 == 0:
         weights = (load_constant_floats(norm, START, K, UNITS),)
@@ -146,16 +195,29 @@ def load_constant_floats(floats, START: tl.constexpr, K: tl.constexpr, UNITS: tl
 
 @triton.jit
 def multiply_tile(
-    sums, tile, x, factor, GROUP: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr, INTEGER: tl.constexpr
+    sums,
+    tile,
+    x,
+    factor,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANE: tl.constexpr,
+    INTEGER: tl.constexpr,
+    SCALE: tl.constexpr,
+    BITS: tl.constexpr = 4,
+    MINIMUM: tl.constexpr = False,
 ):
     """Add a tile of `load_tile` times x of `load_input` times `factor` ([LANES] or 1) to the rows' sums, [LANES] each.
 
-    With INTEGER four-bit weights are multiplied in fixed point, for inputs that had 8 bits (bfloat16); else in float32.
+    With INTEGER integer weights are multiplied in fixed point, for inputs that had 8 bits (bfloat16); else in float32. SCALE
+    is the dtype of scales and minima.
     """
-    units, scales = tile
-    if GROUP > 0:
-        added = multiply_int4(sums, units, scales, x, factor, GROUP, ROWS, INTEGER)
+    if GROUP > 0 and BITS == 8:
+        added = multiply_int8(sums, tile, x, factor, ROWS, INTEGER)
+    elif GROUP > 0:
+        added = multiply_int4(sums, tile, x, factor, GROUP, ROWS, INTEGER, SCALE, MINIMUM)
     else:
+        units = tile[0]
         added = ()
         for row in tl.static_range(ROWS):
             product = sum_lane(x[0] * units[row].to(tl.float32), LANE, sums[row].shape[0])

@@ -23,8 +23,13 @@ from .step_kernels_triton import linear_add_early, norm_linear_conv_early, norm_
 
 
 def units_per_lane(dtype: torch.dtype) -> int:
-    """Units per 16 bytes of a weight whose values have this dtype; uint8 means int4. See `step_tiles_triton` for units."""
-    return 4 if dtype == torch.uint8 else 16 // dtype.itemsize
+    """Units per 16 bytes of a weight whose values have this dtype. See `step_tiles_triton` for units."""
+    return 16 // dtype.itemsize if dtype.is_floating_point else 4
+
+
+def bits_of(weight: Weight) -> int:
+    """Bits of an integer of the weight; 4, which no kernel reads, for a floating dtype."""
+    return 4 if weight.format is None else 8 // weight.format.per_value
 
 
 @dataclass(frozen=True)
@@ -213,7 +218,7 @@ def _norm_linear_conv(
         TAPS=conv_weight.shape[2],
         GATE_ROWS=config.gate_rows,
         # As many elements as the other programs' tiles have.
-        GATE_UNITS=constants["UNITS"] * (1 if scale is None else 8),
+        GATE_UNITS=constants["UNITS"] * (1 if scale is None else 32 // constants["BITS"]),
         GATE_LANE=units_per_lane(gates.dtype),
         **constants,
     )
@@ -283,14 +288,16 @@ def tile_constants(weight: Weight, dtype: torch.dtype, warps: int, runs: int, in
 
 
 def _pointers(weight: Weight) -> tuple[Tensor, ...]:
-    """Values, scale and bias, as the kernels here take them."""
-    return pointers(weight.values, weight.scale, weight.bias)
+    """Values, scale, minimum and bias, as the kernels here take them."""
+    return pointers(weight.values, weight.scale, weight.minimum, weight.bias)
 
 
 def _constants(weight: Weight, config: StepConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Compile-time constants of the kernels here; `dtype` is the inputs' dtype."""
     return {
         "K": weight.columns,
+        "BITS": bits_of(weight),
+        "MINIMUM": weight.minimum is not None,
         "BIAS": weight.bias is not None,
         "ROWS": config.rows,
         "EARLY": starts_early(),

@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato.export.formats.format import Format
+from ostinato.export.formats.int4 import Int4
+from ostinato.export.formats.int4_min import Int4Min
+from ostinato.export.formats.int8 import Int8
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight, runs_of
 
 from ...comparison import relative_error
@@ -26,7 +30,7 @@ class Shape:
     """Sizes of a layer with all its operands. It has a bias unless N is a multiple of four.
 
     Attributes:
-        group: weights that share a scale; None for weights in the dtype of the inputs.
+        group: weights that share a scale, in int4; or a number format; None for weights in the dtype of the inputs.
         heads, parts: the heads that `linear_add` norms, 0 for none, and how many sums of squares each has.
         channels, taps: of the convolution; no channels: no convolution.
         gates: rows of the weight for the gates.
@@ -34,7 +38,7 @@ class Shape:
 
     n: int
     k: int
-    group: int | None = None
+    group: int | Format | None = None
     heads: int = 0
     parts: int = 1
     channels: int = 0
@@ -42,9 +46,16 @@ class Shape:
     gates: int = 3
 
     def __str__(self) -> str:
-        group = f"-g{self.group}" if self.group else ""
+        group = f"-{named(self.group)}" if self.group else ""
         heads = f"-{self.heads}x{self.parts}" if self.heads else ""
         return f"{self.n}x{self.k}{group}{heads}" + (f"-{self.channels}c{self.taps}t" if self.channels else "")
+
+
+def named(group: int | Format | None) -> str:
+    """A name of a number format, as in `Shape.group`."""
+    if not isinstance(group, Format):
+        return f"g{group}"
+    return f"{group.name}-g{group.group_size}" + ("-f16" if group.scale_dtype == torch.float16 else "")
 
 
 @dataclass(frozen=True)
@@ -177,6 +188,7 @@ def new_states(case: Case, after: Tensor, expected: Tensor) -> tuple[Tensor, Ten
     return after[written], expected[written]
 
 
+F16 = torch.float16
 # Small weights have a program per output, of which the interpreter takes up to ten in a second.
 STEP_SHAPES = [
     Shape(1, 64, 32),
@@ -189,6 +201,15 @@ STEP_SHAPES = [
     Shape(4, 192, 32, 12, 1),
     Shape(4, 192, 64, 64, 2),
     Shape(3, 4096, 128, 32, 4),
+    Shape(6, 320, Int4(32, F16), 5, 1, channels=2, gates=2),
+    Shape(8, 256, Int4(128, F16), channels=3),
+    Shape(2, 64, Int4Min(), channels=2),
+    Shape(6, 1088, Int4Min(32, F16), 17, 3, channels=6, gates=5),
+    Shape(4, 192, Int4Min(), 12, 1, channels=1),
+    Shape(2, 32, Int8(), channels=2),
+    Shape(6, 1120, Int8(32, F16), 35, 3, channels=6, gates=5),
+    Shape(4, 192, Int8(64), 24, 1, channels=1),
+    Shape(5, 4224, Int8(128), 3, 2, channels=3),
     Shape(1, 64),
     Shape(6, 24, None, 2, 3),
     Shape(5, 60, None, 3, 2, channels=4, taps=2),
@@ -208,6 +229,17 @@ ROWS_SHAPES = [
     Shape(72, 192, 64, 2, 3),
     Shape(130, 64, 32),
     Shape(64, 192, 32, 8, 3),
+    Shape(72, 512, Int4(128, F16), channels=40, gates=20),
+    Shape(72, 640, 32, 4, 3, channels=40, gates=20),
+    Shape(74, 576, Int4(32, F16), 2, 3, channels=30),
+    Shape(136, 256, Int4Min(32, F16), channels=64, taps=2),
+    Shape(74, 704, Int4Min(), 1, 3, channels=30, gates=20),
+    Shape(64, 1536, Int4Min(), 8, 1),
+    Shape(136, 256, Int8(), channels=64, taps=2),
+    Shape(74, 704, Int8(32, F16), 2, 3, channels=30, gates=20),
+    Shape(72, 384, Int8(64), 3, 2),
+    Shape(72, 640, Int8(128), channels=8),
+    Shape(66, 96, Int8()),
     Shape(74, 64, channels=70, gates=17),
     Shape(73, 192, None, 1, 3),
 ]
@@ -236,6 +268,12 @@ PROMPT_SHAPES = [
     Shape(1, 64, 32),
     Shape(64, 128, 128),
     Shape(130, 64, 32),
+    Shape(5, 320, Int4(32, F16)),
+    Shape(3, 192, Int4Min()),
+    Shape(5, 320, Int4Min(32, F16)),
+    Shape(3, 32, Int8()),
+    Shape(5, 96, Int8(32, F16)),
+    Shape(130, 128, Int8(128)),
     Shape(5, 24),
 ]
 if DEVICE == "cuda":

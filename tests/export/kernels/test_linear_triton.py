@@ -13,7 +13,10 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from ostinato.delegate.errors import ExportError
+from ostinato.export.formats.format import Format
 from ostinato.export.formats.int4 import Int4
+from ostinato.export.formats.int4_min import Int4Min
+from ostinato.export.formats.int8 import Int8
 from ostinato.export.kernels.linear import prefill_triton, reference, rows_triton, step_triton
 from ostinato.export.kernels.linear.limits import check_weight
 from ostinato.export.kernels.linear.panels import pack_panels
@@ -33,14 +36,22 @@ each_dtype = pytest.mark.parametrize("dtype", (F32, BF16), ids=str)
     ("sizes", "layer", "operation"),
     checkered(
         [(1, 1, 1), (2, 8, 1), (8, 4, 2), (16, 2, 4), (32, 1, 2)],
-        [(32, F32, False), (64, BF16, False), (64, BF16, True), (None, BF16, False), (None, F32, False)],
+        [
+            (32, F32, False),
+            (64, BF16, False),
+            (64, BF16, True),
+            (Int4Min(), BF16, True),
+            (Int8(), BF16, True),
+            (None, BF16, False),
+            (None, F32, False),
+        ],
         ("norm_linear_conv", "linear_add"),
     ),
     ids=str,
 )
 def test_configurations(
     sizes: tuple[int, int, int],
-    layer: tuple[int | None, torch.dtype, bool],
+    layer: tuple[int | Format | None, torch.dtype, bool],
     operation: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -107,8 +118,8 @@ def test_one_row_is_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", [shape for shape in PROMPT_SHAPES if shape.group], ids=str)
 def test_dequantised_bit_for_bit(shape: Shape, dtype: torch.dtype) -> None:
     weight = Random(1).weight(shape.n, shape.k, group=shape.group, dtype=dtype).weight
-    assert weight.scale is not None
-    found = prefill_triton.dequantize_int4(weight.values, weight.scale, dtype)
+    values, scale, minimum, _, form = weight.arguments
+    found = prefill_triton.dequantize(values, scale, minimum, form, dtype)
     assert torch.equal(found, weight.dequantized(dtype))
 
 
@@ -174,7 +185,7 @@ def test_float16_is_refused(kernels: ModuleType, rows: int, operations: tuple[st
             inputs.run(kernels, operation)
         # A prompt's floating weights are multiplied by torch.
         if operation != "linear":
-            with pytest.raises(ExportError, match=r"bfloat16, float32 or int4, got torch\.float16"):
+            with pytest.raises(ExportError, match=r"number format of integers, got torch\.float16"):
                 weights.run(kernels, operation)
 
 
@@ -204,10 +215,10 @@ class Layer(torch.nn.Module):
         squares = HeadSquares(sums.expand(x.shape[0], 4, 2).reshape(-1, 2), 1e-6)
         return normed, gated, *both, rows_triton.linear_add(x, weight, x, squares)
 
-for group in (128, 32):
+for group, dtype in ((128, torch.bfloat16), (32, torch.bfloat16), (32, torch.float32)):
     for most in (16, 17, None):
         weight = torch.zeros(256, 128, dtype=torch.uint8), torch.zeros(256, 256 // group, dtype=torch.bfloat16)
-        inputs = torch.zeros(4, 256, dtype=torch.bfloat16), torch.zeros(1, 4, 2), torch.zeros(256), *weight
+        inputs = torch.zeros(4, 256, dtype=dtype), torch.zeros(1, 4, 2), torch.zeros(256), *weight
         rows = torch.export.Dim("rows", min=2, max=most)
         program = torch.export.export(Layer(), inputs, dynamic_shapes=({0: rows}, *[None] * 4), strict=False)
         ours = [node for node in program.graph.nodes if "ostinato" in str(node.target)]
@@ -221,7 +232,7 @@ def test_any_number_of_rows_is_traced() -> None:
     names = "rows_norm_linear", "rows_norm_swiglu", "rows_norm_linear_gates", "rows_linear_add"
     expected = [
         " ".join(map(str, [*((name, columns) for name in kinds), most]))
-        for kinds in (names, ("rows_scaled_product",))
+        for kinds in (names, names, ("rows_scaled_product",))
         for columns, most in ((16, "16]"), (32, "17]"), (32, "int_oo]"))
     ]
     assert run_compiled(TRACED).splitlines() == expected
@@ -256,6 +267,6 @@ operators(1, None)
 
 def test_any_number_of_tokens_is_traced() -> None:
     many, bounds, one = run_compiled(TRACED_PROMPT).splitlines()
-    assert "ostinato.dequantize_int4" in many and many.endswith(", 24])") and "130" not in many
+    assert "ostinato.dequantize" in many and many.endswith(", 24])") and "130" not in many
     assert "[2, 255]" in bounds.replace("lower=", "[").replace("upper=", "") or "VR[2, 255]" in bounds
-    assert "ostinato.dequantize_int4" in one and one.endswith("torch.Size([1, 24])")
+    assert "ostinato.dequantize" in one and one.endswith("torch.Size([1, 24])")
