@@ -142,8 +142,9 @@ def multiply_int4(
             else:
                 product = (low_sum * 16 + high_sum).to(tl.float32) * (scale * factor * 2.0**-4)
         else:
-            shift: tl.constexpr = 2.0 ** (149 - SHIFT)
-            product = multiply_row(words[row], nibbles, low, high, scale * shift, high_scale * shift, GROUP)
+            scale *= 2.0 ** (149 - SHIFT)
+            high_scale *= 2.0 ** (149 - SHIFT)
+            product = multiply_row(words[row], nibbles, low, high, scale, high_scale, GROUP)
         if MINIMUM:
             product += low_inputs * of_pair(minima[row], False, SCALE) + high_inputs * of_pair(minima[row], True, SCALE)
         # With one scale per lane, fixed point has the factor in it.

@@ -17,7 +17,19 @@ from typing import Any
 
 from ostinato.export.kernels import launch
 
-from .compiled_launches import INNER, VOCAB, attention, delta_rule, experts, linear_rows, linear_step, prefill, sampling
+from .compiled_launches import (
+    GGUF_FORMATS,
+    INNER,
+    VOCAB,
+    attention,
+    delta_rule,
+    experts,
+    linear_formats,
+    linear_rows,
+    linear_step,
+    prefill,
+    sampling,
+)
 from .compiling import BF16, F32, Launch, all_written, compile_all, without_a_driver
 
 ASSETS = Path(__file__).parents[2] / "assets"
@@ -190,6 +202,42 @@ GROUPS = {
         },
         complete=(90,),
     ),
+    "linear_step_formats": Group(
+        launches=partial(linear_formats, rows=(1,)),
+        cases=(*((90, BF16, form) for form in GGUF_FORMATS), *((90, F32, form) for form in GGUF_FORMATS)),
+        analysed=((90, BF16, GGUF_FORMATS[1]),),
+        written={
+            "norm_linear_early": ["out_ptr"],
+            "norm_swiglu_early": ["out_ptr"],
+            "norm_linear_conv_early": ["gated_ptr mixed_ptr state_ptr"],
+            "linear_add_early": ["out_ptr"],
+        },
+        complete=(90,),
+    ),
+    # Few rows, and many; neither number is a multiple of 16.
+    "linear_rows_formats": Group(
+        launches=partial(linear_formats, rows=(15, 33)),
+        cases=(
+            *((90, BF16, form) for form in GGUF_FORMATS),
+            (89, BF16, GGUF_FORMATS[1]),
+            (80, BF16, GGUF_FORMATS[2]),
+        ),
+        analysed=((90, BF16, GGUF_FORMATS[0]), (90, BF16, GGUF_FORMATS[1])),
+        written={
+            "order_rows_early": [
+                "counters_ptr inputs_ptr",
+                "counters_ptr inputs_ptr normed_ptr",
+                "counters_ptr inputs_ptr normed_ptr sums_ptr",
+                "counters_ptr inputs_ptr sums_ptr",
+                "inputs_ptr",
+                "inputs_ptr sums_ptr",
+            ],
+            "grouped_rows_early": ["counters_ptr gated_ptr out_ptr parts_ptr", "counters_ptr out_ptr parts_ptr", "out_ptr"],
+        },
+        complete=(80, 89, 90),
+        # At 8.0, with a rest of K.
+        max_spilled={("grouped_rows_early", "bf16"): 8},
+    ),
     "linear_rows": Group(
         launches=linear_rows,
         cases=((80, BF16), (80, F32), (89, BF16), (89, F32), (90, BF16), (90, F32)),
@@ -202,6 +250,8 @@ GROUPS = {
                 "factors_ptr planes_ptr",
             ],
             "fixed_rows_early": ["counters_ptr out_ptr parts_ptr", "gated_ptr out_ptr", "out_ptr"],
+            "order_rows_early": ["counters_ptr inputs_ptr", "inputs_ptr"],
+            "grouped_rows_early": ["counters_ptr out_ptr parts_ptr", "out_ptr"],
             "scaled_rows_early": ["out_ptr"],
         },
         complete=(80, 89, 90),

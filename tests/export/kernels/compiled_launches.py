@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, empty
 
 from ostinato.delegate.sampling import SamplingParams, SamplingTensors
+from ostinato.export.formats.format import Format
 from ostinato.export.formats.int4 import Int4
+from ostinato.export.formats.int4_min import Int4Min
+from ostinato.export.formats.int8 import Int8
 from ostinato.export.kernels.cuda import CudaKernels
 from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
-from ostinato.export.kernels.linear.prefill_triton import unpack_int4_panels
+from ostinato.export.kernels.linear.prefill_triton import linear, unpack_int4_panels
 from ostinato.export.kernels.linear.rows_triton import norm_linear_gates
 from ostinato.export.kernels.operands import (
     Convolution,
@@ -44,13 +47,22 @@ EPS = 1e-6
 VOCAB = 248_320
 
 
-def weight(*size: int, dtype: torch.dtype, group: int | None, bias: torch.dtype | None = None) -> Weight:
-    """A weight [..., N, K] in int4, or in `dtype` where `group` is None; `bias` is its bias's dtype, None without one."""
+def weight(
+    *size: int, dtype: torch.dtype, group: int | Format | None, bias: torch.dtype | None = None
+) -> Weight:
+    """A weight [..., N, K] in a number format, or in `dtype` where `group` is None.
+
+    Args:
+        group: weights that share a scale, in int4; or a number format.
+        bias: its bias's dtype, None without one.
+    """
     offsets = None if bias is None else empty(size[-2], dtype=bias)
-    if group is None:
+    form = Int4(group) if isinstance(group, int) else group
+    if form is None:
         return Weight(empty(*size, dtype=dtype), bias=offsets)
-    packed = empty(*size[:-1], size[-1] // 2, dtype=torch.uint8)
-    return Weight.of(packed, empty(*size[:-1], size[-1] // group, dtype=BF16), None, offsets, Int4.name)
+    values = empty(*size[:-1], size[-1] // form.per_value, dtype=form.values_dtype)
+    groups = partial(empty, *size[:-1], size[-1] // form.group_size, dtype=form.scale_dtype)
+    return Weight(values, groups(), groups() if form.has_minimum else None, offsets, form)
 
 
 def row_index(rows: int, rotary: int = 64) -> RowIndex:
@@ -150,6 +162,42 @@ STEP_ADD = {
 }
 
 
+# The formats of GGUF files, whose scales are float16.
+GGUF_FORMATS = (Int4(32, torch.float16), Int4Min(32, torch.float16), Int8(32, torch.float16))
+# Llama 3.1 8B: the projections of attention, the vocabulary, gate and up, and the last product. The vocabulary's code is that
+# of any large N.
+LLAMA_LINEAR, LLAMA_SWIGLU, LLAMA_ADD = ((6144, 4096), (128_256, 4096)), (28_672, 4096), ((4096, 4096), (4096, 14_336))
+
+
+def linear_formats(capability: int, dtype: torch.dtype, form: Format, *, rows: tuple[int, ...]) -> list[Launch]:
+    """Launch the operations of Llama 3.1 8B with weights in a format, for each number of rows; and others' operands, small."""
+    with recorded(capability) as launches:
+        for count in rows:
+
+            def operands(n: int, k: int, bias: torch.dtype | None = None) -> tuple[Tensor, Norm, Weight]:
+                return (
+                    empty(count, k, dtype=dtype),  # noqa: B023
+                    Norm(empty(k), EPS),
+                    weight(n, k, dtype=dtype, group=form, bias=bias),
+                )
+
+            for n, k in LLAMA_LINEAR:
+                CudaKernels.norm_linear(*operands(n, k), dtype)
+            CudaKernels.norm_swiglu(*operands(*LLAMA_SWIGLU))
+            for n, k in LLAMA_ADD:
+                x, _, matrix = operands(n, k)
+                CudaKernels.linear_add(x, matrix, empty(count, n, dtype=dtype), None)
+            # Rows past the last, a rest of K, heads and a bias.
+            x, _, matrix = operands(1030, 2624, BF16)
+            squares = HeadSquares(empty(count * 41, 2), EPS)
+            CudaKernels.linear_add(x, matrix, empty(count, 1030, dtype=dtype), squares)
+            gates, conv = empty(20, 2624, dtype=dtype), Convolution(
+                empty(512, 1, 4, dtype=dtype), empty(2, 3, 512, dtype=dtype)
+            )
+            CudaKernels.norm_linear_conv(*operands(1030, 2624), gates, conv, row_index(count))
+    return [one for one in launches if one.name != "conv_rows_early"]
+
+
 def linear_step(capability: int, dtype: torch.dtype) -> list[Launch]:
     """Launch each operation at its shapes; weights that are not in int4 have a bias."""
     with recorded(capability) as launches:
@@ -225,6 +273,9 @@ def prefill(
         model(*(empty(size, dtype=torch.int64) for size in ((1, TOKENS), (TOKENS,), (TOKENS,))))
         # The first step of experts whose weights stay on the host.
         unpack_int4_panels(empty(2, 64, config.hidden_size // 2, dtype=torch.uint8))
+        # The other formats, which experts do not have.
+        for form in GGUF_FORMATS:
+            linear(empty(TOKENS, 4096, dtype=dtype), weight(6144, 4096, dtype=dtype, group=form))
     # The last token's logits are computed as in a step.
     return [one for one in launches if not one.name.endswith("_early") and (not kernels or one.name in kernels)]
 
