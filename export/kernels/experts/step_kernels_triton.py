@@ -310,7 +310,9 @@ def load_shared(
     if GROUP > 0:
         row, word = choice_units(START, 4, UNITS, WIDTH)
         inside = (row < ROWS) & (word < ROW)
-        scale_tiles = (load_scales(scales, first_row, row, word // 8 * 64, inside, INNER, GROUP, 4),)
+        scale_tiles = extended(
+            scale_tiles, load_scales(scales, first_row, row, word // 8 * 64, inside, INNER, GROUP, 4)
+        )
     return (tile,), scale_tiles, ()
 
 

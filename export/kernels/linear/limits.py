@@ -11,14 +11,14 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def check_weight(weight: Weight, dtype: torch.dtype) -> None:
-    """Raises ExportError unless the kernels take this weight, in a floating dtype or a number format, and inputs of `dtype`."""
+    """Raises ExportError unless the kernels take this weight, in a floating dtype or of integers, and inputs of `dtype`."""
     if dtype not in DTYPES:
         raise ExportError(f"the linear kernels take inputs in bfloat16 or float32, got {dtype}")
     n, k = weight.rows, weight.columns
     if weight.format is None:
         if weight.values.dtype not in DTYPES:
             raise ExportError(
-                "the linear kernels take weights in bfloat16, float32 or a number format of integers, got "
+                "the linear kernels take weights in bfloat16, float32 or a format of integers, got "
                 f"{weight.values.dtype}"
             )
         return

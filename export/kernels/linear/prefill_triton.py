@@ -39,9 +39,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
 
 @torch.library.triton_op("ostinato::dequantize", mutates_args={})
-def dequantize(
-    values: Tensor, scale: Tensor | None, minimum: Tensor | None, form: str, dtype: torch.dtype
-) -> Tensor:
+def dequantize(values: Tensor, scale: Tensor | None, minimum: Tensor | None, form: str, dtype: torch.dtype) -> Tensor:
     """The result of `Format.dequantize`, bit for bit, for contiguous tensors of two dimensions."""
     weight = Weight.of(values, scale, minimum, None, form)
     out = torch.empty((weight.rows, weight.columns), dtype=dtype, device=values.device)

@@ -2,9 +2,9 @@
 """Rows in bfloat16 times integer weights in groups of 32, 64 or 128: products in bfloat16 on tensor cores.
 
 Weights without their scales are exact in bfloat16. They are unpacked in registers: a word of eight four-bit weights takes
-eleven instructions, one of four eight-bit weights seven. A *piece* is 32 neighbouring elements of a row; no group is shorter. The product
-of a group is multiplied by the group's scale in float32. So all that is rounded is the input, to bfloat16, and each output.
-The minima of all groups are multiplied by the groups' sums of inputs in one more product, ahead of the others.
+eleven instructions, one of four eight-bit weights seven. A *piece* is 32 neighbouring elements of a row; no group is shorter.
+The product of a group is multiplied by the group's scale in float32. So nothing is rounded but the input, to bfloat16, and
+the output. The minima of all groups are multiplied by the groups' sums of inputs in one more product, ahead of the others.
 
 A block has 128 elements: 16 words of four-bit weights, or 32 words. Four lanes share a row of a tensor core's operand; lane c
 has elements 2c, 2c + 1, 2c + 8 and 2c + 9 of every 16. Each lane should read two neighbouring words of a piece, 2c and
@@ -312,9 +312,10 @@ def in_lanes(even, odd):
 
     The pieces' elements stand in the order of `element_at`. This moves no data.
     """
-    pairs = tl.join(tl.join(of_halves(even, False), of_halves(even, True)), tl.join(of_halves(odd, False), of_halves(odd, True)))
+    of_even = tl.join(of_halves(even, False), of_halves(even, True))
+    of_odd = tl.join(of_halves(odd, False), of_halves(odd, True))
     # Dimensions: row, piece, lane, word, byte of a pair, pair.
-    parts = tl.reshape(pairs, [even.shape[0], 2, 4, 2, 2, 2])
+    parts = tl.reshape(tl.join(of_even, of_odd), [even.shape[0], 2, 4, 2, 2, 2])
     return tl.split(tl.reshape(tl.permute(parts, (0, 3, 5, 2, 4, 1)), [even.shape[0], PIECE, 2]))
 
 

@@ -30,8 +30,8 @@ def scaled_rows_early(
 ):
     """Write out [R, N] float32, the products of x [R, K] in bfloat16 or float32 with the weight.
 
-    K is a multiple of 64 for four-bit weights, of 32 for eight-bit weights. Program (block of COLUMNS input rows, tile of ROWS
-    weight rows). In bfloat16, dequantised weights are rounded to bfloat16. In float32, a product consists of three tf32
+    K is a multiple of 64 for four-bit weights, of 32 for eight-bit weights. Program (block of COLUMNS input rows, tile of
+    ROWS weight rows). In bfloat16, dequantised weights are rounded to bfloat16. In float32, a product consists of three tf32
     products.
     """
     start_next(EARLY)

@@ -44,8 +44,8 @@ ROWS = 64
 # has the shared memory. For 64 input rows, 32,768, 65,536 and 248,320 x 2,048 then take 28.3, 52.0 and 183 us, not 34.1, 64.5
 # and 230. But 12,288 x 2,048 would take 20.0, not 14.1.
 MANY_OUTPUTS = 32768
-# The products in bfloat16 have at least SPLIT_PROGRAMS programs for a block of input rows, with at most GROUPED_SPLITS parts of K,
-# none shorter than SPLIT_BLOCKS blocks of 128.
+# Products in bfloat16 have at least SPLIT_PROGRAMS programs for a block of input rows. For that K is divided into at most
+# GROUPED_SPLITS parts, of at least SPLIT_BLOCKS blocks of 128.
 SPLIT_PROGRAMS, GROUPED_SPLITS, SPLIT_BLOCKS = 256, 8, 4
 # Input rows per program: FEW if there are never more than FEW rows, else MANY.
 FEW, MANY = 16, 32
@@ -316,8 +316,8 @@ class _FusedProduct:
 
     @property
     def tile(self) -> int:
-        """Outputs per program. An output of SwiGLU takes two products: in fixed point, with 64 outputs and MANY rows, registers
-        run short."""
+        """Outputs per program. An output of SwiGLU takes two products: in fixed point registers run short with 64 outputs and
+        MANY rows."""
         if not self.fixed:
             return GROUPED[self.columns].rows
         if self.columns == FEW:

@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs
 """Integer weights times inputs in fixed point, by `dp4a`, the instruction that adds four products of bytes to an integer.
 
-The inputs of a lane, 32 for four-bit weights and 16 for eight-bit weights, share a scale, a power of two that brings the largest to between 2^14 and 2^15. Each input is rounded
-to an integer, which is 256 times a signed byte plus an unsigned byte. So the error of an input is at most 2^-15 of the
-largest input, and zero for a bfloat16 within a factor of 2^7 of the largest. A word of four-bit weights becomes two registers
-of four bytes: its low nibbles, and its high nibbles, which count 16 times. That is two ANDs and four products per word;
-float32 takes eight of each and a shift. A word of eight-bit weights is multiplied as it is, by two products.
+The inputs of a lane, 32 for four-bit weights and 16 for eight-bit weights, share a scale, a power of two that brings the
+largest to between 2^14 and 2^15. Each input is rounded to an integer, which is 256 times a signed byte plus an unsigned byte.
+So the error of an input is at most 2^-15 of the largest input, and zero for a bfloat16 within a factor of 2^7 of the largest.
+A word of four-bit weights becomes two registers of four bytes: its low nibbles, and its high nibbles, which count 16 times.
+That is two ANDs and four products per word; float32 takes eight of each and a shift. A word of eight-bit weights is
+multiplied as it is, by two products.
 """
 
 from __future__ import annotations

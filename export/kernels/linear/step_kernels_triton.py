@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """The kernels of `step_triton`, composed of the functions in `step_tiles_triton`.
 
-GROUP is 0 for weights in a floating dtype; then `scale_ptr` is not read. `minimum_ptr` is not read unless MINIMUM is true, nor
-`bias_ptr` unless BIAS is.
+GROUP is 0 for weights in a floating dtype; then `scale_ptr` is not read. `minimum_ptr` is not read unless MINIMUM is true,
+`bias_ptr` not unless BIAS is true.
 """
 
 from __future__ import annotations

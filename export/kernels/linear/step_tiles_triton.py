@@ -95,7 +95,9 @@ def load_tile(
         lane_element = lane_word // 8 * 64 if BITS == 4 else lane_word * 4
         for row in tl.static_range(ROWS):
             step = row_step(row, first_row, N, ROWS, APART)
-            scales = extended(scales, load_scales(stored[1], first_row, step, lane_element, lane_inside, K, GROUP, BITS))
+            scales = extended(
+                scales, load_scales(stored[1], first_row, step, lane_element, lane_inside, K, GROUP, BITS)
+            )
             if MINIMUM:
                 numbers = load_scales(stored[2], first_row, step, lane_element, lane_inside, K, GROUP, BITS)
                 minima = extended(minima, numbers)
@@ -103,9 +105,7 @@ def load_tile(
 
 
 @triton.jit
-def load_scales(
-    scale, first_row, step, element, inside, K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
-):
+def load_scales(scale, first_row, step, element, inside, K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
     """The scales of the groups of `element`, `step` rows after `first_row`.
 
     A lane of four-bit weights in groups of 32 has elements of two groups, low nibbles of one and high nibbles of the next:

@@ -52,13 +52,16 @@ class StepConfig:
     gate_rows: int = 4
 
 
-def config_for(n: int, k: int, group: int, dtype: torch.dtype) -> StepConfig:
-    """The configuration for a weight [n, k]: int4 in groups of `group`; or, if `group` is 0, in the inputs' dtype `dtype`.
+def config_for(n: int, k: int, group: int, dtype: torch.dtype, bits: int = 4) -> StepConfig:
+    """The configuration for a weight [n, k] of integers of `bits` bits in groups of `group`; if `group` is 0, in `dtype`.
+
+    dtype: that of the inputs.
 
     There are enough warps for one tile to hold a whole row, so a program loads all its weights before the wait. There are as
     many rows as registers hold: in int4, 32 if a row is one tile with one scale per lane, else 16; in other dtypes, rows that
-    fill 64 registers. But enough programs must remain: in int4, 768 warps in all (about six per multiprocessor of an H200),
-    in other dtypes 320 programs. A small weight in int4 has 8 warps, though some of their lanes have nothing to do.
+    fill 64 registers. Rows of eight-bit integers are twice as long, so there are 8. But enough programs must remain: for
+    integers, 768 warps in all (about six per multiprocessor of an H200), in other dtypes 320 programs. A small weight of
+    integers has 8 warps, though some of their lanes may have nothing to do.
 
     On an H200, 12,288 x 2,048 in int4 takes 4.6 us with 32 rows, 5.3 with 16 and 6.3 with 8. 2,048 x 4,096 takes 2.6 us with
     8 rows and 8 warps, and 3.4 with 4 warps; 1,024 x 2,048 takes 1.9, and 2.2 with 4 warps. In bfloat16, 7,168 x 1,024 takes
@@ -74,9 +77,11 @@ def config_for(n: int, k: int, group: int, dtype: torch.dtype) -> StepConfig:
     elif n <= 4096:
         rows, warps, runs = 8, 8, 1
     else:
-        warps = max(1, min(8, triton.next_power_of_2(k // 8) // 128))
+        words = k * bits // 32
+        warps = max(1, min(8, triton.next_power_of_2(words) // 128))
         runs = 1
-        rows = 32 if group == 128 and dtype == torch.bfloat16 and k // 8 <= 128 * warps else 16
+        single = group == 128 and dtype == torch.bfloat16 and words <= 128 * warps
+        rows = 8 if bits == 8 else 32 if single else 16
         while rows > 1 and n * warps < 768 * rows:
             rows //= 2
     return StepConfig(rows, warps, runs)
@@ -106,7 +111,7 @@ def _norm_linear(
 ) -> Tensor:
     weight = Weight.of(values, scale, minimum, bias, form)
     n, k = weight.rows, weight.columns
-    config = config_for(n, k, weight.group_size or 0, x.dtype)
+    config = config_for(n, k, weight.group_size or 0, x.dtype, bits_of(weight))
     out = torch.empty((1, n), dtype=out_dtype, device=x.device)
     launcher(norm_linear_early)[((n + config.rows - 1) // config.rows,)](
         x,
@@ -143,7 +148,7 @@ def _norm_swiglu(
 ) -> Tensor:
     weight = Weight.of(values, scale, minimum, bias, form)
     n, k = weight.rows // 2, weight.columns
-    config = config_for(2 * n, k, weight.group_size or 0, x.dtype)
+    config = config_for(2 * n, k, weight.group_size or 0, x.dtype, bits_of(weight))
     # Half of a program's rows are gates, and no program has rows past the last gate.
     config = replace(config, rows=max(1, min(config.rows // 2, n & -n)))
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
@@ -194,7 +199,7 @@ def _norm_linear_conv(
 ) -> tuple[Tensor, Tensor]:
     weight = Weight.of(values, scale, minimum, bias, form)
     n, k, gate_count = weight.rows, weight.columns, gates.shape[0]
-    config = config_for(n, k, weight.group_size or 0, x.dtype)
+    config = config_for(n, k, weight.group_size or 0, x.dtype, bits_of(weight))
     mixed = torch.empty((1, n), dtype=x.dtype, device=x.device)
     gated = torch.empty((1, gate_count), dtype=torch.float32, device=x.device)
     constants = _constants(weight, config, x.dtype)
@@ -253,7 +258,7 @@ def _linear_add(
     weight = Weight.of(values, scale, minimum, bias, form)
     n, k = weight.rows, weight.columns
     heads, parts = (0, 0) if squares is None else (squares.shape[0], squares.shape[1])
-    config = config_for(n, k, weight.group_size or 0, x.dtype)
+    config = config_for(n, k, weight.group_size or 0, x.dtype, bits_of(weight))
     out = torch.empty_like(residual)
     launcher(linear_add_early)[((n + config.rows - 1) // config.rows,)](
         x,

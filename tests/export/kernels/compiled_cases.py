@@ -232,7 +232,11 @@ GROUPS = {
                 "inputs_ptr",
                 "inputs_ptr sums_ptr",
             ],
-            "grouped_rows_early": ["counters_ptr gated_ptr out_ptr parts_ptr", "counters_ptr out_ptr parts_ptr", "out_ptr"],
+            "grouped_rows_early": [
+                "counters_ptr gated_ptr out_ptr parts_ptr",
+                "counters_ptr out_ptr parts_ptr",
+                "out_ptr",
+            ],
         },
         complete=(80, 89, 90),
         # At 8.0, with a rest of K.

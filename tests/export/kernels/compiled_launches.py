@@ -47,9 +47,7 @@ EPS = 1e-6
 VOCAB = 248_320
 
 
-def weight(
-    *size: int, dtype: torch.dtype, group: int | Format | None, bias: torch.dtype | None = None
-) -> Weight:
+def weight(*size: int, dtype: torch.dtype, group: int | Format | None, bias: torch.dtype | None = None) -> Weight:
     """A weight [..., N, K] in a number format, or in `dtype` where `group` is None.
 
     Args:
@@ -170,7 +168,8 @@ LLAMA_LINEAR, LLAMA_SWIGLU, LLAMA_ADD = ((6144, 4096), (128_256, 4096)), (28_672
 
 
 def linear_formats(capability: int, dtype: torch.dtype, form: Format, *, rows: tuple[int, ...]) -> list[Launch]:
-    """Launch the operations of Llama 3.1 8B with weights in a format, for each number of rows; and others' operands, small."""
+    """Launch the operations of Llama 3.1 8B with weights in a format, for each number of rows; then smaller ones, with all
+    operands."""
     with recorded(capability) as launches:
         for count in rows:
 
@@ -191,8 +190,9 @@ def linear_formats(capability: int, dtype: torch.dtype, form: Format, *, rows: t
             x, _, matrix = operands(1030, 2624, BF16)
             squares = HeadSquares(empty(count * 41, 2), EPS)
             CudaKernels.linear_add(x, matrix, empty(count, 1030, dtype=dtype), squares)
-            gates, conv = empty(20, 2624, dtype=dtype), Convolution(
-                empty(512, 1, 4, dtype=dtype), empty(2, 3, 512, dtype=dtype)
+            gates, conv = (
+                empty(20, 2624, dtype=dtype),
+                Convolution(empty(512, 1, 4, dtype=dtype), empty(2, 3, 512, dtype=dtype)),
             )
             CudaKernels.norm_linear_conv(*operands(1030, 2624), gates, conv, row_index(count))
     return [one for one in launches if one.name != "conv_rows_early"]
@@ -255,7 +255,7 @@ def linear_rows(capability: int, dtype: torch.dtype) -> list[Launch]:
             squares = None if heads is None else HeadSquares(empty(rows * heads, 2), EPS)
             CudaKernels.linear_add(x, matrix, empty(rows, n, dtype=dtype), squares)
     # 8.0 and 8.9 multiply by the same instructions; of products in fixed point a SwiGLU's need most registers.
-    return [one for one in launches if capability != 80 or one.arguments.get("SWIGLU", True)]
+    return [one for one in launches if capability != 80 or one.name != "fixed_rows_early" or one.arguments["SWIGLU"]]
 
 
 # Neither this number of tokens nor eight times it is a multiple of 16, so no code is compiled for a multiple of 16.

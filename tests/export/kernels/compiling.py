@@ -40,7 +40,15 @@ BF16, F32 = torch.bfloat16, torch.float32
 SHARED = {80: launch.MEDIUM, 89: launch.SMALL, 90: launch.LARGE}
 # Registers of a multiprocessor.
 REGISTERS = 65536
-TYPES = {BF16: "bf16", torch.float16: "fp16", F32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.int8: "i8"}
+TYPES = {
+    BF16: "bf16",
+    torch.float16: "fp16",
+    F32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+}
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,12 @@ def test_rows_of_zeros_are_exact(
 
 @contract("name operation group dtype value", in_formats(EACH, math.nan, math.inf, -math.inf))
 def test_what_is_not_finite_shows_in_its_row_alone(
-    kernels_of: Callable[[str], Any], name: str, operation: str, group: int | Format | None, dtype: torch.dtype, value: float
+    kernels_of: Callable[[str], Any],
+    name: str,
+    operation: str,
+    group: int | Format | None,
+    dtype: torch.dtype,
+    value: float,
 ) -> None:
     """A norm makes NaN of infinity. The row is the last of its session, whose next rows see it in the convolution."""
     for rows in (40, 3, 1) if name == "C++" else (5,):
@@ -227,7 +232,12 @@ def test_what_is_not_finite_shows_in_its_row_alone(
     in_formats(product(("rows", "C++"), ("norm_linear", "norm_swiglu", "linear_add")), 16, 17),
 )
 def test_a_row_does_not_depend_on_its_company(
-    kernels_of: Callable[[str], Any], name: str, operation: str, group: int | Format | None, dtype: torch.dtype, rows: int
+    kernels_of: Callable[[str], Any],
+    name: str,
+    operation: str,
+    group: int | Format | None,
+    dtype: torch.dtype,
+    rows: int,
 ) -> None:
     """Not by one bit, and not on its place: what a session generates does not depend on the sessions beside it."""
     case, kernels = made(name, Shape(76, 512, group), [Run(SLOT, 7, rows)], dtype), kernels_of(name)
@@ -255,7 +265,12 @@ def test_each_element_meets_its_own_weights(
 
 @contract("name operation group dtype size", in_formats(SUMS, 1e-12, 1e6))
 def test_small_and_large_inputs(
-    kernels_of: Callable[[str], Any], name: str, operation: str, group: int | Format | None, dtype: torch.dtype, size: float
+    kernels_of: Callable[[str], Any],
+    name: str,
+    operation: str,
+    group: int | Format | None,
+    dtype: torch.dtype,
+    size: float,
 ) -> None:
     case = small(name, 1024, group, dtype)
     case = replace(case, x=(case.x * size).to(dtype), residual=torch.zeros_like(case.residual))
