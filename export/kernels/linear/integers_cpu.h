@@ -14,29 +14,28 @@ constexpr int64_t AHEAD = 6144;
 
 inline void fetch(const void* p, int64_t ahead = AHEAD) { _mm_prefetch((const char*)p + ahead, _MM_HINT_T0); }
 
-// A panel of a weight, and what its thread reads afterwards.
+// A panel of integers, and the one that its thread reads afterwards.
 struct Panel {
   const Weight& weight;
-  const char *values, *end;
-  const uint16_t *scale, *minimum;
-  Block next;
+  const char *values, *end, *next;
+  const uint16_t *scale, *minimum, *next_scale, *next_minimum;
 
-  Panel(const Weight& weight, int64_t block, Block next)
+  Panel(const Weight& weight, int64_t block, Block then)
       : weight(weight),
         values(weight.values_of(block)),
         end(weight.values_of(block + 1)),
+        next(then.weight->values_of(then.index)),
         scale(weight.scale_of(block)),
         minimum(weight.minimum_of(block)),
-        next(next) {}
+        next_scale(then.weight->scale_of(then.index)),
+        next_minimum(then.weight->minimum_of(then.index)) {}
 
-  // Distance in bytes from `at`, which is multiplied now, to what is prefetched: at the end of a panel, the next one.
-  int64_t ahead(const void* at) const {
-    return (const char*)at + AHEAD < end ? AHEAD : AHEAD + (next.weight->values_of(next.index) - end);
-  }
-  // Fetches the scales and minima of a group of the next panel.
+  // Distance in bytes from `at`, which is multiplied now, to what is prefetched: at the end of this panel, the next one.
+  int64_t ahead(const char* at) const { return at + AHEAD < end ? AHEAD : AHEAD + (next - end); }
+  // Fetches what belongs to a group of the next panel. The processor ignores addresses where nothing is.
   void fetch_next(int64_t group) const {
-    if (scale) fetch(next.weight->scale_of(next.index) + group * LANES, 0);
-    if (minimum) fetch(next.weight->minimum_of(next.index) + group * LANES, 0);
+    fetch(next_scale + group * LANES, 0);
+    if (minimum) fetch(next_minimum + group * LANES, 0);
   }
   Floats scale_of(int64_t group) const { return weight.load_scale(scale + group * LANES); }
   Floats minimum_of(int64_t group) const { return weight.load_scale(minimum + group * LANES); }

@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato.export.formats.format import Format
+from ostinato.export.formats.int4 import Int4
+from ostinato.export.formats.int4_min import Int4Min
+from ostinato.export.formats.int8 import Int8
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight, runs_of
 
 from ...comparison import relative_error
@@ -26,7 +30,7 @@ class Shape:
     """Sizes of a layer with all its operands. It has a bias unless N is a multiple of four.
 
     Attributes:
-        group: weights that share a scale; None for weights in the dtype of the inputs.
+        group: weights that share a scale, in int4; or a number format; None for weights in the dtype of the inputs.
         heads, parts: the heads that `linear_add` norms, 0 for none, and how many sums of squares each has.
         channels, taps: of the convolution; no channels: no convolution.
         gates: rows of the weight for the gates.
@@ -34,7 +38,7 @@ class Shape:
 
     n: int
     k: int
-    group: int | None = None
+    group: int | Format | None = None
     heads: int = 0
     parts: int = 1
     channels: int = 0
@@ -42,9 +46,16 @@ class Shape:
     gates: int = 3
 
     def __str__(self) -> str:
-        group = f"-g{self.group}" if self.group else ""
+        group = f"-{named(self.group)}" if self.group else ""
         heads = f"-{self.heads}x{self.parts}" if self.heads else ""
         return f"{self.n}x{self.k}{group}{heads}" + (f"-{self.channels}c{self.taps}t" if self.channels else "")
+
+
+def named(group: int | Format | None) -> str:
+    """A name of a number format, as in `Shape.group`."""
+    if not isinstance(group, Format):
+        return f"g{group}"
+    return f"{group.name}-g{group.group_size}" + ("-f16" if group.scale_dtype == torch.float16 else "")
 
 
 @dataclass(frozen=True)
@@ -177,6 +188,7 @@ def new_states(case: Case, after: Tensor, expected: Tensor) -> tuple[Tensor, Ten
     return after[written], expected[written]
 
 
+F16 = torch.float16
 # Small weights have a program per output, of which the interpreter takes up to ten in a second.
 STEP_SHAPES = [
     Shape(1, 64, 32),
@@ -221,6 +233,16 @@ CPU_SHAPES = [
     Shape(64, 2048, 128, channels=16, taps=7, gates=18),
     Shape(64, 64, 32, channels=48, gates=18),
     Shape(42, 320, 64),
+    Shape(50, 576, Int4(32, F16), channels=34, gates=18),
+    Shape(37, 256, Int4(128, F16), 4, 2),
+    Shape(34, 64, Int4Min(), channels=18, gates=18),
+    Shape(48, 576, Int4Min(32, F16), 9, 2),
+    Shape(37, 1088, Int4Min(), 17, 1, channels=20, gates=18),
+    Shape(34, 32, Int8(), channels=18, gates=18),
+    Shape(48, 576, Int8(32, F16), 9, 2),
+    Shape(37, 1120, Int8(), 5, 1, channels=20, gates=18),
+    Shape(42, 576, Int8(64, F16), 3, 1),
+    Shape(50, 1152, Int8(128), channels=34, gates=18),
     Shape(1, 64),
     Shape(34, 97),
     Shape(36, 97, channels=36, taps=2, gates=18),

@@ -13,6 +13,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from ostinato.export.formats.format import Format
+from ostinato.export.formats.int4 import Int4
+from ostinato.export.formats.int4_min import Int4Min
+from ostinato.export.formats.int8 import Int8
 from ostinato.export.kernels.linear import prefill_triton, reference, rows_triton, step_triton
 from ostinato.export.kernels.operands import RowIndex, Weight
 
@@ -87,7 +91,8 @@ def prompt_error(weight: Weight, dtype: torch.dtype) -> float:
 
 
 def cpu_error(weight: Weight, dtype: torch.dtype) -> float:
-    """For int4 weights inputs are bytes with a scale for each group, or bfloat16. In bfloat16 some CPUs round all inputs."""
+    """For weights in integers, inputs are bytes with a scale for each group, or bfloat16. In bfloat16 some CPUs round all
+    inputs."""
     if weight.scale is not None:
         return 1.2e-2
     return 2.5e-6 if dtype == F32 else 6e-3
@@ -139,12 +144,29 @@ def test_definition(
 EACH = [(name, operation) for name, form in FORMS.items() for operation in form.operations]
 # Operations whose result is a product, and perhaps a residual.
 SUMS = [case for case in EACH if case[1] in ("linear", "norm_linear", "linear_add")]
-FORMATS = [(32, F32), (128, BF16), (64, BF16), (None, F32), (None, BF16)]
+FORMATS: list[tuple[int | Format | None, torch.dtype]] = [
+    (32, F32),
+    (128, BF16),
+    (64, BF16),
+    (None, F32),
+    (None, BF16),
+]
+# Formats that the kernels for CPUs take as well.
+CPU_FORMATS: list[tuple[int | Format | None, torch.dtype]] = [
+    (Int4(64, torch.float16), F32),
+    (Int4Min(), BF16),
+    (Int4Min(32, torch.float16), F32),
+    (Int8(), F32),
+    (Int8(32, torch.float16), BF16),
+    (Int8(128), BF16),
+]
 
 
 def in_formats(cases: Iterable[tuple[str, str]], *values: float) -> list[tuple[Any, ...]]:
     """Return forms and operations in all number formats, with the values in turn."""
-    layers = [(*case, *layer) for case, layer in product(cases, FORMATS)]
+    layers = [
+        (*case, *layer) for case in cases for layer in ([*FORMATS, *CPU_FORMATS] if case[0] == "C++" else FORMATS)
+    ]
     return [(*layer, value) for layer, value in zip(layers, cycle(values), strict=False)] if values else layers
 
 
@@ -155,7 +177,7 @@ def several(name: str, rows: int) -> list[Run]:
     return [Run(SLOT, 7, rows // 2), Run(0, 2, rows - rows // 2)]
 
 
-def small(name: str, k: int, group: int | None, dtype: torch.dtype, bias: bool = False, rows: int = 5) -> Case:
+def small(name: str, k: int, group: int | Format | None, dtype: torch.dtype, bias: bool = False, rows: int = 5) -> Case:
     """Make a case with few outputs for a single row, whose kernels have a program for each."""
     outputs = (4 if name == "step" else 20) + 2 * bias
     return made(name, Shape(outputs, k, group, channels=3), several(name, rows), dtype)
@@ -164,7 +186,7 @@ def small(name: str, k: int, group: int | None, dtype: torch.dtype, bias: bool =
 # The interpreter takes one program after the other: there all kernels but those in C++ have no choice.
 @contract("name operation group dtype", in_formats(case for case in EACH if DEVICE == "cuda" or case[0] == "C++"))
 def test_repeated_bit_for_bit(
-    kernels_of: Callable[[str], Any], name: str, operation: str, group: int | None, dtype: torch.dtype
+    kernels_of: Callable[[str], Any], name: str, operation: str, group: int | Format | None, dtype: torch.dtype
 ) -> None:
     case, kernels = small(name, 512, group, dtype), kernels_of(name)
     first, second = (case.run(kernels, operation) for _ in range(2))
@@ -173,7 +195,7 @@ def test_repeated_bit_for_bit(
 
 @contract("name operation group dtype", in_formats(SUMS))
 def test_rows_of_zeros_are_exact(
-    kernels_of: Callable[[str], Any], name: str, operation: str, group: int | None, dtype: torch.dtype
+    kernels_of: Callable[[str], Any], name: str, operation: str, group: int | Format | None, dtype: torch.dtype
 ) -> None:
     case = small(name, 256, group, dtype, bias=True)
     out = replace(case, x=torch.zeros_like(case.x)).run(kernels_of(name), operation, F32)["out"]
@@ -185,7 +207,12 @@ def test_rows_of_zeros_are_exact(
 
 @contract("name operation group dtype value", in_formats(EACH, math.nan, math.inf, -math.inf))
 def test_what_is_not_finite_shows_in_its_row_alone(
-    kernels_of: Callable[[str], Any], name: str, operation: str, group: int | None, dtype: torch.dtype, value: float
+    kernels_of: Callable[[str], Any],
+    name: str,
+    operation: str,
+    group: int | Format | None,
+    dtype: torch.dtype,
+    value: float,
 ) -> None:
     """A norm makes NaN of infinity. The row is the last of its session, whose next rows see it in the convolution."""
     for rows in (40, 3, 1) if name == "C++" else (5,):
@@ -206,7 +233,12 @@ def test_what_is_not_finite_shows_in_its_row_alone(
     in_formats(product(("rows", "C++"), ("norm_linear", "norm_swiglu", "linear_add")), 16, 17),
 )
 def test_a_row_does_not_depend_on_its_company(
-    kernels_of: Callable[[str], Any], name: str, operation: str, group: int | None, dtype: torch.dtype, rows: int
+    kernels_of: Callable[[str], Any],
+    name: str,
+    operation: str,
+    group: int | Format | None,
+    dtype: torch.dtype,
+    rows: int,
 ) -> None:
     """Not by one bit, and not on its place: what a session generates does not depend on the sessions beside it."""
     case, kernels = made(name, Shape(76, 512, group), [Run(SLOT, 7, rows)], dtype), kernels_of(name)
@@ -219,7 +251,7 @@ def test_a_row_does_not_depend_on_its_company(
 
 @contract("name operation group dtype", in_formats(case for case in SUMS if case[1] != "norm_linear"))
 def test_each_element_meets_its_own_weights(
-    kernels_of: Callable[[str], Any], name: str, operation: str, group: int | None, dtype: torch.dtype
+    kernels_of: Callable[[str], Any], name: str, operation: str, group: int | Format | None, dtype: torch.dtype
 ) -> None:
     """An element is multiplied by its own weights, and by no others: inputs are rows of the identity."""
     case = made(name, Shape(4, 128, group), [Run(SLOT, 7, 128)], dtype)
@@ -234,7 +266,12 @@ def test_each_element_meets_its_own_weights(
 
 @contract("name operation group dtype size", in_formats(SUMS, 1e-12, 1e6))
 def test_small_and_large_inputs(
-    kernels_of: Callable[[str], Any], name: str, operation: str, group: int | None, dtype: torch.dtype, size: float
+    kernels_of: Callable[[str], Any],
+    name: str,
+    operation: str,
+    group: int | Format | None,
+    dtype: torch.dtype,
+    size: float,
 ) -> None:
     case = small(name, 1024, group, dtype)
     case = replace(case, x=(case.x * size).to(dtype), residual=torch.zeros_like(case.residual))
@@ -243,7 +280,7 @@ def test_small_and_large_inputs(
 
 @contract("name operation group dtype", in_formats(SUMS))
 def test_inputs_of_very_different_sizes(
-    kernels_of: Callable[[str], Any], name: str, operation: str, group: int | None, dtype: torch.dtype
+    kernels_of: Callable[[str], Any], name: str, operation: str, group: int | Format | None, dtype: torch.dtype
 ) -> None:
     """Large inputs among small ones: what fixed point loses of the small ones is little compared with the result."""
     case = small(name, 1024, group, dtype)

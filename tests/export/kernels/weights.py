@@ -45,16 +45,19 @@ class Random:
         sign = self.normal(size, dtype=wide).sign()
         return Norm(sign * (1 + 0.3 * self.normal(size, dtype=wide)), EPS)
 
-    def weight(self, *sizes: int, group: int | None, dtype: torch.dtype, form: Format | None = None) -> Operand:
+    def weight(
+        self, *sizes: int, group: int | Format | None, dtype: torch.dtype, form: Format | None = None
+    ) -> Operand:
         """Make a weight [..., N, K] whose products are about as large as its inputs; scales have both signs.
 
         Args:
-            group: weights that share a scale, in int4; None for weights in `dtype`.
+            group: weights that share a scale, in int4; or a number format; None for weights in `dtype`.
             form: another number format.
         """
         scale: Tensor | None = None
         minimum: Tensor | None = None
-        form = Int4(group) if form is None and group is not None else form
+        if form is None:
+            form = Int4(group) if isinstance(group, int) else group
         if form is None:
             values = self.normal(*sizes, dtype=dtype) * sizes[-1] ** -0.5
             numbers = values if dtype == F64 else values.float()
