@@ -96,6 +96,7 @@ using FloatRegister = __m512;
 inline Register load_register(const void* p) { return _mm512_loadu_si512(p); }
 inline Register all_words(int32_t x) { return _mm512_set1_epi32(x); }
 inline Register times_power(Register words, int power) { return _mm512_slli_epi32(words, power); }
+inline Register add_words(Register x, Register y) { return _mm512_add_epi32(x, y); }
 inline Register low_nibbles(Register x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Register high_nibbles(Register x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 // Adds the products of nibbles and four signed bytes to `sums`. `wide` turns these into one 32-bit number for each lane.

@@ -1,4 +1,4 @@
-"""Whole artifacts of dense models: logits and greedy tokens as transformers has them, in int4 as plain PyTorch has them."""
+"""Whole artifacts of dense models: logits and greedy tokens as transformers has them, of integers as plain PyTorch does."""
 
 from __future__ import annotations
 
@@ -21,14 +21,21 @@ from .conversations import converse, errors
 from .gguf_files import write_gguf
 from .models import dense_references
 from .models.dense_references import CASES, make_dense
-from .networks import of_group, with_room
+from .networks import with_room
 from .references import Reference
 
 MAX_SEQ_LEN, STEPS = 256, 4
 LENGTHS = (1, 2, 3, 31, 64, 65, 200)
 GRAPH = {"enable_cuda_graph_for_method": "decode", "cuda_graph_warmup_steps": 1}
-# A case of CASES, and the group size of its int4 weights. The first has all methods.
-MODELS = {"llama": ("llama-3.1", None), "qwen2": ("qwen2", 64), "qwen3": ("qwen3", None), "tied": ("llama-tied", 64)}
+# A case of CASES, and the number format of its weights. The first has all methods.
+MODELS = {
+    "llama": ("llama-3.1", None),
+    "qwen2": ("qwen2", Quantization(64)),
+    "qwen3": ("qwen3", None),
+    "tied": ("llama-tied", Quantization(64)),
+    "tied-int8": ("llama-tied", Quantization(32, format="int8")),
+    "qwen2-int4_min": ("qwen2", Quantization(32, format="int4_min")),
+}
 Made = tuple[Reference, Path]
 
 
@@ -39,9 +46,8 @@ def made(
     """Return a function: name in MODELS -> the model of transformers and its artifact."""
 
     def get(name: str) -> Made:
-        case, group = MODELS[name]
+        case, quant = MODELS[name]
         reference = make_dense(tmp_path_factory.mktemp(name), CASES[case])
-        quant = None if group is None else Quantization(group)
         methods = () if name == "llama" else ("prefill", "decode")
 
         def build(path: Path) -> None:
@@ -59,10 +65,10 @@ def made(
     return get
 
 
-def plain_logits(reference: Reference, group: int, tokens: Tensor) -> Tensor:
-    """Logits [T, vocab] of our network with the reference kernels, over weights in int4."""
+def plain_logits(reference: Reference, quant: Quantization, tokens: Tensor) -> Tensor:
+    """Logits [T, vocab] of our network with the reference kernels, over weights in integers."""
     family, config = read_config(reference.folder)
-    network = build_network(config, MAX_SEQ_LEN, torch.float32, quant=of_group(group))
+    network = build_network(config, MAX_SEQ_LEN, torch.float32, quant=quant)
     source = family.checkpoint_weights(network, reference.folder)
     materialise(network, QuantizedWeights(network, source, torch.device("cpu")))
     network = with_room(network)
@@ -75,14 +81,14 @@ def plain_logits(reference: Reference, group: int, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits(made: Callable[[str], Made], name: str) -> None:
     reference, path = made(name)
-    group = MODELS[name][1]
+    quant = MODELS[name][1]
     with load_program(path) as program:
-        # On a CPU, products with weights in int4 round their inputs to 8 bits.
-        bound = 1e-4 if group is None or program.device.type == "cuda" else 2e-2
+        # On a CPU, products with weights in integers round their inputs to 8 bits.
+        bound = 1e-4 if quant is None or program.device.type == "cuda" else 2e-2
         # Long prompts come first, so that short ones start from used state.
         for length in sorted(LENGTHS, reverse=True):
             tokens = reference.tokens(length + STEPS, seed=length)
-            whole = reference.logits(tokens) if group is None else plain_logits(reference, group, tokens)
+            whole = reference.logits(tokens) if quant is None else plain_logits(reference, quant, tokens)
             found = errors([logits.cpu() for logits in converse(program, tokens, length, GRAPH)], whole[length - 1 :])
             assert max(found) < bound, f"{length} tokens: relative errors of prefill and decode steps {found}"
 

@@ -14,29 +14,28 @@ constexpr int64_t AHEAD = 6144;
 
 inline void fetch(const void* p, int64_t ahead = AHEAD) { _mm_prefetch((const char*)p + ahead, _MM_HINT_T0); }
 
-// A panel of a weight, and what its thread reads afterwards.
+// A panel of integers, and the one that its thread reads afterwards.
 struct Panel {
   const Weight& weight;
-  const char *values, *end;
-  const uint16_t *scale, *minimum;
-  Block next;
+  const char *values, *end, *next;
+  const uint16_t *scale, *minimum, *next_scale, *next_minimum;
 
-  Panel(const Weight& weight, int64_t block, Block next)
+  Panel(const Weight& weight, int64_t block, Block then)
       : weight(weight),
         values(weight.values_of(block)),
         end(weight.values_of(block + 1)),
+        next(then.weight->values_of(then.index)),
         scale(weight.scale_of(block)),
         minimum(weight.minimum_of(block)),
-        next(next) {}
+        next_scale(then.weight->scale_of(then.index)),
+        next_minimum(then.weight->minimum_of(then.index)) {}
 
-  // Distance in bytes from `at`, which is multiplied now, to what is prefetched: at the end of a panel, the next one.
-  int64_t ahead(const void* at) const {
-    return (const char*)at + AHEAD < end ? AHEAD : AHEAD + (next.weight->values_of(next.index) - end);
-  }
-  // Fetches the scales and minima of a group of the next panel.
+  // Distance in bytes from `at`, which is multiplied now, to what is prefetched: at the end of this panel, the next one.
+  int64_t ahead(const char* at) const { return at + AHEAD < end ? AHEAD : AHEAD + (next - end); }
+  // Fetches what belongs to a group of the next panel. The processor ignores addresses where nothing is.
   void fetch_next(int64_t group) const {
-    if (scale) fetch(next.weight->scale_of(next.index) + group * LANES, 0);
-    if (minimum) fetch(next.weight->minimum_of(next.index) + group * LANES, 0);
+    fetch(next_scale + group * LANES, 0);
+    if (minimum) fetch(next_minimum + group * LANES, 0);
   }
   Floats scale_of(int64_t group) const { return weight.load_scale(scale + group * LANES); }
   Floats minimum_of(int64_t group) const { return weight.load_scale(minimum + group * LANES); }
@@ -52,45 +51,60 @@ struct ByteRows {
   }
 };
 
+// A place in each of M rows. Only every fourth address is in a register; x86 adds up to three strides to it. With an address
+// for each row, which g++ 12 makes of plain code, most of them are in memory: 3 to 9 % slower (AVX-512, 512 rows).
+template <int M>
+struct RowAddresses {
+  const int8_t* at[(M + 3) / 4];
+  int64_t stride, thrice;
+
+  RowAddresses(const int8_t* first, int64_t stride) : stride(stride), thrice(3 * stride) {
+    for (int i = 0; i < (M + 3) / 4; ++i) at[i] = first + 4 * i * stride;
+    asm("" : "+r"(thrice));
+  }
+  const int8_t* operator[](int m) const { return at[m / 4] + (m % 4 == 3 ? thrice : m % 4 * stride); }
+  // The asm hides from g++ how addresses depend on the first one.
+  void operator+=(int64_t bytes) {
+#pragma GCC unroll 4
+    for (const int8_t*& one : at) {
+      one += bytes;
+      asm("" : "+r"(one));
+    }
+  }
+};
+
 // Multiplies M rows of inputs by the rows of a panel: out [M, LANES].
 template <Format FORMAT, int M>
 void multiply_integers(const Panel& panel, const ByteRows& x, float* out) {
   constexpr bool BYTES = FORMAT == Format::INT8;
   constexpr int PARTS = LANES / REGISTER_LANES;
   static_assert(BYTE_OFFSET == 0 || BYTE_OFFSET == 16 * NIBBLE_OFFSET);
-  const int64_t group_size = panel.weight.group, group_bytes = group_size * LANES / (BYTES ? 1 : 2);
-  const int64_t groups = panel.weight.groups();
+  const int64_t group_size = panel.weight.group, groups = panel.weight.groups();
+  const char* values = panel.values;
+  RowAddresses<M> bytes(x.bytes, x.stride), of_group(x.bytes + x.columns, x.stride);
   FloatRegister sums[PARTS][M];
   for (int part = 0; part < PARTS; ++part)
     for (int m = 0; m < M; ++m) sums[part][m] = zero_floats();
   for (int64_t group = 0; group < groups; ++group) {
     panel.fetch_next(group);
-    const char* values = panel.values + group * group_bytes;
     int64_t distance = panel.ahead(values);
     Floats scale = panel.scale_of(group), minimum;
     if constexpr (FORMAT == Format::INT4_MIN) minimum = panel.minimum_of(group);
+    const char* from;
     // One register of lanes after the other, so that only the sums of M rows fill the registers.
 #pragma GCC unroll 2
     for (int part = 0; part < PARTS; ++part) {
-      const char* from = values + part * REGISTER_LANES * 4;
-      const int8_t* bytes = x.bytes + group * group_size;
+      from = values + part * REGISTER_LANES * 4;
       Register words[M];
-#pragma GCC unroll 16
-      for (int m = 0; m < M; ++m)
-        if constexpr (FORMAT == Format::INT4)
-          words[m] = all_words(x.group_of(m, group).offset);
-        else if constexpr (BYTES && BYTE_OFFSET)
-          words[m] = times_power(all_words(x.group_of(m, group).offset), 4);
-        else
-          words[m] = all_words(0);
+      for (int m = 0; m < M; ++m) words[m] = all_words(0);
       for (int64_t k = 0; k < group_size; k += 32) {
         if constexpr (BYTES) {
 #pragma GCC unroll 8
-          for (int i = 0; i < 32; i += 4, from += 64, bytes += 4) {
+          for (int i = 0; i < 32; i += 4, from += 64) {
             if (part == 0) fetch(from, distance);
             Register weights = unsigned_bytes(load_register(from));
 #pragma GCC unroll 16
-            for (int m = 0; m < M; ++m) words[m] = add_byte_dot(words[m], weights, bytes + m * x.stride);
+            for (int m = 0; m < M; ++m) words[m] = add_byte_dot(words[m], weights, bytes[m] + i);
           }
         } else {
 #ifdef OSTINATO_NARROW_SUMS
@@ -100,29 +114,35 @@ void multiply_integers(const Panel& panel, const ByteRows& x, float* out) {
           Register(&pairs)[M] = words;
 #endif
 #pragma GCC unroll 4
-          for (int i = 0; i < 32; i += 8, from += 64, bytes += 8) {
+          for (int i = 0; i < 32; i += 8, from += 64) {
             if (part == 0) fetch(from, distance);
             Register both = load_register(from), nibbles = low_nibbles(both);
 #pragma GCC unroll 16
-            for (int m = 0; m < M; ++m) pairs[m] = add_dot(pairs[m], nibbles, bytes + m * x.stride);
+            for (int m = 0; m < M; ++m) pairs[m] = add_dot(pairs[m], nibbles, bytes[m] + i);
             nibbles = high_nibbles(both);
 #pragma GCC unroll 16
-            for (int m = 0; m < M; ++m) pairs[m] = add_dot(pairs[m], nibbles, bytes + m * x.stride + 4);
+            for (int m = 0; m < M; ++m) pairs[m] = add_dot(pairs[m], nibbles, bytes[m] + i + 4);
           }
 #ifdef OSTINATO_NARROW_SUMS
 #pragma GCC unroll 16
           for (int m = 0; m < M; ++m) words[m] = add_words(words[m], wide(pairs[m]));
 #endif
         }
+        bytes += 32;
       }
+      if (part + 1 < PARTS) bytes += -group_size;
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
         FloatRegister& sum = sums[part][m];
-        const ByteGroup& of_row = x.group_of(m, group);
+        const ByteGroup& of_row = *(const ByteGroup*)of_group[m];
+        if constexpr (FORMAT == Format::INT4) words[m] = add_words(words[m], all_words(of_row.offset));
+        if constexpr (BYTES && BYTE_OFFSET) words[m] = add_words(words[m], times_power(all_words(of_row.offset), 4));
         sum = add_scaled(sum, words[m], part_of(scale, part), of_row.scale);
         if constexpr (FORMAT == Format::INT4_MIN) sum = add_scaled(sum, part_of(minimum, part), of_row.moment);
       }
     }
+    values = from - (PARTS - 1) * REGISTER_LANES * 4;
+    of_group += sizeof(ByteGroup);
   }
   for (int m = 0; m < M; ++m)
     for (int part = 0; part < PARTS; ++part) store_floats(out + m * LANES + part * REGISTER_LANES, sums[part][m]);

@@ -37,8 +37,8 @@ def test_declarations() -> None:
     found = {operator._schema.name: text for operator, (text,) in LIBRARY.declarations.items()}
     assert found["ostinato_cpu::norm_linear"] == (
         "AOTITorchError aoti_torch_cpu_norm_linear(AtenTensorHandle x, AtenTensorHandle norm, double eps, "
-        "AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* bias, int32_t dtype, "
-        "AtenTensorHandle* result_0)"
+        "AtenTensorHandle values, AtenTensorHandle* scale, AtenTensorHandle* minimum, AtenTensorHandle* bias, "
+        "const char* form, int32_t dtype, AtenTensorHandle* result_0)"
     )
     assert found["ostinato_cpu::delta_step"].endswith(
         "int64_t key_heads, AtenTensorHandle* result_0, AtenTensorHandle* result_1)"
@@ -62,7 +62,7 @@ def types(arguments: str) -> list[str]:
 def test_library_of_a_graph() -> None:
     class Model(torch.nn.Module):
         def forward(self, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-            return torch.ops.ostinato_cpu.norm_linear(x, norm, 1e-6, x, None, None, torch.float32)
+            return torch.ops.ostinato_cpu.norm_linear(x, norm, 1e-6, x, None, None, None, "", torch.float32)
 
     plain = torch.export.export(torch.nn.Linear(4, 4), (torch.ones(2, 4),))
     ours = torch.export.export(Model(), (torch.ones(4, 4), torch.ones(4)), strict=False)
@@ -86,8 +86,10 @@ def test_only_products_have_code_for_these() -> None:
     using = {path.name for path in LIBRARY.folder.rglob("*_cpu.cpp") if uses(path, *PRODUCTS_ALONE.values())}
     headers = {path.name for path in LIBRARY.folder.rglob("*_cpu.h") if uses(path, *PRODUCTS_ALONE.values())}
     assert using == {Path(PRODUCT).name}
-    # This header defines the macro and the function.
-    assert headers == {"vectors_cpu.h"}
+    # The first is a part of the products' source. The second defines the macro and the function.
+    assert headers == {"integers_cpu.h", "vectors_cpu.h"}
+    including = [path.name for path in LIBRARY.folder.rglob("*_cpu.*") if uses(path, '#include "integers_cpu.h"')]
+    assert including == [Path(PRODUCT).name]
 
 
 def uses(path: Path, *words: str) -> bool:

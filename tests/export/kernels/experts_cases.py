@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato.export.formats.format import Format
+from ostinato.export.formats.int4 import Int4
+from ostinato.export.formats.int4_min import Int4Min
+from ostinato.export.formats.int8 import Int8
 from ostinato.export.kernels.operands import ExpertWeights, Norm
 
 from ...comparison import relative_error
+from .linear_cases import F16, named
 from .runs import DEVICE
 from .weights import Operand, Random
 
@@ -26,7 +31,9 @@ class Shape:
 
     Attributes:
         shared: the inner size of the shared expert; None without one.
-        group: weights that share a scale; None for weights in the dtype of the inputs.
+        group: weights that share a scale, in int4; None for weights in the dtype of the inputs.
+        form: another number format.
+        shared_form: another number format of the shared expert.
     """
 
     experts: int = 8
@@ -35,12 +42,13 @@ class Shape:
     inner: int = 64
     shared: int | None = 64
     group: int | None = 64
+    form: Format | None = None
+    shared_form: Format | None = None
 
     def __str__(self) -> str:
         shared = f"+{self.shared}" if self.shared else ""
-        return f"{self.top_k} of {self.experts}x{self.hidden}x{self.inner}{shared}" + (
-            f"-g{self.group}" if self.group else ""
-        )
+        formats = [named(form) for form in (self.form or self.group, self.shared_form) if form]
+        return "-".join((f"{self.top_k} of {self.experts}x{self.hidden}x{self.inner}{shared}", *formats))
 
 
 # Limit of the relative error of an operation.
@@ -194,16 +202,16 @@ def make(
     random = Random(rows + shape.experts, device, panels)
     experts, hidden, inner = shape.experts, shape.hidden, shape.inner
 
-    def expert(*count: int, inner: int) -> Expert:
-        gate_up = random.weight(*count, 2 * inner, hidden, group=shape.group, dtype=dtype)
-        return Expert(gate_up, random.weight(*count, hidden, inner, group=shape.group, dtype=dtype))
+    def expert(*count: int, inner: int, form: Format | None = shape.form) -> Expert:
+        gate_up = random.weight(*count, 2 * inner, hidden, group=shape.group, dtype=dtype, form=form)
+        return Expert(gate_up, random.weight(*count, hidden, inner, group=shape.group, dtype=dtype, form=form))
 
     gate = random.weight(experts, hidden, group=None, dtype=dtype)
     # So that few logits are close to one another.
     gate = Operand(replace(gate.weight, values=2 * gate.weight.values), 2 * gate.numbers)
     shared, shared_gate = None, None
     if shape.shared is not None:
-        shared = expert(inner=shape.shared)
+        shared = expert(inner=shape.shared, form=shape.shared_form or shape.form)
         shared_gate = random.weight(1, hidden, group=None, dtype=dtype)
     logits = random.normal(rows, experts + (shared is not None), dtype=dtype)
     logits[:, ::2] = logits[:, ::2].round()
@@ -295,6 +303,12 @@ CPU_SHAPES = [
     Shape(experts=40, top_k=3, hidden=192, shared=None),
     Shape(experts=1, top_k=1, inner=192, shared=None, group=32),
     Shape(experts=4, top_k=4, hidden=256, inner=128, shared=256, group=128),
+    Shape(form=Int4(32, F16), shared_form=Int8(64)),
+    Shape(form=Int4Min(), shared_form=Int8()),
+    Shape(top_k=3, hidden=192, shared=128, form=Int8(64), shared_form=Int4Min(32, F16)),
+    Shape(experts=4, top_k=4, hidden=576, inner=192, shared=None, form=Int4Min(32, F16)),
+    Shape(experts=5, hidden=96, inner=32, shared=None, form=Int8(32, F16)),
+    Shape(experts=4, top_k=1, hidden=256, inner=128, shared=128, form=Int8(128)),
     Shape(group=None),
     FLOATS,
     Shape(experts=3, top_k=1, hidden=97, inner=5, shared=None, group=None),

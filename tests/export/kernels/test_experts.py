@@ -88,7 +88,7 @@ def rows_error(operation: str, shape: Shape, dtype: torch.dtype) -> float:
 
 
 def cpu_error(operation: str, shape: Shape, dtype: torch.dtype) -> float:
-    """For int4 weights inputs are bytes with a scale for each group. There may be three products one behind the other."""
+    """For weights in integers, inputs are bytes with a scale for each group. Three products may follow one another."""
     product = 1.2e-2 if shape.group is not None and operation != "route_logits" else {F32: 5e-6, BF16: 6e-3}[dtype]
     return product * {"experts_gate_up": 2, "experts": 3, "sparse_moe": 3}.get(operation, 1)
 

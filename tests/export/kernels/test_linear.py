@@ -92,7 +92,8 @@ def prompt_error(weight: Weight, dtype: torch.dtype) -> float:
 
 
 def cpu_error(weight: Weight, dtype: torch.dtype) -> float:
-    """For int4 weights inputs are bytes with a scale for each group, or bfloat16. In bfloat16 some CPUs round all inputs."""
+    """For weights in integers, inputs are bytes with a scale for each group, or bfloat16. In bfloat16 some CPUs round all
+    inputs."""
     if weight.scale is not None:
         return 1.2e-2
     return 2.5e-6 if dtype == F32 else 6e-3
@@ -150,22 +151,19 @@ FORMATS: list[tuple[int | Format | None, torch.dtype]] = [
     (64, BF16),
     (None, F32),
     (None, BF16),
-]
-# Formats that the kernels for GPUs take as well.
-GPU_FORMATS: list[tuple[int | Format | None, torch.dtype]] = [
+    (Int4(64, torch.float16), F32),
     (Int4(32, torch.float16), BF16),
     (Int4Min(), BF16),
     (Int4Min(32, torch.float16), F32),
-    (Int8(32, torch.float16), BF16),
     (Int8(), F32),
+    (Int8(32, torch.float16), BF16),
+    (Int8(128), BF16),
 ]
 
 
 def in_formats(cases: Iterable[tuple[str, str]], *values: float) -> list[tuple[Any, ...]]:
     """Return forms and operations in all number formats, with the values in turn."""
-    layers = [
-        (*case, *layer) for case in cases for layer in (FORMATS if case[0] == "C++" else [*FORMATS, *GPU_FORMATS])
-    ]
+    layers = [(*case, *layer) for case in cases for layer in FORMATS]
     return [(*layer, value) for layer, value in zip(layers, cycle(values), strict=False)] if values else layers
 
 
