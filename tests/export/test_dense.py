@@ -65,12 +65,15 @@ def made(
     return get
 
 
-def plain_logits(reference: Reference, quant: Quantization, tokens: Tensor) -> Tensor:
-    """Logits [T, vocab] of our network with the reference kernels, over weights in integers."""
+def plain_logits(reference: Reference, quant: Quantization, tokens: Tensor, device: torch.device) -> Tensor:
+    """Logits [T, vocab] of our network with the reference kernels, over weights in integers.
+
+    device: where the export has quantised. Another one may round a number that lies between two integers the other way.
+    """
     family, config = read_config(reference.folder)
     network = build_network(config, MAX_SEQ_LEN, torch.float32, quant=quant)
     source = family.checkpoint_weights(network, reference.folder)
-    materialise(network, QuantizedWeights(network, source, torch.device("cpu")))
+    materialise(network, QuantizedWeights(network, source, device))
     network = with_room(network)
     with torch.no_grad():
         return torch.cat(
@@ -88,7 +91,9 @@ def test_logits(made: Callable[[str], Made], name: str) -> None:
         # Long prompts come first, so that short ones start from used state.
         for length in sorted(LENGTHS, reverse=True):
             tokens = reference.tokens(length + STEPS, seed=length)
-            whole = reference.logits(tokens) if quant is None else plain_logits(reference, quant, tokens)
+            whole = (
+                reference.logits(tokens) if quant is None else plain_logits(reference, quant, tokens, program.device)
+            )
             found = errors([logits.cpu() for logits in converse(program, tokens, length, GRAPH)], whole[length - 1 :])
             assert max(found) < bound, f"{length} tokens: relative errors of prefill and decode steps {found}"
 
