@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,8 @@ class Tokenizer:
         )
         environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
         environment.globals["raise_exception"] = _raise
+        # Llama 3.2's template, among others, says today's date.
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             values = {**_special_tokens(self._config), **(chat_template_kwargs or {})}
             return environment.from_string(self._template).render(
