@@ -333,7 +333,8 @@ class _FusedProduct:
     @property
     def splits(self) -> int:
         """Number of parts of K, which does not depend on `columns`. SwiGLU is not split: its gates and ups are already two
-        products per program. In two parts, a layer of Llama 3.1 8B in int4 takes 128 us with 32 rows, not 113."""
+        products per program. In two parts, the products of a layer 4,096 and
+        14,336 wide take 128 us in int4 with 32 rows, not 113."""
         if self.swiglu:
             return 1
         if self.fixed:
