@@ -54,14 +54,14 @@ class Linear(StoredWeights):
         """Make the weight's parameters anew, in the formats of its rows: as parts if these differ and the layer may be
         divided, else in int8."""
         if not self.divisible or len({one.form for one in rows}) == 1:
-            return super().store_rows(name, rows)
+            super().store_rows(name, rows)
+            return
         columns = self.shapes[name][1]
         for one in rows:
             self.parts[one.part] = part = Linear(columns, one.rows, self.build, bias=self.bias is not None)
             part.store_as(name, one.form)
         self.formats, self.panels = {}, ()
         self.weight = self.weight_scale = self.weight_minimum = self.bias = None  # type: ignore[assignment]
-        return None
 
     @property
     def operand(self) -> Weight:

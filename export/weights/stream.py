@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ class WeightSource(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
+@runtime_checkable
 class StoredSource(WeightSource, Protocol):
     """A source that may have a parameter in a number format already."""
 
@@ -85,8 +86,7 @@ class QuantizedWeights(Mapping[str, Tensor]):
         return wanted
 
     def _quantize(self, name: str, form: Format) -> Quantized:
-        find = getattr(self._source, "stored", None)
-        found: Quantized | None = None if find is None else find(name, form)
+        found = self._source.stored(name, form) if isinstance(self._source, StoredSource) else None
         if found is None:
             found = quantize(self._source.read(name), form, self._hqq, self._device)
         if not all(part is None or part.isfinite().all() for part in found[1:]):

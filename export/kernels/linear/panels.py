@@ -27,7 +27,7 @@ from ostinato.export.formats.int4 import pack_nibbles, unpack_nibbles
 LANES = 16
 # Neighbouring elements of a row that stay together in a panel.
 _TOGETHER = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
-_EIGHT, _FOUR = 8, 4
+_FOUR = 4
 
 # Values, scale and minimum of a weight.
 Stored = tuple[Tensor, Tensor | None, Tensor | None]
