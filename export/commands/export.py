@@ -23,7 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", required=True, metavar="ARTIFACT", help="folder to write; a link is followed")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's own")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="dtype of all weights that are not quantised (default: the checkpoint's own; a quantised GGUF file keeps its "
+        "integers, with bfloat16 beside them)",
+    )
     parser.add_argument(
         "--max-seq-len",
         type=int,
@@ -59,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--load-format",
         choices=("auto", "dummy"),
         default="auto",
-        help="auto (default): the folder's safetensors; dummy: random weights, a config.json is enough",
+        help="auto (default): the weights of --model; dummy: random weights, a config.json is enough",
     )
 
     add_family_module(parser)
