@@ -15,12 +15,5 @@ case "${1:-}" in
     exit 0
     ;;
 esac
-device=cpu
-previous=
-for word in "$@"; do
-    [ "$previous" = --device ] && device="$word"
-    case "$word" in --device=*) device="${word#--device=}" ;; esac
-    previous="$word"
-done
-make_environment "$device"
+make_environment "$(device_of "$@")"
 exec "$PYTHON_BIN" "$ROOT/scripts/e2e.py" "$@"

@@ -51,6 +51,17 @@ keep_bytecode() {
     fi
 }
 
+# Print the device among a script's options, --device D or --device=D; cpu without one.
+device_of() {
+    local device=cpu previous= word
+    for word in "$@"; do
+        [ "$previous" = --device ] && device="$word"
+        case "$word" in --device=*) device="${word#--device=}" ;; esac
+        previous="$word"
+    done
+    echo "$device"
+}
+
 make_environment() {
     local device="$1" needs
     case "$device" in

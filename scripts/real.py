@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_commands import ROOT, fail, ostinato, output_of, threads_of
+from bench_cpu import name_of, timed
 
 from ostinato.runner import Engine
 from ostinato.runner.bench.perplexity import perplexity
@@ -127,7 +128,7 @@ def measure(name: str, file: Path, questions: list[list[str]], text: str, argume
     lengths = ["-p", ",".join(map(str, PROMPTS)), "-n", str(ANSWER), "-d", "0", "-r", str(REPETITIONS)]
     mode = ["--cuda-graph", "on" if graph else "off"]
     tests: list[dict[str, Any]] = json.loads(ostinato("bench", str(artifact), *lengths, *mode, "--output", "json"))
-    found = {f"pp{test['n_prompt']}" if test["n_prompt"] else f"tg{test['n_gen']}": test["median_ts"] for test in tests}
+    found = {name_of(test): test["median_ts"] for test in tests}
     with Engine.load(artifact, cuda_graph=graph) as engine:
 
         def answer(question: str) -> str:
@@ -176,13 +177,7 @@ def llama(program: Path, file: Path, device: str) -> dict[str, float]:
     where = ["-ngl", "99", "-fa", "1"] if device == "cuda" else threads_of(None)
     lengths = ["-p", ",".join(map(str, PROMPTS)), "-n", str(ANSWER), "-r", str(REPETITIONS)]
     tests = json.loads(output_of([str(program), "-m", str(file), *where, *lengths, "-o", "json"]))
-    return {f"pp{test['n_prompt']}" if test["n_prompt"] else f"tg{test['n_gen']}": test["avg_ts"] for test in tests}
-
-
-def timed(command: list[str]) -> float:
-    begin = time.perf_counter()
-    output_of(command)
-    return time.perf_counter() - begin
+    return {name_of(test): test["avg_ts"] for test in tests}
 
 
 def names_of_tests() -> list[str]:

@@ -1,4 +1,4 @@
-"""What number formats have in common: integers in groups, and for each group a scale, and perhaps a minimum."""
+"""Base of the number formats: integers in groups, and for each group a scale, and perhaps a minimum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What linear layers, experts and the embedding share: weights that are stored in the model's dtype or in a number format."""
+"""Base of linear layers, experts and the embedding: weights that are stored in the model's dtype or in a number format."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from ostinato.delegate.memory import size_text
 from ostinato.export.formats.quantization import Quantization
 from ostinato.export.weights.checkpoint import CheckpointWeights
 from ostinato.export.weights.sources.gguf import GgufChange, GgufFile, GgufOrder, GgufTensors
-from ostinato.export.weights.sources.gguf_blocks import kept_as
 from ostinato.export.weights.stream import formats_of
 
 from .config import MAX_COUNT, MAX_SIZE, short
@@ -116,13 +115,10 @@ class GgufModel:
         became: Counter[tuple[str, str]] = Counter()
         for name, parts in weights.parts.items():
             for part in parts:
-                kind, columns = self.tensors.kind(part), self.tensors.shape(part)[-1]
                 form = formats.get(name)
                 text = str(dtypes[name]).removeprefix("torch.") if form is None else str(form)
-                kept = kept_as(kind, columns)
-                exact = kept is not None and kept.form == form and kept.integers is not None
-                again = quant is None and form is not None and not exact
-                became[kind, text + (", rounded once more" if again else "")] += 1
+                again = quant is None and form is not None and not self.tensors.keeps_integers(part, form)
+                became[self.tensors.kind(part), text + (", rounded once more" if again else "")] += 1
         size = size_text(sum(tensor.nbytes for tensor in self.file.tensors.values()))
         listed = "; ".join(f"{count} in {kind} -> {text}" for (kind, text), count in became.most_common())
         here = size_text(sum(parameter.nbytes for parameter in network.parameters()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import gguf
@@ -135,3 +137,21 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarr
 
 def dequantised(data: np.ndarray, kind: str) -> Tensor:
     return torch.from_numpy(gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind]))
+
+
+def mutated(data: bytes, header: int, random: Random) -> bytes:
+    """Change one place of a file's first `header` bytes, which have its counts, lengths, offsets and names; or cut the file
+    off."""
+    changed = bytearray(data)
+    way, at = random.randrange(5), random.randrange(header)
+    if way == 0:
+        changed[at] = random.randrange(256)
+    elif way == 1:
+        changed[at : at + 8] = struct.pack("<Q", random.choice((2**63, 2**64 - 1, 2**32, 2**31, 0, len(data))))
+    elif way == 2:
+        del changed[at : at + random.randrange(1, 40)]
+    elif way == 3:
+        changed[at:at] = changed[at : at + random.randrange(1, 40)]
+    else:
+        del changed[random.randrange(len(changed)) :]
+    return bytes(changed)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gguf_files import add_tensor, finish, writer_of
+from .gguf_files import PARTS, add_tensor, finish, writer_of
 
 # transformers' names -> the file's names: of the whole model, and of a layer's tensors.
 WHOLE = {
@@ -18,14 +18,8 @@ WHOLE = {
     "lm_head.weight": "output.weight",
 }
 MODULES = {
-    "input_layernorm": "attn_norm",
+    **PARTS,
     "post_attention_layernorm": "post_attention_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_b": "ssm_beta",
@@ -33,9 +27,6 @@ MODULES = {
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",

@@ -59,7 +59,7 @@ SPLIT_OUTPUTS, SPLITS = 4096, 4
 
 @dataclass(frozen=True)
 class GroupedConfig:
-    """What a program of the products in bfloat16 takes.
+    """Configuration of the products in bfloat16: the part of a weight that one program takes, and how.
 
     Attributes:
         rows: weight rows, a multiple of 64 for each four warps.

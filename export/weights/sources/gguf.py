@@ -118,7 +118,7 @@ class GgufFile:
     def read(self, name: str) -> Tensor:
         """Return the tensor on the CPU: in its own dtype, or dequantised to float32."""
         stored = self.tensors[name]
-        data = next(part for part in self._parts if name in part.tensors).bytes_of(name)
+        data = self._bytes_of(name)
         if stored.kind in FLOATS:
             return torch.from_numpy(data.copy()).view(FLOATS[stored.kind]).view(stored.shape)
         quants = _gguf()
@@ -127,18 +127,25 @@ class GgufFile:
             values = quants.dequantize(data.reshape(stored.shape[0], -1), quants.GGMLQuantizationType[stored.kind])
         return torch.from_numpy(values).view(stored.shape)
 
-    def integers(self, name: str) -> Integers | None:
-        """Return a quantised tensor's own integers [..., N, K] with scales and minima, for the format that its type becomes
-        (`gguf_blocks`); None if the type has none that are kept."""
+    def has_integers(self, name: str) -> bool:
+        """Whether the tensor's type has integers that are kept (`gguf_blocks`)."""
         tensor = self.tensors[name]
         kept = kept_as(tensor.kind, tensor.shape[-1])
-        if kept is None or kept.integers is None:
-            return None
-        data = next(part for part in self._parts if name in part.tensors).bytes_of(name)
+        return kept is not None and kept.integers is not None
+
+    def integers(self, name: str) -> Integers:
+        """Return the tensor's own integers [..., N, K] with scales and minima. It `has_integers`."""
+        tensor = self.tensors[name]
+        kept = kept_as(tensor.kind, tensor.shape[-1])
+        assert kept is not None and kept.integers is not None
         _, _, size = next(known for known in TYPES.values() if known[0] == tensor.kind)
+        data = self._bytes_of(name)
         q, scale, minimum = kept.integers(data.reshape(math.prod(tensor.shape[:-1]), -1, size))
         leading = (*tensor.shape[:-1], -1)
         return q.view(leading), scale.view(leading), None if minimum is None else minimum.view(leading)
+
+    def _bytes_of(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return next(part for part in self._parts if name in part.tensors).bytes_of(name)
 
 
 class _Part:
@@ -327,17 +334,21 @@ class GgufTensors:
         kept = kept_as(tensor.kind, tensor.shape[-1])
         return None if kept is None else kept.form
 
+    def keeps_integers(self, name: str, form: Format) -> bool:
+        """Whether `stored` gives the file's own integers. Else it rounds once more."""
+        change = self._change(name)
+        in_groups = change.columns is None or change.columns.keeps(form.group_size)
+        own = self.format(name) == form and self._file.has_integers(self._stored[name])
+        return own and change.values is None and in_groups
+
     def stored(self, name: str, form: Format) -> Quantized | None:
         """Return what `form` stores of the tensor; None if its format is another one."""
         if self.format(name) != form:
             return None
-        change = self._change(name)
-        integers = None
-        if change.values is None and (change.columns is None or change.columns.keeps(form.group_size)):
-            integers = self._file.integers(self._stored[name])
-        if integers is None:
+        if not self.keeps_integers(name, form):
             return quantize(self.read(name), form, False, torch.device("cpu"))
-        q, scale, minimum = integers
+        change = self._change(name)
+        q, scale, minimum = self._file.integers(self._stored[name])
         ordered = change.order(q), change.order(scale, form.group_size)
         return form.pack(ordered[0]), ordered[1], None if minimum is None else change.order(minimum, form.group_size)
 

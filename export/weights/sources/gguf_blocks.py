@@ -28,7 +28,7 @@ _BYTES = Int8(32, torch.float16)
 
 @dataclass(frozen=True)
 class Kept:
-    """What a type of blocks becomes.
+    """Number format that a type of blocks becomes.
 
     Attributes:
         form: the number format.
@@ -40,7 +40,7 @@ class Kept:
 
 
 def kept_as(kind: str, columns: int) -> Kept | None:
-    """What rows of this type and length become; None for a floating dtype."""
+    """Look up what rows of this type and length become; None for a floating dtype."""
     kept = _KEPT.get(kind)
     if kept is not None and columns % kept.form.multiple:
         return Kept(_BYTES)

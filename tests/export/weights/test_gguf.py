@@ -20,7 +20,7 @@ from ostinato.export.formats.int4_min import Int4Min
 from ostinato.export.formats.int8 import Int8
 from ostinato.export.weights.sources.gguf import FLOATS, TYPES, GgufChange, GgufFile, GgufOrder, GgufTensors
 
-from ..gguf_files import dequantised, random_blocks
+from ..gguf_files import dequantised, mutated, random_blocks
 
 QUANTISED = [name for name, _, _ in TYPES.values() if name not in FLOATS]
 
@@ -203,19 +203,7 @@ def test_a_thousand_mutations(sound: Path, tmp_path: Path) -> None:
     header = data.index(random_blocks(QUANTISED[0], 3, 512).tobytes()[:40])
     refused = 0
     for _ in range(1000):
-        changed = bytearray(data)
-        way, at = random.randrange(5), random.randrange(header)
-        if way == 0:
-            changed[at] = random.randrange(256)
-        elif way == 1:
-            changed[at : at + 8] = struct.pack("<Q", random.choice((2**63, 2**64 - 1, 2**32, 2**31, 0, len(data))))
-        elif way == 2:
-            del changed[at : at + random.randrange(1, 40)]
-        elif way == 3:
-            changed[at:at] = changed[at : at + random.randrange(1, 40)]
-        else:
-            del changed[random.randrange(len(changed)) :]
-        path.write_bytes(bytes(changed))
+        path.write_bytes(mutated(data, header, random))
         try:
             file = GgufFile(path)
             for name in file.tensors:
