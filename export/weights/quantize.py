@@ -79,7 +79,7 @@ def _from_minimum(rows: Tensor, form: Format) -> tuple[Tensor, Tensor, Tensor]:
     minimum = low.to(form.scale_dtype)
     span = (high - minimum.float()).clamp(min=torch.finfo(torch.float32).tiny)
     scale = (span / (form.highest - form.lowest)).to(form.scale_dtype)
-    # A scale that is rounded to zero divides nothing: all its integers are 0.
+    # With a scale that is rounded to zero, every integer means the minimum.
     steps = (groups - minimum.float().unsqueeze(-1)) / scale.float().unsqueeze(-1)
     q = steps.nan_to_num(0.0).round().clamp(form.lowest, form.highest).to(torch.int8)
     return q.flatten(-2), scale, minimum
