@@ -8,6 +8,8 @@ peak, and applies the gate.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -23,8 +25,7 @@ from .limits import check_step
 from .place_triton import place_rows
 from .prefill_triton import config_for as prompt_config
 
-# Tiles for bfloat16, by the most rows and by the GPU's shared memory. With 16 queries they would be faster for single rows
-# (64 rows at depth 192 take 21.4 us, not 28.6), but three times slower for long runs behind many positions.
+# Tiles for bfloat16, by the most rows and by the GPU's shared memory.
 CONFIGS = {
     FEW_ROWS: {
         MEDIUM: TileConfig(32, keys=64, warps=4, stages=3),
@@ -36,15 +37,27 @@ CONFIGS = {
         SMALL: TileConfig(64, keys=32, warps=8, stages=2),
     },
 }
+# Queries that tensor cores take at least. A tile with so few, as a session's single row is, is worked on with no more.
+FEWEST = tl.constexpr(16)
+# Heads of this size have two stages: then three programs have room on a multiprocessor, and with three stages two. 32 rows at
+# depth 192 with 8 key heads take 19.1 us, not 24.3 (H200, 2026-11-26).
+TWO_STAGES_DIM = 128
 # The fewest positions of a split, by the most rows. With 256 for both, 8 rows at depth 192 take 13.9 us, not 10.8; with 128
 # for both, 64 rows take 34.3 us, not 28.6.
 MIN_SPLIT = {FEW_ROWS: 128, MAX_ROWS: 256}
-# The most splits of all rows together, and of one row.
+# The most splits of all rows and key heads together, and of one row. Splits without positions have programs too: these end at
+# once, but wait for room. With 8 key heads, 32 rows at depth 192 take 28 us with 2,048, not 24.
 PARTS = 1024
 MAX_SPLITS = 64
 COMBINE_WARPS = 4
 # Splits whose sums are loaded at once. A short context has only one split.
 SUMS_TOGETHER = 4
+
+
+def config_for(max_rows: int, head_dim: int) -> TileConfig:
+    """The tile for bfloat16 and at most `max_rows` rows."""
+    config = fitting(CONFIGS[max_rows])
+    return replace(config, stages=2) if head_dim == TWO_STAGES_DIM else config
 
 
 def attend_step(qkv: Tensor, heads: Heads, index: RowIndex, cache: KVCache) -> Tensor:
@@ -79,9 +92,10 @@ def _attend_rows(
     kv_heads, page_size, head_dim = keys.shape[1:]
     group = padded_group(heads // kv_heads)
     max_rows = row_class(rows)
-    config = fitting(CONFIGS[max_rows]) if keys.dtype == torch.bfloat16 else prompt_config(head_dim, keys.dtype)
+    config = config_for(max_rows, head_dim) if keys.dtype == torch.bfloat16 else prompt_config(head_dim, keys.dtype)
     together = max(1, config.queries // group)
-    splits = PARTS // torch.sym_max(rows, PARTS // MAX_SPLITS)
+    parts = max(1, PARTS // kv_heads)
+    splits = parts // torch.sym_min(torch.sym_max(rows, max(1, parts // MAX_SPLITS)), parts)
     query = place_rows(qkv, q_norm, k_norm, eps, heads, gated, positions, slots, cos, sin, keys, values, table)
     sums = torch.empty((rows, splits, heads, head_dim), dtype=torch.float32, device=qkv.device)
     # For each sum: the peak of its scores, and the sum of its weights.
@@ -155,13 +169,12 @@ def attend_rows_early(
 ) -> None:
     """Program (key head, row, split): one split of the tile that begins with the row. Does nothing if no tile does."""
     start_next(EARLY)
-    HEADS_OF_KEY: tl.constexpr = HEADS // KV_HEADS
     rows = tl.cast(rows, tl.int32)
     splits = tl.cast(splits, tl.int32)
     kv_head = tl.program_id(0)
     first = tl.program_id(1)
     slot, begins, count, seen, share = tile_of(
-        first, first, positions, slots, rows, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS
+        first, first, positions, slots, rows, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS, KV_HEADS
     )
     begin = tl.program_id(2) * share
     # One program must wait (rule R1). Other programs with nothing to do end, and leave their room.
@@ -170,32 +183,74 @@ def attend_rows_early(
         return
     wait_for_previous(EARLY)
     if nothing == 0:
-        member = tl.arange(0, ROWS * GROUP)
-        row = first + member // GROUP
-        head = member % GROUP
-        real = (member // GROUP < count) & (head < HEADS_OF_KEY)
-        cell = tl.arange(0, D)[None, :]
-        of_head = row.to(tl.int64) * HEADS + kv_head * HEADS_OF_KEY + head
-        q = tl.load(query + of_head[:, None] * D + cell, mask=real[:, None], other=0.0)
-        start = seen - count
-        total, weight, peak = attend_range(
-            q,
-            k_cache + kv_head * PAGE * D,
-            v_cache + kv_head * PAGE * D,
-            table + slot * PAGES,
-            begin,
-            (start + 1) // KEYS * KEYS,
-            tl.minimum(begin + share, seen),
-            start + member // GROUP,
-            SCALE,
-            KV_HEADS * PAGE * D,
-            PAGE,
-            KEYS,
-        )
-        part = (row.to(tl.int64) * splits + tl.program_id(2)) * HEADS + kv_head * HEADS_OF_KEY + head
-        tl.store(sums + part[:, None] * D + cell, total, mask=real[:, None])
-        tl.store(scales + part * 2, peak, mask=real)
-        tl.store(scales + part * 2 + 1, weight, mask=real)
+        of_key = k_cache + kv_head * PAGE * D, v_cache + kv_head * PAGE * D, table + slot * PAGES
+        begin_end = begin, tl.minimum(begin + share, seen)
+        if ROWS * GROUP > FEWEST and count * GROUP <= FEWEST:
+            attend_tile(
+                query, of_key, sums, scales, first, count, seen - count, begin_end, splits, FEWEST, PAGE, KEYS, HEADS,
+                KV_HEADS, D, GROUP, SCALE,
+            )  # fmt: skip
+        else:
+            attend_tile(
+                query, of_key, sums, scales, first, count, seen - count, begin_end, splits, ROWS * GROUP, PAGE, KEYS,
+                HEADS, KV_HEADS, D, GROUP, SCALE,
+            )  # fmt: skip
+
+
+@triton.jit
+def attend_tile(
+    query: tl.tensor,
+    of_key: tl.tuple,
+    sums: tl.tensor,
+    scales: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    start: tl.tensor,
+    begin_end: tl.tuple,
+    splits: tl.tensor,
+    QUERIES: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+) -> None:
+    """Write the sums and scales of one split of a tile: the `count` rows from `first` on, of which the first has position
+    `start`.
+
+    Args:
+        of_key: keys and values of one key head, and the slot's row of the block table.
+        begin_end: the split's positions.
+        QUERIES: queries of the tile, GROUP for each row.
+    """
+    HEADS_OF_KEY: tl.constexpr = HEADS // KV_HEADS
+    member = tl.arange(0, QUERIES)
+    row = first + member // GROUP
+    head = member % GROUP
+    real = (member // GROUP < count) & (head < HEADS_OF_KEY)
+    cell = tl.arange(0, D)[None, :]
+    of_row = row.to(tl.int64) * HEADS + tl.program_id(0) * HEADS_OF_KEY + head
+    q = tl.load(query + of_row[:, None] * D + cell, mask=real[:, None], other=0.0)
+    total, weight, peak = attend_range(
+        q,
+        of_key[0],
+        of_key[1],
+        of_key[2],
+        begin_end[0],
+        (start + 1) // KEYS * KEYS,
+        begin_end[1],
+        start + member // GROUP,
+        SCALE,
+        KV_HEADS * PAGE * D,
+        PAGE,
+        KEYS,
+    )
+    part = (row.to(tl.int64) * splits + tl.program_id(2)) * HEADS + tl.program_id(0) * HEADS_OF_KEY + head
+    tl.store(sums + part[:, None] * D + cell, total, mask=real[:, None])
+    tl.store(scales + part * 2, peak, mask=real)
+    tl.store(scales + part * 2 + 1, weight, mask=real)
 
 
 @triton.jit
@@ -228,7 +283,9 @@ def combine_rows_early(
     row = tl.program_id(0)
     head = tl.program_id(1)
     own = row - offset_in_run(row, slots, rows, MAX_ROWS) % ROWS
-    slot, _, _, seen, share = tile_of(own, row, positions, slots, rows, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS)
+    slot, _, _, seen, share = tile_of(
+        own, row, positions, slots, rows, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS, KV_HEADS
+    )
     used = tl.where(slot >= 0, tl.cdiv(seen, share), 0)
     split = tl.arange(0, SPLITS)
     few = tl.arange(0, TOGETHER)
@@ -277,6 +334,7 @@ def tile_of(
     KEYS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Describe the tile from row `first` on.
 
@@ -290,4 +348,20 @@ def tile_of(
     before = tl.sum((mine & (each < first)).to(tl.int32), 0)
     count = tl.minimum(ROWS, tl.sum((mine & (each >= first)).to(tl.int32), 0))
     seen = tl.load(positions + first).to(tl.int32) + count
-    return slot, before % ROWS == 0, count, seen, tl.maximum(tl.cdiv(seen, splits * KEYS) * KEYS, MIN_SPLIT)
+    return slot, before % ROWS == 0, count, seen, split_size(seen, rows * KV_HEADS, splits, KEYS, MIN_SPLIT)
+
+
+@triton.jit
+def split_size(
+    seen: tl.tensor, pairs: tl.tensor, splits: tl.tensor, KEYS: tl.constexpr, MIN_SPLIT: tl.constexpr
+) -> tl.tensor:
+    """Positions of one split of `seen` positions: at least MIN_SPLIT, and so many that at most `splits` are needed.
+
+    Each split costs a program, and its sums a way through memory. So splits grow with the root of `seen`, unless the `pairs`
+    of a row and a key head would leave multiprocessors idle. 8 rows of 2 key heads of 256 take 29.8 us at depth 4,096 in splits
+    of 512, and 42.9 in splits of 128; at depth 1,024 14.4 us in splits of 256, and 18.2 in splits of 128 (H200, 2026-11-26).
+    """
+    grown = tl.sqrt(seen.to(tl.float32) * (MIN_SPLIT * MIN_SPLIT // 256))
+    wanted = tl.minimum(grown.to(tl.int32), tl.cdiv(seen, 64) * pairs)
+    fewest = tl.maximum(wanted, tl.cdiv(seen, splits))
+    return tl.maximum(tl.cdiv(fewest, KEYS) * KEYS, MIN_SPLIT)
