@@ -358,8 +358,9 @@ def split_size(
     """Positions of one split of `seen` positions: at least MIN_SPLIT, and so many that at most `splits` are needed.
 
     Each split costs a program, and its sums a way through memory. So splits grow with the root of `seen`, unless the `pairs`
-    of a row and a key head would leave multiprocessors idle. 8 rows of 2 key heads of 256 take 29.8 us at depth 4,096 in splits
-    of 512, and 42.9 in splits of 128; at depth 1,024 14.4 us in splits of 256, and 18.2 in splits of 128 (H200, 2026-11-26).
+    of a row and a key head would leave multiprocessors idle. 8 rows of 2 key heads of 256 take 14.4 us at depth 1,024 in
+    splits of 256, and 18.2 in splits of 128; 29.8 us at depth 4,096 in splits of 512, and 42.9 in splits of 128 (H200,
+    2026-11-26).
     """
     grown = tl.sqrt(seen.to(tl.float32) * (MIN_SPLIT * MIN_SPLIT // 256))
     wanted = tl.minimum(grown.to(tl.int32), tl.cdiv(seen, 64) * pairs)

@@ -45,8 +45,8 @@ ROWS = 64
 # and 230. But 12,288 x 2,048 would take 20.0, not 14.1.
 MANY_OUTPUTS = 32768
 # Products in bfloat16 have at least SPLIT_PROGRAMS programs for a block of input rows. For that K is divided into at most
-# GROUPED_SPLITS parts, of at least SPLIT_BLOCKS blocks of 128. Parts of more than LONG_SPLIT blocks are divided once more: for
-# 8, 32 and 64 rows, 4,096 x 14,336 in int4 then takes 26.9, 30.8 and 46.3 us, not 31 to 34, 33.8 and 42.4 (H200, 2026-11-26).
+# GROUPED_SPLITS parts, of at least SPLIT_BLOCKS blocks of 128. Parts of more than LONG_SPLIT blocks are divided once more: 8,
+# 32 and 64 rows times 4,096 x 14,336 in int4 then take 27, 31 and 46 us, not 31 to 34, 34 and 42 (H200, 2026-11-26).
 SPLIT_PROGRAMS, GROUPED_SPLITS, SPLIT_BLOCKS, LONG_SPLIT = 256, 8, 4, 16
 # Input rows per program: FEW if there are never more than FEW rows, else MANY.
 FEW, MANY = 16, 32
