@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from ostinato.delegate.version import __version__ as __version__
 
     from .engine import Engine as Engine
-    from .engine import Result as Result
     from .load_bar import LoadBar as LoadBar
     from .sessions.session import Session as Session
     from .sessions.session import Snapshot as Snapshot
     from .sessions.warm_up import Captured as Captured
     from .sessions.warm_up import WarmUp as WarmUp
+    from .stream import Result as Result
+    from .stream import Stream as Stream
     from .text.tokenizer import Message as Message
     from .text.tokenizer import TextStream as TextStream
     from .text.tokenizer import Tokenizer as Tokenizer
@@ -44,10 +45,11 @@ else:
             "OptionError OstinatoError StepError TargetError",
             "ostinato.delegate.sampling": "SamplingParams SamplingTensors",
             "ostinato.delegate.version": "__version__",
-            ".engine": "Engine Result",
+            ".engine": "Engine",
             ".load_bar": "LoadBar",
             ".sessions.session": "Session Snapshot",
             ".sessions.warm_up": "Captured WarmUp",
+            ".stream": "Result Stream",
             ".text.tokenizer": "Message TextStream Tokenizer",
         },
     )

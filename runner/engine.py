@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -18,43 +18,10 @@ from .model.model import DEFAULT_WARMUP_STEPS, Model, token_ids
 from .sessions.session import Session, checked_params
 from .sessions.sessions import Sessions, check_max_new_tokens
 from .sessions.warm_up import WarmUp, warm_up
+from .stream import Result, Stream
 from .text.tokenizer import Message, TextStream, Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 256
-
-
-@dataclass
-class Result:
-    """One finished answer.
-
-    `finish_reason`: "stop" (end-of-sequence token), "length" (`max_new_tokens`), "max_seq_len" or "interrupted".
-    If an end-of-sequence token was sampled, `tokens` ends with it, and `text` leaves it out. Prefill times include the
-    sampling of the first token; decode times are of every token after it.
-    """
-
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    prompt_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    finish_reason: str = "interrupted"
-    methods: dict[str, dict[str, Any]] = field(default_factory=dict)
-    constants: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        steps = len(self.tokens) - 1
-        return steps / self.decode_seconds if steps > 0 and self.decode_seconds else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        data = asdict(self)
-        data["prefill_tokens_per_second"] = self.prefill_tokens_per_second
-        data["decode_tokens_per_second"] = self.decode_tokens_per_second
-        return data
 
 
 class Engine:
@@ -66,12 +33,12 @@ class Engine:
     Attributes:
         model: the program's methods as one model.
         sessions: the conversations with this model.
-        last: the answer that the last call of `generate` or `generate_tokens` began, as far as it has come.
 
     >>> with Engine.load("artifact/", cuda_graph=True) as engine:
-    ...     for text in engine.generate("What is the capital of France?"):
+    ...     answer = engine.generate("What is the capital of France?")
+    ...     for text in answer:
     ...         print(text, end="", flush=True)
-    ...     print(engine.last.decode_tokens_per_second)
+    ...     print(answer.result.decode_tokens_per_second)
     """
 
     def __init__(
@@ -85,7 +52,6 @@ class Engine:
     ) -> None:
         self.model = Model(program, cuda_graph, warmup_steps, prefill_buckets, row_buckets)
         self.sessions = Sessions(self.model)
-        self.last = Result()
         self._folder = folder
         self._tokenizer: Tokenizer | None = None
 
@@ -251,33 +217,22 @@ class Engine:
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         sampling_params: SamplingParams | None = None,
         ignore_eos: bool = False,
-    ) -> Generator[str, None, None]:
-        """Yield the answer's text as it is generated. A character is never split. Afterwards `last` has the figures.
+    ) -> Stream[str]:
+        """Return the answer's text as it is generated. A character is never split.
 
-        The answer has a session of its own, which is open from the first text to the last, or until this generator is closed.
+        The arguments are checked at once; each piece is computed when it is taken. The answer has a session of its own, which
+        is open from the first piece to the last, or until the stream is closed.
 
         Raises:
             InputError: an empty prompt, or one that leaves no room in max_seq_len.
             OptionError: `max_new_tokens` below 1.
-            CapacityError: all sessions are open, or there are no pages left.
+            CapacityError: all sessions are open, or there are no pages left: when a piece is taken.
         """
         tokens = self.encode_prompt(prompt, raw, chat_template_kwargs)
-        stream = TextStream(self.tokenizer)
-        result, steps = self._begin(tokens, max_new_tokens, sampling_params, ignore_eos)
-
-        def texts() -> Iterator[str]:
-            for token in steps:
-                yield stream.push(token)
-            yield stream.flush()
-
-        try:
-            for text in texts():
-                if text:
-                    result.text += text
-                    yield text
-        finally:
-            # Also when the caller stops early: closing the steps completes the figures.
-            steps.close()
+        steps = self.generate_tokens(
+            tokens, max_new_tokens=max_new_tokens, sampling_params=sampling_params, ignore_eos=ignore_eos
+        )
+        return Stream(self._texts(steps), steps.result)
 
     def generate_tokens(
         self,
@@ -286,12 +241,24 @@ class Engine:
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         sampling_params: SamplingParams | None = None,
         ignore_eos: bool = False,
-    ) -> Generator[int, None, None]:
-        """Yield the token ids after the prompt `tokens`. An end-of-sequence id ends the answer and is not yielded.
+    ) -> Stream[int]:
+        """Return the token ids after the prompt `tokens`, as `generate` does its text.
 
-        The arguments are checked at once; each token is computed when it is taken. Raises the same errors as `generate`.
+        An end-of-sequence id ends the answer, and is in the result's `tokens` alone.
         """
-        return self._begin(tokens, max_new_tokens, sampling_params, ignore_eos)[1]
+        prompt = token_ids(tokens)
+        if not prompt:
+            raise InputError("the prompt is empty")
+        check_max_new_tokens(max_new_tokens)
+        if len(prompt) >= self.max_seq_len:
+            raise InputError(
+                f"the prompt has {len(prompt)} tokens and leaves no room for an answer in max_seq_len {self.max_seq_len}: "
+                "shorten it, or export with a larger --max-seq-len"
+            )
+        params = checked_params(sampling_params)
+        result = Result(prompt_tokens=len(prompt))
+        eos_ids = frozenset() if ignore_eos else self.eos_ids
+        return Stream(self._generate(result, prompt, max_new_tokens, params, eos_ids), result)
 
     def close(self) -> None:
         self.program.close()
@@ -304,23 +271,20 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _begin(
-        self, tokens: Sequence[int], max_new_tokens: int, sampling_params: SamplingParams | None, ignore_eos: bool
-    ) -> tuple[Result, Generator[int, None, None]]:
-        """Check the arguments of an answer. Return its result, which is empty so far, and its tokens."""
-        prompt = token_ids(tokens)
-        if not prompt:
-            raise InputError("the prompt is empty")
-        check_max_new_tokens(max_new_tokens)
-        if len(prompt) >= self.max_seq_len:
-            raise InputError(
-                f"the prompt has {len(prompt)} tokens and leaves no room for an answer in max_seq_len {self.max_seq_len}: "
-                "shorten it, or export with a larger --max-seq-len"
-            )
-        params = checked_params(sampling_params)
-        result = self.last = Result(prompt_tokens=len(prompt))
-        eos_ids = frozenset() if ignore_eos else self.eos_ids
-        return result, self._generate(result, prompt, max_new_tokens, params, eos_ids)
+    def _texts(self, steps: Stream[int]) -> Generator[str, None, None]:
+        """Yield the text of an answer's tokens, and add it to the result."""
+        stream = TextStream(self.tokenizer)
+        try:
+            for token in steps:
+                if text := stream.push(token):
+                    steps.result.text += text
+                    yield text
+            if text := stream.flush():
+                steps.result.text += text
+                yield text
+        finally:
+            # Also when the caller stops early: closing the steps completes the figures.
+            steps.close()
 
     def _generate(
         self,

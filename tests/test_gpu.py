@@ -267,7 +267,7 @@ def test_capitals_answers_and_replays(fixture: str, request: pytest.FixtureReque
             assert "".join(engine.generate("What is the capital of France?")) == "Paris"
             prompt = engine.encode_prompt("What is the capital of Japan?")
             tokens[graph] = list(engine.generate_tokens(prompt, max_new_tokens=80, ignore_eos=True))
-            stats = engine.last.methods["decode_sample"]
+            stats = engine.model.method_stats["decode_sample"]
             assert (stats["replays"] > 60) is graph and stats["fallbacks"] == 0
     assert tokens[False] == tokens[True]
 

@@ -77,7 +77,7 @@ def test_capitals_in_int4_still_says_paris(capitals_int4: Path) -> None:
             assert "".join(engine.generate("What is the capital of France?")) == "Paris"
             prompt = engine.encode_prompt("What is the capital of Japan?")
             answers[graph] = list(engine.generate_tokens(prompt, max_new_tokens=60, ignore_eos=True))
-            assert engine.last.methods["decode_sample"]["fallbacks"] == 0
+            assert engine.model.method_stats["decode_sample"]["fallbacks"] == 0
     assert answers[False] == answers[True]
 
 
@@ -179,7 +179,7 @@ def test_what_is_sampled_on_the_device_is_the_same_with_and_without_a_graph(wide
                     )
                 )
                 answers.setdefault(sampling, []).append(sampled)
-            assert engine.last.methods["decode_sample"]["captures"] == graph
+            assert engine.model.method_stats["decode_sample"]["captures"] == graph
     assert all(first == second and len(first) == 40 for first, second in answers.values())
     assert len({tuple(first) for first, _ in answers.values()}) == 3
 

@@ -21,8 +21,9 @@ from ostinato.delegate.capacity import CapacityOptions
 from ostinato.delegate.errors import InputError, OptionError, OstinatoError
 from ostinato.delegate.graphs.state_machine import PHASE_OF_COUNTER
 from ostinato.delegate.sampling import SamplingParams
-from ostinato.runner.engine import DEFAULT_MAX_NEW_TOKENS, Engine, Result
+from ostinato.runner.engine import DEFAULT_MAX_NEW_TOKENS, Engine
 from ostinato.runner.load_bar import LoadBar
+from ostinato.runner.stream import Result
 from ostinato.runner.text.tokenizer import Message, tokenizer_file
 
 NO_GRAPH_NOTE = (
@@ -144,11 +145,13 @@ def main(arguments: argparse.Namespace) -> int:
     with loaded as engine:
         if arguments.cuda_graph and engine.program.device.type == "cpu":
             _say(NO_GRAPH_NOTE)
+        result = Result()
         for prompt in prompts:
             messages.append({"role": "user", "content": prompt})
-            if not _answer(engine, messages, arguments, params):
+            result = _answer(engine, messages, arguments, params, result)
+            if result.finish_reason == "interrupted":
                 return 130
-            messages.append({"role": "assistant", "content": engine.last.text})
+            messages.append({"role": "assistant", "content": result.text})
     return 0
 
 
@@ -186,10 +189,15 @@ def _read(source: str | Path) -> str:
         raise InputError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
-def _answer(engine: Engine, messages: Sequence[Message], arguments: argparse.Namespace, params: SamplingParams) -> bool:
-    """Print the answer to the last of `messages`. Return False if it was interrupted."""
-    before = engine.last
-    texts = engine.generate(
+def _answer(
+    engine: Engine,
+    messages: Sequence[Message],
+    arguments: argparse.Namespace,
+    params: SamplingParams,
+    before: Result,
+) -> Result:
+    """Print the answer to the last of `messages`, and what was counted since the result `before`."""
+    answer = engine.generate(
         "".join(message["content"] for message in messages) if arguments.raw else messages,
         raw=arguments.raw,
         chat_template_kwargs=arguments.chat_template_kwargs,
@@ -197,21 +205,20 @@ def _answer(engine: Engine, messages: Sequence[Message], arguments: argparse.Nam
         sampling_params=params,
         ignore_eos=arguments.ignore_eos,
     )
-    interrupted = False
+    result = answer.result
     try:
-        for text in texts:
+        for text in answer:
             if not arguments.json:
                 sys.stdout.write(text)
                 sys.stdout.flush()
     except KeyboardInterrupt:
-        interrupted = True
-        texts.close()
+        answer.close()
+        result.finish_reason = "interrupted"
     except OstinatoError:
         # End the line of an unfinished answer before the error is printed.
-        if engine.last.text and not arguments.json:
+        if result.text and not arguments.json:
             print(flush=True)
         raise
-    result = engine.last
     if arguments.json:
         print(json.dumps(result.as_dict()), flush=True)
     else:
@@ -221,7 +228,7 @@ def _answer(engine: Engine, messages: Sequence[Message], arguments: argparse.Nam
     for name, stats in result.methods.items():
         if stats["fallbacks"] > before.methods.get(name, {}).get("fallbacks", 0):
             _say(f"warning: {name}: a capture failed, what it was for has no graph: {stats['fallback_reason']}")
-    return not interrupted
+    return result
 
 
 def figures(result: Result, before: Result | None = None) -> str:

@@ -33,8 +33,9 @@ def artifact(exported: Callable[..., Path]) -> Path:
 def test_it_says_paris(artifact: Path, graph: bool) -> None:
     with Engine.load(artifact, cuda_graph=graph) as engine:
         assert engine.program.metadata["get_n_cpu_moe"] == LAYERS
-        assert "".join(engine.generate("What is the capital of France?")) == "Paris"
-        assert engine.last.finish_reason == "stop"
+        answer = engine.generate("What is the capital of France?")
+        assert "".join(answer) == "Paris"
+        assert answer.result.finish_reason == "stop"
 
 
 def test_a_long_answer_with_and_without_graph_is_the_same(artifact: Path) -> None:
@@ -43,7 +44,7 @@ def test_a_long_answer_with_and_without_graph_is_the_same(artifact: Path) -> Non
         with Engine.load(artifact, cuda_graph=graph) as engine:
             prompt = engine.encode_prompt("What is the capital of Japan?")
             answers.append(list(engine.generate_tokens(prompt, max_new_tokens=60, ignore_eos=True)))
-            stats = engine.last.methods["decode_sample"]
+            stats = engine.model.method_stats["decode_sample"]
             assert (stats["replays"] > 50) is graph and stats["fallbacks"] == 0
             assert [plan["on_host"] for plan in stats["plans"]] == ([LAYERS] if graph else [])
     assert answers[0] == answers[1]

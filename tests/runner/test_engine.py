@@ -61,9 +61,10 @@ def engine(recurrent_artifact: Path) -> Iterator[Engine]:
 def test_prefill_and_decode_as_eager(recurrent_artifact: Path, graph: bool) -> None:
     with Engine.load(recurrent_artifact, cuda_graph=graph) as loaded:
         for prompt in PROMPTS:
-            answer = list(loaded.generate_tokens(prompt, max_new_tokens=50, ignore_eos=True))
-            assert answer == recurrent_answer(prompt, 50)
-            assert loaded.last.finish_reason == "max_seq_len"
+            stream = loaded.generate_tokens(prompt, max_new_tokens=50, ignore_eos=True)
+            answer = list(stream)
+            assert answer == stream.result.tokens == recurrent_answer(prompt, 50)
+            assert stream.result.finish_reason == "max_seq_len"
             assert len(prompt) + len(answer) == MAX_SEQ_LEN
 
 
@@ -139,10 +140,10 @@ def test_a_session_of_a_program_without_slots(
 def test_a_lone_forward(forward_artifact: ForwardArtifact, kind: str, graph: bool) -> None:
     with Engine.load(forward_artifact(kind), cuda_graph=graph) as loaded:
         for prompt in PROMPTS:
-            answer = list(loaded.generate_tokens(prompt, max_new_tokens=9, ignore_eos=True))
-            assert answer == ANSWERS[kind](prompt, 9)
-            assert set(loaded.last.methods) == {"forward"}
-        stats = loaded.last.methods["forward"]
+            answer = loaded.generate_tokens(prompt, max_new_tokens=9, ignore_eos=True)
+            assert list(answer) == ANSWERS[kind](prompt, 9)
+            assert set(answer.result.methods) == {"forward"}
+        stats = loaded.model.method_stats["forward"]
         if graph and kind != "stateless":
             assert (stats["next_phase"], stats["captures"], stats["fallbacks"]) == ("replay", 1, 0)
 
@@ -181,11 +182,13 @@ def test_end_of_sequence(engine: Engine) -> None:
     prompt = next(prompt for prompt in ([a, b] for a in range(VOCAB) for b in range(VOCAB)) if stops(prompt))
     expected = recurrent_answer(prompt, 50)
     at = expected.index(EOS)
-    assert list(engine.generate_tokens(prompt)) == expected[:at]
-    assert engine.last.finish_reason == "stop"
-    assert engine.last.tokens == expected[: at + 1]
-    assert list(engine.generate_tokens(prompt, ignore_eos=True)) == expected
-    assert engine.last.finish_reason == "max_seq_len"
+    answer = engine.generate_tokens(prompt)
+    assert list(answer) == expected[:at]
+    assert answer.result.finish_reason == "stop"
+    assert answer.result.tokens == expected[: at + 1]
+    answer = engine.generate_tokens(prompt, ignore_eos=True)
+    assert list(answer) == expected
+    assert answer.result.finish_reason == "max_seq_len"
 
 
 def stops(prompt: list[int]) -> bool:
@@ -195,17 +198,18 @@ def stops(prompt: list[int]) -> bool:
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_max_new_tokens(engine: Engine, count: int) -> None:
-    answer = list(engine.generate_tokens([5, 1, 7], max_new_tokens=count, ignore_eos=True))
-    assert answer == recurrent_answer([5, 1, 7], count)
-    assert engine.last.finish_reason == "length"
+    answer = engine.generate_tokens([5, 1, 7], max_new_tokens=count, ignore_eos=True)
+    assert list(answer) == recurrent_answer([5, 1, 7], count)
+    assert answer.result.finish_reason == "length"
     # The last token needs no step.
-    assert engine.last.methods["decode"]["runs"] == count - 1
+    assert answer.result.methods["decode"]["runs"] == count - 1
 
 
 def test_figures(recurrent_artifact: Path) -> None:
     with Engine.load(recurrent_artifact, cuda_graph=True, warmup_steps=2) as loaded:
-        list(loaded.generate_tokens([5, 1, 7], max_new_tokens=9, ignore_eos=True))
-        result = loaded.last
+        answer = loaded.generate_tokens([5, 1, 7], max_new_tokens=9, ignore_eos=True)
+        result = answer.result
+        assert list(answer) == result.tokens
         assert (result.prompt_tokens, len(result.tokens)) == (3, 9)
         assert result.prefill_seconds > 0
         assert result.decode_seconds > 0
@@ -233,19 +237,21 @@ class Clock:
 def test_the_callers_time_is_not_decode_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(engine_module, "time", clock)
-    for _ in engine.generate_tokens([5, 1, 7], max_new_tokens=4, ignore_eos=True):
+    answer = engine.generate_tokens([5, 1, 7], max_new_tokens=4, ignore_eos=True)
+    for _ in answer:
         clock.now += 1000
     # Three steps after the prefill.
-    assert (engine.last.prefill_seconds, engine.last.decode_seconds) == (1, 3)
+    assert (answer.result.prefill_seconds, answer.result.decode_seconds) == (1, 3)
 
 
 def test_stopping_early_keeps_the_figures(engine: Engine) -> None:
     steps = engine.generate_tokens([5, 1, 7], ignore_eos=True)
     taken = [next(steps) for _ in range(4)]
     steps.close()
-    assert engine.last.finish_reason == "interrupted"
-    assert engine.last.tokens == taken
-    assert engine.last.methods["decode"]["runs"] == 3
+    assert steps.result.finish_reason == "interrupted"
+    assert steps.result.tokens == taken
+    assert steps.result.methods["decode"]["runs"] == 3
+    assert list(steps) == []
     # The next answer starts from the beginning.
     assert list(engine.generate_tokens([1, 2], max_new_tokens=5, ignore_eos=True)) == recurrent_answer([1, 2], 5)
 
@@ -282,10 +288,9 @@ def test_checks_are_made_at_once(engine: Engine) -> None:
 def test_each_answer_has_its_own_figures(engine: Engine) -> None:
     """Also if another one begins before its first token."""
     first = engine.generate_tokens([1], max_new_tokens=2, ignore_eos=True)
-    result = engine.last
     second = engine.generate_tokens([1, 2], max_new_tokens=1, ignore_eos=True)
-    assert list(first) == result.tokens and (result.prompt_tokens, engine.last.tokens) == (1, [])
-    assert list(second) == engine.last.tokens and engine.last.prompt_tokens == 2
+    assert list(first) == first.result.tokens and (first.result.prompt_tokens, second.result.tokens) == (1, [])
+    assert list(second) == second.result.tokens and second.result.prompt_tokens == 2
 
 
 def test_a_closed_engine(recurrent_artifact: Path) -> None:
@@ -309,11 +314,12 @@ def capitals(request: pytest.FixtureRequest, capitals_artifact: Path) -> Iterato
 
 
 def test_capital_of_france(capitals: Engine) -> None:
-    pieces = list(capitals.generate(QUESTION))
-    assert "".join(pieces) == capitals.last.text == "Paris"
+    answer = capitals.generate(QUESTION)
+    pieces = list(answer)
+    assert "".join(pieces) == answer.result.text == "Paris"
     assert all(pieces)
-    assert capitals.last.finish_reason == "stop"
-    assert capitals.last.tokens[-1] in capitals.eos_ids
+    assert answer.result.finish_reason == "stop"
+    assert answer.result.tokens[-1] in capitals.eos_ids
     assert "".join(capitals.generate([{"role": "user", "content": QUESTION}])) == "Paris"
 
 
@@ -330,7 +336,7 @@ def test_a_long_answer_with_and_without_graph_is_the_same(capitals_artifact: Pat
         with Engine.load(capitals_artifact, cuda_graph=graph) as loaded:
             prompt = loaded.encode_prompt(QUESTION)
             answers.append(list(loaded.generate_tokens(prompt, max_new_tokens=60, ignore_eos=True)))
-            assert loaded.last.methods["decode_sample"]["replays"] == (55 if graph else 0)
+            assert loaded.model.method_stats["decode_sample"]["replays"] == (55 if graph else 0)
     assert answers[0] == answers[1]
 
 
@@ -345,7 +351,8 @@ def test_greedy_tokens_of_transformers(capitals: Engine, capitals_checkpoint: Pa
         "Tell me about São Tomé. " * 4,
     ):
         prompt = capitals.encode_prompt(question)
-        ours = list(capitals.generate_tokens(prompt, max_new_tokens=20))
+        answer = capitals.generate_tokens(prompt, max_new_tokens=20)
+        ours = list(answer)
         theirs = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
-        assert capitals.last.tokens == theirs, question
+        assert answer.result.tokens == theirs, question
         assert ours == [token for token in theirs if token not in capitals.model.eos_ids]

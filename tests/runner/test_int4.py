@@ -39,10 +39,11 @@ def int4_artifact(exported: Callable[..., Path]) -> Path:
 @pytest.mark.parametrize("graph", [False, True])
 def test_it_still_says_paris(int4_artifact: Path, graph: bool) -> None:
     with Engine.load(int4_artifact, cuda_graph=graph) as engine:
-        assert "".join(engine.generate("What is the capital of France?")) == "Paris"
+        answer = engine.generate("What is the capital of France?")
+        assert "".join(answer) == "Paris"
         # The rendered question is longer than one chunk.
-        assert engine.last.prompt_tokens > 16
-        assert engine.last.methods["prefill"]["runs"] == 2
+        assert answer.result.prompt_tokens > 16
+        assert answer.result.methods["prefill"]["runs"] == 2
 
 
 def test_a_refused_prompt_moves_nothing(int4_artifact: Path) -> None:

@@ -250,7 +250,7 @@ def test_answers_are_the_same(capitals_artifact: Path) -> None:
     with Engine.load(capitals_artifact, cuda_graph=True, warmup_steps=1, prefill_buckets=(64,)) as engine:
         for _ in range(3):
             assert "".join(engine.generate("What is the capital of France?")) == "Paris"
-        assert engine.last.methods["prefill"]["replays"] == 1
+        assert engine.model.method_stats["prefill"]["replays"] == 1
 
 
 def test_a_cpu_has_none_by_default(capitals_artifact: Path) -> None:

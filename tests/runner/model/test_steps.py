@@ -153,7 +153,7 @@ def test_a_seed_repeats(capitals_artifact: Path, graph: bool) -> None:
         assert answer(engine, SamplingParams(1.5, 40, 0.95, seed=12)) != expected
         # A shorter answer is the beginning of the longer one: noise depends on the position, not on the number of steps.
         assert answer(engine, HOT, 7) == expected[:7]
-        assert engine.last.methods["decode_sample"]["fallbacks"] == 0
+        assert engine.model.method_stats["decode_sample"]["fallbacks"] == 0
 
 
 def test_whole_numbers_are_taken_for_floats(capitals_artifact: Path) -> None:
@@ -182,7 +182,7 @@ def test_options_change_without_a_new_capture(capitals_artifact: Path) -> None:
         assert answer(engine, HOT) != greedy
         assert answer(engine, SamplingParams(temperature=3.0, top_k=1, seed=5)) == greedy
         assert answer(engine, SamplingParams()) == greedy
-        assert engine.last.methods["decode_sample"]["captures"] == 1
+        assert engine.model.method_stats["decode_sample"]["captures"] == 1
 
 
 def test_resuming_goes_on_where_an_answer_was(capitals_artifact: Path) -> None:

@@ -1,0 +1,62 @@
+"""`Stream`: an answer as it comes, and its `Result`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Generic, TypeVar
+
+Piece = TypeVar("Piece")
+
+
+@dataclass
+class Result:
+    """An answer, as far as it has come.
+
+    `finish_reason`: "stop" (end-of-sequence token), "length" (`max_new_tokens`), "max_seq_len" or "interrupted".
+    If an end-of-sequence token was sampled, `tokens` ends with it, and `text` leaves it out. Prefill times include the
+    sampling of the first token; decode times are of every token after it.
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    finish_reason: str = "interrupted"
+    methods: dict[str, dict[str, Any]] = field(default_factory=dict)
+    constants: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        steps = len(self.tokens) - 1
+        return steps / self.decode_seconds if steps > 0 and self.decode_seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        data = asdict(self)
+        data["prefill_tokens_per_second"] = self.prefill_tokens_per_second
+        data["decode_tokens_per_second"] = self.decode_tokens_per_second
+        return data
+
+
+class Stream(Iterator[Piece], Generic[Piece]):
+    """The pieces of one answer, each computed when it is taken: texts, or token ids. Made by `Engine`.
+
+    Attributes:
+        result: the answer so far. Its times and counters are complete when the last piece was taken, or at `close`.
+    """
+
+    def __init__(self, pieces: Generator[Piece, None, None], result: Result) -> None:
+        self._pieces = pieces
+        self.result = result
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End the answer here, and give its session back. Closing twice is fine."""
+        self._pieces.close()
