@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from ostinato.delegate.errors import OstinatoError as OstinatoError
     from ostinato.delegate.errors import StepError as StepError
     from ostinato.delegate.errors import TargetError as TargetError
-    from ostinato.delegate.sampling import SamplingParams as SamplingParams
-    from ostinato.delegate.sampling import SamplingTensors as SamplingTensors
+    from ostinato.delegate.sampling_params import SamplingParams as SamplingParams
+    from ostinato.delegate.sampling_params import SamplingTensors as SamplingTensors
     from ostinato.delegate.version import __version__ as __version__
 
     from .engine import Engine as Engine
-    from .engine import Result as Result
     from .load_bar import LoadBar as LoadBar
+    from .result import Result as Result
     from .sessions.session import Session as Session
     from .sessions.session import Snapshot as Snapshot
     from .sessions.warm_up import Captured as Captured
@@ -42,10 +42,11 @@ else:
         {
             "ostinato.delegate.errors": "ArtifactError CapacityError ClosedError DeviceMemoryError InputError "
             "OptionError OstinatoError StepError TargetError",
-            "ostinato.delegate.sampling": "SamplingParams SamplingTensors",
+            "ostinato.delegate.sampling_params": "SamplingParams SamplingTensors",
             "ostinato.delegate.version": "__version__",
-            ".engine": "Engine Result",
+            ".engine": "Engine",
             ".load_bar": "LoadBar",
+            ".result": "Result",
             ".sessions.session": "Session Snapshot",
             ".sessions.warm_up": "Captured WarmUp",
             ".text.tokenizer": "Message TextStream Tokenizer",

@@ -4,57 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ostinato.delegate import InputError, Program, load_program
-from ostinato.delegate.artifact.files import artifact_paths
-from ostinato.delegate.sampling import SamplingParams
+from ostinato.delegate.artifact.paths import artifact_paths
+from ostinato.delegate.sampling_params import SamplingParams
 
 from .model.model import DEFAULT_WARMUP_STEPS, Model, token_ids
+from .result import DEFAULT_MAX_NEW_TOKENS, Result
 from .sessions.session import Session, checked_params
 from .sessions.sessions import Sessions, check_max_new_tokens
 from .sessions.warm_up import WarmUp, warm_up
 from .text.tokenizer import Message, TextStream, Tokenizer
-
-DEFAULT_MAX_NEW_TOKENS = 256
-
-
-@dataclass
-class Result:
-    """One finished answer.
-
-    `finish_reason`: "stop" (end-of-sequence token), "length" (`max_new_tokens`), "max_seq_len" or "interrupted".
-    If an end-of-sequence token was sampled, `tokens` ends with it, and `text` leaves it out. Prefill times include the
-    sampling of the first token; decode times are of every token after it.
-    """
-
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    prompt_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    finish_reason: str = "interrupted"
-    methods: dict[str, dict[str, Any]] = field(default_factory=dict)
-    constants: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        steps = len(self.tokens) - 1
-        return steps / self.decode_seconds if steps > 0 and self.decode_seconds else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        data = asdict(self)
-        data["prefill_tokens_per_second"] = self.prefill_tokens_per_second
-        data["decode_tokens_per_second"] = self.decode_tokens_per_second
-        return data
 
 
 class Engine:
@@ -157,9 +122,14 @@ class Engine:
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the artifact's folder, loaded when it is first needed, or one that was set."""
         if self._tokenizer is None:
             self._tokenizer = Tokenizer(self._folder)
         return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
 
     def describe(self) -> dict[str, Any]:
         """Describe what is loaded and what is captured, in JSON's types.

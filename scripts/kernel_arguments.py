@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ostinato.delegate.errors import OptionError
-from ostinato.delegate.sampling import SamplingParams, SamplingTensors
+from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 from ostinato.export.formats.format import SCALE_DTYPES, Format
 from ostinato.export.formats.quantization import DEFAULT_GROUP_SIZES, FORMATS
 from ostinato.export.kernels.operands import HeadSquares, Norm, RowIndex, Weight

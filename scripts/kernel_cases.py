@@ -13,7 +13,7 @@ from kernel_arguments import Arguments, RandomTensors, Shapes
 from kernel_case import CONV_ROWS, Case
 
 from ostinato.delegate.errors import ExportError
-from ostinato.delegate.sampling import SamplingParams
+from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.experts.limits import check_experts
 from ostinato.export.kernels.operands import Convolution, Decay, ExpertWeights, Heads, KVCache, LastTokens

@@ -31,7 +31,7 @@ from kernel_case import CONV_ROWS, Case
 from kernel_cases import decode_cases, distinct_experts, prompt_case
 from kernel_timing import TOLERANCE, check
 
-from ostinato.delegate.sampling import SamplingParams
+from ostinato.delegate.sampling_params import SamplingParams
 
 from .export.networks import qwen3_5
 from .kernel_shapes import FLAGSHIP, flagship, tiny_shapes
