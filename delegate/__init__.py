@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from .lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .artifact.files import Source as Source
+    from .artifact.paths import Source as Source
     from .artifact.records import Dim as Dim
     from .artifact.records import Growth as Growth
     from .artifact.records import StateKind as StateKind
@@ -44,7 +44,7 @@ else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            ".artifact.files": "Source",
+            ".artifact.paths": "Source",
             ".artifact.records": "Dim Growth StateKind TensorSpec",
             ".artifact.target": "Target",
             ".capacity": "Capacity",

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .artifact.files import Source, artifact_paths, open_artifact
+from .artifact.files import open_artifact
+from .artifact.paths import Source, artifact_paths
 from .artifact.pte import DelegateMethod, ProgramFile
 from .artifact.records import Growth, StateKind, TensorSpec
 from .artifact.target import Target, check_target

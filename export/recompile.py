@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ostinato.delegate.artifact.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact.files import open_artifact
 from ostinato.delegate.artifact.names import CONFIG_FILE
+from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.errors import ExportError
 
 from .artifact.options import ExportRecord

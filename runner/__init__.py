@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ostinato.delegate.errors import OstinatoError as OstinatoError
     from ostinato.delegate.errors import StepError as StepError
     from ostinato.delegate.errors import TargetError as TargetError
-    from ostinato.delegate.sampling import SamplingParams as SamplingParams
-    from ostinato.delegate.sampling import SamplingTensors as SamplingTensors
+    from ostinato.delegate.sampling_params import SamplingParams as SamplingParams
+    from ostinato.delegate.sampling_params import SamplingTensors as SamplingTensors
     from ostinato.delegate.version import __version__ as __version__
 
     from .engine import Engine as Engine
@@ -43,7 +43,7 @@ else:
         {
             "ostinato.delegate.errors": "ArtifactError CapacityError ClosedError DeviceMemoryError InputError "
             "OptionError OstinatoError StepError TargetError",
-            "ostinato.delegate.sampling": "SamplingParams SamplingTensors",
+            "ostinato.delegate.sampling_params": "SamplingParams SamplingTensors",
             "ostinato.delegate.version": "__version__",
             ".engine": "Engine",
             ".load_bar": "LoadBar",

@@ -10,9 +10,8 @@ import sys
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from ostinato.delegate.signals import interrupts_end_at_once
-
 from .completion import SHELLS, PrintCompletion
+from .imports import long_imports
 
 # Name -> (module, what it does). Each module has `add_arguments(parser)` and `main(arguments) -> exit status`. Only the
 # module of the chosen command is imported. So `run` imports no compiler, and this package imports nothing of export/.
@@ -85,7 +84,7 @@ def _run(argv: list[str] | None) -> int:
             name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
         if completing or name == chosen:
-            with interrupts_end_at_once():
+            with long_imports():
                 module = importlib.import_module(where)
             command.description = module.__doc__
             module.add_arguments(command)

@@ -11,17 +11,15 @@ from types import TracebackType
 from typing import Any
 
 from ostinato.delegate import InputError, Program, load_program
-from ostinato.delegate.artifact.files import artifact_paths
-from ostinato.delegate.sampling import SamplingParams
+from ostinato.delegate.artifact.paths import artifact_paths
+from ostinato.delegate.sampling_params import SamplingParams
 
 from .model.model import DEFAULT_WARMUP_STEPS, Model, token_ids
 from .sessions.session import Session, checked_params
 from .sessions.sessions import Sessions, check_max_new_tokens
 from .sessions.warm_up import WarmUp, warm_up
-from .stream import Result, Stream
+from .stream import DEFAULT_MAX_NEW_TOKENS, Result, Stream
 from .text.tokenizer import Message, TextStream, Tokenizer
-
-DEFAULT_MAX_NEW_TOKENS = 256
 
 
 class Engine:
@@ -123,9 +121,14 @@ class Engine:
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the artifact's folder, loaded when it is first needed, or one that was set."""
         if self._tokenizer is None:
             self._tokenizer = Tokenizer(self._folder)
         return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
 
     def describe(self) -> dict[str, Any]:
         """Describe what is loaded and what is captured, in JSON's types.

@@ -6,6 +6,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
+DEFAULT_MAX_NEW_TOKENS = 256
+
 Piece = TypeVar("Piece")
 
 

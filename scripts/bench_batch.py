@@ -36,7 +36,8 @@ from typing import Any
 from bench_commands import SLOWER, fail, numbers, ostinato, output_of, threads_of
 from check_speed import Finding
 
-from ostinato.delegate.artifact.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact.files import open_artifact
+from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.errors import OptionError, OstinatoError
 from ostinato.runner.bench.batch_bench import BatchSpec, draw_speeds
 from ostinato.runner.bench.plot import check_plot

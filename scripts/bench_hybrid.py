@@ -28,8 +28,9 @@ from check_artifact import anonymous_memory
 from hybrid_results import Result, draw, findings, render
 
 from ostinato.delegate import OstinatoError, Program, load_program
-from ostinato.delegate.artifact.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact.files import open_artifact
 from ostinato.delegate.artifact.names import DECODE, META_CPU_MOE
+from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.code.method_code import MethodCode
 from ostinato.delegate.errors import OptionError
 from ostinato.export.models import read_config

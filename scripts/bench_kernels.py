@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Time every kernel of a decode step alone, at a model's shapes, against the time that its bytes take.
 
-    python scripts/bench_kernels.py [--config DIR] [--quant none] [--rows 1,8,64] [--kernels NAME,...] [--markdown]
-                                    [--json FILE]
+    python scripts/bench_kernels.py [--config DIR] [--quant FORMAT] [--group-size G] [--scale-dtype DTYPE]
+                                    [--rows 1,8,64] [--kernels NAME,...] [--markdown] [--json FILE]
 
 Each operation is launched some hundred times in one captured CUDA graph. Its weights and states differ from launch to launch,
 and together exceed the GPU's L2 cache. Its activations are the same in each launch, because in a step they are in L2 as well.
@@ -11,7 +11,7 @@ A time is the median over repetitions.
 "floor" is the time for the operation's bytes at the speed of a copy within the device's memory, measured by the same command.
 "of copy" is floor / time. "early" is with programmatic edges in the graph, as the runtime does it: a kernel fetches its
 weights while the kernel ahead of it ends. "per token" is how often a token needs the operation. An operation without a figure
-there is measured for comparison only.
+there is measured for comparison only. An operation that has no kernel for the format is left out, and so is the sum.
 
 With --rows there is one table for each number of rows. The rows are of different sessions, all at the same depth. "per step"
 is how often such a step needs the operation. The bytes of routed experts are those of the experts that the rows are expected
@@ -38,13 +38,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_arguments import Arguments, RandomTensors, Shapes
-from kernel_cases import Case, decode_cases
+from kernel_arguments import Arguments, RandomTensors, Shapes, add_format_options, format_of
+from kernel_case import Case
+from kernel_cases import decode_cases
 from kernel_timing import Timing, check, copies_of, time_case
 
 from ostinato.delegate.errors import OptionError, OstinatoError, first_line
 from ostinato.delegate.memory import size_text
-from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.operands import MAX_ROWS
 from ostinato.runner.bench.device import copy_speed, device_name
 from ostinato.runner.bench.tables import Side, table
@@ -88,8 +88,7 @@ class Total:
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
-        group_size = arguments.group_size if arguments.quant == "int4" else None
-        shapes = Shapes.of_folder(arguments.config, group_size, arguments.max_seq_len)
+        shapes = Shapes.of_folder(arguments.config, format_of(arguments), arguments.max_seq_len)
         cases = chosen_cases(shapes, arguments)
         if not torch.cuda.is_available():
             raise OptionError(f"timing kernels needs an NVIDIA GPU; torch {torch.__version__} sees none")
@@ -113,7 +112,7 @@ def main(words: Sequence[str] | None = None) -> int:
         totals += sums
     print("\n".join(notes(shapes, speed, found)))
     if arguments.json:
-        arguments.json.write_text(json.dumps(record(arguments, speed, found, totals), indent=1) + "\n")
+        arguments.json.write_text(json.dumps(record(arguments, shapes, speed, found, totals), indent=1) + "\n")
     for one in found:
         if one.failure:
             print(f"failed: {one.case.name} of {one.case.rows} rows: {one.failure}", file=sys.stderr)
@@ -124,14 +123,7 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, default=DEFAULT_CONFIG, metavar="DIR", help="folder with a config.json")
-    add("--quant", choices=("int4", "none"), default="int4", help="format of the weights (default: %(default)s)")
-    add(
-        "--group-size",
-        type=int,
-        default=128,
-        choices=Int4.group_sizes,
-        help="elements that share a scale (default: %(default)s)",
-    )
+    add_format_options(parser, default="int4")
     add("--max-seq-len", type=positive, default=5120, help="positions of the KV caches (default: %(default)s)")
     add("--depth", type=numbers, default=(0, 4000), metavar="N,N", help="positions before the step (default: 0,4000)")
     add("--rows", type=row_numbers, default=(1,), metavar="N,N", help="rows of the step, up to 256 (default: 1)")
@@ -167,7 +159,10 @@ def chosen_cases(shapes: Shapes, arguments: argparse.Namespace) -> list[Case]:
         raise OptionError(f"--depth {max(arguments.depth)} needs a --max-seq-len above it, got {shapes.positions}")
     if arguments.json and not arguments.json.absolute().parent.is_dir():
         raise OptionError(f"--json: no such folder: {arguments.json.absolute().parent}")
-    cases = [case for rows in arguments.rows for case in decode_cases(shapes, arguments.depth, rows)]
+    every = [case for rows in arguments.rows for case in decode_cases(shapes, arguments.depth, rows)]
+    for reason in dict.fromkeys(case.missing for case in every if case.missing):
+        say(f"left out: {reason}")
+    cases = [case for case in every if not case.missing]
     if arguments.kernels is None:
         return cases
     wanted = set(arguments.kernels.split(","))
@@ -300,11 +295,12 @@ def timing_cells(floor: float, time: float | None) -> tuple[str, str]:
 
 
 def notes(shapes: Shapes, speed: float, found: Sequence[Measurement]) -> list[str]:
-    weights = f"{shapes.config.dtype} weights" if shapes.group is None else f"int4 in groups of {shapes.group}"
+    form, dtype = shapes.form, shapes.config.dtype
+    weights = f"{form or dtype} weights" + (f", {form.scale_dtype} scales".replace("torch.", "") if form else "")
     lines = [
         f"{device_name(torch.device('cuda'))}, torch {torch.__version__}, triton {importlib.metadata.version('triton')}, "
         f"{datetime.now().astimezone().date()}; copy {speed / 1e9:,.1f} GB/s, read and written",
-        f"{weights}, {shapes.config.dtype} activations, max_seq_len {shapes.positions}",
+        f"{weights}, {dtype} activations, max_seq_len {shapes.positions}",
     ]
     if any(one.in_l2 for one in found):
         lines.append(f"{IN_L2} its buffers fit in L2 together: the floor is not what holds it")
@@ -319,13 +315,15 @@ def progress(found: Measurement) -> str:
 
 
 def record(
-    arguments: argparse.Namespace, speed: float, found: Sequence[Measurement], totals: Sequence[Total]
+    arguments: argparse.Namespace, shapes: Shapes, speed: float, found: Sequence[Measurement], totals: Sequence[Total]
 ) -> dict[str, Any]:
     """The content of the file that --json writes. Times are in microseconds, null if there is none."""
+    form = shapes.form
     return {
         "config": str(arguments.config),
         "quant": arguments.quant,
-        "group_size": arguments.group_size,
+        "group_size": None if form is None else form.group_size,
+        "scale_dtype": None if form is None else arguments.scale_dtype,
         "max_seq_len": arguments.max_seq_len,
         "device": device_name(torch.device("cuda")),
         "torch": torch.__version__,

@@ -5,6 +5,7 @@ A record's tensors are named by its argument and its field: "weight.values", "ca
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -15,10 +16,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ostinato.delegate.errors import OptionError
-from ostinato.delegate.sampling import SamplingParams, SamplingTensors
-from ostinato.export.formats.int4 import Int4
+from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
+from ostinato.export.formats.format import SCALE_DTYPES, Format
+from ostinato.export.formats.quantization import DEFAULT_GROUP_SIZES, FORMATS
 from ostinato.export.kernels.operands import HeadSquares, Norm, RowIndex, Weight
 from ostinato.export.models import read_config
+from ostinato.export.models.dense import DenseConfig
 from ostinato.export.models.qwen3_5 import Qwen3_5Config
 
 # Partial sums of squares per head. `delta_step` chooses their number, and `linear_add` takes any. Their bytes are not
@@ -30,6 +33,28 @@ CLEARANCE = 0.1
 
 # Name -> argument, in the order of the function's parameters.
 Arguments = dict[str, Any]
+
+
+def add_format_options(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the options that `format_of` reads; `default` is that of --quant."""
+    add = parser.add_argument
+    add("--quant", choices=(*FORMATS, "none"), default=default, help="format of the weights (default: %(default)s)")
+    add(
+        "--group-size",
+        type=int,
+        metavar="G",
+        help="elements that share a scale: 32, 64 or 128 (default: 128; int4_min has 32, int8 32)",
+    )
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in SCALE_DTYPES]
+    add("--scale-dtype", choices=dtypes, default=dtypes[0], help="dtype of the scales (default: %(default)s)")
+
+
+def format_of(arguments: argparse.Namespace) -> Format | None:
+    """The number format that the options choose; None for the model's dtype. Raises ExportError: no such group size."""
+    if arguments.quant == "none":
+        return None
+    size = DEFAULT_GROUP_SIZES[arguments.quant] if arguments.group_size is None else arguments.group_size
+    return FORMATS[arguments.quant](size, getattr(torch, arguments.scale_dtype))
 
 
 def tensors_of(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
@@ -66,16 +91,16 @@ class Shapes:
 
     Attributes:
         config: the model's config.
-        group: elements that share a scale; None for weights in the model's dtype.
+        form: number format of the weights; None for the model's dtype.
         positions: positions of a session for which the KV caches have room.
     """
 
-    config: Qwen3_5Config
-    group: int | None
+    config: Qwen3_5Config | DenseConfig
+    form: Format | None
     positions: int
 
     @classmethod
-    def of_folder(cls, folder: Path, group: int | None, positions: int) -> Shapes:
+    def of_folder(cls, folder: Path, form: Format | None, positions: int) -> Shapes:
         """The shapes for a checkpoint folder.
 
         Raises:
@@ -83,13 +108,21 @@ class Shapes:
             OptionError: the kernels of this family are not known here.
         """
         config = read_config(folder)[1]
-        if not isinstance(config, Qwen3_5Config):
-            raise OptionError(f"kernels are timed for Qwen3.5, {folder} has a config of {config.model_type}")
-        return cls(config, group, positions)
+        if not isinstance(config, Qwen3_5Config | DenseConfig):
+            raise OptionError(
+                f"kernels are timed for Qwen3.5 and dense decoders, {folder} has a config of {config.model_type}"
+            )
+        return cls(config, form, positions)
 
     @property
     def dtype(self) -> torch.dtype:
         return getattr(torch, self.config.dtype)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        config = self.config
+        return config.rotary_dim if isinstance(config, Qwen3_5Config) else config.attention.head_dim
 
 
 @dataclass(frozen=True)
@@ -117,21 +150,28 @@ class RandomTensors:
 
     def index(self, position: int, rows: int) -> RowIndex:
         """The `RowIndex` of rows that are all at `position`, each in its own slot."""
-        angles = self.wide(rows, self.shapes.config.rotary_dim)
+        angles = self.wide(rows, self.shapes.rotary_dim)
         return RowIndex(self.whole(position, rows), self.slots(rows), angles.cos(), angles.sin())
 
     def order(self, pages: int, rows: int) -> Tensor:
         """A block table, [rows, pages] int32: all pages, shuffled, `pages` of them for each slot."""
         return torch.randperm(rows * pages, device=self.device).to(torch.int32).view(rows, pages)
 
-    def weight(self, *size: int) -> Weight:
-        """A weight [..., N, K] whose products with a normal input are about normal. int4 if there is a group size."""
-        if self.shapes.group is None:
-            return Weight(self.normal(*size, scale=size[-1] ** -0.5))
-        values = torch.randint(256, (*size[:-1], size[-1] // 2), dtype=torch.uint8, device=self.device)
-        spread = 1 / (4.6 * size[-1] ** 0.5)
-        scale = self.normal(*size[:-1], size[-1] // self.shapes.group, dtype=torch.bfloat16, scale=spread)
-        return Weight.of(values, scale, None, None, Int4.name)
+    def weight(self, *size: int, bias: bool = False) -> Weight:
+        """A weight [..., N, K] whose products with a normal input are about normal, in the format of `shapes`."""
+        added = self.normal(size[-2]) if bias else None
+        form, spread = self.shapes.form, size[-1] ** -0.5
+        if form is None:
+            return Weight(self.normal(*size, scale=spread), bias=added)
+        # Every value of an element is one of packed integers.
+        stored, (*rows, k) = torch.iinfo(form.values_dtype), size
+        packed = (*rows, k // form.per_value)
+        values = torch.randint(stored.min, stored.max + 1, packed, dtype=form.values_dtype, device=self.device)
+        groups, largest = (*rows, k // form.group_size), form.highest - form.lowest
+        # The integers are spread evenly: by a root of 12 less than from the lowest to the highest.
+        scale = self.normal(*groups, dtype=form.scale_dtype, scale=12**0.5 * spread / largest)
+        minimum = self.normal(*groups, dtype=form.scale_dtype, scale=spread) if form.has_minimum else None
+        return Weight(values, scale, minimum, added, form)
 
     def norm(self, size: int) -> Norm:
         return Norm(1 + self.wide(size, scale=0.4), self.shapes.config.rms_norm_eps)

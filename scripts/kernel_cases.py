@@ -6,89 +6,25 @@ and list its arguments in order. The embedding and the rotary angles are no case
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
-from kernel_arguments import Arguments, RandomTensors, Shapes, tensors_of
-from torch import Tensor
+from kernel_arguments import Arguments, RandomTensors, Shapes
+from kernel_case import CONV_ROWS, Case
 
-from ostinato.delegate.sampling import SamplingParams
-from ostinato.export.kernels import Kernels, kernels_for
-from ostinato.export.kernels.linear import reference as linear_reference
+from ostinato.delegate.errors import ExportError
+from ostinato.delegate.sampling_params import SamplingParams
+from ostinato.export.formats.int4 import Int4
+from ostinato.export.kernels.experts.limits import check_experts
 from ostinato.export.kernels.operands import Convolution, Decay, ExpertWeights, Heads, KVCache, LastTokens
 from ostinato.export.kernels.sampling.reference import workspace_size
 from ostinato.export.layers.build import PAGE_SIZE
+from ostinato.export.models.qwen3_5 import Qwen3_5Config
 
 # Position at which the convolution and the delta rule are measured: any except 0, where the state counts as zeros.
 POSITION = 7
-# Name of the case for the work that follows the product in `norm_linear_conv` with several rows. No operation of its own.
-CONV_ROWS = "conv_rows"
 # `moves` of operations that read only positions and slots of a `RowIndex`.
 UNROTATED = {"index.cos": 0.0, "index.sin": 0.0}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One operation at one of its shapes.
-
-    Attributes:
-        name: unique name: that of the function, and what tells this case from others.
-        shape: the sizes that the cost comes from, as text for people.
-        function: name of the function in `ostinato.export.kernels.Kernels`.
-        arguments: function that makes one set of arguments.
-        written: bytes of the results.
-        calls: how often a step needs the operation; 0 if it is measured only for comparison.
-        activations: names of the arguments that kernels of the same step have just written. In a step they are in L2. They
-            are in L2 here too, because all sets of arguments share these tensors.
-        depth: positions before the step, where they matter.
-        moves: tensor name -> how often its bytes cross the memory's bus, if not once: 2 for a state that is read and written,
-            less than 1 for experts of which few are used, 0 for scratch memory.
-        writes: names of the arguments that the operation writes.
-        comparable: function that reduces results to what kernel and reference have in common.
-        rows: rows of the step.
-        rounded: indices of the results whose inputs are rounded to the model's dtype by kernels for several rows. These
-            results get the tolerance of the model's dtype, whatever their own dtype is.
-    """
-
-    name: str
-    shape: str
-    function: str
-    arguments: Callable[[RandomTensors], Arguments]
-    written: int
-    calls: int
-    activations: tuple[str, ...]
-    depth: int | None = None
-    moves: Mapping[str, float] = field(default_factory=dict)
-    writes: tuple[str, ...] = ()
-    comparable: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = tuple
-    rows: int = 1
-    rounded: tuple[int, ...] = ()
-
-    @property
-    def kernel(self) -> Callable[..., Any]:
-        if self.function == CONV_ROWS:
-            from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
-
-            return conv_rows
-        return getattr(kernels_for("cuda"), self.function)
-
-    @property
-    def reference(self) -> Callable[..., Any]:
-        return linear_reference.conv_rows if self.function == CONV_ROWS else getattr(Kernels, self.function)
-
-    def bytes_moved(self, shapes: Shapes) -> int:
-        """Least bytes that one call reads and writes."""
-        return self.written + self._weighted(shapes, lambda moves: moves)
-
-    def bytes_read(self, shapes: Shapes) -> int:
-        """Bytes of its arguments that one call touches, each counted once: the room that they take in a cache."""
-        return self._weighted(shapes, lambda moves: min(moves, 1.0))
-
-    def _weighted(self, shapes: Shapes, weight: Callable[[float], float]) -> int:
-        tensors = tensors_of(self.arguments(RandomTensors(shapes, "meta")))
-        return round(sum(tensor.nbytes * weight(self.moves.get(name, 1.0)) for name, tensor in tensors.items()))
 
 
 def decode_cases(shapes: Shapes, depths: tuple[int, ...], rows: int = 1) -> list[Case]:
@@ -96,9 +32,10 @@ def decode_cases(shapes: Shapes, depths: tuple[int, ...], rows: int = 1) -> list
     config = shapes.config
     linear = config.layer_types.count("linear_attention")
     full = config.layer_types.count("full_attention")
-    cases = [*_delta_net(shapes, rows, linear), *_attention(shapes, rows, full, depths)]
-    if config.is_moe:
-        cases += _moe(shapes) if rows == 1 else [_moe_rows(shapes, rows)]
+    cases = _delta_net(config, shapes, rows, linear) if isinstance(config, Qwen3_5Config) else []
+    cases += _attention(shapes, rows, full, depths)
+    if isinstance(config, Qwen3_5Config) and config.is_moe:
+        cases += _moe(config, shapes) if rows == 1 else [_moe_rows(config, shapes, rows)]
     else:
         cases += _dense(shapes, rows)
     cases += [_norm_linear(shapes, rows, "lm_head", config.vocab_size, 1, torch.float32), *_sampling(shapes, rows)]
@@ -106,13 +43,23 @@ def decode_cases(shapes: Shapes, depths: tuple[int, ...], rows: int = 1) -> list
     return [replace(case, rows=rows) for case in cases if case.calls or case.function in compared]
 
 
+def prompt_case(shapes: Shapes, rows: int) -> Case:
+    """A prompt's product of an attention layer, whose kernel dequantises a weight of integers."""
+    n, k = _qkv_outputs(shapes), shapes.config.hidden_size
+
+    def arguments(random: RandomTensors) -> Arguments:
+        return {"x": random.normal(rows, k), "weight": random.weight(n, k, bias=shapes.config.attention.qkv_bias)}
+
+    written = rows * n * shapes.dtype.itemsize
+    return Case("linear/qkv", _product(n, k), "linear", arguments, written, 0, ("x",), rows=rows)
+
+
 def distinct_experts(experts: int, top_k: int, rows: int) -> float:
     """Expected number of experts that `rows` rows choose, if each chooses `top_k` and all experts are equally likely."""
     return experts * (1 - (1 - top_k / experts) ** rows)
 
 
-def _delta_net(shapes: Shapes, rows: int, layers: int) -> list[Case]:
-    config = shapes.config
+def _delta_net(config: Qwen3_5Config, shapes: Shapes, rows: int, layers: int) -> list[Case]:
     heads, value_dim = config.linear_num_value_heads, config.delta_net.values
     key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
     size, channels = config.hidden_size, config.delta_net.channels
@@ -191,17 +138,18 @@ def _delta_net(shapes: Shapes, rows: int, layers: int) -> list[Case]:
 
 
 def _attention(shapes: Shapes, rows: int, layers: int, depths: tuple[int, ...]) -> list[Case]:
-    config = shapes.config
-    heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    outputs = 2 * (heads + kv_heads) * head_dim
+    sizes = shapes.config.attention
+    heads, kv_heads, head_dim = sizes.heads, sizes.kv_heads, sizes.head_dim
+    outputs = _qkv_outputs(shapes)
     pages = -(-shapes.positions // PAGE_SIZE)
 
     def step(depth: int) -> Case:
         def arguments(random: RandomTensors) -> Arguments:
             keys, values = (random.normal(rows * pages, kv_heads, PAGE_SIZE, head_dim) for _ in range(2))
+            q_norm, k_norm = (random.norm(head_dim) if sizes.qk_norm else None for _ in range(2))
             return {
                 "qkv": random.normal(rows, outputs),
-                "heads": Heads(heads, random.norm(head_dim), random.norm(head_dim), gated=True),
+                "heads": Heads(heads, q_norm, k_norm, sizes.gated),
                 "index": random.index(depth, rows),
                 "cache": KVCache(keys, values, random.order(pages, rows)),
             }
@@ -222,14 +170,18 @@ def _attention(shapes: Shapes, rows: int, layers: int, depths: tuple[int, ...]) 
         )
 
     return [
-        _norm_linear(shapes, rows, "qkv", outputs, layers),
+        _norm_linear(shapes, rows, "qkv", outputs, layers, bias=sizes.qkv_bias),
         *map(step, depths),
-        _linear_add(shapes, rows, "attention", config.hidden_size, heads * head_dim, layers),
+        _linear_add(shapes, rows, "attention", sizes.hidden, heads * head_dim, layers, bias=sizes.out_bias),
     ]
 
 
-def _moe(shapes: Shapes) -> list[Case]:
-    config = shapes.config
+def _qkv_outputs(shapes: Shapes) -> int:
+    sizes = shapes.config.attention
+    return sum(Heads(sizes.heads, gated=sizes.gated).split(sizes.kv_heads, sizes.head_dim))
+
+
+def _moe(config: Qwen3_5Config, shapes: Shapes) -> list[Case]:
     size, experts, top_k = config.hidden_size, config.num_experts, config.num_experts_per_tok
     inner, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
     layers = config.num_hidden_layers
@@ -264,7 +216,7 @@ def _moe(shapes: Shapes) -> list[Case]:
         }
 
     routed = f"{top_k} of {experts}"
-    moves = {"routed.values": used, "routed.scale": used}
+    moves, missing = _shares("routed", shapes, used), _missing_experts(config, shapes)
     return [
         Case(
             "route_logits",
@@ -284,6 +236,7 @@ def _moe(shapes: Shapes) -> list[Case]:
             layers,
             ("x", "logits"),
             moves=moves,
+            missing=missing,
         ),
         Case(
             "experts_down",
@@ -294,13 +247,13 @@ def _moe(shapes: Shapes) -> list[Case]:
             layers,
             ("hidden", "logits", "residual"),
             moves=moves,
+            missing=missing,
         ),
     ]
 
 
-def _moe_rows(shapes: Shapes, rows: int) -> Case:
+def _moe_rows(config: Qwen3_5Config, shapes: Shapes, rows: int) -> Case:
     """The case for all of a layer's experts at once. Only routed experts that some row is expected to choose count."""
-    config = shapes.config
     size, experts, top_k = config.hidden_size, config.num_experts, config.num_experts_per_tok
     inner, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
     distinct = distinct_experts(experts, top_k, rows)
@@ -327,11 +280,28 @@ def _moe_rows(shapes: Shapes, rows: int) -> Case:
         config.num_hidden_layers,
         ("x", "slots"),
         moves={
-            f"routed.{product}.{part}": distinct / experts
+            name: share
             for product in ("gate_up", "down")
-            for part in ("values", "scale")
+            for name, share in _shares(f"routed.{product}", shapes, distinct / experts).items()
         },
+        missing=_missing_experts(config, shapes),
     )
+
+
+def _shares(weight: str, shapes: Shapes, share: float) -> dict[str, float]:
+    """`moves` of a weight of which this share is read."""
+    form = shapes.form
+    parts = {"values": True, "scale": form is not None, "minimum": form is not None and form.has_minimum}
+    return {f"{weight}.{part}": share for part, stored in parts.items() if stored}
+
+
+def _missing_experts(config: Qwen3_5Config, shapes: Shapes) -> str | None:
+    sizes = config.moe
+    try:
+        check_experts(sizes.hidden, sizes.inner, sizes.experts, sizes.top_k, shapes.form)
+    except ExportError as error:
+        return str(error)
+    return None
 
 
 def _dense(shapes: Shapes, rows: int) -> list[Case]:
@@ -374,16 +344,24 @@ def _sampling(shapes: Shapes, rows: int) -> list[Case]:
 
 
 def _norm_linear(
-    shapes: Shapes, rows: int, name: str, n: int, calls: int, out_dtype: torch.dtype | None = None
+    shapes: Shapes,
+    rows: int,
+    name: str,
+    n: int,
+    calls: int,
+    out_dtype: torch.dtype | None = None,
+    bias: bool = False,
 ) -> Case:
     k, dtype = shapes.config.hidden_size, out_dtype or shapes.dtype
 
     def arguments(random: RandomTensors) -> Arguments:
-        return {"x": random.normal(rows, k), "norm": random.norm(k), "weight": random.weight(n, k), "out_dtype": dtype}
+        weight = random.weight(n, k, bias=bias)
+        return {"x": random.normal(rows, k), "norm": random.norm(k), "weight": weight, "out_dtype": dtype}
 
     written = rows * n * dtype.itemsize
     # Kernels in fixed point do not round their inputs to the model's dtype.
-    rounded = rows > 1 and (shapes.group != 128 or k % 256 != 0)
+    form = shapes.form
+    fixed = isinstance(form, Int4) and form.group_size == 128 and k % 256 == 0
     return Case(
         f"norm_linear/{name}",
         _product(n, k),
@@ -392,17 +370,19 @@ def _norm_linear(
         written,
         calls,
         ("x",),
-        rounded=(0,) if rounded else (),
+        rounded=(0,) if rows > 1 and not fixed else (),
     )
 
 
-def _linear_add(shapes: Shapes, rows: int, name: str, n: int, k: int, calls: int, heads: int | None = None) -> Case:
+def _linear_add(
+    shapes: Shapes, rows: int, name: str, n: int, k: int, calls: int, heads: int | None = None, bias: bool = False
+) -> Case:
     """A case of `linear_add`. With `heads`, the inputs of each head are divided by their rms."""
 
     def arguments(random: RandomTensors) -> Arguments:
         return {
             "x": random.normal(rows, k),
-            "weight": random.weight(n, k),
+            "weight": random.weight(n, k, bias=bias),
             "residual": random.normal(rows, n),
             "squares": random.squares(rows * heads, k // heads) if heads else None,
         }

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from kernel_arguments import Arguments, RandomTensors, Shapes, tensors_of, with_tensors
-from kernel_cases import Case
+from kernel_case import Case
 from torch import Tensor
 
 from ostinato.delegate.graphs.nodes import inspect_graph, start_early

@@ -4,7 +4,8 @@
     python scripts/sanitize.py [--processes N] [--only NAME,NAME] [--logs DIR] [--config DIR] [--sanitizer FILE]
 
 Each allocation of torch is one of CUDA's, so that a read or write outside is seen. The jobs are
-  - kernels: every case of kernel_cases.py, under memcheck with 1 to 128 rows, and under initcheck, synccheck and racecheck,
+  - kernels: every case of kernel_cases.py, in int4 and in bfloat16 at the shapes of --config, under memcheck with 1 to 128
+    rows, and under initcheck, synccheck and racecheck; then the other number formats in small shapes, under all four,
   - exports of a model with a few layers, in int4 and in bfloat16, under memcheck,
   - steps: each of these artifacts with prompts of 1 to 300 tokens, single steps and batches of 8, under memcheck.
 Several run at a time. A table has a line for each job, then every finding and how often it was seen, and why an accepted one
@@ -31,17 +32,71 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import torch
+from kernel_arguments import RandomTensors, Shapes, add_format_options, format_of
+from kernel_case import Case
+from kernel_cases import decode_cases, prompt_case
+from torch.nn import functional
+
 from ostinato.delegate.errors import OptionError, OstinatoError
+from ostinato.export.formats.format import Format
 from ostinato.runner.bench.tables import table
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONFIG = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B"
 LAYERS, MAX_SEQ_LEN, GROUP_SIZE = 4, 1024, 128
-FORMATS = ("int4", "bfloat16")
+# Name of a format -> options of an export and of kernels.
+FORMATS = {"int4": ("--quant", "int4", "--group-size", str(GROUP_SIZE)), "bfloat16": ()}
+# The other formats, for kernels in SMALL shapes.
+SMALL_FORMATS = {
+    "int4-32": ("--quant", "int4", "--group-size", "32"),
+    "int4-64": ("--quant", "int4", "--group-size", "64", "--scale-dtype", "float16"),
+    "int4_min": ("--quant", "int4_min", "--scale-dtype", "float16"),
+    "int8": ("--quant", "int8"),
+    "int8-128": ("--quant", "int8", "--group-size", "128"),
+}
 # Numbers of rows for all tools, and for memcheck alone: the others are slower, and see what does not depend on the number.
 ROWS, MORE_ROWS = (64, 8, 1), (128, 16, 2)
+SMALL_ROWS = (1, 2, 7, 17, 45, 100)
+# Shapes that divide into groups of 128 and into nothing longer, with outputs that fill no tile: of a model with a delta-net,
+# gated attention and experts, and of a dense one whose projections have biases.
+SMALL: dict[str, dict[str, Any]] = {
+    "experts": {
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 331,
+        "hidden_size": 384,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 3,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+        "dtype": "bfloat16",
+    },
+    "dense": {
+        "model_type": "llama",
+        "vocab_size": 331,
+        "hidden_size": 384,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 640,
+        "attention_bias": True,
+        "dtype": "bfloat16",
+    },
+}
 # Kernels that a tool does not check, by a part of their names: they read what other kernels of cuBLAS wrote by the tensor
 # memory accelerator, which initcheck does not see.
 UNCHECKED = {"initcheck": "cublasLt"}
@@ -107,7 +162,7 @@ class Outcome:
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(words)
     if arguments.what == "kernels":
-        return run_kernels(arguments.config, arguments.format, arguments.rows, arguments.tool)
+        return run_kernels(arguments.configs, format_of(arguments), arguments.rows, arguments.tool)
     if arguments.what == "steps":
         return run_steps(arguments.artifact)
     try:
@@ -138,10 +193,10 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parts = parser.add_subparsers(metavar="")
     kernels = parts.add_parser("kernels")
     kernels.set_defaults(what="kernels")
-    kernels.add_argument("config", type=Path)
-    kernels.add_argument("format", choices=FORMATS)
-    kernels.add_argument("rows", type=int)
-    kernels.add_argument("tool")
+    kernels.add_argument("configs", type=Path, nargs="+")
+    kernels.add_argument("--rows", type=int, nargs="+", required=True)
+    kernels.add_argument("--tool", required=True)
+    add_format_options(kernels, default="none")
     steps = parts.add_parser("steps")
     steps.set_defaults(what="steps")
     steps.add_argument("artifact", type=Path)
@@ -160,33 +215,42 @@ def find_sanitizer(given: str | None) -> str:
 
 def all_jobs(config: Path, logs: Path) -> list[Job]:
     """All jobs. Exports come first, then what compiles kernels for those that follow, then what takes longest."""
-    small, script = few_layers(config, LAYERS, logs / "model"), str(Path(__file__).resolve())
+    model, script = few_layers(config, LAYERS, logs / "model"), str(Path(__file__).resolve())
+    small = [write_config(settings, logs / name) for name, settings in SMALL.items()]
     command = ("-m", "ostinato.runner.cli", "export", "--device", "cuda", "--load-format", "dummy")
-    export = (*command, "--model", str(small), "--max-seq-len", str(MAX_SEQ_LEN))
-    quantised = {"int4": ("--quant", "int4", "--group-size", str(GROUP_SIZE)), "bfloat16": ()}
+    export = (*command, "--model", str(model), "--max-seq-len", str(MAX_SEQ_LEN))
 
-    def kernels(tool: str, several: Iterable[int]) -> list[Job]:
+    def kernels(tool: str, configs: Iterable[Path], rows: Iterable[int], options: Iterable[str]) -> tuple[str, ...]:
+        return (script, "kernels", *map(str, configs), "--rows", *map(str, rows), "--tool", tool, *options)
+
+    def large(tool: str, several: Iterable[int]) -> list[Job]:
         return [
-            Job(f"kernels-{form}-{rows}-{tool}", tool, (script, "kernels", str(config), form, str(rows), tool))
+            Job(f"kernels-{form}-{rows}-{tool}", tool, kernels(tool, [config], [rows], options))
             for rows in several
-            for form in FORMATS
+            for form, options in FORMATS.items()
         ]
 
     exports = [
-        Job(f"export-{form}", "memcheck", (*export, *quantised[form], "--output", str(logs / form))) for form in FORMATS
+        Job(f"export-{form}", "memcheck", (*export, *options, "--output", str(logs / form)))
+        for form, options in FORMATS.items()
     ]
     steps = [
         Job(f"steps-{form}", "memcheck", (script, "steps", str(logs / form)), f"export-{form}") for form in FORMATS
     ]
     return [
         *exports,
-        *kernels("memcheck", ROWS),
-        *kernels("racecheck", ROWS),
+        *large("memcheck", ROWS),
+        *large("racecheck", ROWS),
         # A job that waits for its artifact takes the place of another; by now there is little to wait for.
         *steps,
-        *kernels("memcheck", MORE_ROWS),
-        *kernels("synccheck", ROWS),
-        *kernels("initcheck", ROWS),
+        *large("memcheck", MORE_ROWS),
+        *large("synccheck", ROWS),
+        *large("initcheck", ROWS),
+        *[
+            Job(f"small-{form}-{tool}", tool, kernels(tool, small, SMALL_ROWS, options))
+            for tool in ("memcheck", "racecheck", "synccheck", "initcheck")
+            for form, options in SMALL_FORMATS.items()
+        ],
     ]
 
 
@@ -199,8 +263,13 @@ def few_layers(config: Path, layers: int, folder: Path) -> Path:
     text = read.get("text_config", read)
     text["num_hidden_layers"] = layers
     text.pop("layer_types", None)
+    return write_config(read, folder)
+
+
+def write_config(settings: dict[str, Any], folder: Path) -> Path:
+    """Write a config.json into `folder`, which is returned."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(read))
+    (folder / "config.json").write_text(json.dumps(settings))
     return folder
 
 
@@ -321,20 +390,22 @@ def report(outcomes: Iterable[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def run_kernels(config: Path, form: str, rows: int, tool: str) -> int:
-    """Run every case with this number of rows once."""
-    import torch
-    from kernel_arguments import RandomTensors, Shapes
-    from kernel_cases import decode_cases
-
-    shapes = Shapes.of_folder(config, GROUP_SIZE if form == "int4" else None, MAX_SEQ_LEN)
+def run_kernels(configs: Iterable[Path], form: Format | None, numbers: Sequence[int], tool: str) -> int:
+    """Run every case with these numbers of rows once, at the shapes of each config."""
     torch.manual_seed(0)
     with torch.inference_mode(), products_into_zeros() if tool == "initcheck" else nullcontext():
-        for case in decode_cases(shapes, (0, MAX_SEQ_LEN - 24), rows):
-            case.kernel(*case.arguments(RandomTensors(shapes, "cuda")).values())
-            torch.cuda.synchronize()
-            print(case.name, flush=True)
+        for shapes in [Shapes.of_folder(config, form, MAX_SEQ_LEN) for config in configs]:
+            for rows in numbers:
+                for case in [*decode_cases(shapes, (0, MAX_SEQ_LEN - 24), rows), prompt_case(shapes, rows)]:
+                    run_case(case, shapes)
     return 0
+
+
+def run_case(case: Case, shapes: Shapes) -> None:
+    if case.missing is None:
+        case.kernel(*case.arguments(RandomTensors(shapes, "cuda")).values())
+        torch.cuda.synchronize()
+    print(f"{case.name}, {case.rows} rows" + (f": {case.missing}" if case.missing else ""), flush=True)
 
 
 @contextmanager
@@ -344,8 +415,6 @@ def products_into_zeros() -> Iterator[None]:
     initcheck takes what cuBLAS writes by the tensor memory accelerator as never written: on an H100 a product alone,
     [8, 2048] x [2048, 64] in bfloat16, has 512 findings, and none over zeros.
     """
-    import torch
-    from torch.nn import functional
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         product = torch.mm(x, weight.t(), out=x.new_zeros(x.shape[0], weight.shape[0]))

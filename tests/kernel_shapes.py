@@ -5,16 +5,22 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ostinato.export.formats.format import Format
+from ostinato.export.formats.int4 import Int4
+from ostinato.export.models.dense import DenseConfig
 from ostinato.export.models.qwen3_5 import Qwen3_5Config
+from ostinato.export.models.registry import parse_config
 
 from .conftest import ROOT
 
 sys.path.append(str(ROOT / "scripts"))
 
 from kernel_arguments import Shapes
-from kernel_cases import Case, decode_cases
+from kernel_case import Case
+from kernel_cases import decode_cases
 
 FLAGSHIP = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-35B-A3B"
+TINY_INT4 = Int4(32)
 # Every kind of layer at sizes for the interpreter.
 TINY: dict[str, Any] = {
     "model_type": "qwen3_5_moe_text",
@@ -40,9 +46,11 @@ TINY: dict[str, Any] = {
 
 
 def flagship(depths: tuple[int, ...] = (0, 4000), rows: int = 1) -> tuple[Shapes, list[Case]]:
-    shapes = Shapes.of_folder(FLAGSHIP, 128, 5120)
+    shapes = Shapes.of_folder(FLAGSHIP, Int4(128), 5120)
     return shapes, decode_cases(shapes, depths, rows)
 
 
-def tiny_shapes(group: int | None = 32, **changes: Any) -> Shapes:
-    return Shapes(Qwen3_5Config.from_dict({**TINY, **changes}), group, 48)
+def tiny_shapes(form: Format | None = TINY_INT4, **changes: Any) -> Shapes:
+    config = parse_config({**TINY, **changes})[1]
+    assert isinstance(config, Qwen3_5Config | DenseConfig)
+    return Shapes(config, form, 48)

@@ -21,6 +21,7 @@ LONGEST: dict[str, int] = {
     "tests/delegate/test_closing.py::test_random_closings": 95,
     "tests/test_bucket_logits.py": 40,
     "tests/test_bench_kernels.py": 80,
+    "tests/test_kernel_cases.py": 60,
     "tests/runner/test_cpu_moe.py": 60,
     "tests/runner/test_int4.py": 60,
     "tests/export/kernels/test_attention.py": 60,

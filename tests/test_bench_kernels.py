@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ostinato.export.formats.int4 import Int4
+from ostinato.export.formats.int4_min import Int4Min
+from ostinato.export.formats.int8 import Int8
 from ostinato.export.kernels import Kernels
 
 from .conftest import ROOT
@@ -24,7 +28,7 @@ import bench_kernels
 import kernel_timing
 from bench_kernels import Measurement
 from kernel_arguments import RandomTensors
-from kernel_cases import Case
+from kernel_case import Case
 from kernel_timing import Timing, check, copies_of, difference
 
 from ostinato.export.kernels.cuda import CudaKernels
@@ -174,6 +178,8 @@ def test_a_total_without_a_time_for_each_has_none() -> None:
         (["--kernels", "norm_linear,norm"], "--kernels: no norm; there are: norm_linear_conv, delta_step"),
         (["--depth", "0,5120"], "--depth 5120 needs a --max-seq-len above it, got 5120"),
         (["--config", "nowhere"], "no such folder: nowhere"),
+        (["--group-size", "48"], "unsupported group size 48 for int4; supported are: 32, 64, 128"),
+        (["--quant", "int4_min", "--group-size", "64"], "unsupported group size 64 for int4_min; supported are: 32"),
         (["--json", "no/where.json"], "--json: no such folder"),
         (
             ["--rows", "8,64", "--kernels", "experts_down"],
@@ -192,7 +198,9 @@ def test_what_cannot_be_done_is_said(words: list[str], complaint: str, capsys: p
         ["--depth", "0,x"],
         ["--depth", ""],
         ["--reps", "0"],
-        ["--group-size", "48"],
+        ["--group-size", "x"],
+        ["--quant", "int3"],
+        ["--scale-dtype", "float32"],
         ["--rows", "0"],
         ["--rows", "8,257"],
     ],
@@ -209,17 +217,46 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "needs an NVIDIA GPU" in capsys.readouterr().err
 
 
+def test_operations_without_a_kernel_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then there is no sum over a step."""
+    shapes = tiny_shapes()
+    every = bench_kernels.decode_cases(shapes, (0,), 1)
+    assert bench_kernels.complete(every, shapes, (0,), 1)
+    some = [replace(case, missing="too large") if case.name == "experts_down" else case for case in every]
+    monkeypatch.setattr(bench_kernels, "decode_cases", lambda shapes, depths, rows: some)
+    cases = bench_kernels.chosen_cases(shapes, bench_kernels.parse_arguments(["--depth", "0"]))
+    assert cases == [case for case in every if case.name != "experts_down"]
+    assert not bench_kernels.complete(cases, shapes, (0,), 1)
+
+
+def test_the_formats_of_an_export_have_its_options() -> None:
+    """The formats, and the group sizes where none is given."""
+    chosen = {
+        quant: bench_kernels.format_of(bench_kernels.parse_arguments(["--quant", quant]))
+        for quant in ("none", "int4", "int4_min", "int8")
+    }
+    assert chosen == {"none": None, "int4": Int4(128), "int4_min": Int4Min(32), "int8": Int8(32)}
+    words = ["--quant", "int8", "--group-size", "64", "--scale-dtype", "float16"]
+    assert bench_kernels.format_of(bench_kernels.parse_arguments(words)) == Int8(64, torch.float16)
+
+
+DENSE = {"model_type": "llama", "intermediate_size": 64, "layer_types": None, "attention_bias": True}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("quant", ("int4", "none"))
-def test_a_run(quant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
+@pytest.mark.parametrize(
+    ("quant", "changes"),
+    [("int4", {}), ("none", {}), ("int4", DENSE), ("int4_min", DENSE), ("int8", DENSE), ("none", DENSE)],
+)
+def test_a_run(quant: str, changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, **changes}))
     words = ["--config", str(tmp_path), "--group-size", "32", "--max-seq-len", "64", "--depth", "0,40", "--reps", "2"]
-    words += ["--rows", "1,8,20"]
+    words += ["--rows", "1,8,20,256"]
     assert bench_kernels.main([*words, "--quant", quant, "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert all(kernel["us"] > 0 and kernel["failure"] is None for kernel in found["kernels"])
     assert [(one["rows"], one["depth"]) for one in found["totals"]] == [
-        (rows, depth) for rows in (1, 8, 20) for depth in (0, 40)
+        (rows, depth) for rows in (1, 8, 20, 256) for depth in (0, 40)
     ]
     printed = capsys.readouterr().out
     assert "one token at depth 40" in printed and "20 tokens at depth 40" in printed

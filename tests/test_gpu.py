@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import Method, Program, load_program
-from ostinato.delegate.artifact.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact.files import open_artifact
+from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.export import export_program
 from ostinato.runner import Engine
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ostinato.export.formats.format import Format
+from ostinato.export.formats.int4 import Int4
+from ostinato.export.formats.int4_min import Int4Min
+from ostinato.export.formats.int8 import Int8
+from ostinato.export.formats.quantization import Quantization
 from ostinato.export.kernels.operands import KVCache, Norm, RowIndex, Weight
 from ostinato.export.models import build_network
 from ostinato.export.models.traffic import decode_bytes, kv_bytes_per_token
@@ -19,17 +27,20 @@ pytest.importorskip("triton")
 sys.path.append(str(ROOT / "scripts"))
 
 from kernel_arguments import RandomTensors, Shapes, tensors_of, with_tensors
-from kernel_cases import CONV_ROWS, Case, decode_cases, distinct_experts
+from kernel_case import CONV_ROWS, Case
+from kernel_cases import decode_cases, distinct_experts, prompt_case
 from kernel_timing import TOLERANCE, check
 
-from ostinato.delegate.sampling import SamplingParams
+from ostinato.delegate.sampling_params import SamplingParams
 
-from .export.networks import of_group
+from .export.networks import qwen3_5
 from .kernel_shapes import FLAGSHIP, flagship, tiny_shapes
 
+QUANTS = (Quantization(128), Quantization(32, format="int4_min"), Quantization(32, format="int8"))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAMPLING_BYTES = sum(value.nbytes for value in SamplingParams().tensors())
-DENSE = ROOT / "tests" / "assets" / "configs" / "Qwen3.5-0.8B"
+CONFIGS = ROOT / "tests" / "assets" / "configs"
+DENSE = CONFIGS / "Qwen3.5-0.8B"
 # Bytes with --max-seq-len 5120 and --group-size 128. Quantised weights come first: half a byte each, and two bytes of scale
 # per 128 weights.
 FLAGSHIP_BYTES = {
@@ -76,19 +87,26 @@ EIGHT_BYTES = {
 }  # fmt: skip
 
 
+# Models of the size of `TINY`: with experts, without, and with neither delta-nets nor gates nor norms of queries and keys.
+MODELS: tuple[dict[str, Any], ...] = (
+    {},
+    {"model_type": "qwen3_5_text", "intermediate_size": 64},
+    {"model_type": "llama", "intermediate_size": 64, "layer_types": None, "attention_bias": True},
+)
+FORMATS: tuple[Format | None, ...] = (Int4(32), None, Int8(32), Int4Min(32, torch.float16))
+
+
 def tiny_cases() -> dict[str, tuple[Shapes, Case]]:
-    """Return a case of every kernel by name: for one row and for three, with int4 and with bfloat16 weights, of a model with
-    experts and of a dense one."""
+    """Return a case of every kernel by name: for one row and for three, and where there is a weight, in every format."""
     found: dict[str, tuple[Shapes, Case]] = {}
-    for rows, group, quant in ((1, 32, "int4"), (1, None, "none"), (3, 32, "int4"), (3, None, "none")):
-        for changes in ({}, {"model_type": "qwen3_5_text", "intermediate_size": 64}):
-            shapes = tiny_shapes(group, **changes)
-            for case in decode_cases(shapes, (0, 40), rows):
-                if group is not None or any(
-                    name.startswith(("weight.", "routed."))
-                    for name in tensors_of(case.arguments(RandomTensors(shapes, "meta")))
-                ):
-                    found.setdefault(f"{case.name}-{quant}-{rows}", (shapes, case))
+    for rows, form, changes in product((1, 3), FORMATS, MODELS):
+        shapes = tiny_shapes(form, **changes)
+        for case in [*decode_cases(shapes, (0, 40), rows), prompt_case(shapes, rows)]:
+            names = tensors_of(case.arguments(RandomTensors(shapes, "meta")))
+            if case.missing is None and (form == FORMATS[0] or any(".values" in name for name in names)):
+                bias = "+bias" if "weight.bias" in names else ""
+                plain = "" if shapes.config.attention.gated or "attend" not in case.name else "+plain"
+                found.setdefault(f"{case.name}{bias}{plain}-{form}-{rows}", (shapes, case))
     return found
 
 
@@ -133,21 +151,23 @@ def test_calls_of_the_flagship() -> None:
     assert {case.rows for case in cases} == {8}
 
 
-@pytest.mark.parametrize("group", (128, None), ids=["int4", "bfloat16"])
-@pytest.mark.parametrize("folder", [FLAGSHIP, DENSE], ids=["moe", "dense"])
-def test_bytes_are_those_that_the_program_states(folder: Path, group: int | None) -> None:
+@pytest.mark.parametrize("quant", (*QUANTS, None), ids=str)
+@pytest.mark.parametrize(
+    "folder", [FLAGSHIP, DENSE, CONFIGS / "Llama-3.1-8B", CONFIGS / "Qwen3-8B"], ids=lambda f: f.name
+)
+def test_bytes_are_those_that_the_program_states(folder: Path, quant: Quantization | None) -> None:
     """The counts are those that the program states, except for activations, which stay in the cache, and the embedding's
     row."""
     depth = 99
-    shapes = Shapes.of_folder(folder, group, depth + 1)
-    network = build_network(shapes.config, depth + 1, torch.bfloat16, quant=of_group(group))
+    shapes = Shapes.of_folder(folder, None if quant is None else quant.weights, depth + 1)
+    network = build_network(shapes.config, depth + 1, torch.bfloat16, quant=quant)
     stated = decode_bytes(network, "cuda") + (depth + 1) * kv_bytes_per_token(network)
     counted = sum(case.calls * case.bytes_moved(shapes) for case in decode_cases(shapes, (depth,)))
     assert stated < counted < 1.012 * stated
 
 
 def test_a_model_without_experts_has_two_products_instead() -> None:
-    shapes = Shapes.of_folder(DENSE, 128, 64)
+    shapes = Shapes.of_folder(DENSE, Int4(128), 64)
     names = [case.name for case in decode_cases(shapes, (0,))]
     assert [name for name in names if name.endswith(("swiglu", "/down"))] == ["norm_swiglu", "linear_add/down"]
     assert not any("expert" in name or "route" in name for name in names)
@@ -199,11 +219,23 @@ def test_records_with_other_tensors() -> None:
     assert with_tensors(torch.bfloat16, lambda tensor: tensor + 1) is torch.bfloat16
 
 
+def test_operations_without_a_kernel_say_why() -> None:
+    """The limits of an operation's kernels decide."""
+    shapes = Shapes.of_folder(FLAGSHIP, Int4(128), 64)
+    assert not any(case.missing for case in decode_cases(shapes, (0,)))
+    odd = Shapes(replace(qwen3_5(shapes.config), moe_intermediate_size=96), Int4(128), 64)
+    for rows, names in ((1, {"experts_gate_up", "experts_down"}), (8, {"sparse_moe"})):
+        missing = {case.name: case.missing for case in decode_cases(odd, (0,), rows) if case.missing}
+        assert missing.keys() == names
+        assert all("intermediate size must be a multiple of 128" in str(why) for why in missing.values())
+
+
 @pytest.mark.parametrize("rows", (1, 8))
-@pytest.mark.parametrize("folder", [FLAGSHIP, DENSE], ids=["moe", "dense"])
-def test_cases_name_their_own_arguments(folder: Path, rows: int) -> None:
+@pytest.mark.parametrize("form", (Int4(128), Int4Min(), None), ids=str)
+@pytest.mark.parametrize("folder", [FLAGSHIP, DENSE, CONFIGS / "Qwen3-8B"], ids=lambda folder: folder.name)
+def test_cases_name_their_own_arguments(folder: Path, form: Format | None, rows: int) -> None:
     """Every name that a case gives is an argument: a wrong name would be ignored silently."""
-    shapes = Shapes.of_folder(folder, 128, 5120)
+    shapes = Shapes.of_folder(folder, form, 5120)
     for case in decode_cases(shapes, (0,), rows):
         arguments = case.arguments(RandomTensors(shapes, "meta"))
         assert set(case.activations) <= set(arguments), case.name

@@ -16,8 +16,14 @@ ROOT = Path(__file__).resolve().parents[1]
 # listed belongs to the room of its folder: `delegate.program` to `delegate`.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("delegate.errors", "delegate.lazy_names", "delegate.signals", "delegate.version"),
-    ("delegate.artifact", "delegate.cuda_driver", "delegate.memory", "delegate.sampling", "delegate.torch_internals"),
-    ("delegate.capacity",),
+    (
+        "delegate.artifact",
+        "delegate.cuda_driver",
+        "delegate.memory",
+        "delegate.sampling_params",
+        "delegate.torch_internals",
+    ),
+    ("delegate.capacity", "delegate.sampling"),
     ("delegate.constants",),
     ("delegate.code",),
     ("delegate.graphs",),

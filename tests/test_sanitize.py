@@ -15,7 +15,13 @@ from .conftest import ROOT
 sys.path.append(str(ROOT / "scripts"))
 
 import sanitize
+from kernel_arguments import Shapes
+from kernel_case import CONV_ROWS
+from kernel_cases import decode_cases
 from sanitize import DEFAULT_CONFIG, Job, Outcome, all_jobs, findings, main, why_accepted
+
+from ostinato.export.formats.quantization import FORMATS
+from ostinato.export.kernels import Kernels
 
 MEMCHECK = """\
 ========= COMPUTE-SANITIZER
@@ -82,11 +88,39 @@ def test_products_over_zeros_are_the_same() -> None:
 
 def test_jobs(tmp_path: Path) -> None:
     jobs = all_jobs(DEFAULT_CONFIG, tmp_path)
-    assert len({job.name for job in jobs}) == len(jobs) == 2 + 2 + 2 * (6 + 3 + 3 + 3)
+    assert len({job.name for job in jobs}) == len(jobs) == 2 + 2 + 2 * (6 + 3 + 3 + 3) + 5 * 4
     names = [job.name for job in jobs]
     assert all(job.after is None or names.index(job.after) < names.index(job.name) for job in jobs)
     steps = sanitize.chosen(jobs, "steps-int4,kernels-int4-128")
     assert [job.name for job in steps] == ["export-int4", "steps-int4", "kernels-int4-128-memcheck"]
+
+
+def small_jobs(folder: Path) -> list[Job]:
+    return [job for job in all_jobs(DEFAULT_CONFIG, folder) if job.name.startswith("small-")]
+
+
+def test_small_jobs_take_every_format_and_kind_of_layer(tmp_path: Path) -> None:
+    seen: dict[str, set[str]] = {}
+    for job in small_jobs(tmp_path):
+        arguments = sanitize.parse_arguments(job.words[1:])
+        form = sanitize.format_of(arguments)
+        assert form is not None and arguments.tool == job.tool
+        for config in arguments.configs:
+            shapes = Shapes.of_folder(config, form, sanitize.MAX_SEQ_LEN)
+            cases = [case for rows in arguments.rows for case in decode_cases(shapes, (0,), rows)]
+            seen.setdefault(form.name, set()).update(case.function for case in cases)
+    step = {name for name, function in vars(Kernels).items() if isinstance(function, staticmethod)}
+    prompt = {"linear", "route", "experts", "convolve", "gated_delta_rule", "attend"}
+    assert seen.keys() == FORMATS.keys()
+    assert all(functions == (step - prompt) | {CONV_ROWS} for functions in seen.values())
+
+
+@pytest.mark.gpu
+def test_kernels_in_small_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (job,) = [job for job in small_jobs(tmp_path) if job.name == "small-int8-memcheck"]
+    assert main(job.words[1:]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"norm_swiglu, 17 rows", "linear_add/delta_net, 1 rows", "linear/qkv, 45 rows"} <= set(lines)
 
 
 @pytest.fixture

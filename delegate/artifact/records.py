@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -262,7 +264,7 @@ class MethodRecord:
             raise ArtifactError(f"the record of method {record.method!r} in {PROGRAM_FILE} is damaged: {why}")
         return record
 
-    @property
+    @cached_property
     def host_names(self) -> frozenset[str]:
         """Names in `constants` and `buffers` whose tensors are on the host."""
         prefixes = tuple(segment.prefix for segment in self.segments if segment.on_host or segment.is_streamed)
@@ -284,8 +286,10 @@ class MethodRecord:
             known |= set(segment.outputs)
         if not known.issuperset(self.results) or len(self.results) != len(self.outputs):
             return "it lacks a result"
-        names = [*self.constants, *self.buffers]
-        if any(sum(name.startswith(segment.prefix) for segment in self.segments) != 1 for name in names):
+        prefixes = Counter(segment.prefix for segment in self.segments)
+        lengths = {len(prefix) for prefix in prefixes}
+        names = (*self.constants, *self.buffers)
+        if any(sum(prefixes[name[:n]] for n in lengths if n <= len(name)) != 1 for name in names):
             return "a constant does not belong to one segment"
         if not self.buffer_specs.keys() >= set(self.buffers.values()):
             return "it lacks a buffer's shape"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -97,6 +98,20 @@ class ConstantLoader:
 
             # The largest first: a large one at the end would keep one thread busy after the others are done.
             _for_each(bring, sorted(entries, key=lambda key: -entries[key].nbytes), workers, report)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Make a tensor of zeros. On the host the system provides its memory when it is touched.
+
+    torch would write the zeros: the KV caches of 2,048 positions of a small model, 47 MB, in 0.1 s.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not nbytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    storage = torch.frombuffer(memory, dtype=dtype).untyped_storage()
+    # Not a view of the flat tensor, which would keep the memory after `free_tensors`.
+    return torch.empty(0, dtype=dtype).set_(storage).resize_(torch.Size(shape))
 
 
 def free_tensors(tensors: Iterable[torch.Tensor]) -> None:

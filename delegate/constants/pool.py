@@ -25,7 +25,7 @@ from ostinato.delegate.capacity import first_block_table
 from ostinato.delegate.errors import ArtifactError, InputError
 from ostinato.delegate.torch_internals import ALIGNMENT
 
-from .loading import PARALLEL_FROM, ConstantLoader, free_tensors
+from .loading import PARALLEL_FROM, ConstantLoader, free_tensors, zeros
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class ConstantPool:
         try:
             for key, spec in specs.items():
                 if not spec.initialised:
-                    made[key] = torch.zeros(spec.shape, dtype=dtype_from_name(spec.dtype), device=key.device)
+                    made[key] = zeros(spec.shape, dtype_from_name(spec.dtype), key.device)
             for device, loader in self._loaders.items():
                 here = {key.name: entry for key, entry in (entries | first_values).items() if key.device == device}
                 if here:

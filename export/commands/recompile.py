@@ -27,7 +27,7 @@ def main(arguments: argparse.Namespace) -> int:
     from ostinato.delegate.signals import cleaned_up_before_sigterm, interrupts_end_at_once
 
     with interrupts_end_at_once():
-        from ostinato.delegate.artifact.files import artifact_paths
+        from ostinato.delegate.artifact.paths import artifact_paths
         from ostinato.export.compile.toolchain import find_compiler
 
         # So that a mistyped path is reported at once and not after seconds.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate.artifact.records import StateKind
-from ostinato.delegate.sampling import SamplingParams, SamplingTensors
+from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.sampling.reference import workspace_size
 

@@ -19,7 +19,7 @@ from ostinato.delegate.artifact.names import (
     ROWS_LOGITS,
     SAMPLE,
 )
-from ostinato.delegate.sampling import SamplingParams, SamplingTensors
+from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 from ostinato.export.compile.trace import Chain, Link
 from ostinato.export.layers.host_experts import STREAMED
 

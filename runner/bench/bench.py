@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from ostinato.delegate.artifact.files import Source, artifact_paths, open_artifact
+from ostinato.delegate.artifact.files import open_artifact
 from ostinato.delegate.artifact.names import META_MAX_SEQ_LEN, META_PAGE_SIZE, META_VOCAB_SIZE
+from ostinato.delegate.artifact.paths import Source, artifact_paths
 from ostinato.delegate.capacity import CapacityOptions
 from ostinato.delegate.errors import ArtifactError, OptionError
 from ostinato.delegate.graphs.state_machine import PHASE_OF_COUNTER

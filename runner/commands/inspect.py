@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ostinato.delegate.artifact.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact.files import open_artifact
+from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.artifact.records import TensorSpec, dtype_name
 from ostinato.delegate.artifact.target import Target
 from ostinato.delegate.capacity import CapacityOptions, choose_capacity, sized

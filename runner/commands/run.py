@@ -11,20 +11,22 @@ import json
 import reprlib
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from ostinato.delegate.artifact.files import artifact_paths
-from ostinato.delegate.capacity import CapacityOptions
+from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.errors import InputError, OptionError, OstinatoError
-from ostinato.delegate.graphs.state_machine import PHASE_OF_COUNTER
-from ostinato.delegate.sampling import SamplingParams
-from ostinato.runner.engine import DEFAULT_MAX_NEW_TOKENS, Engine
-from ostinato.runner.load_bar import LoadBar
-from ostinato.runner.stream import Result
-from ostinato.runner.text.tokenizer import Message, tokenizer_file
+from ostinato.delegate.sampling_params import SamplingParams
+from ostinato.runner.imports import long_imports
+from ostinato.runner.stream import DEFAULT_MAX_NEW_TOKENS, Result
+from ostinato.runner.text.tokenizer import Message, Tokenizer
+
+if TYPE_CHECKING:
+    from ostinato.delegate.capacity import CapacityOptions
+    from ostinato.runner.engine import Engine
 
 NO_GRAPH_NOTE = (
     "note: this artifact runs on the CPU, where there is no graph for --cuda_graph to capture: the same phases and checks, "
@@ -98,6 +100,8 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 
 def capacity_of(arguments: argparse.Namespace) -> CapacityOptions:
     """Return the capacity that the user asks for. Raises OptionError: a value that is not a number, or is out of range."""
+    from ostinato.delegate.capacity import CapacityOptions
+
     return CapacityOptions(**{item.name: getattr(arguments, item.name) for item in fields(CapacityOptions)})
 
 
@@ -125,11 +129,18 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.usage_error("give a prompt: --prompt TEXT, --prompt - or --prompt-file FILE")
     params = SamplingParams(**{item.name: getattr(arguments, item.name) for item in fields(SamplingParams)})
     messages, prompts = _messages(arguments), _prompts(arguments.prompts, arguments.raw)
+    folder = artifact_paths(arguments.artifact)[0].parent
+    # The tokenizer is read while this thread imports torch, which takes longer.
+    with long_imports(), ThreadPoolExecutor(1) as beside:
+        tokenizer = beside.submit(Tokenizer, folder)
+        from ostinato.runner.engine import Engine
+        from ostinato.runner.load_bar import LoadBar
+
     with LoadBar() as bar:
 
         def begin(total: int) -> None:
-            # Refused before gigabytes are loaded.
-            tokenizer_file(artifact_paths(arguments.artifact)[0].parent)
+            # A tokenizer that is missing is refused before gigabytes are loaded.
+            tokenizer.result()
             bar.begin(total)
 
         loaded = Engine.load(
@@ -143,6 +154,7 @@ def main(arguments: argparse.Namespace) -> int:
             on_total=begin,
         )
     with loaded as engine:
+        engine.tokenizer = tokenizer.result()
         if arguments.cuda_graph and engine.program.device.type == "cpu":
             _say(NO_GRAPH_NOTE)
         result = Result()
@@ -233,6 +245,8 @@ def _answer(
 
 def figures(result: Result, before: Result | None = None) -> str:
     """One line: prompt and decode speed, and the number of steps in each phase since the result `before`."""
+    from ostinato.delegate.graphs.state_machine import PHASE_OF_COUNTER
+
     decode, earlier = _decode_stats(result), _decode_stats(before)
     counts = {word: decode.get(counter, 0) - earlier.get(counter, 0) for counter, word in PHASE_OF_COUNTER.items()}
     steps = ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "none"

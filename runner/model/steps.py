@@ -10,7 +10,8 @@ import torch
 
 from ostinato.delegate import ArtifactError, StateKind
 from ostinato.delegate.code.transfers import Mark
-from ostinato.delegate.sampling import SamplingParams, SamplingTensors, most_likely, sample
+from ostinato.delegate.sampling import most_likely, sample
+from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 
 from .model import Model, Samplers
 

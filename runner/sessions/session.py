@@ -11,7 +11,7 @@ import torch
 
 from ostinato.delegate import ClosedError
 from ostinato.delegate.errors import OptionError
-from ostinato.delegate.sampling import SamplingParams
+from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.runner.model.model import MAX_LOGITS, token_ids
 from ostinato.runner.model.steps import PendingTokens
 

@@ -20,7 +20,7 @@ import torch
 from ostinato.delegate import ClosedError, InputError
 from ostinato.delegate.artifact.records import Growth, StateKind
 from ostinato.delegate.errors import CapacityError, OptionError
-from ostinato.delegate.sampling import SamplingParams
+from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.runner.model.model import Model, token_ids
 from ostinato.runner.model.steps import steps_of
 

@@ -16,14 +16,6 @@ Message = dict[str, str]
 _REPLACEMENT = "�"
 
 
-def tokenizer_file(folder: Path) -> Path:
-    """Return the path of a folder's `tokenizer.json`. Raises ArtifactError: there is none."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise ArtifactError(f"{folder} has no tokenizer.json: text needs one; use the Python API with token ids")
-    return path
-
-
 class Tokenizer:
     """Encodes prompts and renders chats. The work is done by Hugging Face's `tokenizers` and by Jinja2.
 
@@ -35,7 +27,9 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = tokenizer_file(folder)
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise ArtifactError(f"{folder} has no tokenizer.json: text needs one; use the Python API with token ids")
         # Imported here: a program that gets token ids does not need it.
         import tokenizers
 

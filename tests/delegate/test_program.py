@@ -27,7 +27,7 @@ from ostinato.delegate import (
     load_program,
 )
 from ostinato.delegate.artifact.target import check_target
-from ostinato.delegate.sampling import SamplingTensors
+from ostinato.delegate.sampling_params import SamplingTensors
 
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent
 from ..processes import PATIENCE

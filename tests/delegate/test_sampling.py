@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ostinato.delegate import OptionError
-from ostinato.delegate.sampling import SamplingParams, SamplingTensors, gumbel_noise, most_likely, philox, sample
+from ostinato.delegate.sampling import gumbel_noise, most_likely, philox, sample
+from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 0.0, -3.0])
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ostinato.delegate import torch_internals
-from ostinato.delegate.artifact.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact.files import open_artifact
+from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.artifact.records import MethodRecord
 from ostinato.delegate.torch_internals import (
     PoolHandle,

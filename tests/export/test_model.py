@@ -19,7 +19,7 @@ from torch import Tensor
 from ostinato.delegate import DeviceMemoryError, StateKind, load_program
 from ostinato.delegate.artifact.files import open_constants
 from ostinato.delegate.artifact.ptd import Entry
-from ostinato.delegate.sampling import SamplingTensors
+from ostinato.delegate.sampling_params import SamplingTensors
 from ostinato.export import Progress, export_model
 from ostinato.export import model as model_module
 from ostinato.export.artifact.options import ExportRecord

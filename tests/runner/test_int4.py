@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import InputError, load_program
-from ostinato.delegate.artifact.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact.files import open_artifact
 from ostinato.delegate.artifact.names import META_QUANTIZATION
+from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.runner import Engine
 
 from ..comparison import relative_error

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.delegate.sampling import SamplingTensors, sample
+from ostinato.delegate.sampling import sample
+from ostinato.delegate.sampling_params import SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
 
 # A kernel has at most PROGRAMS programs. In an exchange, each program gives CANDIDATES numbers to the others.

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.delegate.sampling import SamplingTensors
+from ostinato.delegate.sampling_params import SamplingTensors
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import is_one, launcher, starts_early
 from ostinato.export.kernels.operands import LastTokens

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.delegate.sampling import SamplingTensors
+from ostinato.delegate.sampling_params import SamplingTensors
 from ostinato.export.compile.gpu import gpu_properties
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import launcher, starts_early

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.delegate.sampling import SamplingTensors
+from ostinato.delegate.sampling_params import SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.operators_cpu import LIBRARY
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ostinato.delegate import ArtifactError, Dim, Method, Program, load_program
-from ostinato.delegate.artifact.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact.files import open_artifact
+from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.artifact.records import MethodRecord
 from ostinato.delegate.code import method_code
 from ostinato.delegate.code.method_code import MethodCode

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ostinato.delegate import InputError, Method, StepError, load_program
-from ostinato.delegate.artifact.files import artifact_paths, open_artifact
+from ostinato.delegate.artifact.files import open_artifact
+from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.artifact.records import MethodRecord
 
 from ..chain import ON_HOST, mixed_chains

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from ostinato.delegate import DeviceMemoryError, Program, load_program
 from ostinato.delegate import memory as memory_module
 from ostinato.delegate.artifact.ptd import ConstantsFile
 from ostinato.delegate.code.method_code import MethodCode
-from ostinato.delegate.constants.loading import ConstantLoader
+from ostinato.delegate.constants.loading import ConstantLoader, free_tensors, zeros
 from ostinato.delegate.constants.pool import ConstantPool
+from ostinato.delegate.torch_internals import ALIGNMENT
 
 from ...modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent
 from ..helpers import step_inputs, steps_made
@@ -53,6 +55,29 @@ def test_too_little_memory_is_said_before_anything_is_loaded(
     pool.bind(record)
     with pytest.raises(DeviceMemoryError, match="0 B of mutable buffers; 0 B are free"):
         pool.bind(record, share=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_zeros_take_memory_when_they_are_touched(dtype: torch.dtype) -> None:
+    before = resident_bytes()
+    tensor = zeros((4, 1 << 12, 1 << 12), dtype, CPU)
+    assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((4, 4096, 4096), dtype, True)
+    assert tensor.data_ptr() % ALIGNMENT == 0
+    tensor[1] = 1
+    assert not tensor[0, 0].any() and not tensor[3, 4095].any()
+    nbytes, room = tensor.nbytes, 16e6
+    assert nbytes / 4 - room < resident_bytes() - before < nbytes / 4 + room
+    free_tensors([tensor])
+    assert resident_bytes() - before < room
+
+
+def test_zeros_of_nothing() -> None:
+    assert zeros((2, 0), torch.float32, CPU).shape == (2, 0)
+    assert torch.equal(zeros((), torch.float32, CPU), torch.zeros(()))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_a_program_that_does_not_fit(recurrent_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor, empty
 
-from ostinato.delegate.sampling import SamplingParams, SamplingTensors
+from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 from ostinato.export.formats.format import Format
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.formats.int4_min import Int4Min

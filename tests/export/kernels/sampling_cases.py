@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ostinato.delegate.sampling import SamplingParams, SamplingTensors, sample
+from ostinato.delegate.sampling import sample
+from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.sampling.reference import workspace_size
 

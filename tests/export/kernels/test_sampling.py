@@ -13,7 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from ostinato.delegate.sampling import SamplingParams, SamplingTensors, gumbel_noise
+from ostinato.delegate.sampling import gumbel_noise
+from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.sampling import reference, rows_triton, sample_triton
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ostinato.delegate.sampling import SamplingParams
+from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.export.kernels import Kernels
 
 from .sampling_cases import ALL_PARAMS, SLOTS, VOCAB, check, make, make_all, one_by_one, random_logits

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from ostinato.delegate.sampling import SamplingParams
+from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.export.kernels.sampling import rows_triton, sample_triton
 
 from .conftest import traced_layer
@@ -120,7 +120,7 @@ def test_replay_reads_new_values(form: Sample, rows: int) -> None:
 
 LAYER = """
 import torch
-from ostinato.delegate.sampling import SamplingParams, SamplingTensors
+from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.sampling.reference import workspace_size
 from ostinato.export.kernels.sampling.{module} import sample_next

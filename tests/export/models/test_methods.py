@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ostinato.delegate.artifact.records import Growth, StateForm, StateKind
-from ostinato.delegate.sampling import SamplingTensors
+from ostinato.delegate.sampling_params import SamplingTensors
 from ostinato.export.artifact.records import Constants
 from ostinato.export.compile.trace import Known, trace_method
 from ostinato.export.kernels import Kernels, kernels_for
