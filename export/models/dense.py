@@ -1,5 +1,5 @@
-"""Dense decoders, of which every layer is attention, full or in a sliding window, and a SwiGLU. Llama, Mistral, Qwen2 and Qwen3
-are such.
+"""Dense decoders: every layer is attention, full or in a sliding window, and a SwiGLU. Llama, Mistral, Qwen2 and Qwen3 are
+such.
 
 Modules have the names of the Hugging Face checkpoint, except for the projections in `NAMES.stacked`. These projections read
 the same input, and are one product here.

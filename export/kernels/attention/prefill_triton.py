@@ -235,9 +235,7 @@ def prefill_sum_kernel(
     head = tl.program_id(1)
     tile = token // ROWS
     start_position = tl.load(positions).to(tl.int32)
-    count, _, length, share = tile_share(
-        tile, start_position, slots, tokens, splits, ROWS, KEYS, MIN_SPLIT, WINDOW
-    )
+    count, _, length, share = tile_share(tile, start_position, slots, tokens, splits, ROWS, KEYS, MIN_SPLIT, WINDOW)
     if (token - tile * ROWS >= count) | (share >= length):
         return
     split = tl.arange(0, SPLITS)

@@ -25,9 +25,10 @@ Shape = tuple[int, int, int, int]
 F32, BF16 = torch.float32, torch.bfloat16
 
 SINGLE_ROWS = {f"row {first}": [Run(SLOT, first)] for first in (0, 1, 63, 64, 65, 200)}
-DEEP_ROWS = {f"row {first}": [Run(SLOT, first)] for first in (300, 1000)}
-# Shorter than a page and than a tile, no multiple of either, and longer than most contexts.
+# Windows shorter than a page and than a tile, no multiple of either, and longer than most contexts.
 WINDOWS = (1, 7, 40, 100, 600)
+# Runs of one session far beyond them, for forms that take one row and for others.
+DEEP = {True: {"row 1000": [Run(SLOT, 1000)]}, False: {"5 from 700": [Run(SLOT, 700, 5)]}}
 LENGTHS = (1, 2, 3, 63, 64, 65, 130)
 FIRST = (0, 1, 5, 100)
 
@@ -176,8 +177,8 @@ def windowed() -> list[Any]:
     """Every form with its rows and each of WINDOWS, beside shapes, dtypes and kinds in turn."""
     found = []
     for name, form in FORMS.items():
-        runs = form.runs | (DEEP_ROWS if form.takes_one_row else {})
-        cases = checkered(runs, WINDOWS, every=3) if form.is_triton else list(product(runs, WINDOWS))
+        cases = checkered(form.runs, WINDOWS, every=4) if form.is_triton else product(form.runs, WINDOWS)
+        cases = [*cases, *product(DEEP[form.takes_one_row], WINDOWS[1:])]
         turns = cycle(product(form.shapes, TOLERANCE)), cycle(KINDS)
         found += [(name, *case, *shape, *kind) for case, shape, kind in zip(cases, *turns, strict=False)]
     return [pytest.param(*one, id="-".join(map(str, one))) for one in found]
@@ -197,7 +198,7 @@ def test_window(
 ) -> None:
     """Every row sees the last positions alone. What no row sees is NaN, and pages that no row sees are not looked up."""
     form, attend = FORMS[name], attend_of(name)
-    of_name = (form.runs | DEEP_ROWS)[runs]
+    of_name = (form.runs | DEEP[form.takes_one_row])[runs]
     case = make(shape, of_name, dtype, page_size, normed=normed, gated=gated, window=window, device=form.device)
     if name == "C++":
         case = without_unused_pages(case)

@@ -160,7 +160,10 @@ def test_kinds_of_layers() -> None:
             "supported is: 'sliding_attention' for all of 2 layers",
         ),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be a whole number from 1 to"),
-        ({"model_type": "qwen2", **WINDOWED, "max_window_layers": -1}, "max_window_layers must be a whole number from 0"),
+        (
+            {"model_type": "qwen2", **WINDOWED, "max_window_layers": -1},
+            "max_window_layers must be a whole number from 0",
+        ),
         ({"model_type": "qwen3", "intermediate_size": None}, "lacks 'intermediate_size'"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "unsupported quantization_config"),
     ],
