@@ -183,16 +183,24 @@ class KVCache:
     Attributes:
         keys, values: [pages, kv_heads, P, D] each.
         table: [slots, M] int32: position p of a slot is in page `table[slot, p // P]`, at index `p % P`.
+        window: number of positions that a row sees, its own and those just before it; None: it sees all before it. Positions
+            that no row of a call sees are not read.
     """
 
     keys: Tensor
     values: Tensor
     table: Tensor
+    window: int | None = None
 
     @property
     def page_size(self) -> int:
         """P, the positions of a page."""
         return self.keys.shape[2]
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Keys, values, table and window, 0 for none, as arguments of an operator of torch."""
+        return self.keys, self.values, self.table, self.window or 0
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class AttentionSizes:
         qk_norm: whether queries and keys are normed.
         gated: whether each head's output is multiplied by the sigmoid of a gate.
         qkv_bias, out_bias: whether these projections have a bias.
+        window: the sliding window: number of positions that a token sees, its own included; None: it sees all before it.
     """
 
     hidden: int
@@ -37,10 +38,15 @@ class AttentionSizes:
     gated: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
+    window: int | None = None
 
 
 class Attention(nn.Module):
-    """One layer's attention. Two buffers hold the keys and values of all sessions; the block table says in which pages."""
+    """One layer's attention. Two buffers hold the keys and values of all sessions; the block table says in which pages.
+
+    Attributes:
+        window: the window of the sizes; None also where a session is no longer than it.
+    """
 
     k_cache: Tensor
     v_cache: Tensor
@@ -49,6 +55,7 @@ class Attention(nn.Module):
     def __init__(self, sizes: AttentionSizes, eps: float, build: Build) -> None:
         super().__init__()
         self.count, self.gated = sizes.heads, sizes.gated
+        self.window = None if sizes.window is None or sizes.window >= build.max_seq_len else sizes.window
         self.q_norm = RMSNorm(sizes.head_dim, eps) if sizes.qk_norm else None
         self.k_norm = RMSNorm(sizes.head_dim, eps) if sizes.qk_norm else None
         outputs = sum(self.heads.split(sizes.kv_heads, sizes.head_dim))
@@ -73,7 +80,7 @@ class Attention(nn.Module):
 
     @property
     def cache(self) -> KVCache:
-        return KVCache(self.k_cache, self.v_cache, self.block_table)
+        return KVCache(self.k_cache, self.v_cache, self.block_table, self.window)
 
     def forward(self, x: Tensor, index: RowIndex) -> Tensor:
         """x [T, H] -> [T, H]."""

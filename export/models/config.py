@@ -66,11 +66,13 @@ class Settings:
         """Whether an object has the setting, as null, and no object has a value for it."""
         return self.get(name) is None and any(name in values for values in self._objects)
 
-    def size(self, name: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
-        """A whole number from 1 to `maximum`. Without a default, the setting must be present."""
+    def size(self, name: str, default: int | None = None, maximum: int = MAX_SIZE, minimum: int = 1) -> int:
+        """A whole number from `minimum` to `maximum`. Without a default, the setting must be present."""
         value = self._stated(name, default)
-        if type(value) is not int or not 1 <= value <= maximum:
-            raise CheckpointError(f"config.json: {name} must be a whole number from 1 to {maximum}, got {short(value)}")
+        if type(value) is not int or not minimum <= value <= maximum:
+            raise CheckpointError(
+                f"config.json: {name} must be a whole number from {minimum} to {maximum}, got {short(value)}"
+            )
         return value
 
     def number(self, name: str, default: float) -> float:

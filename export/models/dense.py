@@ -1,4 +1,5 @@
-"""Dense decoders, of which every layer is full attention and a SwiGLU. Llama, Mistral, Qwen2 and Qwen3 are such.
+"""Dense decoders: every layer is attention, full or in a sliding window, and a SwiGLU. Llama, Mistral, Qwen2 and Qwen3 are
+such.
 
 Modules have the names of the Hugging Face checkpoint, except for the projections in `NAMES.stacked`. These projections read
 the same input, and are one product here.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from .family import Family
 from .gguf import GgufForm
 from .language_model import LanguageModel, Layer
 
-FULL = "full_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 _ROPES = ("default", "linear", "llama3", "divisors")
 
 NAMES = CheckpointNames(
@@ -55,7 +56,8 @@ class Differences:
         head_dim: elements of a head if the config does not say; None: hidden_size / num_attention_heads.
         max_positions: positions of a session if the config does not say.
         window: the sliding window if the config does not say; None: there is none.
-        windowed_by: setting without which a sliding window does not count; "" if it always does.
+        windowed_by: setting without which a sliding window does not count. With it `layer_types` says which layers have
+            one, or `max_window_layers` how many at the beginning do not. "": all layers have it.
         only: settings that shape the network -> the values that it is written for.
     """
 
@@ -72,13 +74,21 @@ class Differences:
 class DenseConfig(ModelConfig):
     """Config of a dense decoder. Names are those of transformers, where it has them.
 
-    `max_position_embeddings` is at most the sliding window: as long as a session fits it, every position sees all others.
+    Attributes:
+        layer_types: FULL or SLIDING for each layer.
+        attention: sizes of a layer with full attention.
+        sliding_window: the window of the other layers; None if there are none.
     """
 
     attention: AttentionSizes
+    sliding_window: int | None
     intermediate_size: int
     rope_theta: float
     rope_divisors: tuple[float, ...]
+
+    def attention_of(self, layer_type: str) -> AttentionSizes:
+        """The sizes of a layer of this type."""
+        return replace(self.attention, window=self.sliding_window if layer_type == SLIDING else None)
 
 
 def read_config(differences: Differences, data: Mapping[str, Any]) -> DenseConfig:
@@ -98,17 +108,19 @@ def read_config(differences: Differences, data: Mapping[str, Any]) -> DenseConfi
         )
     head_dim = settings.size("head_dim", differences.head_dim or max(1, hidden // heads))
     bias = settings.flag("attention_bias", False) if differences.qkv_bias is None else differences.qkv_bias
-    rope = read.rope_parameters(data, (FULL,), _ROPES)
+    rope = read.rope_parameters(data, (FULL, SLIDING), _ROPES)
     read.rotary_dim(rope, head_dim, 1.0)
     theta = rope.number("rope_theta", 10000.0)
+    window = _window(settings, differences)
+    layer_types = _layer_types(settings, differences, window)
     return DenseConfig(
         model_type=data["model_type"],
         vocab_size=settings.size("vocab_size"),
         hidden_size=hidden,
-        layer_types=_layer_types(settings),
+        layer_types=layer_types,
         rms_norm_eps=settings.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=read.tied(data, data),
-        max_position_embeddings=_max_positions(settings, differences),
+        max_position_embeddings=settings.size("max_position_embeddings", differences.max_positions),
         dtype=read.dtype(settings),
         attention=AttentionSizes(
             hidden,
@@ -119,45 +131,54 @@ def read_config(differences: Differences, data: Mapping[str, Any]) -> DenseConfi
             qkv_bias=bias,
             out_bias=bias and differences.qkv_bias is None,
         ),
+        sliding_window=window if SLIDING in layer_types else None,
         intermediate_size=settings.size("intermediate_size"),
         rope_theta=theta,
         rope_divisors=read.rope_divisors(rope, head_dim, theta),
     )
 
 
-def _layer_types(settings: Settings) -> tuple[str, ...]:
-    count = settings.size("num_hidden_layers", maximum=MAX_COUNT)
-    types = settings.get("layer_types")
-    if types is not None and types != [FULL] * count:
-        raise CheckpointError(
-            f"unsupported layer_types {read.short(types)} in config.json; supported is: {FULL!r} for all of {count} layers"
-        )
-    return (FULL,) * count
-
-
-def _max_positions(settings: Settings, differences: Differences) -> int:
-    positions = settings.size("max_position_embeddings", differences.max_positions)
+def _window(settings: Settings, differences: Differences) -> int | None:
+    """The window of layers with a sliding window; None if the config has no such layers."""
     if differences.windowed_by and not settings.flag(differences.windowed_by, False):
-        return positions
+        return None
     if settings.is_null("sliding_window") or (differences.window is None and settings.get("sliding_window") is None):
-        return positions
-    return min(positions, settings.size("sliding_window", differences.window))
+        return None
+    return settings.size("sliding_window", differences.window)
+
+
+def _layer_types(settings: Settings, differences: Differences, window: int | None) -> tuple[str, ...]:
+    """The type of each layer. Where a family's other settings decide, `layer_types` may only say the same."""
+    count, stated = settings.size("num_hidden_layers", maximum=MAX_COUNT), settings.get("layer_types")
+    types = [FULL if window is None else SLIDING] * count
+    supported = f"{types[0]!r} for all of {count} layers"
+    if window is not None and differences.windowed_by:
+        full = min(count, settings.size("max_window_layers", 28, minimum=0))
+        types[:full] = [FULL] * full
+        supported = f"{FULL!r} or {SLIDING!r} for each of {count} layers"
+        if isinstance(stated, list) and len(stated) == count and all(one in (FULL, SLIDING) for one in stated):
+            types = stated
+    if stated not in (None, types):
+        raise CheckpointError(f"unsupported layer_types {read.short(stated)} in config.json; supported is: {supported}")
+    return tuple(types)
 
 
 class DecoderLayer(Layer):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
-    def __init__(self, config: DenseConfig, build: Build) -> None:
+    def __init__(self, config: DenseConfig, layer_type: str, build: Build) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config.attention, eps, build)
+        self.self_attn = Attention(config.attention_of(layer_type), eps, build)
         self.mlp = SwiGLU(size, config.intermediate_size, build)
         self.input_layernorm = RMSNorm(size, eps)
         self.post_attention_layernorm = RMSNorm(size, eps)
 
     def links(self, prefix: str, step: bool, streamed: bool) -> list[Link]:
         """The link from the value `x` to the next `x`."""
-        return [Link(self, ("x",), kind_of(self, f"{FULL} layer"), prefix, "step" if step else "forward")]
+        window = self.self_attn.window
+        kind = kind_of(self, f"{FULL} layer" if window is None else f"{SLIDING} ({window}) layer")
+        return [Link(self, ("x",), kind, prefix, "step" if step else "forward")]
 
     def forward(self, x: Tensor, input_pos: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, H] -> [T, H]. The other arguments are the fields of a `RowIndex`."""
@@ -172,7 +193,7 @@ class DecoderLayer(Layer):
 
 def network(config: DenseConfig, build: Build) -> LanguageModel:
     """The network of a config. `build_network` calls this on the meta device: parameters have shapes and no values."""
-    layers = [DecoderLayer(config, build) for _ in config.layer_types]
+    layers = [DecoderLayer(config, layer_type, build) for layer_type in config.layer_types]
     rotary = RotaryEmbedding(config.attention.head_dim, config.rope_theta, config.rope_divisors)
     return LanguageModel(config, build, layers, rotary)
 

@@ -205,7 +205,6 @@ def _shared(file: GgufFile, model_type: str) -> Config:
             f"{file.path}: {file.architecture}.nextn_predict_layers must be less than block_count ({layers}), got "
             f"{short(predicting)}"
         )
-    positions, window = get("context_length"), get("attention.sliding_window")
     head_dim = get("attention.key_length")
     if head_dim is None and _is_size(hidden):
         head_dim = hidden // heads
@@ -220,12 +219,25 @@ def _shared(file: GgufFile, model_type: str) -> Config:
         "intermediate_size": get("feed_forward_length"),
         "rms_norm_eps": _decimal(get("attention.layer_norm_rms_epsilon")),
         "rope_parameters": _rope(file),
-        "max_position_embeddings": min(positions, window) if _is_size(positions) and _is_size(window) else positions,
-        "sliding_window": None,
+        "max_position_embeddings": get("context_length"),
+        **_windowed(file, layers - predicting),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
     }
+
+
+def _windowed(file: GgufFile, layers: int) -> Config:
+    """The settings of a sliding window, which a file has for all layers or not at all."""
+    if file.setting("attention.sliding_window") in (None, 0):
+        return {"sliding_window": None}
+    if file.setting("attention.sliding_window_pattern") is not None:
+        raise CheckpointError(
+            f"{file.path}: unsupported {file.architecture}.attention.sliding_window_pattern; supported is: "
+            "one sliding_window for all layers"
+        )
+    window = size_setting(file, "attention.sliding_window")
+    return {"sliding_window": window, "use_sliding_window": True, "layer_types": ["sliding_attention"] * layers}
 
 
 def _is_size(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Mistral's dense models. The first one had a sliding window: its sessions are at most as long as that."""
+"""Mistral's dense models. The first one had a sliding window in all layers."""
 
 from __future__ import annotations
 

@@ -51,6 +51,7 @@ LAYER_TYPES = (LINEAR, FULL)
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attn_output_gate": (True,),
+    "use_sliding_window": (False,),
     "output_gate_type": ("silu", "swish"),
     "mlp_only_layers": ([],),
     "decoder_sparse_step": (1,),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from ostinato.runner import Engine
 from ostinato.runner.cli import main
 
 from ..conftest import export_on_a_gpu, only_methods
-from .conversations import converse, errors
+from .conversations import converse, errors, run
 from .gguf_files import write_gguf
 from .models import dense_references
 from .models.dense_references import CASES, make_dense
@@ -27,7 +28,7 @@ from .references import Reference
 MAX_SEQ_LEN, STEPS = 256, 4
 LENGTHS = (1, 2, 3, 31, 64, 65, 200)
 GRAPH = {"enable_cuda_graph_for_method": "decode", "cuda_graph_warmup_steps": 1}
-# A case of CASES, and the number format of its weights. The first has all methods.
+# A case of CASES, and the number format of its weights. Those in WHOLE have all methods.
 MODELS = {
     "llama": ("llama-3.1", None),
     "qwen2": ("qwen2", Quantization(64)),
@@ -35,7 +36,10 @@ MODELS = {
     "tied": ("llama-tied", Quantization(64)),
     "tied-int8": ("llama-tied", Quantization(32, format="int8")),
     "qwen2-int4_min": ("qwen2", Quantization(32, format="int4_min")),
+    "window": ("mistral-window", None),
+    "mixed": ("qwen2-mixed", None),
 }
+WHOLE = ("llama", "mixed")
 Made = tuple[Reference, Path]
 
 
@@ -48,7 +52,7 @@ def made(
     def get(name: str) -> Made:
         case, quant = MODELS[name]
         reference = make_dense(tmp_path_factory.mktemp(name), CASES[case])
-        methods = () if name == "llama" else ("prefill", "decode")
+        methods = () if name in WHOLE else ("prefill", "decode")
 
         def build(path: Path) -> None:
             if request.param == "cuda":
@@ -98,9 +102,27 @@ def test_logits(made: Callable[[str], Made], name: str) -> None:
             assert max(found) < bound, f"{length} tokens: relative errors of prefill and decode steps {found}"
 
 
-def test_sessions_side_by_side(made: Callable[[str], Made]) -> None:
+@pytest.mark.parametrize("name", ("window", "mixed"))
+def test_chunks_behind_a_window(made: Callable[[str], Made], name: str) -> None:
+    """Prompts in chunks that are longer than the window, and shorter ones; then steps far beyond it."""
+    reference, path = made(name)
+    tokens = reference.tokens(MAX_SEQ_LEN, seed=1)
+    expected = reference.logits(tokens)
+    with load_program(path) as program:
+        prefill, decode = program.load_method("prefill"), program.load_method("decode", GRAPH)
+        ends = (70, 75, 140, 200)
+        found = [run(prefill, tokens, begin, end) for begin, end in pairwise((0, *ends))]
+        found += [run(decode, tokens, at, at + 1) for at in range(200, MAX_SEQ_LEN)]
+        wanted = expected[[end - 1 for end in ends] + list(range(200, MAX_SEQ_LEN))]
+        assert max(errors([logits.cpu() for logits in found], list(wanted))) < 1e-4
+        prefill.close()
+        decode.close()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_sessions_side_by_side(made: Callable[[str], Made], name: str) -> None:
     """Prompts of several lengths, then steps together: every token is the one that transformers finds most likely."""
-    reference, path = made("llama")
+    reference, path = made(name)
     with Engine.load(path, cuda_graph=True, sessions=4, kv_tokens=4 * MAX_SEQ_LEN) as engine:
         sessions, texts = [], []
         for length in (5, 70, 130):

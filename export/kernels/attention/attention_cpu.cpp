@@ -38,16 +38,17 @@ void place(const Array& x, int64_t size, const float* norm, double eps, const fl
 }
 
 // Keys and values of all sessions, [pages, kv_heads, positions of a page, size], and the table of pages, [slots, max_pages].
+// A token sees `window` positions, its own included; 0: all before it.
 struct Cache {
   Array keys, values;
   const int32_t* table;
-  int64_t slots, max_pages, pages, kv_heads, page_size, size;
+  int64_t slots, max_pages, pages, kv_heads, page_size, size, window;
   int shift;
 
-  Cache(const Tensor& keys_, const Tensor& values_, const Tensor& table_)
+  Cache(const Tensor& keys_, const Tensor& values_, const Tensor& table_, int64_t window_)
       : keys(keys_.array()), values(values_.array()), table(table_.as<int32_t>()), slots(table_.size(0)),
         max_pages(table_.size(1)), pages(keys_.size(0)), kv_heads(keys_.size(1)), page_size(keys_.size(2)), size(keys_.size(3)),
-        shift(std::countr_zero(uint64_t(page_size))) {
+        window(window_), shift(std::countr_zero(uint64_t(page_size))) {
     if (page_size < TOGETHER || !std::has_single_bit(uint64_t(page_size)))
       throw std::invalid_argument("pages of " + std::to_string(page_size) + " positions: not a power of two from 16 on");
   }
@@ -58,14 +59,17 @@ struct Cache {
     return ((page * kv_heads + kv_head) * page_size + (position & (page_size - 1))) * size;
   }
 
-  // Throws unless a run's positions, and all positions before them, are in the cache.
+  // The first position that a token at `position` sees.
+  int64_t first_seen(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
+
+  // Throws unless a run's positions, and all earlier ones that it sees, are in the cache.
   void check(const Run& run, const int64_t* positions) const {
     int64_t first = positions[run.begin], last = positions[run.end - 1];
     for (int64_t row = run.begin; row < run.end; ++row)
       if (positions[row] != first + row - run.begin) throw std::invalid_argument("a run's positions are not consecutive");
     if (first < 0 || last >> shift >= max_pages)
       throw std::out_of_range("position " + std::to_string(first < 0 ? first : last) + " is not in the cache");
-    for (int64_t index = 0; index <= last >> shift; ++index) {
+    for (int64_t index = first_seen(first) >> shift; index <= last >> shift; ++index) {
       int32_t page = table[run.slot * max_pages + index];
       if (page < 0 || page >= pages)
         throw std::out_of_range("page " + std::to_string(page) + ": the cache has " + std::to_string(pages));
@@ -76,7 +80,7 @@ struct Cache {
 // A run, and how it is cut into tasks.
 struct Cut {
   Run run;
-  int64_t length;  // number of positions up to the last token's, inclusive
+  int64_t length;  // the most positions that a task goes through
   bool tiles;
   int64_t heads, tokens;               // the most heads and tokens of a task
   int64_t stretches = 1, stretch = 0;  // number of stretches, and positions of one
@@ -89,7 +93,7 @@ struct Cut {
 struct Piece {
   const Cut* cut;
   int64_t kv_head, first_head, heads, first, tokens;
-  int64_t part, begin, end;  // number of the stretch, and its positions
+  int64_t part, begin, end;  // number of the stretch, and its positions: `begin` is a multiple of TOGETHER
 
   int64_t weight() const { return (end - begin) * (heads * tokens + READING); }
 };
@@ -117,7 +121,9 @@ struct Attention {
       if (tiles) max_queries = TileBlock::MAX_QUERIES;
 #endif
       int64_t together = std::min(sharing, max_queries), tokens = std::min(run.rows(), max_queries / together);
-      cuts.push_back({run, positions[run.end - 1] + 1, tiles, together, tokens});
+      int64_t length = positions[run.end - 1] + 1;
+      if (cache.window) length = std::min(length, cache.window + tokens + TOGETHER - 2);
+      cuts.push_back({run, length, tiles, together, tokens});
       all += cuts.back().weight() * pieces_of(cuts.back());
     }
     for (Cut& cut : cuts) {
@@ -144,8 +150,10 @@ struct Attention {
         for (int64_t first = cut.run.begin; first < cut.run.end; first += cut.tokens)
           for (int64_t part = 0; part < cut.stretches; ++part) {
             int64_t mine = std::min(cut.heads, sharing - head), tokens = std::min(cut.tokens, cut.run.end - first);
-            int64_t begin = part * cut.stretch, last = std::min(begin + cut.stretch, positions[first + tokens - 1] + 1);
-            pieces.push_back({&cut, kv_head, kv_head * sharing + head, mine, first, tokens, part, begin, std::max(begin, last)});
+            int64_t from = cache.first_seen(positions[first]) / TOGETHER * TOGETHER, begin = from + part * cut.stretch;
+            int64_t end = std::min(begin + cut.stretch, positions[first + tokens - 1] + 1);
+            if (end <= begin) begin = end = from;
+            pieces.push_back({&cut, kv_head, kv_head * sharing + head, mine, first, tokens, part, begin, end});
           }
   }
 
@@ -174,14 +182,16 @@ struct Attention {
     };
     Places<BLOCK> at{{}, places_from(piece.begin)};
     for (int64_t position = piece.begin; position < piece.end; position += BLOCK) {
+      // The block's positions from `first` to `length` are seen by some token.
+      int64_t first = std::max<int64_t>(0, cache.first_seen(positions[piece.first]) - position);
       int64_t length = std::min(BLOCK, piece.end - position);
       at = {at.next, places_from(position + BLOCK)};
-      block.score(cache.keys, at, length, scores);
+      block.score(cache.keys, at, first, length, scores);
       for (int64_t i = 0; i < count; ++i) {
-        int64_t seen = std::min(length, positions[row_of(i)] + 1 - position);
-        weigh<BLOCK>(scores + i * BLOCK, seen, sum[i], sum_of_values + i * padded);
+        int64_t own = positions[row_of(i)], unseen = std::max<int64_t>(0, cache.first_seen(own) - position);
+        weigh<BLOCK>(scores + i * BLOCK, unseen, std::min(length, own + 1 - position), sum[i], sum_of_values + i * padded);
       }
-      block.add(cache.values, at, length, scores, sum_of_values);
+      block.add(cache.values, at, first, length, scores, sum_of_values);
     }
     for (int64_t i = 0; i < count; ++i) {
       if (cut.stretches == 1) {
@@ -194,14 +204,15 @@ struct Attention {
     }
   }
 
-  // Turns the scores of a block into weights; only the first `seen` positions count. Earlier sums are made relative to the
-  // new largest score.
+  // Turns the scores of a block into weights; only the positions from `unseen` to `seen` count. Earlier sums are made
+  // relative to the new largest score.
   template <int64_t BLOCK>
-  void weigh(float* scores, int64_t seen, Partial& sum, float* out) const {
-    if (seen <= 0) {
+  void weigh(float* scores, int64_t unseen, int64_t seen, Partial& sum, float* out) const {
+    if (seen <= unseen) {
       std::memset(scores, 0, BLOCK * sizeof(float));
       return;
     }
+    for (int64_t c = 0; c < unseen; ++c) scores[c] = -std::numeric_limits<float>::infinity();
     for (int64_t c = seen; c < BLOCK; ++c) scores[c] = -std::numeric_limits<float>::infinity();
     // A NaN score does not count here; it makes the sums below NaN.
     Floats largest_so_far = broadcast(sum.peak);
@@ -218,6 +229,7 @@ struct Attention {
       Floats weight = exponential(load(scores + c) - broadcast(peak));
       store(scores + c, weight);
     }
+    for (int64_t c = 0; c < unseen; ++c) scores[c] = 0;
     for (int64_t c = seen; c < BLOCK; ++c) scores[c] = 0;
     for (int64_t c = 0; c < BLOCK; c += LANES) total = total + load(scores + c);
     sum.total += ostinato::sum(total);
@@ -235,7 +247,7 @@ struct Attention {
     float peak = of[0].peak, total = 0;
     for (int64_t part = 1; part < cut.stretches; ++part) peak = of[part].peak > peak ? of[part].peak : peak;
     for (int64_t part = 0; part < cut.stretches; ++part) {
-      // A stretch behind the token's position has added nothing.
+      // A stretch without a position that the token sees has added nothing.
       float factor = of[part].total == 0 ? 0 : std::exp(of[part].peak - peak);
       total += of[part].total * factor;
       for (int64_t i = 0; i < padded; i += LANES) {
@@ -275,12 +287,13 @@ extern "C" AOTITorchError aoti_torch_cpu_attend_step(AtenTensorHandle qkv_, Aten
                                                      double eps, int64_t heads, int32_t gated, AtenTensorHandle positions_,
                                                      AtenTensorHandle slots_, AtenTensorHandle cos_, AtenTensorHandle sin_,
                                                      AtenTensorHandle keys_, AtenTensorHandle values_,
-                                                     AtenTensorHandle table_, AtenTensorHandle* result) {
+                                                     AtenTensorHandle table_, int64_t window,
+                                                     AtenTensorHandle* result) {
   return guarded("attend_step", [&] {
     Tensor qkv(qkv_), cos(cos_), sin(sin_), positions_of(positions_), slots(slots_), keys(keys_);
     const float *q_norm = Tensor(q_norm_).as<float>(), *k_norm = Tensor(k_norm_).as<float>();
     const int64_t *positions = positions_of.as<int64_t>(), *slot = slots.as<int64_t>();
-    Cache cache(keys, Tensor(values_), Tensor(table_));
+    Cache cache(keys, Tensor(values_), Tensor(table_), window);
     std::vector<Run> runs = runs_of(slots, positions_of, cache.slots);
     for (const Run& run : runs) cache.check(run, positions);
     int64_t rows = qkv.size(0), width = qkv.size(1), rotated = cos.size(1), size = cache.size;

@@ -21,12 +21,14 @@ struct Places {
 };
 
 // FloatBlock and TileBlock have the same members:
-//   BLOCK                                positions of the cache at a time
-//   MAX_QUERIES                          the most queries of a task
-//   put(i, query)                        sets query i: [padded] floats, already multiplied by the scale of scores
-//   score(keys, at, length, scores)      writes scores [count, BLOCK] of `length` keys; columns behind `length` are undefined
-//   add(values, at, length, scores, out) out [count, padded] += the values at the same places, weighted by `scores`
-// `add` takes scores that have been made weights; they are zero behind `length`. scores and out have room for `room()` rows.
+//   BLOCK                                       positions of the cache at a time
+//   MAX_QUERIES                                 the most queries of a task
+//   put(i, query)                               sets query i: [padded] floats, already multiplied by the scale of scores
+//   score(keys, at, first, length, scores)      writes scores [count, BLOCK] of the keys from `first` to `length`; the other
+//                                               columns are undefined
+//   add(values, at, first, length, scores, out) out [count, padded] += the values at the same places, weighted by `scores`
+// `add` takes scores that have been made weights; they are zero outside these places. scores and out have room for `room()`
+// rows.
 class FloatBlock {
  public:
   static constexpr int64_t BLOCK = 32, MAX_QUERIES = 32;
@@ -38,8 +40,8 @@ class FloatBlock {
 
   void put(int64_t i, const float* query) { std::memcpy(queries_ + i * padded_, query, padded_ * sizeof(float)); }
 
-  void score(const Array& keys, const Places<BLOCK>& at, int64_t length, float* scores) {
-    widen(keys, at, length);
+  void score(const Array& keys, const Places<BLOCK>& at, int64_t first, int64_t length, float* scores) {
+    widen(keys, at, first, length);
     for (int64_t c = 0; c < length; c += 2) {
       int64_t r = 0;
       for (; r + 2 <= count_; r += 2) dots<2, 2>(r, c, scores);
@@ -47,8 +49,8 @@ class FloatBlock {
     }
   }
 
-  void add(const Array& values, const Places<BLOCK>& at, int64_t length, const float* scores, float* out) {
-    widen(values, at, length);
+  void add(const Array& values, const Places<BLOCK>& at, int64_t first, int64_t length, const float* scores, float* out) {
+    widen(values, at, first, length);
     auto add_all = [&](auto length) {
       int64_t i = 0;
       for (; i + 4 <= count_; i += 4) add_weighted<4>(length, scores + i * BLOCK, out + i * padded_);
@@ -61,12 +63,13 @@ class FloatBlock {
   }
 
  private:
-  // Converts a block of the cache to floats, with zeros behind an odd number of positions. Meanwhile it prefetches the next
-  // block: with pages in no order, a row at depth 4,000 takes 1.6 ms, and 2.3 without this (16 heads of 256, two key heads,
-  // one core of an AMD EPYC).
-  void widen(const Array& cache, const Places<BLOCK>& at, int64_t length) {
+  // Converts a block of the cache to floats, with zeros before `first` and behind an odd number of positions. Meanwhile it
+  // prefetches the next block: with pages in no order, a row at depth 4,000 takes 1.6 ms, and 2.3 without this (16 heads of
+  // 256, two key heads, one core of an AMD EPYC).
+  void widen(const Array& cache, const Places<BLOCK>& at, int64_t first, int64_t length) {
     int64_t bytes = size_ * (cache.narrow ? 2 : 4);
-    for (int64_t c = 0; c < length; ++c) {
+    std::memset(block_, 0, first * padded_ * sizeof(float));
+    for (int64_t c = first; c < length; ++c) {
       int64_t inside = c % TOGETHER * size_;
       Array from = cache.from(at.here[c / TOGETHER] + inside);
       const char* next = (const char*)cache.from(at.next[c / TOGETHER] + inside).data;
@@ -138,18 +141,18 @@ class TileBlock {
     for (int64_t at = 0; at < size_; at += LANES) store(queries_ + i * size_ + at, load(query + at));
   }
 
-  void score(const Array& keys, const Places<BLOCK>& at, int64_t length, float* scores) {
+  void score(const Array& keys, const Places<BLOCK>& at, int64_t first, int64_t length, float* scores) {
     for (int64_t c = 0; c < BLOCK; c += LANES) {
-      turn(keys, at, c, length);
+      turn(keys, at, c, first, length);
       multiply_all_tiles(tiles_, queries_, size_, panel_, size_, scores + c, BLOCK, false);
     }
   }
 
-  void add(const Array& values, const Places<BLOCK>& places, int64_t length, const float* scores, float* out) {
+  void add(const Array& values, const Places<BLOCK>& places, int64_t first, int64_t length, const float* scores, float* out) {
     for (int64_t i = 0; i < room() * BLOCK; i += 2 * LANES)
       _mm512_storeu_si512(weights_ + i, (__m512i)_mm512_cvtne2ps_pbh(load(scores + i + LANES).v, load(scores + i).v));
     for (int64_t at = 0; at < size_; at += LANES) {
-      pair(values, places, at, length);
+      pair(values, places, at, first, length);
       multiply_all_tiles(tiles_, weights_, BLOCK, panel_, BLOCK, out + at, size_, true);
     }
   }
@@ -159,23 +162,27 @@ class TileBlock {
     return (const bfloat16*)cache.data + places.here[index / TOGETHER] + index % TOGETHER * size_;
   }
 
-  // Builds the panel whose columns are the LANES keys from `first` on, with zeros behind `length`.
-  void turn(const Array& keys, const Places<BLOCK>& places, int64_t first, int64_t length) {
+  // Builds the panel whose columns are the LANES keys from `column` on, with zeros before `first` and behind `length`.
+  void turn(const Array& keys, const Places<BLOCK>& places, int64_t column, int64_t first, int64_t length) {
     static_assert(LANES == TOGETHER);
-    const bfloat16* from = row(keys, places, first);
+    const bfloat16* from = row(keys, places, column);
     for (int64_t at = 0; at < size_; at += TILE_COLUMNS) {
       __m512i words[LANES];
-      for (int64_t lane = 0; lane < LANES; ++lane)
-        words[lane] = lane < length - first ? _mm512_loadu_si512(from + lane * size_ + at) : _mm512_setzero_si512();
+      for (int64_t lane = 0; lane < LANES; ++lane) {
+        bool seen = column + lane >= first && column + lane < length;
+        words[lane] = seen ? _mm512_loadu_si512(from + lane * size_ + at) : _mm512_setzero_si512();
+      }
       transpose(words);
       for (int64_t k = 0; k < LANES; ++k) _mm512_storeu_si512(panel_ + at * LANES + k * 2 * LANES, words[k]);
     }
   }
 
-  // Builds the panel whose columns are the LANES elements of the values from `at` on, with zeros behind `length`.
-  void pair(const Array& values, const Places<BLOCK>& places, int64_t at, int64_t length) {
+  // Builds the panel whose columns are the LANES elements of the values from `at` on, with zeros before `first` and behind
+  // `length`.
+  void pair(const Array& values, const Places<BLOCK>& places, int64_t at, int64_t first, int64_t length) {
     auto part = [&](int64_t index) {
-      return index < length ? _mm256_loadu_si256((const __m256i*)(row(values, places, index) + at)) : _mm256_setzero_si256();
+      bool seen = index >= first && index < length;
+      return seen ? _mm256_loadu_si256((const __m256i*)(row(values, places, index) + at)) : _mm256_setzero_si256();
     };
     for (int64_t index = 0; index < BLOCK; index += 2) {
       __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(part(index)), part(index + 1), 1);

@@ -71,12 +71,26 @@ def offsets_in(
 
 
 @triton.jit
+def first_seen(position: tl.tensor, WINDOW: tl.constexpr, KEYS: tl.constexpr) -> tl.tensor:
+    """The first position that a row at `position` sees, rounded down to a multiple of KEYS.
+
+    Args:
+        WINDOW: number of positions that a row sees, its own included; 0: all before it.
+    """
+    if WINDOW > 0:
+        return tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS
+    else:
+        return 0
+
+
+@triton.jit
 def attend_block(
     q: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     offsets: tl.tensor,
     start: tl.tensor,
+    begin: tl.tensor,
     end: tl.tensor,
     visible: tl.tensor,
     total: tl.tensor,
@@ -85,19 +99,25 @@ def attend_block(
     SCALE: tl.constexpr,
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add the positions `start` to `start + KEYS`, which are at `offsets` [KEYS, D], to (total [M, D], weight [M], peak [M]).
 
     If MASKED, positions from `end` on are not read, and row m sees the positions up to visible[m], which may be none of
-    these. Else every row sees all of these positions.
+    these; if there is a WINDOW too, not 0, positions before `begin` are not read, and row m sees the last WINDOW positions
+    up to visible[m]. Else every row sees all of these positions.
     """
     position = start + tl.arange(0, KEYS)
     inside = (position < end)[:, None] | (not MASKED)
+    if WINDOW > 0:
+        inside = inside & (position >= begin)[:, None]
     scores = multiply(
         q, tl.trans(tl.load(keys + offsets, mask=inside, other=0.0)), tl.zeros([q.shape[0], KEYS], tl.float32)
     )
     if MASKED:
         scores = tl.where(position[None, :] <= visible[:, None], scores, float("-inf"))
+    if WINDOW > 0:
+        scores = tl.where(position[None, :] > visible[:, None] - WINDOW, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1) * SCALE)
     # A row that has seen nothing yet has a peak of -inf, and -inf minus -inf would be NaN.
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
@@ -118,10 +138,13 @@ def attend_range(
     middle: tl.tensor,
     end: tl.tensor,
     visible: tl.tensor,
+    first: tl.tensor,
     SCALE: tl.constexpr,
     SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(total [M, D], weight [M], peak [M]) of queries q [M, D] over the positions `begin` to `end` of a slot.
 
@@ -129,8 +152,10 @@ def attend_range(
         keys, values: the cache of one key head.
         table: row of the block table for the slot.
         begin, middle: multiples of KEYS. Before `middle` every row sees all positions, from there on row m sees those up to
-            visible[m].
+            visible[m]; or the last WINDOW of them.
+        first: visible[0]; the rows are of TOKENS tokens at neighbouring positions.
         SIZE: see `offsets_in`.
+        WINDOW: see `first_seen`.
     """
     total = tl.zeros(q.shape, tl.float32)
     weight = tl.zeros([q.shape[0]], tl.float32)
@@ -138,17 +163,29 @@ def attend_range(
     middle = tl.minimum(tl.maximum(middle, begin), end // KEYS * KEYS)
     # The pages of a block are looked up while the block before it is worked on.
     pages = pages_of(table, begin, end, PAGE, KEYS, True)
+    if WINDOW > 0:
+        # The last row sees the positions from `edge` on.
+        unseen = first - WINDOW + 1
+        edge = tl.cdiv(tl.maximum(unseen + TOKENS - 1, begin), KEYS) * KEYS
+        for start in range(begin, tl.minimum(edge, end), KEYS):
+            offsets = offsets_in(pages, start, SIZE, PAGE, q.shape[1], KEYS)
+            pages = pages_of(table, start + KEYS, end, PAGE, KEYS, True)
+            total, weight, peak = attend_block(
+                q, keys, values, offsets, start, unseen, end, visible, total, weight, peak, SCALE, KEYS, True, WINDOW
+            )
+        begin = edge
+        middle = tl.maximum(middle, edge)
     for start in range(begin, middle, KEYS):
         offsets = offsets_in(pages, start, SIZE, PAGE, q.shape[1], KEYS)
         pages = pages_of(table, start + KEYS, end, PAGE, KEYS, True)
         total, weight, peak = attend_block(
-            q, keys, values, offsets, start, end, visible, total, weight, peak, SCALE, KEYS, False
+            q, keys, values, offsets, start, begin, end, visible, total, weight, peak, SCALE, KEYS, False, 0
         )
     for start in range(middle, end, KEYS):
         offsets = offsets_in(pages, start, SIZE, PAGE, q.shape[1], KEYS)
         pages = pages_of(table, start + KEYS, end, PAGE, KEYS, True)
         total, weight, peak = attend_block(
-            q, keys, values, offsets, start, end, visible, total, weight, peak, SCALE, KEYS, True
+            q, keys, values, offsets, start, begin, end, visible, total, weight, peak, SCALE, KEYS, True, 0
         )
     return total, weight, peak
 

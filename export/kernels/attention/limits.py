@@ -27,7 +27,7 @@ def check_attention(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 
 def check_step(heads: Heads, index: RowIndex, cache: KVCache) -> None:
     """Raises ExportError as `check_attention` does, or if R is odd or larger than D, or if there is one norm only, or if they
-    differ in eps."""
+    differ in eps, or if the window has no position."""
     head_dim, rotary = cache.keys.shape[3], index.cos.shape[1]
     check_attention(heads.count, cache.keys.shape[1], head_dim, cache.keys.dtype)
     if rotary % 2 or rotary > head_dim:
@@ -35,3 +35,5 @@ def check_step(heads: Heads, index: RowIndex, cache: KVCache) -> None:
     eps = tuple(None if norm is None else norm.eps for norm in (heads.q_norm, heads.k_norm))
     if eps[0] != eps[1]:
         raise ExportError(f"the attention kernels take one eps for both norms, got {eps[0]} and {eps[1]}")
+    if cache.window is not None and cache.window < 1:
+        raise ExportError(f"the attention kernels take a window of 1 position or more, got {cache.window}")

@@ -2,7 +2,7 @@
 
 A program takes a tile of queries: those of a few tokens, for all heads that share a key head. So each key is loaded once for
 all of them. Where there are few tiles, the positions that a tile sees are split among several programs (as in flash-decoding,
-Dao et al., 2023), and a second kernel adds up their sums. Positions past the last token's are not read: they may hold
+Dao et al., 2023), and a second kernel adds up their sums. Positions that no token sees are not read: they may hold
 anything, NaN included.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, launcher
 from ostinato.export.kernels.operands import Heads, KVCache, RowIndex
 
-from .block_triton import PROGRAMS, TileConfig, attend_range, padded_group, score_scale
+from .block_triton import PROGRAMS, TileConfig, attend_range, first_seen, padded_group, score_scale
 from .limits import check_step
 from .place_triton import place_rows
 
@@ -51,7 +51,7 @@ def attend(qkv: Tensor, heads: Heads, index: RowIndex, cache: KVCache) -> Tensor
         ExportError: see `check_step`.
     """
     check_step(heads, index, cache)
-    out = _attend(qkv, *heads.arguments, *index, cache.keys, cache.values, cache.table)
+    out = _attend(qkv, *heads.arguments, *index, *cache.arguments)
     if not heads.gated:
         return out
     gate = qkv[:, : 2 * out.shape[1]].unflatten(1, (heads.count, 2, -1))[:, :, 1]
@@ -73,6 +73,7 @@ def _attend(
     keys: Tensor,
     values: Tensor,
     table: Tensor,
+    window: int,
 ) -> Tensor:
     """Inputs as in `Heads`, `RowIndex` and `KVCache` -> the heads' outputs without their gates, [T, heads D]."""
     tokens, (kv_heads, page_size, head_dim) = qkv.shape[0], keys.shape[1:]
@@ -89,7 +90,8 @@ def _attend(
     # For each sum: the peak of its scores, and the sum of its weights.
     scales = torch.empty((2, parts), dtype=torch.float32, device=query.device)
     out = torch.empty((tokens, heads * head_dim), dtype=query.dtype, device=query.device)
-    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "GROUP": group, "ROWS": rows, "MIN_SPLIT": MIN_SPLIT}
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "GROUP": group}
+    sizes |= {"ROWS": rows, "MIN_SPLIT": MIN_SPLIT, "WINDOW": window}
     launcher(prefill_kernel)[(kv_heads, tiles, splits)](
         query,
         keys,
@@ -149,6 +151,7 @@ def prefill_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
     PAGES: tl.constexpr,
     PAGE: tl.constexpr,
     SCALE: tl.constexpr,
@@ -165,8 +168,11 @@ def prefill_kernel(
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     start_position = tl.load(positions).to(tl.int32)
-    count, seen, share = tile_share(tile, start_position, slots, tokens, splits, ROWS, KEYS, MIN_SPLIT)
-    begin = tl.program_id(2) * share
+    count, origin, length, share = tile_share(
+        tile, start_position, slots, tokens, splits, ROWS, KEYS, MIN_SPLIT, WINDOW
+    )
+    begin = origin + tl.program_id(2) * share
+    seen = origin + length
     if (count == 0) | (begin >= seen):
         return
     row = tl.arange(0, ROWS * GROUP)
@@ -185,12 +191,15 @@ def prefill_kernel(
         (start_position + tile * ROWS + 1) // KEYS * KEYS,
         tl.minimum(begin + share, seen),
         start_position + token,
+        start_position + tile * ROWS,
         SCALE,
         KV_HEADS * PAGE * D,
         PAGE,
         KEYS,
+        ROWS,
+        WINDOW,
     )
-    if share < seen:
+    if share < length:
         part = part_of(kv_head, tile, tl.program_id(2), splits, KV_HEADS) * (ROWS * GROUP) + row
         tl.store(sums + part[:, None] * D + tl.arange(0, D)[None, :], total)
         tl.store(scales + part, peak)
@@ -214,6 +223,7 @@ def prefill_sum_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
     KEYS: tl.constexpr,
     SUMS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -225,11 +235,11 @@ def prefill_sum_kernel(
     head = tl.program_id(1)
     tile = token // ROWS
     start_position = tl.load(positions).to(tl.int32)
-    count, seen, share = tile_share(tile, start_position, slots, tokens, splits, ROWS, KEYS, MIN_SPLIT)
-    if (token - tile * ROWS >= count) | (share >= seen):
+    count, _, length, share = tile_share(tile, start_position, slots, tokens, splits, ROWS, KEYS, MIN_SPLIT, WINDOW)
+    if (token - tile * ROWS >= count) | (share >= length):
         return
     split = tl.arange(0, SPLITS)
-    used = split * share < seen
+    used = split * share < length
     kv_head = head // (HEADS // KV_HEADS)
     part = part_of(kv_head, tile, split, splits, KV_HEADS) * (ROWS * GROUP)
     part += token % ROWS * GROUP + head % (HEADS // KV_HEADS)
@@ -237,7 +247,7 @@ def prefill_sum_kernel(
     total = tl.load(sums + part[:, None] * D + cell[None, :], mask=used[:, None], other=0.0)
     peak = tl.load(scales + part, mask=used, other=float("-inf"))
     weight = tl.load(scales + SUMS + part, mask=used, other=0.0)
-    # Every token sees position 0, so the highest peak is finite.
+    # Every token sees its own position, so the highest peak is finite.
     factor = tl.exp2(peak - tl.max(peak, 0))
     result = tl.sum(total * factor[:, None], 0) / tl.sum(weight * factor, 0)
     tl.store(out + (token * HEADS + head) * D + cell, result.to(out.dtype.element_ty))
@@ -253,15 +263,17 @@ def tile_share(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(tokens of a tile, positions that the last of them sees, positions of one split).
+    WINDOW: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """(tokens of a tile, first position of its splits, positions from there to the last token's, positions of one split).
 
-    The tile is split only if the third is smaller than the second.
+    The tile is split only if the fourth is smaller than the third.
     """
     row = tile * ROWS + tl.arange(0, ROWS)
     count = tl.sum((tl.load(slots + row, mask=row < tokens, other=-1) >= 0).to(tl.int32), 0)
-    seen = start_position + tile * ROWS + count
-    return count, seen, tl.maximum(tl.cdiv(seen, splits * KEYS) * KEYS, MIN_SPLIT)
+    origin = first_seen(start_position + tile * ROWS, WINDOW, KEYS)
+    length = start_position + tile * ROWS + count - origin
+    return count, origin, length, tl.maximum(tl.cdiv(length, splits * KEYS) * KEYS, MIN_SPLIT)
 
 
 @triton.jit

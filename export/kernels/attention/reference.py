@@ -45,7 +45,8 @@ def attend_step(qkv: Tensor, heads: Heads, index: RowIndex, cache: KVCache) -> T
 
 
 def softmax_attention(query: Tensor, cache: KVCache, index: RowIndex) -> Tensor:
-    """Softmax attention of a prompt's T rows over the cache. Each row sees the positions up to its own.
+    """Softmax attention of a prompt's T rows over the cache. Each row sees the positions up to its own, or the last ones of
+    them that the cache's window holds.
 
     Args:
         query: [T, heads, D]; heads is a multiple of the cache's kv_heads.
@@ -64,11 +65,14 @@ def softmax_attention(query: Tensor, cache: KVCache, index: RowIndex) -> Tensor:
     grouped = query.reshape(tokens, kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
     scores = (grouped @ keys.transpose(1, 2)).float() * head_dim**-0.5
     at = torch.arange(keys.shape[1], device=query.device)
-    hidden = (at[None, :] > index.positions[:, None]).repeat_interleave(group, dim=0)
+    # A window as long as the cache hides nothing.
+    window = keys.shape[1] if cache.window is None else cache.window
+    positions = index.positions[:, None]
+    hidden = ((at > positions) | (at <= positions - window)).repeat_interleave(group, dim=0)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(query.dtype)
-    # Values behind the last position may be anything, NaN included.
+    # Values that no row sees may be anything, NaN included.
     last = index.positions.index_select(0, token_count(index.slots) - 1)
-    values = values.masked_fill((at > last)[:, None], 0)
+    values = values.masked_fill(((at > last) | (at <= index.positions[:1] - window))[:, None], 0)
     out = (weights @ values).unflatten(1, (tokens, group))
     return out.transpose(0, 1).reshape(tokens, heads, head_dim)
 

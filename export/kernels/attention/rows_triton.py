@@ -20,7 +20,7 @@ from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, is_one
 from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, Heads, KVCache, RowIndex
 
 from . import step_triton
-from .block_triton import TileConfig, attend_range, padded_group, score_scale
+from .block_triton import TileConfig, attend_range, first_seen, padded_group, score_scale
 from .limits import check_step
 from .place_triton import place_rows
 from .prefill_triton import config_for as prompt_config
@@ -69,7 +69,7 @@ def attend_step(qkv: Tensor, heads: Heads, index: RowIndex, cache: KVCache) -> T
     if is_one(qkv.shape[0]):
         return step_triton.attend_step(qkv, heads, index, cache)
     check_step(heads, index, cache)
-    return _attend_rows(qkv, *heads.arguments, *index, cache.keys, cache.values, cache.table)
+    return _attend_rows(qkv, *heads.arguments, *index, *cache.arguments)
 
 
 @torch.library.triton_op("ostinato::attend_rows", mutates_args={"keys", "values"})
@@ -87,6 +87,7 @@ def _attend_rows(
     keys: Tensor,
     values: Tensor,
     table: Tensor,
+    window: int,
 ) -> Tensor:
     rows = qkv.shape[0]
     kv_heads, page_size, head_dim = keys.shape[1:]
@@ -103,7 +104,8 @@ def _attend_rows(
     out = torch.empty((rows, heads * head_dim), dtype=keys.dtype, device=qkv.device)
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "EARLY": starts_early()}
     pages = {"PAGES": table.shape[1], "PAGE": page_size}
-    tiles = {"ROWS": together, "KEYS": config.keys, "MIN_SPLIT": MIN_SPLIT[max_rows], "MAX_ROWS": MAX_ROWS}
+    least = MIN_SPLIT[max_rows]
+    tiles = {"ROWS": together, "KEYS": config.keys, "MIN_SPLIT": least, "MAX_ROWS": MAX_ROWS, "WINDOW": window}
     launcher(attend_rows_early)[(kv_heads, rows, splits)](
         query,
         keys,
@@ -160,6 +162,7 @@ def attend_rows_early(
     KEYS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -173,10 +176,10 @@ def attend_rows_early(
     splits = tl.cast(splits, tl.int32)
     kv_head = tl.program_id(0)
     first = tl.program_id(1)
-    slot, begins, count, seen, share = tile_of(
-        first, first, positions, slots, rows, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS, KV_HEADS
+    slot, begins, count, origin, seen, share = tile_of(
+        first, first, positions, slots, rows, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS, KV_HEADS, WINDOW
     )
-    begin = tl.program_id(2) * share
+    begin = origin + tl.program_id(2) * share
     # One program must wait (rule R1). Other programs with nothing to do end, and leave their room.
     nothing = (begins == 0) | (slot < 0) | (begin >= seen)
     if nothing & (first + kv_head + tl.program_id(2) > 0):
@@ -188,12 +191,12 @@ def attend_rows_early(
         if ROWS * GROUP > FEWEST and count * GROUP <= FEWEST:
             attend_tile(
                 query, of_key, sums, scales, first, count, seen - count, begin_end, splits, FEWEST, PAGE, KEYS, HEADS,
-                KV_HEADS, D, GROUP, SCALE,
+                KV_HEADS, D, GROUP, SCALE, WINDOW,
             )  # fmt: skip
         else:
             attend_tile(
                 query, of_key, sums, scales, first, count, seen - count, begin_end, splits, ROWS * GROUP, PAGE, KEYS,
-                HEADS, KV_HEADS, D, GROUP, SCALE,
+                HEADS, KV_HEADS, D, GROUP, SCALE, WINDOW,
             )  # fmt: skip
 
 
@@ -216,6 +219,7 @@ def attend_tile(
     D: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
     """Write the sums and scales of one split of a tile: the `count` rows from `first` on, of which the first has position
     `start`.
@@ -242,10 +246,13 @@ def attend_tile(
         (start + 1) // KEYS * KEYS,
         begin_end[1],
         start + member // GROUP,
+        start,
         SCALE,
         KV_HEADS * PAGE * D,
         PAGE,
         KEYS,
+        QUERIES // GROUP,
+        WINDOW,
     )
     part = (row.to(tl.int64) * splits + tl.program_id(2)) * HEADS + tl.program_id(0) * HEADS_OF_KEY + head
     tl.store(sums + part[:, None] * D + cell, total, mask=real[:, None])
@@ -267,6 +274,7 @@ def combine_rows_early(
     KEYS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -283,10 +291,10 @@ def combine_rows_early(
     row = tl.program_id(0)
     head = tl.program_id(1)
     own = row - offset_in_run(row, slots, rows, MAX_ROWS) % ROWS
-    slot, _, _, seen, share = tile_of(
-        own, row, positions, slots, rows, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS, KV_HEADS
+    slot, _, _, origin, seen, share = tile_of(
+        own, row, positions, slots, rows, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS, KV_HEADS, WINDOW
     )
-    used = tl.where(slot >= 0, tl.cdiv(seen, share), 0)
+    used = tl.where(slot >= 0, tl.cdiv(seen - origin, share), 0)
     split = tl.arange(0, SPLITS)
     few = tl.arange(0, TOGETHER)
     cell = tl.arange(0, D)
@@ -297,7 +305,7 @@ def combine_rows_early(
     weight = tl.load(scales + (first + split * HEADS) * 2 + 1, mask=split < used, other=0.0)
     if GATED:
         gate = tl.load(qkv + row.to(tl.int64) * (HEADS * QUERY + 2 * KV_HEADS * D) + head * QUERY + D + cell)
-    # Every token sees position 0, so the highest peak is finite.
+    # Every token sees its own position, so the highest peak is finite.
     highest = tl.where(slot >= 0, tl.max(peak, 0), 0.0)
     whole = tl.where(slot >= 0, tl.sum(weight * tl.exp2(peak - highest), 0), 1.0)
     total = tl.zeros([D], tl.float32)
@@ -335,20 +343,23 @@ def tile_of(
     MIN_SPLIT: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    WINDOW: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Describe the tile from row `first` on.
 
     Returns:
-        (slot of `row`, whether a tile begins with `first`, number of rows of the tile, positions that its last row sees,
-        positions of one split).
+        (slot of `row`, whether a tile begins with `first`, number of rows of the tile, first position of the splits, end of
+        the positions that its last row sees, positions of one split).
     """
     each = tl.arange(0, MAX_ROWS)
     slot = tl.load(slots + row)
     mine = tl.load(slots + each, mask=each < rows, other=-1) == slot
     before = tl.sum((mine & (each < first)).to(tl.int32), 0)
     count = tl.minimum(ROWS, tl.sum((mine & (each >= first)).to(tl.int32), 0))
-    seen = tl.load(positions + first).to(tl.int32) + count
-    return slot, before % ROWS == 0, count, seen, split_size(seen, rows * KV_HEADS, splits, KEYS, MIN_SPLIT)
+    start = tl.load(positions + first).to(tl.int32)
+    origin, seen = first_seen(start, WINDOW, KEYS), start + count
+    share = split_size(seen - origin, rows * KV_HEADS, splits, KEYS, MIN_SPLIT)
+    return slot, before % ROWS == 0, count, origin, seen, share
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 """Attention of one decode step in two kernels: one over splits of the cache, one that combines their sums.
 
+Where there is a window, the splits are of the earlier positions in it.
+
 The first kernel starts to load the earlier keys and values before the projection ahead of it has ended. Only the queries and
 the token's own key and value come from that projection. The token's own position and later positions of the cache are not
 read.
@@ -18,7 +20,16 @@ from ostinato.export.kernels.early_start_triton import start_next, wait_for_prev
 from ostinato.export.kernels.launch import launcher, starts_early
 from ostinato.export.kernels.operands import Heads, KVCache, RowIndex
 
-from .block_triton import PROGRAMS, norm_weights, normed_and_rotated, offsets_in, pages_of, score_scale, take
+from .block_triton import (
+    PROGRAMS,
+    first_seen,
+    norm_weights,
+    normed_and_rotated,
+    offsets_in,
+    pages_of,
+    score_scale,
+    take,
+)
 from .limits import check_step
 
 # The positions of one split are a multiple of STEP, so that a few thousand tokens spread evenly, and at least MIN_SPLIT, so
@@ -60,7 +71,8 @@ def splits_for(kv_heads: int, positions: int) -> int:
 
 
 def attend_step(qkv: Tensor, heads: Heads, index: RowIndex, cache: KVCache) -> Tensor:
-    """See `reference.attend_step`; all tensors contiguous. The cost grows with the position, not with the pages of a session.
+    """See `reference.attend_step`; all tensors contiguous. The cost grows with the position, but not beyond the window, and
+    not with the pages of a session.
 
     `index` and the table are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
     `delegate/graphs/nodes.py`).
@@ -69,7 +81,7 @@ def attend_step(qkv: Tensor, heads: Heads, index: RowIndex, cache: KVCache) -> T
         ExportError: see `check_step`.
     """
     check_step(heads, index, cache)
-    return _attend_step(qkv, *heads.arguments, *index, cache.keys, cache.values, cache.table)
+    return _attend_step(qkv, *heads.arguments, *index, *cache.arguments)
 
 
 @torch.library.triton_op("ostinato::attend_step", mutates_args={"keys", "values"})
@@ -87,11 +99,13 @@ def _attend_step(
     keys: Tensor,
     values: Tensor,
     table: Tensor,
+    window: int,
 ) -> Tensor:
     _, kv_heads, page_size, head_dim = keys.shape
     rotary = cos.shape[1]
     group = heads // kv_heads
-    splits = splits_for(kv_heads, table.shape[1] * page_size)
+    capacity = table.shape[1] * page_size
+    splits = splits_for(kv_heads, min(capacity, window) if window else capacity)
     split = SPLIT[keys.dtype]
     sums = torch.empty((splits, heads, head_dim), dtype=torch.float32, device=qkv.device)
     # For each sum: the peak of its scores, and the sum of its weights. After the peaks: the score of the token's own
@@ -125,6 +139,7 @@ def _attend_step(
         SPLITS=splits,
         STEP=STEP,
         MIN_SPLIT=MIN_SPLIT,
+        WINDOW=window,
         ROWS=max(8, triton.next_power_of_2(group)),
         KEYS=split.keys,
         EARLY=starts_early(),
@@ -147,6 +162,7 @@ def _attend_step(
         PLACES=triton.next_power_of_2(splits),
         STEP=STEP,
         MIN_SPLIT=MIN_SPLIT,
+        WINDOW=window,
         WIDTH=width,
         EARLY=starts_early(),
         num_warps=COMBINE.warps,
@@ -181,6 +197,7 @@ def attend_split_early(
     SPLITS: tl.constexpr,
     STEP: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -192,6 +209,7 @@ def attend_split_early(
     start_next(EARLY)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     SIZE: tl.constexpr = KV_HEADS * PAGE * D
+    ALIGNED: tl.constexpr = STEP % KEYS == 0 and WINDOW == 0
     QUERY: tl.constexpr = 2 * D if GATED else D
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -203,19 +221,20 @@ def attend_split_early(
     # Padding sees no earlier position.
     position = tl.where(slot < 0, 0, tl.load(positions)).to(tl.int32)
     table += tl.maximum(slot, 0) * PAGES
-    share = share_for(position, SPLITS, STEP, MIN_SPLIT)
-    first = split * share
+    origin = first_seen(position, WINDOW, 1)
+    share = share_for(position - origin, SPLITS, STEP, MIN_SPLIT)
+    first = origin + split * share
     last = tl.minimum(first + share, position)
     last = tl.where(split < SPLITS, last, first)
     k_cache += kv_head * PAGE * D
     v_cache += kv_head * PAGE * D
-    pages = pages_of(table, first, last, PAGE, KEYS, STEP % KEYS == 0)
+    pages = pages_of(table, first, last, PAGE, KEYS, ALIGNED)
     own_page = tl.load(table + position // PAGE).to(tl.int64)
     offsets = offsets_in(pages, first, SIZE, PAGE, D, KEYS)
     former = (first + tl.arange(0, KEYS) < last)[:, None]
     keys = tl.load(k_cache + offsets, mask=former, other=0.0)
     values = tl.load(v_cache + offsets, mask=former, other=0.0)
-    pages = pages_of(table, first + KEYS, last, PAGE, KEYS, STEP % KEYS == 0)
+    pages = pages_of(table, first + KEYS, last, PAGE, KEYS, ALIGNED)
     rotated = every < ROTARY
     # Element i is rotated with the element that is ROTARY / 2 after or before it.
     other = tl.where(every < ROTARY // 2, every + ROTARY // 2, every - ROTARY // 2)
@@ -258,7 +277,7 @@ def attend_split_early(
             next_keys = tl.load(k_cache + next_offsets, mask=next_former, other=0.0)
             next_values = tl.load(v_cache + next_offsets, mask=next_former, other=0.0)
             # Pages are looked up one block ahead.
-            pages = pages_of(table, begin + KEYS, last, PAGE, KEYS, STEP % KEYS == 0)
+            pages = pages_of(table, begin + KEYS, last, PAGE, KEYS, ALIGNED)
             total, weight, peak = take(x, next_keys, next_values, begin, last, total, weight, peak, SCALE)
         tl.store(sums + at[:, None] * D + cell, tl.trans(total), mask=real)
         tl.store(scales + at, peak, mask=row < GROUP)
@@ -281,6 +300,7 @@ def attend_combine_early(
     PLACES: tl.constexpr,
     STEP: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
     WIDTH: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -291,7 +311,8 @@ def attend_combine_early(
     cell = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     split = tl.arange(0, PLACES)
     position = tl.where(tl.load(slots) < 0, 0, tl.load(positions)).to(tl.int32)
-    used = split * share_for(position, SPLITS, STEP, MIN_SPLIT) < position
+    earlier = position - first_seen(position, WINDOW, 1)
+    used = split * share_for(earlier, SPLITS, STEP, MIN_SPLIT) < earlier
     at = split * HEADS + head
 
     wait_for_previous(EARLY)

@@ -30,9 +30,9 @@ def config(data: Mapping[str, Any]) -> DenseConfig:
 class ParallelLayer(Layer):
     """x + attention(norm(x)) + feed_forward(norm(x))."""
 
-    def __init__(self, config: DenseConfig, build: Build) -> None:
+    def __init__(self, config: DenseConfig, layer_type: str, build: Build) -> None:
         super().__init__()
-        self.self_attn = Attention(config.attention, config.rms_norm_eps, build)
+        self.self_attn = Attention(config.attention_of(layer_type), config.rms_norm_eps, build)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, build)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -54,7 +54,7 @@ class ParallelLayer(Layer):
 
 
 def network(config: DenseConfig, build: Build) -> LanguageModel:
-    layers = [ParallelLayer(config, build) for _ in config.layer_types]
+    layers = [ParallelLayer(config, layer_type, build) for layer_type in config.layer_types]
     return LanguageModel(config, build, layers, RotaryEmbedding(config.attention.head_dim, config.rope_theta))
 
 

@@ -62,7 +62,13 @@ class Case:
                 for before, new in zip(past, (key, value), strict=True)
             ]
             scores = query[rows].transpose(0, 1) @ seen[0].transpose(1, 2) * head_dim**-0.5
-            scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(first + 1), -torch.inf)
+            hidden = torch.ones_like(scores, dtype=torch.bool).triu(first + 1)
+            if self.cache.window is not None:
+                hidden |= torch.ones_like(hidden).tril(first - self.cache.window)
+                # What no row sees is NaN.
+                unseen = max(0, first - self.cache.window + 1)
+                seen[1][:, :unseen] = 0
+            scores.masked_fill_(hidden, -torch.inf)
             out[rows] = (scores.softmax(-1) @ seen[1]).transpose(0, 1)
         return out * gates[0].sigmoid() if gates else out, key, value
 
@@ -88,10 +94,11 @@ def make(
     size: float = 1.0,
     normed: bool = True,
     gated: bool = True,
+    window: int | None = None,
     device: str = DEVICE,
 ) -> Case:
     """Make random arguments: scores spread over several powers of two; NaN in all rows of padding, at the rows' own positions
-    and behind them, and in all pages of other sessions.
+    and behind them, before the first position that a row sees, and in all pages of other sessions.
 
     Args:
         shape: heads, kv_heads, D, R.
@@ -99,6 +106,7 @@ def make(
         capacity: positions that each slot has pages for; 0: as many as the runs need.
         size: factor on the norm of the queries, and so on the scores.
         normed, gated: whether there are norms and gates.
+        window: as in `KVCache`.
     """
     heads, kv_heads, head_dim, rotary = shape
     generator = torch.Generator().manual_seed(sum(run.end for run in runs) + head_dim)
@@ -113,7 +121,11 @@ def make(
     qkv[index.slots < 0] = torch.nan
     tokens = [run for run in runs if run.slot >= 0] or [Run(SLOT, 0, 0)]
     past = {run.slot: tuple(normal(2, kv_heads, run.first, head_dim).to(dtype)) for run in tokens}
-    cache = paged(past, SLOTS, max(capacity, 1, *(run.end for run in tokens)), page_size)
+    if window is not None:
+        for run in tokens:
+            for values in past[run.slot]:
+                values[:, : max(0, run.first - window + 1)] = torch.nan
+    cache = replace(paged(past, SLOTS, max(capacity, 1, *(run.end for run in tokens)), page_size), window=window)
     norms = Norm(1 + size * (1 + 0.3 * normal(head_dim)), EPS), Norm(1 + 0.3 * normal(head_dim), EPS)
     q_norm, k_norm = norms if normed else (None, None)
     return Case(qkv, Heads(heads, q_norm, k_norm, gated), index, cache)

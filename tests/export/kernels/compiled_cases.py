@@ -69,7 +69,7 @@ class Group:
 
 GROUPS = {
     "attention_step": Group(
-        launches=partial(attention, rows=1),
+        launches=partial(attention, rows=(1,)),
         cases=((90, BF16, BF16), (90, BF16, F32), (90, F32, F32), (89, BF16, BF16)),
         analysed=((89, BF16, BF16),),
         written={"attend_split_early": ["k_cache scales sums v_cache"], "attend_combine_early": ["out"]},
@@ -79,7 +79,7 @@ GROUPS = {
     ),
     # Analysed alone, not compiled.
     "attention_rows": Group(
-        launches=partial(attention, rows=8),
+        launches=partial(attention, rows=(8,)),
         cases=(),
         analysed=((89, BF16, BF16),),
         written={
@@ -90,14 +90,14 @@ GROUPS = {
         complete=(),
     ),
     "attention_step_plain": Group(
-        launches=partial(attention, rows=1, plain=True),
+        launches=partial(attention, rows=(1,), plain=True),
         cases=((90, BF16, BF16), (90, F32, F32)),
         analysed=((90, BF16, BF16),),
         written={"attend_split_early": ["k_cache scales sums v_cache"], "attend_combine_early": ["out"]},
         complete=(90,),
     ),
     "attention_rows_plain": Group(
-        launches=partial(attention, rows=8, plain=True),
+        launches=partial(attention, rows=(8,), plain=True),
         cases=((90, BF16, BF16),),
         analysed=((90, BF16, BF16),),
         written={
@@ -106,6 +106,24 @@ GROUPS = {
             "combine_rows_early": ["out"],
         },
         complete=(90,),
+    ),
+    # A step, few rows, many rows, and a prompt.
+    "attention_window": Group(
+        launches=partial(attention, rows=(1, 8, 41, 523), plain=True, window=4096),
+        cases=((90, BF16, BF16), (90, F32, F32), (89, BF16, BF16)),
+        analysed=((90, BF16, BF16),),
+        written={
+            "attend_split_early": ["k_cache scales sums v_cache"],
+            "attend_combine_early": ["out"],
+            "place_rows_early": ["k_cache query v_cache"],
+            "attend_rows_early": ["scales sums"],
+            "combine_rows_early": ["out"],
+            "prefill_kernel": ["out scales sums"],
+            "prefill_sum_kernel": ["out"],
+        },
+        complete=(89, 90),
+        # As without a window, where the prompt's spills 24.
+        max_spilled={("attend_rows_early", "fp32"): 32, ("prefill_kernel", "fp32"): 32},
     ),
     "delta_rule_step": Group(
         launches=partial(delta_rule, rows=(1,)),

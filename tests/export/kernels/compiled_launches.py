@@ -24,6 +24,7 @@ from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
 from ostinato.export.kernels.linear.prefill_triton import linear, unpack_int4_panels
 from ostinato.export.kernels.linear.rows_triton import norm_linear_gates
 from ostinato.export.kernels.operands import (
+    MAX_ROWS,
     Convolution,
     Decay,
     ExpertWeights,
@@ -69,18 +70,26 @@ def row_index(rows: int, rotary: int = 64) -> RowIndex:
 
 
 def attention(
-    capability: int, dtype: torch.dtype, projected: torch.dtype, *, rows: int, plain: bool = False
+    capability: int,
+    dtype: torch.dtype,
+    projected: torch.dtype,
+    *,
+    rows: tuple[int, ...],
+    plain: bool = False,
+    window: int | None = None,
 ) -> list[Launch]:
     """Launch at the flagship's shapes, or without norms and gates at those of Llama 3.1 8B; the projection's dtype is
-    `projected`."""
+    `projected`. Steps of each number of rows; more than a step has are a prompt."""
     with recorded(capability) as launches:
         count, kv_heads, size, rotary = (32, 8, 128, 128) if plain else (16, 2, 256, 64)
         norm = Norm(empty(size), EPS)
         heads = Heads(count) if plain else Heads(count, norm, norm, gated=True)
         keys, values = (empty(4, kv_heads, 64, size, dtype=dtype) for _ in range(2))
-        cache = KVCache(keys, values, empty(2, 64, dtype=torch.int32))
-        qkv = empty(rows, sum(heads.split(kv_heads, size)), dtype=projected)
-        CudaKernels.attend_step(qkv, heads, row_index(rows, rotary), cache)
+        cache = KVCache(keys, values, empty(2, 64, dtype=torch.int32), window)
+        for tokens in rows:
+            attend = CudaKernels.attend if tokens > MAX_ROWS else CudaKernels.attend_step
+            qkv = empty(tokens, sum(heads.split(kv_heads, size)), dtype=projected)
+            attend(qkv, heads, row_index(tokens, rotary), cache)
     return launches
 
 

@@ -47,7 +47,7 @@ def held(cache: KVCache, slot: int, first: int, count: int) -> tuple[Tensor, Ten
 
 
 def copied(cache: KVCache) -> KVCache:
-    return KVCache(cache.keys.clone(), cache.values.clone(), cache.table)
+    return KVCache(cache.keys.clone(), cache.values.clone(), cache.table, cache.window)
 
 
 def assert_same_elsewhere(before: KVCache, after: KVCache, written: Mapping[int, tuple[int, int]]) -> None:

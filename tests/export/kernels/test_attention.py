@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from ostinato.export.kernels.attention import prefill_triton, reference, rows_triton, step_triton
-from ostinato.export.kernels.operands import KVCache, RowIndex, runs_of
+from ostinato.export.kernels.operands import RowIndex, runs_of
 
 from ...comparison import relative_error
 from .attention_cases import TOLERANCE, Attend, Case, as_padding, check, make
@@ -25,6 +25,10 @@ Shape = tuple[int, int, int, int]
 F32, BF16 = torch.float32, torch.bfloat16
 
 SINGLE_ROWS = {f"row {first}": [Run(SLOT, first)] for first in (0, 1, 63, 64, 65, 200)}
+# Windows shorter than a page and than a tile, no multiple of either, and longer than most contexts.
+WINDOWS = (1, 7, 40, 100, 600)
+# Runs of one session far beyond them, for forms that take one row and for others.
+DEEP = {True: {"row 1000": [Run(SLOT, 1000)]}, False: {"5 from 700": [Run(SLOT, 700, 5)]}}
 LENGTHS = (1, 2, 3, 63, 64, 65, 130)
 FIRST = (0, 1, 5, 100)
 
@@ -70,6 +74,11 @@ class Form:
     settings: Sequence[tuple[Any, str, Any]] = ()
     finite: bool = False
     slack: float = 1.0
+
+    @property
+    def takes_one_row(self) -> bool:
+        """Whether it takes one row of a session, and no prompt."""
+        return "row 200" in self.runs
 
     @property
     def is_triton(self) -> bool:
@@ -164,13 +173,48 @@ def test_definition(
         assert case.run(attend)[0].isfinite().all()
 
 
+def windowed() -> list[Any]:
+    """Every form with its rows and each of WINDOWS, beside shapes, dtypes and kinds in turn."""
+    found = []
+    for name, form in FORMS.items():
+        cases = checkered(form.runs, WINDOWS, every=4) if form.is_triton else product(form.runs, WINDOWS)
+        cases = [*cases, *product(DEEP[form.takes_one_row], WINDOWS[1:])]
+        turns = cycle(product(form.shapes, TOLERANCE)), cycle(KINDS)
+        found += [(name, *case, *shape, *kind) for case, shape, kind in zip(cases, *turns, strict=False)]
+    return [pytest.param(*one, id="-".join(map(str, one))) for one in found]
+
+
+@pytest.mark.parametrize(("name", "runs", "window", "shape", "dtype", "page_size", "normed", "gated"), windowed())
+def test_window(
+    attend_of: Callable[[str], Attend],
+    name: str,
+    runs: str,
+    window: int,
+    shape: Shape,
+    dtype: torch.dtype,
+    page_size: int,
+    normed: bool,
+    gated: bool,
+) -> None:
+    """Every row sees the last positions alone. What no row sees is NaN, and pages that no row sees are not looked up."""
+    form, attend = FORMS[name], attend_of(name)
+    of_name = (form.runs | DEEP[form.takes_one_row])[runs]
+    case = make(shape, of_name, dtype, page_size, normed=normed, gated=gated, window=window, device=form.device)
+    if name == "C++":
+        case = without_unused_pages(case)
+    check(case, attend, form.slack)
+    if form.finite:
+        assert case.run(attend)[0].isfinite().all()
+
+
 def without_unused_pages(case: Case) -> Case:
-    """The same case, but the table has -1 behind each slot's last page."""
-    table = torch.full_like(case.cache.table, -1)
+    """The same case, but the table has -1 behind each slot's last page, and before the first page that a row sees."""
+    table, page_size, window = torch.full_like(case.cache.table, -1), case.cache.page_size, case.cache.window
     for slot, rows in runs_of(case.index.slots):
-        pages = int(case.index.positions[rows.stop - 1]) // case.cache.page_size + 1
-        table[slot, :pages] = case.cache.table[slot, :pages]
-    return replace(case, cache=KVCache(case.cache.keys, case.cache.values, table))
+        first, last = (int(case.index.positions[row]) for row in (rows.start, rows.stop - 1))
+        used = slice(0 if window is None else max(0, first - window + 1) // page_size, last // page_size + 1)
+        table[slot, used] = case.cache.table[slot, used]
+    return replace(case, cache=replace(case.cache, table=table))
 
 
 # One row, a prompt, and a mixture, for each form that takes them.

@@ -41,8 +41,9 @@ def test_splits_of_a_step(splits: int, least: int, dtype: torch.dtype, monkeypat
     """Splits with several tiles, with one, with part of one, with nothing."""
     monkeypatch.setattr(step_triton, "splits_for", lambda kv_heads, positions: splits)
     monkeypatch.setattr(step_triton, "MIN_SPLIT", least)
-    for position in (0, 1, 16, 17, 63, 129, 300):
-        check(make(MAIN, [Run(SLOT, position)], dtype, page_size=32, capacity=301), step_triton.attend_step)
+    for position, window in ((0, None), (1, None), (16, 1), (17, None), (63, 2), (129, None), (300, None), (300, 90)):
+        case = make(MAIN, [Run(SLOT, position)], dtype, page_size=32, capacity=301, window=window)
+        check(case, step_triton.attend_step)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +69,8 @@ def test_splits_of_a_prompt(
     turn = (page_size == 64) + (dtype is torch.bfloat16)
     for least in (64, 128) if DEVICE == "cuda" else ((64, 128)[turn % 2],):
         monkeypatch.setattr(prefill_triton, "MIN_SPLIT", least)
-        for first in (0, 60, 250, 411):
-            case = make(shape, [Run(SLOT, first, tokens)], dtype, page_size, capacity=480)
+        for first, window in ((0, None), (60, None), (250, None), (411, None), (411, 170)):
+            case = make(shape, [Run(SLOT, first, tokens)], dtype, page_size, capacity=480, window=window)
             check(case, prefill_triton.attend)
 
 
@@ -102,12 +103,17 @@ TRUE_SHAPES = [
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter is too slow")
 @each_dtype
+@pytest.mark.parametrize("window", (None, 600, 4096))
 @pytest.mark.parametrize(("tokens", "first", "capacity"), TRUE_SHAPES)
 @pytest.mark.parametrize("attend", (prefill_triton.attend, rows_triton.attend_step), ids=("prompt", "rows"))
-def test_true_shape(attend: Attend, tokens: int, first: int, capacity: int, dtype: torch.dtype) -> None:
+def test_true_shape(
+    attend: Attend, tokens: int, first: int, capacity: int, window: int | None, dtype: torch.dtype
+) -> None:
     if attend is rows_triton.attend_step and tokens > 256:
         pytest.skip("a step has at most 256 rows")
-    check(make((16, 2, 256, 64), [Run(SLOT, first, tokens)], dtype, page_size=64, capacity=capacity), attend)
+    # With a window, the sizes of Mistral 7B.
+    shape = (16, 2, 256, 64) if window is None else (32, 8, 128, 128)
+    check(make(shape, [Run(SLOT, first, tokens)], dtype, page_size=64, capacity=capacity, window=window), attend)
 
 
 def test_the_reference_rotates_as_the_model_does() -> None:
@@ -165,6 +171,13 @@ def test_one_norm_is_refused(attend: Attend) -> None:
         replace(case, heads=replace(case.heads, k_norm=None)).run(attend)
 
 
+@each_form
+def test_a_window_of_nothing_is_refused(attend: Attend) -> None:
+    case = make((4, 2, 16, 6), [Run(SLOT, 0)], torch.float32)
+    with pytest.raises(ExportError, match="a window of 1 position or more, got 0"):
+        replace(case, cache=replace(case.cache, window=0)).run(attend)
+
+
 LAYER = """
 import torch
 from ostinato.export.kernels.attention.{module} import {function}
@@ -178,7 +191,7 @@ class Layer(torch.nn.Module):
         self.register_buffer("table", torch.zeros(2, 16, dtype=torch.int32))
 
     def forward(self, qkv, weight, cos, positions):
-        norm, cache = Norm(weight, 1e-6), KVCache(self.keys, self.values, self.table)
+        norm, cache = Norm(weight, 1e-6), KVCache(self.keys, self.values, self.table, {window})
         norms = (norm, norm) if {normed} else ()
         heads = Heads(4, *norms, gated={normed})
         return {function}(qkv, heads, RowIndex(positions, positions, cos, cos), cache)
@@ -204,10 +217,12 @@ dynamic = ({0: rows}, None, {0: rows}, {0: rows})
 )
 def test_traced(module: str, function: str, operator: str, normed: bool) -> None:
     """By one operator that writes the cache in place, for one row and, but for the step's, for any number."""
-    one = LAYER.format(module=module, function=function, normed=normed, tokens=1)
+    # Norms and a window do not meet in the kernels' choices.
+    window = None if normed else 100
+    one = LAYER.format(module=module, function=function, normed=normed, window=window, tokens=1)
     # One row has kernels of its own.
     expected = "attend_step" if module == "rows_triton" else operator
     assert traced_layer(one) == ([f"ostinato.{expected}.default"], ["keys", "values"], [(1, 256)])
     if module != "step_triton":
-        many = LAYER.format(module=module, function=function, normed=normed, tokens=130) + DYNAMIC
+        many = LAYER.format(module=module, function=function, normed=normed, window=window, tokens=130) + DYNAMIC
         assert traced_layer(many) == ([f"ostinato.{operator}.default"], ["keys", "values"], [("R", 256)])

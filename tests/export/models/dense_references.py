@@ -47,7 +47,12 @@ CASES: dict[str, dict[str, Any]] = {
     | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
     "llama-biases": {"model_type": "llama", "attention_bias": True, "num_key_value_heads": 4},
     "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 32},
-    "mistral-window": {"model_type": "mistral", "sliding_window": 256},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 24},
+    "mistral-long-window": {"model_type": "mistral", "sliding_window": 256},
+    "qwen2-mixed": {"model_type": "qwen2", "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 24}
+    | {"max_window_layers": 1},
+    "qwen3-mixed": {"model_type": "qwen3", "head_dim": 32, "use_sliding_window": True, "sliding_window": 70}
+    | {"layer_types": ["sliding_attention", "full_attention"]},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "qwen3-group-of-16": {"model_type": "qwen3", "head_dim": 16, "num_attention_heads": 16, "num_key_value_heads": 1},

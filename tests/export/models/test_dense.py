@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ostinato.delegate.errors import CheckpointError, ExportError
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.layers.rotary import RotaryEmbedding
-from ostinato.export.models import find_family, parse_config
+from ostinato.export.models import build_network, find_family, parse_config
 from ostinato.export.models.dense import DenseConfig
 
 from ...comparison import relative_error
@@ -96,28 +96,44 @@ def test_short_configs_mean_what_transformers_takes_them_for(case: str) -> None:
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
 
 
+WINDOWED = {"use_sliding_window": True, "sliding_window": 100}
+
+
 @pytest.mark.parametrize(
-    ("changes", "positions"),
+    ("changes", "windows"),
     [
-        ({"model_type": "mistral", "max_position_embeddings": 32768}, 4096),
-        ({"model_type": "mistral", "max_position_embeddings": 32768, "sliding_window": None}, 32768),
-        ({"model_type": "mistral", "max_position_embeddings": 32768, "sliding_window": 100}, 100),
-        ({"model_type": "mistral", "max_position_embeddings": 2048, "sliding_window": 4096}, 2048),
-        ({"model_type": "qwen2", "max_position_embeddings": 32768, "sliding_window": 100}, 32768),
-        (
-            {
-                "model_type": "qwen3",
-                "max_position_embeddings": 32768,
-                "sliding_window": 100,
-                "use_sliding_window": True,
-            },
-            100,
-        ),
-        ({"model_type": "llama", "max_position_embeddings": None}, 2048),
+        ({"model_type": "mistral"}, [4096, 4096]),
+        ({"model_type": "mistral", "sliding_window": None}, [None, None]),
+        ({"model_type": "mistral", "sliding_window": 100}, [100, 100]),
+        ({"model_type": "qwen2", "sliding_window": 100}, [None, None]),
+        ({"model_type": "qwen2", **WINDOWED}, [None, None]),
+        ({"model_type": "qwen2", **WINDOWED, "max_window_layers": 1}, [None, 100]),
+        ({"model_type": "qwen2", **WINDOWED, "max_window_layers": 0, "sliding_window": None}, [None, None]),
+        ({"model_type": "qwen3", **WINDOWED, "max_window_layers": 0}, [100, 100]),
+        ({"model_type": "qwen3", **WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}, [100, None]),
+        ({"model_type": "llama"}, [None, None]),
     ],
 )
-def test_a_session_is_no_longer_than_a_window(changes: dict[str, Any], positions: int) -> None:
-    assert read(changes).max_position_embeddings == positions
+def test_windows_of_layers(changes: dict[str, Any], windows: list[int | None]) -> None:
+    """As transformers has them, and sessions are as long as without."""
+    config = read(changes)
+    assert [config.attention_of(layer_type).window for layer_type in config.layer_types] == windows
+    assert config.sliding_window == next((window for window in windows if window is not None), None)
+    assert config.max_position_embeddings == BASE["max_position_embeddings"]
+    settings = {**BASE, **changes}
+    theirs = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 2
+    window = getattr(theirs, "sliding_window", None)
+    assert [window if one == "sliding_attention" else None for one in types] == windows
+
+
+def test_kinds_of_layers() -> None:
+    """A window has a kind of its own, but where a session is no longer than it."""
+    config = read({"model_type": "qwen2", **WINDOWED, "max_window_layers": 1})
+    for length, window in ((101, 100), (100, None)):
+        links = build_network(config, length, torch.float32).layer_links()
+        kinds = ["full_attention layer", "full_attention layer" if window is None else "sliding_attention (100) layer"]
+        assert [link.kind for link in links] == kinds
 
 
 @pytest.mark.parametrize(
@@ -130,7 +146,24 @@ def test_a_session_is_no_longer_than_a_window(changes: dict[str, Any], positions
         ({"model_type": "llama", "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, r"low_freq_factor \(1\.0\)"),
         ({"model_type": "llama", "rope_parameters": {**LLAMA3, "factor": 0}}, "factor must be a number above 0"),
         ({"model_type": "llama", "num_key_value_heads": 3}, r"num_attention_heads \(4\) is not a multiple"),
-        ({"model_type": "qwen2", "layer_types": ["sliding_attention", "full_attention"]}, "unsupported layer_types"),
+        (
+            {"model_type": "qwen2", "layer_types": ["sliding_attention", "full_attention"]},
+            "unsupported layer_types .*; supported is: 'full_attention' for all of 2 layers",
+        ),
+        (
+            {"model_type": "qwen2", **WINDOWED, "layer_types": ["sliding_attention", "chunked_attention"]},
+            "supported is: 'full_attention' or 'sliding_attention' for each of 2 layers",
+        ),
+        ({"model_type": "qwen2", **WINDOWED, "layer_types": ["sliding_attention"]}, "for each of 2 layers"),
+        (
+            {"model_type": "mistral", "sliding_window": 100, "layer_types": ["full_attention"] * 2},
+            "supported is: 'sliding_attention' for all of 2 layers",
+        ),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be a whole number from 1 to"),
+        (
+            {"model_type": "qwen2", **WINDOWED, "max_window_layers": -1},
+            "max_window_layers must be a whole number from 0",
+        ),
         ({"model_type": "qwen3", "intermediate_size": None}, "lacks 'intermediate_size'"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "unsupported quantization_config"),
     ],

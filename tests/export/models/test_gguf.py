@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, MistralConfig, MistralForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ostinato.delegate.errors import CheckpointError
@@ -127,9 +127,26 @@ def test_a_stretched_context_is_a_tensor(tmp_path: Path) -> None:
     assert again == ours
 
 
-def test_a_window_bounds_sessions(tmp_path: Path) -> None:
-    path, _ = made(tmp_path, "llama", metadata={"attention.sliding_window": 100})
-    assert read_config(path)[1].max_position_embeddings == 100
+@pytest.mark.parametrize("case", ("llama", "qwen2"))
+def test_a_window(tmp_path: Path, case: str) -> None:
+    """All layers have it, and the artifact's config.json says the same. 0 is none."""
+    path, reference = made(tmp_path, case, metadata={"attention.sliding_window": 30})
+    config = read_config(path)[1]
+    assert isinstance(config, DenseConfig) and config.max_position_embeddings == 1024
+    assert [config.attention_of(layer_type).window for layer_type in config.layer_types] == [30, 30]
+    (tmp_path / "artifact").mkdir()
+    open_gguf(path).write_folder(tmp_path / "artifact")
+    assert read_config(tmp_path / "artifact")[1] == config
+    tokens = reference.tokens(100)
+    theirs = MistralForCausalLM(MistralConfig(**{**reference.model.config.to_dict(), "sliding_window": 30}))
+    if case == "llama":
+        theirs.load_state_dict(reference.model.state_dict())
+        expected = Reference(tmp_path, theirs.eval()).logits(tokens)[-1]
+        assert relative_error(logits(path, tokens), expected) < 1e-4
+        assert relative_error(reference.logits(tokens)[-1], expected) > 1e-2
+    (tmp_path / "none").mkdir()
+    without, _ = made(tmp_path / "none", case, metadata={"attention.sliding_window": 0})
+    assert set(read_config(without)[1].layer_types) == {"full_attention"}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +155,11 @@ def test_a_window_bounds_sessions(tmp_path: Path) -> None:
         ({"metadata": {"expert_count": 4}}, "a mixture of experts"),
         ({"metadata": {"rope.scaling.type": "yarn"}}, "unsupported rope_type 'yarn'"),
         ({"metadata": {"rope.dimension_count": 8}}, "dimension_count is 8"),
+        ({"metadata": {"attention.sliding_window": "wide"}}, "llama.attention.sliding_window must be 1 to"),
+        (
+            {"metadata": {"attention.sliding_window": 8, "attention.sliding_window_pattern": 4}},
+            "unsupported llama.attention.sliding_window_pattern",
+        ),
         ({"metadata": {"attention.head_count": 0}}, "must be a number of heads, got 0"),
         ({"metadata": {"block_count": 10**9}}, "block_count must be 1 to 1024"),
         ({"without": ["token_embd.weight"]}, "lacks the token embedding"),
