@@ -27,7 +27,7 @@ from .references import Reference
 
 MAX_SEQ_LEN, STEPS = 256, 4
 LENGTHS = (1, 2, 3, 31, 64, 65, 200)
-GRAPH = {"enable_cuda_graph_for_method": "decode", "cuda_graph_warmup_steps": 1}
+GRAPH: dict[str, bool | int | str] = {"enable_cuda_graph_for_method": "decode", "cuda_graph_warmup_steps": 1}
 # A case of CASES, and the number format of its weights. Those in WHOLE have all methods.
 MODELS = {
     "llama": ("llama-3.1", None),
@@ -114,7 +114,7 @@ def test_chunks_behind_a_window(made: Callable[[str], Made], name: str) -> None:
         found = [run(prefill, tokens, begin, end) for begin, end in pairwise((0, *ends))]
         found += [run(decode, tokens, at, at + 1) for at in range(200, MAX_SEQ_LEN)]
         wanted = expected[[end - 1 for end in ends] + list(range(200, MAX_SEQ_LEN))]
-        assert max(errors([logits.cpu() for logits in found], list(wanted))) < 1e-4
+        assert max(errors([logits.cpu() for logits in found], wanted)) < 1e-4
         prefill.close()
         decode.close()
 

@@ -198,7 +198,7 @@ def test_window(
 ) -> None:
     """Every row sees the last positions alone. What no row sees is NaN, and pages that no row sees are not looked up."""
     form, attend = FORMS[name], attend_of(name)
-    of_name = (form.runs | DEEP[form.takes_one_row])[runs]
+    of_name = {**form.runs, **DEEP[form.takes_one_row]}[runs]
     case = make(shape, of_name, dtype, page_size, normed=normed, gated=gated, window=window, device=form.device)
     if name == "C++":
         case = without_unused_pages(case)
