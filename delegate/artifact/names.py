@@ -36,6 +36,7 @@ ROWS = "rows"
 ROWS_LOGITS = "rows_logits"
 FEW_ROWS = "few_rows"
 FEW_ROWS_LOGITS = "few_rows_logits"
+ROWS_HIDDEN = "rows_hidden"
 
 # Constant methods. They have ExecuTorch's own names where such names exist.
 META_MAX_SEQ_LEN = "get_max_seq_len"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ostinato.delegate.artifact.names import (
     PREFILL,
     PREFILL_STREAMED,
     ROWS,
+    ROWS_HIDDEN,
     ROWS_LOGITS,
     SAMPLE,
 )
@@ -52,6 +54,9 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
       stands for the slot's kept one. After each row in `logits_indices`, the next token is sampled, and kept as in
       `decode_sample`.
     - `rows_logits(...) -> logits [L, vocab] float32` of the rows in `logits_indices`, for the same inputs. Samples nothing.
+    - `rows_hidden(...) -> logits, hidden_0, ..., hidden_n [R, H] each`: `rows_logits` that also returns x of all rows: the
+      embedding, then the output of each layer, of the last one after the final norm. All of its code but that norm's is the
+      code of `rows_logits`, whose links hand on x anyway.
     - `few_rows`, `few_rows_logits`: the same for up to 16 rows, where there are kernels of their own for few rows.
 
     Methods are chains, so that each kind of layer is traced and compiled once: 40 layers take as long as 4.
@@ -84,7 +89,10 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
         methods[PREFILL_STREAMED] = Chain(streamed, split, ("logits",), dynamic)
     for max_rows, names in zip(reversed(kernels.max_rows), ROWS_METHODS, strict=False):
         # If prompts and rows share code, they share the dimension too, and the code is compiled once.
-        methods |= _rows(network, layers, length if folds else Dim("R", min=2, max=max_rows), names)
+        rows = length if folds else Dim("R", min=2, max=max_rows)
+        methods |= _rows(network, layers, rows, names)
+        if names[0] == ROWS:
+            methods[ROWS_HIDDEN] = _with_hidden(network, methods[ROWS_LOGITS])
     return {
         **methods,
         DECODE: Chain(one, _prompt(1), ("logits",), {}),
@@ -112,6 +120,21 @@ def _rows(network: LanguageModel, layers: list[Link], rows: Any, names: tuple[st
         names[0]: Chain([start, *layers, head, sample], inputs, ("token",), dynamic),
         names[1]: Chain([start, *layers, head], inputs, ("logits",), dynamic),
     }
+
+
+def _with_hidden(network: LanguageModel, chain: Chain) -> Chain:
+    """The chain of `rows_logits`, which gives one value `x` after the other, with names and a result for each of them."""
+    links: list[Link] = []
+    names: list[str] = []
+    for link in chain.links:
+        taken = tuple(names[-1] if name == "x" else name for name in link.taken)
+        if "x" in link.outputs:
+            names.append(f"hidden_{len(names)}" if len(names) < network.config.num_hidden_layers else "x")
+        given = tuple(names[-1] if name == "x" else name for name in link.outputs)
+        links.append(replace(link, inputs=taken, outputs=given))
+    last = f"hidden_{len(names) - 1}"
+    links.append(Link(network.model.norm, (last,), "final norm", inputs=(names[-1],)))
+    return replace(chain, links=links, outputs=(*chain.outputs, *names[:-1], last))
 
 
 def _prompt(count: int) -> dict[str, Tensor]:

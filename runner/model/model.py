@@ -20,6 +20,7 @@ from ostinato.delegate.artifact.names import (
     PREFILL,
     PREFILL_STREAMED,
     ROWS,
+    ROWS_HIDDEN,
     ROWS_LOGITS,
     SAMPLE,
 )
@@ -117,6 +118,8 @@ class Model:
             self._prompt_rows = self._load_rows(FEW_ROWS_LOGITS, ROWS_LOGITS, len(self.prefill_buckets))
         # The same methods, loaded when logits after each token are asked for.
         self._logits_rows: tuple[Method, ...] | None = None
+        # The method that also gives hidden states, loaded when they are asked for.
+        self._hidden_rows: Method | None = None
         self.samplers: Samplers | None = None
         if prefill == PREFILL and {SAMPLE, DECODE_SAMPLE} <= program.method_names:
             self.samplers = Samplers(
@@ -196,6 +199,40 @@ class Model:
         count = len(tokens)
         rows = torch.tensor(tokens), torch.arange(position, position + count), torch.full((count,), slot)
         return method.execute((*rows, torch.arange(count)), graph=False)[0]
+
+    def hidden_states(
+        self, tokens: Sequence[int], position: int, slot: int, layers: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the model on a session's `tokens` from `position` on, and keep what layers give for each of them.
+
+        Args:
+            tokens, position, slot: as in `prefill`.
+            layers: numbers of hidden states, see `Session.hidden_states`.
+
+        Returns:
+            The logits [vocab] of the last token, and hidden states [len(layers), len(tokens), hidden] in float32.
+
+        Raises:
+            InputError: a token, a position or a layer out of range, or the program does not give hidden states.
+        """
+        if self._hidden_rows is None:
+            if ROWS_HIDDEN not in self.program.method_names:
+                raise InputError(
+                    f"the program gives no hidden states: it has no method {ROWS_HIDDEN!r}; export it again"
+                )
+            self._hidden_rows = self._load(ROWS_HIDDEN, graph=False)
+        method, count = self._hidden_rows, len(self._hidden_rows.outputs) - 1
+        wrong = [layer for layer in layers if not -count <= layer < count]
+        if wrong or not layers:
+            raise InputError(f"layers are numbers from 0 to {count - 1}, or from -1 down; got {list(layers)}")
+        self.check_tokens(tokens)
+        rows, parts = method.inputs[0].shape[0], []
+        for begin in range(0, len(tokens), rows.max):
+            part = tokens[begin : begin + rows.max]
+            inputs = PromptInputs(max(len(part), rows.min), by_row=True).filled(part, position + begin, slot)
+            logits, *states = method.execute(inputs, graph=False)
+            parts.append(torch.stack([states[layer][: len(part)].float() for layer in layers]))
+        return logits[0], torch.cat(parts, dim=1)
 
     def decode_one_token(self, tokens: Sequence[int], slot: int = 0) -> torch.Tensor:
         """Run the model on the last token of a session's whole sequence `tokens`. Return the logits [vocab].

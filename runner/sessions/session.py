@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -104,6 +105,26 @@ class Session:
         tokens = token_ids(tokens)
         for begin in range(0, len(tokens), MAX_LOGITS):
             yield self._owner.prefill_logits(self, tokens[begin : begin + MAX_LOGITS])
+
+    def hidden_states(self, tokens: Sequence[int] = (), layers: Sequence[int] = (-1,)) -> torch.Tensor:
+        """Run the model on `tokens`, as `prefill` does, and return what its layers give for each of them.
+
+        Tokens of the history that the model has not seen yet come first, such as the one that a step has sampled. So in an
+        answer, `hidden_states()` after each step gives those of the new token.
+
+        Args:
+            layers: numbers in transformers' `output_hidden_states`: 0 is the embedding, n the output of layer n, but the last
+                one is the final norm's output. -1 is the last one, and so on.
+
+        Returns:
+            [len(layers), number of tokens, hidden] float32 on the program's device.
+
+        Raises:
+            InputError: a layer out of range; there are no tokens, because the model has seen them all; the program gives no
+                hidden states; or as `prefill`. Nothing has changed.
+            CapacityError: too few pages are free; nothing has changed.
+        """
+        return self._owner.hidden_states(self, token_ids(tokens), [operator.index(layer) for layer in layers])
 
     @property
     def logits(self) -> torch.Tensor:

@@ -145,6 +145,15 @@ class Sessions:
         return logits
 
     @_in_turn
+    def hidden_states(self, session: Session, tokens: list[int], layers: list[int]) -> torch.Tensor:
+        """See `Session.hidden_states`."""
+        state = session._open
+        first, fed = self._fed(session, state, tokens)
+        logits, states = self._model.hidden_states(fed, first, session.slot, layers)
+        self._saw(state, tokens, logits.clone())
+        return states
+
+    @_in_turn
     def logits(self, session: Session) -> torch.Tensor:
         """See `Session.logits`."""
         state = session._open

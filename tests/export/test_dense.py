@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ostinato.delegate import load_program
 from ostinato.export import Quantization, export_model
+from ostinato.export.kernels import kernels_for
 from ostinato.export.models import build_network, open_gguf, read_config
 from ostinato.export.weights.stream import QuantizedWeights, materialise
 from ostinato.runner import Engine
@@ -136,6 +137,20 @@ def test_sessions_side_by_side(made: Callable[[str], Made], name: str) -> None:
         for text, length in zip(texts, (5, 70, 130), strict=True):
             logits = reference.logits(torch.tensor([text[:-1]]))
             assert text[length:] == logits[length - 1 :].argmax(1).tolist()
+
+
+@pytest.mark.skipif(not kernels_for("cpu").max_rows, reason="this CPU takes the references")
+def test_hidden_states(made: Callable[[str], Made]) -> None:
+    """Those of transformers, of every token and layer."""
+    reference, path = made("llama")
+    with Engine.load(path) as engine:
+        for length in LENGTHS:
+            tokens = reference.tokens(length, seed=length)
+            with torch.no_grad():
+                expected = torch.cat(reference.model(tokens, output_hidden_states=True).hidden_states)
+            with engine.open_session() as session:
+                found = session.hidden_states(tokens[0].tolist(), range(len(expected)))
+            assert max(errors(list(found.cpu()), expected)) < 1e-4, length
 
 
 def test_a_gguf_file_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Get:
     return get
 
 
-def check(found: list[Tensor], expected: Tensor, what: str) -> None:
+def check(found: Sequence[Tensor], expected: Tensor | Sequence[Tensor], what: str) -> None:
     errors = [relative_error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
     assert max(errors) < TOLERANCE, f"{what}: relative errors of prefill and decode steps {errors}"
 
@@ -89,6 +89,23 @@ def test_routed_experts_of_the_first_layers_on_the_host(reference: Get, on_host:
         found = network_conversation(model, tokens, length, step=step)
         plain = network_conversation(load_ours(ref.folder, MAX_SEQ_LEN), tokens, length, step=step)
         check(found, torch.stack(plain), f"{on_host} of 5 layers on the host, {length} tokens")
+
+
+@pytest.mark.parametrize(("case", "on_host"), [("five-layers", 0), ("five-layers", 3), ("dense", 0)])
+def test_hidden_states(reference: Get, case: str, on_host: int) -> None:
+    """The embedding, then each layer's output, of the last one after the final norm. A layer may be several links."""
+    ref = reference(case)
+    tokens = ref.tokens(70)
+    model = load_ours(ref.folder, MAX_SEQ_LEN, cpu_moe=on_host, kernels=RowKernels)
+    chain = language_model_methods(model)["rows_hidden"]
+    count = torch.arange(70)
+    values = {"tokens": tokens[0], "input_pos": count, "slots": torch.zeros_like(count), "logits_indices": count}
+    with torch.no_grad():
+        for link in chain.links:
+            link.run(values)
+        whole = ref.model(tokens, use_cache=False, output_hidden_states=True)
+    found = [values[name] for name in chain.outputs]
+    check(found, [whole.logits[0], *(states[0] for states in whole.hidden_states)], case)
 
 
 class RowKernels(Kernels):
