@@ -45,8 +45,10 @@ TWO_STAGES_DIM = 128
 # The fewest positions of a split, by the most rows. With 256 for both, 8 rows at depth 192 take 13.9 us, not 10.8; with 128
 # for both, 64 rows take 34.3 us, not 28.6.
 MIN_SPLIT = {FEW_ROWS: 128, MAX_ROWS: 256}
-# The most splits of all rows and key heads together, and of one row. Splits without positions have programs too: these end at
-# once, but wait for room. With 8 key heads, 32 rows at depth 192 take 28 us with 2,048, not 24.
+# The most programs of all rows and key heads together, if there are no more rows. Programs without positions end at once, but
+# wait for room: with 8 key heads, 32 rows at depth 192 take 28 us with 2,048 programs, not 24.
+PROGRAMS = 1024
+# The most splits of all rows together, and of one row: so many sums have room.
 PARTS = 1024
 MAX_SPLITS = 64
 COMBINE_WARPS = 4
@@ -95,8 +97,10 @@ def _attend_rows(
     max_rows = row_class(rows)
     config = config_for(max_rows, head_dim) if keys.dtype == torch.bfloat16 else prompt_config(head_dim, keys.dtype)
     together = max(1, config.queries // group)
-    parts = max(1, PARTS // kv_heads)
-    splits = parts // torch.sym_min(torch.sym_max(rows, max(1, parts // MAX_SPLITS)), parts)
+    programs = max(1, PROGRAMS // kv_heads)
+    # Programs of one row and one key head, and splits for whose sums a row has room.
+    of_row = programs // torch.sym_min(torch.sym_max(rows, max(1, programs // MAX_SPLITS)), programs)
+    splits = PARTS // torch.sym_max(rows, PARTS // MAX_SPLITS)
     query = place_rows(qkv, q_norm, k_norm, eps, heads, gated, positions, slots, cos, sin, keys, values, table)
     sums = torch.empty((rows, splits, heads, head_dim), dtype=torch.float32, device=qkv.device)
     # For each sum: the peak of its scores, and the sum of its weights.
@@ -106,7 +110,7 @@ def _attend_rows(
     pages = {"PAGES": table.shape[1], "PAGE": page_size}
     least = MIN_SPLIT[max_rows]
     tiles = {"ROWS": together, "KEYS": config.keys, "MIN_SPLIT": least, "MAX_ROWS": MAX_ROWS, "WINDOW": window}
-    launcher(attend_rows_early)[(kv_heads, rows, splits)](
+    launcher(attend_rows_early)[(kv_heads, rows, of_row)](
         query,
         keys,
         values,
@@ -116,6 +120,7 @@ def _attend_rows(
         sums,
         scales,
         rows,
+        of_row,
         splits,
         GROUP=group,
         SCALE=score_scale(head_dim),
@@ -133,6 +138,7 @@ def _attend_rows(
         scales,
         out,
         rows,
+        of_row,
         splits,
         GATED=gated,
         SPLITS=MAX_SPLITS,
@@ -155,6 +161,7 @@ def attend_rows_early(
     sums: tl.tensor,
     scales: tl.tensor,
     rows: tl.tensor,
+    of_row: tl.tensor,
     splits: tl.tensor,
     PAGES: tl.constexpr,
     PAGE: tl.constexpr,
@@ -170,19 +177,22 @@ def attend_rows_early(
     SCALE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (key head, row, split): one split of the tile that begins with the row. Does nothing if no tile does."""
+    """Program (key head, row, number): one split of the row's tile. The programs of all rows of a tile share its splits. Does
+    nothing if there is no split left."""
     start_next(EARLY)
     rows = tl.cast(rows, tl.int32)
+    of_row = tl.cast(of_row, tl.int32)
     splits = tl.cast(splits, tl.int32)
     kv_head = tl.program_id(0)
-    first = tl.program_id(1)
-    slot, begins, count, origin, seen, share = tile_of(
-        first, first, positions, slots, rows, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS, KV_HEADS, WINDOW
+    row = tl.program_id(1)
+    slot, first, count, origin, seen, share = tile_of(
+        row, positions, slots, rows, of_row, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS, KV_HEADS, WINDOW
     )
-    begin = origin + tl.program_id(2) * share
+    split = (row - first) * of_row + tl.program_id(2)
+    begin = origin + split * share
     # One program must wait (rule R1). Other programs with nothing to do end, and leave their room.
-    nothing = (begins == 0) | (slot < 0) | (begin >= seen)
-    if nothing & (first + kv_head + tl.program_id(2) > 0):
+    nothing = (slot < 0) | (begin >= seen)
+    if nothing & (row + kv_head + tl.program_id(2) > 0):
         return
     wait_for_previous(EARLY)
     if nothing == 0:
@@ -190,12 +200,12 @@ def attend_rows_early(
         begin_end = begin, tl.minimum(begin + share, seen)
         if ROWS * GROUP > FEWEST and count * GROUP <= FEWEST:
             attend_tile(
-                query, of_key, sums, scales, first, count, seen - count, begin_end, splits, FEWEST, PAGE, KEYS, HEADS,
+                query, of_key, sums, scales, first, count, seen - count, begin_end, split, splits, FEWEST, PAGE, KEYS, HEADS,
                 KV_HEADS, D, GROUP, SCALE, WINDOW,
             )  # fmt: skip
         else:
             attend_tile(
-                query, of_key, sums, scales, first, count, seen - count, begin_end, splits, ROWS * GROUP, PAGE, KEYS,
+                query, of_key, sums, scales, first, count, seen - count, begin_end, split, splits, ROWS * GROUP, PAGE, KEYS,
                 HEADS, KV_HEADS, D, GROUP, SCALE, WINDOW,
             )  # fmt: skip
 
@@ -210,6 +220,7 @@ def attend_tile(
     count: tl.tensor,
     start: tl.tensor,
     begin_end: tl.tuple,
+    split: tl.tensor,
     splits: tl.tensor,
     QUERIES: tl.constexpr,
     PAGE: tl.constexpr,
@@ -226,7 +237,7 @@ def attend_tile(
 
     Args:
         of_key: keys and values of one key head, and the slot's row of the block table.
-        begin_end: the split's positions.
+        begin_end: the positions of split number `split`, of at most `splits`.
         QUERIES: queries of the tile, GROUP for each row.
     """
     HEADS_OF_KEY: tl.constexpr = HEADS // KV_HEADS
@@ -254,7 +265,7 @@ def attend_tile(
         QUERIES // GROUP,
         WINDOW,
     )
-    part = (row.to(tl.int64) * splits + tl.program_id(2)) * HEADS + tl.program_id(0) * HEADS_OF_KEY + head
+    part = (row.to(tl.int64) * splits + split) * HEADS + tl.program_id(0) * HEADS_OF_KEY + head
     tl.store(sums + part[:, None] * D + cell, total, mask=real[:, None])
     tl.store(scales + part * 2, peak, mask=real)
     tl.store(scales + part * 2 + 1, weight, mask=real)
@@ -269,6 +280,7 @@ def combine_rows_early(
     scales: tl.tensor,
     out: tl.tensor,
     rows: tl.tensor,
+    of_row: tl.tensor,
     splits: tl.tensor,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -287,12 +299,12 @@ def combine_rows_early(
     start_next(EARLY)
     QUERY: tl.constexpr = 2 * D if GATED else D
     rows = tl.cast(rows, tl.int32)
+    of_row = tl.cast(of_row, tl.int32)
     splits = tl.cast(splits, tl.int32)
     row = tl.program_id(0)
     head = tl.program_id(1)
-    own = row - offset_in_run(row, slots, rows, MAX_ROWS) % ROWS
     slot, _, _, origin, seen, share = tile_of(
-        own, row, positions, slots, rows, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS, KV_HEADS, WINDOW
+        row, positions, slots, rows, of_row, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS, KV_HEADS, WINDOW
     )
     used = tl.where(slot >= 0, tl.cdiv(seen - origin, share), 0)
     split = tl.arange(0, SPLITS)
@@ -323,20 +335,12 @@ def combine_rows_early(
 
 
 @triton.jit
-def offset_in_run(row: tl.tensor, slots: tl.tensor, rows: tl.tensor, MAX_ROWS: tl.constexpr) -> tl.tensor:
-    """Number of rows of the same slot before a row: its index in its run, since a slot has one run."""
-    each = tl.arange(0, MAX_ROWS)
-    known = tl.load(slots + each, mask=each < rows, other=-1)
-    return tl.sum(((known == tl.load(slots + row)) & (each < row)).to(tl.int32), 0)
-
-
-@triton.jit
 def tile_of(
-    first: tl.tensor,
     row: tl.tensor,
     positions: tl.tensor,
     slots: tl.tensor,
     rows: tl.tensor,
+    of_row: tl.tensor,
     splits: tl.tensor,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -345,21 +349,28 @@ def tile_of(
     KV_HEADS: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Describe the tile from row `first` on.
+    """Describe the tile of a row: up to ROWS rows of its run.
+
+    Args:
+        of_row: programs of one row.
+        splits: the most splits of a tile.
 
     Returns:
-        (slot of `row`, whether a tile begins with `first`, number of rows of the tile, first position of the splits, end of
-        the positions that its last row sees, positions of one split).
+        (slot, first row of the tile, number of its rows, first position of the splits, end of the positions that its last row
+        sees, positions of one split).
     """
     each = tl.arange(0, MAX_ROWS)
     slot = tl.load(slots + row)
+    # A slot has one run.
     mine = tl.load(slots + each, mask=each < rows, other=-1) == slot
-    before = tl.sum((mine & (each < first)).to(tl.int32), 0)
-    count = tl.minimum(ROWS, tl.sum((mine & (each >= first)).to(tl.int32), 0))
-    start = tl.load(positions + first).to(tl.int32)
+    before = tl.sum((mine & (each < row)).to(tl.int32), 0)
+    place = before % ROWS
+    count = tl.minimum(ROWS, tl.sum(mine.to(tl.int32), 0) - before + place)
+    start = tl.load(positions + row).to(tl.int32) - place
     origin, seen = first_seen(start, WINDOW, KEYS), start + count
-    share = split_size(seen - origin, rows * KV_HEADS, splits, KEYS, MIN_SPLIT)
-    return slot, before % ROWS == 0, count, origin, seen, share
+    most = tl.minimum(count * of_row, splits)
+    share = split_size(seen - origin, rows * KV_HEADS, most, KEYS, MIN_SPLIT)
+    return slot, row - place, count, origin, seen, share
 
 
 @triton.jit
