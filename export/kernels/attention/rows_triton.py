@@ -185,8 +185,10 @@ def attend_rows_early(
     splits = tl.cast(splits, tl.int32)
     kv_head = tl.program_id(0)
     row = tl.program_id(1)
-    slot, first, count, origin, seen, share = tile_of(
-        row, positions, slots, rows, of_row, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS, KV_HEADS, WINDOW
+    each = tl.arange(0, MAX_ROWS)
+    slot, known = tl.load(slots + row), tl.load(slots + each, mask=each < rows, other=-1)
+    first, count, origin, seen, share = tile_of(
+        row, slot, known, tl.load(positions + row), rows, of_row, splits, ROWS, KEYS, MIN_SPLIT, KV_HEADS, WINDOW
     )
     split = (row - first) * of_row + tl.program_id(2)
     begin = origin + split * share
@@ -265,7 +267,7 @@ def attend_tile(
         QUERIES // GROUP,
         WINDOW,
     )
-    part = (row.to(tl.int64) * splits + split) * HEADS + tl.program_id(0) * HEADS_OF_KEY + head
+    part = (row * splits + split) * HEADS + tl.program_id(0) * HEADS_OF_KEY + head
     tl.store(sums + part[:, None] * D + cell, total, mask=real[:, None])
     tl.store(scales + part * 2, peak, mask=real)
     tl.store(scales + part * 2 + 1, weight, mask=real)
@@ -303,8 +305,10 @@ def combine_rows_early(
     splits = tl.cast(splits, tl.int32)
     row = tl.program_id(0)
     head = tl.program_id(1)
-    slot, _, _, origin, seen, share = tile_of(
-        row, positions, slots, rows, of_row, splits, ROWS, KEYS, MIN_SPLIT, MAX_ROWS, KV_HEADS, WINDOW
+    each = tl.arange(0, MAX_ROWS)
+    slot, known = tl.load(slots + row), tl.load(slots + each, mask=each < rows, other=-1)
+    _, _, origin, seen, share = tile_of(
+        row, slot, known, tl.load(positions + row), rows, of_row, splits, ROWS, KEYS, MIN_SPLIT, KV_HEADS, WINDOW
     )
     used = tl.where(slot >= 0, tl.cdiv(seen - origin, share), 0)
     split = tl.arange(0, SPLITS)
@@ -337,40 +341,44 @@ def combine_rows_early(
 @triton.jit
 def tile_of(
     row: tl.tensor,
-    positions: tl.tensor,
-    slots: tl.tensor,
+    slot: tl.tensor,
+    known: tl.tensor,
+    position: tl.tensor,
     rows: tl.tensor,
     of_row: tl.tensor,
     splits: tl.tensor,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     WINDOW: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Describe the tile of a row: up to ROWS rows of its run.
 
+    It takes what was loaded, no pointers: where a sum is stored depends on it, and torch would take the memory behind its
+    pointers as written.
+
     Args:
+        slot, position: of the row.
+        known: slots of all rows, -1 behind them.
         of_row: programs of one row.
         splits: the most splits of a tile.
 
     Returns:
-        (slot, first row of the tile, number of its rows, first position of the splits, end of the positions that its last row
-        sees, positions of one split).
+        (first row of the tile, number of its rows, first position of the splits, end of the positions that its last row sees,
+        positions of one split).
     """
-    each = tl.arange(0, MAX_ROWS)
-    slot = tl.load(slots + row)
+    each = tl.arange(0, known.shape[0])
     # A slot has one run.
-    mine = tl.load(slots + each, mask=each < rows, other=-1) == slot
+    mine = known == slot
     before = tl.sum((mine & (each < row)).to(tl.int32), 0)
     place = before % ROWS
     count = tl.minimum(ROWS, tl.sum(mine.to(tl.int32), 0) - before + place)
-    start = tl.load(positions + row).to(tl.int32) - place
+    start = position.to(tl.int32) - place
     origin, seen = first_seen(start, WINDOW, KEYS), start + count
     most = tl.minimum(count * of_row, splits)
     share = split_size(seen - origin, rows * KV_HEADS, most, KEYS, MIN_SPLIT)
-    return slot, row - place, count, origin, seen, share
+    return row - place, count, origin, seen, share
 
 
 @triton.jit
