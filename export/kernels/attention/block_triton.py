@@ -135,7 +135,6 @@ def attend_range(
     values: tl.tensor,
     table: tl.tensor,
     begin: tl.tensor,
-    middle: tl.tensor,
     end: tl.tensor,
     visible: tl.tensor,
     first: tl.tensor,
@@ -151,8 +150,8 @@ def attend_range(
     Args:
         keys, values: the cache of one key head.
         table: row of the block table for the slot.
-        begin, middle: multiples of KEYS. Before `middle` every row sees all positions, from there on row m sees those up to
-            visible[m]; or the last WINDOW of them.
+        begin: a multiple of KEYS.
+        visible: row m sees the positions up to visible[m], or the last WINDOW of them.
         first: visible[0]; the rows are of TOKENS tokens at neighbouring positions.
         SIZE: see `offsets_in`.
         WINDOW: see `first_seen`.
@@ -160,7 +159,8 @@ def attend_range(
     total = tl.zeros(q.shape, tl.float32)
     weight = tl.zeros([q.shape[0]], tl.float32)
     peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
-    middle = tl.minimum(tl.maximum(middle, begin), end // KEYS * KEYS)
+    # Every row sees all positions before `middle` that are in the window.
+    middle = tl.minimum(tl.maximum((first + 1) // KEYS * KEYS, begin), end // KEYS * KEYS)
     # The pages of a block are looked up while the block before it is worked on.
     pages = pages_of(table, begin, end, PAGE, KEYS, True)
     if WINDOW > 0:

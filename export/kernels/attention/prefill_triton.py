@@ -188,7 +188,6 @@ def prefill_kernel(
         v_cache + kv_head * PAGE * D,
         table + tl.maximum(tl.load(slots), 0) * PAGES,
         begin,
-        (start_position + tile * ROWS + 1) // KEYS * KEYS,
         tl.minimum(begin + share, seen),
         start_position + token,
         start_position + tile * ROWS,

@@ -256,7 +256,6 @@ def attend_tile(
         of_key[1],
         of_key[2],
         begin_end[0],
-        (start + 1) // KEYS * KEYS,
         begin_end[1],
         start + member // GROUP,
         start,
