@@ -17,8 +17,9 @@ from torch.nn import functional
 
 from ostinato.delegate.errors import OptionError
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
+from ostinato.export.commands.export import add_group_size, group_size_of
 from ostinato.export.formats.format import SCALE_DTYPES, Format
-from ostinato.export.formats.quantization import DEFAULT_GROUP_SIZES, FORMATS
+from ostinato.export.formats.quantization import FORMATS
 from ostinato.export.kernels.operands import HeadSquares, Norm, RowIndex, Weight
 from ostinato.export.models import read_config
 from ostinato.export.models.dense import DenseConfig
@@ -39,12 +40,7 @@ def add_format_options(parser: argparse.ArgumentParser, default: str) -> None:
     """Add the options that `format_of` reads; `default` is that of --quant."""
     add = parser.add_argument
     add("--quant", choices=(*FORMATS, "none"), default=default, help="format of the weights (default: %(default)s)")
-    add(
-        "--group-size",
-        type=int,
-        metavar="G",
-        help="elements that share a scale: 32, 64 or 128 (default: 128; int4_min has 32, int8 32)",
-    )
+    add_group_size(parser)
     dtypes = [str(dtype).removeprefix("torch.") for dtype in SCALE_DTYPES]
     add("--scale-dtype", choices=dtypes, default=dtypes[0], help="dtype of the scales (default: %(default)s)")
 
@@ -53,8 +49,7 @@ def format_of(arguments: argparse.Namespace) -> Format | None:
     """The number format that the options choose; None for the model's dtype. Raises ExportError: no such group size."""
     if arguments.quant == "none":
         return None
-    size = DEFAULT_GROUP_SIZES[arguments.quant] if arguments.group_size is None else arguments.group_size
-    return FORMATS[arguments.quant](size, getattr(torch, arguments.scale_dtype))
+    return FORMATS[arguments.quant](group_size_of(arguments), getattr(torch, arguments.scale_dtype))
 
 
 def tensors_of(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:

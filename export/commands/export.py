@@ -46,12 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("int4", "int4_min", "int8"),
         help="quantise linear layers and experts (default: keep them); int4_min: four bits with a minimum",
     )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        metavar="G",
-        help="elements that share a scale: 32, 64 or 128 (default: 128; int4_min has 32, int8 32)",
-    )
+    add_group_size(parser)
     parser.add_argument("--hqq", action="store_true", help="choose int4 scales by half-quadratic quantisation (slower)")
     experts = parser.add_mutually_exclusive_group()
     experts.add_argument(
@@ -122,6 +117,23 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def add_group_size(parser: argparse.ArgumentParser) -> None:
+    """Add the option that `group_size_of` reads."""
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="G",
+        help="elements that share a scale: 32, 64 or 128 (default: 128; int4_min has 32, int8 32)",
+    )
+
+
+def group_size_of(arguments: argparse.Namespace) -> int:
+    """Return the size of groups that --group-size asks for, or else that of the format which --quant names."""
+    from ostinato.export.formats.quantization import DEFAULT_GROUP_SIZES
+
+    return DEFAULT_GROUP_SIZES[arguments.quant] if arguments.group_size is None else arguments.group_size
+
+
 def print_report(report: ExportReport, progress: Progress) -> None:
     """Print one line on stderr: the artifact's folder, size and target, the time, and this process's peak memory."""
     from ostinato.delegate.memory import size_text
@@ -136,15 +148,14 @@ def print_report(report: ExportReport, progress: Progress) -> None:
 
 def _quantization(arguments: argparse.Namespace) -> Quantization | None:
     from ostinato.delegate.errors import OptionError
-    from ostinato.export.formats.quantization import DEFAULT_GROUP_SIZES, Quantization
+    from ostinato.export.formats.quantization import Quantization
 
     if arguments.quant is None:
         given = "--group-size" if arguments.group_size is not None else "--hqq" if arguments.hqq else None
         if given:
             raise OptionError(f"{given} says how to quantise: give --quant as well")
         return None
-    size = DEFAULT_GROUP_SIZES[arguments.quant] if arguments.group_size is None else arguments.group_size
-    return Quantization(size, arguments.hqq, arguments.quant)
+    return Quantization(group_size_of(arguments), arguments.hqq, arguments.quant)
 
 
 def _peak_memory(device: str) -> str:
