@@ -141,7 +141,7 @@ def test_sessions_side_by_side(made: Callable[[str], Made], name: str) -> None:
 
 @pytest.mark.skipif(not kernels_for("cpu").max_rows, reason="this CPU takes the references")
 def test_hidden_states(made: Callable[[str], Made]) -> None:
-    """Those of transformers, of every token and layer."""
+    """Hidden states of every token and layer are those of transformers."""
     reference, path = made("llama")
     with Engine.load(path) as engine:
         for length in LENGTHS:

@@ -16,7 +16,7 @@ from ..processes import PATIENCE
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_garbage_is_looked_for(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not until the imports have ended, with an error or without, and then not in what they made."""
+    """Garbage is looked for when the imports have ended, with an error or without, and not in what they made."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     try:
         with pytest.raises(ImportError) if fails else nullcontext(), long_imports():
@@ -49,7 +49,7 @@ def test_a_caller_without_a_collector_keeps_it_so(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("words", [["--help"], ["no folder", "--prompt", "x"], ["no folder"]])
 def test_what_run_refuses_at_once(words: list[str]) -> None:
-    """Before torch is imported, which takes a second."""
+    """A mistake is refused before torch is imported, which takes a second."""
     code = (
         "import sys\nfrom ostinato.runner.cli import main\n"
         "try:\n    main(['run', *sys.argv[1:]])\nexcept SystemExit:\n    pass\n"

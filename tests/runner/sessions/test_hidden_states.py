@@ -60,7 +60,7 @@ def test_of_every_token_and_layer(engine: Engine, states: States, count: int) ->
 
 
 def test_in_the_middle_of_an_answer(engine: Engine, states: States) -> None:
-    """A session with a neighbour: states of each sampled token, in the layers asked for. They change no token."""
+    """States of each sampled token, in the layers asked for, of a session with a neighbour. They change no token."""
     prompt = engine.encode_prompt("What is the capital of France?")
     answer = list(engine.generate_tokens(prompt, max_new_tokens=6, ignore_eos=True))
     expected = states(prompt + answer)
@@ -77,7 +77,7 @@ def test_in_the_middle_of_an_answer(engine: Engine, states: States) -> None:
 
 
 def test_what_cannot_be_done(engine: Engine) -> None:
-    """Nothing has changed then."""
+    """What is refused changes nothing."""
     with engine.open_session() as session:
         session.prefill(TOKENS[:3])
         count = engine.program.load_method("rows_hidden").outputs[1:]
