@@ -20,6 +20,8 @@ from .linear.panels import unpack_panels
 
 # Values, scale, minimum and bias of a weight, and the name of its format, "" for a floating dtype: arguments of an operator.
 WeightArguments = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, str]
+# The same without the bias; values are None for no weight.
+UnbiasedArguments = tuple[Tensor | None, Tensor | None, Tensor | None, str]
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,14 @@ class Weight:
         if self.format is None or scale is None:
             return values.to(dtype)
         return self.format.dequantize(values, scale, minimum, dtype)
+
+
+def unbiased(weight: Weight | None) -> UnbiasedArguments:
+    """The arguments of an operator that stand for a weight without a bias, or for no weight."""
+    if weight is None:
+        return None, None, None, ""
+    values, scale, minimum, _, form = weight.arguments
+    return values, scale, minimum, form
 
 
 @dataclass(frozen=True)

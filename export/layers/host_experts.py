@@ -21,6 +21,7 @@ from ostinato.export.compile.trace import Link
 
 from .experts import SparseMoe
 from .norms import RMSNorm
+from .stored import kind_of
 
 # The values that `links` starts from.
 GIVEN = ("h", "n", "logits", "weights", "chosen")
@@ -47,15 +48,25 @@ class HostExperts(nn.Module):
     def links(self, prefix: str, step: bool, streamed: bool) -> list[Link]:
         """The links from the values `GIVEN` to `x`. With `streamed`, they also take the number of experts that the device
         computes."""
-        shared = Link(self, ("s",), "shared expert", prefix, "shared_step" if step else "shared")
+        experts = self.moe.experts
+        kind = kind_of(self.moe.shared_expert, "shared expert")
+        shared = Link(self, ("s",), kind, prefix, "shared_step" if step else "shared")
         if not streamed:
-            routed = Link(self, ("y",), "routed experts", prefix, "routed", device=HOST)
+            routed = Link(self, ("y",), kind_of(experts, "routed experts"), prefix, "routed", device=HOST)
             return [shared, routed, Link(self, ("x",), "sum of experts", prefix, "sum")]
         return [
             Link(self, ("others",), "division of experts", prefix, "divide"),
-            Link(self, ("z",), "streamed experts", prefix, "first", streamed_by=STREAMED),
+            Link(self, ("z",), kind_of(experts, "streamed experts"), prefix, "first", streamed_by=STREAMED),
             shared,
-            Link(self, ("y",), "other experts", prefix, "routed", inputs=("n", "weights", "others"), device=HOST),
+            Link(
+                self,
+                ("y",),
+                kind_of(experts, "other experts"),
+                prefix,
+                "routed",
+                inputs=("n", "weights", "others"),
+                device=HOST,
+            ),
             Link(self, ("x",), "sum of all experts", prefix, "sum_of_both"),
         ]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
+from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight, unbiased
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
-# Weights of the routed experts and of the shared one in an operator's schema: `_stored` of both.
+# Weights of the routed experts and of the shared one in an operator's schema: `unbiased` of both.
 WEIGHTS = (
     "Tensor values, Tensor? scale, Tensor? minimum, str form, "
     "Tensor? shared_values, Tensor? shared_scale, Tensor? shared_minimum, str shared_form"
@@ -17,7 +17,7 @@ WEIGHTS = (
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights, pinned: bool = False) -> Tensor:
     """As `reference.experts`; with `pinned` the result is in pinned memory, which a GPU reads directly."""
-    return _experts(x, weights, chosen.int(), *_stored(routed.gate_up), *_stored(routed.down), pinned)
+    return _experts(x, weights, chosen.int(), *unbiased(routed.gate_up), *unbiased(routed.down), pinned)
 
 
 @LIBRARY.operator(
@@ -62,7 +62,7 @@ def experts_gate_up(
     slots: Tensor | None = None,
 ) -> Tensor:
     """As `reference.experts_gate_up`; rows with a negative slot reach no routed expert."""
-    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *_stored(routed), *_stored(shared), slots)
+    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *unbiased(routed), *unbiased(shared), slots)
 
 
 @LIBRARY.operator(
@@ -98,7 +98,7 @@ def experts_down(
     slots: Tensor | None = None,
 ) -> Tensor:
     """As `reference.experts_down`; `slots` as for `experts_gate_up`."""
-    return _experts_down(hidden, logits, top_k, *_stored(routed), *_stored(shared), residual, slots)
+    return _experts_down(hidden, logits, top_k, *unbiased(routed), *unbiased(shared), residual, slots)
 
 
 @LIBRARY.operator(
@@ -137,11 +137,3 @@ def sparse_moe(
     logits = route_logits(x, norm, gate, shared_gate)
     hidden = experts_gate_up(x, norm, logits, top_k, routed.gate_up, gate_up, slots)
     return experts_down(hidden, logits, top_k, routed.down, down, x, slots)
-
-
-def _stored(weight: Weight | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, str]:
-    """Values, scale and minimum of a weight, and the name of its format."""
-    if weight is None:
-        return None, None, None, ""
-    values, scale, minimum, _, form = weight.arguments
-    return values, scale, minimum, form

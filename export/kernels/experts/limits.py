@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats.format import Format
-from ostinato.export.formats.int4 import Int4
 
 MAX_EXPERTS = 1024
 
@@ -17,17 +16,20 @@ def check_experts(hidden: int, intermediate: int, experts: int, top_k: int, form
         intermediate: I, an expert's inner size.
         experts: E, the number of routed experts.
         top_k: experts per token.
-        form: the weights' number format, None for a floating dtype.
+        form: the number format of all their weights, None for a floating dtype.
     """
-    if not 1 <= experts <= MAX_EXPERTS:
-        raise ExportError(f"the CUDA kernels route among 1 to {MAX_EXPERTS} experts, not {experts}")
-    if not 1 <= top_k <= experts:
-        raise ExportError(f"experts per token must be 1 to {experts}, the number of experts, not {top_k}")
+    check_routing(experts, top_k)
     if form is None:
         return
-    if not isinstance(form, Int4):
-        raise ExportError(f"the CUDA kernels take experts in bfloat16, float32 or int4, not in {form}")
     step = max(form.multiple, form.group_size)
     for name, size in (("hidden size", hidden), ("experts' intermediate size", intermediate)):
         if size <= 0 or size % step:
             raise ExportError(f"the {name} must be a multiple of {step} for experts in {form}, not {size}")
+
+
+def check_routing(experts: int, top_k: int) -> None:
+    """Raises ExportError if the kernels cannot choose `top_k` of `experts` experts; the message states the limit."""
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise ExportError(f"the CUDA kernels route among 1 to {MAX_EXPERTS} experts, not {experts}")
+    if not 1 <= top_k <= experts:
+        raise ExportError(f"experts per token must be 1 to {experts}, the number of experts, not {top_k}")

@@ -21,12 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.export.kernels.launch import LARGE, SMALL, fitting, launcher
+from ostinato.export.kernels.launch import LARGE, SMALL, fitting, launcher, pointers
+from ostinato.export.kernels.linear.limits import check_weight
 from ostinato.export.kernels.linear.prefill_triton import without_panels
-from ostinato.export.kernels.operands import ExpertWeights
+from ostinato.export.kernels.linear.step_triton import bits_of
+from ostinato.export.kernels.operands import ExpertWeights, Weight, unbiased
 
 from .blocks_triton import expert_of_block
-from .limits import check_experts
+from .limits import check_routing
 
 # Choices of one expert per program. An expert's weights are unpacked once for every BLOCK_CHOICES of its choices.
 BLOCK_CHOICES = 32
@@ -46,23 +48,23 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -
     """See `reference.experts`; all sums are float32, in an order that does not change.
 
     Raises:
-        ExportError: see `check_experts`.
+        ExportError: see `check_routing` and `check_weight`.
     """
     gate_up, down = without_panels(routed.gate_up), without_panels(routed.down)
-    count, top_k = gate_up.values.shape[0], chosen.shape[1]
+    check_routing(gate_up.values.shape[0], chosen.shape[1])
     for weight in (gate_up, down):
-        check_experts(x.shape[1], gate_up.rows // 2, count, top_k, weight.format)
-    if gate_up.group_size is not None:
-        x = in_order(x, _step(gate_up.group_size, x.dtype))
+        check_weight(weight, x.dtype)
+    if gate_up.format is not None:
+        x = in_order(x, step_of(gate_up, x.dtype))
     arguments = (x.contiguous(), weights.contiguous(), chosen.contiguous())
-    return _experts(*arguments, gate_up.values, gate_up.scale, down.values, down.scale)
+    return _experts(*arguments, *unbiased(gate_up), *unbiased(down))
 
 
 def in_order(x: Tensor, step: int) -> Tensor:
-    """x [T, H] in the order in which products with int4 weights read it, `step` bytes per iteration; see `_stands_at`."""
-    bytes_of = x.reshape(x.shape[0], -1, step // 32, 2, 32).transpose(2, 3)
-    lanes = bytes_of.reshape(x.shape[0], -1, 2, 4, step // 16, 4).unflatten(5, (2, 2))
-    return lanes.permute(0, 1, 2, 4, 5, 3, 6).reshape(x.shape)
+    """x [T, H] in the order in which products with integer weights read it, `step` bytes per iteration; see `_stands_at`."""
+    bytes_of = x if step == 32 else x.reshape(x.shape[0], -1, step // 32, 2, 32).transpose(2, 3)
+    lanes = bytes_of.reshape(x.shape[0], -1, 4, step // 16, 4).unflatten(4, (2, 2))
+    return lanes.permute(0, 1, 3, 4, 2, 5).reshape(x.shape)
 
 
 @torch.library.triton_op("ostinato::experts", mutates_args={})
@@ -72,12 +74,20 @@ def _experts(
     chosen: Tensor,
     gate_up: Tensor,
     gate_up_scale: Tensor | None,
+    gate_up_minimum: Tensor | None,
+    gate_up_form: str,
     down: Tensor,
     down_scale: Tensor | None,
+    down_minimum: Tensor | None,
+    down_form: str,
 ) -> Tensor:
-    """`experts` for contiguous x [T, H], weights [T, k] and chosen [T, k]; for int4 weights x is `in_order`."""
+    """`experts` for contiguous x [T, H], weights [T, k] and chosen [T, k]; for integer weights x is `in_order`."""
     tokens, size = x.shape
     count, top_k, inner = gate_up.shape[0], chosen.shape[1], gate_up.shape[1] // 2
+    first, second = (
+        Weight.of(gate_up, gate_up_scale, gate_up_minimum, None, gate_up_form),
+        Weight.of(down, down_scale, down_minimum, None, down_form),
+    )
     choices = tokens * top_k
     blocks = (choices + BLOCK_CHOICES - 1) // BLOCK_CHOICES + count
     order = torch.empty(choices, dtype=torch.int32, device=x.device)
@@ -88,45 +98,35 @@ def _experts(
     launcher(_schedule_kernel)[(blocks,)](counts, schedule, count, padded, BLOCK_CHOICES, num_warps=1)
 
     hidden = torch.empty(choices, inner, dtype=x.dtype, device=x.device)
-    group_size = 0 if gate_up_scale is None else size // gate_up_scale.shape[2]
-    down_group_size = 0 if down_scale is None else inner // down_scale.shape[2]
-    down_step = _step(down_group_size, x.dtype)
     launcher(_gate_up_kernel)[(blocks, triton.cdiv(inner, BLOCK_GATE_UP))](
         x,
         order,
         schedule,
-        gate_up,
-        gate_up if gate_up_scale is None else gate_up_scale,
+        *pointers(gate_up, gate_up_scale, gate_up_minimum),
         hidden,
         size,
         inner,
         top_k,
-        group_size,
-        BLOCK_CHOICES,
-        BLOCK_GATE_UP,
-        _step(group_size, x.dtype),
-        down_step if down_group_size else 0,
-        num_warps=4,
+        BLOCK_CHOICES=BLOCK_CHOICES,
+        BLOCK_ROWS=BLOCK_GATE_UP,
+        NEXT_STEP=0 if second.format is None else step_of(second, x.dtype),
         num_stages=STAGES,
+        **_constants(first, x.dtype),
     )
     parts = torch.empty(tokens, top_k, size, dtype=x.dtype, device=x.device)
-    block = BLOCK_DOWN if size % BLOCK_DOWN == 0 else BLOCK_DOWN // 2
-    launcher(_down_kernel)[(blocks, triton.cdiv(size, block))](
+    launcher(_down_kernel)[(blocks, triton.cdiv(size, BLOCK_DOWN if size % BLOCK_DOWN == 0 else BLOCK_DOWN // 2))](
         hidden,
         weights,
         order,
         schedule,
-        down,
-        down if down_scale is None else down_scale,
+        *pointers(down, down_scale, down_minimum),
         parts,
         size,
         inner,
-        down_group_size,
-        BLOCK_CHOICES,
-        block,
-        down_step,
-        num_warps=4,
+        BLOCK_CHOICES=BLOCK_CHOICES,
+        BLOCK_ROWS=BLOCK_DOWN if size % BLOCK_DOWN == 0 else BLOCK_DOWN // 2,
         num_stages=STAGES,
+        **_constants(second, x.dtype),
     )
     out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
     grid = ((tokens + SUM_TOKENS - 1) // SUM_TOKENS, triton.cdiv(size, SUM_COLUMNS))
@@ -134,9 +134,23 @@ def _experts(
     return out
 
 
-def _step(group_size: int, dtype: torch.dtype) -> int:
-    """Elements, or packed bytes, of a row per loop iteration. The bytes' low nibbles share a scale; so do their high ones."""
-    if 0 < group_size < 128:
+def _constants(weight: Weight, dtype: torch.dtype) -> dict[str, int | bool]:
+    """Compile-time constants of the products with a weight; `dtype` is the inputs' dtype."""
+    return {
+        "GROUP": weight.group_size or 0,
+        "BITS": bits_of(weight),
+        "MINIMUM": weight.minimum is not None,
+        "STEP": step_of(weight, dtype),
+        "num_warps": 4,
+    }
+
+
+def step_of(weight: Weight, dtype: torch.dtype) -> int:
+    """Elements of a row per loop iteration; of integers, packed bytes, or half of its bytes where each has one integer.
+
+    A packed tile's low nibbles share a scale, and so do its high ones; or the bytes of each half.
+    """
+    if weight.format is not None and (weight.format.per_value == 1 or weight.format.group_size < 128):
         return 32
     # Before Hopper, float32 products of 64 bytes per iteration spill 1 to 7 KB per thread. Products of 64 elements take
     # 104 KB of shared memory with triton 3.8 (80 KB with 3.6), and compute capability 8.9 has 99 KB.
@@ -181,14 +195,17 @@ def _schedule_kernel(counts, schedule, EXPERTS: tl.constexpr, PADDED: tl.constex
 
 
 @triton.jit
-def _unpack(packed, dtype: tl.constexpr):
+def _unpack(packed, dtype: tl.constexpr, MINIMUM: tl.constexpr):
     """Packed bytes [N, B] -> the weights of their low and of their high nibbles, without scales: [N, B] each, exact in
     `dtype`."""
     if INTERPRETED or dtype != tl.bfloat16:
-        low = (packed & 15).to(tl.float32) - 8.0
-        high = (packed >> 4).to(tl.float32) - 8.0
+        LEAST: tl.constexpr = 0.0 if MINIMUM else 8.0
+        low = (packed & 15).to(tl.float32) - LEAST
+        high = (packed >> 4).to(tl.float32) - LEAST
         return low.to(dtype), high.to(dtype)
     else:
+        # -128 or -136, twice.
+        OFFSET: tl.constexpr = "0xc300c300" if MINIMUM else "0xc308c308"
         # A nibble in the low mantissa bits of the bfloat16 128 makes it 128 + nibble. This code unpacks four bytes at a time;
         # Triton's own would unpack them one by one.
         return tl.inline_asm_elementwise(
@@ -197,7 +214,9 @@ def _unpack(packed, dtype: tl.constexpr):
             mov.b32 mask, 0x000f000f;
             mov.b32 magic, 0x43004300;
             mov.b32 one, 0x3f803f80;
-            mov.b32 offset, 0xc308c308;
+            mov.b32 offset, """
+            + OFFSET
+            + """;
             prmt.b32 first, $4, 0, 0x4140;
             prmt.b32 second, $4, 0, 0x4342;
             lop3.b32 $0, first, mask, magic, 0xEA;
@@ -214,6 +233,37 @@ def _unpack(packed, dtype: tl.constexpr):
             "=&r,=&r,=&r,=&r,r",
             [packed],
             dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def _unpack_bytes(bytes, dtype: tl.constexpr):
+    """Signed bytes [N, B] -> the same numbers, exact in `dtype`."""
+    if INTERPRETED or dtype != tl.bfloat16:
+        return bytes.to(tl.float32).to(dtype)
+    else:
+        # See `linear.rows_grouped_triton.unpack_bytes`.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 first, second, low, high, bits, sign, magic, minus;
+            mov.b32 bits, 0x007f007f;
+            mov.b32 sign, 0x00800080;
+            mov.b32 magic, 0x43004300;
+            mov.b32 minus, 0xbf80bf80;
+            prmt.b32 first, $2, 0, 0x4140;
+            prmt.b32 second, $2, 0, 0x4342;
+            lop3.b32 $0, first, bits, magic, 0xEA;
+            lop3.b32 $1, second, bits, magic, 0xEA;
+            lop3.b32 low, first, sign, magic, 0xEA;
+            lop3.b32 high, second, sign, magic, 0xEA;
+            fma.rn.bf16x2 $0, low, minus, $0;
+            fma.rn.bf16x2 $1, high, minus, $1;
+            }""",
+            "=&r,=&r,r",
+            [bytes],
+            dtype=tl.bfloat16,
             is_pure=True,
             pack=4,
         )
@@ -251,39 +301,70 @@ def _add_product(weights, inputs, sums):
 
 
 @triton.jit
-def _scaled(weights, scale):
-    """weights [N, B] times scale [N], in the weights' dtype. Triton's interpreter has no products of bfloat16."""
-    if INTERPRETED:
+def _scaled(weights, scale, minimum, MINIMUM: tl.constexpr):
+    """weights [N, B] times scale [N] plus minimum [N], in the weights' dtype.
+
+    The product by a scale in bfloat16 is rounded once. By one in float16 it would be rounded twice, so it is computed in
+    float32, as are sums. Triton's interpreter has no products of bfloat16.
+    """
+    if INTERPRETED or MINIMUM or scale.dtype != tl.bfloat16:
         product = weights.to(tl.float32) * scale.to(tl.float32)[:, None]
+        if MINIMUM:
+            product += minimum.to(tl.float32)[:, None]
         return product.to(weights.dtype)
     else:
         return weights * scale.to(weights.dtype)[:, None]
 
 
 @triton.jit
-def _add_step(packed, low_scale, high_scale, low_inputs, high_inputs, sums, GROUP: tl.constexpr):
-    """sums [N, M] + (low nibbles of packed [N, B] times low_scale [N]) @ low_inputs [B, M] + the same for high nibbles.
+def _add_step(packed, scale, minimum, low_inputs, high_inputs, sums, GROUP: tl.constexpr, BITS: tl.constexpr, MINIMUM: tl.constexpr):
+    """sums [N, M] + the weights of both tiles of an iteration, with their scales and minima, @ low_inputs and high_inputs [B, M].
 
-    Unless GROUP is 32, both have `low_scale`.
+    Args:
+        packed: result of `_load_packed`.
+        scale, minimum: results of `_load_pair`.
     """
-    low, high = _unpack(packed, low_inputs.dtype)
+    if BITS == 8:
+        low, high = _unpack_bytes(packed[0], low_inputs.dtype), _unpack_bytes(packed[1], low_inputs.dtype)
+    else:
+        low, high = _unpack(packed[0], low_inputs.dtype, MINIMUM)
     if GROUP == 32:
         # Low and high nibbles have different scales. With one product for each, an iteration takes 278 instructions, not 237.
-        low, high = _scaled(low, low_scale), _scaled(high, high_scale)
+        low, high = _scaled(low, scale[0], minimum[0], MINIMUM), _scaled(high, scale[1], minimum[1], MINIMUM)
         return _add_product(_in_lanes(high), high_inputs, _add_product(_in_lanes(low), low_inputs, sums))
     else:
         product = _add_product(_in_lanes(low), low_inputs, tl.zeros(sums.shape, tl.float32))
         product = _add_product(_in_lanes(high), high_inputs, product)
-        return sums + product * low_scale.to(tl.float32)[:, None]
+        return sums + product * scale[0].to(tl.float32)[:, None]
 
 
 @triton.jit
-def _scale_pair(scale, first, GROUP: tl.constexpr):
-    """The scales [N] of the iteration that begins at element `first`: for its low nibbles and for its high nibbles."""
-    low = tl.load(scale + first // GROUP)
+def _load_packed(tiles, inside, BITS: tl.constexpr, WHOLE: tl.constexpr):
+    """The weights of an iteration: a tile of packed bytes, or of eight-bit integers two tiles, the second one `inside`."""
+    if BITS == 8:
+        second = tl.load(tiles + 32) if WHOLE else tl.load(tiles + 32, mask=inside, other=0)
+        packed = tl.load(tiles), second
+    else:
+        packed = (tl.load(tiles),)
+    return packed
+
+
+@triton.jit
+def _load_second(inputs, filled, inside, WHOLE: tl.constexpr):
+    """The inputs [B, M] of an iteration's second half, of which the last one may not be `inside`."""
+    mask = filled[None, :] if WHOLE else filled[None, :] & inside
+    return tl.load(inputs, mask=mask, other=0)
+
+
+@triton.jit
+def _load_pair(numbers, first, inside, GROUP: tl.constexpr, WHOLE: tl.constexpr):
+    """Scales or minima [N] of the iteration that begins at element `first`: of its low and of its high nibbles, or of both
+    tiles of bytes."""
+    low = tl.load(numbers + first // GROUP)
     high = low
     if GROUP == 32:
-        high = tl.load(scale + first // GROUP + 1)
+        following = numbers + (first // GROUP + 1)
+        high = tl.load(following) if WHOLE else tl.load(following, mask=inside, other=0.0)
     return low, high
 
 
@@ -294,11 +375,14 @@ def _gate_up_kernel(
     schedule,
     weight,
     scale,
+    minimum,
     hidden,
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
     GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
     BLOCK_CHOICES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STEP: tl.constexpr,
@@ -331,21 +415,34 @@ def _gate_up_kernel(
             ups = _add_product(tl.load(tiles + start + INNER * SIZE, mask=here, other=0), tokens, ups)
     else:
         inputs = x + token[None, :] * SIZE + column[:, None]
-        tiles = weight + expert * (INNER * SIZE) + row[:, None] * (SIZE // 2) + column[None, :]
-        gate_scale = scale + expert * (2 * INNER * (SIZE // GROUP)) + row * (SIZE // GROUP)
+        # Bytes of a row. Rows past the last read the last row again.
+        ROW: tl.constexpr = SIZE * BITS // 8
+        WHOLE: tl.constexpr = SIZE % 64 == 0
+        line = row if INNER % BLOCK_ROWS == 0 else tl.minimum(row, INNER - 1)
+        tiles = weight + expert * (2 * INNER * ROW) + line[:, None] * ROW + column[None, :]
+        gate_scale = scale + expert * (2 * INNER * (SIZE // GROUP)) + line * (SIZE // GROUP)
         up_scale = gate_scale + INNER * (SIZE // GROUP)
+        if MINIMUM:
+            gate_minimum = minimum + expert * (2 * INNER * (SIZE // GROUP)) + line * (SIZE // GROUP)
+            up_minimum = gate_minimum + INNER * (SIZE // GROUP)
         # Scales are too narrow for an asynchronous copy, but a row's scales are adjacent and come from L1 after the first
         # iteration. Loaded one iteration ahead, they made Triton pass the tiles through shared memory: 553 instructions per
         # iteration, not 421.
-        for start in range(0, SIZE // 2, STEP):
-            gate_pair = _scale_pair(gate_scale, 2 * start, GROUP)
-            up_pair = _scale_pair(up_scale, 2 * start, GROUP)
-            low_tokens = tl.load(inputs + 2 * start, mask=filled[None, :], other=0)
-            high_tokens = tl.load(inputs + 2 * start + STEP, mask=filled[None, :], other=0)
-            packed = tl.load(tiles + start)
-            gates = _add_step(packed, gate_pair[0], gate_pair[1], low_tokens, high_tokens, gates, GROUP)
-            packed = tl.load(tiles + start + INNER * (SIZE // 2))
-            ups = _add_step(packed, up_pair[0], up_pair[1], low_tokens, high_tokens, ups, GROUP)
+        for start in range(0, ROW, STEP * BITS // 4):
+            first = start * (8 // BITS)
+            rest = first + STEP < SIZE
+            gate_pair = _load_pair(gate_scale, first, rest, GROUP, WHOLE)
+            up_pair = _load_pair(up_scale, first, rest, GROUP, WHOLE)
+            gate_minima, up_minima = gate_pair, up_pair
+            if MINIMUM:
+                gate_minima = _load_pair(gate_minimum, first, rest, GROUP, WHOLE)
+                up_minima = _load_pair(up_minimum, first, rest, GROUP, WHOLE)
+            low_tokens = tl.load(inputs + first, mask=filled[None, :], other=0)
+            high_tokens = _load_second(inputs + first + STEP, filled, rest, WHOLE)
+            packed = _load_packed(tiles + start, rest, BITS, WHOLE)
+            gates = _add_step(packed, gate_pair, gate_minima, low_tokens, high_tokens, gates, GROUP, BITS, MINIMUM)
+            packed = _load_packed(tiles + start + INNER * ROW, rest, BITS, WHOLE)
+            ups = _add_step(packed, up_pair, up_minima, low_tokens, high_tokens, ups, GROUP, BITS, MINIMUM)
     results = (gates * tl.sigmoid(gates) * ups).to(hidden.dtype.element_ty)
     here = filled[None, :] & (row < INNER)[:, None]
     to = row if NEXT_STEP == 0 else _stands_at(row, NEXT_STEP)
@@ -360,10 +457,13 @@ def _down_kernel(
     schedule,
     weight,
     scale,
+    minimum,
     parts,
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
     GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
     BLOCK_CHOICES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STEP: tl.constexpr,
@@ -390,13 +490,24 @@ def _down_kernel(
             sums = _add_product(tl.load(tiles + start, mask=here, other=0), tokens, sums)
     else:
         inputs = hidden + place.to(tl.int64)[None, :] * INNER + column[:, None]
-        tiles = weight + expert * (SIZE * (INNER // 2)) + row[:, None] * (INNER // 2) + column[None, :]
-        row_scale = scale + expert * (SIZE * (INNER // GROUP)) + row * (INNER // GROUP)
-        for start in range(0, INNER // 2, STEP):
-            pair = _scale_pair(row_scale, 2 * start, GROUP)
-            low_tokens = tl.load(inputs + 2 * start, mask=filled[None, :], other=0)
-            high_tokens = tl.load(inputs + 2 * start + STEP, mask=filled[None, :], other=0)
-            sums = _add_step(tl.load(tiles + start), pair[0], pair[1], low_tokens, high_tokens, sums, GROUP)
+        ROW: tl.constexpr = INNER * BITS // 8
+        WHOLE: tl.constexpr = INNER % 64 == 0
+        line = row if SIZE % BLOCK_ROWS == 0 else tl.minimum(row, SIZE - 1)
+        tiles = weight + expert * (SIZE * ROW) + line[:, None] * ROW + column[None, :]
+        row_scale = scale + expert * (SIZE * (INNER // GROUP)) + line * (INNER // GROUP)
+        if MINIMUM:
+            row_minimum = minimum + expert * (SIZE * (INNER // GROUP)) + line * (INNER // GROUP)
+        for start in range(0, ROW, STEP * BITS // 4):
+            first = start * (8 // BITS)
+            rest = first + STEP < INNER
+            pair = _load_pair(row_scale, first, rest, GROUP, WHOLE)
+            minima = pair
+            if MINIMUM:
+                minima = _load_pair(row_minimum, first, rest, GROUP, WHOLE)
+            low_tokens = tl.load(inputs + first, mask=filled[None, :], other=0)
+            high_tokens = _load_second(inputs + first + STEP, filled, rest, WHOLE)
+            packed = _load_packed(tiles + start, rest, BITS, WHOLE)
+            sums = _add_step(packed, pair, minima, low_tokens, high_tokens, sums, GROUP, BITS, MINIMUM)
     here = filled[None, :] & (row < SIZE)[:, None]
     results = (sums * share[None, :]).to(parts.dtype.element_ty)
     tl.store(parts + choice[None, :] * SIZE + row[:, None], results, mask=here)

@@ -24,14 +24,17 @@ from torch import Tensor
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.launch import is_one, launcher, row_class, starts_early
-from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, ExpertWeights, Norm, Weight
+from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, ExpertWeights, Norm, Weight, unbiased
 
 from . import rows_fixed_triton as fixed
 from . import rows_general_triton as general
 from . import rows_route_triton as routing
 from . import rows_schedule_triton as scheduling
 from . import step_triton
-from .step_triton import check_weights, weight_pointers, weight_tensors
+from .step_triton import check_weights, format_constants, optional_weight, weight_pointers
+
+# A projection of the routed experts, and that of the shared expert.
+Pair = tuple[Weight, Weight | None]
 
 # Experts, and elements of a row, per program of the router, by the model's dtype.
 # In bfloat16 a delta-net layer takes 71.1/108.1/159.1/226.9 us with (32, 512) at 8/16/32/64 rows, 72.6/108.3/161.0/226.8 with
@@ -59,18 +62,16 @@ def sparse_moe(
     If x has one row when it is traced, the operations are those of `step_triton`.
 
     Raises:
-        ExportError: see `limits.check_experts` and `check_weight`; also for a shared expert that does not match, and for
-            more than 256 rows.
+        ExportError: see `check_weights`; also for more than 256 rows.
     """
     if is_one(x.shape[0]):
         return step_triton.sparse_moe(x, norm, gate, shared_gate, top_k, routed, shared, slots)
     if isinstance(x.shape[0], int) and x.shape[0] > MAX_ROWS:
         raise ExportError(f"a step's experts take up to {MAX_ROWS} rows, not {x.shape[0]}")
-    sizes = x.shape[1], routed.down.columns, 0 if shared is None else shared.down.columns
     gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
-    check_weights(routed.gate_up, gate_up, x.dtype, sizes, top_k)
-    check_weights(routed.down, down, x.dtype, sizes, top_k)
-    weights = (*weight_tensors(routed.gate_up, gate_up), *weight_tensors(routed.down, down))
+    for weight, other in ((routed.gate_up, gate_up), (routed.down, down)):
+        check_weights(weight, other, x.dtype, top_k)
+    weights = (*unbiased(routed.gate_up), *unbiased(gate_up), *unbiased(routed.down), *unbiased(down))
     return _sparse_moe_rows(x, norm.weight, norm.eps, gate, shared_gate, top_k, *weights, slots)
 
 
@@ -84,37 +85,50 @@ def _sparse_moe_rows(
     top_k: int,
     gate_up: Tensor,
     gate_up_scale: Tensor | None,
+    gate_up_minimum: Tensor | None,
+    gate_up_form: str,
     shared_gate_up: Tensor | None,
     shared_gate_up_scale: Tensor | None,
+    shared_gate_up_minimum: Tensor | None,
+    shared_gate_up_form: str,
     down: Tensor,
     down_scale: Tensor | None,
+    down_minimum: Tensor | None,
+    down_form: str,
     shared_down: Tensor | None,
     shared_down_scale: Tensor | None,
+    shared_down_minimum: Tensor | None,
+    shared_down_form: str,
     slots: Tensor | None,
 ) -> Tensor:
-    inner = Weight.of(down, down_scale, None, None, Int4.name).columns
-    shared_inner = (
-        0 if shared_down is None else Weight.of(shared_down, shared_down_scale, None, None, Int4.name).columns
+    gate_ups = (
+        Weight.of(gate_up, gate_up_scale, gate_up_minimum, None, gate_up_form),
+        optional_weight(shared_gate_up, shared_gate_up_scale, shared_gate_up_minimum, shared_gate_up_form),
     )
-    group = Weight.of(gate_up, gate_up_scale, None, None, Int4.name).group_size or 0
-    in_fixed_point = takes_fixed_point(x.shape[1], inner, shared_inner, group, x.dtype)
+    downs = (
+        Weight.of(down, down_scale, down_minimum, None, down_form),
+        optional_weight(shared_down, shared_down_scale, shared_down_minimum, shared_down_form),
+    )
+    in_fixed_point = takes_fixed_point(gate_ups, downs, x.dtype)
     prepared, x_scale, members, ranks, shares = _route(
         x, norm_weight, eps, gate, shared_gate, top_k, slots, in_fixed_point
     )
     schedule, places = _schedule(members, ranks, top_k, shared_gate is not None)
-    gate_ups = weight_pointers(gate_up, gate_up_scale, shared_gate_up, shared_gate_up_scale)
-    downs = weight_pointers(down, down_scale, shared_down, shared_down_scale)
     parts = torch.empty(shares.shape[0] * shares.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
     if in_fixed_point:
         _multiply_fixed(prepared, x_scale, schedule, places, gate_ups, downs, parts)
     else:
-        _multiply_general(prepared, schedule, places, gate_ups, downs, parts, inner, shared_inner, group)
+        _multiply_general(prepared, schedule, places, gate_ups, downs, parts)
     return _sum(parts, shares, slots, x)
 
 
-def takes_fixed_point(size: int, inner: int, shared_inner: int, group: int, dtype: torch.dtype) -> bool:
-    """Whether `rows_fixed_triton` takes experts of these sizes; `shared_inner` is 0 without a shared expert."""
-    return group == 128 and dtype == torch.bfloat16 and (size | inner) % 256 == 0 and shared_inner in (0, inner)
+def takes_fixed_point(gate_up: Pair, down: Pair, dtype: torch.dtype) -> bool:
+    """Whether `rows_fixed_triton` takes these projections, with inputs in `dtype`."""
+    (routed, shared), inner = down, down[0].columns
+    alike = all(one.format == (other or one).format for one, other in (gate_up, down))
+    int4 = all(isinstance(one.format, Int4) and one.group_size == 128 for one in (gate_up[0], routed))
+    same = shared is None or shared.columns == inner
+    return alike and int4 and same and dtype == torch.bfloat16 and (routed.rows | inner) % 256 == 0
 
 
 def _route(
@@ -212,13 +226,13 @@ def _multiply_fixed(
     x_scale: Tensor,
     schedule: Tensor,
     places: int,
-    gate_up: tuple[Tensor, ...],
-    down: tuple[Tensor, ...],
+    gate_up: Pair,
+    down: Pair,
     parts: Tensor,
 ) -> None:
-    """Writes parts [R (k (+ 1)), H]. `gate_up` and `down` are results of `weight_pointers`."""
-    experts, size = down[0].shape[:2]
-    inner, blocks, share = down[0].shape[2] * 2, schedule.shape[0], fixed.SHARE.value
+    """Writes parts [R (k (+ 1)), H]."""
+    experts, size = down[0].values.shape[:2]
+    inner, blocks, share = down[0].columns, schedule.shape[0], fixed.SHARE.value
     common = {"SIZE": size, "INNER": inner, "EXPERTS": experts, "EARLY": starts_early(), "num_warps": 4}
     stages = STAGES[row_class(prepared.shape[0])]
     # Down projections read BLOCK places for each block, also where it has fewer rows.
@@ -226,35 +240,34 @@ def _multiply_fixed(
     hidden = torch.empty(places, 2, inner, dtype=torch.int8, device=schedule.device)
     hidden_scale = _floats(schedule, places, inner // share)
     launcher(fixed.gate_up_fixed_rows_early)[(inner // share, blocks)](
-        prepared, x_scale, schedule, *gate_up, hidden, hidden_scale, STAGES=stages, **common
+        prepared, x_scale, schedule, *_scaled(gate_up), hidden, hidden_scale, STAGES=stages, **common
     )
     launcher(fixed.down_fixed_rows_early)[(size // fixed.DOWN_TILE.value, blocks)](
-        hidden, hidden_scale, schedule, *down, parts, **common
+        hidden, hidden_scale, schedule, *_scaled(down), parts, **common
     )
+
+
+def _scaled(weights: Pair) -> tuple[Tensor, ...]:
+    """The `weight_pointers` without minima."""
+    values, scale, _, shared, shared_scale, _ = weight_pointers(*weights)
+    return values, scale, shared, shared_scale
 
 
 def _multiply_general(
-    prepared: Tensor,
-    schedule: Tensor,
-    places: int,
-    gate_up: tuple[Tensor, ...],
-    down: tuple[Tensor, ...],
-    parts: Tensor,
-    inner: int,
-    shared_inner: int,
-    group: int,
+    prepared: Tensor, schedule: Tensor, places: int, gate_up: Pair, down: Pair, parts: Tensor
 ) -> None:
     """As `_multiply_fixed`, with the kernels of `rows_general_triton`."""
-    experts, size = down[0].shape[:2]
+    experts, size = down[0].values.shape[:2]
+    inner, shared_inner = (0 if one is None else one.columns for one in down)
     widest, blocks = max(inner, shared_inner), schedule.shape[0]
     common = {"SIZE": size, "INNER": inner, "SHARED_INNER": shared_inner, "WIDEST": widest, "EXPERTS": experts}
-    common |= {"GROUP": group, "EARLY": starts_early(), "num_warps": 4}
+    common |= {"EARLY": starts_early(), "num_warps": 4}
     hidden = torch.empty(places, widest, dtype=prepared.dtype, device=schedule.device)
     launcher(general.gate_up_rows_early)[(_blocks(widest, general.HALF.value), blocks)](
-        prepared, schedule, *gate_up, hidden, **common
+        prepared, schedule, *weight_pointers(*gate_up), hidden, **format_constants(*gate_up), **common
     )
     launcher(general.down_rows_early)[(_blocks(size, general.TILE.value), blocks)](
-        hidden, schedule, *down, parts, **common
+        hidden, schedule, *weight_pointers(*down), parts, **format_constants(*down), **common
     )
 
 

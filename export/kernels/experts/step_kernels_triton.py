@@ -2,7 +2,8 @@
 """The kernels of `step_triton` over the experts, composed of the functions in `linear.step_tiles_triton`.
 
 A tile is UNITS units of a row, 16 bytes per lane. In `experts_down_early` the same row of all chosen experts counts as one
-long row. GROUP is 0 for weights in a floating dtype; then scales are not read.
+long row. GROUP is 0 for weights in a floating dtype; then scales are not read. The shared expert's format and tiles have
+constants of their own, whose names begin with SHARED.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ostinato.export.kernels.linear.step_kernels_triton import (
 )
 from ostinato.export.kernels.linear.step_tiles_triton import (
     extended,
+    lane_element,
     lane_rows,
     load_input,
     load_input_at,
@@ -42,8 +44,10 @@ def experts_gate_up_early(
     logits,
     gate_up,
     gate_up_scale,
+    gate_up_minimum,
     shared,
     shared_scale,
+    shared_minimum,
     hidden,
     EPS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -52,47 +56,64 @@ def experts_gate_up_early(
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    SHARED_GROUP: tl.constexpr,
+    SHARED_BITS: tl.constexpr,
+    SHARED_MINIMUM: tl.constexpr,
     ROWS: tl.constexpr,
-    WARPS: tl.constexpr,
     UNITS: tl.constexpr,
     LANE: tl.constexpr,
+    SHARED_ROWS: tl.constexpr,
+    SHARED_UNITS: tl.constexpr,
+    SHARED_LANE: tl.constexpr,
+    WARPS: tl.constexpr,
     INTEGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write hidden = silu(gate) * up, ROWS rows of one expert per program.
+    """Write hidden = silu(gate) * up, ROWS rows of a routed expert or SHARED_ROWS of the shared one per program.
 
     The shared expert's programs come first. Then come the routed experts' programs, the smallest logit first: an expert with
     a smaller logit takes longer to find, so its programs start earlier. This kernel is a late one (R3 in
     `delegate/graphs/nodes.py`), and `experts_down_early` relies on this.
     """
     BLOCKS: tl.constexpr = INNER // ROWS
-    SHARED_BLOCKS: tl.constexpr = SHARED_INNER // ROWS
+    SHARED_BLOCKS: tl.constexpr = SHARED_INNER // SHARED_ROWS
     SCALE: tl.constexpr = gate_up_scale.dtype.element_ty
-    # Not `extended`: Triton flattens a tuple that is added to an empty one.
-    norms = ()
-    for start in tl.static_range(0, SIZE // 8 if GROUP > 0 else SIZE, UNITS):
-        norms = norms + (load_norm(norm_weight, start, SIZE, GROUP, UNITS),)  # type: ignore[assignment]  # noqa: RUF005
+    SHARED_SCALE: tl.constexpr = shared_scale.dtype.element_ty
+    SAME: tl.constexpr = GROUP == SHARED_GROUP and BITS == SHARED_BITS and UNITS == SHARED_UNITS
+    stored = gate_up, gate_up_scale, gate_up_minimum
+    shared_stored = shared, shared_scale, shared_minimum
+    norms = load_norms(norm_weight, SIZE, GROUP, UNITS, BITS)
     program = tl.program_id(0)
     if program < SHARED_BLOCKS:
-        first = program * ROWS
-        tiles = load_pairs(shared, shared_scale, first, SHARED_INNER, SIZE, GROUP, ROWS, UNITS)
+        shared_first = program * SHARED_ROWS
+        shared_norms = norms if SAME else load_norms(norm_weight, SIZE, SHARED_GROUP, SHARED_UNITS, SHARED_BITS)
+        shared_tiles = load_pairs(
+            shared_stored, shared_first, SHARED_INNER, SIZE, SHARED_GROUP, SHARED_ROWS, SHARED_UNITS, SHARED_BITS,
+            SHARED_MINIMUM,
+        )  # fmt: skip
         wait_for_previous(EARLY)
         start_next(EARLY)
-        x = load_inputs(h, SIZE, GROUP, UNITS)
-        to = hidden + TOP_K * INNER + first
-        store_swiglu(to, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, LANE, INTEGER, SCALE)
+        shared_x = load_inputs(h, SIZE, SHARED_GROUP, SHARED_UNITS, SHARED_BITS)
+        store_swiglu(
+            hidden + TOP_K * INNER + shared_first, shared_x, shared_norms, shared_tiles, EPS, SIZE, SHARED_GROUP,
+            SHARED_ROWS, WARPS, SHARED_LANE, INTEGER, SHARED_SCALE, SHARED_BITS, SHARED_MINIMUM,
+        )  # fmt: skip
     else:
         choice = TOP_K - 1 - (program - SHARED_BLOCKS) // BLOCKS
         first = (program - SHARED_BLOCKS) % BLOCKS * ROWS
         wait_for_previous(EARLY)
         start_next(EARLY)
         keys = load_keys(logits, EXPERTS, "")
-        x = load_inputs(h, SIZE, GROUP, UNITS)
+        x = load_inputs(h, SIZE, GROUP, UNITS, BITS)
         first_row = expert_of(largest_key(keys, choice)) * (2 * INNER) + first
         # Loads and products stand in one block, so the compiler knows that the weights take longest, and waits for them last.
-        tiles = load_pairs(gate_up, gate_up_scale, first_row, INNER, SIZE, GROUP, ROWS, UNITS)
+        tiles = load_pairs(stored, first_row, INNER, SIZE, GROUP, ROWS, UNITS, BITS, MINIMUM)
         to = hidden + choice * INNER + first
-        store_swiglu(to, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, LANE, INTEGER, SCALE)
+        store_swiglu(
+            to, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, LANE, INTEGER, SCALE, BITS, MINIMUM
+        )  # fmt: skip
 
 
 @triton.jit
@@ -101,8 +122,10 @@ def experts_down_early(
     logits,
     down,
     down_scale,
+    down_minimum,
     shared,
     shared_scale,
+    shared_minimum,
     residual,
     out,
     SIZE: tl.constexpr,
@@ -111,12 +134,19 @@ def experts_down_early(
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    SHARED_GROUP: tl.constexpr,
+    SHARED_BITS: tl.constexpr,
+    SHARED_MINIMUM: tl.constexpr,
     ROWS: tl.constexpr,
-    WARPS: tl.constexpr,
     UNITS: tl.constexpr,
     LANE: tl.constexpr,
     WIDTH: tl.constexpr,
+    SHARED_UNITS: tl.constexpr,
+    SHARED_LANE: tl.constexpr,
     SHARED_WIDTH: tl.constexpr,
+    WARPS: tl.constexpr,
     INTEGER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -127,25 +157,31 @@ def experts_down_early(
     R5 in `delegate/graphs/nodes.py`). WIDTH and SHARED_WIDTH: units of a tile that a row of a routed expert takes, and of the
     shared expert.
     """
-    ROW: tl.constexpr = INNER // 8 if GROUP > 0 else INNER
-    SHARED_ROW: tl.constexpr = SHARED_INNER // 8 if GROUP > 0 else SHARED_INNER
+    ROW: tl.constexpr = INNER * BITS // 32 if GROUP > 0 else INNER
+    SHARED_ROW: tl.constexpr = SHARED_INNER * SHARED_BITS // 32 if SHARED_GROUP > 0 else SHARED_INNER
     SCALE: tl.constexpr = down_scale.dtype.element_ty
+    SHARED_SCALE: tl.constexpr = shared_scale.dtype.element_ty
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
     row, mine = lane_rows(first_row, SIZE, ROWS)
     shared_tiles = ()
     if SHARED_INNER > 0:
-        for start in tl.static_range(0, ROWS * SHARED_WIDTH, UNITS):
-            tile = load_shared(shared, shared_scale, first_row, start, SHARED_INNER, GROUP, ROWS, UNITS, SHARED_WIDTH)
+        shared_stored = shared, shared_scale, shared_minimum
+        for start in tl.static_range(0, ROWS * SHARED_WIDTH, SHARED_UNITS):
+            tile = load_shared(
+                shared_stored, first_row, start, SHARED_INNER, SHARED_GROUP, ROWS, SHARED_UNITS, SHARED_WIDTH,
+                SHARED_BITS, SHARED_MINIMUM,
+            )  # fmt: skip
             shared_tiles = shared_tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
     keys = load_keys(logits, EXPERTS, ".cg")
     if SHARED_INNER > 0:
         shared_logit = tl.load(logits + EXPERTS, cache_modifier=".cg").to(tl.float32)
     total = tl.load(residual + row, cache_modifier=".cg")
     keys = largest_keys(keys, TOP_K)
+    stored = down, down_scale, down_minimum
     tiles = ()
     for start in tl.static_range(0, TOP_K * WIDTH, UNITS):
-        tile = load_chosen(down, down_scale, keys, first_row, start, SIZE, INNER, GROUP, ROWS, UNITS, WIDTH)
+        tile = load_chosen(stored, keys, first_row, start, SIZE, INNER, GROUP, ROWS, UNITS, WIDTH, BITS, MINIMUM)
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
     shares = softmax_of(keys)
     if SHARED_INNER > 0:
@@ -157,52 +193,66 @@ def experts_down_early(
         inside = (choice < TOP_K) & (unit < ROW)
         # If the compiler sees a plain range, it loads 16 bytes at a time, otherwise 8.
         position = start + tl.arange(0, UNITS) if ROW == WIDTH else choice * ROW + unit
-        x = load_input_at(hidden, position, inside, GROUP)
+        x = load_input_at(hidden, position, inside, GROUP, BITS)
         inputs = inputs + (x,)  # type: ignore[assignment]  # noqa: RUF005
     shared_inputs = ()
     if SHARED_INNER > 0:
-        for start in tl.static_range(0, ROWS * SHARED_WIDTH, UNITS):
-            _, unit = choice_units(start, 1, UNITS, SHARED_WIDTH)
-            x = load_input_at(hidden + TOP_K * INNER, unit, unit < SHARED_ROW, GROUP)
-            shared_inputs = shared_inputs + (x,)  # type: ignore[assignment]  # noqa: RUF005
+        for start in tl.static_range(0, ROWS * SHARED_WIDTH, SHARED_UNITS):
+            _, unit = choice_units(start, 1, SHARED_UNITS, SHARED_WIDTH)
+            shared_x = load_input_at(hidden + TOP_K * INNER, unit, unit < SHARED_ROW, SHARED_GROUP, SHARED_BITS)
+            shared_inputs = shared_inputs + (shared_x,)  # type: ignore[assignment]  # noqa: RUF005
     sums = zeros(ROWS, 32 * WARPS)
     for i in tl.static_range(len(shared_tiles)):
         alone = (tl.zeros([32 * WARPS], tl.float32),)
-        product = multiply_tile(alone, shared_tiles[i], shared_inputs[i], shared_share, GROUP, 1, LANE, INTEGER, SCALE)
-        sums = add_to_rows(sums, product[0], i * UNITS, ROWS, UNITS, SHARED_WIDTH, LANE)
+        product = multiply_tile(
+            alone, shared_tiles[i], shared_inputs[i], shared_share, SHARED_GROUP, 1, SHARED_LANE, INTEGER, SHARED_SCALE,
+            SHARED_BITS, SHARED_MINIMUM,
+        )  # fmt: skip
+        sums = add_to_rows(sums, product[0], i * SHARED_UNITS, ROWS, SHARED_UNITS, SHARED_WIDTH, SHARED_LANE)
     for i in tl.static_range(len(tiles)):
         choice, _ = choice_units(i * UNITS, LANE, UNITS, WIDTH)
         share = of_choice(shares, choice, i * UNITS, UNITS, WIDTH)
-        sums = multiply_tile(sums, tiles[i], inputs[i], share, GROUP, ROWS, LANE, INTEGER, SCALE)
+        sums = multiply_tile(sums, tiles[i], inputs[i], share, GROUP, ROWS, LANE, INTEGER, SCALE, BITS, MINIMUM)
     totals, _ = sum_rows(sums, tl.zeros([32 * WARPS], tl.float32), ROWS, WARPS)
     tl.store(out + row, (total.to(tl.float32) + totals).to(out.dtype.element_ty), mask=mine)
 
 
 @triton.jit
 def load_pairs(
-    weight,
-    scales,
+    stored,
     first,
     INNER: tl.constexpr,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
 ):
     """Load ROWS whole gate rows from `first` on, and the up rows INNER rows after them: a tuple of `load_tile`'s results."""
     tiles = ()
-    for start in tl.static_range(0, SIZE // 8 if GROUP > 0 else SIZE, UNITS):
-        tile = load_tile((weight, scales, scales), first, start, 2 * INNER, SIZE, GROUP, 2 * ROWS, UNITS, INNER)
+    for start in tl.static_range(0, SIZE * BITS // 32 if GROUP > 0 else SIZE, UNITS):
+        tile = load_tile(stored, first, start, 2 * INNER, SIZE, GROUP, 2 * ROWS, UNITS, INNER, BITS, MINIMUM)
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
     return tiles
 
 
 @triton.jit
-def load_inputs(h, SIZE: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr):
+def load_norms(norm, SIZE: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr):
+    """Load the norm's weights for a whole row: a tuple of `load_norm`'s results, one per tile."""
+    # Not `extended`: Triton flattens a tuple that is added to an empty one.
+    norms = ()
+    for start in tl.static_range(0, SIZE * BITS // 32 if GROUP > 0 else SIZE, UNITS):
+        norms = norms + (load_norm(norm, start, SIZE, GROUP, UNITS, BITS),)  # type: ignore[assignment]  # noqa: RUF005
+    return norms
+
+
+@triton.jit
+def load_inputs(h, SIZE: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr):
     """Load the inputs of a whole row: a tuple of `load_input`'s results, one per tile."""
     x = ()
-    for start in tl.static_range(0, SIZE // 8 if GROUP > 0 else SIZE, UNITS):
-        x = x + (load_input(h, start, SIZE, GROUP, UNITS),)  # type: ignore[assignment]  # noqa: RUF005
+    for start in tl.static_range(0, SIZE * BITS // 32 if GROUP > 0 else SIZE, UNITS):
+        x = x + (load_input(h, start, SIZE, GROUP, UNITS, BITS),)  # type: ignore[assignment]  # noqa: RUF005
     return x
 
 
@@ -220,6 +270,8 @@ def store_swiglu(
     LANE: tl.constexpr,
     INTEGER: tl.constexpr,
     SCALE: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
 ):
     """Stores silu(gate) * up [ROWS], from the results of `load_inputs`, `load_norm` and `load_pairs`."""
     sums = zeros(2 * ROWS, 32 * WARPS)
@@ -227,7 +279,7 @@ def store_swiglu(
     for i in tl.static_range(len(x)):
         square, normed = squares_and_normed(x[i], norms[i])
         squares += sum_lane(square, LANE, 32 * WARPS)
-        sums = multiply_tile(sums, tiles[i], normed, 1.0, GROUP, 2 * ROWS, LANE, INTEGER, SCALE)
+        sums = multiply_tile(sums, tiles[i], normed, 1.0, GROUP, 2 * ROWS, LANE, INTEGER, SCALE, BITS, MINIMUM)
     totals = swiglu(normed_totals(sums, squares, SIZE, EPS, 2 * ROWS, WARPS))
     row, mine = paired_rows(0, ROWS, ROWS)
     tl.store(hidden + row, totals.to(hidden.dtype.element_ty), mask=mine)
@@ -256,8 +308,7 @@ def of_choice(values, choice, START: tl.constexpr, UNITS: tl.constexpr, WIDTH: t
 
 @triton.jit
 def load_chosen(
-    weight,
-    scales,
+    stored,
     keys,
     first_row,
     START: tl.constexpr,
@@ -267,31 +318,37 @@ def load_chosen(
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
     WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
 ):
     """`load_tile` for ROWS rows of the experts with these `keys`, one expert after the other."""
-    ROW: tl.constexpr = INNER // 8 if GROUP > 0 else INNER
+    ROW: tl.constexpr = INNER * BITS // 32 if GROUP > 0 else INNER
     choice, unit = choice_units(START, 1, UNITS, WIDTH)
     expert = expert_of(of_choice(keys, choice, START, UNITS, WIDTH)).to(tl.int64) * SIZE + first_row
-    units = unit_pointer(weight, GROUP) + (expert * ROW + unit)
+    units = unit_pointer(stored[0], GROUP) + (expert * ROW + unit)
     inside = (choice < len(keys)) & (unit < ROW)
     tiles = ()
     for row in tl.static_range(ROWS):
         tiles = extended(tiles, tl.load(units + row * ROW, mask=inside, other=0))
     scale_tiles = ()
+    minimum_tiles = ()
     if GROUP > 0:
         choice, word = choice_units(START, 4, UNITS, WIDTH)
+        element = lane_element(word, BITS)
         expert = expert_of(of_choice(keys, choice, START, UNITS, WIDTH)).to(tl.int64) * SIZE + first_row
         inside = (choice < len(keys)) & (word < ROW)
         for row in tl.static_range(ROWS):
-            loaded = load_scales(scales, expert, row, word // 8 * 64, inside, INNER, GROUP, 4)
+            loaded = load_scales(stored[1], expert, row, element, inside, INNER, GROUP, BITS)
             scale_tiles = extended(scale_tiles, loaded)
-    return tiles, scale_tiles, ()
+            if MINIMUM:
+                numbers = load_scales(stored[2], expert, row, element, inside, INNER, GROUP, BITS)
+                minimum_tiles = extended(minimum_tiles, numbers)
+    return tiles, scale_tiles, minimum_tiles
 
 
 @triton.jit
 def load_shared(
-    weight,
-    scales,
+    stored,
     first_row,
     START: tl.constexpr,
     INNER: tl.constexpr,
@@ -299,21 +356,27 @@ def load_shared(
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
     WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
 ):
     """`load_tile` for ROWS rows of the shared expert as one long row: one after the other, each padded to WIDTH units."""
-    ROW: tl.constexpr = INNER // 8 if GROUP > 0 else INNER
+    ROW: tl.constexpr = INNER * BITS // 32 if GROUP > 0 else INNER
     row, unit = choice_units(START, 1, UNITS, WIDTH)
     inside = (row < ROWS) & (unit < ROW)
-    units = unit_pointer(weight, GROUP) + first_row.to(tl.int64) * ROW
+    units = unit_pointer(stored[0], GROUP) + first_row.to(tl.int64) * ROW
     tile = tl.load(units + (row * ROW + unit), mask=inside, other=0)
     scale_tiles = ()
+    minimum_tiles = ()
     if GROUP > 0:
         row, word = choice_units(START, 4, UNITS, WIDTH)
+        element = lane_element(word, BITS)
         inside = (row < ROWS) & (word < ROW)
-        scale_tiles = extended(
-            scale_tiles, load_scales(scales, first_row, row, word // 8 * 64, inside, INNER, GROUP, 4)
-        )
-    return (tile,), scale_tiles, ()
+        loaded = load_scales(stored[1], first_row, row, element, inside, INNER, GROUP, BITS)
+        scale_tiles = extended(scale_tiles, loaded)
+        if MINIMUM:
+            numbers = load_scales(stored[2], first_row, row, element, inside, INNER, GROUP, BITS)
+            minimum_tiles = extended(minimum_tiles, numbers)
+    return (tile,), scale_tiles, minimum_tiles
 
 
 @triton.jit

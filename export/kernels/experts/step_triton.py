@@ -15,13 +15,12 @@ import triton
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.formats.int4 import SPAN, Int4
 from ostinato.export.kernels.launch import launcher, pointers, starts_early
 from ostinato.export.kernels.linear.limits import check_weight
-from ostinato.export.kernels.linear.step_triton import tile_constants, units_per_lane
-from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
+from ostinato.export.kernels.linear.step_triton import bits_of, tile_constants, units_per_lane
+from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight, unbiased
 
-from .limits import check_experts
+from .limits import check_routing
 from .step_kernels_triton import experts_down_early, experts_gate_up_early
 from .step_route_triton import route_logits_early
 
@@ -34,7 +33,7 @@ class Config:
         units: units of weights per program (see `linear.step_tiles_triton`), the padding of rows included.
         rows: rows per program, at most.
         warps: warps per program, at most.
-        integer: whether inputs in bfloat16 are multiplied by int4 weights in fixed point (see
+        integer: whether inputs in bfloat16 are multiplied by integer weights in fixed point (see
             `linear.step_fixed_point_triton`). Float32 inputs never are.
     """
 
@@ -43,17 +42,13 @@ class Config:
     warps: int
     integer: bool = True
 
+    def warps_of(self, weight: Weight, width: int) -> int:
+        """Warps per program. They lie along a row of `width` units, with 16 bytes per lane."""
+        return max(1, min(self.warps, width // (32 * units_per_lane(weight.values.dtype))))
+
     def rows_of(self, count: int, width: int) -> int:
         """Rows per program, a power of two that divides `count`, the number of rows. A row has `width` units with padding."""
         return max(1, min(self.rows, self.units // width, count & -count))
-
-    def constants(self, weight: Weight, dtype: torch.dtype, width: int) -> dict[str, Any]:
-        """Compile-time constants of a kernel. Its warps lie along a row of `width` units, with 16 bytes per lane.
-
-        dtype: the inputs' dtype.
-        """
-        warps = max(1, min(self.warps, width // (32 * units_per_lane(weight.values.dtype))))
-        return {"EARLY": starts_early(), **tile_constants(weight, dtype, warps, 1, self.integer)}
 
 
 # At the flagship's shapes in int4 the router has 129 programs of two rows. Gate and up have 576 programs of 8 gate and 8 up
@@ -64,11 +59,13 @@ class Config:
 ROUTER = Config(units=4096, rows=2, warps=1)
 GATE_UP = {
     torch.uint8: Config(units=2048, rows=8, warps=2),
+    torch.int8: Config(units=4096, rows=8, warps=4),
     torch.bfloat16: Config(units=8192, rows=4, warps=8),
     torch.float32: Config(units=8192, rows=4, warps=8),
 }
 DOWN = {
     torch.uint8: Config(units=8192, rows=16, warps=4),
+    torch.int8: Config(units=8192, rows=16, warps=4),
     torch.bfloat16: Config(units=32768, rows=8, warps=4),
     torch.float32: Config(units=16384, rows=4, warps=4),
 }
@@ -111,11 +108,10 @@ def experts_gate_up(x: Tensor, norm: Norm, logits: Tensor, top_k: int, routed: W
     `delegate/graphs/nodes.py`).
 
     Raises:
-        ExportError: see `check_experts` and `check_weight`; also for a shared expert that does not match.
+        ExportError: see `check_weights`.
     """
-    inner = 0 if shared is None else shared.rows // 2
-    check_weights(routed, shared, x.dtype, (x.shape[1], routed.rows // 2, inner), top_k)
-    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *weight_tensors(routed, shared))
+    check_weights(routed, shared, x.dtype, top_k)
+    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *unbiased(routed), *unbiased(shared))
 
 
 @torch.library.triton_op("ostinato::experts_gate_up", mutates_args={})
@@ -125,23 +121,35 @@ def _experts_gate_up(
     eps: float,
     logits: Tensor,
     top_k: int,
-    gate_up: Tensor,
-    gate_up_scale: Tensor | None,
-    shared_gate_up: Tensor | None,
-    shared_gate_up_scale: Tensor | None,
+    values: Tensor,
+    scale: Tensor | None,
+    minimum: Tensor | None,
+    form: str,
+    shared_values: Tensor | None,
+    shared_scale: Tensor | None,
+    shared_minimum: Tensor | None,
+    shared_form: str,
 ) -> Tensor:
-    weight = Weight.of(gate_up, gate_up_scale, None, None, Int4.name)
-    experts, inner, size = gate_up.shape[0], weight.rows // 2, weight.columns
-    shared_inner = 0 if shared_gate_up is None else shared_gate_up.shape[0] // 2
-    config = GATE_UP[gate_up.dtype]
-    width = triton.next_power_of_2(gate_up.shape[2] // (1 if gate_up_scale is None else 4))
-    rows = config.rows_of(inner | shared_inner, width)
+    weight = Weight.of(values, scale, minimum, None, form)
+    shared = optional_weight(shared_values, shared_scale, shared_minimum, shared_form)
+    experts, inner, size = values.shape[0], weight.rows // 2, weight.columns
+    shared_inner = 0 if shared is None else shared.rows // 2
+    config, width = GATE_UP[values.dtype], triton.next_power_of_2(units_of(weight, size))
+    warps, rows = config.warps_of(weight, width), config.rows_of(inner, width)
+    constants = tile_constants(weight, x.dtype, warps, 1, config.integer)
+    shared_rows, shared_constants = rows, constants
+    if shared is not None:
+        # The shared expert's programs have as many warps as the others, and not more weights for each of them than with the
+        # number of warps that their own format has.
+        config, width = GATE_UP[shared.values.dtype], triton.next_power_of_2(units_of(shared, size))
+        shared_rows = config.rows_of(shared_inner, width * max(1, config.warps_of(shared, width) // warps))
+        shared_constants = tile_constants(shared, x.dtype, warps, 1, config.integer)
     hidden = torch.empty((1, top_k * inner + shared_inner), dtype=x.dtype, device=x.device)
-    launcher(experts_gate_up_early)[((top_k * inner + shared_inner) // rows,)](
+    launcher(experts_gate_up_early)[(top_k * inner // rows + shared_inner // shared_rows,)](
         x,
         norm_weight,
         logits,
-        *weight_pointers(gate_up, gate_up_scale, shared_gate_up, shared_gate_up_scale),
+        *weight_pointers(weight, shared),
         hidden,
         EPS=eps,
         SIZE=size,
@@ -150,7 +158,11 @@ def _experts_gate_up(
         EXPERTS=experts,
         TOP_K=top_k,
         ROWS=rows,
-        **config.constants(weight, x.dtype, width),
+        SHARED_ROWS=shared_rows,
+        SHARED_UNITS=shared_constants["UNITS"],
+        SHARED_LANE=shared_constants["LANE"],
+        EARLY=starts_early(),
+        **(constants | format_constants(weight, shared)),
     )
     return hidden
 
@@ -165,11 +177,10 @@ def experts_down(
     `delegate/graphs/nodes.py`).
 
     Raises:
-        ExportError: see `check_experts` and `check_weight`; also for a shared expert that does not match.
+        ExportError: see `check_weights`.
     """
-    inner = 0 if shared is None else shared.columns
-    check_weights(routed, shared, residual.dtype, (routed.rows, routed.columns, inner), top_k)
-    return _experts_down(hidden, logits, top_k, *weight_tensors(routed, shared), residual)
+    check_weights(routed, shared, residual.dtype, top_k)
+    return _experts_down(hidden, logits, top_k, *unbiased(routed), *unbiased(shared), residual)
 
 
 @torch.library.triton_op("ostinato::experts_down", mutates_args={})
@@ -177,39 +188,46 @@ def _experts_down(
     hidden: Tensor,
     logits: Tensor,
     top_k: int,
-    down: Tensor,
-    down_scale: Tensor | None,
-    shared_down: Tensor | None,
-    shared_down_scale: Tensor | None,
+    values: Tensor,
+    scale: Tensor | None,
+    minimum: Tensor | None,
+    form: str,
+    shared_values: Tensor | None,
+    shared_scale: Tensor | None,
+    shared_minimum: Tensor | None,
+    shared_form: str,
     residual: Tensor,
 ) -> Tensor:
-    weight = Weight.of(down, down_scale, None, None, Int4.name)
-    experts, size, inner = down.shape[0], weight.rows, weight.columns
-    per_unit = 1 if down_scale is None else 8
-    shared_inner = (
-        0 if shared_down is None else Weight.of(shared_down, shared_down_scale, None, None, Int4.name).columns
-    )
-    config = DOWN[down.dtype]
+    weight = Weight.of(values, scale, minimum, None, form)
+    shared = optional_weight(shared_values, shared_scale, shared_minimum, shared_form)
+    experts, size, inner = values.shape[0], weight.rows, weight.columns
     # At least 8, so that all units of a lane lie in one row.
-    width, shared_width = (max(8, triton.next_power_of_2(count // per_unit)) for count in (inner, shared_inner))
-    total = triton.next_power_of_2(top_k) * width
-    rows = config.rows_of(size, total)
+    width, shared_width = (
+        max(8, triton.next_power_of_2(0 if one is None else units_of(one, one.columns))) for one in (weight, shared)
+    )
+    config, total = DOWN[values.dtype], triton.next_power_of_2(top_k) * width
+    warps, rows = config.warps_of(weight, total), config.rows_of(size, total)
+    constants = tile_constants(weight, residual.dtype, warps, 1, config.integer)
+    shared_constants = tile_constants(shared or weight, residual.dtype, warps, 1, config.integer)
     out = torch.empty_like(residual)
     launcher(experts_down_early)[(size // rows,)](
         hidden,
         logits,
-        *weight_pointers(down, down_scale, shared_down, shared_down_scale),
+        *weight_pointers(weight, shared),
         residual,
         out,
         SIZE=size,
         INNER=inner,
-        SHARED_INNER=shared_inner,
+        SHARED_INNER=0 if shared is None else shared.columns,
         EXPERTS=experts,
         TOP_K=top_k,
         ROWS=rows,
         WIDTH=width,
+        SHARED_UNITS=shared_constants["UNITS"],
+        SHARED_LANE=shared_constants["LANE"],
         SHARED_WIDTH=shared_width,
-        **config.constants(weight, residual.dtype, total),
+        EARLY=starts_early(),
+        **(constants | format_constants(weight, shared)),
     )
     return out
 
@@ -231,47 +249,46 @@ def sparse_moe(
     return experts_down(hidden, logits, top_k, routed.down, down, x)
 
 
-def weight_tensors(routed: Weight, shared: Weight | None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Values and scales of both weights, as an operator of torch takes them."""
-    return (
-        (routed.values, routed.scale, None, None)
-        if shared is None
-        else (routed.values, routed.scale, shared.values, shared.scale)
-    )
+def optional_weight(values: Tensor | None, scale: Tensor | None, minimum: Tensor | None, form: str) -> Weight | None:
+    """The weight that these arguments of an operator are, as `unbiased` returns them."""
+    return None if values is None else Weight.of(values, scale, minimum, None, form)
 
 
-def weight_pointers(
-    values: Tensor, scale: Tensor | None, shared: Tensor | None, shared_scale: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Values and scales of both weights, as a kernel takes them.
+def units_of(weight: Weight, columns: int) -> int:
+    """Units of a row of `columns` elements; see `linear.step_tiles_triton`."""
+    return columns if weight.format is None else columns * bits_of(weight) // 32
 
-    Without a shared expert, the routed experts' tensors stand in both places. A kernel has code for both, with equal types.
+
+def weight_pointers(routed: Weight, shared: Weight | None) -> tuple[Tensor, ...]:
+    """Values, scale and minimum of both weights, as a kernel takes them.
+
+    Without a shared expert, the routed experts' tensors stand in both places: a kernel has code for both.
     """
-    routed = pointers(values, scale)
-    return *routed, *(routed if shared is None else pointers(shared, shared_scale))
+    both = routed, shared or routed
+    return tuple(one for weight in both for one in pointers(weight.values, weight.scale, weight.minimum))
 
 
-def check_weights(
-    routed: Weight, shared: Weight | None, dtype: torch.dtype, sizes: tuple[int, int, int], top_k: int
-) -> None:
-    """Raises ExportError if the kernels cannot take these weights. `sizes`: H, the routed and the shared inner size."""
-    size, inner, shared_inner = sizes
-    check_experts(size, inner, routed.values.shape[0], top_k, routed.format)
+def format_constants(routed: Weight, shared: Weight | None) -> dict[str, Any]:
+    """Compile-time constants of a kernel that say what numbers are at the `weight_pointers`."""
+    shared = shared or routed
+    return {
+        "GROUP": routed.group_size or 0,
+        "BITS": bits_of(routed),
+        "MINIMUM": routed.minimum is not None,
+        "SHARED_GROUP": shared.group_size or 0,
+        "SHARED_BITS": bits_of(shared),
+        "SHARED_MINIMUM": shared.minimum is not None,
+    }
+
+
+def check_weights(routed: Weight, shared: Weight | None, dtype: torch.dtype, top_k: int) -> None:
+    """Raises ExportError if the kernels cannot take one projection of the routed experts and of the shared one.
+
+    dtype: the inputs' dtype.
+    """
+    check_routing(routed.values.shape[0], top_k)
     for weight in (routed, shared):
         if weight is not None:
             check_weight(weight, dtype)
             if weight.bias is not None:
                 raise ExportError("the experts' kernels take weights without a bias")
-    if shared is None:
-        return
-    group = routed.group_size
-    if shared.group_size != group or (group is not None and shared_inner % max(SPAN, group)):
-        raise ExportError(
-            f"the shared expert's weights must be in the routed experts' format, which is "
-            f"{_format(routed)}, and its inner size a multiple of {SPAN} and of the group size in int4; got "
-            f"{_format(shared)} and {shared_inner}"
-        )
-
-
-def _format(weight: Weight) -> str:
-    return str(weight.values.dtype) if weight.group_size is None else f"int4 in groups of {weight.group_size}"

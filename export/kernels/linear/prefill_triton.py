@@ -58,13 +58,16 @@ def dequantize(values: Tensor, scale: Tensor | None, minimum: Tensor | None, for
 
 
 def without_panels(weight: Weight) -> Weight:
-    """The same weight [..., N, K] in rows, without panels. N must be a multiple of 16 for int4 in panels."""
+    """The same weight [..., N, K] in rows, without panels. N must be a multiple of 16 for four-bit integers in panels."""
     if not weight.in_panels:
         return weight
-    if weight.scale is None:
-        return Weight(unpack_panels(None, weight.values, None)[0])
-    check_weight(weight, torch.bfloat16)
-    return Weight(unpack_int4_panels(weight.values), unpack_scale(weight.scale), format=weight.format)
+    if weight.format is not None and weight.format.per_value == 2:
+        check_weight(weight, torch.bfloat16)
+        values = unpack_int4_panels(weight.values)
+    else:
+        values = unpack_panels(weight.format, weight.values, None)[0]
+    scale, minimum = (None if one is None else unpack_scale(one) for one in (weight.scale, weight.minimum))
+    return Weight(values, scale, minimum, format=weight.format)
 
 
 @torch.library.triton_op("ostinato::unpack_int4_panels", mutates_args={})

@@ -92,16 +92,22 @@ def load_tile(
     if GROUP > 0:
         # One word in four: the first of each lane.
         lane_word, lane_inside = tile_units(START, 4, K, GROUP, UNITS, BITS)
-        lane_element = lane_word // 8 * 64 if BITS == 4 else lane_word * 4
+        element = lane_element(lane_word, BITS)
         for row in tl.static_range(ROWS):
             step = row_step(row, first_row, N, ROWS, APART)
             scales = extended(
-                scales, load_scales(stored[1], first_row, step, lane_element, lane_inside, K, GROUP, BITS)
+                scales, load_scales(stored[1], first_row, step, element, lane_inside, K, GROUP, BITS)
             )
             if MINIMUM:
-                numbers = load_scales(stored[2], first_row, step, lane_element, lane_inside, K, GROUP, BITS)
+                numbers = load_scales(stored[2], first_row, step, element, lane_inside, K, GROUP, BITS)
                 minima = extended(minima, numbers)
     return tiles, scales, minima
+
+
+@triton.jit
+def lane_element(word, BITS: tl.constexpr):
+    """The first element of the lane whose first word is `word`; of four-bit weights, the first element of its span."""
+    return word // 8 * 64 if BITS == 4 else word * 4
 
 
 @triton.jit

@@ -32,6 +32,7 @@ from .compiled_launches import (
 )
 from .compiling import BF16, F32, Launch, all_written, compile_all, without_a_driver
 
+INT4, INT4_MIN, INT8 = GGUF_FORMATS
 ASSETS = Path(__file__).parents[2] / "assets"
 FLAGSHIP, CAPITALS = ASSETS / "configs" / "Qwen3.5-35B-A3B", ASSETS / "capitals"
 # Kernels of a prefill whose configuration depends on the GPU's shared memory.
@@ -154,7 +155,7 @@ GROUPS = {
             ("delta_solve_rows_early", "fp32"): 216,
         },
     ),
-    # (compute capability, dtype, group size or None, the shared expert's inner size, 0 without one)
+    # (compute capability, dtype, group size, number formats or None, the shared expert's inner size, 0 without one)
     "experts_step": Group(
         launches=partial(experts, rows=(1,)),
         cases=(
@@ -166,8 +167,12 @@ GROUPS = {
             (90, F32, None, INNER),
             (90, BF16, 128, 0),
             (90, BF16, None, 0),
+            *((90, BF16, form, INNER) for form in GGUF_FORMATS),
+            (90, BF16, (INT4_MIN, INT8, INT8), INNER),
+            (90, BF16, (INT8, INT4_MIN, None), INNER),
+            (90, F32, (INT4_MIN, INT8, INT4_MIN), INNER),
         ),
-        analysed=((90, BF16, 128, INNER),),
+        analysed=((90, BF16, 128, INNER), (90, BF16, (INT4_MIN, INT8, INT8), INNER)),
         written={
             "route_logits_early": ["logits"],
             "experts_gate_up_early": ["hidden"],
@@ -191,8 +196,12 @@ GROUPS = {
             (90, F32, 128, INNER),
             (89, F32, 64, INNER),
             (89, F32, None, 768),
+            *((90, BF16, form, INNER) for form in GGUF_FORMATS),
+            (89, BF16, (INT4_MIN, INT8, INT8), INNER),
+            (80, BF16, (INT8, INT4_MIN, None), INNER),
+            (90, F32, (INT4_MIN, INT8, INT4_MIN), INNER),
         ),
-        analysed=((90, BF16, None, INNER), (90, BF16, 128, INNER)),
+        analysed=((90, BF16, None, INNER), (90, BF16, 128, INNER), (90, BF16, (INT4_MIN, INT8, INT8), INNER)),
         written={
             "route_rows_early": ["logits members squares"],
             # Rows are scaled for products in fixed point alone.

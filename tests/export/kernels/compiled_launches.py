@@ -107,6 +107,8 @@ def delta_rule(capability: int, dtype: torch.dtype, *, rows: tuple[int, ...]) ->
 
 
 EXPERTS, TOP_K, SIZE, INNER = 256, 8, 2048, 512
+# As for `weight`; or those of the routed experts' gate and up, of their down projections, and of the shared expert.
+ExpertFormats = int | Format | tuple[Format | None, Format | None, Format | None] | None
 
 
 class ExpertsLayer(torch.nn.Module):
@@ -114,7 +116,7 @@ class ExpertsLayer(torch.nn.Module):
 
     Args:
         dtype: the model's.
-        group: number of weights with one scale, None for weights in `dtype`.
+        formats: the number formats, None for weights in `dtype`.
         shared: inner size of the shared expert, 0 without one.
     """
 
@@ -122,14 +124,19 @@ class ExpertsLayer(torch.nn.Module):
     gate: Tensor
     shared_gate: Tensor | None
 
-    def __init__(self, dtype: torch.dtype, group: int | None, shared: int) -> None:
+    def __init__(self, dtype: torch.dtype, formats: ExpertFormats, shared: int) -> None:
         super().__init__()
         self.register_buffer("norm", empty(SIZE))
         self.register_buffer("gate", empty(EXPERTS, SIZE, dtype=dtype))
         self.register_buffer("shared_gate", empty(1, SIZE, dtype=dtype) if shared else None)
-        make = partial(weight, dtype=dtype, group=group)
-        self.routed = ExpertWeights(make(EXPERTS, 2 * INNER, SIZE), make(EXPERTS, SIZE, INNER))
-        self.shared = ExpertWeights(make(2 * shared, SIZE), make(SIZE, shared)) if shared else None
+        first, second, third = formats if isinstance(formats, tuple) else 3 * (formats,)
+        make = partial(weight, dtype=dtype)
+        self.routed = ExpertWeights(
+            make(EXPERTS, 2 * INNER, SIZE, group=first), make(EXPERTS, SIZE, INNER, group=second)
+        )
+        self.shared = None
+        if shared:
+            self.shared = ExpertWeights(make(2 * shared, SIZE, group=third), make(SIZE, shared, group=third))
 
     @staticmethod
     def inputs(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -141,11 +148,11 @@ class ExpertsLayer(torch.nn.Module):
 
 
 def experts(
-    capability: int, dtype: torch.dtype, group: int | None, shared: int, *, rows: tuple[int, ...]
+    capability: int, dtype: torch.dtype, formats: ExpertFormats, shared: int, *, rows: tuple[int, ...]
 ) -> list[Launch]:
     """Launch a mixture of experts for each number of rows; see `ExpertsLayer`."""
     with recorded(capability) as launches:
-        layer = ExpertsLayer(dtype, group, shared)
+        layer = ExpertsLayer(dtype, formats, shared)
         for count in rows:
             layer(*layer.inputs(count, dtype))
     return launches
@@ -282,9 +289,11 @@ def prefill(
         model(*(empty(size, dtype=torch.int64) for size in ((1, TOKENS), (TOKENS,), (TOKENS,))))
         # The first step of experts whose weights stay on the host.
         unpack_int4_panels(empty(2, 64, config.hidden_size // 2, dtype=torch.uint8))
-        # The other formats, which experts do not have.
+        # The formats of GGUF files.
         for form in GGUF_FORMATS:
             linear(empty(TOKENS, 4096, dtype=dtype), weight(6144, 4096, dtype=dtype, group=form))
+            layer, shares = ExpertsLayer(dtype, form, 0), empty(TOKENS, TOP_K)
+            CudaKernels.experts(empty(TOKENS, SIZE, dtype=dtype), shares, shares.int(), layer.routed)
     # The last token's logits are computed as in a step.
     return [one for one in launches if not one.name.endswith("_early") and (not kernels or one.name in kernels)]
 

@@ -33,6 +33,7 @@ class Shape:
         shared: the inner size of the shared expert; None without one.
         group: weights that share a scale, in int4; None for weights in the dtype of the inputs.
         form: another number format.
+        down_form: another number format of the routed experts' down projections.
         shared_form: another number format of the shared expert.
     """
 
@@ -43,11 +44,12 @@ class Shape:
     shared: int | None = 64
     group: int | None = 64
     form: Format | None = None
+    down_form: Format | None = None
     shared_form: Format | None = None
 
     def __str__(self) -> str:
         shared = f"+{self.shared}" if self.shared else ""
-        formats = [named(form) for form in (self.form or self.group, self.shared_form) if form]
+        formats = [named(form) for form in (self.form or self.group, self.down_form, self.shared_form) if form]
         return "-".join((f"{self.top_k} of {self.experts}x{self.hidden}x{self.inner}{shared}", *formats))
 
 
@@ -202,22 +204,24 @@ def make(
     random = Random(rows + shape.experts, device, panels)
     experts, hidden, inner = shape.experts, shape.hidden, shape.inner
 
-    def expert(*count: int, inner: int, form: Format | None = shape.form) -> Expert:
+    def expert(*count: int, inner: int, form: Format | None, down_form: Format | None) -> Expert:
         gate_up = random.weight(*count, 2 * inner, hidden, group=shape.group, dtype=dtype, form=form)
-        return Expert(gate_up, random.weight(*count, hidden, inner, group=shape.group, dtype=dtype, form=form))
+        return Expert(gate_up, random.weight(*count, hidden, inner, group=shape.group, dtype=dtype, form=down_form))
 
     gate = random.weight(experts, hidden, group=None, dtype=dtype)
     # So that few logits are close to one another.
     gate = Operand(replace(gate.weight, values=2 * gate.weight.values), 2 * gate.numbers)
     shared, shared_gate = None, None
     if shape.shared is not None:
-        shared = expert(inner=shape.shared, form=shape.shared_form or shape.form)
+        form = shape.shared_form or shape.form
+        shared = expert(inner=shape.shared, form=form, down_form=form)
         shared_gate = random.weight(1, hidden, group=None, dtype=dtype)
     logits = random.normal(rows, experts + (shared is not None), dtype=dtype)
     logits[:, ::2] = logits[:, ::2].round()
     shares, chosen = route(logits[:, :experts], shape.top_k)
     activations = random.normal(rows, shape.top_k * inner + (shape.shared or 0), dtype=dtype)
-    norm, routed = random.norm(hidden, dtype), expert(experts, inner=inner)
+    norm = random.norm(hidden, dtype)
+    routed = expert(experts, inner=inner, form=shape.form, down_form=shape.down_form or shape.form)
     many = random.normal(rows if shape.top_k == experts else 8 * rows, hidden, dtype=dtype)
     case = Case(
         shape, many, norm, gate, shared_gate, routed, shared, logits, activations, shares.float(), chosen.int(), chosen
@@ -265,6 +269,12 @@ STEP_SHAPES = [
     Shape(experts=1, top_k=1, inner=192, shared=None, group=32),
     Shape(experts=5, top_k=3, hidden=48, inner=24, shared=20, group=None),
     Shape(experts=3, top_k=1, hidden=97, inner=5, shared=None, group=None),
+    Shape(hidden=64, shared=192, form=Int4(32, F16), shared_form=Int8(64)),
+    Shape(experts=5, top_k=3, hidden=64, inner=192, shared=64, form=Int4Min(32, F16), down_form=Int8(32, F16)),
+    Shape(experts=4, top_k=1, hidden=192, shared=128, form=Int4Min(), shared_form=Int4(32, F16)),
+    Shape(experts=4, hidden=64, shared=128, form=Int8(), down_form=Int4Min(), shared_form=Int4Min(32, F16)),
+    Shape(experts=3, hidden=96, inner=32, shared=96, form=Int8(32, F16)),
+    Shape(experts=4, top_k=3, hidden=64, shared=None, form=Int8(64)),
 ]
 # In bfloat16: those of groups of 128 with sizes that are multiples of 256 are multiplied in fixed point. With rows of each.
 FIXED = Shape(hidden=256, inner=256, shared=256, group=128)
@@ -278,6 +288,13 @@ ROWS_SHAPES = {
     Shape(hidden=192, shared=128): 7,
     Shape(hidden=64, inner=192, shared=None, group=32): 16,
     Shape(experts=33, top_k=3, hidden=96, inner=40, shared=None, group=None): 7,
+    Shape(hidden=128, inner=192, shared=64, form=Int4Min(32, F16), down_form=Int8(32, F16)): 9,
+    Shape(experts=4, hidden=192, inner=64, shared=128, form=Int4Min(), shared_form=Int8(32, F16)): 17,
+    Shape(experts=5, top_k=3, hidden=128, inner=128, form=Int8(128), down_form=Int4(32, F16), shared_form=Int4(64)): 5,
+    Shape(experts=3, hidden=96, inner=32, shared=96, form=Int8(32, F16)): 11,
+    Shape(experts=6, hidden=64, inner=64, shared=None, form=Int8(64, F16)): 16,
+    replace(FIXED, experts=4, form=Int4(128, F16)): 3,
+    replace(FIXED, experts=4, shared_form=Int4(128, F16)): 3,
 }
 FLOATS = Shape(experts=5, top_k=3, hidden=48, inner=24, shared=20, group=None)
 ROWS_SHAPES_F32 = {
@@ -285,6 +302,8 @@ ROWS_SHAPES_F32 = {
     Shape(hidden=64, group=32): 2,
     FLOATS: 33,
     replace(FLOATS, experts=6): 1,
+    Shape(hidden=64, form=Int4Min(32, F16), down_form=Int8(32, F16)): 5,
+    Shape(experts=3, hidden=96, inner=32, shared=96, form=Int8(), shared_form=Int8(32, F16)): 9,
 }
 PROMPT_SHAPES = [
     *(Shape(inner=128, shared=None, group=group) for group in (None, 32, 64, 128)),
@@ -296,6 +315,12 @@ PROMPT_SHAPES = [
     Shape(experts=1, top_k=1, shared=None, group=None),
     Shape(experts=5, top_k=1, shared=None),
     Shape(experts=5, top_k=5, shared=None),
+    Shape(shared=None, form=Int4(32, F16)),
+    Shape(hidden=64, inner=192, shared=None, form=Int4Min(32, F16), down_form=Int8(32, F16)),
+    Shape(hidden=192, inner=96, shared=None, form=Int8(), down_form=Int8(32, F16)),
+    Shape(hidden=96, inner=32, shared=None, form=Int8(32, F16)),
+    Shape(hidden=128, inner=128, shared=None, form=Int8(128), down_form=Int4Min()),
+    Shape(hidden=128, inner=64, top_k=3, shared=None, form=Int4(128, F16), down_form=Int8(64)),
 ]
 CPU_SHAPES = [
     Shape(),
@@ -309,6 +334,7 @@ CPU_SHAPES = [
     Shape(experts=4, top_k=4, hidden=576, inner=192, shared=None, form=Int4Min(32, F16)),
     Shape(experts=5, hidden=96, inner=32, shared=None, form=Int8(32, F16)),
     Shape(experts=4, top_k=1, hidden=256, inner=128, shared=128, form=Int8(128)),
+    Shape(experts=4, hidden=192, inner=64, form=Int4Min(32, F16), down_form=Int8(32, F16)),
     Shape(group=None),
     FLOATS,
     Shape(experts=3, top_k=1, hidden=97, inner=5, shared=None, group=None),

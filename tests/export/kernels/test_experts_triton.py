@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats.format import Format
 from ostinato.export.formats.int4 import Int4
+from ostinato.export.formats.int4_min import Int4Min
 from ostinato.export.formats.int8 import Int8
 from ostinato.export.kernels import launch
 from ostinato.export.kernels.experts import prefill_triton, rows_schedule_triton, rows_triton, step_triton
@@ -22,6 +23,7 @@ from ostinato.export.kernels.operands import Weight
 
 from .conftest import run_compiled
 from .experts_cases import FIXED, FLOATS, ROWS_SHAPES, ROWS_SHAPES_F32, Case, Expert, Shape, check, make
+from .linear_cases import F16
 from .runs import DEVICE, checkered, padded
 from .test_experts import rows_error, step_error
 from .weights import BF16, EPS, F32, Operand
@@ -69,6 +71,14 @@ def test_several_steps_of_sorting(rows: int, group: int | None, monkeypatch: pyt
     check_prompt(Shape(hidden=192, top_k=3, shared=None, group=group), rows, F32)
 
 
+@pytest.mark.parametrize("form", (None, Int4(64), Int4(32, F16), Int4Min(32, F16), Int8(32, F16)), ids=str)
+def test_weights_in_panels(form: Format | None) -> None:
+    """As they come from the host: the same bits as in rows."""
+    shape = Shape(shared=None, group=None, form=form)
+    case, panels = (make(shape, 5, BF16, panels=panels) for panels in (False, True))
+    assert torch.equal(panels.run(prefill_triton, "experts"), case.run(prefill_triton, "experts"))
+
+
 @pytest.mark.parametrize(("lengths", "group"), checkered([(1, 16), (17, 32), (40, 64)], [None, 32]), ids=str)
 def test_rows_of_no_expert(lengths: tuple[int, int], group: int | None) -> None:
     """Padding of NaN behind a prompt: the tokens' outputs are as without it, bit by bit, its own are zeros."""
@@ -90,9 +100,13 @@ def test_strided_rows_and_int64_indices(rows: int) -> None:
 
 def test_which_form_rows_take() -> None:
     def in_fixed_point(shape: Shape, dtype: torch.dtype) -> bool:
-        return rows_triton.takes_fixed_point(shape.hidden, shape.inner, shape.shared or 0, shape.group or 0, dtype)
+        case = make(shape, 1, dtype)
+        routed, shared = case.routed.weights, None if case.shared is None else case.shared.weights
+        pairs = ((routed.gate_up, shared and shared.gate_up), (routed.down, shared and shared.down))
+        return rows_triton.takes_fixed_point(*pairs, dtype)
 
-    assert [in_fixed_point(shape, BF16) for shape in ROWS_SHAPES] == [True] * 4 + [False] * 5
+    fixed = [in_fixed_point(shape, BF16) for shape in ROWS_SHAPES]
+    assert fixed == [True] * 4 + [False] * 10 + [True, False]
     assert not any(in_fixed_point(shape, F32) for shape in (FIXED, *ROWS_SHAPES_F32))
 
 
@@ -152,28 +166,37 @@ def test_each_choice_has_one_place_in_the_schedule(count: int, shared: int | Non
     (
         ((2048, 512, 2000, 8, Int4(128)), "1 to 1024 experts"),
         ((2048, 512, 8, 9, Int4(128)), "1 to 8"),
-        ((2048, 512, 256, 8, Int8(32)), "not in int8 g32"),
+        ((2048, 48, 256, 8, Int8(32)), "intermediate size must be a multiple of 32 for experts in int8 g32"),
         ((2048, 96, 256, 8, Int4(32)), "intermediate size must be a multiple of 64"),
+        ((2048 + 32, 512, 256, 8, Int4Min()), "hidden size must be a multiple of 64 for experts in int4_min g32"),
         ((2048 + 64, 512, 256, 8, Int4(128)), "hidden size must be a multiple of 128"),
     ),
 )
 def test_refusals(sizes: tuple[int, int, int, int, Format | None], limit: str) -> None:
     check_experts(2048, 512, 256, 8, Int4(128))
+    check_experts(2048 + 32, 96, 256, 8, Int8(32))
     check_experts(100, 36, 256, 8, None)
     with pytest.raises(ExportError, match=limit):
         check_experts(*sizes)
 
 
+@pytest.mark.parametrize("dtype", (BF16, F32), ids=str)
+@pytest.mark.parametrize("routed", (True, False))
 @pytest.mark.parametrize(
-    ("kernels", "operation", "rows"), [(step_triton, "experts_gate_up", 1), (rows_triton, "sparse_moe", 2)]
+    ("kernels", "operation", "rows"),
+    [(step_triton, "experts_gate_up", 1), (step_triton, "experts_down", 1), (rows_triton, "sparse_moe", 5)],
 )
-@pytest.mark.parametrize(("group", "got"), [(32, "int4 in groups of 32"), (None, r"torch\.bfloat16")])
-def test_a_shared_expert_in_another_format_is_refused(
-    kernels: Any, operation: str, rows: int, group: int | None, got: str
+def test_only_some_weights_are_integers(
+    kernels: Any, operation: str, rows: int, routed: bool, dtype: torch.dtype
 ) -> None:
-    case, other = make(Shape(), rows, BF16), make(Shape(group=group), rows, BF16)
-    with pytest.raises(ExportError, match=f"shared expert's weights .* int4 in groups of 64.* got {got}"):
-        replace(case, shared=other.shared).run(kernels, operation)
+    """The routed experts' or the shared expert's."""
+    case, other = (
+        make(replace(Shape(experts=4, hidden=64, shared=128), group=group, form=form), rows, dtype)
+        for group, form in ((None, None), (64, Int4Min(32, F16)))
+    )
+    case = replace(case, **({"routed": other.routed} if routed else {"shared": other.shared}))
+    error = step_error if rows == 1 else rows_error
+    check(case, kernels, operation, error(operation, case.shape, dtype))
 
 
 def with_weights(case: Case, gate_up: Weight, down: Weight) -> Case:
@@ -185,8 +208,8 @@ def test_what_a_step_does_not_take() -> None:
     case = make(Shape(), 1, BF16)
     gate_up, down = case.routed.weights.gate_up, case.routed.weights.down
     assert gate_up.scale is not None
-    fewer = replace(gate_up, values=gate_up.values[:, :64].contiguous(), scale=gate_up.scale[:, :64].contiguous())
-    with pytest.raises(ExportError, match="intermediate size must be a multiple"):
+    fewer = replace(gate_up, values=gate_up.values[..., :16].contiguous(), scale=gate_up.scale[..., :1].contiguous())
+    with pytest.raises(ExportError, match="K a multiple of 64 and of the group size"):
         with_weights(case, fewer, down).run(step_triton, "experts_gate_up")
     case = make(Shape(group=None), 1, BF16)
     values = case.routed.gate_up.weight.values, case.routed.down.weight.values
