@@ -2,8 +2,9 @@
 """Products of experts with blocks of rows, for all experts that `rows_fixed_triton` does not take.
 
 These are experts in float32, in other formats than int4 in groups of 128, with weights in a floating dtype, and with sizes
-that the tiles there do not divide. Weights are converted to the inputs' dtype in registers, rounded once as in
-`Format.dequantize`. The kernels are correct for all of these and tuned for none.
+that the tiles there do not divide. With GROUPED, integers are multiplied as in `rows_grouped_triton`, by rows in bfloat16 that
+stand in its order. Otherwise weights are converted to the inputs' dtype in registers, rounded once as in
+`Format.dequantize`: this is correct for all experts and tuned for none.
 
 The tensors of a weight travel together, as `stored`: pointers to values, scales and minima. GROUP is 0 for weights in a
 floating dtype; then scales are not read. BITS are those of an integer; MINIMUM says whether groups have minima. The shared
@@ -16,7 +17,9 @@ import triton
 import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
+from ostinato.export.kernels.linear.rows_grouped_triton import PIECE, place_of
 
+from .rows_grouped_triton import multiply_floats, multiply_groups
 from .rows_schedule_triton import BLOCK, RECORD, RECORD_PARTS, RECORD_ROWS, of_expert
 
 # Weight rows per program. A program of gate and up has HALF gate rows and HALF up rows.
@@ -27,6 +30,7 @@ HALF = tl.constexpr(64)
 @triton.jit
 def gate_up_rows_early(
     inputs,
+    inputs_sums,
     schedule,
     gate_up,
     gate_up_scale,
@@ -35,6 +39,7 @@ def gate_up_rows_early(
     shared_scale,
     shared_minimum,
     hidden,
+    hidden_sums,
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
     SHARED_INNER: tl.constexpr,
@@ -46,13 +51,17 @@ def gate_up_rows_early(
     SHARED_BITS: tl.constexpr,
     SHARED_MINIMUM: tl.constexpr,
     WIDEST: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SUMS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Write hidden [places, WIDEST] = silu(gate) * up, in the dtype of inputs [R, SIZE]. Program (HALF columns, block).
 
     Args:
+        inputs_sums: [R, SIZE / PIECE] float32, the sums of pieces; read only with GROUPED, where groups have minima.
+        hidden_sums: with SUMS, [places, WIDEST / PIECE] float32, the sums of the pieces of hidden.
         SHARED_INNER: 0 without a shared expert.
-        WIDEST: the larger one of INNER and SHARED_INNER.
+        WIDEST: at least INNER and SHARED_INNER; with GROUPED a multiple of PIECE.
     """
     start_next(EARLY)
     piece = tl.program_id(0)
@@ -70,19 +79,27 @@ def gate_up_rows_early(
     stored = gate_up, gate_up_scale, gate_up_minimum
     shared_stored = shared, shared_scale, shared_minimum
     total = multiply_expert(
-        inputs + row * SIZE, row >= 0, stored, shared_stored, expert, line, SIZE, SIZE, 2 * INNER, EXPERTS, GROUP, BITS,
-        MINIMUM, SHARED_GROUP, SHARED_BITS, SHARED_MINIMUM,
+        inputs + row * SIZE, inputs_sums + row * (SIZE // PIECE), row >= 0, stored, shared_stored, expert, line, SIZE,
+        SIZE, 2 * INNER, EXPERTS, GROUP, BITS, MINIMUM, SHARED_GROUP, SHARED_BITS, SHARED_MINIMUM, GROUPED,
     )  # fmt: skip
     gates, ups = tl.split(tl.permute(tl.reshape(total, [2, HALF, BLOCK]), (1, 2, 0)))
     results = (gates * tl.sigmoid(gates) * ups).to(hidden.dtype.element_ty)
     column = piece * HALF + tl.arange(0, HALF)
-    to = hidden + (tl.load(record + 1) + number)[None, :] * WIDEST + column[:, None]
+    place = tl.load(record + 1) + number
+    to = hidden + place[None, :] * WIDEST + (place_of(column) if GROUPED else column)[:, None]
     tl.store(to, results, mask=(row >= 0)[None, :] & (column < inner)[:, None])
+    if SUMS:
+        pieces = tl.where((column < inner)[:, None], results.to(tl.float32), 0.0)
+        sums = tl.sum(tl.reshape(pieces, [HALF // PIECE, PIECE, BLOCK]), 1)
+        number_of_piece = piece * (HALF // PIECE) + tl.arange(0, HALF // PIECE)
+        to = hidden_sums + place[None, :] * (WIDEST // PIECE) + number_of_piece[:, None]
+        tl.store(to, sums, mask=(row >= 0)[None, :] & (number_of_piece * PIECE < inner)[:, None])
 
 
 @triton.jit
 def down_rows_early(
     hidden,
+    hidden_sums,
     schedule,
     down,
     down_scale,
@@ -102,6 +119,7 @@ def down_rows_early(
     SHARED_BITS: tl.constexpr,
     SHARED_MINIMUM: tl.constexpr,
     WIDEST: tl.constexpr,
+    GROUPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Write parts [R (k (+ 1)), SIZE]: outputs, not yet times their shares. Program (TILE columns, block)."""
@@ -114,12 +132,13 @@ def down_rows_early(
         return
     part = tl.load(record + RECORD_PARTS + number)
     line = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inputs = hidden + (tl.load(record + 1) + number) * WIDEST
+    place = tl.load(record + 1) + number
     stored = down, down_scale, down_minimum
     shared_stored = shared, shared_scale, shared_minimum
     total = multiply_expert(
-        inputs, part >= 0, stored, shared_stored, expert, tl.minimum(line, SIZE - 1), INNER, SHARED_INNER, SIZE, EXPERTS,
-        GROUP, BITS, MINIMUM, SHARED_GROUP, SHARED_BITS, SHARED_MINIMUM,
+        hidden + place * WIDEST, hidden_sums + place * (WIDEST // PIECE), part >= 0, stored, shared_stored, expert,
+        tl.minimum(line, SIZE - 1), INNER, SHARED_INNER, SIZE, EXPERTS, GROUP, BITS, MINIMUM, SHARED_GROUP, SHARED_BITS,
+        SHARED_MINIMUM, GROUPED,
     )  # fmt: skip
     to = parts + (part.to(tl.int64) * SIZE)[None, :] + line[:, None]
     tl.store(to, total.to(parts.dtype.element_ty), mask=(part >= 0)[None, :] & (line < SIZE)[:, None])
@@ -134,6 +153,7 @@ def inner_of(expert, INNER: tl.constexpr, SHARED_INNER: tl.constexpr, EXPERTS: t
 @triton.jit
 def multiply_expert(
     inputs,
+    inputs_sums,
     filled,
     stored,
     shared,
@@ -149,18 +169,27 @@ def multiply_expert(
     SHARED_GROUP: tl.constexpr,
     SHARED_BITS: tl.constexpr,
     SHARED_MINIMUM: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):
-    """`multiply` by the weight rows `line` of an expert. A routed expert has LINES rows of COLUMNS elements."""
+    """`multiply` by the weight rows `line` of an expert. A routed expert has LINES rows of COLUMNS elements.
+
+    Experts of one format have one code. It takes two lengths of rows, but with GROUPED a length is a constant.
+    """
     SAME: tl.constexpr = GROUP == SHARED_GROUP and BITS == SHARED_BITS and MINIMUM == SHARED_MINIMUM
-    if SAME and stored[0].dtype == shared[0].dtype and stored[1].dtype == shared[1].dtype:
+    ONE: tl.constexpr = not GROUPED or SHARED_COLUMNS == 0 or SHARED_COLUMNS == COLUMNS
+    if SAME and ONE and stored[0].dtype == shared[0].dtype and stored[1].dtype == shared[1].dtype:
         weight, scale, minimum = stored_of(stored, shared, expert, LINES * COLUMNS, EXPERTS, GROUP, BITS, MINIMUM)
         columns = inner_of(expert, COLUMNS, SHARED_COLUMNS, EXPERTS)
-        total = multiply(inputs, filled, (weight, scale, minimum), line, columns, GROUP, BITS, MINIMUM)
+        one = weight, scale, minimum
+        total = multiply(inputs, inputs_sums, filled, one, line, columns, COLUMNS, GROUP, BITS, MINIMUM, GROUPED)
     elif expert == EXPERTS:
-        total = multiply(inputs, filled, shared, line, SHARED_COLUMNS, SHARED_GROUP, SHARED_BITS, SHARED_MINIMUM)
+        total = multiply(
+            inputs, inputs_sums, filled, shared, line, SHARED_COLUMNS, SHARED_COLUMNS, SHARED_GROUP, SHARED_BITS,
+            SHARED_MINIMUM, GROUPED,
+        )  # fmt: skip
     else:
         routed = stored_of(stored, stored, expert, LINES * COLUMNS, EXPERTS, GROUP, BITS, MINIMUM)
-        total = multiply(inputs, filled, routed, line, COLUMNS, GROUP, BITS, MINIMUM)
+        total = multiply(inputs, inputs_sums, filled, routed, line, COLUMNS, COLUMNS, GROUP, BITS, MINIMUM, GROUPED)
     return total
 
 
@@ -184,17 +213,31 @@ def stored_of(
 
 @triton.jit
 def multiply(
-    inputs, filled, stored, line, columns, GROUP: tl.constexpr, BITS: tl.constexpr, MINIMUM: tl.constexpr
+    inputs,
+    inputs_sums,
+    filled,
+    stored,
+    line,
+    columns,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):
     """Products of an expert's weight rows `line` [TILE] with the input rows at `inputs` [BLOCK]: [TILE, BLOCK] float32.
 
     Input rows that are not `filled` are not read. `columns`: elements per row, a multiple of 64 for four-bit weights, of 32
-    for eight-bit weights.
+    for eight-bit weights; with GROUPED it is COLUMNS.
     """
     total = tl.zeros([TILE, BLOCK], tl.float32)
     step = tl.arange(0, 32)
     rows = inputs[None, :] + step[:, None]
-    if GROUP == 0:
+    if GROUPED and GROUP == 0:
+        total = multiply_floats(total, inputs, filled, stored[0], line, COLUMNS)
+    elif GROUPED:
+        total = multiply_groups(total, inputs, inputs_sums, filled, stored, line, COLUMNS, GROUP, BITS, MINIMUM)
+    elif GROUP == 0:
         for start in range(0, columns, 32):
             inside = start + step < columns
             tile = tl.load(rows + start, mask=inside[:, None] & filled[None, :], other=0.0)

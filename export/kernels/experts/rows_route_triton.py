@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
+from ostinato.export.kernels.linear.rows_grouped_triton import PIECE, element_at
 from ostinato.export.kernels.linear.rows_tiles_triton import nibble_order
 
 from .rows_fixed_triton import store_planes
@@ -75,6 +76,7 @@ def choose_rows_early(
     slots,
     prepared,
     x_scale,
+    x_sums,
     members,
     ranks,
     shares,
@@ -88,14 +90,17 @@ def choose_rows_early(
     GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
     FIXED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SUMS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Choose each row's experts in one program, and prepare the normed row for them in another.
 
     Args:
         prepared: with FIXED, [R, 2, SIZE] int8: the upper and lower bytes of the normed rows, in `nibble_order`. Otherwise
-            [R, SIZE] in x's dtype: the normed rows.
+            [R, SIZE] in x's dtype: the normed rows, with GROUPED in the order of `element_at`.
         x_scale: with FIXED, [R, SIZE / 128] float32: the scales of `prepared`. Otherwise not used.
+        x_sums: with SUMS, [R, SIZE / PIECE] float32: the sums of the pieces of `prepared`. Otherwise not used.
         members: [R / WORD, EXPERTS] int32: bit r % WORD of [r // WORD, e] is set if row r takes expert e.
         ranks: [R, EXPERTS] uint8. Where a row takes an expert: the expert's rank among the row's logits, 0 for the largest.
         shares: [R, k (+ 1)] float32: the chosen experts' softmax weights, and with SHARED the shared expert's weight.
@@ -117,7 +122,8 @@ def choose_rows_early(
         # Elements have two dimensions from the start. If they were reshaped to two, they would be stored byte by byte.
         group = tl.arange(0, GROUPS)
         element = tl.arange(0, 128)[None, :]
-        column = group[:, None] * 128 + element
+        place = group[:, None] * 128 + element
+        column = element_at(place) if GROUPED else place
         inside = column < SIZE
         weight = tl.load(norm + column, mask=inside, other=0.0)
         gate = weight
@@ -132,7 +138,12 @@ def choose_rows_early(
             scales = x_scale + row * (SIZE // 128) + group
             store_planes(to, scales, normed, 1, inside, group < SIZE // 128, SIZE)
         else:
-            tl.store(prepared + row * SIZE + column, normed.to(prepared.dtype.element_ty), mask=inside)
+            rounded = normed.to(prepared.dtype.element_ty)
+            tl.store(prepared + row * SIZE + place, rounded, mask=inside)
+            if SUMS:
+                sums_of_pieces = tl.sum(tl.reshape(rounded.to(tl.float32), [GROUPS * (128 // PIECE), PIECE]), 1)
+                piece = tl.arange(0, GROUPS * (128 // PIECE))
+                tl.store(x_sums + row * (SIZE // PIECE) + piece, sums_of_pieces, mask=piece < SIZE // PIECE)
         if SHARED:
             share = tl.sigmoid(tl.sum(tl.sum(normed * gate, 1), 0))
             tl.store(shares + row * (TOP_K + 1) + TOP_K, share)

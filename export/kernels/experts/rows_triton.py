@@ -24,6 +24,7 @@ from torch import Tensor
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.launch import is_one, launcher, row_class, starts_early
+from ostinato.export.kernels.linear.rows_grouped_triton import PIECE
 from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, ExpertWeights, Norm, Weight, unbiased
 
 from . import rows_fixed_triton as fixed
@@ -109,16 +110,16 @@ def _sparse_moe_rows(
         Weight.of(down, down_scale, down_minimum, None, down_form),
         optional_weight(shared_down, shared_down_scale, shared_down_minimum, shared_down_form),
     )
-    in_fixed_point = takes_fixed_point(gate_ups, downs, x.dtype)
-    prepared, x_scale, members, ranks, shares = _route(
-        x, norm_weight, eps, gate, shared_gate, top_k, slots, in_fixed_point
+    in_fixed_point, grouped = takes_fixed_point(gate_ups, downs, x.dtype), takes_groups(gate_ups, downs, x.dtype)
+    prepared, x_scale, x_sums, members, ranks, shares = _route(
+        x, norm_weight, eps, gate, shared_gate, top_k, slots, in_fixed_point, grouped, grouped and _has_minima(gate_ups)
     )
     schedule, places = _schedule(members, ranks, top_k, shared_gate is not None)
     parts = torch.empty(shares.shape[0] * shares.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
     if in_fixed_point:
         _multiply_fixed(prepared, x_scale, schedule, places, gate_ups, downs, parts)
     else:
-        _multiply_general(prepared, schedule, places, gate_ups, downs, parts)
+        _multiply_general(prepared, x_sums, schedule, places, gate_ups, downs, parts, grouped)
     return _sum(parts, shares, slots, x)
 
 
@@ -131,6 +132,17 @@ def takes_fixed_point(gate_up: Pair, down: Pair, dtype: torch.dtype) -> bool:
     return alike and int4 and same and dtype == torch.bfloat16 and (routed.rows | inner) % 256 == 0
 
 
+def takes_groups(gate_up: Pair, down: Pair, dtype: torch.dtype) -> bool:
+    """Whether `rows_grouped_triton` takes these projections, with inputs in `dtype`, if `rows_fixed_triton` does not."""
+    integers = [one for one in (*gate_up, *down) if one is not None and one.format is not None]
+    whole = all(one.columns % 64 == 0 for one in integers)
+    return bool(integers) and whole and dtype == torch.bfloat16 and not takes_fixed_point(gate_up, down, dtype)
+
+
+def _has_minima(weights: Pair) -> bool:
+    return any(one is not None and one.minimum is not None for one in weights)
+
+
 def _route(
     x: Tensor,
     norm_weight: Tensor,
@@ -140,8 +152,10 @@ def _route(
     top_k: int,
     slots: Tensor | None,
     in_fixed_point: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns prepared, x_scale, members, ranks and shares; see `rows_route_triton.choose_rows_early`."""
+    grouped: bool,
+    with_sums: bool,
+) -> tuple[Tensor, ...]:
+    """Returns prepared, x_scale, x_sums, members, ranks and shares; see `rows_route_triton.choose_rows_early`."""
     (rows, size), experts = x.shape, gate.shape[0]
     tile, width = ROUTER[x.dtype]
     slices, words = _blocks(size, width), _blocks(rows, scheduling.WORD.value)
@@ -162,7 +176,9 @@ def _route(
         EARLY=starts_early(),
         num_warps=4,
     )
-    prepared = x_scale = torch.empty_like(x)
+    prepared = x_scale = x_sums = torch.empty_like(x)
+    if with_sums:
+        x_sums = _floats(x, rows, size // PIECE.value)
     if in_fixed_point:
         prepared = torch.empty(rows, 2, size, dtype=torch.int8, device=x.device)
         x_scale = _floats(x, rows, size // 128)
@@ -177,6 +193,7 @@ def _route(
         squares if slots is None else slots,
         prepared,
         x_scale,
+        x_sums,
         members,
         ranks,
         shares,
@@ -190,10 +207,12 @@ def _route(
         GROUPS=triton.next_power_of_2(_blocks(size, 128)),
         SLOTS=slots is not None,
         FIXED=in_fixed_point,
+        GROUPED=grouped,
+        SUMS=with_sums,
         EARLY=starts_early(),
         num_warps=4,
     )
-    return prepared, x_scale, members, ranks, shares
+    return prepared, x_scale, x_sums, members, ranks, shares
 
 
 def _schedule(members: Tensor, ranks: Tensor, top_k: int, shared: bool) -> tuple[Tensor, int]:
@@ -254,20 +273,40 @@ def _scaled(weights: Pair) -> tuple[Tensor, ...]:
 
 
 def _multiply_general(
-    prepared: Tensor, schedule: Tensor, places: int, gate_up: Pair, down: Pair, parts: Tensor
+    prepared: Tensor,
+    x_sums: Tensor,
+    schedule: Tensor,
+    places: int,
+    gate_up: Pair,
+    down: Pair,
+    parts: Tensor,
+    grouped: bool,
 ) -> None:
     """As `_multiply_fixed`, with the kernels of `rows_general_triton`."""
     experts, size = down[0].values.shape[:2]
     inner, shared_inner = (0 if one is None else one.columns for one in down)
-    widest, blocks = max(inner, shared_inner), schedule.shape[0]
+    widest, blocks, piece = max(inner, shared_inner), schedule.shape[0], PIECE.value
+    if grouped:
+        widest = _blocks(widest, piece) * piece
     common = {"SIZE": size, "INNER": inner, "SHARED_INNER": shared_inner, "WIDEST": widest, "EXPERTS": experts}
-    common |= {"EARLY": starts_early(), "num_warps": 4}
-    hidden = torch.empty(places, widest, dtype=prepared.dtype, device=schedule.device)
+    common |= {"GROUPED": grouped, "EARLY": starts_early(), "num_warps": 4}
+    hidden = hidden_sums = torch.empty(places, widest, dtype=prepared.dtype, device=schedule.device)
+    with_sums = grouped and _has_minima(down)
+    if with_sums:
+        hidden_sums = _floats(schedule, places, widest // piece)
     launcher(general.gate_up_rows_early)[(_blocks(widest, general.HALF.value), blocks)](
-        prepared, schedule, *weight_pointers(*gate_up), hidden, **format_constants(*gate_up), **common
+        prepared,
+        x_sums,
+        schedule,
+        *weight_pointers(*gate_up),
+        hidden,
+        hidden_sums,
+        SUMS=with_sums,
+        **format_constants(*gate_up),
+        **common,
     )
     launcher(general.down_rows_early)[(_blocks(size, general.TILE.value), blocks)](
-        hidden, schedule, *weight_pointers(*down), parts, **format_constants(*down), **common
+        hidden, hidden_sums, schedule, *weight_pointers(*down), parts, **format_constants(*down), **common
     )
 
 

@@ -106,6 +106,12 @@ def element_at(place):
 
 
 @triton.jit
+def place_of(element):
+    """The place of a row's element, the inverse of `element_at`."""
+    return element // PIECE * PIECE + element // 8 % 4 * 2 + element // 4 % 2 * 16 + element % 2 * 8 + element // 2 % 2
+
+
+@triton.jit
 def grouped_rows_early(
     inputs_ptr,
     sums_ptr,
@@ -199,9 +205,11 @@ def multiply_groups(
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     ups = sums
     if MINIMUM:
-        sums = multiply_minima(sums, sums_ptr, stored[2], at, row, rows, begin, end, K, COLUMNS)
+        # Pieces of a row.
+        PIECES: tl.constexpr = BLOCKS * (BLOCK // PIECE)
+        sums = multiply_minima(sums, sums_ptr + row * PIECES, row < rows, stored[2], at, begin, end, K)
         if SWIGLU:
-            ups = multiply_minima(ups, sums_ptr, stored[2], at + N, row, rows, begin, end, K, COLUMNS)
+            ups = multiply_minima(ups, sums_ptr + row * PIECES, row < rows, stored[2], at + N, begin, end, K)
     # Words of a weight row.
     ROW: tl.constexpr = K * BITS // 32
     words = stored[0].to(tl.pointer_type(tl.uint32))
@@ -259,18 +267,18 @@ def of_group(bits, PLACE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr
 
 
 @triton.jit
-def multiply_minima(
-    sums, sums_ptr, minimum_ptr, weight_row, row, rows, begin, end, K: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """sums [ROWS, COLUMNS] + the minima of the groups in blocks `begin` to `end` times the sums of their inputs."""
-    PIECES: tl.constexpr = (K + BLOCK - 1) // BLOCK * (BLOCK // PIECE)
+def multiply_minima(sums, inputs_at, filled, minimum_ptr, weight_row, begin, end, K: tl.constexpr):
+    """sums [ROWS, COLUMNS] + the minima of the groups in blocks `begin` to `end` times the sums of their inputs.
+
+    inputs_at: where each column's sums of pieces begin, [COLUMNS]; those of columns that are not `filled` are not read.
+    """
     last = tl.minimum(end * (BLOCK // PIECE), K // PIECE)
     for start in range(begin * (BLOCK // PIECE), last, MINIMA):
         group = start + tl.arange(0, MINIMA)
         minima = minimum_ptr + weight_row[:, None] * (K // PIECE) + group[None, :]
         minima = tl.load(minima, mask=(group < last)[None, :], other=0.0).to(tl.float32)
-        inputs = sums_ptr + row[None, :] * PIECES + group[:, None]
-        inputs = tl.load(inputs, mask=(group < last)[:, None] & (row < rows)[None, :], other=0.0)
+        inputs = inputs_at[None, :] + group[:, None]
+        inputs = tl.load(inputs, mask=(group < last)[:, None] & filled[None, :], other=0.0)
         sums = tl.dot(minima, inputs, sums, input_precision="tf32x3")
     return sums
 

@@ -130,8 +130,8 @@ def test_each_choice_has_one_place_in_the_schedule(count: int, shared: int | Non
     case = make(Shape(40, 3, 256, 256, shared, 128), count, BF16)
     slots = torch.arange(count, device=DEVICE) % 7 - 1
     gates = case.gate.weight.values, None if case.shared_gate is None else case.shared_gate.weight.values
-    routed = rows_triton._route(case.x, case.norm.weight, EPS, *gates, 3, slots, True)
-    schedule, places = rows_triton._schedule(routed[2], routed[3], 3, shared is not None)
+    routed = rows_triton._route(case.x, case.norm.weight, EPS, *gates, 3, slots, True, False, False)
+    schedule, places = rows_triton._schedule(routed[3], routed[4], 3, shared is not None)
     chosen = case.routing("sparse_moe")[1].tolist()
     expected = [(expert, row) for row in range(count) for expert in chosen[row] if slots[row] >= 0]
     expected += [(40, row) for row in range(count) if shared]
