@@ -13,6 +13,9 @@ device computes the first `streamed` experts, whose weights are sent ahead, and 
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -48,27 +51,22 @@ class HostExperts(nn.Module):
     def links(self, prefix: str, step: bool, streamed: bool) -> list[Link]:
         """The links from the values `GIVEN` to `x`. With `streamed`, they also take the number of experts that the device
         computes."""
-        experts = self.moe.experts
-        kind = kind_of(self.moe.shared_expert, "shared expert")
-        shared = Link(self, ("s",), kind, prefix, "shared_step" if step else "shared")
+        link = partial(self._link, prefix)
+        shared = link(("s",), "shared expert", "shared_step" if step else "shared")
         if not streamed:
-            routed = Link(self, ("y",), kind_of(experts, "routed experts"), prefix, "routed", device=HOST)
-            return [shared, routed, Link(self, ("x",), "sum of experts", prefix, "sum")]
+            routed = link(("y",), "routed experts", "routed", device=HOST)
+            return [shared, routed, link(("x",), "sum of experts", "sum")]
         return [
-            Link(self, ("others",), "division of experts", prefix, "divide"),
-            Link(self, ("z",), kind_of(experts, "streamed experts"), prefix, "first", streamed_by=STREAMED),
+            link(("others",), "division of experts", "divide"),
+            link(("z",), "streamed experts", "first", streamed_by=STREAMED),
             shared,
-            Link(
-                self,
-                ("y",),
-                kind_of(experts, "other experts"),
-                prefix,
-                "routed",
-                inputs=("n", "weights", "others"),
-                device=HOST,
-            ),
-            Link(self, ("x",), "sum of all experts", prefix, "sum_of_both"),
+            link(("y",), "other experts", "routed", inputs=("n", "weights", "others"), device=HOST),
+            link(("x",), "sum of all experts", "sum_of_both"),
         ]
+
+    def _link(self, prefix: str, outputs: tuple[str, ...], name: str, method: str, **options: Any) -> Link:
+        """A link of this module. Its kind includes the formats of all weights of the module, also where it reads none."""
+        return Link(self, outputs, kind_of(self.moe, name), prefix, method, **options)
 
     def route(self, h: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
         """Compute the values `GIVEN` from h and the rows' slots."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
+from zlib import crc32
 
 import gguf
 import numpy as np
@@ -111,10 +112,21 @@ def writer_of(path: Path, architecture: str, values: Mapping[str, Any]) -> gguf.
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, value: Tensor, kinds: Mapping[str, str]) -> None:
-    """`kinds`: part of a name -> its type; others are F32."""
+    """`kinds`: part of a name -> its type; others are F32. The types that end in K get random numbers of the values' size."""
     kind = gguf.GGMLQuantizationType[next((kind for part, kind in kinds.items() if part in name), "F32")]
-    data = np.ascontiguousarray(value.float().numpy())
-    writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
+    if kind.name.endswith("_K"):
+        # The package does not quantise to these types.
+        data = random_blocks(kind.name, value.numel() // value.shape[-1], value.shape[-1], crc32(name.encode()))
+        blocks = data.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])
+        scales = blocks[:, -2:] if kind.name == "Q6_K" else blocks[:, :2]
+        scales[:] = _halves(scales, float(value.std() / dequantised(data, kind.name).std()))
+        if kind.name != "Q6_K":
+            # Minima that bring the mean near 0.
+            blocks[:, 2:4] = _halves(scales, 7.5)
+        data = data.reshape(*value.shape[:-1], -1)
+    else:
+        data = gguf.quants.quantize(np.ascontiguousarray(value.float().numpy()), kind)
+    writer.add_tensor(name, data, raw_dtype=kind)
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
@@ -122,6 +134,11 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _halves(stored: np.ndarray, factor: float) -> np.ndarray:
+    """Return float16 numbers [N, 2 bytes] times a factor."""
+    return (np.ascontiguousarray(stored).view(np.float16) * np.float16(factor)).view(np.uint8)
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
