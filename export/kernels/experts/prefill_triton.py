@@ -7,11 +7,11 @@ sum, is the same each time.
 
 In a product the weights are the left operand. A tile [weight rows, K] is unpacked in the registers from which the tensor
 cores read it. The block of tokens is the narrow side, so that little is wasted with 16 tokens per expert (512 tokens, 8 of
-256 experts). A lane reads neighbouring bytes of int4 weights with one load. The elements in these bytes decide the order in
-which the tokens' elements must stand (`in_order`). A scale multiplies the sum of its group and not the weights, which stay
-exact; in groups of 32 it multiplies the weights. On an H200, 2026-11-23, a layer of the flagship's experts takes 200, 208,
-279 and 465 us for 300, 512, 1,024 and 2,048 tokens. With tokens in their own order and weights times scales, it takes 226,
-233, 322 and 532 us.
+256 experts). A lane reads neighbouring bytes of integer weights with one load. The elements in these bytes decide the order
+in which the tokens' elements must stand (`in_order`). A scale multiplies the sum of its group and not the weights, which stay
+exact; in groups of 32 it multiplies the weights, and minima are added to them (`prefill_products_triton`). On an H200,
+2026-11-23, a layer of the flagship's experts takes 200, 208, 279 and 465 us for 300, 512, 1,024 and 2,048 tokens. With tokens
+in their own order and weights times scales, it takes 226, 233, 322 and 532 us.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ostinato.export.kernels.operands import ExpertWeights, Weight, unbiased
 
 from .blocks_triton import expert_of_block
 from .limits import check_routing
+from .prefill_products_triton import add_product, add_step, load_packed, load_pair, load_second, stands_at
 
 # Choices of one expert per program. An expert's weights are unpacked once for every BLOCK_CHOICES of its choices.
 BLOCK_CHOICES = 32
@@ -41,7 +42,6 @@ STAGES = 3
 # Tokens and columns per program of the kernel that adds up the experts' parts.
 SUM_TOKENS = 2
 SUM_COLUMNS = 512
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -> Tensor:
@@ -61,7 +61,7 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, routed: ExpertWeights) -
 
 
 def in_order(x: Tensor, step: int) -> Tensor:
-    """x [T, H] in the order in which products with integer weights read it, `step` bytes per iteration; see `_stands_at`."""
+    """x [T, H] in the order in which products with integer weights read it, `step` bytes per iteration; see `stands_at`."""
     bytes_of = x if step == 32 else x.reshape(x.shape[0], -1, step // 32, 2, 32).transpose(2, 3)
     lanes = bytes_of.reshape(x.shape[0], -1, 4, step // 16, 4).unflatten(4, (2, 2))
     return lanes.permute(0, 1, 3, 4, 2, 5).reshape(x.shape)
@@ -195,180 +195,6 @@ def _schedule_kernel(counts, schedule, EXPERTS: tl.constexpr, PADDED: tl.constex
 
 
 @triton.jit
-def _unpack(packed, dtype: tl.constexpr, MINIMUM: tl.constexpr):
-    """Packed bytes [N, B] -> the weights of their low and of their high nibbles, without scales: [N, B] each, exact in
-    `dtype`."""
-    if INTERPRETED or dtype != tl.bfloat16:
-        LEAST: tl.constexpr = 0.0 if MINIMUM else 8.0
-        low = (packed & 15).to(tl.float32) - LEAST
-        high = (packed >> 4).to(tl.float32) - LEAST
-        return low.to(dtype), high.to(dtype)
-    else:
-        # -128 or -136, twice.
-        OFFSET: tl.constexpr = "0xc300c300" if MINIMUM else "0xc308c308"
-        # A nibble in the low mantissa bits of the bfloat16 128 makes it 128 + nibble. This code unpacks four bytes at a time;
-        # Triton's own would unpack them one by one.
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 first, second, mask, magic, one, offset;
-            mov.b32 mask, 0x000f000f;
-            mov.b32 magic, 0x43004300;
-            mov.b32 one, 0x3f803f80;
-            mov.b32 offset, """
-            + OFFSET
-            + """;
-            prmt.b32 first, $4, 0, 0x4140;
-            prmt.b32 second, $4, 0, 0x4342;
-            lop3.b32 $0, first, mask, magic, 0xEA;
-            lop3.b32 $1, second, mask, magic, 0xEA;
-            shr.u32 first, first, 4;
-            shr.u32 second, second, 4;
-            lop3.b32 $2, first, mask, magic, 0xEA;
-            lop3.b32 $3, second, mask, magic, 0xEA;
-            fma.rn.bf16x2 $0, $0, one, offset;
-            fma.rn.bf16x2 $1, $1, one, offset;
-            fma.rn.bf16x2 $2, $2, one, offset;
-            fma.rn.bf16x2 $3, $3, one, offset;
-            }""",
-            "=&r,=&r,=&r,=&r,r",
-            [packed],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-
-
-@triton.jit
-def _unpack_bytes(bytes, dtype: tl.constexpr):
-    """Signed bytes [N, B] -> the same numbers, exact in `dtype`."""
-    if INTERPRETED or dtype != tl.bfloat16:
-        return bytes.to(tl.float32).to(dtype)
-    else:
-        # See `linear.rows_grouped_triton.unpack_bytes`.
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 first, second, low, high, bits, sign, magic, minus;
-            mov.b32 bits, 0x007f007f;
-            mov.b32 sign, 0x00800080;
-            mov.b32 magic, 0x43004300;
-            mov.b32 minus, 0xbf80bf80;
-            prmt.b32 first, $2, 0, 0x4140;
-            prmt.b32 second, $2, 0, 0x4342;
-            lop3.b32 $0, first, bits, magic, 0xEA;
-            lop3.b32 $1, second, bits, magic, 0xEA;
-            lop3.b32 low, first, sign, magic, 0xEA;
-            lop3.b32 high, second, sign, magic, 0xEA;
-            fma.rn.bf16x2 $0, low, minus, $0;
-            fma.rn.bf16x2 $1, high, minus, $1;
-            }""",
-            "=&r,=&r,r",
-            [bytes],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-
-
-@triton.jit
-def _in_lanes(weights):
-    """weights [N, B] with each row's elements in the order that `_stands_at` gives inputs. This moves no data."""
-    B: tl.constexpr = weights.shape[1]
-    parts = tl.reshape(weights, [weights.shape[0], 4, B // 16, 2, 2])
-    return tl.reshape(tl.permute(parts, (0, 2, 3, 1, 4)), [weights.shape[0], B])
-
-
-@triton.jit
-def _stands_at(element, STEP: tl.constexpr):
-    """The place of a row's element in the order in which products read inputs, with STEP bytes of weights per iteration.
-
-    Four lanes share a row of a tensor core's operand; lane c has elements 2c, 2c + 1, 2c + 8 and 2c + 9 of every 16. Each
-    lane should read its STEP / 4 neighbouring bytes of a weight row with one load. So the inputs for these bytes get the
-    places that lane c has.
-    """
-    byte = element // 64 % (STEP // 32) * 32 + element % 32
-    lane = byte // (STEP // 4)
-    inside = byte % (STEP // 4)
-    return (
-        element // (2 * STEP) * (2 * STEP) + element // 32 % 2 * STEP + inside // 4 * 16 + inside // 2 % 2 * 8 + lane * 2
-        + inside % 2
-    )  # fmt: skip
-
-
-@triton.jit
-def _add_product(weights, inputs, sums):
-    """sums [N, M] + weights [N, K] @ inputs [K, M]."""
-    return tl.dot(weights, inputs, sums, input_precision="tf32x3")
-
-
-@triton.jit
-def _scaled(weights, scale, minimum, MINIMUM: tl.constexpr):
-    """weights [N, B] times scale [N] plus minimum [N], in the weights' dtype.
-
-    The product by a scale in bfloat16 is rounded once. By one in float16 it would be rounded twice, so it is computed in
-    float32, as are sums. Triton's interpreter has no products of bfloat16.
-    """
-    if INTERPRETED or MINIMUM or scale.dtype != tl.bfloat16:
-        product = weights.to(tl.float32) * scale.to(tl.float32)[:, None]
-        if MINIMUM:
-            product += minimum.to(tl.float32)[:, None]
-        return product.to(weights.dtype)
-    else:
-        return weights * scale.to(weights.dtype)[:, None]
-
-
-@triton.jit
-def _add_step(packed, scale, minimum, low_inputs, high_inputs, sums, GROUP: tl.constexpr, BITS: tl.constexpr, MINIMUM: tl.constexpr):
-    """sums [N, M] + the weights of both tiles of an iteration, with their scales and minima, @ low_inputs and high_inputs [B, M].
-
-    Args:
-        packed: result of `_load_packed`.
-        scale, minimum: results of `_load_pair`.
-    """
-    if BITS == 8:
-        low, high = _unpack_bytes(packed[0], low_inputs.dtype), _unpack_bytes(packed[1], low_inputs.dtype)
-    else:
-        low, high = _unpack(packed[0], low_inputs.dtype, MINIMUM)
-    if GROUP == 32:
-        # Low and high nibbles have different scales. With one product for each, an iteration takes 278 instructions, not 237.
-        low, high = _scaled(low, scale[0], minimum[0], MINIMUM), _scaled(high, scale[1], minimum[1], MINIMUM)
-        return _add_product(_in_lanes(high), high_inputs, _add_product(_in_lanes(low), low_inputs, sums))
-    else:
-        product = _add_product(_in_lanes(low), low_inputs, tl.zeros(sums.shape, tl.float32))
-        product = _add_product(_in_lanes(high), high_inputs, product)
-        return sums + product * scale[0].to(tl.float32)[:, None]
-
-
-@triton.jit
-def _load_packed(tiles, inside, BITS: tl.constexpr, WHOLE: tl.constexpr):
-    """The weights of an iteration: a tile of packed bytes, or of eight-bit integers two tiles, the second one `inside`."""
-    if BITS == 8:
-        second = tl.load(tiles + 32) if WHOLE else tl.load(tiles + 32, mask=inside, other=0)
-        packed = tl.load(tiles), second
-    else:
-        packed = (tl.load(tiles),)
-    return packed
-
-
-@triton.jit
-def _load_second(inputs, filled, inside, WHOLE: tl.constexpr):
-    """The inputs [B, M] of an iteration's second half, of which the last one may not be `inside`."""
-    mask = filled[None, :] if WHOLE else filled[None, :] & inside
-    return tl.load(inputs, mask=mask, other=0)
-
-
-@triton.jit
-def _load_pair(numbers, first, inside, GROUP: tl.constexpr, WHOLE: tl.constexpr):
-    """Scales or minima [N] of the iteration that begins at element `first`: of its low and of its high nibbles, or of both
-    tiles of bytes."""
-    low = tl.load(numbers + first // GROUP)
-    high = low
-    if GROUP == 32:
-        following = numbers + (first // GROUP + 1)
-        high = tl.load(following) if WHOLE else tl.load(following, mask=inside, other=0.0)
-    return low, high
-
-
-@triton.jit
 def _gate_up_kernel(
     x,
     order,
@@ -391,7 +217,7 @@ def _gate_up_kernel(
     """Write hidden [C, I] = silu(gate) * up, its rows in the order of `order`.
 
     Program (block of the schedule, BLOCK_ROWS columns of hidden). NEXT_STEP is STEP of the down projection, which reads
-    hidden's columns in the order of `_stands_at`; with 0 they stand in their own order.
+    hidden's columns in the order of `stands_at`; with 0 they stand in their own order.
     """
     block = tl.program_id(0)
     expert = tl.load(schedule + block * 3).to(tl.int64)
@@ -411,8 +237,8 @@ def _gate_up_kernel(
             inside = start + column < SIZE
             tokens = tl.load(inputs + start, mask=inside[:, None] & filled[None, :], other=0)
             here = (row < INNER)[:, None] & inside[None, :]
-            gates = _add_product(tl.load(tiles + start, mask=here, other=0), tokens, gates)
-            ups = _add_product(tl.load(tiles + start + INNER * SIZE, mask=here, other=0), tokens, ups)
+            gates = add_product(tl.load(tiles + start, mask=here, other=0), tokens, gates)
+            ups = add_product(tl.load(tiles + start + INNER * SIZE, mask=here, other=0), tokens, ups)
     else:
         inputs = x + token[None, :] * SIZE + column[:, None]
         # Bytes of a row. Rows past the last read the last row again.
@@ -431,21 +257,21 @@ def _gate_up_kernel(
         for start in range(0, ROW, STEP * BITS // 4):
             first = start * (8 // BITS)
             rest = first + STEP < SIZE
-            gate_pair = _load_pair(gate_scale, first, rest, GROUP, WHOLE)
-            up_pair = _load_pair(up_scale, first, rest, GROUP, WHOLE)
+            gate_pair = load_pair(gate_scale, first, rest, GROUP, WHOLE)
+            up_pair = load_pair(up_scale, first, rest, GROUP, WHOLE)
             gate_minima, up_minima = gate_pair, up_pair
             if MINIMUM:
-                gate_minima = _load_pair(gate_minimum, first, rest, GROUP, WHOLE)
-                up_minima = _load_pair(up_minimum, first, rest, GROUP, WHOLE)
+                gate_minima = load_pair(gate_minimum, first, rest, GROUP, WHOLE)
+                up_minima = load_pair(up_minimum, first, rest, GROUP, WHOLE)
             low_tokens = tl.load(inputs + first, mask=filled[None, :], other=0)
-            high_tokens = _load_second(inputs + first + STEP, filled, rest, WHOLE)
-            packed = _load_packed(tiles + start, rest, BITS, WHOLE)
-            gates = _add_step(packed, gate_pair, gate_minima, low_tokens, high_tokens, gates, GROUP, BITS, MINIMUM)
-            packed = _load_packed(tiles + start + INNER * ROW, rest, BITS, WHOLE)
-            ups = _add_step(packed, up_pair, up_minima, low_tokens, high_tokens, ups, GROUP, BITS, MINIMUM)
+            high_tokens = load_second(inputs + first + STEP, filled, rest, WHOLE)
+            packed = load_packed(tiles + start, rest, BITS, WHOLE)
+            gates = add_step(packed, gate_pair, gate_minima, low_tokens, high_tokens, gates, GROUP, BITS, MINIMUM)
+            packed = load_packed(tiles + start + INNER * ROW, rest, BITS, WHOLE)
+            ups = add_step(packed, up_pair, up_minima, low_tokens, high_tokens, ups, GROUP, BITS, MINIMUM)
     results = (gates * tl.sigmoid(gates) * ups).to(hidden.dtype.element_ty)
     here = filled[None, :] & (row < INNER)[:, None]
-    to = row if NEXT_STEP == 0 else _stands_at(row, NEXT_STEP)
+    to = row if NEXT_STEP == 0 else stands_at(row, NEXT_STEP)
     tl.store(hidden + place.to(tl.int64)[None, :] * INNER + to[:, None], results, mask=here)
 
 
@@ -487,7 +313,7 @@ def _down_kernel(
             inside = start + column < INNER
             tokens = tl.load(inputs + start, mask=inside[:, None] & filled[None, :], other=0)
             here = (row < SIZE)[:, None] & inside[None, :]
-            sums = _add_product(tl.load(tiles + start, mask=here, other=0), tokens, sums)
+            sums = add_product(tl.load(tiles + start, mask=here, other=0), tokens, sums)
     else:
         inputs = hidden + place.to(tl.int64)[None, :] * INNER + column[:, None]
         ROW: tl.constexpr = INNER * BITS // 8
@@ -500,14 +326,14 @@ def _down_kernel(
         for start in range(0, ROW, STEP * BITS // 4):
             first = start * (8 // BITS)
             rest = first + STEP < INNER
-            pair = _load_pair(row_scale, first, rest, GROUP, WHOLE)
+            pair = load_pair(row_scale, first, rest, GROUP, WHOLE)
             minima = pair
             if MINIMUM:
-                minima = _load_pair(row_minimum, first, rest, GROUP, WHOLE)
+                minima = load_pair(row_minimum, first, rest, GROUP, WHOLE)
             low_tokens = tl.load(inputs + first, mask=filled[None, :], other=0)
-            high_tokens = _load_second(inputs + first + STEP, filled, rest, WHOLE)
-            packed = _load_packed(tiles + start, rest, BITS, WHOLE)
-            sums = _add_step(packed, pair, minima, low_tokens, high_tokens, sums, GROUP, BITS, MINIMUM)
+            high_tokens = load_second(inputs + first + STEP, filled, rest, WHOLE)
+            packed = load_packed(tiles + start, rest, BITS, WHOLE)
+            sums = add_step(packed, pair, minima, low_tokens, high_tokens, sums, GROUP, BITS, MINIMUM)
     here = filled[None, :] & (row < SIZE)[:, None]
     results = (sums * share[None, :]).to(parts.dtype.element_ty)
     tl.store(parts + choice[None, :] * SIZE + row[:, None], results, mask=here)

@@ -2,8 +2,8 @@
 """Products of experts with blocks of rows, for all experts that `rows_fixed_triton` does not take.
 
 These are experts in float32, in other formats than int4 in groups of 128, with weights in a floating dtype, and with sizes
-that the tiles there do not divide. With GROUPED, integers are multiplied as in `rows_grouped_triton`, by rows in bfloat16 that
-stand in its order. Otherwise weights are converted to the inputs' dtype in registers, rounded once as in
+that the tiles there do not divide. With GROUPED, integers are multiplied as in `rows_grouped_triton`, by rows in bfloat16
+that stand in its order. Otherwise weights are converted to the inputs' dtype in registers, rounded once as in
 `Format.dequantize`: this is correct for all experts and tuned for none.
 
 The tensors of a weight travel together, as `stored`: pointers to values, scales and minima. GROUP is 0 for weights in a
@@ -241,7 +241,9 @@ def multiply(
         for start in range(0, columns, 32):
             inside = start + step < columns
             tile = tl.load(rows + start, mask=inside[:, None] & filled[None, :], other=0.0)
-            left = tl.load(stored[0] + line[:, None] * columns + (start + step)[None, :], mask=inside[None, :], other=0.0)
+            left = tl.load(
+                stored[0] + line[:, None] * columns + (start + step)[None, :], mask=inside[None, :], other=0.0
+            )
             total = tl.dot(left.to(tile.dtype), tile, total, input_precision="tf32x3")
     else:
         # A span of four-bit weights has 64 elements in 32 bytes: the low nibbles are its first half, the high nibbles its

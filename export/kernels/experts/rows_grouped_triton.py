@@ -35,7 +35,7 @@ def multiply_groups(
     BITS: tl.constexpr,
     MINIMUM: tl.constexpr,
 ):
-    """total [TILE, BLOCK] float32 + products of an expert's weight rows `line` [TILE] with the input rows at `inputs` [BLOCK].
+    """total [TILE, BLOCK] float32 + products of an expert's weight rows `line` [TILE] with input rows at `inputs` [BLOCK].
 
     Input rows that are not `filled` are not read.
 
@@ -46,7 +46,7 @@ def multiply_groups(
     BLOCKS: tl.constexpr = (COLUMNS + ELEMENTS - 1) // ELEMENTS
     SCALE: tl.constexpr = stored[1].dtype.element_ty
     if MINIMUM:
-        total = multiply_minima(total, inputs_sums, filled, stored[2], line, 0, BLOCKS, COLUMNS)
+        total = multiply_minima(total, inputs_sums, filled, stored[2], line, 0, COLUMNS // PIECE, COLUMNS)
     words = stored[0].to(tl.pointer_type(tl.uint32))
     words = words + line[:, None] * (COLUMNS * BITS // 32) + tl.arange(0, 16)[None, :]
     inputs_at = inputs[None, :] + tl.arange(0, PIECE)[:, None]

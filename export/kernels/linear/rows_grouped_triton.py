@@ -205,11 +205,12 @@ def multiply_groups(
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     ups = sums
     if MINIMUM:
-        # Pieces of a row.
+        # Pieces of a row, and of this program's part.
         PIECES: tl.constexpr = BLOCKS * (BLOCK // PIECE)
-        sums = multiply_minima(sums, sums_ptr + row * PIECES, row < rows, stored[2], at, begin, end, K)
+        start, last = begin * (BLOCK // PIECE), tl.minimum(end * (BLOCK // PIECE), K // PIECE)
+        sums = multiply_minima(sums, sums_ptr + row * PIECES, row < rows, stored[2], at, start, last, K)
         if SWIGLU:
-            ups = multiply_minima(ups, sums_ptr + row * PIECES, row < rows, stored[2], at + N, begin, end, K)
+            ups = multiply_minima(ups, sums_ptr + row * PIECES, row < rows, stored[2], at + N, start, last, K)
     # Words of a weight row.
     ROW: tl.constexpr = K * BITS // 32
     words = stored[0].to(tl.pointer_type(tl.uint32))
@@ -267,13 +268,12 @@ def of_group(bits, PLACE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr
 
 
 @triton.jit
-def multiply_minima(sums, inputs_at, filled, minimum_ptr, weight_row, begin, end, K: tl.constexpr):
-    """sums [ROWS, COLUMNS] + the minima of the groups in blocks `begin` to `end` times the sums of their inputs.
+def multiply_minima(sums, inputs_at, filled, minimum_ptr, weight_row, first, last, K: tl.constexpr):
+    """sums [ROWS, COLUMNS] + the minima of the groups `first` to `last` of a row times the sums of their inputs.
 
     inputs_at: where each column's sums of pieces begin, [COLUMNS]; those of columns that are not `filled` are not read.
     """
-    last = tl.minimum(end * (BLOCK // PIECE), K // PIECE)
-    for start in range(begin * (BLOCK // PIECE), last, MINIMA):
+    for start in range(first, last, MINIMA):
         group = start + tl.arange(0, MINIMA)
         minima = minimum_ptr + weight_row[:, None] * (K // PIECE) + group[None, :]
         minima = tl.load(minima, mask=(group < last)[None, :], other=0.0).to(tl.float32)

@@ -95,9 +95,7 @@ def load_tile(
         element = lane_element(lane_word, BITS)
         for row in tl.static_range(ROWS):
             step = row_step(row, first_row, N, ROWS, APART)
-            scales = extended(
-                scales, load_scales(stored[1], first_row, step, element, lane_inside, K, GROUP, BITS)
-            )
+            scales = extended(scales, load_scales(stored[1], first_row, step, element, lane_inside, K, GROUP, BITS))
             if MINIMUM:
                 numbers = load_scales(stored[2], first_row, step, element, lane_inside, K, GROUP, BITS)
                 minima = extended(minima, numbers)

@@ -201,14 +201,18 @@ GROUPS = {
             (80, BF16, (INT8, INT4_MIN, None), INNER),
             (90, F32, (INT4_MIN, INT8, INT4_MIN), INNER),
         ),
-        analysed=((90, BF16, None, INNER), (90, BF16, 128, INNER), (90, BF16, (INT4_MIN, INT8, INT8), INNER)),
+        analysed=((90, BF16, None, INNER), (90, BF16, 128, INNER), (90, BF16, INT4_MIN, INNER)),
         written={
             "route_rows_early": ["logits members squares"],
-            # Rows are scaled for products in fixed point alone.
-            "choose_rows_early": ["members prepared ranks shares", "members prepared ranks shares x_scale"],
+            # Rows are scaled for products in fixed point alone, and pieces summed where groups have minima.
+            "choose_rows_early": [
+                "members prepared ranks shares",
+                "members prepared ranks shares x_scale",
+                "members prepared ranks shares x_sums",
+            ],
             "schedule_rows_early": ["schedule"],
             "gate_up_fixed_rows_early": ["hidden hidden_scale"],
-            "gate_up_rows_early": ["hidden"],
+            "gate_up_rows_early": ["hidden", "hidden hidden_sums"],
             "down_fixed_rows_early": ["parts"],
             "down_rows_early": ["parts"],
             "sum_rows_early": ["out"],

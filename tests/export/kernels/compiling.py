@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
@@ -160,7 +161,24 @@ def recorded(capability: int) -> Iterator[list[Launch]]:
 
 
 def as_generated(kernel: Any, folder: Path) -> Any:
-    """The kernel from the source that Inductor generates: its functions and constants, collected from their modules."""
+    """The kernel from the source that Inductor generates: its functions and constants, collected from their modules.
+
+    In this source a name has one meaning. Checks that it has one in the modules.
+    """
+    meanings: dict[str, Any] = {}
+    left = [kernel]
+    while left:
+        function = left.pop().fn
+        for name in function.__code__.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, (triton.JITFunction, tl.constexpr)):
+                if name not in meanings and isinstance(value, triton.JITFunction):
+                    left.append(value)
+                known = meanings.setdefault(name, value)
+                # Constants may be equal, as those are that two modules make for themselves.
+                assert known is value or getattr(known, "value", known) == getattr(value, "value", None), (
+                    f"{kernel.__name__} uses two things of the name {name}"
+                )
     path = folder / f"generated_{kernel.__name__}.py"
     source = user_defined_triton_kernel_transitive_closure_source_code(kernel)
     path.write_text(f"import triton\nimport triton.language as tl\n\n@triton.jit\n{source}")

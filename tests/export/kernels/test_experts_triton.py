@@ -102,8 +102,8 @@ def test_which_form_rows_take() -> None:
     def in_fixed_point(shape: Shape, dtype: torch.dtype) -> bool:
         case = make(shape, 1, dtype)
         routed, shared = case.routed.weights, None if case.shared is None else case.shared.weights
-        pairs = ((routed.gate_up, shared and shared.gate_up), (routed.down, shared and shared.down))
-        return rows_triton.takes_fixed_point(*pairs, dtype)
+        gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
+        return rows_triton.takes_fixed_point((routed.gate_up, gate_up), (routed.down, down), dtype)
 
     fixed = [in_fixed_point(shape, BF16) for shape in ROWS_SHAPES]
     assert fixed == [True] * 4 + [False] * 10 + [True, False]

@@ -16,6 +16,7 @@ from ostinato.delegate.errors import CheckpointError
 from ostinato.export import Progress, export_model
 from ostinato.export.formats.int4_min import Int4Min
 from ostinato.export.formats.int8 import Int8
+from ostinato.export.layers.experts import Experts
 from ostinato.export.models import build_network, open_gguf, read_config
 from ostinato.export.models.qwen3_5_gguf import factor_of
 from ostinato.export.weights.stream import formats_of
@@ -274,8 +275,9 @@ def test_experts_of_mixed_formats(tmp_path: Path, device: str, on_host: int) -> 
     path, artifact = tmp_path / "model.gguf", tmp_path / "artifact"
     write_qwen3_5(path, reference.model, MIXED)
     plain = load_ours(path, keeps=True)
+    experts = [module for module in plain.modules() if isinstance(module, Experts)]
     for name, formats in MIXED_FORMATS.items():
-        assert [layer.mlp.experts.formats[name] for layer in plain.model.layers] == formats
+        assert [one.formats[name] for one in experts] == formats
     methods = ("prefill", "decode", "rows_logits", *["prefill_streamed"][: on_host > 0])
     if device == "cuda":
         export_on_a_gpu(path, artifact, methods, max_seq_len=80, cpu_moe=on_host)
@@ -293,7 +295,9 @@ def test_experts_of_mixed_formats(tmp_path: Path, device: str, on_host: int) -> 
         found = errors([logits.cpu() for logits in converse(program, tokens, 60, GRAPH)], expected[59:])
         assert median(found) < 3e-2, found
         positions, slots = torch.arange(33), torch.zeros(33, dtype=torch.int64)
-        (logits,) = program.load_method("rows_logits").execute((tokens[0, :33].contiguous(), positions, slots, positions))
+        (logits,) = program.load_method("rows_logits").execute(
+            (tokens[0, :33].contiguous(), positions, slots, positions)
+        )
         found = errors(list(logits.cpu()), expected[:33])
         assert median(found) < 3e-2, found
         if on_host:
