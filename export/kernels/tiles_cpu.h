@@ -2,6 +2,8 @@
 // bytes, 16 rows of 64 times 64 rows of 16.
 #pragma once
 
+#include <type_traits>
+
 #include "vectors_cpu.h"
 
 #ifdef OSTINATO_AMX
@@ -48,9 +50,9 @@ struct TileConfiguration {
 // Multiplies COUNT tiles of rows of x, with `columns` elements in a row, by one panel [columns / 2, LANES, 2], which has
 // pairs of neighbours side by side. The product goes to out [COUNT * TILE_ROWS, LANES]: added to it if `add`, else in its
 // place. Strides are in elements.
-template <int COUNT>
+template <int COUNT, typename Before>
 void multiply_tiles(const bfloat16* x, int64_t stride, const bfloat16* panel, int64_t columns, float* out, int64_t out_stride,
-                    bool add) {
+                    bool add, const Before& before) {
   int64_t bytes = stride * sizeof(bfloat16), out_bytes = out_stride * sizeof(float), next = TILE_ROWS * out_stride;
   const bfloat16 *second = x + TILE_ROWS * stride, *third = second + TILE_ROWS * stride, *fourth = third + TILE_ROWS * stride;
   asm volatile("" ::: "memory");
@@ -66,6 +68,8 @@ void multiply_tiles(const bfloat16* x, int64_t stride, const bfloat16* panel, in
     if constexpr (COUNT > 3) _tile_zero(3);
   }
   for (int64_t k = 0; k < columns; k += TILE_COLUMNS, panel += TILE_COLUMNS * LANES) {
+    before(k);
+    asm volatile("" ::: "memory");
     _tile_loadd(4, panel, 64);
     _tile_loadd(5, x + k, bytes);
     _tile_dpbf16ps(0, 5, 4);
@@ -88,18 +92,86 @@ void multiply_tiles(const bfloat16* x, int64_t stride, const bfloat16* panel, in
   if constexpr (COUNT > 3) _tile_stored(3, out + 3 * next, out_bytes);
 }
 
-// `multiply_tiles` for any number of tiles, four at a time.
+// `multiply_tiles` for any number of tiles, four at a time. Calls before(k) for the first of them, before it multiplies columns
+// k to k + TILE_COLUMNS.
+template <typename Before>
+void multiply_all_tiles(int64_t tiles, const bfloat16* x, int64_t stride, const bfloat16* panel, int64_t columns, float* out,
+                        int64_t out_stride, bool add, const Before& before) {
+  auto multiply = [&](int64_t count, const auto& before) {
+    auto some = [&](auto multiply) { multiply(x, stride, panel, columns, out, out_stride, add, before); };
+    using Other = std::decay_t<decltype(before)>;
+    if (count >= 4)
+      some(multiply_tiles<4, Other>);
+    else if (count == 3)
+      some(multiply_tiles<3, Other>);
+    else if (count == 2)
+      some(multiply_tiles<2, Other>);
+    else
+      some(multiply_tiles<1, Other>);
+  };
+  multiply(tiles, before);
+  while ((tiles -= 4) > 0) {
+    x += 4 * TILE_ROWS * stride;
+    out += 4 * TILE_ROWS * out_stride;
+    multiply(tiles, [](int64_t) {});
+  }
+}
+
 inline void multiply_all_tiles(int64_t tiles, const bfloat16* x, int64_t stride, const bfloat16* panel, int64_t columns,
                                float* out, int64_t out_stride, bool add) {
-  for (; tiles > 0; tiles -= 4, x += 4 * TILE_ROWS * stride, out += 4 * TILE_ROWS * out_stride) {
-    if (tiles >= 4)
-      multiply_tiles<4>(x, stride, panel, columns, out, out_stride, add);
-    else if (tiles == 3)
-      multiply_tiles<3>(x, stride, panel, columns, out, out_stride, add);
-    else if (tiles == 2)
-      multiply_tiles<2>(x, stride, panel, columns, out, out_stride, add);
-    else
-      multiply_tiles<1>(x, stride, panel, columns, out, out_stride, add);
+  multiply_all_tiles(tiles, x, stride, panel, columns, out, out_stride, add, [](int64_t) {});
+}
+
+// Multiplies COUNT tiles of rows of x, at most two, by two panels: `multiply_tiles` for panels[0] to out[0], and for panels[1]
+// to out[1]. A tile of x, which seldom is in the first-level cache, is loaded once for both.
+template <int COUNT, typename Before>
+void multiply_tiles_by_two(const bfloat16* x, int64_t stride, const bfloat16* const (&panels)[2], int64_t columns,
+                           float* const (&out)[2], const Before& before) {
+  int64_t bytes = stride * sizeof(bfloat16);
+  const bfloat16 *first = panels[0], *second = panels[1];
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (COUNT > 1) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t k = 0; k < columns; k += TILE_COLUMNS, first += TILE_COLUMNS * LANES, second += TILE_COLUMNS * LANES) {
+    before(k);
+    asm volatile("" ::: "memory");
+    _tile_loadd(4, first, 64);
+    _tile_loadd(5, second, 64);
+    _tile_loadd(6, x + k, bytes);
+    _tile_dpbf16ps(0, 6, 4);
+    _tile_dpbf16ps(1, 6, 5);
+    if constexpr (COUNT > 1) {
+      _tile_loadd(7, x + TILE_ROWS * stride + k, bytes);
+      _tile_dpbf16ps(2, 7, 4);
+      _tile_dpbf16ps(3, 7, 5);
+    }
+  }
+  constexpr int64_t OUT_BYTES = LANES * sizeof(float), NEXT = TILE_ROWS * LANES;
+  _tile_stored(0, out[0], OUT_BYTES);
+  _tile_stored(1, out[1], OUT_BYTES);
+  if constexpr (COUNT > 1) {
+    _tile_stored(2, out[0] + NEXT, OUT_BYTES);
+    _tile_stored(3, out[1] + NEXT, OUT_BYTES);
+  }
+}
+
+// `multiply_tiles_by_two` for any number of tiles, two at a time. `before`: see `multiply_all_tiles`.
+template <typename Before>
+void multiply_all_tiles_by_two(int64_t tiles, const bfloat16* x, int64_t stride, const bfloat16* const (&panels)[2],
+                               int64_t columns, float* const (&out)[2], const Before& before) {
+  for (int64_t tile = 0; tile < tiles; tile += 2) {
+    const bfloat16* rows = x + tile * TILE_ROWS * stride;
+    float* const to[2] = {out[0] + tile * TILE_ROWS * LANES, out[1] + tile * TILE_ROWS * LANES};
+    auto multiply = [&](const auto& before) {
+      if (tile + 1 < tiles)
+        multiply_tiles_by_two<2>(rows, stride, panels, columns, to, before);
+      else
+        multiply_tiles_by_two<1>(rows, stride, panels, columns, to, before);
+    };
+    tile ? multiply([](int64_t) {}) : multiply(before);
   }
 }
 

@@ -129,8 +129,10 @@ class Sessions:
         state = session._open
         first, fed = self._fed(session, state, tokens)
         logits = self._model.prefill(fed, first, session.slot)
-        # The next graph overwrites the outputs of this one.
-        self._saw(state, tokens, logits.clone())
+        # The next graph overwrites the outputs of this one. Without graphs there is no copy: on a CPU it would start OpenMP's
+        # threads, which go on looking for work.
+        alone = not self._model.cuda_graph and logits.untyped_storage().nbytes() == logits.nbytes
+        self._saw(state, tokens, logits if alone else logits.clone())
 
     @_in_turn
     def prefill_logits(self, session: Session, tokens: list[int]) -> torch.Tensor:

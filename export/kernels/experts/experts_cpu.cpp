@@ -128,9 +128,7 @@ void swiglu(const Piece& piece, const Inputs& x, int64_t block, Block next, cons
   if (half % LANES == 0) {
     alignas(64) float gate[MAX_ROWS * LANES], up[MAX_ROWS * LANES];
     ManyProducts both(piece.count);
-    Block other{&piece.weight, block + half / LANES};
-    multiply_block(piece.weight, x, block, piece.input, piece.input + piece.count, gate, other);
-    multiply_block(piece.weight, x, other.index, piece.input, piece.input + piece.count, up, next);
+    multiply_blocks(piece.weight, x, block, block + half / LANES, piece.input, piece.input + piece.count, gate, up, next);
     for (int64_t row = 0; row < piece.count; ++row)
       emit(row, block * LANES, silu(load(gate + row * LANES)) * load(up + row * LANES), LANES);
     return;

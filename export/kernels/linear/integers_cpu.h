@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "../tensors_cpu.h"
 #include "../tiles_cpu.h"
 #include "../vectors_cpu.h"
 #include "product_cpu.h"
@@ -168,40 +169,60 @@ inline float multiply_integers_outside(const Weight& weight, int64_t n, const By
 }
 
 #ifdef OSTINATO_AMX
-// Converts a panel of integers to a panel of bfloat16.
-inline void widen_panel(const Panel& panel, bfloat16* out) {
-  const Weight& weight = panel.weight;
-  const bool bytes = weight.format == Format::INT8;
-  const char* from = panel.values;
+// Converts a group of a panel of integers, TILE_COLUMNS columns, to bfloat16.
+template <Format FORMAT>
+void widen(const Panel& panel, int64_t group, bfloat16* out) {
+  constexpr bool BYTES = FORMAT == Format::INT8;
+  constexpr int64_t SIZE = TILE_COLUMNS * LANES / (BYTES ? 1 : 2);
+  const char* from = panel.values + group * SIZE;
+  const int64_t distance = panel.ahead(from);
+  panel.fetch_next(group);
+  Floats scale = panel.scale_of(group), least = zeros();
+  if constexpr (FORMAT == Format::INT4_MIN) least = panel.minimum_of(group);
   __m512 numbers = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  if (weight.format == Format::INT4) numbers = _mm512_sub_ps(numbers, _mm512_set1_ps(NIBBLE_OFFSET));
-  auto put = [&](int64_t at, Floats even, Floats odd) {
-    _mm512_storeu_si512(out + at * LANES, in_pairs((__m512i)_mm512_cvtne2ps_pbh(odd.v, even.v)));
+  if constexpr (FORMAT == Format::INT4) numbers = _mm512_sub_ps(numbers, _mm512_set1_ps(NIBBLE_OFFSET));
+  auto number = [&](__m512i words, int from_bit) {
+    if constexpr (BYTES) {
+      words = _mm512_srai_epi32(_mm512_slli_epi32(words, 24 - from_bit), 24);
+      return Floats{_mm512_cvtepi32_ps(words)} * scale;
+    }
+    // No mask is needed after the shift: the permutation uses only the low four bits of a lane.
+    return fma(Floats{_mm512_permutexvar_ps(_mm512_srli_epi32(words, from_bit), numbers)}, scale, least);
   };
-  for (int64_t group = 0; group < weight.columns / weight.group; ++group) {
-    Floats scale = panel.scale_of(group), least = weight.minimum ? panel.minimum_of(group) : zeros();
-    for (int64_t k = 0; bytes && k < weight.group; k += 4, from += 64, out += 4 * LANES) {
-      __m512i four = _mm512_loadu_si512(from);
-      auto number = [&](int place) {
-        __m512i word = _mm512_srai_epi32(_mm512_sllv_epi32(four, _mm512_set1_epi32(24 - 8 * place)), 24);
-        return Floats{_mm512_cvtepi32_ps(word)} * scale;
-      };
-      put(0, number(0), number(1));
-      put(2, number(2), number(3));
-    }
-    for (int64_t k = 0; !bytes && k < weight.group; k += 8, from += 64, out += 8 * LANES) {
-      __m512i both = _mm512_loadu_si512(from);
-      // No mask is needed after the shift: the permutation uses only the low four bits of a lane.
-      auto number = [&](int shift) {
-        __m512i word = _mm512_srlv_epi32(both, _mm512_set1_epi32(shift));
-        return fma(Floats{_mm512_permutexvar_ps(word, numbers)}, scale, least);
-      };
-      put(0, number(0), number(8));
-      put(2, number(16), number(24));
-      put(4, number(4), number(12));
-      put(6, number(20), number(28));
-    }
+  auto put = [&](__m512i words, int even, int odd) {
+    _mm512_storeu_si512(out, in_pairs((__m512i)_mm512_cvtne2ps_pbh(number(words, odd).v, number(words, even).v)));
+    out += 2 * LANES;
+  };
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < SIZE; i += 64) {
+    fetch(from + i, distance);
+    __m512i words = _mm512_loadu_si512(from + i);
+    put(words, 0, 8);
+    put(words, 16, 24);
+    if constexpr (BYTES) continue;
+    put(words, 4, 12);
+    put(words, 20, 28);
   }
+}
+
+// Multiplies rows of bfloat16 by PANELS panels of integers, one or two, which become bfloat16 a group ahead of their tiles.
+template <Format FORMAT, int PANELS>
+void multiply_wide_tiles(const Panel* panels, const bfloat16* x, int64_t stride, int64_t tiles, float* const (&out)[2]) {
+  const int64_t columns = panels->weight.columns, groups = panels->weight.groups();
+  Scratch<bfloat16> memory(PANELS * columns * LANES);
+  bfloat16* const wide[2] = {memory, memory + (PANELS - 1) * columns * LANES};
+  auto widen_group = [&](int64_t group) {
+    for (int panel = 0; panel < PANELS; ++panel)
+      widen<FORMAT>(panels[panel], group, wide[panel] + group * TILE_COLUMNS * LANES);
+  };
+  auto before = [&](int64_t k) {
+    if (int64_t next = k / TILE_COLUMNS + 1; next < groups) widen_group(next);
+  };
+  widen_group(0);
+  if constexpr (PANELS == 2)
+    multiply_all_tiles_by_two(tiles, x, stride, {wide[0], wide[1]}, columns, out, before);
+  else
+    multiply_all_tiles(tiles, x, stride, wide[0], columns, out[0], LANES, false, before);
 }
 
 // Multiplies COUNT tiles of rows by a panel of int4 or int8, in groups that fill a tile's row. The tiles' sums are integers,

@@ -8,7 +8,7 @@ namespace {
 // Rows of x, normed.
 Inputs normed(const Weight& weight, const Tensor& x, const Tensor& norm, double eps) {
   int64_t columns = weight.columns;
-  Inputs inputs(weight, x.size(0));
+  Inputs inputs(weight, x.size(0), 0, true);
   fill(inputs, columns, [&](int64_t row, float* to) {
     to_floats(x.array().from(row * columns), columns, to);
     apply_norm(to, columns, norm.as<float>(), eps);
@@ -137,7 +137,7 @@ extern "C" AOTITorchError aoti_torch_cpu_linear_add(AtenTensorHandle x_, AtenTen
     int64_t rows = x.size(0), columns = weight.columns;
     Result made({rows, weight.rows}, residual.dtype);
     Array out = made.array(), before = residual.array();
-    Inputs inputs(weight, rows);
+    Inputs inputs(weight, rows, 0, true);
     fill(inputs, columns, [&](int64_t row, float* to) {
       to_floats(x.array().from(row * columns), columns, to);
       if (!squares) return;

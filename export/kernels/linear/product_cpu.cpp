@@ -37,6 +37,10 @@ int64_t tiles_from(Format format, int64_t group) {
   if (group < TILE_BYTES) return WIDE_TILES_FROM;
   return group == TILE_BYTES ? 32 : 8;
 }
+
+bool tiles_take(const Weight& weight, int64_t rows) {
+  return rows >= tiles_from(weight.format, weight.group) && weight.columns % TILE_COLUMNS == 0 && may_use_tiles();
+}
 #endif
 
 Format format_of(const Tensor& values, std::string_view form) {
@@ -77,21 +81,25 @@ Weight Weight::expert(int64_t index) const {
   return one;
 }
 
-Inputs::Inputs(const Weight& weight, int64_t rows, [[maybe_unused]] int64_t more)
+Inputs::Inputs(const Weight& weight, int64_t rows, [[maybe_unused]] int64_t more, [[maybe_unused]] bool together)
     : format_(weight.format),
       rows_(rows),
       columns_(weight.columns),
       stride_(padded(weight.columns)),
       group_(weight.group),
       byte_stride_(padded(weight.columns + weight.groups() * sizeof(ByteGroup))) {
+  bool bytes = weight.integers();
 #ifdef OSTINATO_AMX
   // The last tile reads memory behind the last row; these results are not used.
   int64_t room = rows + TILE_ROWS;
-  if (weight.integers() && group_ < TILE_BYTES && std::max(rows, more) >= WIDE_TILES_FROM) halves_.reserve(room * stride_);
+  if (weight.integers() && group_ < TILE_BYTES && tiles_take(weight, std::max(rows, more))) {
+    halves_.reserve(room * stride_);
+    bytes = !together || weight.panel_rows < weight.rows;
+  }
 #else
   int64_t room = rows;
 #endif
-  if (weight.integers()) {
+  if (bytes) {
     bytes_.reserve(room * byte_stride_);
     // Zeros, since denormal numbers could be slow.
     for (int64_t row = rows; row < room; ++row) std::memset(groups_of(row), 0, weight.groups() * sizeof(ByteGroup));
@@ -99,7 +107,7 @@ Inputs::Inputs(const Weight& weight, int64_t rows, [[maybe_unused]] int64_t more
   } else if (format_ == Format::BFLOAT16) {
     halves_.reserve(room * stride_);
 #endif
-  } else {
+  } else if (!weight.integers()) {
     floats_.reserve(rows * columns_);
   }
 }
@@ -217,26 +225,39 @@ struct BlockProduct {
   }
 
 #ifdef OSTINATO_AMX
-  // Multiplies rows `begin` to `end` in tiles. Returns false, and does nothing, where tiles do not fit or are slower.
-  bool tiles(int64_t begin, int64_t end, float* out) const {
-    bool integers = weight.integers();
-    if (end - begin < tiles_from(weight.format, weight.group) || weight.columns % TILE_COLUMNS || !may_use_tiles()) return false;
+  // Multiplies rows `begin` to `end` of x in tiles by COUNT blocks, one or two. Returns false, and does nothing, where tiles do
+  // not fit or are slower.
+  template <int COUNT>
+  static bool in_tiles(const BlockProduct* blocks, int64_t begin, int64_t end, float* const (&out)[2]) {
+    const Weight& weight = blocks->weight;
+    const Inputs& x = blocks->x;
+    // Rows without bytes have tiles, however few they are.
+    bool alone = weight.integers() && !x.bytes_;
+    if (!alone && !tiles_take(weight, end - begin)) return false;
+    for (int i = 0; i < COUNT; ++i)
+      if (blocks[i].block * LANES >= weight.panel_rows) return false;
     TileConfiguration configuration;
-    if (integers && !x.halves_) {
+    const Panel panels[] = {blocks[0].panel(), blocks[COUNT - 1].panel()};
+    int64_t tiles = (end - begin + TILE_ROWS - 1) / TILE_ROWS, columns = weight.columns;
+    if (weight.integers() && !x.halves_) {
       auto multiply = weight.format == Format::INT8 ? multiply_byte_tiles<Format::INT8> : multiply_byte_tiles<Format::INT4>;
-      for (int64_t row = begin; row < end; row += 4 * TILE_ROWS)
-        multiply(panel(), bytes(row), end - row, out + (row - begin) * LANES);
+      for (int i = 0; i < COUNT; ++i)
+        for (int64_t row = begin; row < end; row += 4 * TILE_ROWS)
+          multiply(panels[i], blocks[i].bytes(row), end - row, out[i] + (row - begin) * LANES);
       return true;
     }
-    int64_t columns = weight.columns;
-    Scratch<bfloat16> wide(integers ? columns * LANES : 0);
-    const bfloat16* values = (const bfloat16*)weight.values_of(block);
-    if (integers) {
-      widen_panel(panel(), wide);
-      values = wide;
+    const bfloat16* in = x.halves_ + begin * x.stride_;
+    switch (weight.format) {
+      case Format::INT4: multiply_wide_tiles<Format::INT4, COUNT>(panels, in, x.stride_, tiles, out); break;
+      case Format::INT4_MIN: multiply_wide_tiles<Format::INT4_MIN, COUNT>(panels, in, x.stride_, tiles, out); break;
+      case Format::INT8: multiply_wide_tiles<Format::INT8, COUNT>(panels, in, x.stride_, tiles, out); break;
+      default:
+        auto* first = (const bfloat16*)panels[0].values;
+        if constexpr (COUNT == 2)
+          multiply_all_tiles_by_two(tiles, in, x.stride_, {first, (const bfloat16*)panels[1].values}, columns, out, [](int64_t) {});
+        else
+          multiply_all_tiles(tiles, in, x.stride_, first, columns, out[0], LANES, false);
     }
-    int64_t tiles = (end - begin + TILE_ROWS - 1) / TILE_ROWS;
-    multiply_all_tiles(tiles, x.halves_ + begin * x.stride_, x.stride_, values, columns, out, LANES, false);
     return true;
   }
 #endif
@@ -261,7 +282,7 @@ void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_
     return;
   }
 #ifdef OSTINATO_AMX
-  if (product.tiles(begin, end, out)) return;
+  if (BlockProduct::in_tiles<1>(&product, begin, end, {out, nullptr})) return;
 #endif
   // Divides rows evenly: 16 rows are twice eight, not twelve and four.
   int64_t max_rows = weight.integers() ? INTEGER_TILE : TILE, times = (end - begin + max_rows - 1) / max_rows;
@@ -270,6 +291,24 @@ void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_
     product.up_to<INTEGER_TILE>(rows, row, out + (row - begin) * LANES);
     row += rows;
   }
+}
+
+void multiply_blocks(const Weight& weight, const Inputs& x, int64_t first, int64_t second, int64_t begin, int64_t end,
+                     float* out, float* out_second, Block next) {
+#ifdef OSTINATO_AMX
+  const BlockProduct products[] = {{weight, x, first, next},
+                                   {weight, x, second, {next.weight, next.index + second - first}}};
+  if (BlockProduct::in_tiles<2>(products, begin, end, {out, out_second})) return;
+#endif
+  multiply_block(weight, x, first, begin, end, out, Block{&weight, second});
+  multiply_block(weight, x, second, begin, end, out_second, next);
+}
+
+int64_t blocks_together([[maybe_unused]] const Weight& weight, [[maybe_unused]] int64_t rows) {
+#ifdef OSTINATO_AMX
+  if (tiles_take(weight, rows) && weight.blocks() >= 4 * thread_count()) return 2;
+#endif
+  return 1;
 }
 
 }  // namespace ostinato

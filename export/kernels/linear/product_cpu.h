@@ -68,8 +68,9 @@ struct ByteGroup {
 // Rows of inputs, in the forms that products with a weight need: float32, bfloat16, or bytes with a scale per group.
 class Inputs {
  public:
-  // `more`: number of rows of another object that will `take` rows of this one.
-  Inputs(const Weight& weight, int64_t rows, int64_t more = 0);
+  // `more`: number of rows of another object that will `take` rows of this one. `together`: each block multiplies all rows,
+  // with no other weight.
+  Inputs(const Weight& weight, int64_t rows, int64_t more = 0, bool together = false);
 
   int64_t rows() const { return rows_; }
   // Write a row. It has one element for each column of the weight.
@@ -80,7 +81,6 @@ class Inputs {
   void take(int64_t row, const Inputs& from, int64_t from_row);
 
  private:
-  friend void multiply_block(const Weight&, const Inputs&, int64_t, int64_t, int64_t, float*, std::optional<Block>);
   friend struct BlockProduct;
 
   ByteGroup* groups_of(int64_t row) const { return (ByteGroup*)(bytes_ + row * byte_stride_ + columns_); }
@@ -98,6 +98,13 @@ class Inputs {
 // behind this one.
 void multiply_block(const Weight& weight, const Inputs& x, int64_t block, int64_t begin, int64_t end, float* out,
                     std::optional<Block> next = {});
+
+// `multiply_block` for two blocks; `next` is read after them. Tiles multiply both at the same time.
+void multiply_blocks(const Weight& weight, const Inputs& x, int64_t first, int64_t second, int64_t begin, int64_t end,
+                     float* out, float* out_second, Block next);
+
+// The number of neighbouring blocks, one or two, that a task should multiply with so many rows.
+int64_t blocks_together(const Weight& weight, int64_t rows);
 
 // While an object of this class lives, its thread keeps the configuration of AMX tiles. Without it, products of several rows
 // would set the tiles up again for each block.
@@ -144,19 +151,20 @@ constexpr int64_t MAX_ROWS = 256;
 constexpr int64_t MAX_ROWS = 64;
 #endif
 
-// Calls work(block, begin, end) for all blocks, on all threads. Each block gets all rows, at most MAX_ROWS at a time.
+// Calls work(block, begin, end) for all blocks, on all threads. Each block gets all rows, at most MAX_ROWS at a time. `wide`:
+// the number of a weight's blocks that the caller counts as one.
 template <typename Work>
-void for_blocks(int64_t blocks, int64_t rows, const Work& work) {
+void for_blocks(int64_t blocks, int64_t rows, int64_t wide, const Work& work) {
   int64_t pieces = (rows + MAX_ROWS - 1) / MAX_ROWS;
   if (pieces == 1) return parallel(blocks, [&](int64_t block) { work(block, 0, rows); }, rows == 1 ? 3 : 8);
   // A task has a few blocks. The next task has the same blocks and other rows, so the blocks stay in a core's cache.
-  constexpr int64_t TOGETHER = 4;
+  const int64_t together = 4 / wide;
   parallel(
-      (blocks + TOGETHER - 1) / TOGETHER * pieces,
+      (blocks + together - 1) / together * pieces,
       [&](int64_t task) {
         int64_t begin = task % pieces * MAX_ROWS, end = std::min(rows, begin + MAX_ROWS);
-        int64_t first = task / pieces * TOGETHER;
-        for (int64_t block = first; block < std::min(blocks, first + TOGETHER); ++block) work(block, begin, end);
+        int64_t first = task / pieces * together;
+        for (int64_t block = first; block < std::min(blocks, first + together); ++block) work(block, begin, end);
       },
       16);
 }
@@ -164,11 +172,17 @@ void for_blocks(int64_t blocks, int64_t rows, const Work& work) {
 // x @ weight.T. Calls emit(row, column, values, count) for each stretch of a row of the result; `count` is at most LANES.
 template <typename Emit>
 void multiply(const Weight& weight, const Inputs& x, const Emit& emit) {
-  for_blocks(weight.blocks(), x.rows(), [&](int64_t block, int64_t begin, int64_t end) {
-    alignas(64) float out[MAX_ROWS * LANES];
-    multiply_block(weight, x, block, begin, end, out);
+  int64_t blocks = weight.blocks(), wide = blocks_together(weight, x.rows());
+  for_blocks((blocks + wide - 1) / wide, x.rows(), wide, [&](int64_t index, int64_t begin, int64_t end) {
+    alignas(64) float out[2][MAX_ROWS * LANES];
+    int64_t first = index * wide, last = std::min(blocks, first + wide);
+    if (last - first == 2)
+      multiply_blocks(weight, x, first, first + 1, begin, end, out[0], out[1], Block{&weight, last});
+    else
+      multiply_block(weight, x, first, begin, end, out[0]);
     for (int64_t row = begin; row < end; ++row)
-      emit(row, block * LANES, load(out + (row - begin) * LANES), weight.rows_of(block));
+      for (int64_t block = first; block < last; ++block)
+        emit(row, block * LANES, load(out[block - first] + (row - begin) * LANES), weight.rows_of(block));
   });
 }
 
@@ -178,10 +192,9 @@ void multiply_pairs(const Weight& weight, const Inputs& x, const Emit& emit) {
   int64_t half = weight.rows / 2;
   if (half % LANES == 0) {
     int64_t blocks = half / LANES;
-    for_blocks(blocks, x.rows(), [&](int64_t block, int64_t begin, int64_t end) {
+    for_blocks(blocks, x.rows(), 1, [&](int64_t block, int64_t begin, int64_t end) {
       alignas(64) float gate[MAX_ROWS * LANES], up[MAX_ROWS * LANES];
-      multiply_block(weight, x, block, begin, end, gate, Block{&weight, block + blocks});
-      multiply_block(weight, x, block + blocks, begin, end, up, Block{&weight, block + 1});
+      multiply_blocks(weight, x, block, block + blocks, begin, end, gate, up, Block{&weight, block + 1});
       for (int64_t row = begin; row < end; ++row) {
         int64_t at = (row - begin) * LANES;
         emit(row, block * LANES, load(gate + at), load(up + at), LANES);
