@@ -177,7 +177,7 @@ def main() -> None:
         *(hybrid_shapes if hybrid else dense_shapes)(config),
     ]
     writer = gguf.GGUFWriter(arguments.output, architecture)
-    add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    add: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
     for key, value in (settings(config) | (hybrid_settings(config) if hybrid else {})).items():
         add[type(value)](f"{architecture}.{key}", value)
     writer.add_string("tokenizer.ggml.model", "none")

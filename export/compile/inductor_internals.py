@@ -24,6 +24,8 @@ from unittest import mock
 import torch
 
 _INDUCTOR = Path(torch.__file__).parent / "_inductor"
+# Number of elements.
+SMALLEST_PARALLEL_LOOP = 262144
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,14 @@ def generate_library(
         grows: whether a tensor may have another first dimension when the code is loaded. Then the code compares no index with
             a size, because it would compare with the size that it was compiled with.
 
-    Needs `torch._inductor.aot_compile`, its option names, the names of the files that it writes, and that
-    `codecache.AotCodeCompiler.compile` builds objects and then links them by `CppBuilder.build`. The public
-    `aoti_compile_and_package` compiles before it returns, and makes a zip file with a loader of its own, through which
-    constants cannot be bound by name. Without these parts nothing can be exported.
+    Needs `torch._inductor.aot_compile`, its option names, the names of the files that it writes,
+    `utils.parallel_num_threads`, and that `codecache.AotCodeCompiler.compile` builds objects and then links them by
+    `CppBuilder.build`. The public `aoti_compile_and_package` compiles before it returns, and makes a zip file with a loader
+    of its own, through which constants cannot be bound by name. Without these parts nothing can be exported.
     """
     from torch._inductor.codecache import AotCodeCompiler
     from torch._inductor.cpp_builder import CppBuilder
+    from torch._inductor.utils import parallel_num_threads
 
     path = folder / "code.so"
     options = {
@@ -124,9 +127,9 @@ def generate_library(
         "comprehensive_padding": False,
         # The number of threads is that of the machine that runs the code, not of the machine that compiled it.
         "cpp.dynamic_threads": True,
-        # Number of elements that are worth one more thread. Waking a thread costs up to 50 microseconds, and afterwards
-        # it looks for work for a millisecond, on a core that the threads of our kernels need.
-        "cpp.min_chunk_size": 131072,
+        # Smaller loops stay on one thread. To wake the others costs up to 50 microseconds, and afterwards they look for work
+        # for a millisecond, on cores that the threads of our kernels need.
+        "cpp.min_chunk_size": SMALLEST_PARALLEL_LOOP // parallel_num_threads(),
         # One kernel for small operations that do not depend on each other.
         "combo_kernels": device == "cuda",
         "aot_inductor.embed_kernel_binary": device == "cuda",
