@@ -103,7 +103,7 @@ def test_host_and_device_keep_the_same_ties(capitals_artifact: Path) -> None:
 class FixedLogits:
     """Stands in for the `Model` of a program that gives logits, with the same logits for each token."""
 
-    samplers, has_state, max_seq_len, max_rows = None, True, 1000, 1
+    samplers, has_state, cuda_graph, max_seq_len, max_rows = None, True, False, 1000, 1
 
     def __init__(self, program: Program, logits: torch.Tensor) -> None:
         self.program, self._logits = program, logits
