@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .artifact.records import TensorSpec as TensorSpec
     from .artifact.target import Target as Target
     from .capacity import Capacity as Capacity
+    from .capacity import GroupCapacity as GroupCapacity
     from .errors import ArtifactError as ArtifactError
     from .errors import CapacityError as CapacityError
     from .errors import CheckpointError as CheckpointError
@@ -47,7 +48,7 @@ else:
             ".artifact.paths": "Source",
             ".artifact.records": "Dim Growth StateKind TensorSpec",
             ".artifact.target": "Target",
-            ".capacity": "Capacity",
+            ".capacity": "Capacity GroupCapacity",
             ".errors": "ArtifactError CapacityError CheckpointError ClosedError DeviceMemoryError ExportError "
             "InputError OptionError OstinatoError StepError TargetError",
             ".graphs.plans": "PlanStats",

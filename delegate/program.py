@@ -107,13 +107,15 @@ class Program(Owner):
         """
         return self._pool.buffers
 
-    def buffers_of(self, kind: StateKind) -> dict[str, torch.Tensor]:
-        """Mutable buffers that the export declared to hold `kind`, by fully qualified name."""
-        return self._pool.buffers_of(kind)
+    def buffers_of(self, kind: StateKind, group: str | None = None) -> dict[str, torch.Tensor]:
+        """Mutable buffers that the export declared to hold `kind`, by fully qualified name; with `group`, only those of the
+        page group of this name."""
+        return self._pool.buffers_of(kind, group)
 
-    def buffers_that_grow(self, growth: Growth) -> dict[str, torch.Tensor]:
-        """Mutable buffers whose first dimension counts slots, or pages, as `growth` says."""
-        return self._pool.buffers_that_grow(growth)
+    def buffers_that_grow(self, growth: Growth, group: str | None = None) -> dict[str, torch.Tensor]:
+        """Mutable buffers whose first dimension counts slots, or pages, as `growth` says; with `group`, only those of the
+        page group of this name."""
+        return self._pool.buffers_that_grow(growth, group)
 
     @property
     def stats(self) -> ProgramStats:
@@ -359,7 +361,8 @@ def load_program(
             `Program.bytes_to_load` gives the total in advance.
         sessions: number of sessions with a state of their own. None: 1, or with `gpu_memory_fraction` as many as fit.
         kv_tokens: positions of all sessions together, rounded up to whole pages. None: max_seq_len for each session. A larger
-            number leaves room for snapshots, which keep pages.
+            number leaves room for snapshots, which keep pages. Layers with a sliding window take fewer pages, see
+            `GroupCapacity`.
         gpu_memory_fraction: share that sessions may take of the GPU memory that is free beside the weights. It sets what is
             None above: as many sessions as fit with max_seq_len positions, at most 256, and as many positions as fit.
 
@@ -381,5 +384,5 @@ def load_program(
     records = [entry.record for entry in entries]
     pool = ConstantPool(constants, device, verify, on_load)
     capacity = choose_capacity(records, parsed.metadata, options, device, pool.bytes_to_load(records, device))
-    pool.pages = capacity.pages
+    pool.capacity = capacity
     return Program(sized(parsed, capacity), pool, device, capacity)

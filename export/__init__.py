@@ -16,6 +16,7 @@ from ostinato.delegate.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from ostinato.delegate.artifact.records import Growth as Growth
+    from ostinato.delegate.artifact.records import PageGroup as PageGroup
     from ostinato.delegate.artifact.records import StateForm as StateForm
     from ostinato.delegate.artifact.records import StateKind as StateKind
     from ostinato.delegate.errors import ArtifactError as ArtifactError
@@ -55,7 +56,7 @@ else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "ostinato.delegate.artifact.records": "Growth StateForm StateKind",
+            "ostinato.delegate.artifact.records": "Growth PageGroup StateForm StateKind",
             "ostinato.delegate.errors": "ArtifactError CheckpointError ExportError OptionError OstinatoError TargetError",
             "ostinato.delegate.version": "__version__",
             ".artifact.records": "ValueRange",

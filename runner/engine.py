@@ -134,8 +134,10 @@ class Engine:
         """Describe what is loaded and what is captured, in JSON's types.
 
         Keys: `target`, `device`, `max_seq_len`, `prefill_buckets`, `row_buckets`, `capacity` (`Capacity`, with the numbers of
-        free slots and pages), `program` (`ProgramStats`), `methods` (`MethodStats` with its plans, by method).
+        free slots, and of free pages in each page group), `program` (`ProgramStats`), `methods` (`MethodStats` with its
+        plans, by method).
         """
+        capacity, free = self.program.capacity, self.sessions.free_pages_by_group
         return {
             "target": asdict(self.program.target),
             "device": str(self.program.device),
@@ -143,9 +145,9 @@ class Engine:
             "prefill_buckets": list(self.model.prefill_buckets),
             "row_buckets": list(self.model.row_buckets),
             "capacity": {
-                **asdict(self.program.capacity),
+                **asdict(capacity),
                 "free_slots": self.sessions.free,
-                "free_pages": self.sessions.free_pages,
+                "groups": [{**asdict(group), "free_pages": free.get(group.name, 0)} for group in capacity.groups],
             },
             "program": asdict(self.program.stats),
             "methods": self.model.method_stats,

@@ -61,7 +61,7 @@ class Growth(str, Enum):
     FIXED = "fixed"
     # One entry for each session.
     SLOTS = "slots"
-    # One entry for each page of the KV caches.
+    # One entry for each page of the KV caches of a page group.
     PAGES = "pages"
 
 
@@ -106,7 +106,7 @@ class StateKind(str, Enum):
     """
 
     KV_CACHE = "kv_cache"
-    # Table of each session's pages of the KV caches. Methods read the table, and the runtime writes it.
+    # Table of each session's pages of one page group. Methods read the table, and the runtime writes it.
     BLOCK_TABLE = "block_table"
     CONVOLUTION = "convolution"
     RECURRENT = "recurrent"
@@ -117,11 +117,36 @@ class StateKind(str, Enum):
     OTHER = "other"
 
 
+@dataclass(frozen=True)
+class PageGroup:
+    """KV caches whose pages are dealt out together, through one block table (vLLM: KV cache group).
+
+    Attributes:
+        name: the group's name in the artifact. Groups of one name are equal.
+        window: number of positions that a row sees, its own and those just before it; 0: it sees all before it. Pages that a
+            session has left behind its window are dealt out again.
+    """
+
+    name: str = "global"
+    window: int = 0
+
+    @classmethod
+    def of_window(cls, window: int | None) -> PageGroup:
+        """The group of layers with a sliding window, or, for None, of layers without one."""
+        return cls() if window is None else cls(f"window {window}", window)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> PageGroup:
+        (window,) = as_numbers([data["window"]])
+        return cls(as_text(data["name"]), window)
+
+
 class StateForm(NamedTuple):
-    """Kind of a mutable buffer's content, and meaning of its first dimension."""
+    """Kind of a mutable buffer's content, meaning of its first dimension, and page group of a KV cache or a block table."""
 
     kind: StateKind = StateKind.OTHER
     growth: Growth = Growth.FIXED
+    group: PageGroup = PageGroup()
 
 
 @dataclass(frozen=True)
@@ -133,7 +158,7 @@ class BufferSpec:
         dtype: name of the dtype.
         initialised: whether the first value is in `model.ptd`; otherwise the buffer starts as zeros. If the buffer grows, all
             entries of its first dimension start as the first entry.
-        kind, growth: see `StateForm`.
+        kind, growth, group: see `StateForm`.
     """
 
     shape: tuple[int, ...]
@@ -141,6 +166,7 @@ class BufferSpec:
     initialised: bool
     kind: StateKind = StateKind.OTHER
     growth: Growth = Growth.FIXED
+    group: PageGroup = PageGroup()
 
     @property
     def nbytes(self) -> int:
@@ -157,6 +183,7 @@ class BufferSpec:
             initialised=bool(data["initialised"]),
             kind=one_of(StateKind, data["kind"], "kind of state"),
             growth=one_of(Growth, data["growth"], "growth of state"),
+            group=PageGroup.from_json(data["group"]),
         )
 
 
@@ -293,6 +320,9 @@ class MethodRecord:
             return "a constant does not belong to one segment"
         if not self.buffer_specs.keys() >= set(self.buffers.values()):
             return "it lacks a buffer's shape"
+        groups = {spec.group for spec in self.buffer_specs.values()}
+        if len({group.name for group in groups}) < len(groups):
+            return "two page groups have one name"
         host_names = self.host_names
         if len({(key, name in host_names) for name, key in self.buffers.items()}) > len(set(self.buffers.values())):
             return "a mutable buffer is on two devices"

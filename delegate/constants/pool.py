@@ -21,7 +21,7 @@ from ostinato.delegate.artifact.records import (
     dtype_from_name,
     dtype_name,
 )
-from ostinato.delegate.capacity import first_block_table
+from ostinato.delegate.capacity import Capacity, first_block_table
 from ostinato.delegate.errors import ArtifactError, InputError
 from ostinato.delegate.torch_internals import ALIGNMENT
 
@@ -76,7 +76,7 @@ class ConstantPool:
         parallel_from: number of bytes from which several threads load.
 
     Attributes:
-        pages: number of pages of the KV caches, which block tables deal out. Set before anything is bound.
+        capacity: numbers of pages, which block tables deal out. Set before anything is bound.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ConstantPool:
     ) -> None:
         self._file = file
         self._device = device
-        self.pages = 0
+        self.capacity = Capacity()
         check = self._check_hash if verify else None
         devices = dict.fromkeys((device, torch.device(HOST)))
         self._loaders = {device: ConstantLoader(device, check, on_load, parallel_from) for device in devices}
@@ -204,15 +204,17 @@ class ConstantPool:
         """Mutable buffers in use, by fully qualified name: only buffers that have been made."""
         return {**self._buffers, **self._lent}
 
-    def buffers_of(self, kind: StateKind) -> dict[str, torch.Tensor]:
-        """Buffers in use that were declared to hold `kind`."""
-        buffers = self.buffers
-        return {key: buffers[key] for key, spec in self._buffer_specs.items() if spec.kind is kind}
+    def buffers_of(self, kind: StateKind, group: str | None = None) -> dict[str, torch.Tensor]:
+        """Buffers in use that were declared to hold `kind`; with `group`, only those of this page group."""
+        return self._where(lambda spec: spec.kind is kind and group in (None, spec.group.name))
 
-    def buffers_that_grow(self, growth: Growth) -> dict[str, torch.Tensor]:
-        """Buffers in use whose first dimension is `growth`."""
+    def buffers_that_grow(self, growth: Growth, group: str | None = None) -> dict[str, torch.Tensor]:
+        """Buffers in use whose first dimension is `growth`; with `group`, only those of this page group."""
+        return self._where(lambda spec: spec.growth is growth and group in (None, spec.group.name))
+
+    def _where(self, wanted: Callable[[BufferSpec], bool]) -> dict[str, torch.Tensor]:
         buffers = self.buffers
-        return {key: buffers[key] for key, spec in self._buffer_specs.items() if spec.growth is growth}
+        return {key: buffers[key] for key, spec in self._buffer_specs.items() if wanted(spec)}
 
     @property
     def stats(self) -> ConstantStats:
@@ -270,7 +272,7 @@ class ConstantPool:
     def _first_rows(self, spec: BufferSpec, first: torch.Tensor) -> torch.Tensor:
         """Return a buffer that grows, with its first values. `first` is the tensor from the file, or zeros."""
         if spec.kind is StateKind.BLOCK_TABLE:
-            return first_block_table(spec, self.pages).to(first.device)
+            return first_block_table(spec, self.capacity).to(first.device)
         return first[:1].expand(spec.shape).contiguous() if spec.initialised else first
 
     def _check_mapped(self) -> None:
@@ -283,7 +285,7 @@ class ConstantPool:
     def _write_first_values(self, buffers: Mapping[str, torch.Tensor]) -> None:
         for key, spec in self._buffer_specs.items():
             if spec.kind is StateKind.BLOCK_TABLE:
-                buffers[key].copy_(first_block_table(spec, self.pages))
+                buffers[key].copy_(first_block_table(spec, self.capacity))
             elif spec.initialised:
                 first = self._entry(key).tensor()
                 buffers[key].copy_(first if spec.growth is Growth.FIXED else first[:1])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ostinato.delegate.artifact.records import StateKind
+from ostinato.delegate.artifact.records import PageGroup, StateKind
 from ostinato.export.kernels.operands import Heads, KVCache, RowIndex
 
 from .build import Build
@@ -63,14 +63,16 @@ class Attention(nn.Module):
         self.o_proj = Linear(sizes.heads * sizes.head_dim, sizes.hidden, build, bias=sizes.out_bias)
         self.kernels = build.kernels
         pages = (EXAMPLE_PAGES, sizes.kv_heads, build.page_size, sizes.head_dim)
+        group = PageGroup.of_window(self.window)
         register_state(
             self,
             StateKind.KV_CACHE,
+            group,
             k_cache=torch.zeros(pages, dtype=build.dtype, device="cpu"),
             v_cache=torch.zeros(pages, dtype=build.dtype, device="cpu"),
         )
-        # All layers share this tensor.
-        register_state(self, StateKind.BLOCK_TABLE, block_table=build.block_table)
+        # All layers of the group share this tensor.
+        register_state(self, StateKind.BLOCK_TABLE, group, block_table=build.block_table(group))
 
     @property
     def heads(self) -> Heads:

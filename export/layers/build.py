@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from ostinato.delegate.artifact.records import PageGroup
 from ostinato.export.formats.format import Format
 from ostinato.export.formats.quantization import Quantization
 from ostinato.export.kernels import Kernels
@@ -48,11 +49,16 @@ class Build:
         """The number format of linear layers and experts; None for `dtype`."""
         return None if self.quant is None else self.quant.weights
 
+    def block_table(self, group: PageGroup) -> Tensor:
+        """The block table of `KVCache`, [slots, pages of a session] int32. All attention layers of a page group share it."""
+        if group not in self._block_tables:
+            pages = -(-self.max_seq_len // self.page_size)
+            self._block_tables[group] = torch.zeros(EXAMPLE_SLOTS, pages, dtype=torch.int32, device="cpu")
+        return self._block_tables[group]
+
     @cached_property
-    def block_table(self) -> Tensor:
-        """The block table of `KVCache`, [slots, pages of a session] int32. All attention layers share it."""
-        pages = -(-self.max_seq_len // self.page_size)
-        return torch.zeros(EXAMPLE_SLOTS, pages, dtype=torch.int32, device="cpu")
+    def _block_tables(self) -> dict[PageGroup, Tensor]:
+        return {}
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:

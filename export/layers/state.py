@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ostinato.delegate.artifact.records import Growth, StateForm, StateKind
+from ostinato.delegate.artifact.records import Growth, PageGroup, StateForm, StateKind
 
 _FORMS = "state_forms"
 # First dimension, in an export, of buffers that grow. Not 1, because compilers take 1 for a constant.
@@ -20,15 +20,19 @@ _GROWTHS = {
 }
 
 
-def register_state(module: nn.Module, kind: StateKind, **buffers: Tensor) -> None:
+_GLOBAL = PageGroup()
+
+
+def register_state(module: nn.Module, kind: StateKind, group: PageGroup = _GLOBAL, /, **buffers: Tensor) -> None:
     """Give `module` mutable buffers with these first values. They are on the CPU, even where parameters are on meta.
 
-    The first dimension of a buffer that grows is EXAMPLE_SLOTS or EXAMPLE_PAGES.
+    The first dimension of a buffer that grows is EXAMPLE_SLOTS or EXAMPLE_PAGES. KV caches and block tables belong to
+    the page group.
     """
     forms = module.__dict__.setdefault(_FORMS, {})
     for name, value in buffers.items():
         module.register_buffer(name, value, persistent=False)
-        forms[name] = StateForm(kind, _GROWTHS.get(kind, Growth.FIXED))
+        forms[name] = StateForm(kind, _GROWTHS.get(kind, Growth.FIXED), group)
 
 
 def state_forms(network: nn.Module) -> dict[str, StateForm]:

@@ -172,7 +172,7 @@ def records(program: Program, rows: Sequence[BatchMeasurement]) -> list[dict[str
             "slots": capacity.slots,
             "kv_tokens": capacity.kv_tokens,
             "slot_bytes": capacity.slot_bytes,
-            "page_bytes": capacity.page_bytes,
+            "page_bytes": sum(group.page_bytes for group in capacity.groups),
             "device": device_name(program.device),
             "torch": torch.__version__,
         }
@@ -207,8 +207,7 @@ def render_batches(program: Program, rows: Sequence[BatchMeasurement], style: st
     notes = [
         f"each session: a prompt of {rows[0].prompt} tokens, and {rows[0].answer} steps behind it, all sessions together",
         "speed-up: of the answers, over the fewest sessions in the same mode",
-        f"room: {capacity.slots} sessions of {size_text(capacity.slot_bytes)}, {capacity.pages} pages of "
-        f"{capacity.page_size} positions, {size_text(capacity.page_bytes)} each",
+        ", ".join([f"room: {capacity.slots} sessions of {size_text(capacity.slot_bytes)}", *capacity.page_texts]),
         f"machine: {device_name(program.device)}, torch {torch.__version__}",
     ]
     if style == "md":

@@ -17,7 +17,7 @@ from ostinato.delegate.artifact.files import open_artifact
 from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.artifact.records import TensorSpec, dtype_name
 from ostinato.delegate.artifact.target import Target
-from ostinato.delegate.capacity import CapacityOptions, choose_capacity, sized
+from ostinato.delegate.capacity import Capacity, CapacityOptions, GroupCapacity, choose_capacity, sized
 from ostinato.delegate.errors import OptionError
 from ostinato.delegate.memory import size_text
 from ostinato.runner.bench.tables import Side, table
@@ -114,10 +114,10 @@ def _as_text(data: dict[str, Any], top: int) -> str:
     ]
     capacity = data["capacity"]
     if capacity["slot_bytes"]:
-        pages = f", and each page of {capacity['page_size']} positions {size_text(capacity['page_bytes'])}"
+        groups = tuple(GroupCapacity(**group) for group in capacity["groups"])
+        pages = [f", and up to {text}" for text in Capacity(**{**capacity, "groups": groups}).page_texts]
         parts.append(
-            f"loaded for one session; each one more takes {size_text(capacity['slot_bytes'])}"
-            + (pages if capacity["pages"] else "")
+            f"loaded for one session; each one more takes {size_text(capacity['slot_bytes'])}" + "".join(pages)
         )
     return "\n\n".join(parts)
 

@@ -17,6 +17,7 @@ from ostinato.runner.model.model import MAX_LOGITS, token_ids
 from ostinato.runner.model.steps import PendingTokens
 
 if TYPE_CHECKING:
+    from .pages import PageList
     from .sessions import Sessions
 
 
@@ -31,8 +32,8 @@ class SessionState:
         logits: [vocab] after the last token, if no token was sampled from them yet.
         sampling_params: parameters for sampling the next tokens.
         params_written: whether the model's state has `sampling_params`.
-        pages: numbers of the session's pages of the KV caches.
-        writable: end of the positions that may be written in these pages.
+        pages: the session's pages of the KV caches, by page group.
+        writable: end of the positions that may be written before `Pages.reserve` is called again.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -41,7 +42,7 @@ class SessionState:
     logits: torch.Tensor | None = None
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     params_written: bool = False
-    pages: list[int] = field(default_factory=list)
+    pages: list[PageList] = field(default_factory=list)
     writable: int = 0
 
 

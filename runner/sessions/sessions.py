@@ -68,8 +68,14 @@ class Sessions:
     @property
     @_in_turn
     def free_pages(self) -> int:
-        """Number of pages of the KV caches that no session has."""
+        """Number of pages of the KV caches that no session has, in the page group that has fewest."""
         return self.pages.free
+
+    @property
+    @_in_turn
+    def free_pages_by_group(self) -> dict[str, int]:
+        """Number of pages of the KV caches that no session has, by the name of their page group."""
+        return self.pages.free_by_group
 
     @property
     def host_seconds(self) -> float | None:
@@ -88,7 +94,7 @@ class Sessions:
         params = checked_params(sampling_params)
         if self._model.program.closed:
             raise ClosedError("the program is closed")
-        return Session(self, self._take_slot(), SessionState(sampling_params=params))
+        return Session(self, self._take_slot(), SessionState(sampling_params=params, pages=self.pages.none()))
 
     @_in_turn
     def step(self, sessions: Sequence[Session], more: bool = False) -> list[int]:
@@ -185,6 +191,7 @@ class Sessions:
         state.pending.clear()
         state.tokens += tokens
         state.seen = len(state.tokens)
+        self.pages.leave(state.pages, state.seen)
 
     @_in_turn
     def append(self, session: Session, token: int) -> None:
@@ -283,6 +290,7 @@ class Sessions:
     def _shared(self, state: SessionState) -> SessionState:
         """Copy the state for one more session, or for a snapshot. Neither may write the pages before copying them."""
         state.writable = 0
+        self.pages.leave(state.pages, state.seen)
         return SessionState(
             list(state.tokens),
             state.seen,
@@ -295,13 +303,13 @@ class Sessions:
         )
 
     def _write_state(self, session: Session, rows: Mapping[str, torch.Tensor]) -> None:
-        """Copy these rows of state into the session's slot, and write its pages into the block table."""
+        """Copy these rows of state into the session's slot, and write its pages into the block tables."""
         for key, row in self._slot_state(session.slot).items():
             row.copy_(rows[key])
-        self.pages.write_block_table(session.slot, session._open.pages)
+        self.pages.write_block_tables(session.slot, session._open.pages)
 
     def _slot_state(self, slot: int) -> dict[str, torch.Tensor]:
-        """One session's state in the buffers, without the block table. If the state does not grow: all mutable buffers."""
+        """One session's state in the buffers, without the block tables. If the state does not grow: all mutable buffers."""
         program = self._model.program
         if not program.capacity.slot_bytes:
             return program.mutable_buffers

@@ -10,8 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate import InputError, OptionError, load_program
-from ostinato.delegate.artifact.records import BufferSpec, Growth, MethodRecord, StateForm, StateKind
-from ostinato.delegate.capacity import Capacity, CapacityOptions, choose_capacity, first_block_table
+from ostinato.delegate.artifact.records import (
+    BufferSpec,
+    Dim,
+    Growth,
+    MethodRecord,
+    PageGroup,
+    StateForm,
+    StateKind,
+    TensorSpec,
+)
+from ostinato.delegate.capacity import Capacity, CapacityOptions, GroupCapacity, choose_capacity, first_block_table
 
 PAGE = 4
 # The maximum number of pages of one session.
@@ -81,7 +90,9 @@ def counted(program: object, slots: list[int], value: float = 1.0) -> list[int]:
 
 def test_rows_that_the_export_did_not_have(artifact: Path) -> None:
     with load_program(artifact, sessions=7) as program:
-        assert program.capacity == Capacity(7, 7 * PAGES, PAGE, PAGES, 8 + 4 * PAGES, 4 * PAGE)
+        assert program.capacity == Capacity(
+            7, PAGE, 8 + 4 * PAGES, (GroupCapacity("global", 0, 7 * PAGES, PAGES, 4 * PAGE),)
+        )
         assert program.capacity.kv_tokens == 7 * PAGES * PAGE
         assert counted(program, [6, 2]) == [101, 101]
         assert counted(program, [6, 0, 1], 2.0) == [102, 101, 101]
@@ -106,7 +117,7 @@ def test_rows_that_the_export_did_not_have(artifact: Path) -> None:
 
 def test_one_session_by_default(artifact: Path) -> None:
     with load_program(artifact) as program:
-        assert (program.capacity.slots, program.capacity.pages) == (1, PAGES)
+        assert (program.capacity.slots, program.capacity.group("global").pages) == (1, PAGES)
         assert counted(program, [0, 0]) == [101, 101]
         with pytest.raises(InputError, match=r"input 'slots': values must lie in 0..0, got 0..1"):
             counted(program, [0, 1])
@@ -122,7 +133,7 @@ def test_slots_are_checked(artifact: Path) -> None:
 
 def test_fewer_pages_than_all_sessions_could_have(artifact: Path) -> None:
     with load_program(artifact, sessions=4, kv_tokens=6 * PAGE - 1) as program:
-        assert program.capacity.pages == 6
+        assert program.capacity.group("global").pages == 6
         counted(program, [0, 1])
         # Pages are dealt out in order, as long as there are any.
         assert program.mutable_buffers["table"].tolist() == [[0, 1, 2], [3, 4, 5], [-1] * 3, [-1] * 3]
@@ -131,7 +142,7 @@ def test_fewer_pages_than_all_sessions_could_have(artifact: Path) -> None:
 def test_more_pages_than_all_sessions_could_have(artifact: Path) -> None:
     """No session owns the extra pages: they are for snapshots."""
     with load_program(artifact, sessions=2, kv_tokens=8 * PAGE) as program:
-        assert program.capacity.pages == 8
+        assert program.capacity.group("global").pages == 8
         counted(program, [0, 1])
         assert program.mutable_buffers["table"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
@@ -195,8 +206,9 @@ def test_a_share_of_the_memory(
     """Slots and pages take a fraction of the free memory, less 500 bytes for the weights."""
     monkeypatch.setattr("ostinato.delegate.capacity.free_device_memory", lambda device: free)
     found = choose_capacity([record(250, 25)], {"get_page_size": 16}, options, torch.device("cuda"), 500)
-    assert (found.slots, found.pages) == (slots, pages)
-    assert found.slots * found.slot_bytes + found.pages * found.page_bytes <= 0.9 * (free - 500)
+    (group,) = found.groups
+    assert (found.slots, group.pages) == (slots, pages)
+    assert found.slots * found.slot_bytes + group.pages * group.page_bytes <= 0.9 * (free - 500)
 
 
 def test_no_room_for_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,5 +227,56 @@ def test_no_room_for_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_first_table() -> None:
     spec = BufferSpec((2, 3), "int32", False, StateKind.BLOCK_TABLE, Growth.SLOTS)
-    assert first_block_table(spec, 4).tolist() == [[0, 1, 2], [3, -1, -1]]
-    assert first_block_table(spec, 9).dtype == torch.int32
+
+    def first(pages: int, each: int = 3) -> Tensor:
+        return first_block_table(spec, Capacity(2, 64, 0, (GroupCapacity("global", 0, pages, each, 1),)))
+
+    assert first(4).tolist() == [[0, 1, 2], [3, -1, -1]]
+    assert first(9).dtype == torch.int32
+    # With a window, two pages of a session are enough.
+    assert first(4, each=2).tolist() == [[0, 1, 0], [2, 3, 2]]
+
+
+def windowed_record() -> MethodRecord:
+    """A global group with pages of 300 bytes and a group of window 40 with pages of 500 bytes; up to 32 rows in a call."""
+    window = PageGroup.of_window(40)
+    slots = TensorSpec("slots", "int64", (Dim(2, 32, "T"),), (-1, -1), Growth.SLOTS)
+    specs = {
+        "state": BufferSpec((2, 230), "float32", False, StateKind.RECURRENT, Growth.SLOTS),
+        "cache": BufferSpec((4, 75), "float32", False, StateKind.KV_CACHE, Growth.PAGES),
+        "table": BufferSpec((2, 10), "int32", False, StateKind.BLOCK_TABLE, Growth.SLOTS),
+        "window cache": BufferSpec((4, 125), "float32", False, StateKind.KV_CACHE, Growth.PAGES, window),
+        "window table": BufferSpec((2, 10), "int32", False, StateKind.BLOCK_TABLE, Growth.SLOTS, window),
+    }
+    return MethodRecord("step", (slots,), (), (), (), buffer_specs=specs)
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "slots", "pages"),
+    [
+        # A window of 40 positions and 31 more rows touch 6 pages of 16. So a session takes 1,000 + 3,000 + 3,000 bytes.
+        (None, CapacityOptions(), 1, (10, 6)),
+        (None, CapacityOptions(sessions=8), 8, (80, 48)),
+        (None, CapacityOptions(sessions=8, kv_tokens=16 * 12), 8, (12, 12)),
+        (None, CapacityOptions(sessions=8, kv_tokens=16 * 50), 8, (50, 48)),
+        # 7 pages more than all sessions need, for snapshots.
+        (None, CapacityOptions(sessions=8, kv_tokens=16 * 87), 8, (87, 55)),
+        (40_000, CapacityOptions(gpu_memory_fraction=1.0), 5, (50, 30)),
+        (40_000, CapacityOptions(sessions=2, gpu_memory_fraction=1.0), 2, (20, 12)),
+        # 11,200 bytes are left for pages of 300 and 500 bytes.
+        (21_200, CapacityOptions(sessions=10, gpu_memory_fraction=1.0), 10, (14, 14)),
+    ],
+)
+def test_groups_of_pages(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, options: CapacityOptions, slots: int, pages: tuple[int, int]
+) -> None:
+    monkeypatch.setattr("ostinato.delegate.capacity.free_device_memory", lambda device: free)
+    found = choose_capacity([windowed_record()], {"get_page_size": 16}, options, torch.device("cuda"), 0)
+    assert found == Capacity(
+        slots,
+        16,
+        1000,
+        (GroupCapacity("global", 0, pages[0], 10, 300), GroupCapacity("window 40", 40, pages[1], 6, 500)),
+    )
+    assert found.kv_tokens == 16 * pages[0]
+    assert found.page_texts[1] == f"{pages[1]} pages of 16 positions (window 40), 500 B each"

@@ -98,8 +98,8 @@ def network_conversation(
 def with_room(network: LanguageModel, slots: int = 1) -> LanguageModel:
     """Give the network state for `slots` sessions, as a loaded program has it, with shuffled pages."""
     forms = state_forms(network)
-    table = next((name for name, form in forms.items() if form.kind is StateKind.BLOCK_TABLE), None)
-    pages = slots * network.get_buffer(table).shape[1] if table else 0
+    tables = [name for name, form in forms.items() if form.kind is StateKind.BLOCK_TABLE]
+    pages = slots * network.get_buffer(tables[0]).shape[1] if tables else 0
     grown = {
         id(network.get_buffer(name)): _grown(network.get_buffer(name), form, slots, pages)
         for name, form in forms.items()

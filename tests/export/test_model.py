@@ -329,8 +329,9 @@ def test_state_takes_no_room_and_constants_are_shared(artifact: Get, spec: Spec)
         tables = program.buffers_of(StateKind.BLOCK_TABLE)
         assert all(not tensor.any() for name, tensor in program.mutable_buffers.items() if name not in tables)
         # The one session has all pages.
-        pages = list(range(program.capacity.pages))
-        assert [table.tolist() for table in tables.values()] == [[pages]]
+        assert [table.tolist() for table in tables.values()] == [
+            [list(range(group.pages))] for group in program.capacity.groups
+        ]
 
 
 @pytest.mark.parametrize("spec", (SHIPPED,), ids=lambda spec: spec.name)

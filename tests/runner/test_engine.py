@@ -88,25 +88,31 @@ def test_describe_capacity(capitals_artifact: Path, recurrent_artifact: Path) ->
         }
         assert capacity == {
             "slots": 3,
-            "pages": 5,
             "page_size": 64,
-            "pages_per_session": 4,
             "slot_bytes": bytes_of[Growth.SLOTS] // 3,
-            "page_bytes": bytes_of[Growth.PAGES] // 5,
             "free_slots": 3,
-            "free_pages": 5,
+            "groups": [
+                {
+                    "name": "global",
+                    "window": 0,
+                    "pages": 5,
+                    "pages_per_session": 4,
+                    "page_bytes": bytes_of[Growth.PAGES] // 5,
+                    "free_pages": 5,
+                }
+            ],
         }
         with loaded.open_session() as session:
             session.prefill(list(range(65)))
             capacity = loaded.describe()["capacity"]
-            assert (capacity["free_slots"], capacity["free_pages"]) == (2, 3)
+            assert (capacity["free_slots"], capacity["groups"][0]["free_pages"]) == (2, 3)
         capacity = loaded.describe()["capacity"]
-        assert (capacity["free_slots"], capacity["free_pages"]) == (3, 5)
+        assert (capacity["free_slots"], capacity["groups"][0]["free_pages"]) == (3, 5)
     with Engine.load(recurrent_artifact) as loaded:
         described = json.loads(json.dumps(loaded.describe()))
         assert described["row_buckets"] == []
         capacity = described["capacity"]
-        assert (capacity["slots"], capacity["pages"], capacity["free_slots"], capacity["free_pages"]) == (1, 0, 1, 0)
+        assert (capacity["slots"], capacity["free_slots"], capacity["groups"]) == (1, 1, [])
 
 
 @pytest.mark.parametrize("kind", [*sorted(ANSWERS), "prefill and decode"])

@@ -21,7 +21,16 @@ from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.artifact.names import FORMAT_VERSION, MANIFEST_KEY
 from ostinato.delegate.artifact.ptd import SCALAR_TYPES, parse_constants
 from ostinato.delegate.artifact.pte import parse_program
-from ostinato.delegate.artifact.records import BufferSpec, Growth, Manifest, MethodRecord, Seal, Segment, StateKind
+from ostinato.delegate.artifact.records import (
+    BufferSpec,
+    Growth,
+    Manifest,
+    MethodRecord,
+    PageGroup,
+    Seal,
+    Segment,
+    StateKind,
+)
 from ostinato.delegate.artifact.target import host_isa, host_target
 
 from ...modules import MAX_SEQ_LEN, Recurrent
@@ -171,13 +180,17 @@ RECORD = MethodRecord(
     results=(5,),
     constants={"1/weight": "layers.0.weight", "10/weight": "layers.1.weight"},
     buffers={"0/cache": "cache"},
-    buffer_specs={"cache": BufferSpec((32, 6), "float32", True, StateKind.KV_CACHE, Growth.PAGES)},
+    buffer_specs={
+        "cache": BufferSpec((32, 6), "float32", True, StateKind.KV_CACHE, Growth.PAGES),
+        "table": BufferSpec((2, 8), "int32", False, StateKind.BLOCK_TABLE, Growth.SLOTS, PageGroup.of_window(24)),
+    },
 )
 
 
 def test_record_round_trip() -> None:
     assert MethodRecord.from_bytes(RECORD.to_bytes()) == RECORD
     assert RECORD.buffer_specs["cache"].nbytes == 32 * 6 * 4
+    assert [spec.group.name for spec in RECORD.buffer_specs.values()] == ["global", "window 24"]
     assert RECORD.inputs[0].shape_text == "[1, T=2..31]"
     assert [segment.on_host for segment in RECORD.segments] == [False, False, True]
     assert RECORD.host_names == {"10/weight"}
@@ -223,6 +236,7 @@ def changed(path: Sequence[str | int], value: object) -> bytes:
         (("constants",), {"weight": "layers.0.weight"}, "a constant does not belong to one segment"),
         (("buffers",), {"0/cache": "other"}, "it lacks a buffer's shape"),
         (("buffers",), {"0/cache": "cache", "10/cache": "cache"}, "a mutable buffer is on two devices"),
+        (("buffer_specs", "table", "group", "name"), "global", "two page groups have one name"),
     ),
     ids=str,
 )

@@ -62,7 +62,7 @@ def test_inspect_json(capsys: pytest.CaptureFixture[str], recurrent_artifact: Pa
         "steps": "other",
     }
     assert {item["growth"] for item in data["mutable_buffers"]} == {"fixed"}
-    assert (data["capacity"]["slots"], data["capacity"]["slot_bytes"], data["capacity"]["pages"]) == (1, 0, 0)
+    assert (data["capacity"]["slots"], data["capacity"]["slot_bytes"], data["capacity"]["groups"]) == (1, 0, [])
     assert data["metadata"]["get_vocab_size"] == VOCAB
     assert data["files"] == {path.name: path.stat().st_size for path in recurrent_artifact.iterdir()}
     assert data["target"]["device"] == "cpu"
@@ -82,7 +82,7 @@ def test_inspect_says_what_a_session_takes(capsys: pytest.CaptureFixture[str], c
     """Buffers that grow are shown as they are loaded by default, for one session, and not at their sizes in the export."""
     data = json.loads(run_here(capsys, "inspect", capitals_artifact, "--json"))
     with load_program(capitals_artifact) as program:
-        assert data["capacity"] == asdict(program.capacity)
+        assert data["capacity"] == json.loads(json.dumps(asdict(program.capacity)))
         for name, method in data["methods"].items():
             program.load_method(name)
             ranges = [spec.value_range and list(spec.value_range) for spec in program.method_inputs(name)]
@@ -92,10 +92,17 @@ def test_inspect_says_what_a_session_takes(capsys: pytest.CaptureFixture[str], c
     growths = {item["kind"]: item["growth"] for item in data["mutable_buffers"]}
     assert growths.pop("kv_cache") == "pages" and set(growths.values()) == {"slots"}
     capacity = data["capacity"]
-    assert (capacity["slots"], capacity["pages"], capacity["page_size"]) == (1, -(-CAPITALS_LENGTH // 64), 64)
+    (group,) = capacity["groups"]
+    pages = -(-CAPITALS_LENGTH // 64)
+    assert (capacity["slots"], group["pages"], group["pages_per_session"], capacity["page_size"]) == (
+        1,
+        pages,
+        pages,
+        64,
+    )
     said = (
-        f"loaded for one session; each one more takes {size_text(capacity['slot_bytes'])}, and each page of 64 positions "
-        f"{size_text(capacity['page_bytes'])}"
+        f"loaded for one session; each one more takes {size_text(capacity['slot_bytes'])}, and up to {pages} pages of 64 "
+        f"positions, {size_text(group['page_bytes'])} each"
     )
     assert said in run_here(capsys, "inspect", capitals_artifact).splitlines()
 

@@ -152,7 +152,8 @@ def test_warm_up(capitals_artifact: Path, tokens: list[int], expected: Tensor) -
             ("decode_sample", 1, None),
         ]
         capacity = engine.describe()["capacity"]
-        assert (capacity["free_slots"], capacity["free_pages"]) == (capacity["slots"], capacity["pages"])
+        (group,) = capacity["groups"]
+        assert (capacity["free_slots"], group["free_pages"]) == (capacity["slots"], group["pages"])
         rest = engine.warm_up()
         assert [one.rows for one in rest.captured] == [32, 4]
         assert engine.warm_up().captured == ()

@@ -36,10 +36,21 @@ class Known:
 
 
 class Conversations(RuleBasedStateMachine):
-    """Sessions join, leave, fork, make snapshots and step in any order: each session's tokens are transformers' own."""
+    """Sessions join, leave, fork, make snapshots and step in any order: each session's tokens are transformers' own.
+
+    Attributes:
+        engine: with SESSIONS slots.
+        greedy: transformers' most likely token after a sequence.
+        vocab: number of tokens that prompts are made of.
+        max_seq_len: the engine's.
+        longest: the most tokens that a prompt adds.
+    """
 
     engine: Engine
     greedy: Greedy
+    vocab = 1500
+    max_seq_len = CAPITALS_LENGTH
+    longest = 70
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,14 +68,14 @@ class Conversations(RuleBasedStateMachine):
             return
         session = Known(self.engine.open_session(), [])
         self.sessions.append(session)
-        self._prefill(session, [(first + 31 * place) % 1500 for place in range(length)])
+        self._prefill(session, [(first + 31 * place) % self.vocab for place in range(length)])
 
     @precondition(lambda self: self.sessions)
-    @rule(which=st.integers(0), length=st.integers(1, 70), first=st.integers(0, 1499))
+    @rule(which=st.integers(0), length=st.integers(1, 1000), first=st.integers(0, 1499))
     def go_on(self, which: int, length: int, first: int) -> None:
         session = self.sessions[which % len(self.sessions)]
-        tokens = [(first + 17 * place) % 1500 for place in range(length)]
-        if len(session.tokens) + length > CAPITALS_LENGTH - 1:
+        tokens = [(first + 17 * place) % self.vocab for place in range(1 + length % self.longest)]
+        if len(session.tokens) + len(tokens) > self.max_seq_len - 1:
             return
         self._prefill(session, tokens)
 
@@ -72,7 +83,7 @@ class Conversations(RuleBasedStateMachine):
     @rule(chosen=st.sets(st.integers(0, SESSIONS - 1), min_size=1), more=st.booleans(), count=st.integers(1, 5))
     def step(self, chosen: set[int], more: bool, count: int) -> None:
         some = [session for place, session in enumerate(self.sessions) if place in chosen and session.tokens]
-        some = [session for session in some if len(session.tokens) + count < CAPITALS_LENGTH]
+        some = [session for session in some if len(session.tokens) + count < self.max_seq_len]
         if not some:
             return
         for _ in range(count):

@@ -113,7 +113,7 @@ def walk(engine: Engine, garbage: float | None) -> tuple[list[list[int]], dict[s
     def fill(*sessions: Session) -> None:
         if garbage is None:
             return
-        program, pages = engine.program, {page for session in sessions for page in session._open.pages}
+        program, pages = engine.program, {page for session in sessions for page in session._open.pages[0].numbers}
         slots = {session.slot for session in sessions}
         for growth, mine in ((Growth.SLOTS, slots), (Growth.PAGES, pages)):
             for key, buffer in program.buffers_that_grow(growth).items():
@@ -125,7 +125,7 @@ def walk(engine: Engine, garbage: float | None) -> tuple[list[list[int]], dict[s
             seen = session._open.seen
             for cache in program.buffers_of(StateKind.KV_CACHE).values():
                 if seen % 64:
-                    cache[session._open.pages[seen // 64], :, seen % 64 :] = garbage
+                    cache[session._open.pages[0].numbers[seen // 64], :, seen % 64 :] = garbage
 
     fill()
     first, second = engine.open_session(HOT), engine.open_session(SamplingParams(seed=1))
@@ -147,7 +147,7 @@ def walk(engine: Engine, garbage: float | None) -> tuple[list[list[int]], dict[s
             state |= {f"{key} {place}": buffer[one.slot].clone() for place, one in enumerate(everybody)}
     for key, cache in engine.program.buffers_of(StateKind.KV_CACHE).items():
         for place, one in enumerate(everybody):
-            kept = torch.cat([cache[page] for page in one._open.pages], dim=1)
+            kept = torch.cat([cache[page] for page in one._open.pages[0].numbers], dim=1)
             state[f"{key} {place}"] = kept[:, : one._open.seen].clone()
     tokens = [one.tokens for one in everybody]
     close(*everybody)
