@@ -192,7 +192,8 @@ class KVCache:
 
     Attributes:
         keys, values: [pages, kv_heads, P, D] each.
-        table: [slots, M] int32: position p of a slot is in page `table[slot, p // P]`, at index `p % P`.
+        table: [slots, M] int32: position p of a slot is in page `table[slot, p // P]`, at index `p % P`. Entries of positions
+            that no row of a call sees mean nothing.
         window: number of positions that a row sees, its own and those just before it; None: it sees all before it. Positions
             that no row of a call sees are not read.
     """

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ostinato.export.kernels.linear.panels import rows_of_panels, rows_of_scale
 
 from .build import Build
-from .rotary import RotaryEmbedding
+from .rotary import RotaryEmbedding, RotaryTables
 from .stored import StoredWeights
 
 
@@ -44,17 +44,22 @@ class Embedding(StoredWeights):
 
 
 class NetworkInput(nn.Module):
-    """Token embedding and rotary angles."""
+    """Token embedding and rotary angles.
 
-    def __init__(self, embed_tokens: Embedding, rotary: RotaryEmbedding) -> None:
+    Attributes:
+        names: names of the values in a chain that hold what `rows` returns.
+    """
+
+    def __init__(self, embed_tokens: Embedding, rotary: RotaryEmbedding | RotaryTables) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.rotary = rotary
+        self.names = ("x", *rotary.names)
 
-    def forward(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
         """Compute the first layer's input for a prompt, tokens [1, T] and input_pos [T] int64: what `rows` returns."""
         return self.rows(tokens[0], input_pos)
 
-    def rows(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens and input_pos [T] int64 -> (x [T, H], cos, sin [T, rotary_dim] float32)."""
+    def rows(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, ...]:
+        """tokens and input_pos [T] int64 -> (x [T, H], cos, sin [T, rotary_dim] float32 of each rotary embedding)."""
         return (self.embed_tokens(tokens), *self.rotary(input_pos))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ class RotaryEmbedding(nn.Module):
     """
 
     inv_freq: Tensor
+    # Names of the values in a chain that hold what `forward` returns.
+    names = ("cos", "sin")
 
     def __init__(self, rotary_dim: int, theta: float, divisors: Sequence[float] = ()) -> None:
         super().__init__()
@@ -33,6 +35,27 @@ class RotaryEmbedding(nn.Module):
         angles = positions.float()[:, None] * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
+
+
+class RotaryTables(nn.ModuleList):
+    """Several rotary embeddings of one network, by name. A layer's link takes the values `angles_of(name)` as cos and sin.
+
+    Attributes:
+        names: see `RotaryEmbedding`.
+    """
+
+    def __init__(self, embeddings: Mapping[str, RotaryEmbedding]) -> None:
+        super().__init__(embeddings.values())
+        self.names = tuple(value for name in embeddings for value in angles_of(name))
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """positions [T] int64 -> cos and sin of each embedding, as in `RowIndex`."""
+        return tuple(angles for embedding in self for angles in embedding(positions))
+
+
+def angles_of(name: str) -> tuple[str, str]:
+    """Names of the values in a chain that hold cos and sin of one of `RotaryTables`."""
+    return f"cos_{name}", f"sin_{name}"
 
 
 def inverse_frequencies(rotary_dim: int, theta: float) -> Tensor:

@@ -14,7 +14,7 @@ from ostinato.export.layers.embedding import Embedding, NetworkInput
 from ostinato.export.layers.head import Head
 from ostinato.export.layers.linear import Linear
 from ostinato.export.layers.norms import RMSNorm
-from ostinato.export.layers.rotary import RotaryEmbedding
+from ostinato.export.layers.rotary import RotaryEmbedding, RotaryTables
 from ostinato.export.layers.sampling import NextInput, SamplingState
 
 from .config import ModelConfig
@@ -48,7 +48,7 @@ class LanguageModel(nn.Module):
         build: the settings that all layers were built with.
         layers: one module per layer. Its `links(prefix, step, streamed)` lead from the values x [T, H], input_pos and slots
             [T], cos and sin to the next x. `step` and `streamed` are as in `layer_links` below.
-        rotary: module that computes cos and sin.
+        rotary: module that computes cos and sin. With `RotaryTables`, the links of a layer name those that they take.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LanguageModel(nn.Module):
         config: ModelConfig,
         build: Build,
         layers: Sequence[Layer],
-        rotary: RotaryEmbedding,
+        rotary: RotaryEmbedding | RotaryTables,
     ) -> None:
         super().__init__()
         self.config = config
@@ -96,7 +96,7 @@ class LanguageModel(nn.Module):
 
     def prompt_links(self, step: bool = False, streamed: bool = False) -> list[Link]:
         """The links that compute a prompt, in order: input, layers and head. For the arguments see `layer_links`."""
-        start = Link(self.input, ("x", "cos", "sin"), "embedding")
+        start = Link(self.input, self.input.names, "embedding")
         return [start, *self.layer_links(step, streamed), Link(self.head, ("logits",), "head")]
 
     def forward(self, tokens: Tensor, input_pos: Tensor, slots: Tensor) -> Tensor:

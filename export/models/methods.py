@@ -66,7 +66,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     head = Link(network.head, ("logits",), "head", method="step")
     layers = network.layer_links(step=kernels.folds_steps)
     one = [many[0], *layers, head] if kernels.folds_steps else many
-    again = Link(network.next_input, ("input_pos", "x", "cos", "sin"), "embedding")
+    again = Link(network.next_input, ("input_pos", *network.input.names), "embedding")
     begin = Link(
         network.sampling,
         ("before",),
@@ -107,7 +107,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
 
 
 def _rows(network: LanguageModel, layers: list[Link], rows: Any, names: tuple[str, str]) -> dict[str, Chain]:
-    start = Link(network.next_input, ("input_pos", "x", "cos", "sin"), "embedding", method="rows")
+    start = Link(network.next_input, ("input_pos", *network.input.names), "embedding", method="rows")
     head = Link(network.head, ("logits",), "head", method="rows")
     sample = Link(network.sampling, ("token",), "sampling", method="next_of")
     length = Dim("L", min=1, max=rows.max)

@@ -98,7 +98,8 @@ def make(
     device: str = DEVICE,
 ) -> Case:
     """Make random arguments: scores spread over several powers of two; NaN in all rows of padding, at the rows' own positions
-    and behind them, before the first position that a row sees, and in all pages of other sessions.
+    and behind them, before the first position that a row sees, and in all pages of other sessions. Pages that lie before that
+    position are none of the slot's.
 
     Args:
         shape: heads, kv_heads, D, R.
@@ -126,6 +127,10 @@ def make(
             for values in past[run.slot]:
                 values[:, : max(0, run.first - window + 1)] = torch.nan
     cache = replace(paged(past, SLOTS, max(capacity, 1, *(run.end for run in tokens)), page_size), window=window)
+    if window is not None:
+        nobodys = min(set(range(len(cache.keys))).difference(cache.table.flatten().tolist()))
+        for run in tokens:
+            cache.table[run.slot, : max(0, run.first - window + 1) // page_size] = nobodys
     norms = Norm(1 + size * (1 + 0.3 * normal(head_dim)), EPS), Norm(1 + 0.3 * normal(head_dim), EPS)
     q_norm, k_norm = norms if normed else (None, None)
     return Case(qkv, Heads(heads, q_norm, k_norm, gated), index, cache)
