@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from .weights.checkpoint import TensorSource as TensorSource
     from .weights.dummy import DummySpreads as DummySpreads
     from .weights.dummy import DummyWeights as DummyWeights
-    from .weights.sources.gguf import GgufChange as GgufChange
     from .weights.sources.gguf import GgufFile as GgufFile
-    from .weights.sources.gguf import GgufOrder as GgufOrder
+    from .weights.sources.gguf_tensors import GgufChange as GgufChange
+    from .weights.sources.gguf_tensors import GgufOrder as GgufOrder
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
@@ -73,6 +73,7 @@ else:
             ".recompile": "recompile_model",
             ".weights.checkpoint": "CheckpointNames CheckpointWeights TensorSource",
             ".weights.dummy": "DummySpreads DummyWeights",
-            ".weights.sources.gguf": "GgufChange GgufFile GgufOrder",
+            ".weights.sources.gguf": "GgufFile",
+            ".weights.sources.gguf_tensors": "GgufChange GgufOrder",
         },
     )

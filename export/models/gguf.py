@@ -17,7 +17,8 @@ from ostinato.delegate.errors import CheckpointError
 from ostinato.delegate.memory import size_text
 from ostinato.export.formats.quantization import Quantization
 from ostinato.export.weights.checkpoint import CheckpointWeights
-from ostinato.export.weights.sources.gguf import GgufChange, GgufFile, GgufOrder, GgufTensors
+from ostinato.export.weights.sources.gguf import GgufFile
+from ostinato.export.weights.sources.gguf_tensors import GgufChange, GgufOrder, GgufTensors
 from ostinato.export.weights.stream import formats_of
 
 from .config import MAX_COUNT, MAX_SIZE, short

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate.errors import CheckpointError
-from ostinato.export.weights.sources.gguf import GgufChange, GgufFile, GgufOrder
+from ostinato.export.weights.sources.gguf import GgufFile
+from ostinato.export.weights.sources.gguf_tensors import GgufChange, GgufOrder
 
 from .config import short
 from .gguf import Config, GgufForm, size_setting

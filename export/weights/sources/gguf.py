@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +23,11 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate.errors import CheckpointError
-from ostinato.export.formats.format import Format
-from ostinato.export.weights.quantize import Quantized, quantize
 
 from .gguf_blocks import Integers, kept_as
 from .safetensors import shortened, some_of
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -46,6 +49,8 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_DIMS = 4
 _SPLIT = re.compile(r"(?P<name>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf")
 _ALIGNMENT = 32
+# Bytes of a tensor that are converted at once.
+_AT_A_TIME = 1 << 17
 _STRING, _ARRAY = 8, 9
 # Number of a value's type -> its form for `struct`, and for numpy.
 _SCALARS = {
@@ -118,14 +123,19 @@ class GgufFile:
     def read(self, name: str) -> Tensor:
         """Return the tensor on the CPU: in its own dtype, or dequantised to float32."""
         stored = self.tensors[name]
-        data = self._bytes_of(name)
-        if stored.kind in FLOATS:
-            return torch.from_numpy(data.copy()).view(FLOATS[stored.kind]).view(stored.shape)
-        quants = _gguf()
-        # Scales may be infinite or NaN; then so are values.
-        with np.errstate(all="ignore"):
-            values = quants.dequantize(data.reshape(stored.shape[0], -1), quants.GGMLQuantizationType[stored.kind])
-        return torch.from_numpy(values).view(stored.shape)
+        with self._bytes_of(name) as data:
+            if stored.kind in FLOATS:
+                return torch.from_numpy(data.copy()).view(FLOATS[stored.kind]).view(stored.shape)
+            quants = _gguf()
+            kind = quants.GGMLQuantizationType[stored.kind]
+
+            def dequantised(rows: Bytes) -> tuple[Tensor, ...]:
+                # Scales may be infinite or NaN; then so are values.
+                with np.errstate(all="ignore"):
+                    return (torch.from_numpy(quants.dequantize(rows, kind)),)
+
+            (values,) = _by_rows(dequantised, data.reshape(math.prod(stored.shape[:-1]), -1))
+        return values.view(stored.shape)
 
     def has_integers(self, name: str) -> bool:
         """Whether the tensor's type has integers that are kept (`gguf_blocks`)."""
@@ -139,13 +149,20 @@ class GgufFile:
         kept = kept_as(tensor.kind, tensor.shape[-1])
         assert kept is not None and kept.integers is not None
         _, _, size = next(known for known in TYPES.values() if known[0] == tensor.kind)
-        data = self._bytes_of(name)
-        q, scale, minimum = kept.integers(data.reshape(math.prod(tensor.shape[:-1]), -1, size))
-        leading = (*tensor.shape[:-1], -1)
-        return q.view(leading), scale.view(leading), None if minimum is None else minimum.view(leading)
+        integers = kept.integers
+        with self._bytes_of(name) as data:
+            parts = _by_rows(
+                lambda rows: integers(rows.reshape(len(rows), -1, size)), data.reshape(math.prod(tensor.shape[:-1]), -1)
+            )
+        q, scale, *minimum = (part.view(*tensor.shape[:-1], -1) for part in parts)
+        return q, scale, minimum[0] if minimum else None
 
-    def _bytes_of(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        return next(part for part in self._parts if name in part.tensors).bytes_of(name)
+    @contextmanager
+    def _bytes_of(self, name: str) -> Iterator[Bytes]:
+        """The tensor's bytes in the file. Afterwards this process holds no memory for them."""
+        part = next(part for part in self._parts if name in part.tensors)
+        yield part.bytes_of(name)
+        part.forget(name)
 
 
 class _Part:
@@ -175,9 +192,16 @@ class _Part:
             self.metadata[key] = reader.value()
         self.tensors = self._placed(reader, self._infos(reader, tensors))
 
-    def bytes_of(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def bytes_of(self, name: str) -> Bytes:
         stored = self.tensors[name]
         return np.frombuffer(self._bytes, np.uint8, stored.nbytes, stored.offset)
+
+    def forget(self, name: str) -> None:
+        """Give back the memory that a tensor takes in this process. Its bytes are read again when they are needed."""
+        stored = self.tensors[name]
+        begin = stored.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        if stored.nbytes:
+            self._bytes.madvise(mmap.MADV_DONTNEED, begin, stored.offset + stored.nbytes - begin)
 
     def _infos(self, reader: _Reader, count: int) -> dict[str, StoredTensor]:
         """Read what the header says of the tensors. Offsets begin behind the header."""
@@ -219,6 +243,26 @@ class _Part:
         return placed
 
 
+def _by_rows(make: Callable[[Bytes], Sequence[Tensor | None]], data: Bytes) -> list[Tensor]:
+    """Call `make` with some rows of `data` at a time, on all cores, and put together what it returns but None.
+
+    Few rows at a time stay in a core's caches, and are too few for threads of torch's own.
+    """
+    step = max(1, _AT_A_TIME // data.shape[1])
+    found = [part for part in make(data[:step]) if part is not None]
+    whole = [np.empty((len(data), *part.shape[1:]), part.numpy().dtype) for part in found]
+
+    def fill(begin: int) -> None:
+        made = (part for part in make(data[begin : begin + step]) if part is not None)
+        for to, part in zip(whole, made, strict=True):
+            to[begin : begin + step] = part.numpy()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(fill, range(0, len(data), step)):
+            pass
+    return [torch.from_numpy(one) for one in whole]
+
+
 def _parts_of(path: Path) -> list[Path]:
     match = _SPLIT.fullmatch(path.name)
     if match is None:
@@ -233,144 +277,6 @@ def _parts_of(path: Path) -> list[Path]:
     if missing:
         raise CheckpointError(f"{path} lacks {len(missing)} of {count} parts: {some_of(missing)}")
     return [path.parent / name for name in names]
-
-
-@dataclass(frozen=True)
-class GgufOrder:
-    """An order of rows or columns that two loops are exchanged in: the file counts them as [outer, n, inner, size], and the
-    checkpoint as [outer, inner, n, size]. n is what is left of their number.
-
-    Attributes:
-        inner, outer: counts, see above.
-        size: number of neighbours that stay together.
-        first: number of rows or columns before these, which stay in their places.
-    """
-
-    inner: int
-    outer: int = 1
-    size: int = 1
-    first: int = 0
-
-    def keeps(self, block: int) -> bool:
-        """Whether blocks of so many neighbours stay together, such as those that have a scale in common."""
-        return self.size % block == 0 and self.first % block == 0
-
-    def restore(self, value: Tensor, dim: int, block: int = 1) -> Tensor:
-        """Put a dimension into the checkpoint's order. It counts rows or columns, or blocks of `block` of them."""
-        assert self.keeps(block)
-        first, rest = value.tensor_split((self.first // block,), dim)
-        loops = rest.unflatten(dim, (self.outer, -1, self.inner, self.size // block))
-        moved = loops.transpose(dim + 1, dim + 2).flatten(dim, dim + 3)
-        return torch.cat((first, moved), dim) if self.first else moved
-
-
-@dataclass(frozen=True)
-class GgufChange:
-    """The way from a tensor in the file to the checkpoint's.
-
-    Attributes:
-        rows, columns: the file's order of the first dimension and of the last one; None: it is the checkpoint's.
-        values: function from the file's values to the checkpoint's; None: they are equal.
-        shape: the checkpoint's shape, where the file may lack dimensions of one element; None: the file has it.
-    """
-
-    rows: GgufOrder | None = None
-    columns: GgufOrder | None = None
-    values: Callable[[Tensor], Tensor] | None = None
-    shape: tuple[int, ...] | None = None
-
-    def order(self, value: Tensor, block: int = 1) -> Tensor:
-        """Put rows and columns into the checkpoint's order. A column stands for `block` of the tensor's."""
-        if self.rows is not None:
-            value = self.rows.restore(value, 0)
-        if self.columns is not None:
-            value = self.columns.restore(value, value.dim() - 1, block)
-        return value
-
-    def apply(self, value: Tensor) -> Tensor:
-        value = self.order(value)
-        if self.values is not None:
-            value = self.values(value)
-        return value.view(self.shaped(tuple(value.shape)))
-
-    def shaped(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the checkpoint's shape if it is that of the file but for dimensions of one element; else the file's."""
-        same = self.shape is not None and [n for n in self.shape if n != 1] == [n for n in stored if n != 1]
-        return self.shape if same and self.shape is not None else stored
-
-
-_AS_IT_IS = GgufChange()
-
-
-class GgufTensors:
-    """The tensors of a GGUF file under the names that transformers has for them.
-
-    Args:
-        file: an open file.
-        names: name of a tensor in the file -> transformers' name. The file's other tensors are left out.
-        changes: end of transformers' name -> how to make the checkpoint's tensor; others are as the file has them.
-    """
-
-    def __init__(self, file: GgufFile, names: Mapping[str, str], changes: Mapping[str, GgufChange]) -> None:
-        self._file = file
-        self._changes = changes
-        self._stored = {wanted: name for name, wanted in names.items()}
-        if len(self._stored) < len(names):
-            raise CheckpointError(f"{file.path} is damaged: two of its tensors have one meaning")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._stored
-
-    def read(self, name: str) -> Tensor:
-        """Return the tensor on the CPU; float32 if the file has it quantised."""
-        return self._change(name).apply(self._file.read(self._stored[name]))
-
-    def format(self, name: str) -> Format | None:
-        """Return the number format that the tensor becomes if its integers are kept; None for a floating dtype."""
-        tensor = self._file.tensors[self._stored[name]]
-        kept = kept_as(tensor.kind, tensor.shape[-1])
-        return None if kept is None else kept.form
-
-    def keeps_integers(self, name: str, form: Format) -> bool:
-        """Whether `stored` gives the file's own integers. Else it rounds once more."""
-        change = self._change(name)
-        in_groups = change.columns is None or change.columns.keeps(form.group_size)
-        own = self.format(name) == form and self._file.has_integers(self._stored[name])
-        return own and change.values is None and in_groups
-
-    def stored(self, name: str, form: Format) -> Quantized | None:
-        """Return what `form` stores of the tensor; None if its format is another one."""
-        if self.format(name) != form:
-            return None
-        if not self.keeps_integers(name, form):
-            return quantize(self.read(name), form, False, torch.device("cpu"))
-        change = self._change(name)
-        q, scale, minimum = self._file.integers(self._stored[name])
-        ordered = change.order(q), change.order(scale, form.group_size)
-        return form.pack(ordered[0]), ordered[1], None if minimum is None else change.order(minimum, form.group_size)
-
-    @property
-    def quantised(self) -> bool:
-        """Whether any of the tensors is."""
-        return any(self.format(name) is not None for name in self)
-
-    def dtype(self, name: str) -> str:
-        """Return the dtype of what `read` gives, as safetensors calls it."""
-        kind = self._file.tensors[self._stored[name]].kind
-        return kind if kind in FLOATS else "F32"
-
-    def kind(self, name: str) -> str:
-        """Return the name of the tensor's type in the file."""
-        return self._file.tensors[self._stored[name]].kind
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._change(name).shaped(self._file.tensors[self._stored[name]].shape)
-
-    def _change(self, name: str) -> GgufChange:
-        return next((change for end, change in self._changes.items() if name.endswith(end)), _AS_IT_IS)
 
 
 class _Reader:

@@ -18,7 +18,8 @@ from ostinato.delegate.errors import CheckpointError
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.formats.int4_min import Int4Min
 from ostinato.export.formats.int8 import Int8
-from ostinato.export.weights.sources.gguf import FLOATS, TYPES, GgufChange, GgufFile, GgufOrder, GgufTensors
+from ostinato.export.weights.sources.gguf import FLOATS, TYPES, GgufFile
+from ostinato.export.weights.sources.gguf_tensors import GgufChange, GgufOrder, GgufTensors
 
 from ..gguf_files import dequantised, mutated, random_blocks
 
@@ -86,6 +87,28 @@ def test_integers_are_kept(sound: Path, kind: str) -> None:
         assert (off <= 2.0**-11 * (15 * scale.float() + minimum.float().abs()) * 1.01).all()
     else:
         assert (off <= scale.float() / 2 * 1.01 + 2.0**-11 * expected.abs().unflatten(-1, (-1, 32)).amax(-1)).all()
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
+def test_a_large_tensor(tmp_path: Path, kind: str) -> None:
+    """It is converted some rows at a time, in several threads, and afterwards the process holds none of the file."""
+    data = random_blocks(kind, 3 * 700, 1024)
+    path = write(tmp_path / "file.gguf", {"x": (data.reshape(3, 700, -1), kind)})
+    file = GgufFile(path)
+    expected = dequantised(data, kind)
+    for _ in range(2):
+        assert torch.equal(file.read("x").flatten(0, 1), expected)
+        if file.has_integers("x"):
+            form = KEPT.get(kind, Int4Min(32, torch.float16))
+            q, scale, minimum = file.integers("x")
+            found = form.dequantize(form.pack(q), scale, minimum, torch.float32)
+            assert found.shape == (3, 700, 1024)
+            off = (found.flatten(0, 1) - expected).abs().max()
+            assert off == 0 if kind in KEPT else off < 2.0**-10 * expected.abs().max()
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    (place,) = (number for number, line in enumerate(lines) if line.endswith(str(path)))
+    resident = next(int(line.split()[1]) for line in lines[place:] if line.startswith("Rss:"))
+    assert resident < 100 < data.nbytes / 1024
 
 
 def test_short_rows_of_nibbles_become_bytes(tmp_path: Path) -> None:
