@@ -87,14 +87,13 @@ def hybrid_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def hybrid_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """What the metadata say of a Qwen3.5 with experts, besides what they say of a Llama."""
+    """Metadata of a Qwen3.5 with experts, besides those in `settings`."""
     pairs = int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]) // 2
     return {
         "attention.key_length": config["head_dim"],
         "attention.value_length": config["head_dim"],
         "rope.dimension_count": 2 * pairs,
         "rope.dimension_sections": [*config["rope_parameters"]["mrope_section"], 0],
-        "feed_forward_length": config["moe_intermediate_size"],
         "expert_count": config["num_experts"],
         "expert_used_count": config["num_experts_per_tok"],
         "expert_feed_forward_length": config["moe_intermediate_size"],
@@ -109,13 +108,13 @@ def hybrid_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings(config: dict[str, Any]) -> dict[str, Any]:
-    """What the metadata say of a Llama. Keys are without the architecture's name."""
+    """Metadata that any model has. Keys are without the architecture's name."""
     heads = config["num_attention_heads"]
     return {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
-        "feed_forward_length": config.get("intermediate_size", 0),
+        "feed_forward_length": config.get("intermediate_size") or config["moe_intermediate_size"],
         "attention.head_count": heads,
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
@@ -147,8 +146,10 @@ def random_blocks(name: str, kind: str, shape: tuple[int, ...], noise: np.ndarra
     """Bytes of a tensor. `noise`: random bytes, which are repeated. Norms multiply by one, and states decay."""
     size = math.prod(shape)
     if kind == "F32":
-        if name.endswith(("norm", "ssm_a")):
-            return np.full(size, -1 if name.endswith("ssm_a") else 1, np.float32)
+        if name.endswith("norm"):
+            return np.ones(size, np.float32)
+        if name.endswith("ssm_a"):
+            return np.full(size, -1, np.float32)
         return np.resize(noise.view(np.int8), size).astype(np.float32) / 3000
     if kind == "BF16":
         # Between -0.06 and 0.06: sign and mantissa are random, and so are the exponent's last two bits.

@@ -58,8 +58,7 @@ class Pages:
     @property
     def free_by_group(self) -> dict[str, int]:
         """Number of pages that no session has, by the group's name."""
-        while self._dropped:
-            self.release(self._dropped.popleft())
+        self._release_dropped()
         return {group.name: len(group.free) for group in self.groups}
 
     def none(self) -> list[PageList]:
@@ -83,8 +82,7 @@ class Pages:
         """
         if not self.groups:
             return end
-        while self._dropped:
-            self.release(self._dropped.popleft())
+        self._release_dropped()
         self.leave(owned, first)
         plans = [group.plan(mine, first, end) for group, mine in zip(self.groups, owned, strict=True)]
         return min(
@@ -111,6 +109,10 @@ class Pages:
     def release_later(self, owned: list[PageList]) -> None:
         """As `release`, before the next pages are dealt out. It may be called at any time, in any thread."""
         self._dropped.append(owned)
+
+    def _release_dropped(self) -> None:
+        while self._dropped:
+            self.release(self._dropped.popleft())
 
     def write_block_tables(self, slot: int, owned: Sequence[PageList]) -> None:
         """Write the numbers of a session's pages into the block tables."""

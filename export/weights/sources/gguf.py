@@ -249,16 +249,22 @@ def _by_rows(make: Callable[[Bytes], Sequence[Tensor | None]], data: Bytes) -> l
     Few rows at a time stay in a core's caches, and are too few for threads of torch's own.
     """
     step = max(1, _AT_A_TIME // data.shape[1])
-    found = [part for part in make(data[:step]) if part is not None]
-    whole = [np.empty((len(data), *part.shape[1:]), part.numpy().dtype) for part in found]
 
-    def fill(begin: int) -> None:
-        made = (part for part in make(data[begin : begin + step]) if part is not None)
-        for to, part in zip(whole, made, strict=True):
+    def made(begin: int) -> list[Tensor]:
+        return [part for part in make(data[begin : begin + step]) if part is not None]
+
+    first = made(0)
+    if len(data) <= step:
+        return first
+    whole = [np.empty((len(data), *part.shape[1:]), part.numpy().dtype) for part in first]
+
+    def fill(begin: int, parts: Sequence[Tensor]) -> None:
+        for to, part in zip(whole, parts, strict=True):
             to[begin : begin + step] = part.numpy()
 
+    fill(0, first)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(fill, range(0, len(data), step)):
+        for _ in pool.map(lambda begin: fill(begin, made(begin)), range(step, len(data), step)):
             pass
     return [torch.from_numpy(one) for one in whole]
 

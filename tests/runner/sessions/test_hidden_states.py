@@ -77,7 +77,7 @@ def test_in_the_middle_of_an_answer(engine: Engine, states: States) -> None:
 
 
 def test_what_cannot_be_done(engine: Engine) -> None:
-    """What is refused changes nothing."""
+    """A refused call changes nothing."""
     with engine.open_session() as session:
         session.prefill(TOKENS[:3])
         count = engine.program.load_method("rows_hidden").outputs[1:]
