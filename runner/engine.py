@@ -179,9 +179,11 @@ class Engine:
         """
         return self.sessions.open(sampling_params)
 
-    def step(self, sessions: Sequence[Session], more: bool = False) -> list[int]:
+    def step(
+        self, sessions: Sequence[Session], more: bool = False, prefill: Mapping[Session, Sequence[int]] | None = None
+    ) -> list[int]:
         """Return the next token of each session, all from one step of the model. See `Sessions.step`."""
-        return self.sessions.step(sessions, more)
+        return self.sessions.step(sessions, more, prefill)
 
     def encode_prompt(
         self,

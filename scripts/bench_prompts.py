@@ -40,6 +40,7 @@ from ostinato.delegate import OptionError, OstinatoError
 from ostinato.delegate.memory import size_text
 from ostinato.runner import Engine, WarmUp
 from ostinato.runner.bench.tables import Side, table
+from ostinato.runner.model.batch import Run
 from ostinato.runner.model.buckets import bucket_of
 
 # Lengths at both ends of each bucket, and beyond the last bucket.
@@ -188,12 +189,12 @@ def times(engine: Engine, length: int, depth: int, repetitions: int) -> Times:
     tokens = prompt_of(length)
     fill(engine, depth)
     for _ in range(3):
-        engine.model.prefill(tokens, depth)
+        engine.model.step([Run(0, tokens, depth)])
     walls, hosts = [], []
     for _ in range(repetitions):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        engine.model.prefill(tokens, depth)
+        engine.model.step([Run(0, tokens, depth)])
         hosts.append(time.perf_counter() - begin)
         torch.cuda.synchronize()
         walls.append(time.perf_counter() - begin)
@@ -204,10 +205,10 @@ def kernels(engine: Engine, length: int, depth: int) -> float:
     """Milliseconds that the kernels of a prompt take, summed."""
     tokens = prompt_of(length)
     fill(engine, depth)
-    engine.model.prefill(tokens, depth)
+    engine.model.step([Run(0, tokens, depth)])
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        engine.model.prefill(tokens, depth)
+        engine.model.step([Run(0, tokens, depth)])
         torch.cuda.synchronize()
     return sum(one.time_range.elapsed_us() for one in profile.events() if one.device_type == DeviceType.CUDA) / 1e3
 
@@ -218,7 +219,7 @@ def fill(engine: Engine, depth: int) -> None:
     Each repetition of the prompt advances the delta nets' state. The time is the same from any state.
     """
     if depth:
-        engine.model.prefill(prompt_of(depth))
+        engine.model.step([Run(0, prompt_of(depth), 0)])
 
 
 def misses(rows: list[Row], done: WarmUp) -> list[str]:

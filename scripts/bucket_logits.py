@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import Method
-from ostinato.delegate.artifact.names import FEW_ROWS_LOGITS, META_VOCAB_SIZE, ROWS_LOGITS
+from ostinato.delegate.artifact.names import FEW_ROWS, META_VOCAB_SIZE, ROWS
 from ostinato.delegate.errors import OptionError
 from ostinato.runner import Engine
 from ostinato.runner.bench.tables import table
+from ostinato.runner.model.batch import Run
 
 # Most tokens of a session's prompt; the first session has one. A prompt and the token after it fit in one page.
 MAX_TOKENS = 60
@@ -58,7 +59,7 @@ def bucket_differences(engine: Engine, buckets: Sequence[int]) -> list[Differenc
     """
     methods = [
         engine.program.load_method(name, {"skip_copy_output_to_cpu_for_method": name})
-        for name in (FEW_ROWS_LOGITS, ROWS_LOGITS)
+        for name in (FEW_ROWS, ROWS)
         if name in engine.program.method_names
     ]
     max_rows = max((method.inputs[0].shape[0].max for method in methods), default=0)
@@ -80,7 +81,7 @@ def bucket_differences(engine: Engine, buckets: Sequence[int]) -> list[Differenc
 
     alone = torch.stack(
         [
-            engine.model.decode_one_token([*session.tokens, token], session.slot).clone()
+            engine.model.step([Run(session.slot, [token], session.position)]).logits[-1].clone()
             for session, token in zip(sessions, following.tolist(), strict=True)
         ]
     )
@@ -107,7 +108,7 @@ def _rows(method: Method, bucket: int, tokens: Tensor, positions: Tensor, slots:
     """Logits [rows, vocab] of one row per session, in a call that is padded to the bucket; a copy on the device."""
     padding = torch.full((bucket - len(slots),), -1)
     inputs = [torch.cat((values, padding)) for values in (tokens, positions, slots)]
-    return method.execute((*inputs, torch.arange(bucket)))[0][: len(slots)].clone()
+    return method.execute((*inputs, torch.arange(bucket)))[1][: len(slots)].clone()
 
 
 def render(found: Sequence[Difference]) -> str:

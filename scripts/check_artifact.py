@@ -38,8 +38,8 @@ from ostinato.runner import Engine
 from ostinato.runner.bench.bench import metadata_of
 from ostinato.runner.bench.device import device_memory, device_name
 from ostinato.runner.bench.tables import table
+from ostinato.runner.model.batch import BatchInputs, Run
 from ostinato.runner.model.buckets import ROW_BUCKETS
-from ostinato.runner.model.prompt_inputs import PromptInputs
 
 GRAPH = {"enable_cuda_graph_for_method": "decode"}
 ON_DEVICE = {"skip_copy_output_to_cpu_for_method": "prefill,decode"}
@@ -102,7 +102,7 @@ def random_tokens(program: Program, count: int) -> list[int]:
 
 def run(method: Method, tokens: list[int], position: int, padding: int = 0) -> Tensor:
     """Logits [vocab] after `tokens`, which `padding` rows of padding follow; a copy on the device."""
-    inputs = PromptInputs(len(tokens) + padding).filled(tokens, position, slot=0)
+    inputs = BatchInputs(len(tokens) + padding).filled([Run(0, tokens, position)])
     return method.execute(inputs)[0][0].clone()
 
 

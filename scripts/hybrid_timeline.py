@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ostinato.delegate.code.method_code import MethodCode
 from ostinato.runner.bench.bench import BenchSpec
+from ostinato.runner.model.batch import Run
 from ostinato.runner.model.model import Model
 
 DEVICE, TO_HOST, TO_DEVICE, CPU = "GPU", "GPU -> host", "host -> GPU", "CPU experts"
@@ -29,10 +30,10 @@ def pictures(model: Model, spec: BenchSpec, vocabulary: int) -> list[str]:
     tokens = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(1)).tolist()
 
     def prompt() -> None:
-        model.prefill(tokens)
+        model.step([Run(0, tokens, 0)])
 
     def token() -> None:
-        model.decode_one_token([*tokens, 0])
+        model.step([Run(0, [0], length)])
 
     found = []
     for title, step in (("one token", token), (f"a prompt of {length}", prompt)):

@@ -19,7 +19,7 @@ sys.path.append(str(ROOT / "scripts"))
 import bench_prompts
 from bench_prompts import Row, Times
 
-DONE = WarmUp((Captured("rows_logits", 16, 0.2, 10**6, None), Captured("decode", 1, 5.0, 10**9, None)))
+DONE = WarmUp((Captured("rows", 16, 0.2, 10**6, None), Captured("decode", 1, 5.0, 10**9, None)))
 
 
 def row(tokens: int, depth: int, wall_ms: float) -> Row:

@@ -33,9 +33,7 @@ DECODE = "decode"
 SAMPLE = "sample"
 DECODE_SAMPLE = "decode_sample"
 ROWS = "rows"
-ROWS_LOGITS = "rows_logits"
 FEW_ROWS = "few_rows"
-FEW_ROWS_LOGITS = "few_rows_logits"
 ROWS_HIDDEN = "rows_hidden"
 
 # Constant methods. They have ExecuTorch's own names where such names exist.

@@ -13,12 +13,10 @@ from ostinato.delegate.artifact.names import (
     DECODE,
     DECODE_SAMPLE,
     FEW_ROWS,
-    FEW_ROWS_LOGITS,
     PREFILL,
     PREFILL_STREAMED,
     ROWS,
     ROWS_HIDDEN,
-    ROWS_LOGITS,
     SAMPLE,
 )
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
@@ -27,8 +25,8 @@ from ostinato.export.layers.host_experts import STREAMED
 
 from .language_model import LanguageModel
 
-# (method that samples tokens, method that returns logits), for many rows, then for few rows.
-ROWS_METHODS = ((ROWS, ROWS_LOGITS), (FEW_ROWS, FEW_ROWS_LOGITS))
+# Method for many rows, then for few rows.
+ROWS_METHODS = (ROWS, FEW_ROWS)
 
 # Tokens of the examples that methods are traced with. On a GPU, Inductor tries out its code on this number of tokens, and
 # `prefill` takes only prompts that are too long for rows (256 at most). If prompts and rows share code, both use the example
@@ -49,15 +47,14 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
       `SamplingState`.
     - `decode_sample(slots [1] int64) -> token [1] int64, logits [1, vocab] float32`: `decode` of the slot's kept token at its
       position. Then samples the next token and keeps it.
-    - `rows(tokens [R], input_pos [R], slots [R], logits_indices [L], all int64) -> token [L] int64`: a batch, any runs of
-      rows as in `RowIndex`. R is from 2 to 256 or, on a CPU, to the most that `prefill` takes. A token or position of -1
-      stands for the slot's kept one. After each row in `logits_indices`, the next token is sampled, and kept as in
-      `decode_sample`.
-    - `rows_logits(...) -> logits [L, vocab] float32` of the rows in `logits_indices`, for the same inputs. Samples nothing.
-    - `rows_hidden(...) -> logits, hidden_0, ..., hidden_n [R, H] each`: `rows_logits` that also returns x of all rows: the
-      embedding, then the output of each layer, of the last one after the final norm. All of its code but that norm's is the
-      code of `rows_logits`, whose links hand on x anyway.
-    - `few_rows`, `few_rows_logits`: the same for up to 16 rows, where there are kernels of their own for few rows.
+    - `rows(tokens [R], input_pos [R], slots [R], logits_indices [L], all int64) -> token [L] int64, logits [L, vocab]
+      float32`: a batch, any runs of rows as in `RowIndex`. R is from 2 to 256 or, on a CPU, to the most that `prefill` takes.
+      A token or position of -1 stands for the slot's kept one. After each row in `logits_indices`, the next token is sampled,
+      and kept as in `decode_sample`.
+    - `rows_hidden(...) -> logits, hidden_0, ..., hidden_n [R, H] each`: `rows` that samples nothing, and returns x of all
+      rows: the embedding, then the output of each layer, of the last one after the final norm. All of its code but that
+      norm's is the code of `rows`, whose links hand on x anyway.
+    - `few_rows`: `rows` for up to 16 rows, where there are kernels of their own for few rows.
 
     Methods are chains, so that each kind of layer is traced and compiled once: 40 layers take as long as 4.
     """
@@ -87,12 +84,12 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
         split = {**prompt, STREAMED: torch.ones(1, dtype=torch.int64)}
         streamed = network.prompt_links(step=folds, streamed=True)
         methods[PREFILL_STREAMED] = Chain(streamed, split, ("logits",), dynamic)
-    for max_rows, names in zip(reversed(kernels.max_rows), ROWS_METHODS, strict=False):
+    for max_rows, name in zip(reversed(kernels.max_rows), ROWS_METHODS, strict=False):
         # If prompts and rows share code, they share the dimension too, and the code is compiled once.
         rows = length if folds else Dim("R", min=2, max=max_rows)
-        methods |= _rows(network, layers, rows, names)
-        if names[0] == ROWS:
-            methods[ROWS_HIDDEN] = _with_hidden(network, methods[ROWS_LOGITS])
+        methods[name] = _rows(network, layers, rows)
+        if name == ROWS:
+            methods[ROWS_HIDDEN] = _with_hidden(network, methods[name])
     return {
         **methods,
         DECODE: Chain(one, _prompt(1), ("logits",), {}),
@@ -106,7 +103,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     }
 
 
-def _rows(network: LanguageModel, layers: list[Link], rows: Any, names: tuple[str, str]) -> dict[str, Chain]:
+def _rows(network: LanguageModel, layers: list[Link], rows: Any) -> Chain:
     start = Link(network.next_input, ("input_pos", *network.input.names), "embedding", method="rows")
     head = Link(network.head, ("logits",), "head", method="rows")
     sample = Link(network.sampling, ("token",), "sampling", method="next_of")
@@ -116,17 +113,14 @@ def _rows(network: LanguageModel, layers: list[Link], rows: Any, names: tuple[st
     # Another number than that of the rows: torch.export takes equal ones for one dimension.
     inputs["logits_indices"] = _positions(min(5, count - 1))
     dynamic = {name: {0: length if name == "logits_indices" else rows} for name in inputs}
-    return {
-        names[0]: Chain([start, *layers, head, sample], inputs, ("token",), dynamic),
-        names[1]: Chain([start, *layers, head], inputs, ("logits",), dynamic),
-    }
+    return Chain([start, *layers, head, sample], inputs, ("token", "logits"), dynamic)
 
 
 def _with_hidden(network: LanguageModel, chain: Chain) -> Chain:
-    """The chain of `rows_logits`, which gives one value `x` after the other, with names and a result for each of them."""
+    """The chain of `rows` without sampling, with names and a result for each value `x` that a layer gives."""
     links: list[Link] = []
     names: list[str] = []
-    for link in chain.links:
+    for link in chain.links[:-1]:
         taken = tuple(names[-1] if name == "x" else name for name in link.taken)
         if "x" in link.outputs:
             names.append(f"hidden_{len(names)}" if len(names) < network.config.num_hidden_layers else "x")
@@ -134,7 +128,7 @@ def _with_hidden(network: LanguageModel, chain: Chain) -> Chain:
         links.append(replace(link, inputs=taken, outputs=given))
     last = f"hidden_{len(names) - 1}"
     links.append(Link(network.model.norm, (last,), "final norm", inputs=(names[-1],)))
-    return replace(chain, links=links, outputs=(*chain.outputs, *names[:-1], last))
+    return replace(chain, links=links, outputs=("logits", *names[:-1], last))
 
 
 def _prompt(count: int) -> dict[str, Tensor]:

@@ -21,6 +21,9 @@ PREFILL_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
 # Numbers of sessions whose step has a graph. One session alone has a method of its own.
 ROW_BUCKETS = (2, 4, 8, 16, 24, 32, *range(48, 129, 16), *range(160, 257, 32))
 
+# Numbers of rows that give logits, in steps of prompts and single tokens together. The number of rows is a prompt's bucket.
+OUTPUT_BUCKETS = (1, 8, 32, 128)
+
 
 def choose_prefill_buckets(
     wanted: Sequence[int] | None, program: Program, prefill: str, cuda_graph: bool

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from ostinato.delegate import ArtifactError, StateKind
 from ostinato.delegate.code.transfers import Mark
 from ostinato.delegate.sampling import most_likely, sample
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 
-from .model import Model, Samplers
+from .batch import Run
+from .model import Model
 
 
 class Stepped(Protocol):
@@ -48,6 +48,9 @@ class Steps(Protocol):
 
     goes_ahead: bool
 
+    def prompt(self, sessions: Sequence[Stepped], runs: Sequence[Run]) -> Launched:
+        """Run the model on a batch, in which some of the sessions' runs have tokens that are no answers yet."""
+
     def first(self, session: Stepped, logits: torch.Tensor) -> PendingTokens:
         """Sample the token after a prompt, from its logits [vocab]."""
 
@@ -61,9 +64,16 @@ class Steps(Protocol):
         """Make the next step take the session's last token, which no step has sampled."""
 
 
+class Launched(NamedTuple):
+    """What `Steps.prompt` gives: logits [runs, vocab] after each run, and the tokens sampled from them. None: not sampled."""
+
+    logits: torch.Tensor
+    tokens: PendingTokens | None
+
+
 def steps_of(model: Model) -> Steps:
     """Return steps that sample on the device if the model can, else on the host."""
-    return HostSteps(model) if model.samplers is None else DeviceSteps(model, model.samplers)
+    return DeviceSteps(model) if model.samples else HostSteps(model)
 
 
 class _HostTokens:
@@ -88,6 +98,9 @@ class HostSteps:
         self._model = model
         self._params: dict[int, SamplingTensors] = {}
 
+    def prompt(self, sessions: Sequence[Stepped], runs: Sequence[Run]) -> Launched:
+        return Launched(self._model.step(runs).logits, None)
+
     def first(self, session: Stepped, logits: torch.Tensor) -> PendingTokens:
         self.write_sampling_params(session)
         return self._sample(session, logits)
@@ -95,8 +108,9 @@ class HostSteps:
     def launch(self, sessions: Sequence[Stepped]) -> PendingTokens:
         tokens: list[int] = []
         for session in sessions:
-            logits = self._model.decode_one_token(session.tokens, session.slot)
-            tokens += self._sample(session, logits).tokens()
+            last = len(session.tokens) - 1 if self._model.has_state else 0
+            run = Run(session.slot, session.tokens[last:], last)
+            tokens += self._sample(session, self._model.step([run]).logits[-1]).tokens()
         return _HostTokens(tokens)
 
     def write_sampling_params(self, session: Stepped) -> None:
@@ -143,51 +157,38 @@ class DeviceSteps:
         ArtifactError: the program has no buffers for the token, its position and the sampling parameters.
     """
 
-    def __init__(self, model: Model, samplers: Samplers) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
-        self._samplers = samplers
-        self._buffers()
+        # Programs that lack the state for it are refused here.
+        model.write_sampling(0)
         self.goes_ahead = model.program.device.type == "cuda"
         # By number of tokens.
         self._spare: defaultdict[int, list[tuple[torch.Tensor, Mark]]] = defaultdict(list)
 
+    def prompt(self, sessions: Sequence[Stepped], runs: Sequence[Run]) -> Launched:
+        logits, tokens = self._model.step(runs)
+        return Launched(logits, None if tokens is None else self._pending(tokens, len(runs)))
+
     def first(self, session: Stepped, logits: torch.Tensor) -> PendingTokens:
-        position, slot = torch.tensor([len(session.tokens)]), torch.tensor([session.slot])
-        token = self._samplers.sample.execute(
-            (logits.reshape(1, -1), position, slot, *session.sampling_params.tensors())
-        )[0]
-        return self._pending(token, 1)
+        position, params = len(session.tokens), session.sampling_params.tensors()
+        return self._pending(self._model.sample(logits, position, session.slot, params), 1)
 
     def launch(self, sessions: Sequence[Stepped]) -> PendingTokens:
-        slots = [session.slot for session in sessions]
-        return self._pending(self._model.sample_next(slots), len(slots))
+        tokens = self._model.step([Run(session.slot) for session in sessions]).tokens
+        assert tokens is not None
+        return self._pending(tokens, len(sessions))
 
     def write_sampling_params(self, session: Stepped) -> None:
-        self._write(session.slot, session.sampling_params.tensors()._asdict())
+        self._model.write_sampling(session.slot, **session.sampling_params.tensors()._asdict())
 
     def write_last_token(self, session: Stepped) -> None:
         count = len(session.tokens)
-        self._write(session.slot, {"token": torch.tensor(session.tokens[-1:]), "position": torch.tensor([count - 1])})
-
-    def _write(self, slot: int, values: dict[str, torch.Tensor]) -> None:
-        buffers = self._buffers()
-        for name, value in values.items():
-            buffers[name][slot : slot + 1].copy_(value)
+        self._model.write_sampling(
+            session.slot, token=torch.tensor(session.tokens[-1:]), position=torch.tensor([count - 1])
+        )
 
     def _pending(self, token: torch.Tensor, count: int) -> PendingTokens:
         return _CopiedTokens(self, token, count) if self.goes_ahead else _HostTokens(token[:count].tolist())
 
     def _more_room(self, count: int) -> tuple[torch.Tensor, Mark]:
         return torch.zeros(count, dtype=torch.int64, pin_memory=True), Mark(self._model.program.device)
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        """The program's buffers of `StateKind.SAMPLING` that are in use now, by the last component of their names."""
-        found = self._model.program.buffers_of(StateKind.SAMPLING)
-        buffers = {key.rpartition(".")[2]: tensor for key, tensor in found.items()}
-        missing = {"token", "position", *SamplingTensors._fields} - buffers.keys()
-        if missing:
-            raise ArtifactError(
-                "the program samples on the device, and lacks the state for it: "
-                f"{', '.join(sorted(missing))}. Export it again"
-            )
-        return buffers

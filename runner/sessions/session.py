@@ -29,7 +29,7 @@ class SessionState:
         tokens: tokens from the caller, and sampled tokens that were taken.
         seen: number of tokens that the model has seen: first those of `tokens`, then those of `pending`.
         pending: sampled tokens that were not taken yet: the tokens of a step, and the index of this session's token in them.
-        logits: [vocab] after the last token, if no token was sampled from them yet.
+        logits: [vocab] after the last token, until a token that was sampled from them is taken.
         sampling_params: parameters for sampling the next tokens.
         params_written: whether the model's state has `sampling_params`.
         pages: the session's pages of the KV caches, by page group.
@@ -81,8 +81,12 @@ class Session:
 
     @sampling_params.setter
     def sampling_params(self, params: SamplingParams) -> None:
-        self._open.sampling_params = checked_params(params)
-        self._open.params_written = False
+        state = self._open
+        state.sampling_params = checked_params(params)
+        state.params_written = False
+        if state.logits is not None:
+            # The token after the prompt was sampled with it, by the parameters before.
+            state.pending.clear()
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Run the model on `tokens`, which follow the session's history.

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 from threading import RLock
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from ostinato.delegate import ClosedError, InputError
 from ostinato.delegate.artifact.records import Growth, StateKind
 from ostinato.delegate.errors import CapacityError, OptionError
 from ostinato.delegate.sampling_params import SamplingParams
+from ostinato.runner.model.batch import Run
 from ostinato.runner.model.model import Model, token_ids
 from ostinato.runner.model.steps import steps_of
 
@@ -42,6 +43,15 @@ def _in_turn(
             return operation(sessions, *arguments, **named)
 
     return run
+
+
+class _Part(NamedTuple):
+    """What a session has in a step. `tokens`: those that a prompt adds; None: a step from the token that the slot keeps."""
+
+    session: Session
+    state: SessionState
+    run: Run
+    tokens: Sequence[int] | None
 
 
 class Sessions:
@@ -97,24 +107,33 @@ class Sessions:
         return Session(self, self._take_slot(), SessionState(sampling_params=params, pages=self.pages.none()))
 
     @_in_turn
-    def step(self, sessions: Sequence[Session], more: bool = False) -> list[int]:
+    def step(
+        self, sessions: Sequence[Session], more: bool = False, prefill: Mapping[Session, Sequence[int]] | None = None
+    ) -> list[int]:
         """Return the next token of each session, in their order, and add it to the session's history.
 
         Args:
             sessions: sessions of this model, each listed once and with at least one token.
             more: whether the same sessions will step again. A GPU then begins the next step before the tokens of this step
                 are on the host.
+            prefill: session -> tokens, which are run as `Session.prefill` does, in the same step of the model as far as it
+                has room. A session may be one of `sessions`: then its token is the one after these tokens.
 
         Raises:
             InputError: a session is listed twice, is of another engine, has no token, or has max_seq_len tokens.
             CapacityError: too few pages are free; no session has advanced.
         """
         begin = time.perf_counter_ns()
-        if isinstance(sessions, Session) or any(getattr(session, "_owner", None) is not self for session in sessions):
+        prompts = prefill or {}
+        if isinstance(sessions, Session) or any(
+            getattr(one, "_owner", None) is not self for one in (*sessions, *prompts)
+        ):
             raise InputError("a step takes a list of sessions of this engine")
         if len(sessions) > 1 and len({session.slot for session in sessions}) < len(sessions):
             raise InputError("a session stands in the step twice")
         states = [session._open for session in sessions]
+        if prompts:
+            self._run([self._prompt(session, token_ids(tokens)) for session, tokens in prompts.items()], sessions)
         self._sample(sessions, 1)
         if more and self.steps.goes_ahead:
             longest = self._model.max_seq_len
@@ -122,6 +141,8 @@ class Sessions:
             with suppress(CapacityError):
                 self._sample([s for s, state in zip(sessions, states, strict=True) if state.seen < longest], 2)
         taken = [state.pending.popleft() for state in states]
+        for state in states:
+            state.logits = None
         self._host_ns += time.perf_counter_ns() - begin
         tokens = [pending.tokens()[number] for pending, number in taken]
         for state, token in zip(states, tokens, strict=True):
@@ -131,14 +152,7 @@ class Sessions:
     @_in_turn
     def prefill(self, session: Session, tokens: Sequence[int]) -> None:
         """See `Session.prefill`."""
-        tokens = token_ids(tokens)
-        state = session._open
-        first, fed = self._fed(session, state, tokens)
-        logits = self._model.prefill(fed, first, session.slot)
-        # The next graph overwrites the outputs of this one. Without graphs there is no copy: on a CPU it would start OpenMP's
-        # threads, which go on looking for work.
-        alone = not self._model.cuda_graph and logits.untyped_storage().nbytes() == logits.nbytes
-        self._saw(state, tokens, logits if alone else logits.clone())
+        self._run([self._prompt(session, token_ids(tokens))])
 
     @_in_turn
     def prefill_logits(self, session: Session, tokens: list[int]) -> torch.Tensor:
@@ -148,7 +162,7 @@ class Sessions:
             # The last token was sampled, or appended, and no step has followed.
             self.prefill(session, [])
         first, fed = self._fed(session, state, tokens)
-        logits = self._model.prefill_logits(fed, first, session.slot)
+        logits = self._model.step([Run(session.slot, fed, first, len(fed))]).logits
         self._saw(state, tokens, logits[-1].clone())
         return logits
 
@@ -165,12 +179,40 @@ class Sessions:
     def logits(self, session: Session) -> torch.Tensor:
         """See `Session.logits`."""
         state = session._open
-        if state.pending:
+        if state.pending and state.logits is None:
             raise InputError("a step with more=True has gone ahead: its logits are not kept. Step without it first")
         if state.logits is None:
             self.prefill(session, [])
         assert state.logits is not None
         return state.logits
+
+    def _prompt(self, session: Session, tokens: Sequence[int]) -> _Part:
+        """Reserve pages for the tokens of a prompt."""
+        state = session._open
+        first, fed = self._fed(session, state, tokens)
+        return _Part(session, state, Run(session.slot, fed, first), tokens)
+
+    def _run(self, prompts: Sequence[_Part], beside: Sequence[Session] = ()) -> None:
+        """Run prompts, and beside them a step of the sessions that need one, in as few steps of the model as have room."""
+        known = {part.session for part in prompts}
+        parts = [_Part(session, state, Run(session.slot), None) for session, state in self._waiting(beside, 1, known)]
+        for part in (*parts, *prompts):
+            self._write_params(part.session, part.state)
+        for together in packed([*parts, *prompts], self._model.max_rows):
+            if all(part.tokens is None for part in together):
+                self._launch([(part.session, part.state) for part in together])
+                continue
+            logits, tokens = self.steps.prompt([part.session for part in together], [part.run for part in together])
+            # The next graph overwrites the outputs of this one. Without graphs there is no copy: on a CPU it would start
+            # OpenMP's threads, which go on looking for work.
+            alone = not self._model.cuda_graph and logits.untyped_storage().nbytes() == logits[0].nbytes
+            for number, part in enumerate(together):
+                if part.tokens is None:
+                    part.state.seen += 1
+                else:
+                    self._saw(part.state, part.tokens, logits[number] if alone else logits[number].clone())
+                if tokens is not None:
+                    part.state.pending.append((tokens, number))
 
     def _fed(self, session: Session, state: SessionState, tokens: Sequence[int]) -> tuple[int, list[int]]:
         """Reserve pages for more tokens. Returns the position of the first token that the model has not seen, and all these
@@ -256,14 +298,28 @@ class Sessions:
 
     def _sample(self, sessions: Sequence[Session], count: int) -> None:
         """Sample until each session has `count` tokens that were not taken yet."""
+        rest = self._waiting(sessions, count)
+        for session, state in rest:
+            self._write_params(session, state)
+        max_rows = self._model.max_rows
+        for first in range(0, len(rest), max_rows):
+            self._launch(rest[first : first + max_rows])
+
+    def _waiting(
+        self, sessions: Sequence[Session], count: int, known: Collection[Session] = ()
+    ) -> list[tuple[Session, SessionState]]:
+        """Reserve pages for the sessions, but the known ones, that need a step to have `count` tokens that were not taken.
+
+        A session with the logits of its last token needs none: its token is sampled here.
+        """
         rest: list[tuple[Session, SessionState]] = []
         for session in sessions:
             state = session._open
-            if len(state.pending) >= count:
+            if len(state.pending) >= count or session in known:
                 continue
-            if state.logits is not None:
+            if state.logits is not None and not state.pending:
                 state.pending.append((self.steps.first(session, state.logits), 0))
-                state.logits, state.params_written = None, True
+                state.params_written = True
                 continue
             if not state.tokens:
                 raise InputError("the session has no token: prefill first")
@@ -272,16 +328,18 @@ class Sessions:
             rest.append((session, state))
         for session, state in rest:
             self._reserve(session, state, state.seen + 1)
-            if not state.params_written:
-                self.steps.write_sampling_params(session)
-                state.params_written = True
-        max_rows = self._model.max_rows
-        for first in range(0, len(rest), max_rows):
-            together = rest[first : first + max_rows]
-            pending = self.steps.launch([session for session, _ in together])
-            for number, (_, state) in enumerate(together):
-                state.seen += 1
-                state.pending.append((pending, number))
+        return rest
+
+    def _launch(self, together: Sequence[tuple[Session, SessionState]]) -> None:
+        pending = self.steps.launch([session for session, _ in together])
+        for number, (_, state) in enumerate(together):
+            state.seen += 1
+            state.pending.append((pending, number))
+
+    def _write_params(self, session: Session, state: SessionState) -> None:
+        if not state.params_written:
+            self.steps.write_sampling_params(session)
+            state.params_written = True
 
     def _reserve(self, session: Session, state: SessionState, end: int) -> None:
         if end > state.writable:
@@ -294,7 +352,8 @@ class Sessions:
         return SessionState(
             list(state.tokens),
             state.seen,
-            deque(state.pending),
+            # A token that is not taken yet is sampled anew where there are logits for it.
+            deque(state.pending if state.logits is None else ()),
             state.logits,
             state.sampling_params,
             # Without a seed the copy samples other tokens, so its parameters must be written.
@@ -325,6 +384,19 @@ class Sessions:
                 f"program with more, as in sessions={count + 1}"
             )
         return self._free.pop()
+
+
+def packed(parts: Sequence[_Part], max_rows: int) -> list[list[_Part]]:
+    """Divide runs into steps of up to `max_rows` rows, in their order; a run that is longer stands alone."""
+    steps: list[list[_Part]] = []
+    room = 0
+    for part in parts:
+        if not steps or part.run.rows > room:
+            steps.append([])
+            room = max_rows
+        steps[-1].append(part)
+        room -= part.run.rows
+    return steps
 
 
 def check_max_new_tokens(value: int) -> None:

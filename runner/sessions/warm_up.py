@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from ostinato.delegate.graphs.state_machine import Phase
+from ostinato.runner.model.batch import Run
 from ostinato.runner.model.buckets import known_buckets
 from ostinato.runner.model.model import Model
 
@@ -55,7 +56,6 @@ def warm_up(model: Model, sessions: Sessions, buckets: Sequence[int] | None = No
     if not model.cuda_graph:
         return WarmUp(())
 
-    names = list(model.method_stats)
     captured = []
     with sessions.open() as session:
         empty = session.snapshot()
@@ -72,12 +72,10 @@ def warm_up(model: Model, sessions: Sessions, buckets: Sequence[int] | None = No
         # The longest first: memory that it leaves free in the graphs' pool is used for the others.
         for bucket in sorted(chosen, reverse=True):
             captured.append(_capture(model, model.prompt_method(bucket), partial(prefill, bucket), bucket))
-        captured.append(_capture(model, names[-1], step, 1))
+        captured.append(_capture(model, model.step_method(1), step, 1))
         for bucket in reversed(model.row_buckets):
             # All rows are padding: no session's state changes.
-            captured.append(
-                _capture(model, model.step_method(bucket), partial(model.sample_next, [-1] * bucket), bucket)
-            )
+            captured.append(_capture(model, model.step_method(bucket), partial(model.step, [Run(-1)] * bucket), bucket))
     return WarmUp(tuple(one for one in captured if one is not None))
 
 

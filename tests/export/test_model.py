@@ -47,7 +47,7 @@ from .references import (
 
 STEPS = 4
 # A CPU that takes the reference kernels has no methods for rows.
-ROWS = ("rows", "rows_logits", "rows_hidden") if kernels_for("cpu").max_rows else ()
+ROWS = ("rows", "rows_hidden") if kernels_for("cpu").max_rows else ()
 
 
 @dataclass(frozen=True)

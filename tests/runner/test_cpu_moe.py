@@ -15,7 +15,7 @@ from ostinato.export import export_model
 from ostinato.runner import Engine
 from ostinato.runner.model.streamed import EACH_TOKEN, MIN_STREAMED_TOKENS, READING, streamed_experts
 
-from ..comparison import relative_error
+from ..comparison import logits_of, relative_error
 from ..conftest import CAPITALS, CAPITALS_LENGTH
 
 LAYERS = 4
@@ -60,8 +60,8 @@ def test_prompts_in_buckets_and_on_both_sides(artifact: Path, capitals_artifact:
         for length in (3, 16, 17, 32, MIN_STREAMED_TOKENS - 1, MIN_STREAMED_TOKENS, 100):
             tokens = torch.randint(60, (length,), generator=torch.Generator().manual_seed(length)).tolist()
             for _ in range(4):
-                found = engine.model.prefill(tokens)
-            assert relative_error(found, one.model.prefill(tokens)) < 1e-5, length
+                found = logits_of(engine.model, tokens)
+            assert relative_error(found, logits_of(one.model, tokens)) < 1e-5, length
         stats = engine.model.method_stats
         assert [plan["shapes"] for plan in stats["prefill"]["plans"]] == [
             [[1, rows], [rows], [rows]] for rows in (16, 32)
@@ -87,7 +87,7 @@ def test_the_shared_expert_is_queued_while_the_host_computes(artifact: Path, mon
 
     monkeypatch.setattr(MethodCode, "run_segment", watched)
     with Engine.load(artifact) as engine:
-        engine.model.prefill(list(range(5)))
+        logits_of(engine.model, list(range(5)))
     assert order == ["host", "device"] * LAYERS
 
 

@@ -15,6 +15,7 @@ from ostinato.delegate.artifact.records import Growth
 from ostinato.runner import Engine, SamplingParams
 from ostinato.runner import engine as engine_module
 
+from ..comparison import logits_of
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent, Stateless
 from .conftest import EOS, ForwardArtifact
 
@@ -162,7 +163,7 @@ def test_a_prompt_in_chunks_as_in_one(
     """A call takes 2 to 8 tokens. The lengths are around once, twice and three times 8."""
     prompt = [(7 * i + 2) % VOCAB for i in range(length)]
     with Engine.load(chunked_artifact, cuda_graph=graph) as chunked, Engine.load(recurrent_artifact) as whole:
-        torch.testing.assert_close(chunked.model.prefill(prompt), whole.model.prefill(prompt))
+        torch.testing.assert_close(logits_of(chunked.model, prompt), logits_of(whole.model, prompt))
         for name, tensor in whole.program.mutable_buffers.items():
             torch.testing.assert_close(chunked.program.mutable_buffers[name], tensor, msg=name)
         chunks = chunked.model.method_stats["prefill"]["runs"]
@@ -176,12 +177,12 @@ def test_a_prompt_in_chunks_as_in_one(
 def test_prefill_goes_on_from_a_position(chunked_artifact: Path, recurrent_artifact: Path) -> None:
     prompt = [(5 * i + 1) % VOCAB for i in range(20)]
     with Engine.load(chunked_artifact) as chunked, Engine.load(recurrent_artifact) as whole:
-        expected = whole.model.prefill(prompt)
+        expected = logits_of(whole.model, prompt)
         for cut in (1, 3, 8, 19):
-            chunked.model.prefill(prompt[:cut])
-            torch.testing.assert_close(chunked.model.prefill(prompt[cut:], cut), expected)
+            logits_of(chunked.model, prompt[:cut])
+            torch.testing.assert_close(logits_of(chunked.model, prompt[cut:], cut), expected)
         with pytest.raises(InputError, match="no token"):
-            chunked.model.prefill([])
+            logits_of(chunked.model, [])
 
 
 def test_end_of_sequence(engine: Engine) -> None:

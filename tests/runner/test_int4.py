@@ -18,7 +18,7 @@ from ostinato.delegate.artifact.names import META_QUANTIZATION
 from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.runner import Engine
 
-from ..comparison import relative_error
+from ..comparison import logits_of, relative_error
 from ..conftest import CAPITALS, ROOT
 from ..export.networks import of_group, with_room
 from ..test_bucket_logits import FLOAT32, differences
@@ -103,8 +103,8 @@ def test_logits_are_those_of_the_dequantised_model(int4_artifact: Path, eager: M
     model = eager(GROUP_SIZE)
     tokens = torch.randint(0, 1500, (20,), generator=torch.Generator().manual_seed(4)).tolist()
     with Engine.load(int4_artifact) as engine:
-        found = [engine.model.prefill(tokens[:15]).clone()]
-        found += [engine.model.decode_one_token(tokens[: t + 1]).clone() for t in range(15, 20)]
+        found = [logits_of(engine.model, tokens[:15]).clone()]
+        found += [logits_of(engine.model, tokens[t : t + 1], t).clone() for t in range(15, 20)]
         expected = [model(tokens[:15]), *(model(tokens[: t + 1]) for t in range(15, 20))]
         assert relative_error(torch.stack(found), torch.stack(expected)) < 6e-2
 
@@ -121,7 +121,7 @@ def test_bytes_cost_little_beside_four_bits(int4_artifact: Path, eager: Make) ->
     with Engine.load(int4_artifact) as engine:
 
         def ours(tokens: Sequence[int]) -> Tensor:
-            return engine.model.prefill(tokens).clone()
+            return logits_of(engine.model, tokens).clone()
 
         def error(logits: Callable[[Sequence[int]], Tensor], prompts: Sequence[Sequence[int]]) -> float:
             return relative_error(torch.stack([*map(logits, prompts)]), torch.stack([*map(exact, prompts)]))

@@ -278,7 +278,7 @@ def test_experts_of_mixed_formats(tmp_path: Path, device: str, on_host: int) -> 
     experts = [module for module in plain.modules() if isinstance(module, Experts)]
     for name, formats in MIXED_FORMATS.items():
         assert [one.formats[name] for one in experts] == formats
-    methods = ("prefill", "decode", "rows_logits", *["prefill_streamed"][: on_host > 0])
+    methods = ("prefill", "decode", "rows", *["prefill_streamed"][: on_host > 0])
     if device == "cuda":
         export_on_a_gpu(path, artifact, methods, max_seq_len=80, cpu_moe=on_host)
     else:
@@ -295,9 +295,7 @@ def test_experts_of_mixed_formats(tmp_path: Path, device: str, on_host: int) -> 
         found = errors([logits.cpu() for logits in converse(program, tokens, 60, GRAPH)], expected[59:])
         assert median(found) < 3e-2, found
         positions, slots = torch.arange(33), torch.zeros(33, dtype=torch.int64)
-        (logits,) = program.load_method("rows_logits").execute(
-            (tokens[0, :33].contiguous(), positions, slots, positions)
-        )
+        _, logits = program.load_method("rows").execute((tokens[0, :33].contiguous(), positions, slots, positions))
         found = errors(list(logits.cpu()), expected[:33])
         assert median(found) < 3e-2, found
         if on_host:

@@ -37,7 +37,7 @@ def test_state_of_a_model(capitals_checkpoint: Path, kernels: type[Kernels]) -> 
     moved = {"sampling.token", "sampling.position"}
     written = {"prefill": state, "decode": state, "sample": begun, "decode_sample": state | moved}
     if kernels.max_rows:
-        written |= {"rows": state | moved, "rows_logits": state, "rows_hidden": state}
+        written |= {"rows": state | moved, "rows_hidden": state}
     methods = language_model_methods(network)
     assert methods.keys() == written.keys()
     tables = {name for name, form in forms.items() if form.kind is StateKind.BLOCK_TABLE}
@@ -65,7 +65,7 @@ def test_prompts_and_rows_of_the_same_code(capitals_checkpoint: Path) -> None:
     network = build_network(config, 1024, torch.float32, kernels=kernels_for("cpu"))
     allocate_untouched(network)
     methods, known = language_model_methods(network), Known()
-    names = ("prefill", "rows_logits", "rows_hidden")
+    names = ("prefill", "rows", "rows_hidden")
     prompt, rows, hidden = (trace_method(name, methods[name], known=known).graphs for name in names)
     shared = {kind for kind, graph in prompt.items() if graph is rows.get(kind)}
     assert shared == {"linear_attention layer", "full_attention layer"}

@@ -115,8 +115,8 @@ class RowKernels(Kernels):
 
 
 @torch.no_grad()
-def call(model: LanguageModel, method: str, runs: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
-    """Return a rows method's output for the last row of each run. A run is (slot, first position, tokens); slot -1 is
+def call(model: LanguageModel, output: str, runs: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
+    """Return an output of the method `rows` for the last row of each run. A run is (slot, first position, tokens); slot -1 is
     padding."""
     values = {
         "tokens": torch.tensor([token for _, _, tokens in runs for token in tokens]),
@@ -127,10 +127,10 @@ def call(model: LanguageModel, method: str, runs: Sequence[tuple[int, int, Seque
     values["logits_indices"] = torch.tensor(
         [end - 1 for (slot, _, _), end in zip(runs, ends, strict=True) if slot >= 0]
     )
-    chain = language_model_methods(model)[method]
+    chain = language_model_methods(model)["rows"]
     for link in chain.links:
         link.run(values)
-    return values[chain.outputs[0]]
+    return values[output]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -150,18 +150,18 @@ def test_rows_of_several_sessions(reference: Get, case: str) -> None:
             (slot, seen[slot], prompts[slot][seen[slot] : seen[slot] + count]) for slot, count in counts.items()
         ]
         runs.insert(1, (-1, 3, (5, 6)))
-        found = call(model, "rows_logits", runs)
+        found = call(model, "logits", runs)
         seen |= {slot: seen[slot] + count for slot, count in counts.items()}
         check([*found], torch.stack([expected[slot][seen[slot] - 1] for slot in counts]), f"{case}, {counts} tokens")
     # Nothing was written to the state of the fourth session.
     assert all(tensor[3].isnan().all() for tensor in state)
     answers = {slot: prompts[slot][: seen[slot] + 1] for slot in prompts}
-    sampled = call(model, "rows", [(slot, seen[slot], tokens[-1:]) for slot, tokens in answers.items()])
+    sampled = call(model, "token", [(slot, seen[slot], tokens[-1:]) for slot, tokens in answers.items()])
     for _ in range(3):
         for tokens, token in zip(answers.values(), sampled.tolist(), strict=True):
             assert token == ref.logits(torch.tensor([tokens]))[-1].argmax()
             tokens.append(token)
-        sampled = call(model, "rows", [*((slot, -1, [-1]) for slot in answers), (-1, -1, [-1])])
+        sampled = call(model, "token", [*((slot, -1, [-1]) for slot in answers), (-1, -1, [-1])])
 
 
 def test_text_model_of_a_multimodal_dense_checkpoint(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import math
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from ostinato.delegate import load_program
 from ostinato.delegate.graphs.recorders import HostGraphRecorder
 from ostinato.runner.bench.report import Reads
 from ostinato.runner.cli import main
-from ostinato.runner.model.model import Model
+from ostinato.runner.model.steps import HostSteps, PendingTokens, Stepped
 
 from ...conftest import CAPITALS_LENGTH
 from ...modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent, recurrent_methods
@@ -74,14 +74,15 @@ def test_each_repetition_starts_from_the_state_at_its_depth(
     """Every token that was decoded is the one that the plain module gives."""
     # For each answer: the number of tokens before it, and the list to which its steps append.
     runs: list[tuple[int, list[int]]] = []
-    decode = Model.decode_one_token
+    launch = HostSteps.launch
 
-    def spy(model: Model, tokens: list[int], slot: int) -> torch.Tensor:
+    def spy(steps: HostSteps, sessions: Sequence[Stepped]) -> PendingTokens:
+        tokens = sessions[0].tokens
         if not runs or runs[-1][1] is not tokens:
             runs.append((len(tokens) - 1, tokens))
-        return decode(model, tokens, slot)
+        return launch(steps, sessions)
 
-    monkeypatch.setattr(Model, "decode_one_token", spy)
+    monkeypatch.setattr(HostSteps, "launch", spy)
     bench(request.getfixturevalue(artifact), "-p", 12, "-n", 7, "-d", "0,12,5,1", "-r", 3)
     long = [(tokens[:held], tokens[held:]) for held, tokens in runs if len(tokens) - held == 8]
     depths = [0, 12, 5, 1]

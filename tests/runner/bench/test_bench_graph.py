@@ -68,8 +68,8 @@ def test_without_a_cuda_graph_no_kernels_are_said(bench: Bench, recurrent_artifa
 def test_a_failed_capture_of_any_method_that_takes_prompts_is_said() -> None:
     well, failed = ({"fallbacks": count, "fallback_reason": f"reason {count}"} for count in (0, 1))
     for methods, reasons in (
-        ({"prefill": well, "rows_logits": failed, "decode_sample": well}, ("reason 1", None)),
-        ({"prefill": well, "rows_logits": well, "decode_sample": failed}, (None, "reason 1")),
+        ({"prefill": well, "rows": failed, "decode_sample": well}, ("reason 1", None)),
+        ({"prefill": well, "rows": well, "decode_sample": failed}, (None, "reason 1")),
         ({"forward": failed}, ("reason 1", "reason 1")),
         ({}, (None, None)),
     ):

@@ -17,10 +17,10 @@ from ostinato.delegate import CapacityError, InputError, OptionError, StateKind
 from ostinato.delegate.graphs.recorders import Graph, HostGraphRecorder, Work
 from ostinato.runner import Engine
 from ostinato.runner.cli import main
+from ostinato.runner.model.batch import BatchInputs, Run
 from ostinato.runner.model.buckets import bucket_of
-from ostinato.runner.model.prompt_inputs import PromptInputs
 
-from ...comparison import relative_error
+from ...comparison import logits_of, relative_error
 from ...conftest import CAPITALS, CAPITALS_LENGTH, Fails
 
 BUCKETS = (4, 8, 32)
@@ -50,23 +50,28 @@ def engine(capitals_artifact: Path) -> Iterator[Engine]:
 
 def prefill(engine: Engine, tokens: list[int], begin: int, end: int) -> Tensor:
     """Return a copy of the logits: a bucket's logits lie in its graph's output."""
-    return engine.model.prefill(tokens[begin:end], begin).clone()
+    return logits_of(engine.model, tokens[begin:end], begin).clone()
 
 
-def test_inputs() -> None:
-    inputs = PromptInputs(5)
-    found = [tensor.tolist() for tensor in inputs.filled([5, 6, 7], 10, 3)]
+def test_inputs_of_a_prompt() -> None:
+    inputs = BatchInputs(5)
+    found = [tensor.tolist() for tensor in inputs.filled([Run(3, [5, 6, 7], 10)])]
     assert found == [[[5, 6, 7, 7, 7]], [10, 11, 12, 12, 12], [3, 3, 3, -1, -1]]
-    found = [tensor.tolist() for tensor in inputs.filled([1, 2, 3, 4, 5], 0, 0)]
+    found = [tensor.tolist() for tensor in inputs.filled([Run(0, [1, 2, 3, 4, 5], 0)])]
     assert found == [[[1, 2, 3, 4, 5]], [0, 1, 2, 3, 4], [0] * 5]
 
 
-def test_inputs_by_row() -> None:
-    inputs = PromptInputs(9, by_row=True)
-    first = inputs.filled(list(range(9)), 7, 1)
-    assert [tensor.tolist() for tensor in first] == [list(range(9)), list(range(7, 16)), [1] * 9, [8]]
-    again = inputs.filled([5, 6], 10, 2)
-    assert [tensor.tolist() for tensor in again] == [[5] + [6] * 8, [10] + [11] * 8, [2] * 2 + [-1] * 7, [1]]
+def test_inputs_of_a_batch() -> None:
+    inputs = BatchInputs(9, outputs=3)
+    first = inputs.filled([Run(2), Run(1, [8, 9], 7, outputs=0), Run(0, [3, 4, 5], 0, outputs=2)])
+    assert [tensor.tolist() for tensor in first] == [
+        [-1, 8, 9, 3, 4, 5, 5, 5, 5],
+        [-1, 7, 8, 0, 1, 2, 2, 2, 2],
+        [2, 1, 1, 0, 0, 0, -1, -1, -1],
+        [0, 4, 5],
+    ]
+    again = inputs.filled([Run(2, [5, 6], 10, outputs=0)])
+    assert [tensor.tolist() for tensor in again] == [[5] + [6] * 8, [10] + [11] * 8, [2] * 2 + [-1] * 7, [1] * 3]
     assert [one.data_ptr() for one in again] == [one.data_ptr() for one in first]
 
 
@@ -81,9 +86,9 @@ def test_every_length(engine: Engine, tokens: list[int], expected: Tensor) -> No
         for length in range(1, LONGEST):
             error = relative_error(prefill(engine, tokens, 0, length), expected[length - 1])
             assert error < 1e-4, f"{length} tokens: {error}"
-    stats = engine.model.method_stats["prefill"]
+    stats = engine.model.method_stats[engine.model.prompt_method(BUCKETS[0])]
     assert stats["fallbacks"] == 0
-    assert {plan["shapes"][0][1] for plan in stats["plans"]} == set(BUCKETS)
+    assert {plan["shapes"][0][-1] for plan in stats["plans"]} == set(BUCKETS)
     assert stats["runs"] >= 3 * (LONGEST - 1 - BUCKETS[-1])
 
 
@@ -101,9 +106,9 @@ def test_values_out_of_range(engine: Engine, tokens: list[int]) -> None:
     )
     for inputs in wrong:
         with pytest.raises(InputError, match="values must lie in"):
-            engine.model.prefill(*inputs)
+            logits_of(engine.model, *inputs)
     with pytest.raises(InputError, match="values must lie in"):
-        engine.model.prefill(prompt[:1], 0, 99)
+        logits_of(engine.model, prompt[:1], 0, 99)
     assert torch.equal(prefill(engine, tokens, 0, len(prompt)), before)
 
 
@@ -137,10 +142,10 @@ def test_to_the_last_position(engine: Engine, tokens: list[int]) -> None:
     many = (tokens * 3)[:CAPITALS_LENGTH]
     with Engine.load(engine._folder) as plain:
         for last in (2, 3, 9, 31):
-            plain.model.prefill(many[:-last])
-            engine.model.prefill(many[:-last])
+            logits_of(plain.model, many[:-last])
+            logits_of(engine.model, many[:-last])
             first = len(many) - last
-            found, wanted = (one.model.prefill(many[first:], first) for one in (engine, plain))
+            found, wanted = (logits_of(one.model, many[first:], first) for one in (engine, plain))
             assert relative_error(found, wanted) < 1e-4
 
 
@@ -148,7 +153,7 @@ def test_warm_up(capitals_artifact: Path, tokens: list[int], expected: Tensor) -
     with Engine.load(capitals_artifact, cuda_graph=True, prefill_buckets=BUCKETS) as engine:
         some = engine.warm_up([8])
         assert [(one.method, one.rows, one.given_up) for one in some.captured] == [
-            ("prefill", 8, None),
+            (engine.model.prompt_method(8), 8, None),
             ("decode_sample", 1, None),
         ]
         capacity = engine.describe()["capacity"]
@@ -158,12 +163,12 @@ def test_warm_up(capitals_artifact: Path, tokens: list[int], expected: Tensor) -
         assert [one.rows for one in rest.captured] == [32, 4]
         assert engine.warm_up().captured == ()
         assert some.seconds > 0 and rest.pool_bytes == 0
-        described = engine.describe()
+        described, prompts = engine.describe(), engine.model.prompt_method(8)
         assert described["prefill_buckets"] == list(BUCKETS)
-        assert len(described["methods"]["prefill"]["plans"]) == len(BUCKETS)
-        before = described["methods"]["prefill"]["replays"]
+        assert len(described["methods"][prompts]["plans"]) == len(BUCKETS)
+        before = described["methods"][prompts]["replays"]
         assert relative_error(prefill(engine, tokens, 0, 7), expected[6]) < 1e-4
-        assert engine.model.method_stats["prefill"]["replays"] == before + 1
+        assert engine.model.method_stats[engine.model.prompt_method(BUCKETS[0])]["replays"] == before + 1
         with pytest.raises(InputError, match=re.escape("unknown prefill bucket 20; the model's are: 4, 8, 32")):
             engine.warm_up([8, 20])
 
@@ -177,7 +182,7 @@ def test_warm_up_beside_sessions(capitals_artifact: Path, tokens: list[int]) -> 
         sampled = engine.step([session])
         rows = engine.model.step_method(2)
         assert [(one.method, one.rows, one.given_up) for one in engine.warm_up().captured] == [
-            ("prefill", 8, None),
+            (engine.model.prompt_method(8), 8, None),
             ("decode_sample", 1, None),
             (rows, 2, None),
         ]
@@ -201,8 +206,9 @@ def test_steps_of_several_sessions(capitals_artifact: Path, tokens: list[int]) -
                 engine.step(sessions[:count])
         stats = engine.model.method_stats[engine.model.step_method(4)]
         assert [plan["shapes"][0] for plan in stats["plans"]] == [[2], [4]]
-        # 3 and 4 sessions make six steps with the graph of 4. Steps of 5 sessions have no graph.
-        assert (stats["warmups"], stats["captures"], stats["replays"], stats["runs"]) == (2, 2, 1 + 4, 3)
+        # 3 and 4 sessions make six steps with the graph of 4. Steps of 5 sessions have no graph, nor have the prompts.
+        prompts = 5 if engine.model.prompt_method(9) == engine.model.step_method(4) else 0
+        assert (stats["warmups"], stats["captures"], stats["replays"], stats["runs"]) == (2, 2, 1 + 4, prompts + 3)
 
 
 def test_a_bucket_that_cannot_be_captured(
@@ -224,9 +230,9 @@ def test_a_bucket_that_cannot_be_captured(
         assert [(one.rows, one.given_up is None) for one in first.captured] == [(16, False), (8, True), (1, True)]
         assert "ran out of memory while capturing a graph" in (first.captured[0].given_up or "")
         assert engine.model.prefill_buckets == (8,) and engine.warm_up().captured == ()
-        runs = engine.model.method_stats["prefill"]["runs"]
+        runs = engine.model.method_stats[engine.model.prompt_method(BUCKETS[0])]["runs"]
         assert relative_error(prefill(engine, tokens, 0, 13), expected[12]) < 1e-4
-        assert engine.model.method_stats["prefill"]["runs"] == runs + 1
+        assert engine.model.method_stats[engine.model.prompt_method(BUCKETS[0])]["runs"] == runs + 1
 
 
 def test_bench(capitals_artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,8 +240,9 @@ def test_bench(capitals_artifact: Path, capsys: pytest.CaptureFixture[str]) -> N
     words = ["-p", "6,30", "-n", "1", "-d", "0", "-r", "2", "--prefill-buckets", "8", "--output", "json"]
     assert main(["bench", str(capitals_artifact), *words]) == 0
     rows = json.loads(capsys.readouterr().out)
-    stats = next(row for row in rows if row["cuda_graph"])["methods"]["prefill"]
-    assert [plan["shapes"][0] for plan in stats["plans"]] == [[1, 8]]
+    methods = next(row for row in rows if row["cuda_graph"])["methods"]
+    stats = methods.get("rows") or methods["prefill"]
+    assert [plan["shapes"][0][-1] for plan in stats["plans"]] == [8]
     # The prompt of 6 tokens runs 2 times in the first answer, 4 times as warm-up and 2 times timed; that of 30 runs once
     # untimed.
     assert (stats["warmups"], stats["captures"], stats["replays"], stats["runs"]) == (3, 1, 4, 3)
@@ -251,7 +258,7 @@ def test_answers_are_the_same(capitals_artifact: Path) -> None:
     with Engine.load(capitals_artifact, cuda_graph=True, warmup_steps=1, prefill_buckets=(64,)) as engine:
         for _ in range(3):
             assert "".join(engine.generate("What is the capital of France?")) == "Paris"
-        assert engine.model.method_stats["prefill"]["replays"] == 1
+        assert engine.model.method_stats[engine.model.prompt_method(BUCKETS[0])]["replays"] == 1
 
 
 def test_a_cpu_has_none_by_default(capitals_artifact: Path) -> None:

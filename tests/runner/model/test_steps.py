@@ -11,6 +11,7 @@ import torch
 from ostinato.delegate import ArtifactError, Program, StateKind, load_program
 from ostinato.delegate.sampling import sample
 from ostinato.runner import Engine, SamplingParams
+from ostinato.runner.model.batch import Outputs, Run
 from ostinato.runner.model.model import Model
 from ostinato.runner.model.steps import DeviceSteps, HostSteps
 from ostinato.runner.sessions.session import Session
@@ -103,16 +104,13 @@ def test_host_and_device_keep_the_same_ties(capitals_artifact: Path) -> None:
 class FixedLogits:
     """Stands in for the `Model` of a program that gives logits, with the same logits for each token."""
 
-    samplers, has_state, cuda_graph, max_seq_len, max_rows = None, True, False, 1000, 1
+    samples, has_state, cuda_graph, max_seq_len, max_rows = False, True, False, 1000, 1
 
     def __init__(self, program: Program, logits: torch.Tensor) -> None:
         self.program, self._logits = program, logits
 
-    def prefill(self, tokens: list[int], position: int, slot: int) -> torch.Tensor:
-        return self._logits
-
-    def decode_one_token(self, tokens: list[int], slot: int) -> torch.Tensor:
-        return self._logits
+    def step(self, runs: list[Run]) -> Outputs:
+        return Outputs(self._logits[None], None)
 
 
 def test_the_host_keeps_ties_and_moves_on(recurrent_artifact: Path) -> None:
@@ -138,9 +136,9 @@ def test_a_program_that_samples_without_its_state(capitals_artifact: Path, monke
     monkeypatch.setattr(Program, "buffers_of", all_but_the_seed)
     with load_program(capitals_artifact) as program:
         model = Model(program, cuda_graph=False)
-        assert model.samplers is not None
+        assert model.samples
         with pytest.raises(ArtifactError, match="lacks the state for it: seed"):
-            DeviceSteps(model, model.samplers)
+            DeviceSteps(model)
 
 
 @pytest.mark.parametrize("graph", [False, True])

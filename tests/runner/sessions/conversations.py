@@ -97,6 +97,37 @@ class Conversations(RuleBasedStateMachine):
                 session.tokens.append(token)
 
     @precondition(lambda self: self.sessions)
+    @rule(
+        chosen=st.sets(st.integers(0, SESSIONS - 1)),
+        lengths=st.dictionaries(st.integers(0, SESSIONS - 1), st.integers(1, 70), min_size=1),
+        first=st.integers(0, 1499),
+        more=st.booleans(),
+    )
+    def step_beside_prompts(self, chosen: set[int], lengths: dict[int, int], first: int, more: bool) -> None:
+        """Some sessions step, some get tokens, and some both, in one step of the model."""
+        prompts = {place: [(first + 13 * n) % 1500 for n in range(count)] for place, count in lengths.items()}
+        prompts = {
+            place: tokens
+            for place, tokens in prompts.items()
+            if place < len(self.sessions) and len(self.sessions[place].tokens) + len(tokens) < CAPITALS_LENGTH - 1
+        }
+        stepping = [
+            session
+            for place, session in enumerate(self.sessions)
+            if place in chosen and (place in prompts or session.tokens) and len(session.tokens) + 1 < CAPITALS_LENGTH
+        ]
+        given = {self.sessions[place].it: tokens for place, tokens in prompts.items()}
+        try:
+            found = self.engine.step([session.it for session in stepping], more, given)
+        except CapacityError:
+            return
+        for place, tokens in prompts.items():
+            self.sessions[place].tokens += tokens
+        assert found == [self.greedy(session.tokens) for session in stepping]
+        for session, token in zip(stepping, found, strict=True):
+            session.tokens.append(token)
+
+    @precondition(lambda self: self.sessions)
     @rule(which=st.integers(0))
     def fork(self, which: int) -> None:
         session = self.sessions[which % len(self.sessions)]
