@@ -63,11 +63,10 @@ def test_prompts_in_buckets_and_on_both_sides(artifact: Path, capitals_artifact:
                 found = logits_of(engine.model, tokens)
             assert relative_error(found, logits_of(one.model, tokens)) < 1e-5, length
         stats = engine.model.method_stats
-        assert [plan["shapes"] for plan in stats["prefill"]["plans"]] == [
-            [[1, rows], [rows], [rows]] for rows in (16, 32)
-        ]
+        short = stats[engine.model.prompt_method(16)]
+        assert [plan["shapes"][1] for plan in short["plans"]] == [[rows] for rows in (16, 32)]
         # Prompts that neither fit a bucket nor are long.
-        assert (stats["prefill"]["runs"], stats["prefill_streamed"]["runs"]) == (4, 8)
+        assert (short["runs"], stats["prefill_streamed"]["runs"]) == (4, 8)
 
 
 def test_the_shared_expert_is_queued_while_the_host_computes(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def test_it_still_says_paris(int4_artifact: Path, graph: bool) -> None:
         assert "".join(answer) == "Paris"
         # The rendered question is longer than one chunk.
         assert answer.result.prompt_tokens > 16
-        assert answer.result.methods["prefill"]["runs"] == 2
+        assert answer.result.methods[engine.model.prompt_method(16)]["runs"] == 2
 
 
 def test_a_refused_prompt_moves_nothing(int4_artifact: Path) -> None:
