@@ -51,10 +51,6 @@ class BatchSpec:
         """Number of sessions in the largest batch."""
         return max(self.batches)
 
-    def kv_tokens(self, sessions: int, page_size: int) -> int:
-        """Positions that `sessions` sessions need, in whole pages for each."""
-        return sessions * -(-self.positions // page_size) * page_size
-
     @property
     def positions(self) -> int:
         """Positions that one session needs."""
@@ -94,11 +90,11 @@ class BatchMeasurement:
         return statistics.median(self.answer_ns) / self.answer / 1e6
 
 
-def check_length(spec: BatchSpec, max_seq_len: int) -> None:
-    """Raises OptionError: prompt and answer do not fit into max_seq_len."""
-    if spec.positions > max_seq_len:
+def check_length(positions: int, max_seq_len: int) -> None:
+    """Raises OptionError: the tokens of a session do not fit into max_seq_len."""
+    if positions > max_seq_len:
         raise OptionError(
-            f"a session would have {spec.positions} tokens, max_seq_len is {max_seq_len}: ask for less, or export with a "
+            f"a session would have {positions} tokens, max_seq_len is {max_seq_len}: ask for less, or export with a "
             "larger --max-seq-len"
         )
 

@@ -5,7 +5,8 @@ The figures do not include loading, warm-up, capture and filling the state. The 
 each repetition, not for each token.
 
 With --batch, several sessions step together instead, as in llama-batched-bench: all start at once with a prompt of -p
-tokens, and decode -n tokens each.
+tokens, and decode -n tokens each. With --mixed 32+224, a step of 32 sessions with -p tokens each is timed, a prompt of 224
+tokens, and both in one step.
 
 stdout gets the table (or another --output); progress, notes and errors go to stderr.
 Exit status: 0 done, 2 an error in the arguments or the files, 130 interrupted.
@@ -50,6 +51,7 @@ from ostinato.runner.bench.bench import (
     with_kv_tokens,
 )
 from ostinato.runner.bench.device import copy_speed, device_memory, device_name
+from ostinato.runner.bench.mixed_bench import MixedMeasurement, MixedSpec, measure_mixed, render_mixed
 from ostinato.runner.bench.plot import check_plot, check_writable, draw
 from ostinato.runner.bench.report import FORMATS, Reads, Report, Subject, render
 from ostinato.runner.model.buckets import PREFILL_BUCKETS, choose_prefill_buckets
@@ -103,6 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="numbers of sessions that step together, separated by commas; -p and -n are one number then (default: 128 each)",
     )
+    parser.add_argument(
+        "--mixed",
+        action="append",
+        metavar="S+P,S+P",
+        help="numbers of sessions and of tokens of a prompt that rides in their step; -p is one number then (default: 128)",
+    )
     add_load_options(parser)
     parser.add_argument(
         "-o", "--output", choices=FORMATS, default="table", help="what to print; json has every sample (default: table)"
@@ -117,6 +125,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.mixed is not None:
+        return _main_of_mixed(arguments)
     if arguments.batch is not None:
         return _main_of_batches(arguments)
     modes = arguments.cuda_graph
@@ -149,11 +159,11 @@ def _main_of_batches(arguments: argparse.Namespace) -> int:
         raise OptionError("with --batch, -p and -n take one number each, and there is no -d")
     modes, buckets = arguments.cuda_graph, _buckets(arguments)
     spec = BatchSpec(tuple(sorted(set(batches))), prompts[0], answers[0], arguments.repetitions)
-    capacity = _room_for(spec, arguments)
+    capacity = _room_for("--batch", spec.max_batch, spec.positions, arguments)
     _check_files(arguments)
     with load_program(arguments.artifact, **asdict(capacity)) as program:
         max_seq_len, vocabulary = sizes_of(program)
-        check_length(spec, max_seq_len)
+        check_length(spec.positions, max_seq_len)
         choose_prefill_buckets(buckets, program, method_names(program)[0], True in modes)
         _note_of_graphs(program, modes)
         rows: list[BatchMeasurement] = []
@@ -172,18 +182,45 @@ def _main_of_batches(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _room_for(spec: BatchSpec, arguments: argparse.Namespace) -> CapacityOptions:
-    """Return the capacity that the caller asks for. By default it is what the largest batch needs.
+def _main_of_mixed(arguments: argparse.Namespace) -> int:
+    words = ",".join(arguments.mixed).split(",")
+    pairs = [_sizes("--mixed", [word.replace("+", ",")]) or [] for word in words]
+    depths = _sizes("-p", arguments.n_prompt) or [128]
+    if any(len(pair) != 2 for pair in pairs) or len(depths) != 1 or arguments.n_depth or arguments.plot:
+        raise OptionError(
+            "--mixed takes pairs such as 32+224; with it -p takes one number, and there is no -d or --plot"
+        )
+    modes, buckets = arguments.cuda_graph, _buckets(arguments)
+    spec = MixedSpec(tuple((pair[0], pair[1]) for pair in pairs), depths[0], arguments.repetitions)
+    capacity = _room_for("--mixed", spec.sessions, spec.positions, arguments)
+    _check_files(arguments)
+    with load_program(arguments.artifact, **asdict(capacity)) as program:
+        max_seq_len, vocabulary = sizes_of(program)
+        check_length(spec.positions, max_seq_len)
+        _note_of_graphs(program, modes)
+        rows: list[MixedMeasurement] = []
+        for cuda_graph in modes:
+            model = Model(program, cuda_graph, prefill_buckets=buckets if cuda_graph else None)
+            rows += measure_mixed(model, spec, vocabulary, _say)
+        rows.sort(key=lambda row: (row.sessions, row.prompt, row.cuda_graph))
+        print(render_mixed(program, rows, spec.depth, arguments.output))
+        if arguments.save:
+            arguments.save.write_text(render_mixed(program, rows, spec.depth, "json") + "\n")
+    return 0
+
+
+def _room_for(option: str, wanted: int, positions: int, arguments: argparse.Namespace) -> CapacityOptions:
+    """Return the capacity that the caller asks for. By default it is what `wanted` sessions of `positions` tokens need.
 
     Raises:
-        OptionError: a value that is not a number, or is out of range; fewer sessions than the largest batch has.
+        OptionError: a value that is not a number, or is out of range; fewer sessions than wanted.
     """
     capacity = capacity_of(arguments)
-    sessions = spec.max_batch if capacity.sessions is None else capacity.sessions
-    if sessions < spec.max_batch:
-        raise OptionError(f"--batch {spec.max_batch} needs as many sessions, got --sessions {sessions}")
+    sessions = wanted if capacity.sessions is None else capacity.sessions
+    if sessions < wanted:
+        raise OptionError(f"{option} needs {wanted} sessions, got --sessions {sessions}")
     page_size = int(metadata_of(arguments.artifact).get(META_PAGE_SIZE, 1))
-    return with_kv_tokens(replace(capacity, sessions=sessions), spec.kv_tokens(sessions, page_size))
+    return with_kv_tokens(replace(capacity, sessions=sessions), sessions * -(-positions // page_size) * page_size)
 
 
 def _buckets(arguments: argparse.Namespace) -> list[int] | None:

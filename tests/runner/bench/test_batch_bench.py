@@ -180,7 +180,7 @@ def test_save_and_plot(bench: Bench, capitals_artifact: Path, tmp_path: Path) ->
             ["--batch", "2", "-p", "246", "-n", "5"],
             f"a session would have 252 tokens, max_seq_len is {CAPITALS_LENGTH}: ask for less, or export with a larger",
         ),
-        (["--batch", "1,2", "--sessions", "1"], "--batch 2 needs as many sessions, got --sessions 1"),
+        (["--batch", "1,2", "--sessions", "1"], "--batch needs 2 sessions, got --sessions 1"),
         (["--batch", "2", "--kv-tokens", "0"], "kv_tokens must be an integer of 1 or more, got 0"),
         (["--batch", "2", "-p", "5", "-n", "4", "--kv-tokens", "64"], "2 sessions need a page of 64 positions each"),
         # Both have 128 tokens by default.
