@@ -86,7 +86,7 @@ class Model:
         self._captured: set[int] = set()
         # Inputs by number of rows and of outputs.
         self._kept_inputs: dict[tuple[int, int], BatchInputs] = {}
-        # Name of a method -> slots of its last step, if all its runs were tokens that the slots keep.
+        # Name of a method -> slots of its last call, if all its runs were tokens that the slots keep.
         self._held: dict[str, list[int]] = {}
         self._prefill_name = prefill
         names = program.method_names
@@ -262,6 +262,7 @@ class Model:
             return _last_logits(method, (*BatchInputs(count).filled([run]), streamed))
         rows = bucket or count
         method = _for_rows(self._rows, rows) or self._method(self._prefill_name)
+        self._held.pop(method.name, None)
         if method in self._rows:
             outputs = _sampled(
                 method, self._inputs(rows, max(run.outputs, 1), graph).filled([run]), graph, checked=True
@@ -297,6 +298,7 @@ class Model:
         method = _for_rows(self._rows, rows)
         if method is None:
             raise InputError(f"the runs of a step have up to {self.max_rows} rows together, got {rows}")
+        self._held.pop(method.name, None)
         inputs = self._inputs(rows, max(outputs, 1), bucket is not None).filled(runs)
         return _sampled(method, inputs, bucket is not None, checked=True)
 

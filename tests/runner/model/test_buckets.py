@@ -211,6 +211,28 @@ def test_steps_of_several_sessions(capitals_artifact: Path, tokens: list[int]) -
         assert (stats["warmups"], stats["captures"], stats["replays"], stats["runs"]) == (2, 2, 1 + 4, prompts + 3)
 
 
+def test_a_prompt_between_equal_steps(capitals_artifact: Path, tokens: list[int]) -> None:
+    """Steps and prompts have plans of one method. A prompt between two steps of the same sessions changes neither."""
+    answers = []
+    for between in (False, True):
+        with Engine.load(
+            capitals_artifact, cuda_graph=True, warmup_steps=1, sessions=3, row_buckets=(2,), prefill_buckets=(8,)
+        ) as engine:
+            sessions = [engine.open_session() for _ in range(2)]
+            for place, session in enumerate(sessions):
+                session.prefill(tokens[place : place + 9])
+            found = []
+            for turn in range(12):
+                found += [engine.step(sessions), engine.step(sessions)]
+                prompt = tokens[: 7 + turn % 2] if between else []
+                with engine.open_session() as other:
+                    if prompt and turn < 8:
+                        other.prefill(prompt)
+                    found.append(engine.step(sessions, prefill={other: prompt[:2]} if prompt and turn > 4 else None))
+            answers.append(found)
+    assert answers[0] == answers[1]
+
+
 def test_a_bucket_that_cannot_be_captured(
     capitals_artifact: Path, tokens: list[int], expected: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
