@@ -9,7 +9,7 @@ An artifact is a folder::
 
 from __future__ import annotations
 
-FORMAT_VERSION = 13
+FORMAT_VERSION = 14
 
 PROGRAM_FILE = "model.pte"
 CONSTANTS_FILE = "model.ptd"
