@@ -292,7 +292,7 @@ class Model:
             if run.tokens is not None:
                 self._check(run)
         rows, outputs = sum(run.rows for run in runs), sum(run.outputs for run in runs)
-        bucket = bucket_of(self.prefill_buckets, rows)
+        bucket = bucket_of([bucket for bucket in self.prefill_buckets if bucket <= self.max_rows], rows)
         if bucket is not None:
             rows, outputs = bucket, bucket_of(OUTPUT_BUCKETS, outputs) or bucket
         method = _for_rows(self._rows, rows)
