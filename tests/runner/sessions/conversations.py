@@ -105,16 +105,16 @@ class Conversations(RuleBasedStateMachine):
     )
     def step_beside_prompts(self, chosen: set[int], lengths: dict[int, int], first: int, more: bool) -> None:
         """Some sessions step, some get tokens, and some both, in one step of the model."""
-        prompts = {place: [(first + 13 * n) % 1500 for n in range(count)] for place, count in lengths.items()}
+        prompts = {place: [(first + 13 * n) % self.vocab for n in range(count)] for place, count in lengths.items()}
         prompts = {
             place: tokens
             for place, tokens in prompts.items()
-            if place < len(self.sessions) and len(self.sessions[place].tokens) + len(tokens) < CAPITALS_LENGTH - 1
+            if place < len(self.sessions) and len(self.sessions[place].tokens) + len(tokens) < self.max_seq_len - 1
         }
         stepping = [
             session
             for place, session in enumerate(self.sessions)
-            if place in chosen and (place in prompts or session.tokens) and len(session.tokens) + 1 < CAPITALS_LENGTH
+            if place in chosen and (place in prompts or session.tokens) and len(session.tokens) + 1 < self.max_seq_len
         ]
         given = {self.sessions[place].it: tokens for place, tokens in prompts.items()}
         try:
