@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
 MIN_TEMPERATURE = 1e-30
 # More than any vocabulary has, and no more than the tensor's dtype holds.
 MAX_TOP_K = 2**31 - 1
+# Ranges of OpenAI's interface; vLLM has the same, but for the biases.
+MAX_PENALTY, MAX_BIAS, MAX_LOGPROBS = 2.0, 100.0, 20
+# The largest float32, and the smallest normal one.
+MAX_FLOAT32, TINY_FLOAT32 = (2 - 2.0**-23) * 2.0**127, 2.0**-126
 
 
 def _option(default: Any, metavar: str, text: str) -> Any:
@@ -25,7 +31,9 @@ def _option(default: Any, metavar: str, text: str) -> Any:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of sampling. Every field is also an option of `ostinato run`.
+    """Parameters of sampling, with the names that vLLM gives them. Every field is also an option of `ostinato run`.
+
+    An output is a token that was sampled, or appended, since the session's last prompt. All tokens before are the prompt.
 
     Attributes:
         temperature: divisor of the logits; 0, or less than MIN_TEMPERATURE, takes the most likely token.
@@ -35,6 +43,14 @@ class SamplingParams:
         seed: start of the noise: the same seed samples the same tokens from the same logits. None: a new seed each time.
         min_p: smallest probability to keep, as a share of the most likely token's, at this temperature. It applies to the
             tokens that top_k and top_p keep. 0 keeps all.
+        repetition_penalty: divisor of positive logits, and factor of others, of all tokens in prompt and output; more than 0.
+        presence_penalty: subtracted from the logits of all tokens in the output; -2 to 2.
+        frequency_penalty: the same, times the number of times that the token stands in the output.
+        logit_bias: token -> number that is added to its logit, -100 to 100, before the penalties.
+        min_tokens: number of outputs before a token can end the answer.
+        stop_token_ids: tokens that end an answer beside the model's own.
+        logprobs: number of most likely tokens whose log-probabilities are given with each output, and with its own: 0 to 20.
+            They come from the logits as the model gives them. None: none.
 
     Raises:
         OptionError: a value out of range.
@@ -46,8 +62,25 @@ class SamplingParams:
     seed: int | None = _option(None, "N", "sample the same tokens again")
     min_p: float = _option(0.0, "P", "keep tokens at least P times as likely as the most likely one; 0 (default): all")
 
+    repetition_penalty: float = _option(
+        1.0, "R", "divide the logits of tokens that were there before; 1 (default): off"
+    )
+    presence_penalty: float = _option(0.0, "P", "subtract from the logits of tokens in the answer; 0 (default): off")
+    frequency_penalty: float = _option(0.0, "P", "the same for each time that the token is there; 0 (default): off")
+    logit_bias: Mapping[int, float] | None = field(
+        default=None, hash=False, metadata={"metavar": "JSON", "help": "add to the logits of tokens: '{\"42\": -100}'"}
+    )
+    min_tokens: int = _option(0, "N", "end the answer after N tokens at the earliest")
+    stop_token_ids: Sequence[int] | None = _option(None, "N,N", "more tokens that end the answer")
+    logprobs: int | None = _option(
+        None, "N", "log-probabilities of each token and of the N most likely ones, with --json"
+    )
+
     def __post_init__(self) -> None:
+        self._check_mappings()
         for item in fields(self):
+            if item.name in ("logit_bias", "stop_token_ids"):
+                continue
             value, kind = getattr(self, item.name), Real if isinstance(item.default, float) else Integral
             if not isinstance(value, kind) and not (value is None and item.default is None):
                 what = "a number" if kind is Real else "a whole number"
@@ -62,31 +95,73 @@ class SamplingParams:
             raise OptionError(f"seed must be 0 to 2**64 - 1, got {self.seed}")
         if not 0 <= self.min_p <= 1:
             raise OptionError(f"min_p must be 0 (off) to 1, got {self.min_p}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise OptionError(f"repetition_penalty must be more than 0, 1 is off; got {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY:
+                raise OptionError(f"{name} must be -2 to 2, 0 is off; got {getattr(self, name)}")
+        if self.min_tokens < 0:
+            raise OptionError(f"min_tokens must be 0 (off) or more, got {self.min_tokens}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise OptionError(f"logprobs must be 0 to {MAX_LOGPROBS}, got {self.logprobs}")
 
-    def tensors(self) -> SamplingTensors:
-        """Return the parameters as inputs of a program, on the host. Without a seed, a random one is taken.
+    def _check_mappings(self) -> None:
+        """Check the parameters that are not a number. Token ids may be text, as they are in JSON."""
+        if self.logit_bias is not None:
+            try:
+                bias = {int(token): float(value) for token, value in self.logit_bias.items()}
+            except (AttributeError, TypeError, ValueError):
+                raise OptionError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}") from None
+            if not all(-MAX_BIAS <= value <= MAX_BIAS for value in bias.values()):
+                raise OptionError(f"logit_bias must be -100 to 100 for each token, got {self.logit_bias!r}")
+            object.__setattr__(self, "logit_bias", bias)
+        if self.stop_token_ids is not None:
+            try:
+                stops = tuple(operator.index(token) for token in self.stop_token_ids)
+            except TypeError:
+                raise OptionError(f"stop_token_ids must be token ids, got {self.stop_token_ids!r}") from None
+            object.__setattr__(self, "stop_token_ids", stops)
+
+    @property
+    def processes(self) -> bool:
+        """Whether logits are changed before a token is sampled from them."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.min_tokens
+        )
+
+    def numbers(self) -> dict[str, int | float]:
+        """The values of `SamplingTensors` by name. Without a seed, a random one is taken.
 
         Values that the tensors cannot hold become the nearest ones that mean the same.
         """
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return {
+            "temperature": 0.0 if self.temperature < MIN_TEMPERATURE else min(float(self.temperature), MAX_FLOAT32),
+            "top_k": min(int(self.top_k), MAX_TOP_K),
+            # A share of 0 would keep no token.
+            "top_p": max(float(self.top_p), TINY_FLOAT32),
+            # The same 64 bits as a signed number.
+            "seed": seed - (1 << 64) if seed >= 1 << 63 else seed,
+            "min_p": float(self.min_p),
+        }
+
+    def tensors(self) -> SamplingTensors:
+        """Return the parameters of sampling itself as tensors on the host, see `numbers`."""
         # Imported here: the command line reads the parameters first, and torch takes a second.
         import torch
 
-        float32 = torch.finfo(torch.float32)
-        seed = secrets.randbits(63) if self.seed is None else self.seed
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        values["temperature"] = 0.0 if self.temperature < MIN_TEMPERATURE else min(self.temperature, float32.max)
-        values["top_k"] = min(self.top_k, MAX_TOP_K)
-        # A share of 0 would keep no token.
-        values["top_p"] = max(self.top_p, float32.tiny)
-        # The same 64 bits as a signed number.
-        values["seed"] = seed - (1 << 64) if seed >= 1 << 63 else seed
-        # The dtype follows the field's default, not the value: `SamplingParams(temperature=1)` gives float32.
-        dtypes = {item.name: torch.float32 if isinstance(item.default, float) else torch.int64 for item in fields(self)}
-        return SamplingTensors(**{name: torch.tensor([value], dtype=dtypes[name]) for name, value in values.items()})
+        dtypes = {int: torch.int64, float: torch.float32}
+        return SamplingTensors(
+            **{name: torch.tensor([value], dtype=dtypes[type(value)]) for name, value in self.numbers().items()}
+        )
 
 
 class SamplingTensors(NamedTuple):
-    """The fields of `SamplingParams` as inputs of a program, [1] each: floats in float32, integers in int64."""
+    """The fields of `SamplingParams` that `sampling.sample` takes, [1] each: floats in float32, integers in int64."""
 
     temperature: Tensor
     top_k: Tensor

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ostinato.delegate.errors import OstinatoError as OstinatoError
     from ostinato.delegate.errors import StepError as StepError
     from ostinato.delegate.errors import TargetError as TargetError
+    from ostinato.delegate.logits_processing import TokenLogprobs as TokenLogprobs
     from ostinato.delegate.sampling_params import SamplingParams as SamplingParams
     from ostinato.delegate.sampling_params import SamplingTensors as SamplingTensors
     from ostinato.delegate.version import __version__ as __version__
@@ -43,6 +44,7 @@ else:
         {
             "ostinato.delegate.errors": "ArtifactError CapacityError ClosedError DeviceMemoryError InputError "
             "OptionError OstinatoError StepError TargetError",
+            "ostinato.delegate.logits_processing": "TokenLogprobs",
             "ostinato.delegate.sampling_params": "SamplingParams SamplingTensors",
             "ostinato.delegate.version": "__version__",
             ".engine": "Engine",

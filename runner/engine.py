@@ -251,7 +251,7 @@ class Engine:
     ) -> Stream[int]:
         """Return the token ids after the prompt `tokens`, as `generate` does its text.
 
-        An end-of-sequence id ends the answer, and is in the result's `tokens` alone.
+        An end-of-sequence id, or one of `stop_token_ids`, ends the answer, and is in the result's `tokens` alone.
         """
         prompt = token_ids(tokens)
         if not prompt:
@@ -264,7 +264,7 @@ class Engine:
             )
         params = checked_params(sampling_params)
         result = Result(prompt_tokens=len(prompt))
-        eos_ids = frozenset() if ignore_eos else self.eos_ids
+        eos_ids = (frozenset() if ignore_eos else self.eos_ids) | frozenset(params.stop_token_ids or ())
         return Stream(self._generate(result, prompt, max_new_tokens, params, eos_ids), result)
 
     def close(self) -> None:
@@ -310,6 +310,8 @@ class Engine:
             result.prefill_seconds = time.perf_counter() - begin
             while True:
                 result.tokens.append(token)
+                if (logprobs := session.logprobs) is not None:
+                    result.logprobs.append(logprobs)
                 if token in eos_ids:
                     result.finish_reason = "stop"
                     return

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from ostinato.delegate.logits_processing import TokenLogprobs
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
@@ -15,13 +18,15 @@ Piece = TypeVar("Piece")
 class Result:
     """An answer, as far as it has come.
 
-    `finish_reason`: "stop" (end-of-sequence token), "length" (`max_new_tokens`), "max_seq_len" or "interrupted".
-    If an end-of-sequence token was sampled, `tokens` ends with it, and `text` leaves it out. Prefill times include the
+    `finish_reason`: "stop" (end-of-sequence token, or one of `stop_token_ids`), "length" (`max_new_tokens`), "max_seq_len" or
+    "interrupted". `tokens` ends with the token that ended the answer, and `text` leaves it out. `logprobs` has a record for
+    each of `tokens`, if the parameters asked for them. Prefill times include the
     sampling of the first token; decode times are of every token after it.
     """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -40,6 +45,7 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         data = asdict(self)
+        data["logprobs"] = [one._asdict() for one in self.logprobs]
         data["prefill_tokens_per_second"] = self.prefill_tokens_per_second
         data["decode_tokens_per_second"] = self.decode_tokens_per_second
         return data

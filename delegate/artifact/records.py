@@ -102,7 +102,8 @@ class StateKind(str, Enum):
     """Kind of content of a mutable buffer.
 
     The last component of a `SAMPLING` buffer's name says what the buffer holds: `token`, `position`, or a field of
-    `sampling.SamplingTensors`.
+    `SamplingTensors`; `sample_temperature`, or `processed`. That of a `LOGITS_PROCESSING` buffer is a field of
+    `ProcessingTensors`.
     """
 
     KV_CACHE = "kv_cache"
@@ -111,6 +112,8 @@ class StateKind(str, Enum):
     CONVOLUTION = "convolution"
     RECURRENT = "recurrent"
     SAMPLING = "sampling"
+    # What changes logits before they are sampled. The runtime can write it again from a session's parameters and history.
+    LOGITS_PROCESSING = "logits_processing"
     # The content has no meaning between steps.
     WORKSPACE = "workspace"
     # No kind was declared.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate.artifact.records import StateKind
+from ostinato.delegate.logits_processing import ProcessingTensors, processed, processing_tensors
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.sampling.reference import workspace_size
@@ -18,40 +19,67 @@ from .state import EXAMPLE_SLOTS, register_state
 class SamplingState(nn.Module):
     """State of sampling: each session's parameters, its last token, and this token's position. A step reads and updates them.
 
-    Buffers of [slots], each written on the device: `token` int64, which the model has not seen yet; its `position` int64; and
-    the fields of `SamplingTensors`. `scratch` is a workspace of the kernel.
+    Buffers of [slots], each written on the device: `token` int64, which the model has not seen yet; its `position` int64; the
+    fields of `SamplingTensors`; `sample_temperature` float32, which `sample` takes for `temperature`; and `processed` int64,
+    whether `sample` changes the slot's logits first. For that it has the fields of `ProcessingTensors`, [slots, ...] each.
+    `scratch` is a workspace of the kernel.
+
+    Args:
+        build: the settings that all layers were built with.
+        vocab: number of tokens that the model has.
     """
 
     token: Tensor
     position: Tensor
+    sample_temperature: Tensor
+    processed: Tensor
+    output_counts: Tensor
     scratch: Tensor
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, vocab: int) -> None:
         super().__init__()
         self.kernels = build.kernels
         with torch.device("cpu"):
-            params = SamplingParams(seed=0).tensors()._asdict()
+            params = SamplingParams(seed=0)
             register_state(
                 self,
                 StateKind.SAMPLING,
                 token=torch.zeros(EXAMPLE_SLOTS, dtype=torch.int64),
                 position=torch.zeros(EXAMPLE_SLOTS, dtype=torch.int64),
-                **{name: value.repeat(EXAMPLE_SLOTS) for name, value in params.items()},
+                sample_temperature=torch.zeros(EXAMPLE_SLOTS),
+                processed=torch.zeros(EXAMPLE_SLOTS, dtype=torch.int64),
+                **{name: value.repeat(EXAMPLE_SLOTS) for name, value in params.tensors()._asdict().items()},
             )
+            given = processing_tensors(params, (), 0, vocab, ())
+            rows = {
+                name: value.repeat(EXAMPLE_SLOTS, *[1] * (value.dim() - 1)) for name, value in given._asdict().items()
+            }
+            register_state(self, StateKind.LOGITS_PROCESSING, **rows)
             register_state(self, StateKind.WORKSPACE, scratch=torch.zeros(workspace_size(), dtype=torch.int64))
 
     @property
     def params(self) -> SamplingTensors:
         return SamplingTensors(*(self.get_buffer(name) for name in SamplingTensors._fields))
 
-    def begin(self, input_pos: Tensor, slots: Tensor, *params: Tensor) -> Tensor:
-        """Keep the parameters of the session in `slots` [1]; they are the fields of `SamplingTensors`.
+    def sample(self, logits: Tensor, tokens: Tensor, input_pos: Tensor, slots: Tensor) -> Tensor:
+        """Sample the token after each row, as `next` does, at the slot's `sample_temperature` and from processed logits.
 
-        Returns `input_pos` - 1, [1]. From this position `next` samples the token that will stand at `input_pos` [1].
+        Args:
+            logits: [L, V] float32.
+            tokens, input_pos, slots: [L] int64. Rows of slot -1 change nothing, and give their token of `tokens`.
+
+        Returns:
+            [L] int64.
         """
-        for kept, given in zip(self.params, params, strict=True):
-            kept.index_copy_(0, slots, given)
-        return input_pos - 1
+        kept = slots.clamp(min=0)
+        rows = (self.get_buffer(name).index_select(0, kept) for name in ProcessingTensors._fields)
+        changed = processed(logits, input_pos + 1, ProcessingTensors(*rows))
+        changed = torch.where(self.processed.index_select(0, kept)[:, None] != 0, changed, logits)
+        params = self.params._replace(temperature=self.sample_temperature)
+        last = LastTokens(self.token, self.position)
+        sampled = self.kernels.sample_next(changed, input_pos, slots, last, params, self.scratch)
+        self.output_counts.index_put_((kept, sampled), (slots >= 0).to(torch.int32), accumulate=True)
+        return torch.where(slots < 0, tokens, sampled)
 
     def next(self, logits: Tensor, input_pos: Tensor, slots: Tensor) -> Tensor:
         """Sample the token after each row, and keep it as the slot's last token. logits [T, V], input_pos and slots [T] ->

@@ -17,6 +17,7 @@ _GROWTHS = {
     StateKind.CONVOLUTION: Growth.SLOTS,
     StateKind.RECURRENT: Growth.SLOTS,
     StateKind.SAMPLING: Growth.SLOTS,
+    StateKind.LOGITS_PROCESSING: Growth.SLOTS,
 }
 
 

@@ -67,7 +67,7 @@ class LanguageModel(nn.Module):
         # Modules for links of chains. They hold the parameters above again, and no others.
         self.input = NetworkInput(self.model.embed_tokens, rotary)
         self.head = Head(self.model.norm, self.lm_head, build)
-        self.sampling = SamplingState(build)
+        self.sampling = SamplingState(build, config.vocab_size)
         self.next_input = NextInput(self.sampling, self.input)
 
     def tie(self) -> None:

@@ -19,7 +19,6 @@ from ostinato.delegate.artifact.names import (
     ROWS_HIDDEN,
     SAMPLE,
 )
-from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 from ostinato.export.compile.trace import Chain, Link
 from ostinato.export.layers.host_experts import STREAMED
 
@@ -31,7 +30,7 @@ ROWS_METHODS = (ROWS, FEW_ROWS)
 # Tokens of the examples that methods are traced with. On a GPU, Inductor tries out its code on this number of tokens, and
 # `prefill` takes only prompts that are too long for rows (256 at most). If prompts and rows share code, both use the example
 # of rows: with two examples, links would be compiled twice.
-EXAMPLE_PROMPT, EXAMPLE_ROWS = 512, 130
+EXAMPLE_PROMPT, EXAMPLE_ROWS, EXAMPLE_OUTPUTS = 512, 130, 5
 
 
 def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
@@ -42,9 +41,9 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     - `decode(tokens [1, 1] int64, input_pos [1] int64, slots [1] int64) -> logits [1, vocab] float32`.
     - `prefill_streamed(tokens, input_pos, slots, streamed [1] int64)`, only with experts on the host: as `prefill`, but the
       device computes the first `streamed` experts of each layer whose experts are on the host. For many tokens.
-    - `sample(logits [1, vocab] float32, input_pos [1] int64, slots [1] int64, *SamplingTensors) -> token [1] int64`: samples
-      the token that will stand at input_pos. Keeps the token, its position and the parameters in the network's
-      `SamplingState`.
+    - `sample(logits [L, vocab] float32, tokens [L], input_pos [L], slots [L], all int64) -> token [L] int64`: samples the
+      token after each row, at input_pos + 1, from processed logits (see `SamplingState.sample`), and keeps it. L is from 1 to
+      the most that `rows` takes. Rows of slot -1 give their token of `tokens`.
     - `decode_sample(slots [1] int64) -> token [1] int64, logits [1, vocab] float32`: `decode` of the slot's kept token at its
       position. Then samples the next token and keeps it.
     - `rows(tokens [R], input_pos [R], slots [R], logits_indices [L], all int64) -> token [L] int64, logits [L, vocab]
@@ -64,20 +63,11 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     layers = network.layer_links(step=kernels.folds_steps)
     one = [many[0], *layers, head] if kernels.folds_steps else many
     again = Link(network.next_input, ("input_pos", *network.input.names), "embedding")
-    begin = Link(
-        network.sampling,
-        ("before",),
-        "parameters",
-        method="begin",
-        inputs=("input_pos", "slots", *SamplingTensors._fields),
-    )
-    first = Link(network.sampling, ("token",), "sampling", method="next", inputs=("logits", "before", "slots"))
     following = Link(network.sampling, ("token",), "sampling", method="next")
     longest = network.build.max_chunk
     # Length of a prompt, or number of rows. It begins at 2, because a single row has code of its own.
     length = Dim("T", min=2, max=longest)
     dynamic = {"tokens": {1: length}, "input_pos": {0: length}, "slots": {0: length}}
-    logits = {"logits": torch.zeros(1, network.config.vocab_size), "input_pos": _positions(1), "slots": _positions(1)}
     prompt = _prompt(min(EXAMPLE_ROWS if folds else EXAMPLE_PROMPT, longest))
     methods = {PREFILL: Chain(many, prompt, ("logits",), dynamic)}
     if network.build.cpu_moe:
@@ -93,7 +83,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     return {
         **methods,
         DECODE: Chain(one, _prompt(1), ("logits",), {}),
-        SAMPLE: Chain([begin, first], {**logits, **SamplingParams(seed=0).tensors()._asdict()}, ("token",), {}),
+        SAMPLE: _sample(network, longest if folds else max(kernels.max_rows, default=EXAMPLE_OUTPUTS)),
         DECODE_SAMPLE: Chain(
             [again, *layers, head if kernels.folds_steps else many[-1], following],
             {"slots": _positions(1)},
@@ -111,9 +101,19 @@ def _rows(network: LanguageModel, layers: list[Link], rows: Any) -> Chain:
     count = min(EXAMPLE_ROWS, rows.max)
     inputs = {name: _positions(count) for name in ("tokens", "input_pos", "slots")}
     # Another number than that of the rows: torch.export takes equal ones for one dimension.
-    inputs["logits_indices"] = _positions(min(5, count - 1))
+    inputs["logits_indices"] = _positions(min(EXAMPLE_OUTPUTS, count - 1))
     dynamic = {name: {0: length if name == "logits_indices" else rows} for name in inputs}
     return Chain([start, *layers, head, sample], inputs, ("token", "logits"), dynamic)
+
+
+def _sample(network: LanguageModel, max_rows: int) -> Chain:
+    link = Link(
+        network.sampling, ("token",), "sampling", method="sample", inputs=("logits", "tokens", "input_pos", "slots")
+    )
+    length = Dim("L", min=1, max=max_rows)
+    inputs = {"logits": torch.zeros(EXAMPLE_OUTPUTS, network.config.vocab_size)}
+    inputs |= {name: _positions(EXAMPLE_OUTPUTS) for name in ("tokens", "input_pos", "slots")}
+    return Chain([link], inputs, ("token",), {name: {0: length} for name in inputs})
 
 
 def _with_hidden(network: LanguageModel, chain: Chain) -> Chain:

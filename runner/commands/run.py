@@ -10,7 +10,7 @@ import argparse
 import json
 import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, fields
@@ -108,10 +108,21 @@ def capacity_of(arguments: argparse.Namespace) -> CapacityOptions:
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add one option per field of `SamplingParams`, with the field's name, type, default and help text."""
     hints = get_type_hints(SamplingParams)
+    parsers: dict[str, Callable[[str], Any]] = {"logit_bias": _json_object, "stop_token_ids": _token_ids}
     for item in fields(SamplingParams):
         # An option of type `int | None` takes an int, and is None when it is not given.
         (kind,) = {*(get_args(hints[item.name]) or (hints[item.name],))} - {type(None)}
+        kind = parsers.get(item.name, kind)
         parser.add_argument(f"--{item.name.replace('_', '-')}", type=kind, default=item.default, **item.metadata)
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"takes token ids with commas between them, got {reprlib.repr(text)}"
+        ) from None
 
 
 def _json_object(text: str) -> dict[str, Any]:

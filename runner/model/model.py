@@ -25,7 +25,8 @@ from ostinato.delegate.artifact.names import (
 from ostinato.delegate.artifact.records import TensorSpec
 from ostinato.delegate.errors import ArtifactError, OptionError
 from ostinato.delegate.graphs.state_machine import Phase
-from ostinato.delegate.sampling_params import SamplingTensors
+from ostinato.delegate.logits_processing import ALL_BITS, processing_tensors
+from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 
 from .batch import BatchInputs, Outputs, Run
 from .buckets import OUTPUT_BUCKETS, bucket_of, choose_prefill_buckets, choose_row_buckets
@@ -103,6 +104,9 @@ class Model:
         if not self._rows:
             self._method(prefill)
         self._one_row = self._method(one)
+        if self.samples:
+            # The state that it alone has is written before it runs.
+            self._method(SAMPLE, graph=False)
         inputs = program.method_inputs(prefill)
         self.has_state = len(inputs) > 1
         for name in {prefill, self._decode_name}:
@@ -122,6 +126,11 @@ class Model:
         """`MethodStats` of each loaded method by its name; the method that decodes comes last."""
         others = [method for method in self._methods.values() if method is not self._one_row]
         return {method.name: asdict(method.stats) for method in (*others, *self._rows, self._one_row)}
+
+    @property
+    def sampled_vocab(self) -> int:
+        """Number of tokens that a model which samples has."""
+        return self._buffers(StateKind.LOGITS_PROCESSING)["output_counts"].shape[1]
 
     def step(self, runs: Sequence[Run]) -> Outputs:
         """Run the model on a batch: prompts, parts of them, and single tokens, of different slots.
@@ -187,31 +196,65 @@ class Model:
         assert method is not None
         return method.name
 
-    def sample(self, logits: torch.Tensor, position: int, slot: int, params: SamplingTensors) -> torch.Tensor:
-        """Sample the token at `position` of a slot from its logits [vocab], and keep parameters and token in the slot.
+    def sample(self, outputs: Outputs, positions: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
+        """Sample the tokens after rows that a step gave, from processed logits, and keep them in the slots.
+
+        Args:
+            outputs: logits, and the tokens that the step has sampled.
+            positions: position of each row, which the step has run.
+            slots: of each row; -1 keeps the token of `outputs`.
 
         Returns:
-            Token id, [1] int64 on the program's device.
+            Token ids, [L] int64 or longer, on the program's device.
         """
-        inputs = logits.reshape(1, -1), torch.tensor([position]), torch.tensor([slot]), *params
-        return self._method(SAMPLE, graph=False).execute(inputs)[0]
+        logits, tokens = outputs
+        padding = [-1] * (logits.shape[0] - len(slots))
+        numbers = torch.tensor([*positions, *padding]), torch.tensor([*slots, *padding])
+        given = torch.zeros(logits.shape[0], dtype=torch.int64) if tokens is None else tokens
+        # To look at the step's tokens would be to wait for them.
+        return self._method(SAMPLE, graph=False).execute((logits, given, *numbers), checked=True)[0]
 
-    def write_sampling(self, slot: int, **values: torch.Tensor) -> None:
-        """Write state of sampling: fields of `SamplingTensors`, or `token` and `position`, [1] each.
+    def write_sampling(self, slot: int, **values: float) -> None:
+        """Write state of sampling: fields of `SamplingTensors`, `sample_temperature`, `processed`, `token` or `position`.
+
+        Nothing waits for the device: a number is an argument of a kernel.
 
         Raises:
             ArtifactError: the program lacks this state.
         """
-        found = self.program.buffers_of(StateKind.SAMPLING)
-        buffers = {key.rpartition(".")[2]: tensor for key, tensor in found.items()}
-        missing = {"token", "position", *SamplingTensors._fields} - buffers.keys()
-        if missing:
+        buffers = self._buffers(StateKind.SAMPLING)
+        needed = {"token", "position", "sample_temperature", "processed", *SamplingTensors._fields}
+        if missing := needed - buffers.keys():
             raise ArtifactError(
                 "the program samples on the device, and lacks the state for it: "
                 f"{', '.join(sorted(missing))}. Export it again"
             )
         for name, value in values.items():
-            buffers[name][slot : slot + 1].copy_(value)
+            buffers[name][slot].fill_(value)
+
+    def write_processing(self, slot: int, params: SamplingParams, history: Sequence[int], prompt_end: int) -> None:
+        """Write what changes a slot's logits, see `processing_tensors`.
+
+        Raises:
+            OptionError: see `processing_tensors`.
+        """
+        buffers = self._buffers(StateKind.LOGITS_PROCESSING)
+        vocab = buffers["output_counts"].shape[1]
+        given = processing_tensors(params, history, prompt_end, vocab, self.eos_ids)
+        for name, value in given._asdict().items():
+            buffers[name][slot].copy_(value[0])
+
+    def write_allowed_tokens(self, slot: int, words: torch.Tensor | None) -> None:
+        """Allow a slot the tokens of a bitmask, [W] int32 on the host, or for None all."""
+        buffer = self._buffers(StateKind.LOGITS_PROCESSING)["allowed_tokens"][slot]
+        if words is None:
+            buffer.fill_(ALL_BITS)
+        else:
+            buffer.copy_(words.pin_memory() if buffer.is_cuda else words, non_blocking=True)
+
+    def _buffers(self, kind: StateKind) -> dict[str, torch.Tensor]:
+        """The program's buffers of this kind that are in use now, by the last component of their names."""
+        return {key.rpartition(".")[2]: buffer for key, buffer in self.program.buffers_of(kind).items()}
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raises InputError: a token that the program does not have."""
@@ -283,7 +326,7 @@ class Model:
         assert run.tokens is not None
         if not self.samples:
             return _last_logits(self._one_row, self._inputs(1, 0, True).filled([run]), checked=True)
-        self.write_sampling(run.slot, token=torch.tensor(list(run.tokens)), position=torch.tensor([run.position]))
+        self.write_sampling(run.slot, token=run.tokens[0], position=run.position)
         return self._decode([run.slot])
 
     def _mixed(self, runs: Sequence[Run]) -> Outputs:

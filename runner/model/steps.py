@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
+from ostinato.delegate import InputError
 from ostinato.delegate.code.transfers import Mark
+from ostinato.delegate.logits_processing import (
+    ProcessingTensors,
+    TokenLogprobs,
+    logprob_tensors,
+    processed,
+    processing_tensors,
+    token_logprobs,
+    words_of,
+)
 from ostinato.delegate.sampling import most_likely, sample
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 
-from .batch import Run
+from .batch import Outputs, Run
 from .model import Model
+
+# Gives the tokens that may follow a session's, as a bitmask (see `ProcessingTensors.allowed_tokens`); None: any token.
+TokenBitmask = Callable[[Sequence[int]], "torch.Tensor | None"]
 
 
 class Stepped(Protocol):
@@ -31,12 +44,23 @@ class Stepped(Protocol):
     def sampling_params(self) -> SamplingParams:
         """Parameters for sampling the next tokens."""
 
+    @property
+    def token_bitmask(self) -> TokenBitmask | None:
+        """What allows the session's next tokens. None: all are allowed."""
+
 
 class PendingTokens(Protocol):
     """The tokens that a step has sampled, perhaps still on their way to the host."""
 
     def tokens(self) -> Sequence[int]:
         """Wait for the tokens, and return one for each session of the step, in their order."""
+
+    def logprobs(self, number: int) -> TokenLogprobs | None:
+        """Wait for the tokens, and return the log-probabilities of session `number` of the step; None: nobody asked."""
+
+
+# A token that a session will get: the tokens of a step, and the session's number in them.
+Pending = tuple[PendingTokens, int]
 
 
 class Steps(Protocol):
@@ -48,17 +72,33 @@ class Steps(Protocol):
 
     goes_ahead: bool
 
-    def prompt(self, sessions: Sequence[Stepped], runs: Sequence[Run]) -> Launched:
-        """Run the model on a batch, in which some of the sessions' runs have tokens that are no answers yet."""
+    def prompt(self, sessions: Sequence[Stepped], runs: Sequence[Run], positions: Sequence[int]) -> Launched:
+        """Run the model on a batch, in which some of the sessions' runs have tokens that are no answers yet.
 
-    def first(self, session: Stepped, logits: torch.Tensor) -> PendingTokens:
+        `positions`: the last position of each run.
+        """
+
+    def first(self, session: Stepped, logits: torch.Tensor) -> Pending:
         """Sample the token after a prompt, from its logits [vocab]."""
 
-    def launch(self, sessions: Sequence[Stepped]) -> PendingTokens:
-        """Run the model on each session's last token, and sample the next token."""
+    def launch(self, sessions: Sequence[Stepped], positions: Sequence[int], ahead: bool) -> list[Pending]:
+        """Run the model on each session's last token, at these positions, and sample the next token.
 
-    def write_sampling_params(self, session: Stepped) -> None:
-        """Sample the session's tokens by its `sampling_params` from the next step on."""
+        `ahead`: whether that last token is not in the session's history yet. Then a session with a bitmask is sampled later,
+        in `settle`.
+        """
+
+    def settle(self) -> None:
+        """Sample what was left for later. To be called before the model runs again, and before a session changes."""
+
+    def forget(self, session: Stepped) -> None:
+        """Leave unsampled what was left for later of a session, which is about to be closed."""
+
+    def write_sampling_params(self, session: Stepped, history: Sequence[int], prompt_end: int) -> None:
+        """Sample the session's tokens by its `sampling_params` from the next step on.
+
+        `history`: all tokens so far, of which the first `prompt_end` are the prompt.
+        """
 
     def write_last_token(self, session: Stepped) -> None:
         """Make the next step take the session's last token, which no step has sampled."""
@@ -68,7 +108,7 @@ class Launched(NamedTuple):
     """What `Steps.prompt` gives: logits [runs, vocab] after each run, and the tokens sampled from them. None: not sampled."""
 
     logits: torch.Tensor
-    tokens: PendingTokens | None
+    tokens: list[Pending | None]
 
 
 def steps_of(model: Model) -> Steps:
@@ -76,20 +116,41 @@ def steps_of(model: Model) -> Steps:
     return DeviceSteps(model) if model.samples else HostSteps(model)
 
 
-class _HostTokens:
-    """Tokens that are on the host."""
+def _logprobs_asked(sessions: Sequence[Stepped]) -> int | None:
+    """The most log-probabilities that one of the sessions asks for; None: no session asks."""
+    asked = [one.sampling_params.logprobs for one in sessions if one.sampling_params.logprobs is not None]
+    return max(asked, default=None)
 
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = tokens
+
+def _bitmask_of(session: Stepped, vocab: int) -> torch.Tensor | None:
+    """Ask for the session's bitmask. Raises InputError: it has another shape or dtype."""
+    words = session.token_bitmask(session.tokens) if session.token_bitmask is not None else None
+    if words is None:
+        return None
+    if not isinstance(words, torch.Tensor) or words.dtype != torch.int32 or words.shape != (words_of(vocab),):
+        raise InputError(f"a token bitmask is an int32 tensor of {words_of(vocab)} words, got {words!r:.80}")
+    return words
+
+
+class _HostTokens:
+    """Tokens that need no copy in the background."""
+
+    def __init__(self, tokens: torch.Tensor, count: int, logprobs: Sequence[torch.Tensor] | None) -> None:
+        self._tokens = tokens[:count].tolist()
+        self._logprobs = None if logprobs is None else token_logprobs(self._tokens, logprobs)
 
     def tokens(self) -> Sequence[int]:
         return self._tokens
+
+    def logprobs(self, number: int) -> TokenLogprobs | None:
+        return self._logprobs[number] if self._logprobs is not None else None
 
 
 class HostSteps:
     """Steps of programs that give logits: each token is sampled between two calls, and is an input of the second.
 
-    Equal seeds and logits give the same tokens as in `DeviceSteps`: both sample by `delegate/sampling.py`.
+    Equal seeds and logits give the same tokens as in `DeviceSteps`: both sample by `delegate/sampling.py`, from logits that
+    `delegate/logits_processing.py` has changed.
     """
 
     goes_ahead = False
@@ -97,48 +158,77 @@ class HostSteps:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._params: dict[int, SamplingTensors] = {}
+        self._prompt_ends: dict[int, int] = {}
 
-    def prompt(self, sessions: Sequence[Stepped], runs: Sequence[Run]) -> Launched:
-        return Launched(self._model.step(runs).logits, None)
+    def prompt(self, sessions: Sequence[Stepped], runs: Sequence[Run], positions: Sequence[int]) -> Launched:
+        return Launched(self._model.step(runs).logits, [None] * len(runs))
 
-    def first(self, session: Stepped, logits: torch.Tensor) -> PendingTokens:
-        self.write_sampling_params(session)
-        return self._sample(session, logits)
+    def first(self, session: Stepped, logits: torch.Tensor) -> Pending:
+        return self._sample(session, logits), 0
 
-    def launch(self, sessions: Sequence[Stepped]) -> PendingTokens:
-        tokens: list[int] = []
+    def launch(self, sessions: Sequence[Stepped], positions: Sequence[int], ahead: bool) -> list[Pending]:
+        tokens: list[Pending] = []
         for session in sessions:
             last = len(session.tokens) - 1 if self._model.has_state else 0
             run = Run(session.slot, session.tokens[last:], last)
-            tokens += self._sample(session, self._model.step([run]).logits[-1]).tokens()
-        return _HostTokens(tokens)
+            tokens.append((self._sample(session, self._model.step([run]).logits[-1]), 0))
+        return tokens
 
-    def write_sampling_params(self, session: Stepped) -> None:
+    def settle(self) -> None:
+        pass
+
+    def forget(self, session: Stepped) -> None:
+        pass
+
+    def write_sampling_params(self, session: Stepped, history: Sequence[int], prompt_end: int) -> None:
         values = (value.to(self._model.program.device) for value in session.sampling_params.tensors())
         self._params[session.slot] = SamplingTensors(*values)
+        self._prompt_ends[session.slot] = prompt_end
 
     def write_last_token(self, session: Stepped) -> None:
         pass
 
     def _sample(self, session: Stepped, logits: torch.Tensor) -> PendingTokens:
-        logits = logits.float()
-        if session.sampling_params.temperature == 0:
-            return _HostTokens([int(most_likely(logits))])
-        position = torch.tensor([len(session.tokens)], device=logits.device)
-        return _HostTokens([int(sample(logits, position, self._params[session.slot]))])
+        params, raw = session.sampling_params, logits.float()
+        position = torch.tensor([len(session.tokens)], device=raw.device)
+        logits = self._processed(session, raw, position)
+        greedy = params.temperature == 0
+        token = most_likely(logits)[None] if greedy else sample(logits, position, self._params[session.slot])
+        logprobs = None if params.logprobs is None else logprob_tensors(raw[None], token, params.logprobs)
+        return _HostTokens(token, 1, logprobs)
+
+    def _processed(self, session: Stepped, logits: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        vocab = logits.shape[0]
+        allowed = _bitmask_of(session, vocab)
+        if allowed is None and not session.sampling_params.processes:
+            return logits
+        given = processing_tensors(
+            session.sampling_params,
+            session.tokens,
+            self._prompt_ends[session.slot],
+            vocab,
+            self._model.eos_ids,
+            allowed,
+        )
+        on_device = ProcessingTensors(*(value.to(logits.device) for value in given))
+        return processed(logits[None], position, on_device)[0]
 
 
 class _CopiedTokens:
     """Tokens that a GPU copies to pinned memory. The memory goes back to its owner when the tokens have been read."""
 
-    def __init__(self, owner: DeviceSteps, token: torch.Tensor, count: int) -> None:
+    def __init__(
+        self, owner: DeviceSteps, token: torch.Tensor, count: int, logprobs: Sequence[torch.Tensor] | None
+    ) -> None:
         self._owner = owner
         self._count = count
         spare = owner._spare[count]
         self._buffer, self._arrived = spare.pop() if spare else owner._more_room(count)
         self._buffer.copy_(token if token.numel() == count else token[:count], non_blocking=True)
+        self._logprobs = None if logprobs is None else [one.to("cpu", non_blocking=True) for one in logprobs]
         self._arrived.record()
         self._tokens: Sequence[int] | None = None
+        self._records: list[TokenLogprobs] | None = None
 
     def tokens(self) -> Sequence[int]:
         if self._tokens is None:
@@ -147,11 +237,42 @@ class _CopiedTokens:
             self._owner._spare[self._count].append((self._buffer, self._arrived))
         return self._tokens
 
+    def logprobs(self, number: int) -> TokenLogprobs | None:
+        if self._logprobs is None:
+            return None
+        if self._records is None:
+            self._records = token_logprobs(self.tokens(), self._logprobs)
+        return self._records[number]
+
+
+class _LaterTokens:
+    """The tokens of sessions whose bitmasks depend on tokens that are not known yet.
+
+    Attributes:
+        outputs: logits of a step, and the tokens that it has sampled for its other sessions.
+        positions, slots: as `Model.sample` takes them, with slot -1 for those other sessions.
+        sessions: the step's sessions.
+    """
+
+    def __init__(self, outputs: Outputs, positions: Sequence[int], sessions: Sequence[Stepped], rows: set[int]) -> None:
+        self.outputs, self.positions, self.sessions = outputs, positions, sessions
+        self.slots = [session.slot if number in rows else -1 for number, session in enumerate(sessions)]
+        self.sampled: PendingTokens | None = None
+
+    def tokens(self) -> Sequence[int]:
+        assert self.sampled is not None
+        return self.sampled.tokens()
+
+    def logprobs(self, number: int) -> TokenLogprobs | None:
+        assert self.sampled is not None
+        return self.sampled.logprobs(number)
+
 
 class DeviceSteps:
     """Steps of programs with the methods `sample` and `decode_sample`, which need nothing from the host.
 
-    On a GPU the next step may be launched before a token is waited for, so that the GPU never waits for Python.
+    On a GPU the next step may be launched before a token is waited for, so that the GPU never waits for Python. A step
+    samples by itself. Only sessions whose logits are processed are sampled again, by `sample`.
 
     Raises:
         ArtifactError: the program has no buffers for the token, its position and the sampling parameters.
@@ -164,31 +285,122 @@ class DeviceSteps:
         self.goes_ahead = model.program.device.type == "cuda"
         # By number of tokens.
         self._spare: defaultdict[int, list[tuple[torch.Tensor, Mark]]] = defaultdict(list)
+        self._later: _LaterTokens | None = None
+        self._vocab = model.sampled_vocab
+        # Slots whose tokens are sampled again, or whose log-probabilities are asked for.
+        self._special: set[int] = set()
 
-    def prompt(self, sessions: Sequence[Stepped], runs: Sequence[Run]) -> Launched:
-        logits, tokens = self._model.step(runs)
-        return Launched(logits, None if tokens is None else self._pending(tokens, len(runs)))
+    def prompt(self, sessions: Sequence[Stepped], runs: Sequence[Run], positions: Sequence[int]) -> Launched:
+        # A bitmask depends on a prompt's last tokens, which are not in the history yet.
+        first = {number for number, run in enumerate(runs) if run.tokens is not None and sessions[number].token_bitmask}
+        masks = self._bitmasks([one for number, one in enumerate(sessions) if number not in first])
+        outputs = self._model.step(runs)
+        if outputs.tokens is None:
+            return Launched(outputs.logits, [None] * len(runs))
+        tokens = self._tokens(outputs, sessions, positions, masks, first)
+        return Launched(outputs.logits, [None if number in first else one for number, one in enumerate(tokens)])
 
-    def first(self, session: Stepped, logits: torch.Tensor) -> PendingTokens:
-        position, params = len(session.tokens), session.sampling_params.tensors()
-        return self._pending(self._model.sample(logits, position, session.slot, params), 1)
+    def first(self, session: Stepped, logits: torch.Tensor) -> Pending:
+        outputs = Outputs(logits.reshape(1, -1), None)
+        sampled = self._sampled(
+            outputs, [session], [len(session.tokens) - 1], [session.slot], self._bitmasks([session])
+        )
+        return sampled, 0
 
-    def launch(self, sessions: Sequence[Stepped]) -> PendingTokens:
-        tokens = self._model.step([Run(session.slot) for session in sessions]).tokens
-        assert tokens is not None
-        return self._pending(tokens, len(sessions))
+    def launch(self, sessions: Sequence[Stepped], positions: Sequence[int], ahead: bool) -> list[Pending]:
+        later = (
+            {number for number, one in enumerate(sessions) if one.token_bitmask} if ahead and self._special else set()
+        )
+        masks = {} if ahead else self._bitmasks(sessions)
+        outputs = self._model.step([Run(session.slot) for session in sessions])
+        tokens = self._tokens(outputs, sessions, positions, masks, later)
+        if later:
+            self._later = _LaterTokens(outputs, positions, sessions, later)
+            tokens = [(self._later, number) if number in later else one for number, one in enumerate(tokens)]
+        return tokens
 
-    def write_sampling_params(self, session: Stepped) -> None:
-        self._model.write_sampling(session.slot, **session.sampling_params.tensors()._asdict())
+    def settle(self) -> None:
+        later = self._later
+        if later is not None:
+            masks = self._bitmasks([one for one, slot in zip(later.sessions, later.slots, strict=True) if slot >= 0])
+            later.sampled = self._sampled(later.outputs, later.sessions, later.positions, later.slots, masks)
+            self._later = None
+
+    def forget(self, session: Stepped) -> None:
+        self._special.discard(session.slot)
+        if self._later is not None and session in self._later.sessions:
+            self._later.slots[self._later.sessions.index(session)] = -1
+
+    def write_sampling_params(self, session: Stepped, history: Sequence[int], prompt_end: int) -> None:
+        params = session.sampling_params
+        again = params.processes or session.token_bitmask is not None
+        numbers = params.numbers()
+        temperature = numbers.pop("temperature")
+        # What `sample` samples again takes the least work in the step: the most likely token.
+        self._model.write_sampling(
+            session.slot,
+            **numbers,
+            temperature=0.0 if again else temperature,
+            sample_temperature=temperature,
+            processed=again,
+        )
+        if again:
+            self._model.write_processing(session.slot, params, history, prompt_end)
+        if again or params.logprobs is not None:
+            self._special.add(session.slot)
+        else:
+            self._special.discard(session.slot)
 
     def write_last_token(self, session: Stepped) -> None:
         count = len(session.tokens)
-        self._model.write_sampling(
-            session.slot, token=torch.tensor(session.tokens[-1:]), position=torch.tensor([count - 1])
-        )
+        self._model.write_sampling(session.slot, token=session.tokens[-1], position=count - 1)
 
-    def _pending(self, token: torch.Tensor, count: int) -> PendingTokens:
-        return _CopiedTokens(self, token, count) if self.goes_ahead else _HostTokens(token[:count].tolist())
+    def _bitmasks(self, sessions: Sequence[Stepped]) -> dict[int, torch.Tensor | None]:
+        """The bitmasks of the sessions that have one, by slot."""
+        if not self._special:
+            return {}
+        return {one.slot: _bitmask_of(one, self._vocab) for one in sessions if one.token_bitmask is not None}
+
+    def _tokens(
+        self,
+        outputs: Outputs,
+        sessions: Sequence[Stepped],
+        positions: Sequence[int],
+        masks: Mapping[int, torch.Tensor | None],
+        left: Collection[int],
+    ) -> list[Pending]:
+        """The tokens of a step's sessions, some of them sampled again. Those of sessions `left` have no meaning yet."""
+        slots: list[int] = []
+        if self._special:
+            slots = [
+                one.slot if number not in left and (one.sampling_params.processes or one.token_bitmask) else -1
+                for number, one in enumerate(sessions)
+            ]
+        sampled = self._sampled(outputs, sessions, positions, slots, masks)
+        return [(sampled, number) for number in range(len(sessions))]
+
+    def _sampled(
+        self,
+        outputs: Outputs,
+        sessions: Sequence[Stepped],
+        positions: Sequence[int],
+        slots: Sequence[int],
+        masks: Mapping[int, torch.Tensor | None],
+    ) -> PendingTokens:
+        """Sample again for those of a step's sessions that have a slot here."""
+        tokens, count = outputs.tokens, len(sessions)
+        if tokens is None or max(slots, default=-1) >= 0:
+            for slot, words in masks.items():
+                self._model.write_allowed_tokens(slot, words)
+            tokens = self._model.sample(outputs, positions, slots)
+        logprobs = None
+        asked = _logprobs_asked(sessions) if self._special else None
+        if asked is not None:
+            logprobs = logprob_tensors(outputs.logits[:count], tokens[:count], asked)
+        return self._pending(tokens, count, logprobs)
+
+    def _pending(self, tokens: torch.Tensor, count: int, logprobs: Sequence[torch.Tensor] | None) -> PendingTokens:
+        return _CopiedTokens(self, tokens, count, logprobs) if self.goes_ahead else _HostTokens(tokens, count, logprobs)
 
     def _more_room(self, count: int) -> tuple[torch.Tensor, Mark]:
         return torch.zeros(count, dtype=torch.int64, pin_memory=True), Mark(self._model.program.device)

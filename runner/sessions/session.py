@@ -12,9 +12,10 @@ import torch
 
 from ostinato.delegate import ClosedError
 from ostinato.delegate.errors import OptionError
+from ostinato.delegate.logits_processing import TokenLogprobs
 from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.runner.model.model import MAX_LOGITS, token_ids
-from ostinato.runner.model.steps import PendingTokens
+from ostinato.runner.model.steps import Pending, TokenBitmask
 
 if TYPE_CHECKING:
     from .pages import PageList
@@ -28,9 +29,12 @@ class SessionState:
     Attributes:
         tokens: tokens from the caller, and sampled tokens that were taken.
         seen: number of tokens that the model has seen: first those of `tokens`, then those of `pending`.
-        pending: sampled tokens that were not taken yet: the tokens of a step, and the index of this session's token in them.
+        prompt_end: number of the tokens that are the prompt. Those after them are outputs, see `SamplingParams`.
+        pending: sampled tokens that were not taken yet.
         logits: [vocab] after the last token, until a token that was sampled from them is taken.
+        logprobs: log-probabilities of the last token, if it was sampled and they were asked for.
         sampling_params: parameters for sampling the next tokens.
+        token_bitmask: see `Session.token_bitmask`.
         params_written: whether the model's state has `sampling_params`.
         pages: the session's pages of the KV caches, by page group.
         writable: end of the positions that may be written before `Pages.reserve` is called again.
@@ -38,9 +42,12 @@ class SessionState:
 
     tokens: list[int] = field(default_factory=list)
     seen: int = 0
-    pending: deque[tuple[PendingTokens, int]] = field(default_factory=deque)
+    prompt_end: int = 0
+    pending: deque[Pending] = field(default_factory=deque)
     logits: torch.Tensor | None = None
+    logprobs: TokenLogprobs | None = None
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    token_bitmask: TokenBitmask | None = None
     params_written: bool = False
     pages: list[PageList] = field(default_factory=list)
     writable: int = 0
@@ -81,12 +88,26 @@ class Session:
 
     @sampling_params.setter
     def sampling_params(self, params: SamplingParams) -> None:
-        state = self._open
-        state.sampling_params = checked_params(params)
-        state.params_written = False
-        if state.logits is not None:
-            # The token after the prompt was sampled with it, by the parameters before.
-            state.pending.clear()
+        self._owner.set_sampling(self, checked_params(params), self._open.token_bitmask)
+
+    @property
+    def token_bitmask(self) -> TokenBitmask | None:
+        """Function that says which tokens may come next, as a grammar does. None: all.
+
+        It gets the history when the next token is sampled, and returns a bitmask, or None for any token: [ceil(vocab / 32)]
+        int32 on the host, with token i as bit i % 32 of word i // 32. A step with `more=True` calls it while a GPU is at work
+        already.
+        """
+        return self._open.token_bitmask
+
+    @token_bitmask.setter
+    def token_bitmask(self, function: TokenBitmask | None) -> None:
+        self._owner.set_sampling(self, self._open.sampling_params, function)
+
+    @property
+    def logprobs(self) -> TokenLogprobs | None:
+        """Log-probabilities of the history's last token, if a step has sampled it and the parameters ask for them."""
+        return self._open.logprobs
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Run the model on `tokens`, which follow the session's history.
@@ -107,9 +128,9 @@ class Session:
         Raises:
             InputError, CapacityError: as `prefill`, for the tokens that were not yielded yet.
         """
-        tokens = token_ids(tokens)
-        for begin in range(0, len(tokens), MAX_LOGITS):
-            yield self._owner.prefill_logits(self, tokens[begin : begin + MAX_LOGITS])
+        given = token_ids(tokens)
+        for begin in range(0, len(given), MAX_LOGITS):
+            yield self._owner.prefill_logits(self, given[begin : begin + MAX_LOGITS])
 
     def hidden_states(self, tokens: Sequence[int] = (), layers: Sequence[int] = (-1,)) -> torch.Tensor:
         """Run the model on `tokens`, as `prefill` does, and return what its layers give for each of them.

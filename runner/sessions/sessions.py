@@ -23,7 +23,7 @@ from ostinato.delegate.errors import CapacityError, OptionError
 from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.runner.model.batch import Run
 from ostinato.runner.model.model import Model, token_ids
-from ostinato.runner.model.steps import steps_of
+from ostinato.runner.model.steps import TokenBitmask, steps_of
 
 from .pages import Pages
 from .session import Session, SessionState, Snapshot, checked_params
@@ -132,6 +132,7 @@ class Sessions:
         if len(sessions) > 1 and len({session.slot for session in sessions}) < len(sessions):
             raise InputError("a session stands in the step twice")
         states = [session._open for session in sessions]
+        self.steps.settle()
         if prompts:
             self._run([self._prompt(session, token_ids(tokens)) for session, tokens in prompts.items()], sessions)
         self._sample(sessions, 1)
@@ -139,24 +140,36 @@ class Sessions:
             longest = self._model.max_seq_len
             # If too few pages are free for that step, only the next call fails.
             with suppress(CapacityError):
-                self._sample([s for s, state in zip(sessions, states, strict=True) if state.seen < longest], 2)
+                self._sample(
+                    [
+                        session
+                        for session, state in zip(sessions, states, strict=True)
+                        # The logits of one call of the model alone can wait for bitmasks.
+                        if state.seen < longest and (len(sessions) <= self._model.max_rows or not state.token_bitmask)
+                    ],
+                    2,
+                )
         taken = [state.pending.popleft() for state in states]
         for state in states:
             state.logits = None
         self._host_ns += time.perf_counter_ns() - begin
         tokens = [pending.tokens()[number] for pending, number in taken]
-        for state, token in zip(states, tokens, strict=True):
+        for state, token, (pending, number) in zip(states, tokens, taken, strict=True):
             state.tokens.append(token)
+            if state.sampling_params.logprobs is not None:
+                state.logprobs = pending.logprobs(number)
         return tokens
 
     @_in_turn
     def prefill(self, session: Session, tokens: Sequence[int]) -> None:
         """See `Session.prefill`."""
+        self.steps.settle()
         self._run([self._prompt(session, token_ids(tokens))])
 
     @_in_turn
     def prefill_logits(self, session: Session, tokens: list[int]) -> torch.Tensor:
         """Logits [len(tokens), vocab] after each token; see `Session.prefill_logits`."""
+        self.steps.settle()
         state = session._open
         if state.seen < len(state.tokens):
             # The last token was sampled, or appended, and no step has followed.
@@ -169,6 +182,7 @@ class Sessions:
     @_in_turn
     def hidden_states(self, session: Session, tokens: list[int], layers: list[int]) -> torch.Tensor:
         """See `Session.hidden_states`."""
+        self.steps.settle()
         state = session._open
         first, fed = self._fed(session, state, tokens)
         logits, states = self._model.hidden_states(fed, first, session.slot, layers)
@@ -197,12 +211,19 @@ class Sessions:
         known = {part.session for part in prompts}
         parts = [_Part(session, state, Run(session.slot), None) for session, state in self._waiting(beside, 1, known)]
         for part in (*parts, *prompts):
-            self._write_params(part.session, part.state)
+            self._write_params(part.session, part.state, part.tokens or ())
         for together in packed([*parts, *prompts], self._model.max_rows):
             if all(part.tokens is None for part in together):
-                self._launch([(part.session, part.state) for part in together])
+                self._launch([(part.session, part.state) for part in together], ahead=False)
                 continue
-            logits, tokens = self.steps.prompt([part.session for part in together], [part.run for part in together])
+            logits, tokens = self.steps.prompt(
+                [part.session for part in together],
+                [part.run for part in together],
+                [
+                    part.state.seen if part.tokens is None else part.run.position + part.run.rows - 1
+                    for part in together
+                ],
+            )
             # The next graph overwrites the outputs of this one. Without graphs there is no copy: on a CPU it would start
             # OpenMP's threads, which go on looking for work.
             alone = not self._model.cuda_graph and logits.untyped_storage().nbytes() == logits[0].nbytes
@@ -211,8 +232,8 @@ class Sessions:
                     part.state.seen += 1
                 else:
                     self._saw(part.state, part.tokens, logits[number] if alone else logits[number].clone())
-                if tokens is not None:
-                    part.state.pending.append((tokens, number))
+                if (pending := tokens[number]) is not None:
+                    part.state.pending.append(pending)
 
     def _fed(self, session: Session, state: SessionState, tokens: Sequence[int]) -> tuple[int, list[int]]:
         """Reserve pages for more tokens. Returns the position of the first token that the model has not seen, and all these
@@ -228,25 +249,41 @@ class Sessions:
         return first, fed
 
     def _saw(self, state: SessionState, tokens: Sequence[int], logits: torch.Tensor) -> None:
-        """Note that the model has seen all of the session's tokens, and these behind them."""
+        """Note that the model has seen all of the session's tokens, and these behind them, which end the prompt."""
         state.logits = logits
         state.pending.clear()
         state.tokens += tokens
+        if tokens:
+            state.logprobs, state.prompt_end = None, len(state.tokens)
         state.seen = len(state.tokens)
         self.pages.leave(state.pages, state.seen)
 
     @_in_turn
     def append(self, session: Session, token: int) -> None:
         """See `Session.append`."""
+        self.steps.settle()
         (token,) = token_ids([token])
         state = session._open
         if state.seen < len(state.tokens):
             raise InputError("the model has not seen the session's last token: step, or prefill both")
         self._model.check_tokens([token])
-        state.logits = None
+        state.logits = state.logprobs = None
         state.pending.clear()
         state.tokens.append(token)
+        # The token is an output that no step has counted.
+        state.params_written = False
         self.steps.write_last_token(session)
+
+    @_in_turn
+    def set_sampling(self, session: Session, params: SamplingParams, token_bitmask: TokenBitmask | None) -> None:
+        """Set `Session.sampling_params` and `Session.token_bitmask`."""
+        self.steps.settle()
+        state = session._open
+        state.sampling_params, state.token_bitmask = params, token_bitmask
+        state.params_written = False
+        if state.logits is not None:
+            # The token after the prompt was sampled with it, by the parameters before.
+            state.pending.clear()
 
     def generate(
         self, session: Session, max_new_tokens: int | None, eos_ids: Iterable[int] | None
@@ -256,11 +293,13 @@ class Sessions:
         if max_new_tokens is not None:
             check_max_new_tokens(max_new_tokens)
         ends = self._model.eos_ids if eos_ids is None else frozenset(eos_ids)
+        ends |= frozenset(session.sampling_params.stop_token_ids or ())
         return self._generate(session, room if max_new_tokens is None else min(room, max_new_tokens), ends)
 
     @_in_turn
     def fork(self, session: Session) -> Session:
         """See `Session.fork`."""
+        self.steps.settle()
         state, slot = session._open, self._take_slot()
         other = Session(self, slot, self._shared(state))
         self._write_state(other, self._slot_state(session.slot))
@@ -269,6 +308,7 @@ class Sessions:
     @_in_turn
     def snapshot(self, session: Session) -> Snapshot:
         """See `Session.snapshot`."""
+        self.steps.settle()
         state = session._open
         rows = {key: row.clone() for key, row in self._slot_state(session.slot).items()}
         return Snapshot(self, self._shared(state), rows)
@@ -276,6 +316,7 @@ class Sessions:
     @_in_turn
     def restore(self, session: Session, snapshot: Snapshot) -> None:
         """See `Session.restore`."""
+        self.steps.settle()
         state = session._open
         if not isinstance(snapshot, Snapshot) or snapshot._state is None or snapshot._owner is not self:
             raise ClosedError("restore takes a snapshot of this engine that is not closed")
@@ -286,6 +327,7 @@ class Sessions:
     @_in_turn
     def close(self, session: Session) -> None:
         """See `Session.close`."""
+        self.steps.forget(session)
         self.pages.release(session._open.pages)
         self._free.append(session.slot)
 
@@ -303,7 +345,7 @@ class Sessions:
             self._write_params(session, state)
         max_rows = self._model.max_rows
         for first in range(0, len(rest), max_rows):
-            self._launch(rest[first : first + max_rows])
+            self._launch(rest[first : first + max_rows], ahead=count > 1)
 
     def _waiting(
         self, sessions: Sequence[Session], count: int, known: Collection[Session] = ()
@@ -318,8 +360,8 @@ class Sessions:
             if len(state.pending) >= count or session in known:
                 continue
             if state.logits is not None and not state.pending:
-                state.pending.append((self.steps.first(session, state.logits), 0))
-                state.params_written = True
+                self._write_params(session, state)
+                state.pending.append(self.steps.first(session, state.logits))
                 continue
             if not state.tokens:
                 raise InputError("the session has no token: prefill first")
@@ -330,16 +372,22 @@ class Sessions:
             self._reserve(session, state, state.seen + 1)
         return rest
 
-    def _launch(self, together: Sequence[tuple[Session, SessionState]]) -> None:
-        pending = self.steps.launch([session for session, _ in together])
-        for number, (_, state) in enumerate(together):
+    def _launch(self, together: Sequence[tuple[Session, SessionState]], ahead: bool) -> None:
+        positions = [state.seen for _, state in together]
+        pending = self.steps.launch([session for session, _ in together], positions, ahead)
+        for (_, state), token in zip(together, pending, strict=True):
             state.seen += 1
-            state.pending.append((pending, number))
+            state.pending.append(token)
 
-    def _write_params(self, session: Session, state: SessionState) -> None:
-        if not state.params_written:
-            self.steps.write_sampling_params(session)
-            state.params_written = True
+    def _write_params(self, session: Session, state: SessionState, prompt: Sequence[int] = ()) -> None:
+        """Write the session's parameters, if they changed, or if what they count changes with the tokens of a prompt."""
+        if state.params_written and not (prompt and state.sampling_params.processes):
+            return
+        # Tokens that were not taken yet count, too.
+        rest = [pending.tokens()[number] for pending, number in state.pending] if state.logits is None else []
+        history = [*state.tokens, *rest, *prompt]
+        self.steps.write_sampling_params(session, history, len(history) if prompt else state.prompt_end)
+        state.params_written = True
 
     def _reserve(self, session: Session, state: SessionState, end: int) -> None:
         if end > state.writable:
@@ -352,10 +400,13 @@ class Sessions:
         return SessionState(
             list(state.tokens),
             state.seen,
+            state.prompt_end,
             # A token that is not taken yet is sampled anew where there are logits for it.
             deque(state.pending if state.logits is None else ()),
             state.logits,
+            state.logprobs,
             state.sampling_params,
+            state.token_bitmask,
             # Without a seed the copy samples other tokens, so its parameters must be written.
             params_written=False,
             pages=self.pages.share(state.pages),
@@ -372,9 +423,10 @@ class Sessions:
         program = self._model.program
         if not program.capacity.slot_bytes:
             return program.mutable_buffers
-        tables = program.buffers_of(StateKind.BLOCK_TABLE)
+        # What changes logits is written again from the parameters and the history.
+        other = {**program.buffers_of(StateKind.BLOCK_TABLE), **program.buffers_of(StateKind.LOGITS_PROCESSING)}
         rows = program.buffers_that_grow(Growth.SLOTS)
-        return {key: buffer[slot] for key, buffer in rows.items() if key not in tables}
+        return {key: buffer[slot] for key, buffer in rows.items() if key not in other}
 
     def _take_slot(self) -> int:
         if not self._free:

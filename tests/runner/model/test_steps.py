@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +90,15 @@ def test_host_and_device_keep_the_same_ties(capitals_artifact: Path) -> None:
     sampling = SamplingParams(temperature=2.0, top_k=2)
     found = set()
     with load_program(capitals_artifact) as program:
-        method = program.load_method("sample")
-        logits = torch.randn(1, method.inputs[0].shape[1].max, generator=torch.Generator().manual_seed(0)).clamp(max=2)
+        model = Model(program, cuda_graph=False)
+        logits = torch.randn(1, model.sampled_vocab, generator=torch.Generator().manual_seed(0)).clamp(max=2)
         logits[0, tied] = 3.0
         for seed in range(40):
-            params = SamplingParams(sampling.temperature, sampling.top_k, seed=seed).tensors()
-            position = torch.tensor([seed % 5])
-            token = int(method.execute((logits, position, torch.tensor([0]), *params))[0])
-            assert token == int(sample(logits[0], position, params))
+            params = replace(sampling, seed=seed)
+            numbers = params.numbers()
+            model.write_sampling(0, **numbers, sample_temperature=numbers["temperature"])
+            token = int(model.sample(Outputs(logits, None), [seed % 5], [0]))
+            assert token == int(sample(logits[0], torch.tensor([seed % 5 + 1]), params.tensors()))
             found.add(token)
     assert found == set(tied)
 
@@ -196,11 +198,11 @@ def test_logits_are_there_for_who_asks(capitals_artifact: Path) -> None:
     """`decode_sample` gives the logits that `decode` gives, and samples from them."""
     tokens, positions, slot = torch.tensor([PROMPT]), torch.arange(len(PROMPT)), torch.tensor([0])
     slots = slot.repeat(len(PROMPT))
-    greedy = SamplingParams(seed=0).tensors()
     with load_program(capitals_artifact) as program:
         prefill, decode = program.load_method("prefill"), program.load_method("decode")
         (logits,) = prefill.execute((tokens, positions, slots))
-        (first,) = program.load_method("sample").execute((logits, torch.tensor([len(PROMPT)]), slot, *greedy))
+        before = torch.tensor([len(PROMPT) - 1])
+        (first,) = program.load_method("sample").execute((logits, torch.tensor([0]), before, slot))
         assert int(first) == int(logits.argmax())
         second, after = program.load_method("decode_sample").execute((slot,))
         assert int(second) == int(after.argmax())

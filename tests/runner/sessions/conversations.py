@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ostinato.delegate import CapacityError
-from ostinato.runner import Engine
+from ostinato.delegate.logits_processing import bitmask
+from ostinato.runner import Engine, SamplingParams
 from ostinato.runner.sessions.session import Session, Snapshot
 
 from ...conftest import CAPITALS_LENGTH
@@ -19,7 +21,14 @@ from ...conftest import CAPITALS_LENGTH
 # Four sessions of at most 251 tokens would need 16 pages of 64. There are fewer, so that pages run out.
 SESSIONS, KV_TOKENS = 4, 9 * 64
 
-Greedy = Callable[[list[int]], int]
+Logits = Callable[[list[int]], torch.Tensor]
+PLAIN = SamplingParams()
+CHANGED = (
+    SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.75),
+    SamplingParams(frequency_penalty=-2.0, logit_bias={3: 100.0, 5: 100.0, 7: -100.0}),
+    SamplingParams(presence_penalty=2.0, min_tokens=4, stop_token_ids=list(range(0, 90, 2))),
+    SamplingParams(logprobs=2),
+)
 
 
 def close(*sessions: Session | Snapshot) -> None:
@@ -29,10 +38,38 @@ def close(*sessions: Session | Snapshot) -> None:
 
 @dataclass
 class Known:
-    """A session or a snapshot, and the tokens that its history must have."""
+    """A session or a snapshot, the tokens that its history must have, and what its next token depends on beside them."""
 
     it: Any
     tokens: list[int]
+    prompt_end: int = 0
+    params: SamplingParams = PLAIN
+    masked: bool = False
+
+    def next(self, logits: torch.Tensor, eos_ids: frozenset[int]) -> int:
+        """The most likely token after the history, from the model's logits after it, [vocab] float32."""
+        params, outputs = self.params, self.tokens[self.prompt_end :]
+        x = logits.clone()
+        for token, bias in (params.logit_bias or {}).items():
+            x[token] += bias
+        if len(outputs) < params.min_tokens:
+            x[[*eos_ids, *(params.stop_token_ids or ())]] = -torch.inf
+        if self.masked:
+            x[[token for token in range(len(x)) if not allowed(token, len(self.tokens))]] = -torch.inf
+        for token in set(self.tokens):
+            x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+        for token in set(outputs):
+            x[token] -= params.presence_penalty + params.frequency_penalty * outputs.count(token)
+        return int(x.argmax())
+
+
+def allowed(token: int, position: int) -> bool:
+    """The grammar of sessions with a bitmask."""
+    return token % 5 == position % 5
+
+
+def mask_of(vocab: int) -> Callable[[list[int]], torch.Tensor]:
+    return lambda tokens: bitmask([token for token in range(vocab) if allowed(token, len(tokens))], vocab)
 
 
 class Conversations(RuleBasedStateMachine):
@@ -40,14 +77,14 @@ class Conversations(RuleBasedStateMachine):
 
     Attributes:
         engine: with SESSIONS slots.
-        greedy: transformers' most likely token after a sequence.
+        logits: transformers' logits [vocab] after a sequence.
         vocab: number of tokens that prompts are made of.
         max_seq_len: the engine's.
         longest: the most tokens that a prompt adds.
     """
 
     engine: Engine
-    greedy: Greedy
+    logits: Logits
     vocab = 1500
     max_seq_len = CAPITALS_LENGTH
     longest = 70
@@ -91,7 +128,7 @@ class Conversations(RuleBasedStateMachine):
                 found = self.engine.step([session.it for session in some], more)
             except CapacityError:
                 break
-            expected = [self.greedy(session.tokens) for session in some]
+            expected = [self._next(session) for session in some]
             assert found == expected
             for session, token in zip(some, found, strict=True):
                 session.tokens.append(token)
@@ -123,29 +160,42 @@ class Conversations(RuleBasedStateMachine):
             return
         for place, tokens in prompts.items():
             self.sessions[place].tokens += tokens
-        assert found == [self.greedy(session.tokens) for session in stepping]
+            self.sessions[place].prompt_end = len(self.sessions[place].tokens)
+        assert found == [self._next(session) for session in stepping]
         for session, token in zip(stepping, found, strict=True):
             session.tokens.append(token)
+
+    @precondition(lambda self: self.sessions)
+    @rule(which=st.integers(0), params=st.sampled_from([PLAIN, *CHANGED]), masked=st.booleans())
+    def sample_otherwise(self, which: int, params: SamplingParams, masked: bool) -> None:
+        session = self.sessions[which % len(self.sessions)]
+        if session.it._open.pending and session.it._open.logits is None:
+            # A step has gone ahead, by the parameters before.
+            return
+        session.params, session.it.sampling_params = params, params
+        session.masked = masked
+        session.it.token_bitmask = mask_of(self.engine.model.sampled_vocab) if masked else None
 
     @precondition(lambda self: self.sessions)
     @rule(which=st.integers(0))
     def fork(self, which: int) -> None:
         session = self.sessions[which % len(self.sessions)]
         if self.engine.sessions.free:
-            self.sessions.append(Known(session.it.fork(), list(session.tokens)))
+            self.sessions.append(replace(session, it=session.it.fork(), tokens=list(session.tokens)))
 
     @precondition(lambda self: self.sessions)
     @rule(which=st.integers(0))
     def keep(self, which: int) -> None:
         session = self.sessions[which % len(self.sessions)]
-        self.snapshots.append(Known(session.it.snapshot(), list(session.tokens)))
+        self.snapshots.append(replace(session, it=session.it.snapshot(), tokens=list(session.tokens)))
 
     @precondition(lambda self: self.sessions and self.snapshots)
     @rule(which=st.integers(0), kept=st.integers(0))
     def go_back(self, which: int, kept: int) -> None:
         session, snapshot = self.sessions[which % len(self.sessions)], self.snapshots[kept % len(self.snapshots)]
         session.it.restore(snapshot.it)
-        session.tokens = list(snapshot.tokens)
+        place = self.sessions.index(session)
+        self.sessions[place] = replace(snapshot, it=session.it, tokens=list(snapshot.tokens))
 
     @precondition(lambda self: self.snapshots)
     @rule(kept=st.integers(0))
@@ -169,3 +219,14 @@ class Conversations(RuleBasedStateMachine):
             assert "are free: close a session, or load the program with more kv_tokens" in str(error)
         else:
             session.tokens += tokens
+            session.prompt_end = len(session.tokens)
+
+    def _next(self, session: Known) -> int:
+        logits = self.logits(session.tokens)
+        if session.params.logprobs is not None and not session.masked:
+            given = session.it.logprobs
+            best = logits.log_softmax(0).topk(2)
+            assert given.token == session.it.tokens[len(session.tokens)] and given.rank == 1
+            assert [token for token, _ in given.top] == best.indices.tolist()
+            assert [given.logprob, given.top[1][1]] == pytest.approx(best.values.tolist(), abs=1e-3)
+        return session.next(logits, self.engine.eos_ids)

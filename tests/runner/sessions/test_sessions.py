@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ostinato.runner.model.steps import _HostTokens
 from ostinato.runner.sessions.session import Session
 
 from ...conftest import CAPITALS, CAPITALS_LENGTH
-from .conversations import KV_TOKENS, SESSIONS, Conversations, Greedy, close
+from .conversations import KV_TOKENS, SESSIONS, Conversations, Logits, close
 
 HOT = SamplingParams(temperature=1.5, top_k=40, top_p=0.95, seed=11)
 BUCKETS = (2, 4)
@@ -31,22 +31,28 @@ LONG = [(7 * place + 3) % 1500 for place in range(130)]
 
 
 @pytest.fixture(scope="module")
-def greedy() -> Greedy:
-    """A function that returns transformers' most likely token after a sequence, and keeps its answers."""
+def logits() -> Logits:
+    """A function that returns transformers' logits [vocab] after a sequence, and keeps its answers."""
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(CAPITALS, dtype=torch.float32).eval()
-    known: dict[tuple[int, ...], int] = {}
+    known: dict[tuple[int, ...], Tensor] = {}
 
-    def after(tokens: list[int]) -> int:
+    def after(tokens: list[int]) -> Tensor:
         key = tuple(tokens)
         if key not in known:
             with torch.no_grad():
-                logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
-            # Keep the tokens after all shorter sequences too: they may be asked for later.
-            known.update({key[: place + 1]: int(row.argmax()) for place, row in enumerate(logits)})
+                found = model(torch.tensor([tokens]), use_cache=False).logits[0]
+            # Keep the logits after all shorter sequences too: they may be asked for later.
+            known.update({key[: place + 1]: row for place, row in enumerate(found)})
         return known[key]
 
     return after
+
+
+@pytest.fixture(scope="module")
+def greedy(logits: Logits) -> Callable[[list[int]], int]:
+    """A function that returns transformers' most likely token after a sequence."""
+    return lambda tokens: int(logits(tokens).argmax())
 
 
 @pytest.fixture(
@@ -68,7 +74,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     ) as loaded:
         if mode == "ahead":
             steps: Any = loaded.sessions.steps
-            steps.goes_ahead, steps._pending = True, lambda token, count: _HostTokens(token[:count].tolist())
+            steps.goes_ahead, steps._pending = True, _HostTokens
         yield loaded
         assert all(stats["fallbacks"] == 0 for stats in loaded.model.method_stats.values())
 
@@ -92,8 +98,8 @@ def opened(engine: Engine, *prompts: list[int], sampling_params: SamplingParams 
     return sessions
 
 
-def test_in_any_company(engine: Engine, greedy: Greedy) -> None:
-    machine = type("Machine", (Conversations,), {"engine": engine, "greedy": staticmethod(greedy)})
+def test_in_any_company(engine: Engine, logits: Logits) -> None:
+    machine = type("Machine", (Conversations,), {"engine": engine, "logits": staticmethod(logits)})
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -128,7 +134,9 @@ def walk(engine: Engine, garbage: float | None) -> tuple[list[list[int]], dict[s
                     cache[session._open.pages[0].numbers[seen // 64], :, seen % 64 :] = garbage
 
     fill()
-    first, second = engine.open_session(HOT), engine.open_session(SamplingParams(seed=1))
+    # The tokens of `second` also say whether its counts and biases were left alone.
+    params = SamplingParams(seed=1, frequency_penalty=1.0, repetition_penalty=1.3, logit_bias={5: 2.0})
+    first, second = engine.open_session(HOT), engine.open_session(params)
     fill()
     first.prefill(LONG[:70])
     fill(first)
@@ -143,7 +151,9 @@ def walk(engine: Engine, garbage: float | None) -> tuple[list[list[int]], dict[s
     everybody = (first, second, third)
     state: dict[str, Tensor] = {}
     for key, buffer in engine.program.buffers_that_grow(Growth.SLOTS).items():
-        if key not in engine.program.buffers_of(StateKind.BLOCK_TABLE):
+        if key not in engine.program.buffers_of(StateKind.BLOCK_TABLE) | engine.program.buffers_of(
+            StateKind.LOGITS_PROCESSING
+        ):
             state |= {f"{key} {place}": buffer[one.slot].clone() for place, one in enumerate(everybody)}
     for key, cache in engine.program.buffers_of(StateKind.KV_CACHE).items():
         for place, one in enumerate(everybody):
@@ -223,7 +233,7 @@ def test_pages_are_shared_until_written(engine: Engine) -> None:
     assert pages.free == 9
 
 
-def test_a_session_goes_on_after_its_answer(engine: Engine, greedy: Greedy) -> None:
+def test_a_session_goes_on_after_its_answer(engine: Engine, greedy: Callable[[list[int]], int]) -> None:
     (session,) = opened(engine, LONG[:5])
     answer = list(session.generate(4, eos_ids=()))
     session.prefill(LONG[20:30])
@@ -257,7 +267,7 @@ def test_what_there_is_no_room_for(engine: Engine) -> None:
     close(*sessions, last)
 
 
-def test_pages_run_out_within_an_answer(engine: Engine, greedy: Greedy) -> None:
+def test_pages_run_out_within_an_answer(engine: Engine, greedy: Callable[[list[int]], int]) -> None:
     """A session gets all tokens for which there are pages, whether or not the next step has begun. It goes on when others
     leave."""
     first, second, other = opened(engine, LONG + LONG[:70], LONG[:120] + LONG[:80], LONG[:63])

@@ -1,0 +1,182 @@
+"""What happens to logits before a token is sampled from them, and their log-probabilities, in plain PyTorch.
+
+As `sampling.py`, this is the one definition that export and runner share: programs that sample on the device hold its code,
+and the runner calls it for programs that return logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import OptionError
+from .sampling_params import SamplingParams
+
+# Tokens with a bias of their own, and tokens that `min_tokens` forbids, for one session.
+MAX_BIASES = 512
+# Allowed tokens and tokens of prompts are bits of such words.
+WORD_BITS = 32
+ALL_BITS = -1
+# A position that no token has.
+NEVER_ENDS = 2**62
+
+
+class ProcessingTensors(NamedTuple):
+    """What `processed` takes for R rows, or for all slots: penalties, biases and allowed tokens of each.
+
+    Bitmasks have W = ceil(vocab / 32) words. Token i is bit i % 32 of word i // 32, as in vLLM and xgrammar.
+
+    Attributes:
+        repetition_penalty, presence_penalty, frequency_penalty: [R] float32.
+        prompt_tokens: [R, W] int32, bitmask of the prompt's tokens.
+        output_counts: [R, vocab] int32, how often each token was sampled.
+        bias_tokens: [R, MAX_BIASES] int64; any token where nothing is left to add.
+        bias_values: [R, MAX_BIASES] float32, added to the logits of `bias_tokens`, in any order.
+        bias_ends: [R, MAX_BIASES] int64; from this position on the bias is not added.
+        allowed_tokens: [R, W] int32, bitmask; all other tokens get a logit of minus infinity.
+    """
+
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    prompt_tokens: Tensor
+    output_counts: Tensor
+    bias_tokens: Tensor
+    bias_values: Tensor
+    bias_ends: Tensor
+    allowed_tokens: Tensor
+
+
+def processed(logits: Tensor, positions: Tensor, given: ProcessingTensors) -> Tensor:
+    """Return logits as they are sampled from: with biases, allowed tokens and penalties, in this order, as in vLLM.
+
+    Args:
+        logits: [R, vocab] float32.
+        positions: [R] int64, position of the token that is sampled from each row.
+        given: on the device of the logits.
+
+    Returns:
+        [R, vocab] float32.
+    """
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    values = torch.where(positions[:, None] < given.bias_ends, given.bias_values, 0.0)
+    x = logits.scatter_add(1, given.bias_tokens, values)
+    x = torch.where(_bits(given.allowed_tokens, tokens), x, -torch.inf)
+    counts = given.output_counts
+    repeated = _bits(given.prompt_tokens, tokens) | (counts > 0)
+    penalty = given.repetition_penalty[:, None]
+    x = torch.where(repeated, torch.where(x > 0, x / penalty, x * penalty), x)
+    return x - given.frequency_penalty[:, None] * counts - given.presence_penalty[:, None] * (counts > 0)
+
+
+def processing_tensors(
+    params: SamplingParams,
+    history: Sequence[int],
+    prompt_end: int,
+    vocab: int,
+    eos_ids: Collection[int],
+    allowed_tokens: Tensor | None = None,
+) -> ProcessingTensors:
+    """Return what `processed` takes for one session, R = 1, on the host.
+
+    Args:
+        params: the session's parameters.
+        history: its tokens so far.
+        prompt_end: number of those that count as the prompt. All others were sampled.
+        vocab: number of tokens that the model has.
+        eos_ids: tokens that end an answer. `min_tokens` forbids them, and `stop_token_ids`.
+        allowed_tokens: [W] int32 bitmask; None: all.
+
+    Raises:
+        OptionError: a token of `logit_bias` or `stop_token_ids` out of range, or more than MAX_BIASES of them.
+    """
+    biases = [(token, value, NEVER_ENDS) for token, value in (params.logit_bias or {}).items()]
+    if params.min_tokens:
+        stops = sorted({*eos_ids, *(params.stop_token_ids or ())})
+        biases += [(token, -torch.inf, prompt_end + params.min_tokens) for token in stops]
+    if len(biases) > MAX_BIASES:
+        raise OptionError(
+            f"logit_bias and the tokens that min_tokens forbids are {len(biases)} together, {MAX_BIASES} at most"
+        )
+    wrong = [token for token, _, _ in biases if not 0 <= token < vocab]
+    if wrong:
+        raise OptionError(f"logit_bias and stop_token_ids take tokens of 0 to {vocab - 1}, got {wrong[0]}")
+    tokens, values, ends = zip(*biases, *[(0, 0.0, 0)] * (MAX_BIASES - len(biases)), strict=True)
+    outputs = torch.tensor(history[prompt_end:], dtype=torch.int64)
+    repetition, presence, frequency = (
+        torch.tensor([value], dtype=torch.float32)
+        for value in (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    )
+    every = torch.full((words_of(vocab),), ALL_BITS, dtype=torch.int32)
+    return ProcessingTensors(
+        repetition,
+        presence,
+        frequency,
+        bitmask(history[:prompt_end], vocab)[None],
+        torch.bincount(outputs, minlength=vocab).to(torch.int32)[None],
+        torch.tensor([tokens]),
+        torch.tensor([values], dtype=torch.float32),
+        torch.tensor([ends]),
+        (every if allowed_tokens is None else allowed_tokens)[None],
+    )
+
+
+def bitmask(tokens: Sequence[int], vocab: int) -> Tensor:
+    """Return [W] int32 with the bits of these tokens. Raises IndexError: a token out of range."""
+    present = torch.zeros(words_of(vocab) * WORD_BITS, dtype=torch.bool)
+    present[torch.tensor(tokens, dtype=torch.int64)] = True
+    weights = torch.ones(WORD_BITS, dtype=torch.int64) << torch.arange(WORD_BITS)
+    # The sum is an unsigned number of 32 bits; the conversion keeps its bits.
+    return (present.view(-1, WORD_BITS) * weights).sum(1).to(torch.int32)
+
+
+def words_of(vocab: int) -> int:
+    """Number of words W of a bitmask."""
+    return (vocab + WORD_BITS - 1) // WORD_BITS
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of a token and of the most likely ones, from the logits as the model gives them.
+
+    Attributes:
+        token: the token id.
+        logprob: natural logarithm of its probability.
+        rank: number of tokens that are at least as likely; 1 is the most likely one.
+        top: the most likely tokens with their log-probabilities, the most likely first.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+def logprob_tensors(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Return what `TokenLogprobs` holds, for [R, vocab] float32 logits and [R] int64 tokens, on their device.
+
+    Returns:
+        log-probabilities [R] float32 and ranks [R] int64 of `tokens`; ids [R, count] int64 and log-probabilities [R, count]
+        float32 of the most likely tokens.
+    """
+    count = min(count, logits.shape[1])
+    total = logits.logsumexp(1, keepdim=True)
+    chosen = logits.gather(1, tokens[:, None])
+    top, ids = logits.topk(count, dim=1) if count else (chosen[:, :0], tokens[:, None][:, :0])
+    return (chosen - total)[:, 0], (logits >= chosen).sum(1), ids, top - total
+
+
+def token_logprobs(tokens: Sequence[int], tensors: Sequence[Tensor]) -> list[TokenLogprobs]:
+    """Return the records of `tokens` from what `logprob_tensors` gives."""
+    values, ranks, ids, tops = (tensor.tolist() for tensor in tensors)
+    return [
+        TokenLogprobs(token, value, rank, list(zip(mine, top, strict=True)))
+        for token, value, rank, mine, top in zip(tokens, values, ranks, ids, tops, strict=True)
+    ]
+
+
+def _bits(words: Tensor, tokens: Tensor) -> Tensor:
+    """[R, W] int32 -> [R, vocab] bool."""
+    return (words.index_select(1, tokens // WORD_BITS) >> (tokens % WORD_BITS).to(torch.int32)) & 1 != 0
