@@ -329,6 +329,20 @@ def test_arguments_of_another_type(recurrent_artifact: Path) -> None:
         (name,) = options
         with pytest.raises(OptionError, match=rf"^{name} must be a (whole )?number, got "):
             SamplingParams(**options)  # type: ignore[arg-type]
+    for options, message in (
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be more than 0, 1 is off; got 0.0"),
+        ({"presence_penalty": 2.5}, "presence_penalty must be -2 to 2, 0 is off; got 2.5"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be -2 to 2, 0 is off; got nan"),
+        ({"logit_bias": {5: 101}}, r"logit_bias must be -100 to 100 for each token, got \{5: 101\}"),
+        ({"logit_bias": [5]}, r"logit_bias must map token ids to numbers, got \[5\]"),
+        ({"logit_bias": {"x": 1}}, "logit_bias must map token ids to numbers, got "),
+        ({"min_tokens": -1}, r"min_tokens must be 0 \(off\) or more, got -1"),
+        ({"stop_token_ids": ["x"]}, r"stop_token_ids must be token ids, got \['x'\]"),
+        ({"stop_token_ids": 7}, "stop_token_ids must be token ids, got 7"),
+        ({"logprobs": 21}, "logprobs must be 0 to 20, got 21"),
+    ):
+        with pytest.raises(OptionError, match=f"^{message}"):
+            SamplingParams(**options)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="cuda_graph must be True or False, got 'maybe'"):
         Engine.load(recurrent_artifact, cuda_graph="maybe")  # type: ignore[arg-type]
 

@@ -83,7 +83,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     return {
         **methods,
         DECODE: Chain(one, _prompt(1), ("logits",), {}),
-        SAMPLE: _sample(network, longest if folds else max(kernels.max_rows, default=EXAMPLE_OUTPUTS)),
+        SAMPLE: _sample(network, longest if folds else max(kernels.max_rows, default=1)),
         DECODE_SAMPLE: Chain(
             [again, *layers, head if kernels.folds_steps else many[-1], following],
             {"slots": _positions(1)},
@@ -110,10 +110,11 @@ def _sample(network: LanguageModel, max_rows: int) -> Chain:
     link = Link(
         network.sampling, ("token",), "sampling", method="sample", inputs=("logits", "tokens", "input_pos", "slots")
     )
+    count = min(EXAMPLE_OUTPUTS, max_rows)
+    inputs = {"logits": torch.zeros(count, network.config.vocab_size)}
+    inputs |= {name: _positions(count) for name in ("tokens", "input_pos", "slots")}
     length = Dim("L", min=1, max=max_rows)
-    inputs = {"logits": torch.zeros(EXAMPLE_OUTPUTS, network.config.vocab_size)}
-    inputs |= {name: _positions(EXAMPLE_OUTPUTS) for name in ("tokens", "input_pos", "slots")}
-    return Chain([link], inputs, ("token",), {name: {0: length} for name in inputs})
+    return Chain([link], inputs, ("token",), {name: {0: length} for name in inputs} if max_rows > 1 else {})
 
 
 def _with_hidden(network: LanguageModel, chain: Chain) -> Chain:

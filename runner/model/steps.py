@@ -123,12 +123,14 @@ def _logprobs_asked(sessions: Sequence[Stepped]) -> int | None:
 
 
 def _bitmask_of(session: Stepped, vocab: int) -> torch.Tensor | None:
-    """Ask for the session's bitmask. Raises InputError: it has another shape or dtype."""
+    """Ask for the session's bitmask. Raises InputError: it has another shape or dtype, or allows no token."""
     words = session.token_bitmask(session.tokens) if session.token_bitmask is not None else None
     if words is None:
         return None
     if not isinstance(words, torch.Tensor) or words.dtype != torch.int32 or words.shape != (words_of(vocab),):
         raise InputError(f"a token bitmask is an int32 tensor of {words_of(vocab)} words, got {words!r:.80}")
+    if not words.any():
+        raise InputError(f"the token bitmask after {len(session.tokens)} tokens allows no token")
     return words
 
 

@@ -149,6 +149,9 @@ def test_each_field_of_sampling_is_an_option(monkeypatch: pytest.MonkeyPatch) ->
     found = [getattr(given, name) for name in ("temperature", "top_k", "top_p", "seed")]
     assert found == [0.5, 3, 0.9, 7]
     assert [type(value) for value in found] == [float, int, float, int]
+    words = ["--logit-bias", '{"5": -100}', "--stop-token-ids", "3,4", "--logprobs", "2"]
+    given = options().parse_args(["artifact", "--prompt", "x", *words])
+    assert (given.logit_bias, given.stop_token_ids, given.logprobs) == ({"5": -100}, [3, 4], 2)
     metadata = {"metavar": "P", "help": "keep tokens this close to the best"}
     more = make_dataclass(
         "More", [("typical_p", float, field(default=0.25, metadata=metadata))], bases=(SamplingParams,), frozen=True

@@ -23,31 +23,38 @@ from ..networks import of_group
 
 @pytest.mark.parametrize("kernels", [Kernels, kernels_for("cpu")])
 def test_state_of_a_model(capitals_checkpoint: Path, kernels: type[Kernels]) -> None:
-    """Methods that run the model write all of its state. `sample` writes all state of sampling; other methods that sample
-    write only its token and position. No method writes block tables."""
+    """Methods that run the model write all of its state. Methods that sample write the slot's token and position, and
+    `sample` counts the token. No method writes parameters and block tables, which are mutable all the same."""
     config = replace(read_config(capitals_checkpoint)[1], layer_types=("linear_attention", "full_attention"))
     network = build_network(config, 64, torch.float32, quant=of_group(32), kernels=kernels)
     allocate_untouched(network)
     forms = state_forms(network)
     begun = {name for name, form in forms.items() if form.kind is StateKind.SAMPLING}
-    assert begun == {f"sampling.{name}" for name in ("token", "position", *SamplingTensors._fields)}
-    others = (StateKind.SAMPLING, StateKind.WORKSPACE, StateKind.BLOCK_TABLE)
+    own = ("token", "position", "sample_temperature", "processed")
+    assert begun == {f"sampling.{name}" for name in (*own, *SamplingTensors._fields)}
+    others = (StateKind.SAMPLING, StateKind.LOGITS_PROCESSING, StateKind.WORKSPACE, StateKind.BLOCK_TABLE)
     state = {name for name, form in forms.items() if form.kind not in others}
     assert len(state) == 4
     moved = {"sampling.token", "sampling.position"}
-    written = {"prefill": state, "decode": state, "sample": begun, "decode_sample": state | moved}
+    written = {
+        "prefill": state,
+        "decode": state,
+        "sample": moved | {"sampling.output_counts"},
+        "decode_sample": state | moved,
+    }
     if kernels.max_rows:
         written |= {"rows": state | moved, "rows_hidden": state}
     methods = language_model_methods(network)
     assert methods.keys() == written.keys()
-    tables = {name for name, form in forms.items() if form.kind is StateKind.BLOCK_TABLE}
+    given = (StateKind.BLOCK_TABLE, StateKind.SAMPLING, StateKind.LOGITS_PROCESSING)
+    tables = {name for name, form in forms.items() if form.kind in given}
     for name, chain in methods.items():
         method = trace_method(name, chain)
         constants = Constants()
         constants.name_after(network)
         constants.add(method)
         assert constants.mutable == written[name], name
-        # A declared table is mutable, although no method writes it.
+        # What the runtime writes is mutable, although no method writes it.
         declared = Constants(forms)
         declared.name_after(network)
         declared.add(method)

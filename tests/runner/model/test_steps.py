@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.delegate import ArtifactError, Program, StateKind, load_program
+from ostinato.delegate import ArtifactError, InputError, Program, StateKind, load_program
+from ostinato.delegate.logits_processing import bitmask, logprob_tensors, token_logprobs, words_of
 from ostinato.delegate.sampling import sample
 from ostinato.runner import Engine, SamplingParams
 from ostinato.runner.model.batch import Outputs, Run
@@ -53,20 +54,69 @@ def steps_of(sessions: Sessions, session: Session, count: int) -> list[int]:
         SamplingParams(1.0, seed=3),
         SamplingParams(3.0, top_k=5, seed=4),
         SamplingParams(2.0, top_p=0.5, seed=2**64 - 1),
+        SamplingParams(repetition_penalty=1.5, frequency_penalty=1.0, logit_bias={7: 10.0}),
+        SamplingParams(3.0, top_p=0.9, seed=5, presence_penalty=1.0, min_tokens=9, stop_token_ids=range(0, 1500, 3)),
     ],
-    ids=str,
+    ids=lambda params: params.seed,
 )
 def test_the_host_samples_what_the_device_samples(capitals_artifact: Path, sampling: SamplingParams) -> None:
     """A program that samples gives the tokens that the host samples from logits."""
     with Engine.load(capitals_artifact) as engine:
         found = answer(engine, sampling)
         sessions = on_the_host(engine.model)
-        assert found == walk(sessions, sampling)
+        # A token of `stop_token_ids` ends the answer, and is not one of these.
+        assert found == walk(sessions, sampling)[: len(found)] and len(found) >= 9
+        if sampling.processes:
+            return
         # A session that continues in the middle of the answer gets the same tokens.
         with sessions.open(sampling) as session:
             session.prefill([*PROMPT, *found[:9]])
             session.append(found[9])
             assert steps_of(sessions, session, 10) == found[10:20]
+
+
+def test_an_answer_with_all_there_is(capitals_artifact: Path) -> None:
+    """Log-probabilities of each token, on the device and on the host; an answer of `min_tokens` that `stop_token_ids` end."""
+    with Engine.load(capitals_artifact) as engine:
+        tokens = answer(engine, HOT)
+        place = next(place for place in range(5, COUNT) if tokens[place] not in tokens[:place])
+        params = replace(HOT, min_tokens=place, stop_token_ids=[tokens[place]], logprobs=3)
+        stream = engine.generate_tokens(PROMPT, sampling_params=params, ignore_eos=True)
+        assert list(stream) == tokens[:place] and stream.result.tokens == tokens[: place + 1]
+        assert stream.result.finish_reason == "stop"
+        assert [one.token for one in stream.result.logprobs] == stream.result.tokens
+        assert set(stream.result.as_dict()["logprobs"][0]) == {"token", "logprob", "rank", "top"}
+        sessions = on_the_host(engine.model)
+        with sessions.open(replace(params, min_tokens=0)) as session:
+            session.prefill(PROMPT)
+            for one in stream.result.logprobs:
+                (expected,) = token_logprobs(
+                    [one.token], logprob_tensors(session.logits[None], torch.tensor([one.token]), 3)
+                )
+                assert sessions.step([session]) == [one.token]
+                for found in (one, session.logprobs):
+                    assert found is not None and found.rank == expected.rank
+                    assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)
+                    assert [token for token, _ in found.top] == [token for token, _ in expected.top]
+
+
+def test_a_bitmask_that_is_none(capitals_artifact: Path) -> None:
+    with Engine.load(capitals_artifact) as engine, engine.open_session() as session:
+        session.prefill(PROMPT)
+        words = words_of(engine.model.sampled_vocab)
+        for wrong in (torch.ones(words - 1, dtype=torch.int32), torch.ones(words), [1] * words):
+            session.token_bitmask = lambda tokens, wrong=wrong: wrong  # type: ignore[misc]
+            with pytest.raises(InputError, match=f"a token bitmask is an int32 tensor of {words} words, got"):
+                engine.step([session])
+        session.token_bitmask = lambda tokens: torch.zeros(words, dtype=torch.int32)
+        with pytest.raises(InputError, match=f"bitmask after {len(PROMPT)} tokens allows no token"):
+            engine.step([session])
+        session.token_bitmask = lambda tokens: bitmask([1200], 32 * words) if len(tokens) == len(PROMPT) else None
+        session.sampling_params = SamplingParams(logprobs=1)
+        assert engine.step([session]) == [1200]
+        assert session.logprobs is not None and session.logprobs.rank > 1
+        (after,) = engine.step([session])
+        assert session.tokens == [*PROMPT, 1200, after]
 
 
 def test_the_host_samples_for_several_what_the_device_samples(capitals_artifact: Path) -> None:
