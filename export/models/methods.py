@@ -113,8 +113,9 @@ def _sample(network: LanguageModel, max_rows: int) -> Chain:
     count = min(EXAMPLE_OUTPUTS, max_rows)
     inputs = {"logits": torch.zeros(count, network.config.vocab_size)}
     inputs |= {name: _positions(count) for name in ("tokens", "input_pos", "slots")}
-    length = Dim("L", min=1, max=max_rows)
-    return Chain([link], inputs, ("token",), {name: {0: length} for name in inputs} if max_rows > 1 else {})
+    # Without kernels for several rows there is one row.
+    length = Dim("L", min=1, max=max_rows) if max_rows > 1 else None
+    return Chain([link], inputs, ("token",), {name: {0: length} for name in inputs} if length else {})
 
 
 def _with_hidden(network: LanguageModel, chain: Chain) -> Chain:
