@@ -5,10 +5,12 @@ Each session prefills a prompt of its own, one after the other, and samples its 
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from ostinato.delegate.errors import OptionError
 from ostinato.delegate.memory import size_text
 from ostinato.delegate.program import Program
+from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.runner.model.model import Model
 from ostinato.runner.sessions.sessions import Sessions
 
@@ -31,6 +34,8 @@ _SEED = 0
 class BatchSpec:
     """Sizes to measure: sessions in each batch, and tokens of each session's prompt and answer.
 
+    `sampling`: fields of the `SamplingParams` of all sessions. Each of these is measured with each batch.
+
     Raises:
         OptionError: no batch, or a number below 1.
     """
@@ -39,6 +44,7 @@ class BatchSpec:
     prompt: int
     answer: int
     repetitions: int
+    sampling: tuple[Mapping[str, Any], ...] = ({},)
 
     def __post_init__(self) -> None:
         if not self.batches or min(self.batches) < 1 or self.prompt < 1 or self.answer < 1:
@@ -63,6 +69,7 @@ class BatchMeasurement:
 
     batch: int
     cuda_graph: bool
+    sampling: Mapping[str, Any]
     prompt: int
     answer: int
     prompt_ns: tuple[int, ...]
@@ -109,23 +116,26 @@ def measure_batches(
     found = []
     # Prompts and steps may have graphs, which are captured in the warm-up.
     warm, rounds = replace(spec, answer=1), model.warmup_steps + 1 if model.cuda_graph else 1
-    for batch in spec.batches:
+    for batch, sampling in product(spec.batches, spec.sampling):
+        params = SamplingParams(**sampling)
         for _ in range(rounds):
-            _once(sessions, model, prompts[:batch], warm)
-        samples = [_once(sessions, model, prompts[:batch], spec) for _ in range(spec.repetitions)]
+            _once(sessions, model, prompts[:batch], warm, params)
+        samples = [_once(sessions, model, prompts[:batch], spec, params) for _ in range(spec.repetitions)]
         prompt_ns, answer_ns = zip(*samples, strict=True)
         one = BatchMeasurement(
-            batch, model.cuda_graph, spec.prompt, spec.answer, prompt_ns, answer_ns, _pool_bytes(model)
+            batch, model.cuda_graph, sampling, spec.prompt, spec.answer, prompt_ns, answer_ns, _pool_bytes(model)
         )
         found.append(one)
         say(f"{MODE_NAMES[model.cuda_graph]:<14}batch {batch:<6}{one.speed:>10,.1f} tokens/s{one.step_ms:>10.3f} ms")
     return found
 
 
-def _once(sessions: Sessions, model: Model, prompts: Sequence[Sequence[int]], spec: BatchSpec) -> tuple[int, int]:
+def _once(
+    sessions: Sessions, model: Model, prompts: Sequence[Sequence[int]], spec: BatchSpec, params: SamplingParams
+) -> tuple[int, int]:
     """Nanoseconds of all prompts, with the first tokens after them, and of all further steps."""
     device = model.program.device
-    opened = [sessions.open() for _ in prompts]
+    opened = [sessions.open(params) for _ in prompts]
     try:
         synchronize(device)
         begin = time.perf_counter_ns()
@@ -157,6 +167,7 @@ def records(program: Program, rows: Sequence[BatchMeasurement]) -> list[dict[str
             "pl": row.batch,
             "n_kv": row.batch * (row.prompt + row.answer),
             "cuda_graph": row.cuda_graph,
+            "sampling": dict(row.sampling),
             "t_pp": statistics.median(row.prompt_ns) / 1e9,
             "speed_pp": row.prompt_speed,
             "t_tg": statistics.median(row.answer_ns) / 1e9,
@@ -182,27 +193,33 @@ def render_batches(program: Program, rows: Sequence[BatchMeasurement], style: st
         return as_json(records(program, rows))
     if style == "csv":
         return as_csv(records(program, rows))
-    columns: dict[str, Side] = {"sessions": "right", "mode": "left"}
+    sampled = any(row.sampling for row in rows)
+    columns: dict[str, Side] = {"sessions": "right", "mode": "left"} | ({"sampling": "left"} if sampled else {})
     columns |= dict.fromkeys(
         ("prompts, tokens/s", "answers, tokens/s", "min .. max", "ms per step", "speed-up"), "right"
     )
-    first = {row.cuda_graph: row for row in reversed(rows)}
+    # Over the fewest sessions; with several ways of sampling, over the first of them.
+    base = [(row.cuda_graph, row.batch if sampled else None) for row in rows]
+    first = dict(reversed(list(zip(base, rows, strict=True))))
     cells = [
         [
             str(row.batch),
             MODE_NAMES[row.cuda_graph],
+            *([json.dumps(row.sampling) if row.sampling else "greedy"] if sampled else []),
             f"{row.prompt_speed:,.0f}",
             f"{row.speed:,.1f}",
             f"{min(row.speeds):,.1f} .. {max(row.speeds):,.1f}",
             f"{row.step_ms:.3f}",
-            f"{row.speed / first[row.cuda_graph].speed:.2f}",
+            f"{row.speed / first[key].speed:.3f}" if sampled else f"{row.speed / first[key].speed:.2f}",
         ]
-        for row in rows
+        for key, row in zip(base, rows, strict=True)
     ]
     capacity = program.capacity
+    base_name = "the first way of sampling" if sampled else "the fewest sessions"
     notes = [
         f"each session: a prompt of {rows[0].prompt} tokens, and {rows[0].answer} steps behind it, all sessions together",
-        "speed-up: of the answers, over the fewest sessions in the same mode",
+        "speed-up: of the answers, over "
+        + ("the first way of sampling" if sampled else "the fewest sessions in the same mode"),
         ", ".join([f"room: {capacity.slots} sessions of {size_text(capacity.slot_bytes)}", *capacity.page_texts]),
         f"machine: {device_name(program.device)}, torch {torch.__version__}",
     ]

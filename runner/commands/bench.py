@@ -18,10 +18,11 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ from ostinato.delegate import Program, load_program
 from ostinato.delegate.artifact.names import META_DTYPE, META_MODEL_TYPE, META_N_LAYERS, META_PAGE_SIZE
 from ostinato.delegate.capacity import CapacityOptions
 from ostinato.delegate.errors import OptionError
+from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.runner.bench.batch_bench import (
     BatchMeasurement,
     BatchSpec,
@@ -57,7 +59,7 @@ from ostinato.runner.bench.report import FORMATS, Reads, Report, Subject, render
 from ostinato.runner.model.buckets import PREFILL_BUCKETS, choose_prefill_buckets
 from ostinato.runner.model.model import Model, method_names
 
-from .run import NO_GRAPH_NOTE, add_load_options, capacity_of
+from .run import NO_GRAPH_NOTE, add_load_options, capacity_of, json_object
 
 _MODES = {"both": (False, True), "off": (False,), "on": (True,)}
 
@@ -106,6 +108,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="numbers of sessions that step together, separated by commas; -p and -n are one number then (default: 128 each)",
     )
     parser.add_argument(
+        "--sampling",
+        action="append",
+        type=json_object,
+        metavar="JSON",
+        help='with --batch: sample so, as in \'{"temperature": 0.8, "top_p": 0.95}\'; several are measured in turn (default: '
+        "the most likely token)",
+    )
+    parser.add_argument(
         "--mixed",
         action="append",
         metavar="S+P,S+P",
@@ -125,6 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.sampling is not None and arguments.batch is None:
+        raise OptionError("--sampling says how the sessions of --batch sample: give --batch, too")
     if arguments.mixed is not None:
         return _main_of_mixed(arguments)
     if arguments.batch is not None:
@@ -158,7 +170,10 @@ def _main_of_batches(arguments: argparse.Namespace) -> int:
     if len(prompts) != 1 or len(answers) != 1 or arguments.n_depth:
         raise OptionError("with --batch, -p and -n take one number each, and there is no -d")
     modes, buckets = arguments.cuda_graph, _buckets(arguments)
-    spec = BatchSpec(tuple(sorted(set(batches))), prompts[0], answers[0], arguments.repetitions)
+    sampling = tuple(arguments.sampling or [{}])
+    for given in sampling:
+        _check_sampling(given)
+    spec = BatchSpec(tuple(sorted(set(batches))), prompts[0], answers[0], arguments.repetitions, sampling)
     capacity = _room_for("--batch", spec.max_batch, spec.positions, arguments)
     _check_files(arguments)
     with load_program(arguments.artifact, **asdict(capacity)) as program:
@@ -180,6 +195,15 @@ def _main_of_batches(arguments: argparse.Namespace) -> int:
             draw_batches(program, rows, arguments.plot)
             _say(f"wrote {arguments.plot}")
     return 0
+
+
+def _check_sampling(given: Mapping[str, Any]) -> None:
+    """Raises OptionError: not fields of `SamplingParams`, or a value that they do not take."""
+    known = [item.name for item in fields(SamplingParams)]
+    wrong = [name for name in given if name not in known]
+    if wrong:
+        raise OptionError(f"--sampling has {wrong[0]!r}, which is none of {', '.join(known)}")
+    SamplingParams(**given)
 
 
 def _main_of_mixed(arguments: argparse.Namespace) -> int:

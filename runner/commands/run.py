@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message, which says how to answer")
     parser.add_argument(
         "--chat-template-kwargs",
-        type=_json_object,
+        type=json_object,
         metavar="JSON",
         help="values for the chat template, for example '{\"enable_thinking\": false}' where the model's template has it",
     )
@@ -108,7 +108,7 @@ def capacity_of(arguments: argparse.Namespace) -> CapacityOptions:
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add one option per field of `SamplingParams`, with the field's name, type, default and help text."""
     hints = get_type_hints(SamplingParams)
-    parsers: dict[str, Callable[[str], Any]] = {"logit_bias": _json_object, "stop_token_ids": _token_ids}
+    parsers: dict[str, Callable[[str], Any]] = {"logit_bias": json_object, "stop_token_ids": _token_ids}
     for item in fields(SamplingParams):
         # An option of type `int | None` takes an int, and is None when it is not given.
         (kind,) = {*(get_args(hints[item.name]) or (hints[item.name],))} - {type(None)}
@@ -125,7 +125,7 @@ def _token_ids(text: str) -> list[int]:
         ) from None
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -131,6 +131,20 @@ def test_table(capsys: pytest.CaptureFixture[str], capitals_artifact: Path) -> N
     assert [line[line.index("batch") + 1] for line in said] == [str(batch) for batch in BATCHES] * 2
 
 
+def test_ways_of_sampling(bench: Bench, capitals_artifact: Path) -> None:
+    ways = [
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 2},
+    ]
+    words = [word for way in ways for word in ("--sampling", json.dumps(way))]
+    options = ["--batch", "2", "-p", 4, "-n", 3, "-r", 1, "--cuda_graph", "off", *words]
+    found = records(bench, capitals_artifact, *options)
+    assert [row["sampling"] for row in found] == ways
+    lines = bench(capitals_artifact, *options).splitlines()
+    assert ["sampling" in lines[0], json.dumps(ways[1]) in lines[3], "speed-up" in lines[0]] == [True] * 3
+    assert lines[2].split()[-1] == "1.000"
+
+
 def test_markdown(bench: Bench, capitals_artifact: Path) -> None:
     lines = bench(capitals_artifact, *SMALL, "--output", "md").splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
@@ -169,6 +183,12 @@ def test_save_and_plot(bench: Bench, capitals_artifact: Path, tmp_path: Path) ->
     [
         (["--batch", ""], "--batch takes whole numbers, 0 or more, separated by commas; got ''"),
         (["--batch", "2,x"], "--batch takes whole numbers, 0 or more, separated by commas; got '2,x'"),
+        (
+            ["--batch", "2", "--sampling", '{"heat": 1}'],
+            "--sampling has 'heat', which is none of temperature, top_k, top_p,",
+        ),
+        (["--batch", "2", "--sampling", '{"top_k": -1}'], "top_k must be 0 (off) or more, got -1"),
+        (["--sampling", "{}"], "--sampling says how the sessions of --batch sample: give --batch, too"),
         (["--batch", "0,2"], "--batch takes numbers of sessions from 1 on, and needs a prompt (-p) and an answer (-n)"),
         (["--batch", "2", "-p", "0"], "--batch takes numbers of sessions from 1 on, and needs a prompt (-p)"),
         (["--batch", "2", "-n", "0"], "--batch takes numbers of sessions from 1 on, and needs a prompt (-p)"),
