@@ -78,7 +78,7 @@ class Engine:
             prefill_buckets: lengths of prompts that have a graph; shorter prompts are padded. None: 16 to 512 on a GPU, 16
                 and 32 with experts on the host, none on a CPU. (): none.
             row_buckets: numbers of sessions whose step has a graph; smaller numbers are padded. None: 2, 4, 8, 16, 24, 32,
-                then every 16 to 128 and every 32 to 256, as far as there are sessions; none on a CPU. (): none.
+                then every 16 to 128, every 32 to 256, 384 and 512, as far as there are sessions; none on a CPU. (): none.
             sessions, kv_tokens, gpu_memory_fraction: capacity, see `load_program`. By default there is room for one session
                 with max_seq_len positions.
             prefault: whether to read all weights that stay in the mapped file once, before anything runs.

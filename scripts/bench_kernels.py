@@ -126,7 +126,9 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     add_format_options(parser, default="int4")
     add("--max-seq-len", type=positive, default=5120, help="positions of the KV caches (default: %(default)s)")
     add("--depth", type=numbers, default=(0, 4000), metavar="N,N", help="positions before the step (default: 0,4000)")
-    add("--rows", type=row_numbers, default=(1,), metavar="N,N", help="rows of the step, up to 256 (default: 1)")
+    add(
+        "--rows", type=row_numbers, default=(1,), metavar="N,N", help=f"rows of the step, up to {MAX_ROWS} (default: 1)"
+    )
     add("--kernels", metavar="NAME,NAME", help="only these: operations, or rows of the table by name")
     add("--reps", type=positive, default=20, help="how often each is timed (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write all figures to a file as well")

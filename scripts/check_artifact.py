@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ostinato.delegate import Method, OstinatoError, Program, load_program
 from ostinato.delegate.artifact.names import META_PADDED_PREFILL, META_PAGE_SIZE, META_VOCAB_SIZE
+from ostinato.delegate.capacity import MAX_SESSIONS
 from ostinato.delegate.memory import size_text
 from ostinato.runner import Engine
 from ostinato.runner.bench.bench import metadata_of
@@ -42,6 +43,8 @@ from ostinato.runner.model.batch import BatchInputs, Run
 from ostinato.runner.model.buckets import ROW_BUCKETS
 
 GRAPH = {"enable_cuda_graph_for_method": "decode"}
+# Each row is a session, and most programs have room for no more.
+BUCKETS = tuple(bucket for bucket in ROW_BUCKETS if bucket <= MAX_SESSIONS)
 ON_DEVICE = {"skip_copy_output_to_cpu_for_method": "prefill,decode"}
 
 
@@ -63,11 +66,11 @@ def main() -> int:
     parser.add_argument(
         "--buckets",
         nargs="?",
-        const=ROW_BUCKETS,
+        const=BUCKETS,
         default=(),
         type=lambda text: tuple(int(word) for word in text.split(",")),
         metavar="N,N",
-        help=f"numbers of rows to compare with one; without any, {ROW_BUCKETS[0]} to {ROW_BUCKETS[-1]}",
+        help=f"numbers of rows to compare with one; without any, {BUCKETS[0]} to {BUCKETS[-1]}",
     )
     arguments = parser.parse_args()
     begin = time.perf_counter()

@@ -202,7 +202,7 @@ def test_what_cannot_be_done_is_said(words: list[str], complaint: str, capsys: p
         ["--quant", "int3"],
         ["--scale-dtype", "float32"],
         ["--rows", "0"],
-        ["--rows", "8,257"],
+        ["--rows", "8,513"],
     ],
 )
 def test_words_that_are_no_numbers(words: list[str]) -> None:
@@ -251,12 +251,12 @@ DENSE = {"model_type": "llama", "intermediate_size": 64, "layer_types": None, "a
 def test_a_run(quant: str, changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**TINY, **changes}))
     words = ["--config", str(tmp_path), "--group-size", "32", "--max-seq-len", "64", "--depth", "0,40", "--reps", "2"]
-    words += ["--rows", "1,8,20,256"]
+    words += ["--rows", "1,8,20,512"]
     assert bench_kernels.main([*words, "--quant", quant, "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert all(kernel["us"] > 0 and kernel["failure"] is None for kernel in found["kernels"])
     assert [(one["rows"], one["depth"]) for one in found["totals"]] == [
-        (rows, depth) for rows in (1, 8, 20, 256) for depth in (0, 40)
+        (rows, depth) for rows in (1, 8, 20, 512) for depth in (0, 40)
     ]
     printed = capsys.readouterr().out
     assert "one token at depth 40" in printed and "20 tokens at depth 40" in printed

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ostinato.delegate.capacity import MAX_SESSIONS
 from ostinato.delegate.errors import OptionError
 from ostinato.runner import Engine
 from ostinato.runner.model.buckets import ROW_BUCKETS
@@ -27,7 +28,7 @@ FLOAT32, BFLOAT16, RANDOM_EXPERTS = 1e-4, 1.5e-2, 1e-1
 OTHER_EXPERTS, OTHER_TOKENS = 5e-1, 8
 
 
-def differences(artifact: Path, max_rows: int = ROW_BUCKETS[-1]) -> list[Difference]:
+def differences(artifact: Path, max_rows: int = MAX_SESSIONS) -> list[Difference]:
     buckets = [bucket for bucket in ROW_BUCKETS if bucket <= max_rows]
     sessions = sessions_for(buckets)
     with Engine.load(artifact, sessions=sessions, kv_tokens=64 * sessions) as engine:
@@ -47,7 +48,7 @@ def test_float32_on_a_cpu(capitals_artifact: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fixture", ["capitals_cuda", "capitals_int4"])
 def test_float32_on_a_gpu(fixture: str, request: pytest.FixtureRequest) -> None:
-    found = differences(request.getfixturevalue(fixture))
+    found = differences(request.getfixturevalue(fixture), max_rows=ROW_BUCKETS[-1])
     assert max(one.largest for one in found) < FLOAT32
     assert sum(one.other_tokens for one in found) == 0
 

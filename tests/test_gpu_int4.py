@@ -184,6 +184,24 @@ def test_what_is_sampled_on_the_device_is_the_same_with_and_without_a_graph(wide
     assert len({tuple(first) for first, _ in answers.values()}) == 3
 
 
+def test_a_step_of_many_rows_with_a_graph(wide_artifact: Path) -> None:
+    """Single rows and two prompts, padded to 384 rows, give the same tokens in a warm-up, at a capture and in a replay."""
+    found = []
+    with Engine.load(wide_artifact, cuda_graph=True, warmup_steps=1, sessions=5) as engine:
+        for _ in range(3):
+            sessions = [engine.open_session() for _ in range(5)]
+            for number, session in enumerate(sessions[:3]):
+                session.prefill(list(range(number, 40)))
+            first = engine.step(sessions[:3])
+            prompts = {sessions[3]: list(range(200)), sessions[4]: list(range(9, 149))}
+            found.append((first, engine.step(sessions, prefill=prompts), engine.step(sessions)))
+            for session in sessions:
+                session.close()
+        plans = {tuple(plan["shapes"][0]): plan for plan in engine.model.method_stats[ROWS]["plans"]}
+        assert plans[384,]["given_up"] is None and plans[384,]["shapes"][-1] == [8]
+    assert found[0] == found[1] == found[2]
+
+
 def test_no_state_is_copied_by_the_compiled_code(wide_artifact: Path) -> None:
     """The compiled code writes a buffer in place. Otherwise each step would silently copy a cache or a state."""
     from ostinato.export.layers.build import PAGE_SIZE

@@ -142,7 +142,7 @@ class Heads:
 
 # MAX_ROWS: the most rows of several sessions in one call; a GPU kernel holds something about each of these rows. FEW_ROWS:
 # the most rows of a call that takes the kernels for few rows.
-MAX_ROWS, FEW_ROWS = 256, 16
+MAX_ROWS, FEW_ROWS = 512, 16
 
 
 class RowIndex(NamedTuple):

@@ -28,8 +28,8 @@ from .language_model import LanguageModel
 ROWS_METHODS = (ROWS, FEW_ROWS)
 
 # Tokens of the examples that methods are traced with. On a GPU, Inductor tries out its code on this number of tokens, and
-# `prefill` takes only prompts that are too long for rows (256 at most). If prompts and rows share code, both use the example
-# of rows: with two examples, links would be compiled twice.
+# `prefill` takes only prompts of more than 256. If prompts and rows share code, both use the example of rows: with two
+# examples, links would be compiled twice.
 EXAMPLE_PROMPT, EXAMPLE_ROWS, EXAMPLE_OUTPUTS = 512, 130, 5
 
 
@@ -47,7 +47,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     - `decode_sample(slots [1] int64) -> token [1] int64, logits [1, vocab] float32`: `decode` of the slot's kept token at its
       position. Then samples the next token and keeps it.
     - `rows(tokens [R], input_pos [R], slots [R], logits_indices [L], all int64) -> token [L] int64, logits [L, vocab]
-      float32`: a batch, any runs of rows as in `RowIndex`. R is from 2 to 256 or, on a CPU, to the most that `prefill` takes.
+      float32`: a batch, any runs of rows as in `RowIndex`. R is from 2 to 512 or, on a CPU, to the most that `prefill` takes.
       A token or position of -1 stands for the slot's kept one. After each row in `logits_indices`, the next token is sampled,
       and kept as in `decode_sample`.
     - `rows_hidden(...) -> logits, hidden_0, ..., hidden_n [R, H] each`: `rows` that samples nothing, and returns x of all

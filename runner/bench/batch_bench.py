@@ -218,8 +218,7 @@ def render_batches(program: Program, rows: Sequence[BatchMeasurement], style: st
     base_name = "the first way of sampling" if sampled else "the fewest sessions"
     notes = [
         f"each session: a prompt of {rows[0].prompt} tokens, and {rows[0].answer} steps behind it, all sessions together",
-        "speed-up: of the answers, over "
-        + ("the first way of sampling" if sampled else "the fewest sessions in the same mode"),
+        f"speed-up: of the answers, over {base_name} in the same mode",
         ", ".join([f"room: {capacity.slots} sessions of {size_text(capacity.slot_bytes)}", *capacity.page_texts]),
         f"machine: {device_name(program.device)}, torch {torch.__version__}",
     ]

@@ -19,10 +19,13 @@ from .streamed import MIN_STREAMED_TOKENS
 PREFILL_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
 
 # Numbers of sessions whose step has a graph. One session alone has a method of its own.
-ROW_BUCKETS = (2, 4, 8, 16, 24, 32, *range(48, 129, 16), *range(160, 257, 32))
+ROW_BUCKETS = (2, 4, 8, 16, 24, 32, *range(48, 129, 16), *range(160, 257, 32), 384, 512)
 
 # Numbers of rows that give logits, in steps of prompts and single tokens together. The number of rows is a prompt's bucket.
-OUTPUT_BUCKETS = (1, 8, 32, 128)
+OUTPUT_BUCKETS = (1, 8, 32, 128, 256)
+
+# On a GPU, the most rows of a prompt alone that go through the method for rows. `prefill` has kernels for longer prompts.
+MAX_PROMPT_ROWS = 256
 
 
 def choose_prefill_buckets(

@@ -29,7 +29,7 @@ from ostinato.delegate.logits_processing import ALL_BITS, processing_tensors
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 
 from .batch import BatchInputs, Outputs, Run
-from .buckets import OUTPUT_BUCKETS, bucket_of, choose_prefill_buckets, choose_row_buckets
+from .buckets import MAX_PROMPT_ROWS, OUTPUT_BUCKETS, bucket_of, choose_prefill_buckets, choose_row_buckets
 from .streamed import MIN_STREAMED_TOKENS, streamed_experts
 
 DEFAULT_WARMUP_STEPS = BackendOptions.cuda_graph_warmup_steps
@@ -98,6 +98,7 @@ class Model:
         few = [name for name in (FEW_ROWS, ROWS) if self.samples and name in names]
         self._rows = tuple(self._load(name, plans=plans) for name in few)
         self.max_rows = _max_rows(self._rows[-1]) if self._rows else 1
+        self._max_prompt = MAX_PROMPT_ROWS if program.device.type == "cuda" else self.max_rows
         # Other methods that were loaded, by name.
         self._methods: dict[str, Method] = {}
         one = DECODE_SAMPLE if self.samples else self._decode_name
@@ -135,8 +136,8 @@ class Model:
     def step(self, runs: Sequence[Run]) -> Outputs:
         """Run the model on a batch: prompts, parts of them, and single tokens, of different slots.
 
-        Position 0 starts a slot anew. A run that is longer than `max_rows` stands alone. It is taken in chunks, and gives
-        logits only, unless its last chunk fits `max_rows`.
+        Position 0 starts a slot anew. A run that is longer than `max_rows` stands alone, and is taken in chunks. A run alone
+        gives logits only, without tokens, where its last chunk goes through `prefill` (see `prompt_method`).
 
         Args:
             runs: at least one, each of another slot. Together up to `max_rows` rows, or a single run. If the model does not
@@ -186,8 +187,8 @@ class Model:
         return logits[0], torch.cat(parts, dim=1)
 
     def prompt_method(self, bucket: int) -> str:
-        """Name of the method that takes prompts of a bucket."""
-        method = _for_rows(self._rows, bucket)
+        """Name of the method that takes prompts of a bucket, which stand alone."""
+        method = self._for_prompt(bucket)
         return method.name if method else self._prefill_name
 
     def step_method(self, rows: int) -> str:
@@ -304,7 +305,7 @@ class Model:
             streamed = torch.tensor([streamed_experts(count, _max_value(method.inputs[-1]))])
             return _last_logits(method, (*BatchInputs(count).filled([run]), streamed))
         rows = bucket or count
-        method = _for_rows(self._rows, rows) or self._method(self._prefill_name)
+        method = self._for_prompt(rows, run.outputs) or self._method(self._prefill_name)
         self._held.pop(method.name, None)
         if method in self._rows:
             outputs = _sampled(
@@ -320,6 +321,10 @@ class Model:
                 # The bucket could not be captured, so padding to it would be for nothing.
                 self.prefill_buckets = tuple(other for other in self.prefill_buckets if other != bucket)
         return outputs
+
+    def _for_prompt(self, rows: int, outputs: int = 1) -> Method | None:
+        """Method for several rows that takes a prompt alone; None for `prefill`, which gives one output."""
+        return _for_rows(self._rows, rows) if rows <= self._max_prompt or outputs > 1 else None
 
     def _single(self, run: Run) -> Outputs:
         """A call with one checked token of a slot. A model that samples takes it from the slot."""
@@ -337,7 +342,7 @@ class Model:
         rows, outputs = sum(run.rows for run in runs), sum(run.outputs for run in runs)
         bucket = bucket_of([bucket for bucket in self.prefill_buckets if bucket <= self.max_rows], rows)
         if bucket is not None:
-            rows, outputs = bucket, bucket_of(OUTPUT_BUCKETS, outputs) or bucket
+            rows, outputs = bucket, min(bucket_of(OUTPUT_BUCKETS, outputs) or bucket, bucket)
         method = _for_rows(self._rows, rows)
         if method is None:
             raise InputError(f"the runs of a step have up to {self.max_rows} rows together, got {rows}")

@@ -16,7 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, is_one, launcher, row_class, starts_early
+from ostinato.export.kernels.launch import (
+    LARGE,
+    MEDIUM,
+    SMALL,
+    fitting,
+    is_one,
+    launcher,
+    row_class,
+    row_vector,
+    starts_early,
+)
 from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, Heads, KVCache, RowIndex
 
 from . import step_triton
@@ -109,7 +119,7 @@ def _attend_rows(
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "EARLY": starts_early()}
     pages = {"PAGES": table.shape[1], "PAGE": page_size}
     least = MIN_SPLIT[max_rows]
-    tiles = {"ROWS": together, "KEYS": config.keys, "MIN_SPLIT": least, "MAX_ROWS": MAX_ROWS, "WINDOW": window}
+    tiles = {"ROWS": together, "KEYS": config.keys, "MIN_SPLIT": least, "MAX_ROWS": row_vector(rows), "WINDOW": window}
     launcher(attend_rows_early)[(kv_heads, rows, of_row)](
         query,
         keys,

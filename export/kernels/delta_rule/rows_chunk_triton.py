@@ -60,7 +60,7 @@ def delta_solve_rows_early(
     rate = tl.load(a_log + head)
     bias = tl.load(dt_bias + head)
     every = tl.arange(0, ROWS)
-    slot_of = tl.load(slots + every, mask=every < rows, other=-1)
+    slot_of = tl.load(slots + every, mask=every < rows, other=-1).to(tl.int32)
     before = tl.load(slots + every - 1, mask=(every > 0) & (every < rows), other=-2)
     later = tl.load(slots + every + (LONG - 1), mask=every + (LONG - 1) < rows, other=-2)
     starts = (slot_of != before) | (slot_of < 0)
@@ -81,7 +81,7 @@ def delta_solve_rows_early(
         start = tl.sum(tl.where(here, every, 0), 0)
         slot = tl.sum(tl.where(here, slot_of, 0), 0)
         # A slot has one run.
-        end = tl.sum(tl.where(here, of_run, 0), 0) + tl.sum((slot_of == slot).to(tl.int32), 0)
+        end = tl.max(tl.where(slot_of == slot, every + 1, 0), 0)
         x, p, f = solve_chunk(mixed, gates, start, end, head, rate, bias, HEADS, KEY_HEADS, K, V, CHUNK, PARTS)
         row = start + tl.arange(0, CHUNK)
         inside = row < end
@@ -132,7 +132,7 @@ def delta_run_rows_early(
     bias = tl.load(dt_bias + head)
     norm = tl.load(norm_weight + values)
     every = tl.arange(0, ROWS)
-    slot_of = tl.load(slots + every, mask=every < rows, other=-1)
+    slot_of = tl.load(slots + every, mask=every < rows, other=-1).to(tl.int32)
     before = tl.load(slots + every - 1, mask=(every > 0) & (every < rows), other=-2)
     later = tl.load(slots + every + (LONG - 1), mask=every + (LONG - 1) < rows, other=-2)
     begins = (slot_of >= 0) & (slot_of != before) & (slot_of == later)
@@ -149,9 +149,9 @@ def delta_run_rows_early(
         slot = tl.sum(tl.where(here, slot_of, 0), 0)
         end = first + tl.sum((slot_of == slot).to(tl.int32), 0)
         take_run(
-            state + (slot * HEADS + head) * (K * V), tl.load(positions + first) == 0, mixed, gates, solved, pairs, factors,
-            out, squares, rows, first, end, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, CHUNK, True, PARTS,
-            EARLY,
+            state + (slot.to(tl.int64) * HEADS + head) * (K * V), tl.load(positions + first) == 0, mixed, gates, solved,
+            pairs, factors, out, squares, rows, first, end, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, CHUNK,
+            True, PARTS, EARLY,
         )  # fmt: skip
 
 

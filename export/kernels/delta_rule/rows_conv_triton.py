@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import launcher, starts_early
-from ostinato.export.kernels.operands import MAX_ROWS, Convolution, RowIndex
+from ostinato.export.kernels.launch import launcher, row_vector, starts_early
+from ostinato.export.kernels.operands import Convolution, RowIndex
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _conv_rows(product: Tensor, weight: Tensor, state: Tensor, positions: Tensor
         CHANNELS=channels,
         TAPS=taps,
         BLOCK=CONV.channels,
-        ROWS=MAX_ROWS,
+        ROWS=row_vector(rows),
         EARLY=starts_early(),
         num_warps=CONV.warps,
     )

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import is_one, launcher, row_class, starts_early
+from ostinato.export.kernels.launch import is_one, launcher, row_class, row_vector, starts_early
 from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, Decay, RowIndex
 
 from . import step_triton
@@ -127,7 +127,7 @@ def _delta_rows(
     solved = torch.empty((parts, rows, heads, config.chunk), dtype=mixed.dtype, device=mixed.device)
     pairs = torch.empty_like(solved)
     factors = torch.empty((rows, heads, FACTORS.value), dtype=torch.float32, device=mixed.device)
-    common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "ROWS": MAX_ROWS}
+    common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "ROWS": row_vector(rows)}
     common |= {"LONG": config.long, "CHUNK": config.chunk, "PARTS": parts, "EARLY": starts_early()}
     inputs = mixed, gates, a_log, dt_bias, state, positions, slots, norm_weight
     arguments = *inputs, solved, pairs, factors, out, squares, rows

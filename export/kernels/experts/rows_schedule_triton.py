@@ -16,12 +16,9 @@ import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.linear.rows_tiles_triton import INTERPRETED
-from ostinato.export.kernels.operands import MAX_ROWS
 
 from .blocks_triton import expert_of_block
 
-# Rows of a step, at most.
-ALL_ROWS = tl.constexpr(MAX_ROWS)
 # Rows per word of `members`: each has one bit.
 WORD = tl.constexpr(32)
 # Integers per block in a schedule. The first is the expert: EXPERTS for the shared one, -1 for an unused block. The second is
@@ -39,13 +36,15 @@ def schedule_rows_early(
     ranks,
     schedule,
     rows,
+    ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     WIDTH: tl.constexpr,
     SHARED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write schedule [blocks, RECORD], one block per program. WIDTH is a power of two, at least EXPERTS."""
+    """Write schedule [blocks, RECORD], one block per program. ROWS and WIDTH are powers of two, at least as many as rows and
+    EXPERTS."""
     start_next(EARLY)
     block = tl.program_id(0)
     number = tl.arange(0, BLOCK)
@@ -62,11 +61,11 @@ def schedule_rows_early(
         every = tl.arange(0, WIDTH)
         count = tl.zeros([WIDTH], tl.int32)
         # The loads are not in a function: if it returned their values, torch would take `members` as written.
-        for i in tl.static_range(ALL_ROWS // WORD):
+        for i in tl.static_range(ROWS // WORD):
             here = (every < EXPERTS) & (i * WORD < rows)
             count += _bits(tl.load(members + i * EXPERTS + every, mask=here, other=0))
         expert, index, place = expert_of_block(count, block - shared_blocks, BLOCK, tl.int32)
-        row = tl.arange(0, ALL_ROWS)
+        row = tl.arange(0, ROWS)
         word = tl.load(members + row // WORD * EXPERTS + expert, mask=(row < rows) & (expert >= 0), other=0)
         member = word >> (row % WORD) & 1
         rank = tl.cumsum(member, 0) - member - index * BLOCK

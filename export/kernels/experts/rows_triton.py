@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats.int4 import Int4
-from ostinato.export.kernels.launch import is_one, launcher, row_class, starts_early
+from ostinato.export.kernels.launch import is_one, launcher, row_class, row_vector, starts_early
 from ostinato.export.kernels.linear.rows_grouped_triton import PIECE
 from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, ExpertWeights, Norm, Weight, unbiased
 
@@ -58,12 +58,12 @@ def sparse_moe(
     shared: ExpertWeights | None,
     slots: Tensor | None,
 ) -> Tensor:
-    """See `reference.sparse_moe`; 1 to 256 rows in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes.
+    """See `reference.sparse_moe`; 1 to MAX_ROWS rows in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes.
 
     If x has one row when it is traced, the operations are those of `step_triton`.
 
     Raises:
-        ExportError: see `check_weights`; also for more than 256 rows.
+        ExportError: see `check_weights`; also for more than MAX_ROWS rows.
     """
     if is_one(x.shape[0]):
         return step_triton.sparse_moe(x, norm, gate, shared_gate, top_k, routed, shared, slots)
@@ -230,6 +230,7 @@ def _schedule(members: Tensor, ranks: Tensor, top_k: int, shared: bool) -> tuple
         ranks,
         schedule,
         rows,
+        ROWS=row_vector(rows),
         EXPERTS=experts,
         TOP_K=top_k,
         WIDTH=max(32, triton.next_power_of_2(experts)),

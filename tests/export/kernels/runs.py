@@ -42,6 +42,14 @@ MIXTURES = {
     "a long run among rows": [Run(0, 30), Run(3, 11, 40), Run(1, 0), Run(-1, 0), Run(4, 17)],
     "only padding": [Run(-1, 0, 3)],
 }
+# More rows than half of what a step takes. A run crosses row 256; behind it stand single rows, and a long run.
+CROWD = [
+    *(Run(0, 30), Run(3, 11, 150), Run(1, 0), Run(-1, 0, 20), Run(2, 7, 90), Run(4, 17)),
+    *(Run(5, 0, 3), Run(-1, 9), Run(6, 2, 30), Run(7, 40)),
+]
+CROWDS = {"298 rows": CROWD}
+if DEVICE == "cuda":
+    CROWDS |= {"512 rows": [*CROWD[:-1], Run(8, 70, 214), Run(7, 40)], "a run of 410": [*CROWD[:1], Run(3, 0, 410)]}
 # The C++ kernels read nothing at a position of padding, which may be any.
 NOWHERE = 2**40
 # Many rows, for the C++ kernels.

@@ -19,7 +19,7 @@ from ostinato.export.kernels.operands import RowIndex, runs_of
 from ...comparison import relative_error
 from .attention_cases import TOLERANCE, Attend, Case, as_padding, check, make
 from .paged import assert_same_elsewhere, held, put
-from .runs import DEVICE, LONG_MIXTURES, MIXTURES, SLOT, Run, checkered, same_bits
+from .runs import CROWDS, DEVICE, LONG_MIXTURES, MIXTURES, SLOT, Run, checkered, same_bits
 
 Shape = tuple[int, int, int, int]
 F32, BF16 = torch.float32, torch.bfloat16
@@ -294,6 +294,12 @@ def test_nan_shows(attend_of: Callable[[str], Attend], name: str, runs: list[Run
     assert out[: last + 1, 2:].isnan().all() and out[last, 0].isnan().all()
     assert out[:last, :2].isfinite().all() and out[last, 1].isfinite().all()
     assert out[last + 1 :].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("runs", CROWDS)
+def test_many_rows(runs: str, dtype: torch.dtype) -> None:
+    check(make((16, 2, 256, 64) if DEVICE == "cuda" else (1, 1, 16, 8), CROWDS[runs], dtype), rows_triton.attend_step)
 
 
 @pytest.mark.parametrize("name", ("reference", "rows", "C++"))

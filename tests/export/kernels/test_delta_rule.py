@@ -31,7 +31,7 @@ from .delta_rule_cases import (
     of_prompt,
     prompt,
 )
-from .runs import DEVICE, LONG_MIXTURES, MIXTURES, SLOT, Run, checkered, same_bits
+from .runs import CROWDS, DEVICE, LONG_MIXTURES, MIXTURES, SLOT, Run, checkered, same_bits
 
 EPS = 1e-6
 SINGLE_ROWS = {f"row {first}": [Run(SLOT, first)] for first in (0, 1, 5, 300)}
@@ -178,6 +178,7 @@ FORMS = {
         limits=PROMPT_LIMITS,
     ),
     "rows": several_rows(16, long=4, programs=2, runs=ROWS, shapes=ROWS_SHAPES),
+    "many rows": several_rows(16, long=4, programs=2, runs=CROWDS),
     "rows one by one": several_rows(4, long=1000, runs={name: MIXTURES[name] for name in ("one run", "short runs")}),
     "rows in chunks": several_rows(16, long=1),
     "rows in chunks of 8": several_rows(16, long=2, chunk=8),
@@ -186,7 +187,7 @@ FORMS = {
     "C++": Form(None, DEEP_PROMPTS | LONG_MIXTURES, ODD_SHAPES, "cpu"),
 }
 if DEVICE == "cuda":
-    FORMS["rows"] = replace(FORMS["rows"], settings=[])
+    FORMS |= {name: replace(FORMS[name], settings=[]) for name in ("rows", "many rows")}
 
 
 @pytest.fixture

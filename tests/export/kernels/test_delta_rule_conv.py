@@ -18,7 +18,7 @@ from ostinato.export.kernels.operands import Convolution, RowIndex, runs_of
 
 from .conftest import traced_layer
 from .delta_rule_cases import BF16, F32, prompt
-from .runs import DEVICE, MIXTURES, SLOT, SLOTS, Run, checkered, real_rows, rows_index, same_bits
+from .runs import CROWDS, DEVICE, MIXTURES, SLOT, SLOTS, Run, checkered, real_rows, rows_index, same_bits
 
 # Relative errors of each number: half a unit in the last place of bfloat16 is 2^-8 of it at most.
 TOLERANCE = {F32: 1e-5, BF16: 2**-8 + 1e-5}
@@ -155,6 +155,7 @@ FORMS = {
         every=2,
     ),
 }
+FORMS["many rows"] = replace(FORMS["rows"], runs=CROWDS, shapes=ROWS_SHAPES[:1])
 
 
 @pytest.fixture

@@ -110,6 +110,19 @@ def test_which_form_rows_take() -> None:
     assert not any(in_fixed_point(shape, F32) for shape in (FIXED, *ROWS_SHAPES_F32))
 
 
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [
+        (replace(FIXED, experts=4, top_k=1, shared=None), 300),
+        *([(Shape(256, 8, 2048, 512, 512, 128), 512), (replace(FLOATS, experts=6), 511)] if DEVICE == "cuda" else []),
+    ],
+    ids=str,
+)
+def test_many_rows(shape: Shape, rows: int) -> None:
+    """A block has eight rows, so experts have many blocks."""
+    check(make(shape, rows, BF16), rows_triton, "sparse_moe", rows_error("sparse_moe", shape, BF16))
+
+
 def test_one_row_is_computed_as_a_single_token(monkeypatch: pytest.MonkeyPatch) -> None:
     case, calls = make(FLOATS, 1, F32), []
 
@@ -124,7 +137,7 @@ def test_one_row_is_computed_as_a_single_token(monkeypatch: pytest.MonkeyPatch) 
     assert len(first) == len(second) and all(a is b or a == b for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(("count", "shared"), checkered((33, 15), (256, None)))
+@pytest.mark.parametrize(("count", "shared"), [*checkered((33, 15), (256, None)), (300, 256)])
 def test_each_choice_has_one_place_in_the_schedule(count: int, shared: int | None) -> None:
     """Each choice of a row that is not padding stands in one block of its expert, and has a place of its own."""
     case = make(Shape(40, 3, 256, 256, shared, 128), count, BF16)
@@ -220,19 +233,19 @@ def test_what_a_step_does_not_take() -> None:
                 with_weights(case, *weights).run(step_triton, operation)
 
 
-def test_more_than_256_rows_are_refused() -> None:
+def test_more_rows_than_a_step_has_are_refused() -> None:
     case = make(FIXED, 2, BF16)
-    with pytest.raises(ExportError, match="up to 256 rows, not 257"):
-        replace(case, x=torch.zeros(257, FIXED.hidden, dtype=BF16, device=DEVICE)).run(rows_triton, "sparse_moe")
+    with pytest.raises(ExportError, match="up to 512 rows, not 513"):
+        replace(case, x=torch.zeros(513, FIXED.hidden, dtype=BF16, device=DEVICE)).run(rows_triton, "sparse_moe")
 
 
-# Prints for a single row, and for up to 16 and up to 256: our operators, the range of each dimension that is a symbol, the
+# Prints for a single row, and for up to 16 and up to 512: our operators, the range of each dimension that is a symbol, the
 # rows of the result.
 TRACED = """
 import torch
 from tests.export.kernels.compiled_launches import BF16, INNER, ExpertsLayer
 
-for max_rows in (1, 16, 256):
+for max_rows in (1, 16, 512):
     rows = torch.export.Dim("rows", min=2, max=max_rows) if max_rows > 1 else None
     with torch.device("meta"):
         layer, inputs = ExpertsLayer(BF16, 128, INNER), ExpertsLayer.inputs(15 if max_rows > 1 else 1, BF16)
@@ -248,7 +261,7 @@ for max_rows in (1, 16, 256):
 def test_traced() -> None:
     """Three operators for a single row. One operator for any number of rows: nothing in it depends on how many."""
     single = [f"ostinato.{name}.default" for name in ("route_logits", "experts_gate_up", "experts_down")]
-    several = [f"['ostinato.sparse_moe_rows.default'] [(2, {max_rows})] SymInt" for max_rows in (16, 256)]
+    several = [f"['ostinato.sparse_moe_rows.default'] [(2, {max_rows})] SymInt" for max_rows in (16, 512)]
     assert run_compiled(TRACED).splitlines() == [f"{single} [] int", *several]
 
 

@@ -211,6 +211,42 @@ def test_steps_of_several_sessions(capitals_artifact: Path, tokens: list[int]) -
         assert (stats["warmups"], stats["captures"], stats["replays"], stats["runs"]) == (2, 2, 1 + 4, prompts + 3)
 
 
+def test_outputs_of_a_prompt_beside_sessions(capitals_artifact: Path, tokens: list[int]) -> None:
+    """Their number is padded too, but to no more than the rows."""
+    with Engine.load(
+        capitals_artifact, cuda_graph=True, warmup_steps=1, sessions=16, prefill_buckets=(16, 64)
+    ) as engine:
+        sessions = [engine.open_session() for _ in range(15)]
+        for session in sessions:
+            session.prefill(tokens[:1])
+        engine.step(sessions)
+        expected = [(16, 8, 7, 7), (64, 8, 7, 30), (16, 16, 11, 4), (64, 32, 15, 4)]
+        for rows, outputs, count, length in expected:
+            for _ in range(2):
+                with engine.open_session() as other:
+                    engine.step(sessions[:count], prefill={other: tokens[:length]})
+            plan = engine.model.method_stats[engine.model.step_method(rows)]["plans"][-1]
+            assert [shape[0] for shape in plan["shapes"]] == [rows, rows, rows, outputs]
+
+
+def test_long_prompts_alone(engine: Engine, tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, prompts that rows would take go through `prefill`, unless more than one of their rows is an output."""
+    model = engine.model
+    if model.max_rows == 1:
+        pytest.skip("this CPU takes the references")
+    expected = [prefill(engine, tokens, 0, length) for length in (100, 101)]
+    monkeypatch.setattr(model, "_max_prompt", 100)
+    assert [model.prompt_method(rows) for rows in (100, 101)] == ["rows", "prefill"]
+    for length, logits in zip((100, 101), expected, strict=True):
+        before = {name: stats["runs"] for name, stats in model.method_stats.items()}
+        assert relative_error(prefill(engine, tokens, 0, length), logits) < 1e-4
+        called = {name for name, stats in model.method_stats.items() if stats["runs"] > before.get(name, 0)}
+        assert called == {model.prompt_method(length)}
+    several = model.step([Run(0, tokens[:101], 0, outputs=2)])
+    assert several.tokens is not None
+    assert relative_error(several.logits[1], expected[1]) < 1e-4
+
+
 def test_a_prompt_between_equal_steps(capitals_artifact: Path, tokens: list[int]) -> None:
     """Steps and prompts have plans of one method. A prompt between two steps of the same sessions changes neither."""
     answers = []

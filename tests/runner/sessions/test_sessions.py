@@ -108,6 +108,22 @@ def test_in_any_company(engine: Engine, logits: Logits) -> None:
     )
 
 
+def test_a_step_of_many_rows(engine: Engine, greedy: Greedy) -> None:
+    """A session's row and three prompts have 331 rows, more than a CPU's program takes at once; then all step together."""
+    prompts = [LONG[:5], LONG[:120], LONG[5:115], LONG[20:120]]
+    (first,), others = opened(engine, prompts[0]), [engine.open_session() for _ in prompts[1:]]
+    sessions, given = [first, *others], dict(zip(others, prompts[1:], strict=True))
+    engine.step([first])
+    known = [[*prompts[0], greedy(prompts[0])], *prompts[1:]]
+    for turn in range(3):
+        found = engine.step(sessions, prefill=None if turn else given)
+        assert found == [greedy(tokens) for tokens in known]
+        known = [[*tokens, token] for tokens, token in zip(known, found, strict=True)]
+    if engine.program.device.type == "cuda":
+        assert engine.model.max_rows >= 331
+    close(*sessions)
+
+
 def walk(engine: Engine, garbage: float | None) -> tuple[list[list[int]], dict[str, Tensor]]:
     """Two sessions step, fork and step. Before each step, `garbage` fills every slot, page and position that belongs to no
     session.

@@ -29,8 +29,8 @@ from .conversations import SESSIONS, Conversations, close
 
 MAX_SEQ_LEN, CHUNK, PAGE = 1024, 100, 64
 WINDOW, PAGES = 24, MAX_SEQ_LEN // PAGE
-# The pages that a window and a chunk touch: 123 positions; on a GPU, with 256 rows of one session in a call, 279.
-TOUCHED = {"cpu": 3, "cuda": 6}
+# The pages that a window and a chunk touch: 123 positions; on a GPU, with 512 rows of one session in a call, 535.
+TOUCHED = {"cpu": 3, "cuda": 10}
 # All layers have the window, or two of three.
 MODELS = {"window": "mistral-window", "mixed": "qwen2-mixed"}
 Made = tuple[str, str, Reference, Path]
