@@ -23,6 +23,7 @@ from ostinato.export.kernels.launch import launcher, starts_early
 from ostinato.export.kernels.operands import LastTokens
 
 from . import reference
+from .token_ranks_triton import LARGEST, LOWEST, NOTHING, OUTSIDE, gumbel_noise, key_of, number_of
 
 # The fewest logits per program, and logits per warp: a vocabulary of 248,320 takes 122 programs of 16 warps, with one load of
 # 16 bytes per thread. With 8 warps a thread needs 194 registers, not 102.
@@ -36,11 +37,6 @@ EVEN_TURNS = tl.constexpr(3)
 
 HEADER = tl.constexpr(reference.HEADER)
 CANDIDATES = tl.constexpr(reference.CANDIDATES)
-LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
-# LOWEST is the key of -LARGEST. No number has the key OUTSIDE, no token has the rank NOTHING.
-LOWEST = tl.constexpr(-0x7F800000)
-OUTSIDE = tl.constexpr(-0x80000000)
-NOTHING = tl.constexpr(-0x8000000000000000)
 
 
 def sample_next(
@@ -136,12 +132,12 @@ def sample_early(
     noise = tl.zeros((BLOCK // 4, 4), tl.float32)
     # The noise needs no logits, so it is computed while the kernel ahead still runs.
     if temperature > 0:
-        noise = _gumbel_noise(seed, position, quads)
+        noise = gumbel_noise(seed, position, quads)
     wait_for_previous(EARLY)
     present = tokens < VOCAB
     x = tl.load(logits + tokens, mask=present, other=0.0)
     x = tl.where(x != x, -LARGEST, tl.minimum(tl.maximum(x, -LARGEST), LARGEST))
-    keys = tl.where(present, _key(x), OUTSIDE)
+    keys = tl.where(present, key_of(x), OUTSIDE)
 
     lowest = tl.full((), LOWEST, tl.int64)
     turn = 0
@@ -153,25 +149,25 @@ def sample_early(
             highest, low = _exchange_peaks(keys, top_k, workspace, program, PROGRAMS)
             turn += 1
             # If min_p is 0, its logarithm keeps all tokens.
-            least = _number(highest.to(tl.int32)) + temperature * tl.log(min_p)
-            least = _key(tl.maximum(least, -LARGEST))
+            least = number_of(highest.to(tl.int32)) + temperature * tl.log(min_p)
+            least = key_of(tl.maximum(least, -LARGEST))
             if few:
                 lowest, turn = _search(
                     keys, x, lowest, low, highest + 1, top_k, turn, workspace, program, PROGRAMS, False
                 )
             if top_p < 1:
-                peak = _number(highest.to(tl.int32))
+                peak = number_of(highest.to(tl.int32))
                 mass = tl.where(present, tl.exp(tl.div_rn(x - peak, temperature)), 0.0)
                 # All tokens below `bottom` together weigh less than (1 - top_p) / e of the most likely one.
                 bottom = peak - temperature * (tl.log(VOCAB / (1 - top_p)) + 1)
-                low = tl.maximum(lowest, _key(tl.maximum(bottom, -LARGEST)).to(tl.int64))
+                low = tl.maximum(lowest, key_of(tl.maximum(bottom, -LARGEST)).to(tl.int64))
                 lowest, turn = _search(
                     keys, mass, lowest, low, highest + 1, top_p, turn, workspace, program, PROGRAMS, True
                 )
             lowest = tl.maximum(lowest, least.to(tl.int64))
 
     # One number per token. It orders by score; of equal scores, the first token has the largest number.
-    ranks = (_key(scores).to(tl.int64) << 32) + (0x7FFFFFFF - tokens)
+    ranks = (key_of(scores).to(tl.int64) << 32) + (0x7FFFFFFF - tokens)
     best = tl.max(tl.max(tl.where(keys >= lowest.to(tl.int32), ranks, NOTHING), 1), 0)
     row = _row(workspace, turn, PROGRAMS)
     tl.store(row + program, best)
@@ -182,42 +178,6 @@ def sample_early(
         tl.store(position_ptr + own, position, mask=slot >= 0)
         # All programs have arrived for the last time. The next launch starts from 0 again.
         tl.store(workspace, 0)
-
-
-@triton.jit
-def _key(x):
-    """An int32 that orders as x does. Both zeros have the same key."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _number(key):
-    """The float32 that has this key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _gumbel_noise(seed, position, quads):
-    """`gumbel_noise` of `delegate.sampling`, for the four tokens of each quad: [quads, 4]."""
-    zeros = quads * 0
-    low = zeros + (position & 0xFFFFFFFF).to(tl.int32)
-    high = zeros + (position >> 32).to(tl.int32)
-    word0, word1, word2, word3 = tl.philox(seed, quads, zeros, low, high)
-    words = tl.join(tl.join(word0, word2), tl.join(word1, word3)).reshape(quads.shape[0], 4)
-    # -log(1 - u), exact also where u is small, since small u decide the token: the GPU's log of a number close to 1 has few
-    # exact digits. For u below 1/2, the series of 2 atanh(s), exact to 2^-26.
-    words = words.to(tl.int32, bitcast=True)
-    upper = words < 0
-    half = (words ^ (words >> 31)).to(tl.float32)
-    u = (half + 0.5) * 2.3283064365386963e-10
-    s = u / (2.0 - u)
-    t = s * s
-    series = 1.0 / 13
-    for n in tl.static_range(5, -1, -1):
-        series = series * t + 1.0 / (2 * n + 1)
-    exponential = tl.where(upper, -tl.log(u), 2.0 * s * series)
-    return -tl.log(exponential)
 
 
 @triton.jit
@@ -303,11 +263,11 @@ def _candidate(bottom, low, high, index, even):
     """The key of a turn's candidate `index`: `bottom` for 0, the others ascend from `low` to `high` or barely above."""
     inside = low + index * ((high - low + CANDIDATES - 1) // CANDIDATES)
     if even:
-        first = _number(low.to(tl.int32))
-        step = _number(high.to(tl.int32)) * (1.0 / CANDIDATES) - first * (1.0 / CANDIDATES)
+        first = number_of(low.to(tl.int32))
+        step = number_of(high.to(tl.int32)) * (1.0 / CANDIDATES) - first * (1.0 / CANDIDATES)
         # Only one rounding, so that candidates ascend, and are the same wherever they are computed.
         number = tl.fma(step, index * 1.0, first)
-        inside = tl.maximum(_key(number).to(tl.int64), low + index)
+        inside = tl.maximum(key_of(number).to(tl.int64), low + index)
     return tl.where(index == 0, bottom, inside)
 
 

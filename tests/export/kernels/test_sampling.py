@@ -60,8 +60,9 @@ class Form:
 
 
 LARGE = [2048, 2049, 151_936, VOCAB] if DEVICE == "cuda" else []
-# With blocks of 128: one, and several, the last with a rest, of more pieces than a turn takes.
-BLOCKS = {"BLOCK": 128, "TILE": 16} if DEVICE == "cpu" else None
+# With blocks of 32: one, and more than there are tokens checked at once, the last with a rest, of more pieces than a turn
+# takes.
+BLOCKS = {"BLOCK": 32, "TILE": 8} if DEVICE == "cpu" else None
 # The C++ kernel's tasks have 16,384 tokens of a single row, or several rows.
 CPU = Form(None, (1, 97, 16_384, 40_000), "cpu", params=ALL_PARAMS, turns=3)
 
