@@ -43,10 +43,14 @@ def checked_keys(x_row, bests, least):
     bests: the ranks of blocks' best tokens, [blocks, rounded up]. Other tokens are not looked at.
     """
     keys = tl.where(bests == NOTHING, OUTSIDE, key_of(finite(tl.load(x_row + token_of(bests), mask=bests != NOTHING))))
-    ranks = tl.where(keys >= least, bests, NOTHING)
-    better = tl.sum((ranks[None, :] > ranks[:, None]).to(tl.int32), 1)
-    chosen = (better[:, None] == tl.arange(0, CHECKED)[None, :]) & (ranks[:, None] != NOTHING)
-    return tl.max(tl.where(chosen, keys[:, None], OUTSIDE), 0)
+    left = tl.where(keys >= least, bests, NOTHING)
+    found = tl.full((CHECKED,), OUTSIDE, tl.int32)
+    # Comparing all with all takes more registers than there are.
+    for index in tl.static_range(CHECKED):
+        first = (left == tl.max(left, 0)) & (left != NOTHING)
+        found = tl.where(tl.arange(0, CHECKED) == index, tl.max(tl.where(first, keys, OUTSIDE), 0), found)
+        left = tl.where(first, NOTHING, left)
+    return found
 
 
 @triton.jit
@@ -259,10 +263,13 @@ def _counts(numbers, chosen, count, low, high, even, SIZE: tl.constexpr, TILE: t
         else:
             _, keys = read_quads(numbers, quads, listed, SIZE)
         parts = ()
-        for index in tl.static_range(CANDIDATES):
-            above = keys >= _candidate(low, high, index, even).to(tl.int32)
-            parts += (tl.sum(above.to(tl.int32), 1),)  # type: ignore[assignment]
-        found += tl.sum(_stack(parts), 0)
+        # Two counts of a tile fit one number. With one number for each, there are too few registers.
+        for index in tl.static_range(0, CANDIDATES, 2):
+            above = (keys >= _candidate(low, high, index, even).to(tl.int32)).to(tl.int32)
+            above += (keys >= _candidate(low, high, index + 1, even).to(tl.int32)).to(tl.int32) << 16
+            parts += (tl.sum(above, 1),)  # type: ignore[assignment]
+        both = tl.sum(_stack(parts), 0)
+        found += tl.join(both & 0xFFFF, both >> 16).reshape(CANDIDATES)
     return found
 
 

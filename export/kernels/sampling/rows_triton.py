@@ -31,7 +31,6 @@ from ostinato.export.kernels.early_start_triton import start_next, wait_for_prev
 from ostinato.export.kernels.launch import is_one, launcher, row_class, starts_early
 from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, LastTokens
 
-from . import sample_triton
 from .rows_search_triton import CHECKED, PIECE, QUADS, checked_keys, least_key, masses_ahead, sample_kept
 from .token_ranks_triton import NOTHING, OUTSIDE, best_of, gumbel_noise, number_of, read_quads, token_of, weights_of
 
@@ -55,14 +54,12 @@ SLOTS = tl.constexpr(256)
 def sample_next(
     logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, params: SamplingTensors, workspace: Tensor
 ) -> Tensor:
-    """See `reference.sample_next`; all tensors contiguous. One row goes to `sample_triton.sample_next`.
+    """See `reference.sample_next`; all tensors contiguous.
 
     Positions, slots and params are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
-    `delegate/graphs/nodes.py`). A row of padding gives token 0; its logits and params are not read. The workspace is not used
-    for several rows.
+    `delegate/graphs/nodes.py`). A row of padding gives token 0; its logits and params are not read. The workspace is
+    not used.
     """
-    if is_one(logits.shape[0]):
-        return sample_triton.sample_next(logits, positions, slots, last, params, workspace)
     return _sample_rows(logits, positions, slots, last.token, last.position, list(params))
 
 
