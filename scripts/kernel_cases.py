@@ -17,7 +17,6 @@ from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.experts.limits import check_experts
 from ostinato.export.kernels.operands import Convolution, Decay, ExpertWeights, Heads, KVCache, LastTokens
-from ostinato.export.kernels.sampling.reference import workspace_size
 from ostinato.export.layers.build import PAGE_SIZE
 from ostinato.export.models.qwen3_5 import Qwen3_5Config
 
@@ -334,12 +333,10 @@ def _sampling(shapes: Shapes, rows: int) -> list[Case]:
                 "slots": random.slots(rows),
                 "last": LastTokens(random.whole(0, rows), random.whole(0, rows)),
                 "params": random.sampling(params, rows),
-                "workspace": torch.zeros(workspace_size(), dtype=torch.int64, device=random.device),
             }
 
-        activations, moves = ("logits", "slots"), {"workspace": 0.0}
         shape = f"{vocabulary:,} logits"
-        return Case(f"sample/{name}", shape, "sample_next", arguments, 8 * rows, calls, activations, moves=moves)
+        return Case(f"sample/{name}", shape, "sample_next", arguments, 8 * rows, calls, ("logits", "slots"))
 
     filters = {
         "top_p": SamplingParams(1.0, top_p=0.95, seed=0),

@@ -111,8 +111,6 @@ class StateKind(str, Enum):
     CONVOLUTION = "convolution"
     RECURRENT = "recurrent"
     SAMPLING = "sampling"
-    # The content has no meaning between steps.
-    WORKSPACE = "workspace"
     # No kind was declared.
     OTHER = "other"
 

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from ostinato.delegate.artifact.records import StateKind
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
-from ostinato.export.kernels.sampling.reference import workspace_size
 
 from .build import Build
 from .embedding import NetworkInput
@@ -19,12 +18,11 @@ class SamplingState(nn.Module):
     """State of sampling: each session's parameters, its last token, and this token's position. A step reads and updates them.
 
     Buffers of [slots], each written on the device: `token` int64, which the model has not seen yet; its `position` int64; and
-    the fields of `SamplingTensors`. `scratch` is a workspace of the kernel.
+    the fields of `SamplingTensors`.
     """
 
     token: Tensor
     position: Tensor
-    scratch: Tensor
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -38,7 +36,6 @@ class SamplingState(nn.Module):
                 position=torch.zeros(EXAMPLE_SLOTS, dtype=torch.int64),
                 **{name: value.repeat(EXAMPLE_SLOTS) for name, value in params.items()},
             )
-            register_state(self, StateKind.WORKSPACE, scratch=torch.zeros(workspace_size(), dtype=torch.int64))
 
     @property
     def params(self) -> SamplingTensors:
@@ -57,7 +54,7 @@ class SamplingState(nn.Module):
         """Sample the token after each row, and keep it as the slot's last token. logits [T, V], input_pos and slots [T] ->
         [T]."""
         last = LastTokens(self.token, self.position)
-        return self.kernels.sample_next(logits, input_pos, slots, last, self.params, self.scratch)
+        return self.kernels.sample_next(logits, input_pos, slots, last, self.params)
 
     def next_of(self, logits: Tensor, input_pos: Tensor, slots: Tensor, logits_indices: Tensor) -> Tensor:
         """Call `next` for the rows `logits_indices` [L] of input_pos and slots. logits [L, V] -> [L]."""

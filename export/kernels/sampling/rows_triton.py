@@ -51,14 +51,11 @@ SPLITS = {FEW_ROWS: 16, MAX_ROWS: 4}
 SLOTS = tl.constexpr(256)
 
 
-def sample_next(
-    logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, params: SamplingTensors, workspace: Tensor
-) -> Tensor:
+def sample_next(logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, params: SamplingTensors) -> Tensor:
     """See `reference.sample_next`; all tensors contiguous.
 
     Positions, slots and params are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
-    `delegate/graphs/nodes.py`). A row of padding gives token 0; its logits and params are not read. The workspace is
-    not used.
+    `delegate/graphs/nodes.py`). A row of padding gives token 0; its logits and params are not read.
     """
     return _sample_rows(logits, positions, slots, last.token, last.position, list(params))
 

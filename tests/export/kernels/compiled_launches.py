@@ -35,7 +35,6 @@ from ostinato.export.kernels.operands import (
     RowIndex,
     Weight,
 )
-from ostinato.export.kernels.sampling.reference import workspace_size
 from ostinato.export.models import build_network, read_config
 
 from ..networks import of_group
@@ -303,6 +302,5 @@ def sampling(capability: int, dtype: torch.dtype, vocab: int, rows: int) -> list
         numbers = empty(rows, dtype=torch.int64)
         params = SamplingTensors(*(torch.empty_like(value, device="meta").repeat(slots) for value in defaults))
         last = LastTokens(*empty(2, slots, dtype=torch.int64))
-        workspace = empty(workspace_size(), dtype=torch.int64)
-        CudaKernels.sample_next(empty(rows, vocab, dtype=dtype), numbers, numbers, last, params, workspace)
+        CudaKernels.sample_next(empty(rows, vocab, dtype=dtype), numbers, numbers, last, params)
     return launches

@@ -94,13 +94,12 @@ def sample_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "vocab"), [(name, vocab) for name, form in FORMS.items() for vocab in form.vocabs])
 def test_definition(sample_of: Callable[[str], Sample], name: str, vocab: int, kind: str) -> None:
-    """All params together. Twice, since a launch leaves a workspace to the next one."""
+    """All params together. Twice: a launch leaves nothing to the next one."""
     form, sample = FORMS[name], sample_of(name)
     for turn in range(form.turns):
         case = make_all(kind, vocab, form.params, turn, form.device)
         (found, last), (again, kept) = check(case, sample), case.run(sample)
         assert found == again and torch.equal(last.token, kept.token) and torch.equal(last.position, kept.position)
-        assert not case.workspace.any()
 
 
 @functools.cache
@@ -295,14 +294,10 @@ def test_steps_go_on_from_what_is_kept(sample_of: Callable[[str], Sample], name:
 
 
 class Exported(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("workspace", torch.zeros(reference.workspace_size(), dtype=torch.int64))
-
     def forward(
         self, logits: Tensor, index: tuple[Tensor, Tensor], last: list[Tensor], params: SamplingTensors
     ) -> Tensor:
-        return reference.sample_next(logits, *index, LastTokens(*last), params, self.workspace)  # type: ignore[arg-type]
+        return reference.sample_next(logits, *index, LastTokens(*last), params)
 
 
 def test_the_reference_is_exported() -> None:

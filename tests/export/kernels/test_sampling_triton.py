@@ -54,7 +54,6 @@ LAYER = """
 import torch
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
-from ostinato.export.kernels.sampling.reference import workspace_size
 from ostinato.export.kernels.sampling.rows_triton import sample_next
 
 class Layer(torch.nn.Module):
@@ -64,12 +63,11 @@ class Layer(torch.nn.Module):
             self.register_buffer(name, value.repeat(2))
         self.register_buffer("position", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("token", torch.zeros(2, dtype=torch.int64))
-        self.register_buffer("workspace", torch.zeros(workspace_size(), dtype=torch.int64))
 
     def forward(self, logits, positions):
         params = SamplingTensors(*(getattr(self, name) for name in SamplingTensors._fields))
         last = LastTokens(self.token, self.position)
-        return sample_next(logits, positions, positions, last, params, self.workspace)
+        return sample_next(logits, positions, positions, last, params)
 
 inputs = (torch.zeros({rows}, 300), torch.arange({rows}))
 """

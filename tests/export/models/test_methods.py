@@ -31,7 +31,7 @@ def test_state_of_a_model(capitals_checkpoint: Path, kernels: type[Kernels]) -> 
     forms = state_forms(network)
     begun = {name for name, form in forms.items() if form.kind is StateKind.SAMPLING}
     assert begun == {f"sampling.{name}" for name in ("token", "position", *SamplingTensors._fields)}
-    others = (StateKind.SAMPLING, StateKind.WORKSPACE, StateKind.BLOCK_TABLE)
+    others = (StateKind.SAMPLING, StateKind.BLOCK_TABLE)
     state = {name for name, form in forms.items() if form.kind not in others}
     assert len(state) == 4
     moved = {"sampling.token", "sampling.position"}
@@ -94,7 +94,7 @@ def test_forms_of_state(capitals_checkpoint: Path) -> None:
     assert {name for name, form in forms.items() if form.growth is Growth.PAGES} == {
         f"model.layers.{index}.self_attn.{name}_cache" for index in (1, 3) for name in "kv"
     }
-    assert {name for name, form in forms.items() if form.growth is Growth.FIXED} == {"sampling.scratch"}
+    assert not [name for name, form in forms.items() if form.growth is Growth.FIXED]
     assert forms[table] == StateForm(StateKind.BLOCK_TABLE, Growth.SLOTS)
     assert sum(form.kind is StateKind.BLOCK_TABLE for form in forms.values()) == 1
     # 200 positions are four pages of 64.
