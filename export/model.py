@@ -14,7 +14,7 @@ import torch
 
 from ostinato.delegate.artifact import names
 from ostinato.delegate.artifact.json_files import read_json
-from ostinato.delegate.artifact.records import Growth, StateKind
+from ostinato.delegate.artifact.records import Growth
 from ostinato.delegate.errors import CheckpointError, ExportError
 from ostinato.delegate.memory import MemoryWatch
 from ostinato.export.compile.gpu import compile_target, gpu_properties
@@ -316,8 +316,7 @@ def _cpu_moe(config: ModelConfig, wanted: bool | int) -> int:
 
 def _metadata(ends: list[int], record: ExportRecord, network: LanguageModel) -> dict[str, Any]:
     config, options = network.config, record.options
-    # Workspaces are left out: their content between steps means nothing.
-    state = [name for name, form in state_forms(network).items() if form.kind is not StateKind.WORKSPACE]
+    state = [*state_forms(network)]
     metadata: dict[str, Any] = {
         names.META_MAX_SEQ_LEN: network.build.max_seq_len,
         names.META_PAGE_SIZE: network.build.page_size,

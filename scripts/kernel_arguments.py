@@ -139,6 +139,10 @@ class RandomTensors:
         """`value` for each row: [rows] int64."""
         return torch.full((rows,), value, dtype=torch.int64, device=self.device)
 
+    def positions(self, rows: int) -> Tensor:
+        """A random position for each row: [rows] int64."""
+        return torch.randint(0, 100_000, (rows,), device=self.device)
+
     def slots(self, rows: int) -> Tensor:
         """A slot of its own for each row: [rows] int64."""
         return torch.arange(rows, device=self.device)

@@ -31,7 +31,7 @@ class Case:
             are in L2 here too, because all sets of arguments share these tensors.
         depth: positions before the step, where they matter.
         moves: tensor name -> how often its bytes cross the memory's bus, if not once: 2 for a state that is read and written,
-            less than 1 for experts of which few are used, 0 for scratch memory.
+            less than 1 for experts of which few are used, 0 for what is not read.
         writes: names of the arguments that the operation writes.
         comparable: function that reduces results to what kernel and reference have in common.
         rows: rows of the step.

@@ -17,7 +17,6 @@ from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.experts.limits import check_experts
 from ostinato.export.kernels.operands import Convolution, Decay, ExpertWeights, Heads, KVCache, LastTokens
-from ostinato.export.kernels.sampling.reference import workspace_size
 from ostinato.export.layers.build import PAGE_SIZE
 from ostinato.export.models.qwen3_5 import Qwen3_5Config
 
@@ -319,27 +318,38 @@ def _dense(shapes: Shapes, rows: int) -> list[Case]:
 
 
 def _sampling(shapes: Shapes, rows: int) -> list[Case]:
-    """The cases of sampling. Greedy sampling counts for a step; sampling with top_k and top_p is measured beside it."""
+    """The cases of sampling. Greedy sampling counts for a step; the others are measured beside it.
+
+    Each launch samples at other positions, since a search depends on the noise. Params are measured with logits that are
+    almost equally likely, as random weights give, and, behind "@peaked", with logits of which few are likely.
+    """
     vocabulary = shapes.config.vocab_size
 
-    def case(name: str, params: SamplingParams, calls: int) -> Case:
+    def case(name: str, params: SamplingParams, calls: int = 0, scale: float = 1.0) -> Case:
         def arguments(random: RandomTensors) -> Arguments:
             return {
-                "logits": random.wide(rows, vocabulary, scale=3.0),
-                "positions": random.whole(POSITION, rows),
+                "logits": random.wide(rows, vocabulary, scale=scale),
+                "positions": random.positions(rows),
                 "slots": random.slots(rows),
                 "last": LastTokens(random.whole(0, rows), random.whole(0, rows)),
                 "params": random.sampling(params, rows),
-                "workspace": torch.zeros(workspace_size(), dtype=torch.int64, device=random.device),
             }
 
-        activations, moves = ("logits", "positions", "slots"), {"workspace": 0.0}
         shape = f"{vocabulary:,} logits"
-        return Case(f"sample/{name}", shape, "sample_next", arguments, 8 * rows, calls, activations, moves=moves)
+        return Case(f"sample/{name}", shape, "sample_next", arguments, 8 * rows, calls, ("logits", "slots"))
 
+    filters = {
+        "top_p": SamplingParams(1.0, top_p=0.95, seed=0),
+        "min_p": SamplingParams(1.0, min_p=0.05, seed=0),
+        "top_k": SamplingParams(1.0, 50, seed=0),
+        "all": SamplingParams(1.0, 50, 0.95, seed=0, min_p=0.05),
+        "top_k_1000": SamplingParams(1.0, 1000, 0.95, seed=0),
+    }
     return [
         case("greedy", SamplingParams(seed=0), 1),
-        case("top_p", SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=0), 0),
+        case("temperature", SamplingParams(1.0, seed=0)),
+        *(case(name, params) for name, params in filters.items()),
+        *(case(f"{name}@peaked", params, scale=4.0) for name, params in filters.items()),
     ]
 
 

@@ -38,6 +38,11 @@ from .kernel_shapes import FLAGSHIP, flagship, tiny_shapes
 
 QUANTS = (Quantization(128), Quantization(32, format="int4_min"), Quantization(32, format="int8"))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FILTERS = ("top_p", "min_p", "top_k", "all", "top_k_1000")
+SAMPLED = (
+    *("sample/greedy", "sample/temperature"),
+    *(f"sample/{name}{logits}" for logits in ("", "@peaked") for name in FILTERS),
+)
 SAMPLING_BYTES = sum(value.nbytes for value in SamplingParams().tensors())
 CONFIGS = ROOT / "tests" / "assets" / "configs"
 DENSE = CONFIGS / "Qwen3.5-0.8B"
@@ -63,8 +68,7 @@ FLAGSHIP_BYTES = {
     "experts_down": 9 * 2048 * (256 + 8) + 9 * 512 * 2 + 257 * 2 + 4096 + 4096,
     "norm_linear/lm_head": 248320 * (1024 + 32) + 4096 + 8192 + 248320 * 4,
     # The logits; position and slot; the sampling options; the last token and its position; the new token.
-    "sample/greedy": 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8,
-    "sample/top_p": 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8,
+    **dict.fromkeys(SAMPLED, 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8),
 }  # fmt: skip
 
 
@@ -82,8 +86,7 @@ EIGHT_BYTES = {
     "sparse_moe": (256 * (1 - (31 / 32) ** 8) + 1) * (1024 * (1024 + 32) + 2048 * (256 + 8)) + 257 * 2048 * 2 + 8192
     + 8 * (2 * 4096 + 8),
     "norm_linear/lm_head": 248320 * (1024 + 32) + 8192 + 8 * (4096 + 248320 * 4),
-    "sample/greedy": 8 * (248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8),
-    "sample/top_p": 8 * (248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8),
+    **dict.fromkeys(SAMPLED, 8 * (248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8)),
 }  # fmt: skip
 
 
@@ -145,9 +148,11 @@ def test_bytes_read_count_a_state_once() -> None:
 def test_calls_of_the_flagship() -> None:
     _, cases = flagship()
     linear, full, every = (30, 10, 40)
-    assert [case.calls for case in cases] == [linear] * 3 + [full] * 4 + [every] * 3 + [1, 1, 0]
+    # Greedy sampling counts, sampling with other params is measured beside it.
+    measured = [0] * (len(SAMPLED) - 1)
+    assert [case.calls for case in cases] == [linear] * 3 + [full] * 4 + [every] * 3 + [1, 1] + measured
     _, cases = flagship(rows=8)
-    assert [case.calls for case in cases] == [linear, 0, linear, linear] + [full] * 4 + [every] + [1, 1, 0]
+    assert [case.calls for case in cases] == [linear, 0, linear, linear] + [full] * 4 + [every] + [1, 1] + measured
     assert {case.rows for case in cases} == {8}
 
 

@@ -114,8 +114,6 @@ class StateKind(str, Enum):
     SAMPLING = "sampling"
     # What changes logits before they are sampled. The runtime can write it again from a session's parameters and history.
     LOGITS_PROCESSING = "logits_processing"
-    # The content has no meaning between steps.
-    WORKSPACE = "workspace"
     # No kind was declared.
     OTHER = "other"
 

@@ -9,7 +9,6 @@ from ostinato.delegate.artifact.records import StateKind
 from ostinato.delegate.logits_processing import ProcessingTensors, processed, processing_tensors
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
-from ostinato.export.kernels.sampling.reference import workspace_size
 
 from .build import Build
 from .embedding import NetworkInput
@@ -22,7 +21,6 @@ class SamplingState(nn.Module):
     Buffers of [slots], each written on the device: `token` int64, which the model has not seen yet; its `position` int64; the
     fields of `SamplingTensors`; `sample_temperature` float32, which `sample` takes for `temperature`; and `processed` int64,
     whether `sample` changes the slot's logits first. For that it has the fields of `ProcessingTensors`, [slots, ...] each.
-    `scratch` is a workspace of the kernel.
 
     Args:
         build: the settings that all layers were built with.
@@ -34,7 +32,6 @@ class SamplingState(nn.Module):
     sample_temperature: Tensor
     processed: Tensor
     output_counts: Tensor
-    scratch: Tensor
 
     def __init__(self, build: Build, vocab: int) -> None:
         super().__init__()
@@ -55,7 +52,6 @@ class SamplingState(nn.Module):
                 name: value.repeat(EXAMPLE_SLOTS, *[1] * (value.dim() - 1)) for name, value in given._asdict().items()
             }
             register_state(self, StateKind.LOGITS_PROCESSING, **rows)
-            register_state(self, StateKind.WORKSPACE, scratch=torch.zeros(workspace_size(), dtype=torch.int64))
 
     @property
     def params(self) -> SamplingTensors:
@@ -77,7 +73,7 @@ class SamplingState(nn.Module):
         changed = torch.where(self.processed.index_select(0, kept)[:, None] != 0, changed, logits)
         params = self.params._replace(temperature=self.sample_temperature)
         last = LastTokens(self.token, self.position)
-        sampled = self.kernels.sample_next(changed, input_pos, slots, last, params, self.scratch)
+        sampled = self.kernels.sample_next(changed, input_pos, slots, last, params)
         self.output_counts.index_put_((kept, sampled), (slots >= 0).to(torch.int32), accumulate=True)
         return torch.where(slots < 0, tokens, sampled)
 
@@ -85,7 +81,7 @@ class SamplingState(nn.Module):
         """Sample the token after each row, and keep it as the slot's last token. logits [T, V], input_pos and slots [T] ->
         [T]."""
         last = LastTokens(self.token, self.position)
-        return self.kernels.sample_next(logits, input_pos, slots, last, self.params, self.scratch)
+        return self.kernels.sample_next(logits, input_pos, slots, last, self.params)
 
     def next_of(self, logits: Tensor, input_pos: Tensor, slots: Tensor, logits_indices: Tensor) -> Tensor:
         """Call `next` for the rows `logits_indices` [L] of input_pos and slots. logits [L, V] -> [L]."""

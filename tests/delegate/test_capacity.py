@@ -183,7 +183,7 @@ def record(slot_floats: int, page_floats: int) -> MethodRecord:
         "state": BufferSpec((2, slot_floats), "float32", False, StateKind.RECURRENT, Growth.SLOTS),
         "cache": BufferSpec((4, page_floats), "float32", False, StateKind.KV_CACHE, Growth.PAGES),
         "table": BufferSpec((2, 10), "int32", False, StateKind.BLOCK_TABLE, Growth.SLOTS),
-        "scratch": BufferSpec((99,), "float32", False, StateKind.WORKSPACE),
+        "scratch": BufferSpec((99,), "float32", False, StateKind.OTHER),
     }
     return MethodRecord("step", (), (), (), (), buffer_specs=specs)
 

@@ -9,21 +9,8 @@ from ostinato.delegate.sampling import sample
 from ostinato.delegate.sampling_params import SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
 
-# A kernel has at most PROGRAMS programs. In an exchange, each program gives CANDIDATES numbers to the others.
-PROGRAMS = 128
-CANDIDATES = 16
-# Elements for the counter of arrived programs, which has a sector of 32 bytes to itself.
-HEADER = 4
 
-
-def workspace_size() -> int:
-    """Number of elements of the workspace. They are int64, and zeros before its first use."""
-    return HEADER + 2 * PROGRAMS * CANDIDATES
-
-
-def sample_next(
-    logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, params: SamplingTensors, workspace: Tensor
-) -> Tensor:
+def sample_next(logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, params: SamplingTensors) -> Tensor:
     """Sample the token that follows each row, and store it as the last token of the row's slot.
 
     Args:
@@ -33,7 +20,6 @@ def sample_next(
         slots: [T] int64, as in `RowIndex`. If a slot has several rows, the token of its last row is stored.
         last: written in place for slots that have rows.
         params: [slots] each, on the device of the logits.
-        workspace: [workspace_size()] int64, not used here. A kernel leaves in it what its next launch needs.
 
     Returns:
         [T] int64, the sampled tokens.

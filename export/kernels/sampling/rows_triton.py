@@ -1,18 +1,22 @@
 # mypy: allow-untyped-defs
-"""Sampling for several rows, in two kernels that start early. No program waits for another one.
+"""Sampling in two kernels that start early. No program waits for another one.
 
 1. `rank_rows_early` reads all logits once. For each block it stores the best token, as if every token were kept. For each
    piece of PIECE logits it stores the largest logit.
-2. `sample_rows_early`, one program per row, takes the best of the blocks' tokens. That is the sampled token if no token is
-   left out, and often if some are. Top-p keeps a token if the more likely tokens together weigh little enough. This can be
-   checked for one token, without knowing where top-p ends. If the token is not kept, the best of the more likely tokens is
-   checked next. So the more tokens top-p keeps, the sooner one is found. Each turn halves the remaining tokens, on average.
+2. `sample_rows_early` takes the best of the blocks' tokens. That is the sampled token if no token is left out, and often if
+   some are. Top-p keeps a token if the more likely tokens together weigh little enough. This can be checked for one token,
+   without knowing where top-p ends. Reading a row's logits again takes one program too long, so SPLITS programs share it, and
+   they check the CHECKED best tokens at once. The last of them to finish has the sums of all. Of the tokens that are kept, it
+   takes the best one. If none is, it goes on by itself: the best of the tokens that are more likely than all checked ones is
+   checked next, and so on. The more tokens top-p keeps, the sooner one is found. Each turn halves the remaining tokens, on
+   average.
 
-   Top-k keeps few tokens, so for such a row the first kernel computes no noise. The second kernel searches for the lowest
-   kept logit, CANDIDATES candidates at a time. The k-th largest of the blocks' largest logits is a lower bound of that logit.
+   Top-k keeps few tokens, so for such a row the first kernel computes no noise. One program of the second kernel searches for
+   the lowest kept logit, CANDIDATES candidates at a time. The k-th largest of the blocks' largest logits is a lower bound of
+   that logit.
 
-   All these searches read only pieces whose largest logit reaches the logit in question. A model's logits have few such
-   pieces.
+   The searches of one program read only pieces whose largest logit reaches the logit in question. A model's logits have few
+   such pieces.
 """
 
 from __future__ import annotations
@@ -24,36 +28,35 @@ from torch import Tensor
 
 from ostinato.delegate.sampling_params import SamplingTensors
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import is_one, launcher, starts_early
-from ostinato.export.kernels.operands import LastTokens
+from ostinato.export.kernels.launch import is_one, launcher, row_class, starts_early
+from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, LastTokens
 
-from . import sample_triton
-from .rows_search_triton import PIECE, QUADS, best_of, read_quads, sample_kept, token_of, weights_of
-from .sample_triton import NOTHING, OUTSIDE, _gumbel_noise, _number
+from .rows_search_triton import CHECKED, PIECE, QUADS, checked_keys, least_key, masses_ahead, sample_kept
+from .token_ranks_triton import NOTHING, OUTSIDE, best_of, gumbel_noise, number_of, read_quads, token_of, weights_of
 
 # Logits per program of the first kernel, and per warp. 8/16/64 greedy rows of 248,320 logits take 6.7/10.8/40.9 us; with 128
 # per warp 8.0/13.5/51.1, with 4,096 per program and 256 per warp 7.1/12.1/46.6 (H200, 2026-11-23).
 BLOCK = 2048
 WARP = 256
+# A single row has one load of 16 bytes per thread.
+WARP_OF_ONE = 128
 # Pieces that the second kernel reads in a turn, and its warps: 8 logits per thread. With 32 warps, a thread's 64 registers
 # are too few.
 TILE = 128
 SAMPLE_WARPS = 16
+# Programs that check a row's tokens together, by the class of the number of rows. For rows that need no check, all but the
+# first of them end at once. A single row has one program for each TILE pieces.
+SPLITS = {FEW_ROWS: 16, MAX_ROWS: 4}
 # Slots that are compared at a time.
 SLOTS = tl.constexpr(256)
 
 
-def sample_next(
-    logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, params: SamplingTensors, workspace: Tensor
-) -> Tensor:
-    """See `reference.sample_next`; all tensors contiguous. One row goes to `sample_triton.sample_next`.
+def sample_next(logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, params: SamplingTensors) -> Tensor:
+    """See `reference.sample_next`; all tensors contiguous.
 
     Positions, slots and params are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
-    `delegate/graphs/nodes.py`). A row of padding gives token 0; its logits and params are not read. The workspace is not used
-    for several rows.
+    `delegate/graphs/nodes.py`). A row of padding gives token 0; its logits and params are not read.
     """
-    if is_one(logits.shape[0]):
-        return sample_triton.sample_next(logits, positions, slots, last, params, workspace)
     return _sample_rows(logits, positions, slots, last.token, last.position, list(params))
 
 
@@ -63,34 +66,43 @@ def _sample_rows(
     logits: Tensor, positions: Tensor, slots: Tensor, token: Tensor, position: Tensor, parameters: list[Tensor]
 ) -> Tensor:
     rows, vocab = logits.shape
+    warp = WARP_OF_ONE if is_one(rows) else WARP
     block = min(BLOCK, max(WARP, triton.next_power_of_2(vocab)))
     blocks = triton.cdiv(vocab, block)
     pieces = blocks * (block // PIECE.value)
+    tile = min(TILE, triton.next_power_of_2(pieces))
+    tiles = triton.cdiv(pieces, tile)
+    splits = tiles if is_one(rows) else min(SPLITS[row_class(rows)], tiles)
 
     def empty(*sizes: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(sizes, dtype=dtype, device=logits.device)
 
     bests, masses = empty(rows, blocks, dtype=torch.int64), empty(rows, blocks, dtype=torch.float32)
-    peaks, chosen = empty(rows, pieces, dtype=torch.int32), empty(rows, pieces, dtype=torch.int32)
-    out = empty(rows, dtype=torch.int64)
+    tops, peaks = empty(rows, blocks, dtype=torch.int32), empty(rows, pieces, dtype=torch.int32)
+    arrived, chosen = empty(rows, dtype=torch.int32), empty(rows, pieces, dtype=torch.int32)
+    parts, out = empty(rows, splits, CHECKED.value, dtype=torch.float32), empty(rows, dtype=torch.int64)
     common = {"VOCAB": vocab, "BLOCKS": blocks, "BLOCK": block, "EARLY": starts_early()}
     launcher(rank_rows_early)[(blocks, rows)](
-        logits, positions, slots, *parameters, bests, masses, peaks, **common, num_warps=block // WARP
+        logits, positions, slots, *parameters, bests, masses, tops, peaks, arrived, **common, num_warps=block // warp
     )
-    launcher(sample_rows_early)[(rows,)](
+    launcher(sample_rows_early)[(rows, splits)](
         logits,
         positions,
         slots,
         *parameters,
         bests,
         masses,
+        tops,
         peaks,
+        arrived,
+        parts,
         chosen,
         token,
         position,
         out,
         rows,
-        TILE=min(TILE, triton.next_power_of_2(pieces)),
+        TILE=tile,
+        SPLITS=splits,
         **common,
         num_warps=SAMPLE_WARPS,
     )
@@ -109,7 +121,9 @@ def rank_rows_early(
     min_p_ptr,
     bests,
     masses,
+    tops,
     peaks,
+    arrived,
     VOCAB: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -117,10 +131,12 @@ def rank_rows_early(
 ):
     """Program (b, r) reads BLOCK logits of row r from b * BLOCK on, and stores what `sample_rows_early` needs for the row:
 
-    - bests [R, BLOCKS] int64, if top-k is off: the block's best token, see `best_of`.
+    - bests [R, BLOCKS] int64, if top-k is off: the rank of the block's best token.
+    - tops [R, BLOCKS] int32, if tokens may be left out: the key of the block's largest logit.
     - peaks [R, BLOCKS * BLOCK / PIECE] int32, if tokens may be left out: the key of each piece's largest logit.
     - masses [R, BLOCKS] float32, if top-p is on and top-k is off: the weight of the block's tokens together, where the most
       likely one of these weighs 1.
+    - arrived [R] int32: 0.
     """
     start_next(EARLY)
     block = tl.program_id(0)
@@ -135,7 +151,7 @@ def rank_rows_early(
     noise = tl.zeros((BLOCK // 4, 4), tl.float32)
     # The noise needs no logits, so it is computed while the kernel ahead still runs.
     if scored & (temperature > 0):
-        noise = _gumbel_noise(tl.load(seed_ptr + own), tl.load(positions + row) + 1, quads)
+        noise = gumbel_noise(tl.load(seed_ptr + own), tl.load(positions + row) + 1, quads)
     wait_for_previous(EARLY)
     if slot >= 0:
         x, keys = read_quads(_row(logits, row, VOCAB), quads, quads * 4 < VOCAB, VOCAB)
@@ -148,9 +164,12 @@ def rank_rows_early(
             largest = tl.max(tl.max(keys, 1).reshape(BLOCK // PIECE, QUADS), 1)
             pieces = block * (BLOCK // PIECE) + tl.arange(0, BLOCK // PIECE)
             tl.store(_row(peaks, row, BLOCKS * (BLOCK // PIECE)) + pieces, largest)
+            top = tl.max(largest, 0)
+            tl.store(tops + row * BLOCKS + block, top)
             if scored & (top_p < 1):
-                weights = weights_of(x, keys, OUTSIDE + 1, _number(tl.max(largest, 0)), temperature)
+                weights = weights_of(x, keys, OUTSIDE + 1, number_of(top), temperature)
                 tl.store(masses + row * BLOCKS + block, tl.sum(tl.sum(weights, 1), 0))
+                tl.store(arrived + row, 0, mask=block == 0)
 
 
 @triton.jit
@@ -165,7 +184,10 @@ def sample_rows_early(
     min_p_ptr,
     bests,
     masses,
+    tops,
     peaks,
+    arrived,
+    parts,
     chosen,
     token,
     position_ptr,
@@ -175,53 +197,91 @@ def sample_rows_early(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program r samples for row r. chosen: [R, BLOCKS * BLOCK / PIECE] int32, lists of the pieces that programs read."""
+    """Programs (r, 0) to (r, SPLITS - 1) sample for row r.
+
+    Memory for their own use: parts [R, SPLITS, CHECKED] float32, what the programs of a row add; chosen
+    [R, BLOCKS * BLOCK / PIECE] int32, lists of the pieces that programs read.
+    """
     start_next(EARLY)
     row = tl.program_id(0)
+    split = tl.program_id(1)
     slot = tl.load(slots + row)
     own = tl.maximum(slot, 0)
     temperature = tl.load(temperature_ptr + own)
     top_k = tl.load(top_k_ptr + own)
     top_p = tl.load(top_p_ptr + own)
     min_p = tl.load(min_p_ptr + own)
-    seed = tl.load(seed_ptr + own)
-    position = tl.load(positions + row) + 1
     few, filtered = _filters(temperature, top_k, top_p, min_p, VOCAB)
-    keeps = (slot >= 0) & _is_last(slots, slot, row, rows)
-    wait_for_previous(EARLY)
-    sampled = tl.full((), 0, tl.int64)
-    if slot >= 0:
-        best = tl.full((), NOTHING, tl.int64)
+    shared = (slot >= 0) & filtered & (few == 0) & (top_p < 1)
+    last = split == 0
+    if last | shared:
+        seed = tl.load(seed_ptr + own)
+        position = tl.load(positions + row) + 1
+        keeps = (slot >= 0) & _is_last(slots, slot, row, rows)
+        wait_for_previous(EARLY)
         blocks = tl.arange(0, triton.next_power_of_2(BLOCKS))
-        if few == 0:
-            best = tl.max(tl.load(bests + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=NOTHING), 0)
-        if filtered:
-            pieces = row.to(tl.int64) * (BLOCKS * (BLOCK // PIECE))
-            x_row = _row(logits, row, VOCAB)
-            best = sample_kept(
-                x_row,
-                best,
-                masses + row * BLOCKS,
-                peaks + pieces,
-                chosen + pieces,
-                few,
-                temperature,
-                top_k,
-                top_p,
-                min_p,
-                seed,
-                position,
-                VOCAB,
-                BLOCKS,
-                BLOCK,
-                TILE,
+        ranks = tl.full((triton.next_power_of_2(BLOCKS),), NOTHING, tl.int64)
+        if (slot >= 0) & (few == 0):
+            ranks = tl.load(bests + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=NOTHING)
+        x_row = _row(logits, row, VOCAB)
+        pieces = row.to(tl.int64) * (BLOCKS * (BLOCK // PIECE))
+        keys = tl.full((CHECKED,), OUTSIDE, tl.int32)
+        ahead = tl.zeros((CHECKED,), tl.float32)
+        if shared:
+            peak = number_of(tl.max(tl.load(tops + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=OUTSIDE), 0))
+            keys = checked_keys(x_row, ranks, least_key(peak, temperature, min_p))
+            ahead = masses_ahead(
+                x_row, peaks + pieces, split, keys, peak, temperature, VOCAB, BLOCKS * (BLOCK // PIECE), TILE, SPLITS
             )
-        sampled = token_of(best)
-    tl.store(out + row, sampled)
-    tl.store(token + own, sampled, mask=keeps)
-    tl.store(position_ptr + own, position, mask=keeps)
+            each = tl.arange(0, CHECKED)
+            of_row = parts + row * (SPLITS * CHECKED)
+            tl.store(of_row + split * CHECKED + each, ahead)
+            tl.debug_barrier()
+            last = tl.atomic_add(arrived + row, 1, sem="acq_rel") == SPLITS - 1
+            programs = tl.arange(0, triton.next_power_of_2(SPLITS))[:, None]
+            # Read past the first-level cache, which other programs' writes do not reach.
+            ahead = tl.sum(
+                tl.load(
+                    of_row + programs * CHECKED + each[None, :],
+                    mask=(programs < SPLITS) & last,
+                    other=0.0,
+                    cache_modifier=".cg",
+                ),
+                0,
+            )
+        if last:
+            sampled = tl.full((), 0, tl.int64)
+            if slot >= 0:
+                best = tl.max(ranks, 0)
+                if filtered:
+                    best = sample_kept(
+                        x_row,
+                        ranks,
+                        tops + row * BLOCKS,
+                        masses + row * BLOCKS,
+                        peaks + pieces,
+                        chosen + pieces,
+                        keys,
+                        ahead,
+                        few,
+                        temperature,
+                        top_k,
+                        top_p,
+                        min_p,
+                        seed,
+                        position,
+                        VOCAB,
+                        BLOCKS,
+                        BLOCK,
+                        TILE,
+                    )
+                sampled = token_of(best)
+            tl.store(out + row, sampled)
+            tl.store(token + own, sampled, mask=keeps)
+            tl.store(position_ptr + own, position, mask=keeps)
 
 
 @triton.jit

@@ -10,9 +10,7 @@ from ostinato.export.kernels.operands import LastTokens
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
 
-def sample_next(
-    logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, params: SamplingTensors, workspace: Tensor
-) -> Tensor:
+def sample_next(logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, params: SamplingTensors) -> Tensor:
     """See `reference.sample_next`."""
     return _sample_next(logits, positions, slots, last.token, last.position, *params)
 

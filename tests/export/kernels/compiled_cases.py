@@ -7,7 +7,6 @@ which runs for every group. A new operation gets a function in `compiled_launche
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -342,21 +341,20 @@ GROUPS = {
             ("_gate_up_kernel", "fp32"): 120,
         },
     ),
-    # (compute capability, dtype, vocabulary, multiprocessors)
+    # (compute capability, dtype, vocabulary, rows)
     "sampling": Group(
-        launches=partial(sampling, rows=1),
-        cases=((90, F32, VOCAB, 128), (90, F32, 512, 128), (90, F32, VOCAB, 16), (89, F32, 151_936, 128)),
-        analysed=((90, F32, VOCAB, 128), (90, F32, 512, 128), (90, F32, VOCAB, 16), (89, F32, 151_936, 128)),
-        written={"sample_early": ["out position_ptr token workspace"]},
-        complete=(89, 90),
-        # With few multiprocessors; `test_sampling_spills_only_with_few_multiprocessors` has the others.
-        max_spilled={("sample_early", "fp32"): math.inf},
-    ),
-    "sampling_rows": Group(
-        launches=partial(sampling, rows=8),
-        cases=((90, F32, VOCAB), (90, F32, 512), (89, F32, 151_936), (80, F32, VOCAB)),
-        analysed=((90, F32, VOCAB),),
-        written={"rank_rows_early": ["bests masses peaks"], "sample_rows_early": ["chosen out position_ptr token"]},
+        launches=sampling,
+        cases=(
+            *((90, F32, VOCAB, rows) for rows in (1, 8, 32)),
+            (90, F32, 512, 8),
+            (89, F32, 151_936, 8),
+            *((80, F32, VOCAB, rows) for rows in (1, 32)),
+        ),
+        analysed=((90, F32, VOCAB, 1), (90, F32, VOCAB, 8)),
+        written={
+            "rank_rows_early": ["arrived bests masses peaks tops"],
+            "sample_rows_early": ["arrived chosen out parts position_ptr token"],
+        },
         complete=(80, 89, 90),
     ),
 }

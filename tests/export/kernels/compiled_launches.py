@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import Tensor, empty
@@ -36,8 +35,6 @@ from ostinato.export.kernels.operands import (
     RowIndex,
     Weight,
 )
-from ostinato.export.kernels.sampling import sample_triton
-from ostinato.export.kernels.sampling.reference import workspace_size
 from ostinato.export.models import build_network, read_config
 
 from ..networks import of_group
@@ -298,13 +295,12 @@ def prefill(
     return [one for one in launches if not one.name.endswith("_early") and (not kernels or one.name in kernels)]
 
 
-def sampling(capability: int, dtype: torch.dtype, vocab: int, processors: int = 128, *, rows: int) -> list[Launch]:
-    """Launch `sample_next` for logits in `dtype`, on a GPU with `processors` multiprocessors."""
+def sampling(capability: int, dtype: torch.dtype, vocab: int, rows: int) -> list[Launch]:
+    """Launch `sample_next` for logits in `dtype`."""
     slots, defaults = 2, SamplingParams(seed=0).tensors()
-    with recorded(capability) as launches, mock.patch.object(sample_triton, "processors", lambda: processors):
+    with recorded(capability) as launches:
         numbers = empty(rows, dtype=torch.int64)
         params = SamplingTensors(*(torch.empty_like(value, device="meta").repeat(slots) for value in defaults))
         last = LastTokens(*empty(2, slots, dtype=torch.int64))
-        workspace = empty(workspace_size(), dtype=torch.int64)
-        CudaKernels.sample_next(empty(rows, vocab, dtype=dtype), numbers, numbers, last, params, workspace)
+        CudaKernels.sample_next(empty(rows, vocab, dtype=dtype), numbers, numbers, last, params)
     return launches

@@ -11,7 +11,6 @@ from torch import Tensor
 from ostinato.delegate.sampling import sample
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
-from ostinato.export.kernels.sampling.reference import workspace_size
 
 from .runs import DEVICE
 
@@ -58,15 +57,12 @@ class Case:
     slots: Tensor
     last: LastTokens
     params: SamplingTensors
-    workspace: Tensor
 
     def run(self, form: Sample) -> tuple[list[int], LastTokens]:
         """Return the tokens, and what is kept. The case can be used again."""
         last = LastTokens(self.last.token.clone(), self.last.position.clone())
         tokens = form(**vars(self) | {"last": last})
         assert tokens.shape == self.slots.shape and tokens.dtype == torch.int64
-        # The next launch counts from 0.
-        assert int(self.workspace[0]) == 0
         found = tokens.tolist()
         assert all(0 <= token < self.logits.shape[1] for token in found)
         return found, last
@@ -116,7 +112,6 @@ def make(
         torch.tensor(slots, device=device),
         last,
         SamplingTensors(*(values.to(device) for values in tensors)),
-        torch.zeros(workspace_size(), dtype=torch.int64, device=device),
     )
 
 
@@ -148,11 +143,11 @@ def check(case: Case, form: Sample) -> tuple[list[int], LastTokens]:
 def one_by_one(form: Sample) -> Sample:
     """Return a form for several rows that calls one for single rows."""
 
-    def sample_each(logits: Tensor, positions: Tensor, slots: Tensor, workspace: Tensor, **rest: object) -> Tensor:
+    def sample_each(logits: Tensor, positions: Tensor, slots: Tensor, **rest: object) -> Tensor:
         tokens = []
         for row in map(slice, range(len(slots)), range(1, len(slots) + 1)):
-            tokens.append(form(logits[row], positions[row], slots[row], workspace=workspace, **rest))
-            assert tokens[-1].shape == (1,) and int(workspace[0]) == 0
+            tokens.append(form(logits[row], positions[row], slots[row], **rest))
+            assert tokens[-1].shape == (1,)
         return torch.cat(tokens)
 
     return sample_each

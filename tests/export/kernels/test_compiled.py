@@ -15,8 +15,6 @@ pytest.importorskip("triton")
 
 import triton
 
-from ostinato.export.kernels.sampling import sample_triton
-
 from .compiled_cases import GROUPS, Group
 from .compiling import Compiled, kernel_modules
 from .conftest import run_compiled
@@ -119,11 +117,3 @@ def test_programs_per_multiprocessor(report: Report) -> None:
         if one.capability == 90 and one.constants.get("SWIGLU") is False and one.constants["COLUMNS"] == 32
     }
     assert programs == {(64, 1024): 3, (128, 2048): 2, (64, 4096): 3, (64, 17408): 2}
-
-
-@pytest.mark.parametrize("name", ["sampling"])
-def test_sampling_spills_only_with_few_multiprocessors(report: Report) -> None:
-    """A thread has four logits; with 16 multiprocessors it has 16, which is slow but right."""
-    fitting = [one for one in report.compiled if one.constants["BLOCK"] <= sample_triton.BLOCK]
-    assert len(fitting) == len(report.compiled) - 1
-    assert [one for one in fitting if one.spilled] == []

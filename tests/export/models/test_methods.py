@@ -32,7 +32,7 @@ def test_state_of_a_model(capitals_checkpoint: Path, kernels: type[Kernels]) -> 
     begun = {name for name, form in forms.items() if form.kind is StateKind.SAMPLING}
     own = ("token", "position", "sample_temperature", "processed")
     assert begun == {f"sampling.{name}" for name in (*own, *SamplingTensors._fields)}
-    others = (StateKind.SAMPLING, StateKind.LOGITS_PROCESSING, StateKind.WORKSPACE, StateKind.BLOCK_TABLE)
+    others = (StateKind.SAMPLING, StateKind.LOGITS_PROCESSING, StateKind.BLOCK_TABLE)
     state = {name for name, form in forms.items() if form.kind not in others}
     assert len(state) == 4
     moved = {"sampling.token", "sampling.position"}
@@ -101,7 +101,7 @@ def test_forms_of_state(capitals_checkpoint: Path) -> None:
     assert {name for name, form in forms.items() if form.growth is Growth.PAGES} == {
         f"model.layers.{index}.self_attn.{name}_cache" for index in (1, 3) for name in "kv"
     }
-    assert {name for name, form in forms.items() if form.growth is Growth.FIXED} == {"sampling.scratch"}
+    assert not [name for name, form in forms.items() if form.growth is Growth.FIXED]
     assert forms[table] == StateForm(StateKind.BLOCK_TABLE, Growth.SLOTS)
     assert sum(form.kind is StateKind.BLOCK_TABLE for form in forms.values()) == 1
     # 200 positions are four pages of 64.

@@ -108,7 +108,7 @@ def test_in_any_company(engine: Engine, logits: Logits) -> None:
     )
 
 
-def test_a_step_of_many_rows(engine: Engine, greedy: Greedy) -> None:
+def test_a_step_of_many_rows(engine: Engine, greedy: Callable[[list[int]], int]) -> None:
     """A session's row and three prompts have 331 rows, more than a CPU's program takes at once; then all step together."""
     prompts = [LONG[:5], LONG[:120], LONG[5:115], LONG[20:120]]
     (first,), others = opened(engine, prompts[0]), [engine.open_session() for _ in prompts[1:]]
