@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .artifact.target import Target as Target
     from .capacity import Capacity as Capacity
     from .capacity import GroupCapacity as GroupCapacity
+    from .constants.rows import StateRows as StateRows
     from .errors import ArtifactError as ArtifactError
     from .errors import CapacityError as CapacityError
     from .errors import CheckpointError as CheckpointError
@@ -49,6 +50,7 @@ else:
             ".artifact.records": "Dim Growth StateKind TensorSpec",
             ".artifact.target": "Target",
             ".capacity": "Capacity GroupCapacity",
+            ".constants.rows": "StateRows",
             ".errors": "ArtifactError CapacityError CheckpointError ClosedError DeviceMemoryError ExportError "
             "InputError OptionError OstinatoError StepError TargetError",
             ".graphs.plans": "PlanStats",

@@ -21,6 +21,8 @@ from .memory import free_device_memory, size_text
 
 # Largest number of sessions when free memory decides their number: as many as can step together.
 MAX_SESSIONS = 256
+# Part of the memory asked for that snapshots get if their number is open.
+_SNAPSHOTS_PART = 32
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,19 @@ class Capacity:
         page_size: positions in a page, in all groups.
         slot_bytes: bytes of one slot, in all mutable buffers together.
         groups: the page groups; none for a program without KV caches.
+        snapshots: number of rows behind the slots, for copies of slots. No method reads or writes them.
     """
 
     slots: int = 1
     page_size: int = 0
     slot_bytes: int = 0
     groups: tuple[GroupCapacity, ...] = ()
+    snapshots: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of buffers that count slots: the slots, and behind them those of snapshots."""
+        return self.slots + self.snapshots
 
     @property
     def kv_tokens(self) -> int:
@@ -90,12 +99,13 @@ class CapacityOptions:
     sessions: int | None = None
     kv_tokens: int | None = None
     gpu_memory_fraction: float | None = None
+    snapshots: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sessions", "kv_tokens"):
+        for name, least in (("sessions", 1), ("kv_tokens", 1), ("snapshots", 0)):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise OptionError(f"{name} must be an integer of 1 or more, got {value!r}")
+            if value is not None and (type(value) is not int or value < least):
+                raise OptionError(f"{name} must be an integer of {least} or more, got {value!r}")
         fraction = self.gpu_memory_fraction
         if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
             raise OptionError(f"gpu_memory_fraction must be more than 0 and at most 1, got {fraction!r}")
@@ -118,7 +128,8 @@ def choose_capacity(
         bytes_to_load: bytes of constants that will be loaded on the device.
 
     A group whose layers have a window gets as many pages as all sessions need at once, if that is fewer than other groups
-    get. Where there is room for more than all sessions, it has as many more pages as they.
+    get. Where there is room for more than all sessions, it has as many more pages as they. A program whose state does not
+    grow has no rows for snapshots, whatever is asked for.
 
     Raises:
         OptionError: more than one session for a program whose state does not grow; fewer pages than sessions; a fraction of
@@ -137,9 +148,13 @@ def choose_capacity(
     each = max((spec.shape[1] for spec in specs.values() if spec.kind is StateKind.BLOCK_TABLE), default=0)
     room = _room(options, device, bytes_to_load)
     one = slot_bytes + sum(group.pages_per_session * group.page_bytes for group in groups)
-    slots = options.sessions or 1
-    if room is not None and options.sessions is None:
-        slots = max(1, min(MAX_SESSIONS, room // one))
+    slots, snapshots = options.sessions or 1, options.snapshots or 0
+    if room is not None:
+        if options.snapshots is None and slot_bytes:
+            snapshots = room // _SNAPSHOTS_PART // slot_bytes
+        room -= snapshots * slot_bytes
+        if options.sessions is None:
+            slots = max(1, min(MAX_SESSIONS, room // one))
 
     def dealt(pages: int) -> list[GroupCapacity]:
         """The groups, if a group without a window has this number of pages."""
@@ -154,14 +169,16 @@ def choose_capacity(
         pages = max(0, bisect_right(range(pages + 1), left, key=lambda count: _page_bytes(dealt(count))) - 1)
     if each and pages < slots:
         asked = (
-            f"kv_tokens={options.kv_tokens}" if options.kv_tokens is not None else f"{size_text(room or 0)} of memory"
+            f"kv_tokens={options.kv_tokens}"
+            if options.kv_tokens is not None
+            else f"{size_text(max(0, room or 0))} of memory"
         )
         page_bytes = sum(group.page_bytes for group in groups)
         raise OptionError(
             f"{slots} sessions need a page of {page_size} positions each, {slots * page_size} in all: {asked} is not enough; "
             f"a session takes {size_text(slot_bytes)}, a page {size_text(page_bytes)}"
         )
-    return Capacity(slots, page_size, slot_bytes, tuple(dealt(pages)))
+    return Capacity(slots, page_size, slot_bytes, tuple(dealt(pages)), snapshots)
 
 
 def sized(parsed: ProgramFile, capacity: Capacity) -> ProgramFile:
@@ -170,7 +187,7 @@ def sized(parsed: ProgramFile, capacity: Capacity) -> ProgramFile:
     def buffer(spec: BufferSpec) -> BufferSpec:
         if spec.growth is Growth.FIXED:
             return spec
-        count = capacity.slots if spec.growth is Growth.SLOTS else capacity.group(spec.group.name).pages
+        count = capacity.rows if spec.growth is Growth.SLOTS else capacity.group(spec.group.name).pages
         return replace(spec, shape=(count, *spec.shape[1:]))
 
     def value(spec: TensorSpec) -> TensorSpec:
@@ -190,14 +207,16 @@ def sized(parsed: ProgramFile, capacity: Capacity) -> ProgramFile:
 
 
 def first_block_table(spec: BufferSpec, capacity: Capacity) -> torch.Tensor:
-    """Return a block table [slots, M] int32 that deals out the group's pages in order; the entries after them are -1.
+    """Return a block table [rows, M] int32 that deals out the group's pages in order; the entries after them are -1.
 
     A slot has `pages_per_session` pages. If its positions need more, because there is a window, the pages come again in the
     same order: a page is free again when a call needs it next.
     """
-    group, (slots, each) = capacity.group(spec.group.name), spec.shape
+    group, (rows, each) = capacity.group(spec.group.name), spec.shape
     own = torch.arange(each, dtype=torch.int32) % group.pages_per_session
-    table = torch.arange(slots, dtype=torch.int32)[:, None] * group.pages_per_session + own
+    table = torch.arange(rows, dtype=torch.int32)[:, None] * group.pages_per_session + own
+    # Rows of snapshots have none.
+    table[capacity.slots :] = -1
     return torch.where(table < group.pages, table, -1)
 
 

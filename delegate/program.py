@@ -25,6 +25,7 @@ from .code.method_code import MethodCode
 from .code.side_stream import Call, run_here, run_on_stream, side_lock, side_stream
 from .code.used_streams import UsedStreams, is_capturing
 from .constants.pool import ConstantPool, ConstantStats
+from .constants.rows import StateRows
 from .constants.streaming import StreamBuffers
 from .errors import ClosedError, OptionError
 from .graphs.pool import GraphPool
@@ -91,7 +92,7 @@ class Program(Owner):
 
     @property
     def capacity(self) -> Capacity:
-        """Numbers of sessions and of positions that the program has room for."""
+        """Numbers of sessions, of positions and of snapshots that the program has room for."""
         return self._capacity
 
     @property
@@ -116,6 +117,10 @@ class Program(Owner):
         """Mutable buffers whose first dimension counts slots, or pages, as `growth` says; with `group`, only those of the
         page group of this name."""
         return self._pool.buffers_that_grow(growth, group)
+
+    def rows_of(self, growth: Growth, group: str | None = None) -> StateRows:
+        """Rows of the buffers that `buffers_that_grow` gives. Not to be kept: the program may soon use other buffers."""
+        return self._pool.rows_of(growth, group)
 
     @property
     def stats(self) -> ProgramStats:
@@ -347,6 +352,7 @@ def load_program(
     sessions: int | None = None,
     kv_tokens: int | None = None,
     gpu_memory_fraction: float | None = None,
+    snapshots: int | None = None,
 ) -> Program:
     """Load an artifact: `load_program("artifact/")` or `load_program(("model.pte", "model.ptd"))`.
 
@@ -365,6 +371,8 @@ def load_program(
             `GroupCapacity`.
         gpu_memory_fraction: share that sessions may take of the GPU memory that is free beside the weights. It sets what is
             None above: as many sessions as fit with max_seq_len positions, at most 256, and as many positions as fit.
+        snapshots: number of rows of state for snapshots, each as large as a session's slot. None: none, or of
+            `gpu_memory_fraction` a thirty-second.
 
     Raises:
         OptionError: see `choose_capacity`.
@@ -372,7 +380,7 @@ def load_program(
         TargetError: compiled for another device, architecture, instruction set or torch.
     """
     _close_dropped()
-    options = CapacityOptions(sessions, kv_tokens, gpu_memory_fraction)
+    options = CapacityOptions(sessions, kv_tokens, gpu_memory_fraction, snapshots)
     program_path, constants_path = artifact_paths(source)
     parsed, constants = open_artifact(program_path, constants_path, verify)
     entries = list(parsed.methods.values())

@@ -21,6 +21,9 @@ from .sessions.warm_up import WarmUp, warm_up
 from .stream import DEFAULT_MAX_NEW_TOKENS, Result, Stream
 from .text.tokenizer import Message, TextStream, Tokenizer
 
+# Rows for snapshots, if the caller does not say how many: one to go back to, and one more.
+DEFAULT_SNAPSHOTS = 2
+
 
 class Engine:
     """A loaded artifact that answers prompts. Made by `Engine.load`, or from a loaded program.
@@ -65,6 +68,7 @@ class Engine:
         sessions: int | None = None,
         kv_tokens: int | None = None,
         gpu_memory_fraction: float | None = None,
+        snapshots: int | None = None,
         prefault: bool = False,
         on_load: Callable[[int], None] | None = None,
         on_total: Callable[[int], None] | None = None,
@@ -79,8 +83,9 @@ class Engine:
                 and 32 with experts on the host, none on a CPU. (): none.
             row_buckets: numbers of sessions whose step has a graph; smaller numbers are padded. None: 2, 4, 8, 16, 24, 32,
                 then every 16 to 128, every 32 to 256, 384 and 512, as far as there are sessions; none on a CPU. (): none.
-            sessions, kv_tokens, gpu_memory_fraction: capacity, see `load_program`. By default there is room for one session
-                with max_seq_len positions.
+            sessions, kv_tokens, gpu_memory_fraction, snapshots: capacity, see `load_program`. By default there is room for
+                one session with max_seq_len positions, and for 2 snapshots, or with `gpu_memory_fraction` for as many as
+                `load_program` says.
             prefault: whether to read all weights that stay in the mapped file once, before anything runs.
             on_load: function that gets the size in bytes of each loaded constant, for progress displays.
             on_total: function that gets the sum of these sizes before loading. `LoadBar` provides both functions.
@@ -90,8 +95,15 @@ class Engine:
             OptionError: a bucket that this program or `cuda_graph` does not allow; see also `load_program`.
             DeviceMemoryError: see `Program.load_method`.
         """
+        if snapshots is None and gpu_memory_fraction is None:
+            snapshots = DEFAULT_SNAPSHOTS
         program = load_program(
-            path, on_load=on_load, sessions=sessions, kv_tokens=kv_tokens, gpu_memory_fraction=gpu_memory_fraction
+            path,
+            on_load=on_load,
+            sessions=sessions,
+            kv_tokens=kv_tokens,
+            gpu_memory_fraction=gpu_memory_fraction,
+            snapshots=snapshots,
         )
         try:
             if on_total is not None:
@@ -134,8 +146,8 @@ class Engine:
         """Describe what is loaded and what is captured, in JSON's types.
 
         Keys: `target`, `device`, `max_seq_len`, `prefill_buckets`, `row_buckets`, `capacity` (`Capacity`, with the numbers of
-        free slots, and of free pages in each page group), `program` (`ProgramStats`), `methods` (`MethodStats` with its
-        plans, by method).
+        free slots, of free snapshots, and of free pages in each page group), `program` (`ProgramStats`), `methods`
+        (`MethodStats` with its plans, by method).
         """
         capacity, free = self.program.capacity, self.sessions.free_pages_by_group
         return {
@@ -147,6 +159,7 @@ class Engine:
             "capacity": {
                 **asdict(capacity),
                 "free_slots": self.sessions.free,
+                "free_snapshots": self.sessions.free_snapshots,
                 "groups": [{**asdict(group), "free_pages": free.get(group.name, 0)} for group in capacity.groups],
             },
             "program": asdict(self.program.stats),
@@ -156,8 +169,8 @@ class Engine:
     def warm_up(self, buckets: Sequence[int] | None = None) -> WarmUp:
         """Capture all graphs now, not at their first use: prompts of these buckets, decode, and steps of several sessions.
 
-        Without `cuda_graph`, or on a second call, there is nothing left to capture. The warm-up opens a session of its own
-        and closes it at the end.
+        Without `cuda_graph`, or on a second call, there is nothing left to capture. The warm-up opens sessions of its own,
+        one at a time.
 
         Args:
             buckets: some of the model's `prefill_buckets`; None: all of them.

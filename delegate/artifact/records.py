@@ -170,6 +170,11 @@ class BufferSpec:
     group: PageGroup = PageGroup()
 
     @property
+    def grows(self) -> bool:
+        """Whether the first dimension is chosen when a program is loaded."""
+        return self.growth is not Growth.FIXED
+
+    @property
     def nbytes(self) -> int:
         count = 1
         for size in self.shape:

@@ -26,6 +26,7 @@ from ostinato.delegate.errors import ArtifactError, InputError
 from ostinato.delegate.torch_internals import ALIGNMENT
 
 from .loading import PARALLEL_FROM, ConstantLoader, free_tensors, zeros
+from .rows import StateRows, allocate_rows
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,8 @@ class ConstantPool:
         self._buffer_specs: dict[str, BufferSpec] = {}
         # Buffers in use in place of the pool's own, while the program is bound to another state.
         self._lent: dict[str, torch.Tensor] = {}
+        # Of the buffers in use, by what is asked for.
+        self._rows: dict[tuple[Growth, str | None], StateRows] = {}
         self._users: dict[TensorKey, int] = {}
         # Whether the host has memory for all constants that are mapped so far.
         self.keeps_mapped = True
@@ -131,6 +134,8 @@ class ConstantPool:
             constants = {key: self._tensors[key] for key in wanted}
         self._buffers |= {key.name: fresh[key] for key in specs}
         self._buffer_specs |= {key.name: spec for key, spec in specs.items()}
+        if specs:
+            self._rows.clear()
         tensors = {name: constants[key] for name, key in by_name.items()}
         return Binding(
             tensors | self.buffers_for(record), wanted if share else (), () if share else tuple(constants.values())
@@ -175,8 +180,10 @@ class ConstantPool:
         Raises:
             DeviceMemoryError: the device has no room.
         """
+        grown = {key: tensor for key, tensor in self._buffers.items() if self._buffer_specs[key].grows}
         with self.watch.explaining("making a state"):
-            fresh = {key: torch.empty_like(tensor) for key, tensor in self._buffers.items()}
+            fresh = {key: torch.empty_like(tensor) for key, tensor in self._buffers.items() if key not in grown}
+            fresh |= allocate_rows({key: (one.shape, one.dtype, one.device) for key, one in grown.items()})
         self._write_first_values(fresh)
         return fresh
 
@@ -194,6 +201,7 @@ class ConstantPool:
                 if (why := _other_layout(self._buffers[key], buffers[key])) is not None:
                     raise InputError(f"the state's buffer {key!r} has another layout: {why}")
         self._lent = dict(buffers or {})
+        self._rows.clear()
 
     def reset_buffers(self) -> None:
         """Reset the buffers in use to their first values, in place."""
@@ -211,6 +219,13 @@ class ConstantPool:
     def buffers_that_grow(self, growth: Growth, group: str | None = None) -> dict[str, torch.Tensor]:
         """Buffers in use whose first dimension is `growth`; with `group`, only those of this page group."""
         return self._where(lambda spec: spec.growth is growth and group in (None, spec.group.name))
+
+    def rows_of(self, growth: Growth, group: str | None = None) -> StateRows:
+        """Rows of the buffers in use that `buffers_that_grow` gives, until other buffers are in use."""
+        found = self._rows.get((growth, group))
+        if found is None:
+            found = self._rows[growth, group] = StateRows(self.buffers_that_grow(growth, group))
+        return found
 
     def _where(self, wanted: Callable[[BufferSpec], bool]) -> dict[str, torch.Tensor]:
         buffers = self.buffers
@@ -233,6 +248,7 @@ class ConstantPool:
         self._tensors.clear()
         self._buffers.clear()
         self._lent.clear()
+        self._rows.clear()
         self._buffer_specs.clear()
         self._users.clear()
 
@@ -252,28 +268,33 @@ class ConstantPool:
         first_values = {key: self._entry(key.name) for key, spec in specs.items() if spec.initialised}
         own = first_values.keys() | (entries.keys() if private else ())
         made: dict[TensorKey, torch.Tensor] = {}
+        loaded: dict[TensorKey, torch.Tensor] = {}
+        grown = {key: spec for key, spec in specs.items() if spec.grows}
         try:
+            made |= allocate_rows(
+                {key: (spec.shape, dtype_from_name(spec.dtype), key.device) for key, spec in grown.items()}
+            )
             for key, spec in specs.items():
-                if not spec.initialised:
+                if key not in grown and not spec.initialised:
                     made[key] = zeros(spec.shape, dtype_from_name(spec.dtype), key.device)
             for device, loader in self._loaders.items():
                 here = {key.name: entry for key, entry in (entries | first_values).items() if key.device == device}
                 if here:
-                    loaded = loader.load(here, {key.name for key in own if key.device == device})
-                    made |= {TensorKey(key, device): tensor for key, tensor in loaded.items()}
-            for key, spec in specs.items():
-                if spec.growth is not Growth.FIXED:
-                    made[key] = self._first_rows(spec, made[key])
-            return made
+                    found = loader.load(here, {key.name for key in own if key.device == device})
+                    loaded |= {TensorKey(key, device): tensor for key, tensor in found.items()}
+            for key, spec in grown.items():
+                self._write_first_rows(spec, made[key], loaded.pop(key, None))
+            return made | loaded
         except BaseException:
-            free_tensors(made.values())
+            free_tensors([*made.values(), *loaded.values()])
             raise
 
-    def _first_rows(self, spec: BufferSpec, first: torch.Tensor) -> torch.Tensor:
-        """Return a buffer that grows, with its first values. `first` is the tensor from the file, or zeros."""
+    def _write_first_rows(self, spec: BufferSpec, buffer: torch.Tensor, first: torch.Tensor | None) -> None:
+        """Write the first values of a buffer that grows and is zero. `first`: the tensor from the file, if there is one."""
         if spec.kind is StateKind.BLOCK_TABLE:
-            return first_block_table(spec, self.capacity).to(first.device)
-        return first[:1].expand(spec.shape).contiguous() if spec.initialised else first
+            buffer.copy_(first_block_table(spec, self.capacity))
+        elif first is not None:
+            buffer.copy_(first[:1])
 
     def _check_mapped(self) -> None:
         mapped = sum(tensor.nbytes for key, tensor in self._tensors.items() if key.device.type == HOST)

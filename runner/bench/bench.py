@@ -33,6 +33,7 @@ DEFAULT_DEPTHS = (0, 4000)
 DEFAULT_REPETITIONS = 5
 MODE_NAMES = {False: "no graph", True: "--cuda_graph"}
 _SEED = 0
+_SNAPSHOTS = 2
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ def with_kv_tokens(capacity: CapacityOptions, kv_tokens: int) -> CapacityOptions
 
 
 def load_for_bench(source: Source, capacity: CapacityOptions) -> Program:
-    """Load a program. If `capacity` leaves the size of the KV caches open, they have one page more than the sessions need.
+    """Load a program. What `capacity` leaves open: the KV caches have one page more than the sessions need, and there are
+    rows for two snapshots, of the empty session and at a depth.
 
     A snapshot at a depth may end within a page. The session that goes on from there writes to a copy of that page.
 
@@ -181,6 +183,8 @@ def load_for_bench(source: Source, capacity: CapacityOptions) -> Program:
     if META_PAGE_SIZE in metadata:
         positions = (capacity.sessions or 1) * int(metadata[META_MAX_SEQ_LEN])
         capacity = with_kv_tokens(capacity, positions + int(metadata[META_PAGE_SIZE]))
+    if capacity.snapshots is None:
+        capacity = replace(capacity, snapshots=_SNAPSHOTS)
     return load_program(source, **asdict(capacity))
 
 

@@ -117,7 +117,8 @@ def _as_text(data: dict[str, Any], top: int) -> str:
         groups = tuple(GroupCapacity(**group) for group in capacity["groups"])
         pages = [f", and up to {text}" for text in Capacity(**{**capacity, "groups": groups}).page_texts]
         parts.append(
-            f"loaded for one session; each one more takes {size_text(capacity['slot_bytes'])}" + "".join(pages)
+            f"loaded for one session; each snapshot takes {size_text(capacity['slot_bytes'])}, each further session as much"
+            + "".join(pages)
         )
     return "\n\n".join(parts)
 

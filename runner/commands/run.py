@@ -92,6 +92,12 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         help="fill this share of the GPU's memory beside the weights with sessions, or with positions of --sessions",
     )
     parser.add_argument(
+        "--snapshots",
+        type=int,
+        metavar="N",
+        help="rows of state for snapshots, as large as a session's slot each (default: what the command itself takes)",
+    )
+    parser.add_argument(
         "--prefault",
         action="store_true",
         help="read weights that stay in the mapped file once before anything runs (a CPU's, and --cpu-moe's)",
@@ -160,7 +166,7 @@ def main(arguments: argparse.Namespace) -> int:
             # With buckets, the few prompts of this process would be padded and never captured.
             prefill_buckets=(),
             prefault=arguments.prefault,
-            **asdict(capacity_of(arguments)),
+            **{**asdict(capacity_of(arguments)), "snapshots": arguments.snapshots or 0},
             on_load=bar.advance,
             on_total=begin,
         )

@@ -214,5 +214,4 @@ class _Group:
         return page
 
     def _copy(self, source: int, target: int) -> None:
-        for cache in self._program.buffers_that_grow(Growth.PAGES, self.name).values():
-            cache[target].copy_(cache[source])
+        self._program.rows_of(Growth.PAGES, self.name).copy(source, target)

@@ -20,6 +20,7 @@ from ostinato.runner.model.steps import Pending, TokenBitmask
 if TYPE_CHECKING:
     from .pages import PageList
     from .sessions import Sessions
+    from .slots import CopiedSlot
 
 
 @dataclass
@@ -198,7 +199,11 @@ class Session:
         return self._owner.fork(self)
 
     def snapshot(self) -> Snapshot:
-        """Return a snapshot for `restore`. It keeps the session's pages, and a copy of the other state on the device."""
+        """Return a snapshot for `restore`. It keeps the session's pages, and a copy of the slot.
+
+        Raises:
+            CapacityError: as many snapshots exist as the program was loaded for.
+        """
         return self._owner.snapshot(self)
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -225,19 +230,20 @@ class Session:
 
 
 class Snapshot:
-    """The state of a session at one moment. It keeps pages until it is closed or garbage-collected."""
+    """The state of a session at one moment. It keeps pages and a row of state until it is closed or garbage-collected."""
 
-    def __init__(self, owner: Sessions, state: SessionState, rows: dict[str, torch.Tensor]) -> None:
+    def __init__(self, owner: Sessions, state: SessionState, copied: CopiedSlot) -> None:
         self._owner = owner
         self._state: SessionState | None = state
-        self._slot_state = rows
+        self._copied = copied
 
     def close(self) -> None:
-        """Give the pages back. Closing twice is fine."""
+        """Give pages and row back. Closing twice is fine."""
         if self._state is not None:
             # The garbage collector may call this anywhere, also in the middle of what `Sessions` does.
             self._owner.pages.release_later(self._state.pages)
-            self._state, self._slot_state = None, {}
+            self._owner.slots.forget_later(self._copied)
+            self._state = None
 
     def __del__(self) -> None:
         self.close()

@@ -18,7 +18,6 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from ostinato.delegate import ClosedError, InputError
-from ostinato.delegate.artifact.records import Growth, StateKind
 from ostinato.delegate.errors import CapacityError, OptionError
 from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.runner.model.batch import Run
@@ -27,6 +26,7 @@ from ostinato.runner.model.steps import TokenBitmask, steps_of
 
 from .pages import Pages
 from .session import Session, SessionState, Snapshot, checked_params
+from .slots import Slots
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -58,22 +58,28 @@ class Sessions:
     """All sessions of a model.
 
     Attributes:
+        slots: the program's slots.
         pages: the program's pages of the KV caches.
         steps: runs the steps of the sessions.
     """
 
     def __init__(self, model: Model) -> None:
         self._model = model
+        self.slots = Slots(model.program)
         self.pages = Pages(model.program)
         self.steps = steps_of(model)
-        self._free = list(reversed(range(model.program.capacity.slots)))
         self._host_ns = 0
         self._lock = RLock()
 
     @property
     def free(self) -> int:
         """Number of sessions that can still be opened."""
-        return len(self._free)
+        return self.slots.free
+
+    @property
+    def free_snapshots(self) -> int:
+        """Number of snapshots that can still be made; 0 too if the state does not grow, where their number has no limit."""
+        return self.slots.free_snapshots
 
     @property
     @_in_turn
@@ -104,7 +110,7 @@ class Sessions:
         params = checked_params(sampling_params)
         if self._model.program.closed:
             raise ClosedError("the program is closed")
-        return Session(self, self._take_slot(), SessionState(sampling_params=params, pages=self.pages.none()))
+        return Session(self, self.slots.take(), SessionState(sampling_params=params, pages=self.pages.none()))
 
     @_in_turn
     def step(
@@ -300,18 +306,17 @@ class Sessions:
     def fork(self, session: Session) -> Session:
         """See `Session.fork`."""
         self.steps.settle()
-        state, slot = session._open, self._take_slot()
-        other = Session(self, slot, self._shared(state))
-        self._write_state(other, self._slot_state(session.slot))
-        return other
+        state, slot = session._open, self.slots.take()
+        self.slots.copy(session.slot, slot)
+        return Session(self, slot, self._shared(state))
 
     @_in_turn
     def snapshot(self, session: Session) -> Snapshot:
         """See `Session.snapshot`."""
         self.steps.settle()
         state = session._open
-        rows = {key: row.clone() for key, row in self._slot_state(session.slot).items()}
-        return Snapshot(self, self._shared(state), rows)
+        copied = self.slots.keep(session.slot)
+        return Snapshot(self, self._shared(state), copied)
 
     @_in_turn
     def restore(self, session: Session, snapshot: Snapshot) -> None:
@@ -320,16 +325,16 @@ class Sessions:
         state = session._open
         if not isinstance(snapshot, Snapshot) or snapshot._state is None or snapshot._owner is not self:
             raise ClosedError("restore takes a snapshot of this engine that is not closed")
+        self.slots.write(snapshot._copied, session.slot)
         self.pages.release(state.pages)
         session._state = self._shared(snapshot._state)
-        self._write_state(session, snapshot._slot_state)
 
     @_in_turn
     def close(self, session: Session) -> None:
         """See `Session.close`."""
         self.steps.forget(session)
         self.pages.release(session._open.pages)
-        self._free.append(session.slot)
+        self.slots.give(session.slot)
 
     def _generate(self, session: Session, max_new_tokens: int, ends: frozenset[int]) -> Generator[int, None, None]:
         for count in range(1, max_new_tokens + 1):
@@ -411,31 +416,6 @@ class Sessions:
             params_written=False,
             pages=self.pages.share(state.pages),
         )
-
-    def _write_state(self, session: Session, rows: Mapping[str, torch.Tensor]) -> None:
-        """Copy these rows of state into the session's slot, and write its pages into the block tables."""
-        for key, row in self._slot_state(session.slot).items():
-            row.copy_(rows[key])
-        self.pages.write_block_tables(session.slot, session._open.pages)
-
-    def _slot_state(self, slot: int) -> dict[str, torch.Tensor]:
-        """One session's state in the buffers, without the block tables. If the state does not grow: all mutable buffers."""
-        program = self._model.program
-        if not program.capacity.slot_bytes:
-            return program.mutable_buffers
-        # What changes logits is written again from the parameters and the history.
-        other = {**program.buffers_of(StateKind.BLOCK_TABLE), **program.buffers_of(StateKind.LOGITS_PROCESSING)}
-        rows = program.buffers_that_grow(Growth.SLOTS)
-        return {key: buffer[slot] for key, buffer in rows.items() if key not in other}
-
-    def _take_slot(self) -> int:
-        if not self._free:
-            count = self._model.program.capacity.slots
-            raise CapacityError(
-                f"all {count} sessions are open (an answer of generate() that has not ended is one): close one, or load the "
-                f"program with more, as in sessions={count + 1}"
-            )
-        return self._free.pop()
 
 
 def packed(parts: Sequence[_Part], max_rows: int) -> list[list[_Part]]:

@@ -56,26 +56,23 @@ def warm_up(model: Model, sessions: Sessions, buckets: Sequence[int] | None = No
     if not model.cuda_graph:
         return WarmUp(())
 
-    captured = []
-    with sessions.open() as session:
-        empty = session.snapshot()
-
-        def prefill(bucket: int) -> None:
-            session.restore(empty)
+    def prefill(bucket: int) -> None:
+        with sessions.open() as session:
             session.prefill([0] * bucket)
 
-        def step() -> None:
-            session.restore(empty)
+    def step() -> None:
+        with sessions.open() as session:
             session.append(0)
             sessions.step([session])
 
-        # The longest first: memory that it leaves free in the graphs' pool is used for the others.
-        for bucket in sorted(chosen, reverse=True):
-            captured.append(_capture(model, model.prompt_method(bucket), partial(prefill, bucket), bucket))
-        captured.append(_capture(model, model.step_method(1), step, 1))
-        for bucket in reversed(model.row_buckets):
-            # All rows are padding: no session's state changes.
-            captured.append(_capture(model, model.step_method(bucket), partial(model.step, [Run(-1)] * bucket), bucket))
+    captured = []
+    # The longest first: memory that it leaves free in the graphs' pool is used for the others.
+    for bucket in sorted(chosen, reverse=True):
+        captured.append(_capture(model, model.prompt_method(bucket), partial(prefill, bucket), bucket))
+    captured.append(_capture(model, model.step_method(1), step, 1))
+    for bucket in reversed(model.row_buckets):
+        # All rows are padding: no session's state changes.
+        captured.append(_capture(model, model.step_method(bucket), partial(model.step, [Run(-1)] * bucket), bucket))
     return WarmUp(tuple(one for one in captured if one is not None))
 
 

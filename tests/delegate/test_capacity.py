@@ -147,12 +147,27 @@ def test_more_pages_than_all_sessions_could_have(artifact: Path) -> None:
         assert program.mutable_buffers["table"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
+def test_rows_for_snapshots(artifact: Path) -> None:
+    """They lie behind the slots. No method takes their numbers, and they have no pages."""
+    with load_program(artifact, sessions=2, snapshots=3) as program:
+        assert (program.capacity.slots, program.capacity.snapshots, program.capacity.rows) == (2, 3, 5)
+        assert counted(program, [1, 0]) == [101, 101]
+        buffers = program.mutable_buffers
+        assert buffers["count"].tolist() == [101, 101, 100, 100, 100]
+        assert buffers["table"].tolist() == [[0, 1, 2], [3, 4, 5], *[[-1] * PAGES] * 3]
+        assert len(buffers["written"]) == 2 * PAGES
+        with pytest.raises(InputError, match=r"input 'slots': values must lie in 0..1, got 0..2"):
+            counted(program, [2, 0])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"sessions": 0}, "sessions must be an integer of 1 or more, got 0"),
         ({"sessions": 2.5}, "sessions must be an integer of 1 or more, got 2.5"),
         ({"kv_tokens": -4}, "kv_tokens must be an integer of 1 or more, got -4"),
+        ({"snapshots": -1}, "snapshots must be an integer of 0 or more, got -1"),
+        ({"snapshots": True}, "snapshots must be an integer of 0 or more, got True"),
         ({"gpu_memory_fraction": 1.5}, "gpu_memory_fraction must be more than 0 and at most 1, got 1.5"),
         (
             {"gpu_memory_fraction": 0.9},
@@ -172,7 +187,7 @@ def test_what_cannot_be(artifact: Path, options: dict[str, object], message: str
 
 
 def test_a_program_whose_state_does_not_grow(recurrent_artifact: Path) -> None:
-    with load_program(recurrent_artifact, sessions=1) as program:
+    with load_program(recurrent_artifact, sessions=1, snapshots=4) as program:
         assert program.capacity == Capacity()
     with pytest.raises(OptionError, match="the program's state has room for one session, got sessions=2"):
         load_program(recurrent_artifact, sessions=2)
@@ -252,23 +267,33 @@ def windowed_record() -> MethodRecord:
 
 
 @pytest.mark.parametrize(
-    ("free", "options", "slots", "pages"),
+    ("free", "options", "slots", "pages", "snapshots"),
     [
         # A window of 40 positions and 31 more rows touch 6 pages of 16. So a session takes 1,000 + 3,000 + 3,000 bytes.
-        (None, CapacityOptions(), 1, (10, 6)),
-        (None, CapacityOptions(sessions=8), 8, (80, 48)),
-        (None, CapacityOptions(sessions=8, kv_tokens=16 * 12), 8, (12, 12)),
-        (None, CapacityOptions(sessions=8, kv_tokens=16 * 50), 8, (50, 48)),
+        (None, CapacityOptions(), 1, (10, 6), 0),
+        (None, CapacityOptions(sessions=8, snapshots=5), 8, (80, 48), 5),
+        (None, CapacityOptions(sessions=8, kv_tokens=16 * 12), 8, (12, 12), 0),
+        (None, CapacityOptions(sessions=8, kv_tokens=16 * 50), 8, (50, 48), 0),
         # 7 pages more than all sessions need, for snapshots.
-        (None, CapacityOptions(sessions=8, kv_tokens=16 * 87), 8, (87, 55)),
-        (40_000, CapacityOptions(gpu_memory_fraction=1.0), 5, (50, 30)),
-        (40_000, CapacityOptions(sessions=2, gpu_memory_fraction=1.0), 2, (20, 12)),
+        (None, CapacityOptions(sessions=8, kv_tokens=16 * 87, snapshots=2), 8, (87, 55), 2),
+        # A thirty-second of the memory has room for one slot.
+        (40_000, CapacityOptions(gpu_memory_fraction=1.0), 5, (50, 30), 1),
+        (40_000, CapacityOptions(gpu_memory_fraction=1.0, snapshots=5), 5, (50, 30), 5),
+        (40_000, CapacityOptions(gpu_memory_fraction=1.0, snapshots=6), 4, (40, 24), 6),
+        (40_000, CapacityOptions(sessions=2, gpu_memory_fraction=1.0), 2, (20, 12), 1),
         # 11,200 bytes are left for pages of 300 and 500 bytes.
-        (21_200, CapacityOptions(sessions=10, gpu_memory_fraction=1.0), 10, (14, 14)),
+        (21_200, CapacityOptions(sessions=10, gpu_memory_fraction=1.0), 10, (14, 14), 0),
+        # 7,200 bytes.
+        (21_200, CapacityOptions(sessions=10, gpu_memory_fraction=1.0, snapshots=3), 10, (10, 10), 3),
     ],
 )
 def test_groups_of_pages(
-    monkeypatch: pytest.MonkeyPatch, free: int | None, options: CapacityOptions, slots: int, pages: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch,
+    free: int | None,
+    options: CapacityOptions,
+    slots: int,
+    pages: tuple[int, int],
+    snapshots: int,
 ) -> None:
     monkeypatch.setattr("ostinato.delegate.capacity.free_device_memory", lambda device: free)
     found = choose_capacity([windowed_record()], {"get_page_size": 16}, options, torch.device("cuda"), 0)
@@ -277,6 +302,7 @@ def test_groups_of_pages(
         16,
         1000,
         (GroupCapacity("global", 0, pages[0], 10, 300), GroupCapacity("window 40", 40, pages[1], 6, 500)),
+        snapshots,
     )
     assert found.kv_tokens == 16 * pages[0]
     assert found.page_texts[1] == f"{pages[1]} pages of 16 positions (window 40), 500 B each"

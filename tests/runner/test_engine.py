@@ -90,8 +90,11 @@ def test_describe_capacity(capitals_artifact: Path, recurrent_artifact: Path) ->
         assert capacity == {
             "slots": 3,
             "page_size": 64,
-            "slot_bytes": bytes_of[Growth.SLOTS] // 3,
+            # A row for each session, and two for snapshots.
+            "slot_bytes": bytes_of[Growth.SLOTS] // 5,
+            "snapshots": 2,
             "free_slots": 3,
+            "free_snapshots": 2,
             "groups": [
                 {
                     "name": "global",

@@ -147,8 +147,16 @@ def test_room_that_is_asked_for(bench: Bench, refused: Bench, capitals_artifact:
     (one,) = records(bench, capitals_artifact, *longest)
     (two,) = records(bench, capitals_artifact, *longest, "--sessions", "2")
     assert one["test"] == two["test"] == "pp51 @ d200"
-    # Each session has four pages; in addition there are the free page and what a program has once.
-    assert 1.7 < two["state_bytes"] / one["state_bytes"] < 1.95
+    # Each session has a slot and four pages; in addition there are the free page, two snapshots and what a program has once.
+    with load_program(capitals_artifact) as program:
+        each = program.capacity.slot_bytes + 4 * program.capacity.groups[0].page_bytes
+        rest = program.capacity.groups[0].page_bytes + 2 * program.capacity.slot_bytes
+    assert two["state_bytes"] - one["state_bytes"] == each
+    assert 0 <= one["state_bytes"] - each - rest < 4096
+    (none,) = records(bench, capitals_artifact, *words[:4], "-d", "0", *words[6:], "--snapshots", "1")
+    assert none["test"] == "pp64"
+    message = "there is no room for a snapshot: load the program with more, as in snapshots=1"
+    assert message in refused(capitals_artifact, *words, "--snapshots", "0")
     assert "of 64 positions, 0 of 1 are free" in refused(capitals_artifact, *words, "--kv-tokens", "64")
 
 

@@ -101,7 +101,8 @@ def test_inspect_says_what_a_session_takes(capsys: pytest.CaptureFixture[str], c
         64,
     )
     said = (
-        f"loaded for one session; each one more takes {size_text(capacity['slot_bytes'])}, and up to {pages} pages of 64 "
+        f"loaded for one session; each snapshot takes {size_text(capacity['slot_bytes'])}, each further session as much, and "
+        f"up to {pages} pages of 64 "
         f"positions, {size_text(group['page_bytes'])} each"
     )
     assert said in run_here(capsys, "inspect", capitals_artifact).splitlines()

@@ -20,6 +20,7 @@ from ...conftest import CAPITALS_LENGTH
 
 # Four sessions of at most 251 tokens would need 16 pages of 64. There are fewer, so that pages run out.
 SESSIONS, KV_TOKENS = 4, 9 * 64
+SNAPSHOTS = 3
 
 Logits = Callable[[list[int]], torch.Tensor]
 PLAIN = SamplingParams()
@@ -76,7 +77,7 @@ class Conversations(RuleBasedStateMachine):
     """Sessions join, leave, fork, make snapshots and step in any order: each session's tokens are transformers' own.
 
     Attributes:
-        engine: with SESSIONS slots.
+        engine: with SESSIONS slots and SNAPSHOTS rows for snapshots.
         logits: transformers' logits [vocab] after a sequence.
         vocab: number of tokens that prompts are made of.
         max_seq_len: the engine's.
@@ -187,6 +188,10 @@ class Conversations(RuleBasedStateMachine):
     @rule(which=st.integers(0))
     def keep(self, which: int) -> None:
         session = self.sessions[which % len(self.sessions)]
+        if len(self.snapshots) == SNAPSHOTS:
+            with pytest.raises(CapacityError, match=rf"all {SNAPSHOTS} snapshots .* as in snapshots={SNAPSHOTS + 1}"):
+                session.it.snapshot()
+            return
         self.snapshots.append(replace(session, it=session.it.snapshot(), tokens=list(session.tokens)))
 
     @precondition(lambda self: self.sessions and self.snapshots)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ostinato.delegate import Capacity, CapacityError, GroupCapacity, StateKind
 from ostinato.delegate.artifact.records import Growth
+from ostinato.delegate.constants.rows import StateRows
 from ostinato.runner.sessions.pages import PageList, Pages
 
 SIZE, SLOTS, LENGTH = 4, 3, 80
@@ -42,9 +43,9 @@ class Program:
         assert kind is StateKind.BLOCK_TABLE
         return {"table": self.tables[group]}
 
-    def buffers_that_grow(self, growth: Growth, group: str) -> dict[str, Tensor]:
+    def rows_of(self, growth: Growth, group: str) -> StateRows:
         assert growth is Growth.PAGES
-        return {"cache": self.caches[group]}
+        return StateRows({"cache": self.caches[group]})
 
 
 @dataclass

@@ -12,7 +12,7 @@ import pytest
 from ostinato.runner import Engine
 
 from ...export.memory import MIB
-from .soak import Memory, Script, Soak, Standing, replays, scripts
+from .soak import MAX_SNAPSHOTS, Memory, Script, Soak, Standing, replays, scripts
 
 # Numbers of steps of each of the two parts; on a GPU a part takes a minute or two of an H200. A tenth of them runs first, and
 # fills what is kept for later steps.
@@ -36,6 +36,7 @@ def loaded(artifact: Path, device: str) -> Engine:
         warmup_steps=1,
         sessions=SESSIONS[device],
         kv_tokens=KV_TOKENS[device],
+        snapshots=MAX_SNAPSHOTS + 1,
         # All prompts, and all that is said later, fit these buckets.
         prefill_buckets=(16, 64),
         row_buckets=ROW_BUCKETS[device],

@@ -25,7 +25,7 @@ from ...export.conversations import errors, run
 from ...export.models import dense_references
 from ...export.models.dense_references import CASES, make_dense
 from ...export.references import Reference
-from .conversations import SESSIONS, Conversations, close
+from .conversations import SESSIONS, SNAPSHOTS, Conversations, close
 
 MAX_SEQ_LEN, CHUNK, PAGE = 1024, 100, 64
 WINDOW, PAGES = 24, MAX_SEQ_LEN // PAGE
@@ -65,7 +65,8 @@ def made(
 @pytest.fixture(scope="module")
 def engine(made: Made) -> Iterator[Engine]:
     """Room for 4 sessions, and in each group for a few pages more."""
-    with Engine.load(made[-1], cuda_graph=True, sessions=SESSIONS, kv_tokens=(SESSIONS * PAGES + 2) * PAGE) as loaded:
+    kv_tokens = (SESSIONS * PAGES + 2) * PAGE
+    with Engine.load(made[-1], cuda_graph=True, sessions=SESSIONS, kv_tokens=kv_tokens, snapshots=SNAPSHOTS) as loaded:
         yield loaded
         gc.collect()
         capacity = loaded.program.capacity

@@ -1,0 +1,140 @@
+"""Rows of state: one slot, or one page, in all mutable buffers that have it.
+
+Buffers with rows of one size lie side by side in one allocation. So one view has a row of all of them, and one kernel copies
+it: 60 copies would take the host longer than the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+
+from .loading import zeros
+
+Key = TypeVar("Key", bound=Hashable)
+
+# Each buffer begins at a multiple of this many bytes, as torch's own allocations on a GPU do.
+_ALIGNMENT = 512
+# Rows are copied as elements of the largest size that fits. Of 16 bytes, a kernel loads and stores one at a time.
+_ELEMENTS = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+# Number of rows whose views are kept: making them takes the host longer than the copy.
+_KEPT_ROWS = 512
+
+Layout = tuple[Sequence[int], torch.dtype, torch.device]
+
+
+def allocate_rows(layouts: Mapping[Key, Layout]) -> dict[Key, torch.Tensor]:
+    """Make tensors of zeros of these shapes, dtypes and devices; those with rows of one size are side by side.
+
+    A tensor's row is one index of its first dimension.
+    """
+    found: dict[Key, torch.Tensor] = {}
+
+    def alike(key: Key) -> tuple[str, int, int]:
+        shape, dtype, device = layouts[key]
+        return str(device), math.prod(shape[1:]) * dtype.itemsize, shape[0]
+
+    # By name, as `StateRows` looks for neighbours.
+    for (_, row_bytes, count), keys in groupby(sorted(layouts, key=lambda key: (alike(key), str(key))), alike):
+        together = list(keys)
+        step = -(-count * row_bytes // _ALIGNMENT) * _ALIGNMENT
+        storage = zeros((step * len(together),), torch.uint8, layouts[together[0]][2]).untyped_storage()
+        for place, key in enumerate(together):
+            shape, dtype, device = layouts[key]
+            found[key] = _over(storage, dtype, device, step * place, shape, _strides(shape))
+    return found
+
+
+class StateRows:
+    """The rows of some mutable buffers, as bytes.
+
+    The tensors here keep the buffers' memory alive.
+
+    Args:
+        buffers: contiguous tensors with the same number of rows, by name.
+
+    Attributes:
+        names: the names, in the order in which `read` and `write` have the buffers' bytes.
+        row_bytes: bytes of one row, in all buffers together.
+    """
+
+    def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        def order(name: str) -> tuple[str, int, str]:
+            return str(buffers[name].device), -_row_bytes(buffers[name]), name
+
+        self.names = sorted(buffers, key=order)
+        self.row_bytes = sum(map(_row_bytes, buffers.values()))
+        # [number of buffers, rows, elements] each.
+        self._stacks = _stacks([buffers[name] for name in self.names])
+        # Not a method of this object: the cache would refer to the object, and the object to the cache.
+        self._row = functools.lru_cache(_KEPT_ROWS)(functools.partial(_views_of_row, self._stacks))
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy one row to another, in all buffers; on a GPU on the current stream, with one kernel for each size of row."""
+        for to, other in zip(self._row(target), self._row(source), strict=True):
+            to.copy_(other)
+
+
+def _stacks(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of the buffers, one for neighbours with equal rows and equal distances."""
+    found: list[list[torch.Tensor]] = []
+    for buffer in buffers:
+        if not found or not _continues(found[-1], buffer):
+            found.append([])
+        found[-1].append(buffer)
+    return [_stack(neighbours) for neighbours in found]
+
+
+def _continues(before: Sequence[torch.Tensor], buffer: torch.Tensor) -> bool:
+    """Whether `buffer` lies as far behind the last of the tensors before it as these lie behind each other."""
+    first, last = before[0], before[-1]
+    if first.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
+        return False
+    if (len(first), _row_bytes(first)) != (len(buffer), _row_bytes(buffer)):
+        return False
+    step = buffer.data_ptr() - last.data_ptr()
+    return step > 0 and (len(before) == 1 or step == last.data_ptr() - before[-2].data_ptr())
+
+
+def _stack(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One view over all of these buffers, [number of buffers, rows, elements]."""
+    first, storage, row_bytes = buffers[0], buffers[0].untyped_storage(), _row_bytes(buffers[0])
+    start = first.data_ptr() - storage.data_ptr()
+    step = buffers[1].data_ptr() - first.data_ptr() if len(buffers) > 1 else first.nbytes
+    sizes = (storage.data_ptr(), start, step, row_bytes)
+    width, dtype = next((width, dtype) for width, dtype in _ELEMENTS if all(size % width == 0 for size in sizes))
+    elements = row_bytes // width
+    shape = (len(buffers), len(first), elements)
+    return _over(storage, dtype, first.device, start, shape, (step // width, elements, 1))
+
+
+def _views_of_row(stacks: Sequence[torch.Tensor], row: int) -> list[torch.Tensor]:
+    with torch.inference_mode(False):
+        return [stack[:, row] for stack in stacks]
+
+
+def _row_bytes(buffer: torch.Tensor) -> int:
+    return buffer.nbytes // len(buffer) if len(buffer) else 0
+
+
+def _over(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    device: torch.device,
+    begin: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+) -> torch.Tensor:
+    """A tensor over a storage, from byte `begin` on. It is no view of another tensor, which would keep the memory."""
+    with torch.inference_mode(False):
+        made = torch.empty(0, dtype=dtype, device=device)
+        return made.set_(storage, begin // dtype.itemsize, tuple(shape), tuple(strides))
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[place + 1 :]) for place in range(len(shape))]
