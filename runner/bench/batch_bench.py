@@ -194,7 +194,9 @@ def render_batches(program: Program, rows: Sequence[BatchMeasurement], style: st
     if style == "csv":
         return as_csv(records(program, rows))
     sampled = any(row.sampling for row in rows)
-    columns: dict[str, Side] = {"sessions": "right", "mode": "left"} | ({"sampling": "left"} if sampled else {})
+    columns: dict[str, Side] = {"sessions": "right", "mode": "left"}
+    if sampled:
+        columns["sampling"] = "left"
     columns |= dict.fromkeys(
         ("prompts, tokens/s", "answers, tokens/s", "min .. max", "ms per step", "speed-up"), "right"
     )
