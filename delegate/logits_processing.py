@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,8 @@ MAX_BIASES = 512
 # Allowed tokens and tokens of prompts are bits of such words.
 WORD_BITS = 32
 ALL_BITS = -1
+# Logits of a piece in the search for the largest ones.
+PIECE = 128
 # A position that no token has.
 NEVER_ENDS = 2**62
 
@@ -105,7 +108,7 @@ def processing_tensors(
     if wrong:
         raise OptionError(f"logit_bias and stop_token_ids take tokens of 0 to {vocab - 1}, got {wrong[0]}")
     tokens, values, ends = zip(*biases, *[(0, 0.0, 0)] * (MAX_BIASES - len(biases)), strict=True)
-    outputs = torch.tensor(history[prompt_end:], dtype=torch.int64)
+    counts = np.bincount(np.array(history[prompt_end:], np.int64), minlength=vocab).astype(np.int32)
     repetition, presence, frequency = (
         torch.tensor([value], dtype=torch.float32)
         for value in (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
@@ -116,7 +119,7 @@ def processing_tensors(
         presence,
         frequency,
         bitmask(history[:prompt_end], vocab)[None],
-        torch.bincount(outputs, minlength=vocab).to(torch.int32)[None],
+        torch.from_numpy(counts)[None],
         torch.tensor([tokens]),
         torch.tensor([values], dtype=torch.float32),
         torch.tensor([ends]),
@@ -126,11 +129,10 @@ def processing_tensors(
 
 def bitmask(tokens: Sequence[int], vocab: int) -> Tensor:
     """Return [W] int32 with the bits of these tokens. Raises IndexError: a token out of range."""
-    present = torch.zeros(words_of(vocab) * WORD_BITS, dtype=torch.bool)
-    present[torch.tensor(tokens, dtype=torch.int64)] = True
-    weights = torch.ones(WORD_BITS, dtype=torch.int64) << torch.arange(WORD_BITS)
-    # The sum is an unsigned number of 32 bits; the conversion keeps its bits.
-    return (present.view(-1, WORD_BITS) * weights).sum(1).to(torch.int32)
+    # By numpy: for this many elements torch starts its threads, which may have to wait for a core.
+    present = np.zeros(words_of(vocab) * WORD_BITS, np.bool_)
+    present[np.array(tokens, np.int64)] = True
+    return torch.from_numpy(np.packbits(present, bitorder="little").view("<i4").astype(np.int32))
 
 
 def words_of(vocab: int) -> int:
@@ -161,11 +163,27 @@ def logprob_tensors(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor,
         log-probabilities [R] float32 and ranks [R] int64 of `tokens`; ids [R, count] int64 and log-probabilities [R, count]
         float32 of the most likely tokens.
     """
-    count = min(count, logits.shape[1])
     total = logits.logsumexp(1, keepdim=True)
     chosen = logits.gather(1, tokens[:, None])
-    top, ids = logits.topk(count, dim=1) if count else (chosen[:, :0], tokens[:, None][:, :0])
+    top, ids = _largest(logits, min(count, logits.shape[1]))
     return (chosen - total)[:, 0], (logits >= chosen).sum(1), ids, top - total
+
+
+def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest numbers of each row and their indices, largest first: those of the pieces with the largest ones.
+
+    On a GPU, `topk` of a whole vocabulary takes several times as long.
+    """
+    rows, vocab = logits.shape
+    whole = vocab // PIECE
+    if count > whole:
+        return logits.topk(count, dim=1)
+    pieces = logits[:, : whole * PIECE].reshape(rows, whole, PIECE).amax(2).topk(count, dim=1).indices
+    rest = torch.arange(whole * PIECE, vocab, device=logits.device).expand(rows, -1)
+    places = torch.arange(PIECE, device=logits.device)
+    ids = torch.cat([(pieces[:, :, None] * PIECE + places).flatten(1), rest], 1)
+    top, found = logits.gather(1, ids).topk(count, dim=1)
+    return top, ids.gather(1, found)
 
 
 def token_logprobs(tokens: Sequence[int], tensors: Sequence[Tensor]) -> list[TokenLogprobs]:

@@ -107,7 +107,8 @@ class Model:
         self._one_row = self._method(one)
         if self.samples:
             # The state that it alone has is written before it runs.
-            self._method(SAMPLE, graph=False)
+            self._sampled_rows = {1, *OUTPUT_BUCKETS, *self.row_buckets, *self.prefill_buckets}
+            self._methods[SAMPLE] = self._load(SAMPLE, plans=len(self._sampled_rows))
         inputs = program.method_inputs(prefill)
         self.has_state = len(inputs) > 1
         for name in {prefill, self._decode_name}:
@@ -206,14 +207,15 @@ class Model:
             slots: of each row; -1 keeps the token of `outputs`.
 
         Returns:
-            Token ids, [L] int64 or longer, on the program's device.
+            Token ids, [L] int64 or longer, on the program's device. With graphs, `outputs` have no meaning any more.
         """
         logits, tokens = outputs
         padding = [-1] * (logits.shape[0] - len(slots))
         numbers = torch.tensor([*positions, *padding]), torch.tensor([*slots, *padding])
         given = torch.zeros(logits.shape[0], dtype=torch.int64) if tokens is None else tokens
         # To look at the step's tokens would be to wait for them.
-        return self._method(SAMPLE, graph=False).execute((logits, given, *numbers), checked=True)[0]
+        graph = logits.shape[0] in self._sampled_rows
+        return self._method(SAMPLE).execute((logits, given, *numbers), graph, checked=True)[0]
 
     def write_sampling(self, slot: int, **values: float) -> None:
         """Write state of sampling: fields of `SamplingTensors`, `sample_temperature`, `processed`, `token` or `position`.

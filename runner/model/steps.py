@@ -299,6 +299,7 @@ class DeviceSteps:
         outputs = self._model.step(runs)
         if outputs.tokens is None:
             return Launched(outputs.logits, [None] * len(runs))
+        outputs = self._kept(outputs)
         tokens = self._tokens(outputs, sessions, positions, masks, first)
         return Launched(outputs.logits, [None if number in first else one for number, one in enumerate(tokens)])
 
@@ -315,6 +316,8 @@ class DeviceSteps:
         )
         masks = {} if ahead else self._bitmasks(sessions)
         outputs = self._model.step([Run(session.slot) for session in sessions])
+        if later:
+            outputs = self._kept(outputs)
         tokens = self._tokens(outputs, sessions, positions, masks, later)
         if later:
             self._later = _LaterTokens(outputs, positions, sessions, later)
@@ -391,15 +394,23 @@ class DeviceSteps:
     ) -> PendingTokens:
         """Sample again for those of a step's sessions that have a slot here."""
         tokens, count = outputs.tokens, len(sessions)
+        asked = _logprobs_asked(sessions) if self._special else None
         if tokens is None or max(slots, default=-1) >= 0:
             for slot, words in masks.items():
                 self._model.write_allowed_tokens(slot, words)
+            given = outputs if asked is None else self._kept(outputs)
             tokens = self._model.sample(outputs, positions, slots)
+            outputs = given
         logprobs = None
-        asked = _logprobs_asked(sessions) if self._special else None
         if asked is not None:
             logprobs = logprob_tensors(outputs.logits[:count], tokens[:count], asked)
         return self._pending(tokens, count, logprobs)
+
+    def _kept(self, outputs: Outputs) -> Outputs:
+        """Outputs that stay as they are when tokens are sampled from them again: all graphs share their memory."""
+        if not self._special or not self._model.cuda_graph:
+            return outputs
+        return Outputs(outputs.logits.clone(), outputs.tokens)
 
     def _pending(self, tokens: torch.Tensor, count: int, logprobs: Sequence[torch.Tensor] | None) -> PendingTokens:
         return _CopiedTokens(self, tokens, count, logprobs) if self.goes_ahead else _HostTokens(tokens, count, logprobs)

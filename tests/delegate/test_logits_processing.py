@@ -111,6 +111,17 @@ def test_logprobs() -> None:
     assert len(logprob_tensors(LOGITS[None, :4], torch.tensor([0]), 20)[2][0]) == 4
 
 
+@pytest.mark.parametrize("vocab", [100, 128 * 20, 128 * 21 + 77])
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_the_most_likely_of_many(vocab: int, count: int) -> None:
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(1))
+    logits[0, -3:], logits[1, 40:60] = torch.tensor([9.0, 7.0, 8.0]), torch.arange(20) + 5.0
+    _, _, ids, values = logprob_tensors(logits, torch.tensor([0, 1, 2]), count)
+    expected = logits.log_softmax(1).topk(count)
+    assert torch.equal(ids, expected.indices)
+    torch.testing.assert_close(values, expected.values)
+
+
 def test_what_there_is_no_room_for() -> None:
     many = {token: 1.0 for token in range(600)}
     with pytest.raises(OptionError, match=f"are 600 together, {MAX_BIASES} at most"):

@@ -13,9 +13,9 @@ from .token_ranks_triton import (
     NOTHING,
     OUTSIDE,
     best_of,
-    finite,
     gumbel_noise,
     key_of,
+    key_of_token,
     number_of,
     read_quads,
     token_of,
@@ -37,12 +37,12 @@ EVEN_TURNS = tl.constexpr(3)
 
 
 @triton.jit
-def checked_keys(x_row, bests, least):
+def checked_keys(x_row, bests, least, VOCAB: tl.constexpr):
     """Keys of the best tokens with keys from `least` on, [CHECKED] int32, the best one first; OUTSIDE if there are no more.
 
     bests: the ranks of blocks' best tokens, [blocks, rounded up]. Other tokens are not looked at.
     """
-    keys = tl.where(bests == NOTHING, OUTSIDE, key_of(finite(tl.load(x_row + token_of(bests), mask=bests != NOTHING))))
+    keys = tl.where(bests == NOTHING, OUTSIDE, key_of_token(x_row, bests, VOCAB))
     left = tl.where(keys >= least, bests, NOTHING)
     found = tl.full((CHECKED,), OUTSIDE, tl.int32)
     # Comparing all with all takes more registers than there are.
@@ -158,7 +158,7 @@ def sample_kept(
     found = tl.full((), OUTSIDE, tl.int32)
     if few == 0:
         best = tl.max(bests, 0)
-        found = key_of(finite(tl.load(x_row + token_of(best))))
+        found = key_of_token(x_row, best, VOCAB)
         # Often the best of the checked tokens is kept. Those ahead of it are not, and the next ones of their blocks may be
         # better than it.
         turns = tl.where((top_p >= 1) | (tl.max(keys, 0) >= sure), CHECKED, 0)
@@ -168,21 +168,21 @@ def sample_kept(
             next_best = _best_of_quads(x_row, quads, quads >= 0, low, temperature, seed, position, VOCAB)
             bests = tl.where(blocks == block, next_best, bests)
             best = tl.max(bests, 0)
-            found = key_of(finite(tl.load(x_row + token_of(best))))
+            found = key_of_token(x_row, best, VOCAB)
             turns -= 1
     if found < sure:
         if few == 0:
             count = _choose(chosen, peaks, low, PIECES)
         if found < low:
             best = _best(x_row, chosen, count, low, temperature, seed, position, VOCAB, TILE)
-            found = key_of(finite(tl.load(x_row + token_of(best))))
+            found = key_of_token(x_row, best, VOCAB)
         while found < sure:
             low = found + 1
             if _mass(x_row, chosen, count, low, peak, temperature, VOCAB, TILE) < top_p * total:
                 sure = found
             else:
                 best = _best(x_row, chosen, count, low, temperature, seed, position, VOCAB, TILE)
-                found = key_of(finite(tl.load(x_row + token_of(best))))
+                found = key_of_token(x_row, best, VOCAB)
     return best
 
 

@@ -232,7 +232,7 @@ def sample_rows_early(
         ahead = tl.zeros((CHECKED,), tl.float32)
         if shared:
             peak = number_of(tl.max(tl.load(tops + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=OUTSIDE), 0))
-            keys = checked_keys(x_row, ranks, least_key(peak, temperature, min_p))
+            keys = checked_keys(x_row, ranks, least_key(peak, temperature, min_p), VOCAB)
             ahead = masses_ahead(
                 x_row, peaks + pieces, split, keys, peak, temperature, VOCAB, BLOCKS * (BLOCK // PIECE), TILE, SPLITS
             )

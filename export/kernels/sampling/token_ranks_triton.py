@@ -87,3 +87,13 @@ def best_of(scores, keys, quads, low):
 @triton.jit
 def token_of(rank):
     return (rank & FIRST) ^ FIRST
+
+
+@triton.jit
+def key_of_token(x_row, rank, VOCAB: tl.constexpr):
+    """Key of a rank's token.
+
+    A rank of no token, which there is when an export tries the kernel on zeros, has the highest key: that ends each search.
+    """
+    token = token_of(rank)
+    return tl.where(token < VOCAB, key_of(finite(tl.load(x_row + token, mask=token < VOCAB, other=0.0))), FIRST)
