@@ -259,6 +259,8 @@ class _LaterTokens:
     def __init__(self, outputs: Outputs, positions: Sequence[int], sessions: Sequence[Stepped], rows: set[int]) -> None:
         self.outputs, self.positions, self.sessions = outputs, positions, sessions
         self.slots = [session.slot if number in rows else -1 for number, session in enumerate(sessions)]
+        # Asked now: sessions of the step may be closed before these tokens are sampled.
+        self.asked = _logprobs_asked(sessions)
         self.sampled: PendingTokens | None = None
 
     def tokens(self) -> Sequence[int]:
@@ -305,9 +307,8 @@ class DeviceSteps:
 
     def first(self, session: Stepped, logits: torch.Tensor) -> Pending:
         outputs = Outputs(logits.reshape(1, -1), None)
-        sampled = self._sampled(
-            outputs, [session], [len(session.tokens) - 1], [session.slot], self._bitmasks([session])
-        )
+        masks, asked = self._bitmasks([session]), _logprobs_asked([session])
+        sampled = self._sampled(outputs, [len(session.tokens) - 1], [session.slot], masks, asked)
         return sampled, 0
 
     def launch(self, sessions: Sequence[Stepped], positions: Sequence[int], ahead: bool) -> list[Pending]:
@@ -328,7 +329,7 @@ class DeviceSteps:
         later = self._later
         if later is not None:
             masks = self._bitmasks([one for one, slot in zip(later.sessions, later.slots, strict=True) if slot >= 0])
-            later.sampled = self._sampled(later.outputs, later.sessions, later.positions, later.slots, masks)
+            later.sampled = self._sampled(later.outputs, later.positions, later.slots, masks, later.asked)
             self._later = None
 
     def forget(self, session: Stepped) -> None:
@@ -375,27 +376,26 @@ class DeviceSteps:
         left: Collection[int],
     ) -> list[Pending]:
         """The tokens of a step's sessions, some of them sampled again. Those of sessions `left` have no meaning yet."""
-        slots: list[int] = []
+        slots, asked = [-1] * len(sessions), None
         if self._special:
-            slots = [
-                one.slot if number not in left and (one.sampling_params.processes or one.token_bitmask) else -1
-                for number, one in enumerate(sessions)
-            ]
-        sampled = self._sampled(outputs, sessions, positions, slots, masks)
+            asked = _logprobs_asked(sessions)
+            for number, one in enumerate(sessions):
+                if number not in left and (one.sampling_params.processes or one.token_bitmask):
+                    slots[number] = one.slot
+        sampled = self._sampled(outputs, positions, slots, masks, asked)
         return [(sampled, number) for number in range(len(sessions))]
 
     def _sampled(
         self,
         outputs: Outputs,
-        sessions: Sequence[Stepped],
         positions: Sequence[int],
         slots: Sequence[int],
         masks: Mapping[int, torch.Tensor | None],
+        asked: int | None,
     ) -> PendingTokens:
-        """Sample again for those of a step's sessions that have a slot here."""
-        tokens, count = outputs.tokens, len(sessions)
-        asked = _logprobs_asked(sessions) if self._special else None
-        if tokens is None or max(slots, default=-1) >= 0:
+        """Sample again the rows of a step that have a slot here, and find `asked` log-probabilities of all of its rows."""
+        tokens, count = outputs.tokens, len(slots)
+        if tokens is None or max(slots) >= 0:
             for slot, words in masks.items():
                 self._model.write_allowed_tokens(slot, words)
             given = outputs if asked is None else self._kept(outputs)
