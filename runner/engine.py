@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ostinato.delegate import InputError, Program, load_program
+from ostinato.delegate import ClosedError, InputError, Program, load_program
 from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.sampling_params import SamplingParams
 
@@ -191,6 +191,19 @@ class Engine:
             CapacityError: all sessions that the engine was loaded for are open.
         """
         return self.sessions.open(sampling_params)
+
+    def load_session(self, path: str | PathLike[str]) -> Session:
+        """Open the session that `Session.save` wrote to a file. It goes on as the saved one.
+
+        The engine must have the same artifact; it may have room for other numbers of sessions and positions.
+
+        Raises:
+            SessionFileError: the file is no session, is damaged, or was saved with another artifact.
+            CapacityError: all sessions are open, or too few pages are free.
+        """
+        if self.program.closed:
+            raise ClosedError("the program is closed")
+        return self.sessions.tier.load(self.sessions, Path(path))
 
     def step(
         self, sessions: Sequence[Session], more: bool = False, prefill: Mapping[Session, Sequence[int]] | None = None

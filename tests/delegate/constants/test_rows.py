@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ostinato.delegate import Growth, Program, load_program
+from ostinato.delegate import Growth, Program, RowTransfers, load_program
+from ostinato.delegate.code.used_streams import UsedStreams
 from ostinato.delegate.constants.rows import StateRows, allocate_rows
 from ostinato.delegate.torch_internals import ALIGNMENT
 
@@ -61,7 +62,7 @@ def buffers(request: pytest.FixtureRequest, device: torch.device) -> dict[str, T
 
 def test_a_row_is_copied_in_all_buffers(buffers: dict[str, Tensor]) -> None:
     expected, rows = filled(buffers), StateRows(buffers)
-    assert sorted(rows.names) == sorted(SHAPES)
+    assert sorted(rows.bytes_by_name) == sorted(SHAPES)
     assert rows.row_bytes == sum(math.prod(inner) * dtype.itemsize for inner, dtype in SHAPES.values())
     for source, target in ((0, 4), (4, 1), (2, 0), (3, 3)):
         rows.copy(source, target)
@@ -98,6 +99,30 @@ def test_memory_goes_with_the_last_buffer(device: torch.device) -> None:
     assert storage.expired()
 
 
+@pytest.mark.parametrize("piece_bytes", [40, 700, 1 << 20])
+def test_rows_go_to_the_host_and_come_back(
+    buffers: dict[str, Tensor], piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces of any size: whole buffers, several of them, or some rows of one. The bytes do not depend on the pieces."""
+    monkeypatch.setattr("ostinato.delegate.constants.rows.PIECE_BYTES", piece_bytes)
+    device = buffers["table"].device
+    transfers, rows, expected = RowTransfers(device, UsedStreams(device)), StateRows(buffers), filled(buffers)
+    chosen = [3, 0, 4]
+    host = transfers.to_host([(rows, chosen), (rows, [2]), (rows, [])])
+    host.mark.wait()
+    assert host.nbytes == 4 * rows.row_bytes
+    names = list(rows.bytes_by_name)
+    found = torch.cat(host.data)
+    wanted = [bits(expected[name][chosen]) for name in names] + [bits(expected[name][2]) for name in names]
+    assert torch.equal(found, torch.cat(wanted))
+    # To other rows. What is queued after `hold_back` sees them.
+    transfers.to_device(host, [(rows, [1, 2, 3]), (rows, [0]), (rows, [])]).hold_back()
+    for name, buffer in expected.items():
+        now = buffer[[2, 3, 0, 4, 4]]
+        assert torch.equal(bits(buffers[name]), bits(now)), name
+    transfers.close()
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def program(request: pytest.FixtureRequest) -> Iterator[Program]:
     artifact: Path = request.getfixturevalue("capitals_cuda" if request.param == "cuda" else "capitals_artifact")
@@ -119,16 +144,18 @@ def test_rows_of_a_program(program: Program) -> None:
     assert more.row_bytes == program.capacity.slot_bytes > own.row_bytes
     state = program.new_state()
     program.bind_state(state)
-    expected = filled({key: state[key] for key in more.names})
+    expected = filled({key: state[key] for key in more.bytes_by_name})
     program.rows_of(Growth.SLOTS).copy(0, 4)
     for key, buffer in expected.items():
         buffer[4] = buffer[0].clone()
         assert torch.equal(bits(state[key]), bits(buffer)), key
-    assert len(program.rows_of(Growth.SLOTS)._stacks) == len({state[key][0].nbytes for key in more.names})
+    assert len(program.rows_of(Growth.SLOTS)._stacks) == len({state[key][0].nbytes for key in more.bytes_by_name})
     program.bind_state()
-    assert program.rows_of(Growth.SLOTS).names == more.names
+    assert program.rows_of(Growth.SLOTS).bytes_by_name == more.bytes_by_name
     # Nothing was copied there.
-    assert all(torch.equal(program.mutable_buffers[key][4], program.mutable_buffers[key][3]) for key in more.names)
+    assert all(
+        torch.equal(program.mutable_buffers[key][4], program.mutable_buffers[key][3]) for key in more.bytes_by_name
+    )
 
 
 def test_a_closed_program_keeps_no_memory(program: Program) -> None:

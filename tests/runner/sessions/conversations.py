@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ostinato.delegate import CapacityError
+from ostinato.delegate import CapacityError, InputError
 from ostinato.runner import Engine
 from ostinato.runner.sessions.session import Session, Snapshot
 
@@ -28,6 +31,12 @@ def close(*sessions: Session | Snapshot) -> None:
         session.close()
 
 
+def settle(engine: Engine) -> None:
+    """Wait for sessions that are on their way to the host."""
+    while engine.sessions.tier.settle(wait=True):
+        pass
+
+
 @dataclass
 class Known:
     """A session or a snapshot, and the tokens that its history must have."""
@@ -37,7 +46,8 @@ class Known:
 
 
 class Conversations(RuleBasedStateMachine):
-    """Sessions join, leave, fork, make snapshots and step in any order: each session's tokens are transformers' own.
+    """Sessions join, leave, fork, make snapshots, go to the host and to files, and step in any order: each session's tokens
+    are transformers' own.
 
     Attributes:
         engine: with SESSIONS slots and SNAPSHOTS rows for snapshots.
@@ -63,6 +73,7 @@ class Conversations(RuleBasedStateMachine):
 
     @rule(length=st.integers(1, 40), first=st.integers(0, 1499))
     def join(self, length: int, first: int) -> None:
+        settle(self.engine)
         if not self.engine.sessions.free:
             with pytest.raises(CapacityError, match=f"all {SESSIONS} sessions are open"):
                 self.engine.open_session()
@@ -75,6 +86,8 @@ class Conversations(RuleBasedStateMachine):
     @rule(which=st.integers(0), length=st.integers(1, 1000), first=st.integers(0, 1499))
     def go_on(self, which: int, length: int, first: int) -> None:
         session = self.sessions[which % len(self.sessions)]
+        if not self._here(session):
+            return
         tokens = [(first + 17 * place) % self.vocab for place in range(1 + length % self.longest)]
         if len(session.tokens) + len(tokens) > self.max_seq_len - 1:
             return
@@ -84,7 +97,7 @@ class Conversations(RuleBasedStateMachine):
     @rule(chosen=st.sets(st.integers(0, SESSIONS - 1), min_size=1), more=st.booleans(), count=st.integers(1, 5))
     def step(self, chosen: set[int], more: bool, count: int) -> None:
         some = [session for place, session in enumerate(self.sessions) if place in chosen and session.tokens]
-        some = [session for session in some if len(session.tokens) + count < self.max_seq_len]
+        some = [session for session in some if len(session.tokens) + count < self.max_seq_len and self._here(session)]
         if not some:
             return
         for _ in range(count):
@@ -111,11 +124,13 @@ class Conversations(RuleBasedStateMachine):
             place: tokens
             for place, tokens in prompts.items()
             if place < len(self.sessions) and len(self.sessions[place].tokens) + len(tokens) < self.max_seq_len - 1
+            if self._here(self.sessions[place])
         }
         stepping = [
             session
             for place, session in enumerate(self.sessions)
             if place in chosen and (place in prompts or session.tokens) and len(session.tokens) + 1 < self.max_seq_len
+            if self._here(session)
         ]
         given = {self.sessions[place].it: tokens for place, tokens in prompts.items()}
         try:
@@ -132,13 +147,15 @@ class Conversations(RuleBasedStateMachine):
     @rule(which=st.integers(0))
     def fork(self, which: int) -> None:
         session = self.sessions[which % len(self.sessions)]
-        if self.engine.sessions.free:
+        if self._here(session) and self.engine.sessions.free:
             self.sessions.append(Known(session.it.fork(), list(session.tokens)))
 
     @precondition(lambda self: self.sessions)
     @rule(which=st.integers(0))
     def keep(self, which: int) -> None:
         session = self.sessions[which % len(self.sessions)]
+        if not self._here(session):
+            return
         if len(self.snapshots) == SNAPSHOTS:
             with pytest.raises(CapacityError, match=rf"all {SNAPSHOTS} snapshots .* as in snapshots={SNAPSHOTS + 1}"):
                 session.it.snapshot()
@@ -149,13 +166,31 @@ class Conversations(RuleBasedStateMachine):
     @rule(which=st.integers(0), kept=st.integers(0))
     def go_back(self, which: int, kept: int) -> None:
         session, snapshot = self.sessions[which % len(self.sessions)], self.snapshots[kept % len(self.snapshots)]
-        session.it.restore(snapshot.it)
-        session.tokens = list(snapshot.tokens)
+        if self._here(session):
+            session.it.restore(snapshot.it)
+            session.tokens = list(snapshot.tokens)
 
     @precondition(lambda self: self.snapshots)
     @rule(kept=st.integers(0))
     def forget(self, kept: int) -> None:
         close(self.snapshots.pop(kept % len(self.snapshots)).it)
+
+    @precondition(lambda self: self.sessions)
+    @rule(which=st.integers(0))
+    def offload(self, which: int) -> None:
+        self.sessions[which % len(self.sessions)].it.offload()
+
+    @precondition(lambda self: self.sessions)
+    @rule(which=st.integers(0))
+    def save_and_load(self, which: int) -> None:
+        session = self.sessions[which % len(self.sessions)]
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "session")
+            session.it.save(path)
+            try:
+                self.sessions.append(Known(self.engine.load_session(path), list(session.tokens)))
+            except CapacityError as error:
+                assert re.search(r"sessions are open|are free: close a session", str(error))
 
     @precondition(lambda self: self.sessions)
     @rule(which=st.integers(0))
@@ -166,6 +201,18 @@ class Conversations(RuleBasedStateMachine):
     def histories_are_theirs(self) -> None:
         for session in self.sessions:
             assert session.it.tokens == session.tokens
+
+    def _here(self, session: Known) -> bool:
+        """Bring the session back if it is on the host. False: there is no room."""
+        if session.it.is_offloaded:
+            with pytest.raises(InputError, match="the session is on the host: onload it first"):
+                self.engine.step([session.it])
+            try:
+                session.it.onload()
+            except CapacityError as error:
+                assert re.search(r"sessions are open|are free: close a session", str(error))
+                return False
+        return True
 
     def _prefill(self, session: Known, tokens: list[int]) -> None:
         try:

@@ -25,7 +25,7 @@ from ...export.conversations import errors, run
 from ...export.models import dense_references
 from ...export.models.dense_references import CASES, make_dense
 from ...export.references import Reference
-from .conversations import SESSIONS, SNAPSHOTS, Conversations, close
+from .conversations import SESSIONS, SNAPSHOTS, Conversations, close, settle
 
 MAX_SEQ_LEN, CHUNK, PAGE = 1024, 100, 64
 WINDOW, PAGES = 24, MAX_SEQ_LEN // PAGE
@@ -69,6 +69,7 @@ def engine(made: Made) -> Iterator[Engine]:
     with Engine.load(made[-1], cuda_graph=True, sessions=SESSIONS, kv_tokens=kv_tokens, snapshots=SNAPSHOTS) as loaded:
         yield loaded
         gc.collect()
+        settle(loaded)
         capacity = loaded.program.capacity
         assert loaded.sessions.free_pages_by_group == {group.name: group.pages for group in capacity.groups}
 
