@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.delegate.constants.rows import PIECE_BYTES, Piece, StateRows
+from ostinato.delegate.constants.rows import Piece, StateRows
 
 from .side_stream import side_lock
 from .transfers import Mark
@@ -118,7 +118,7 @@ class RowTransfers:
             self._stream.wait_stream(current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 self._used.note()
-                most = max([PIECE_BYTES, *(one.nbytes for one in host.data)])
+                most = max((one.nbytes for one in host.data), default=0)
                 if self._staging is None or self._staging.nbytes < most:
                     self._staging = torch.empty(most, dtype=torch.uint8, device=self._device)
                 data = iter(host.data)
@@ -129,7 +129,6 @@ class RowTransfers:
                         if piece.buffers.is_cuda:
                             copy(piece, index, memory, self._staging[: memory.nbytes])
                         else:
-                            # State of code on the host.
-                            self._stream.synchronize()
+                            # State of code on the host, which has ended with its step.
                             copy(piece, torch.tensor(numbers, dtype=torch.int64), memory, memory)
                 host.mark.record()

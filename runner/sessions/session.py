@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .sessions import Sessions
     from .slots import CopiedSlot
 
+_CLOSED = "the session is closed"
+
 
 @dataclass
 class SessionState:
@@ -206,7 +208,8 @@ class Session:
         """Move the session's state and pages to the host's memory, pinned for a GPU; slot and pages are for others then.
 
         A GPU copies on a stream of its own, beside steps of other sessions. Until `onload`, the session has its tokens, and
-        can be saved and closed; everything else is refused with InputError. A session that is offloaded stays so.
+        can be saved and closed; everything else is refused with InputError. Pages that it shares with forks and snapshots
+        stay with these, and it comes back with copies. A session that is offloaded stays so.
         """
         self._owner.tier.offload(self)
 
@@ -244,18 +247,19 @@ class Session:
     def _known(self) -> SessionState:
         """What is known of the session, wherever it is."""
         if self._state is None:
-            raise ClosedError("the session is closed")
+            raise ClosedError(_CLOSED)
         return self._state
 
     @property
     def _open(self) -> SessionState:
         """The same of a session on the device. What is queued from now on may use its slot and pages."""
-        if self._offloaded is not None:
-            raise InputError("the session is on the host: onload it first")
+        state = self._state
+        if state is None or self._offloaded is not None:
+            raise InputError("the session is on the host: onload it first") if state else ClosedError(_CLOSED)
         if self._arrival is not None:
             self._arrival.hold_back()
             self._arrival = None
-        return self._known
+        return state
 
 
 class Snapshot:
