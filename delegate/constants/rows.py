@@ -14,6 +14,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from ostinato.delegate.torch_internals import copy_each
+
 from .loading import zeros
 
 Key = TypeVar("Key", bound=Hashable)
@@ -24,6 +26,9 @@ _ALIGNMENT = 512
 _ELEMENTS = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 # Number of rows whose views are kept: making them takes the host longer than the copy.
 _KEPT_ROWS = 512
+# Stacks of a few buffers whose rows are small are copied together: block tables, and the state of sampling. It takes the host
+# 0.4 us for each buffer (a Xeon, 2026-11-26), so many buffers are better copied as a stack.
+_SMALL_BYTES, _FEW = 64 << 10, 8
 # The most bytes of a piece, if one row of a buffer is not more: a copy over the bus that is at full speed. A power of two, as
 # torch rounds pinned memory up to one.
 PIECE_BYTES = 32 << 20
@@ -78,9 +83,13 @@ class StateRows:
         self._row = functools.lru_cache(_KEPT_ROWS)(functools.partial(_views_of_row, self._stacks))
 
     def copy(self, source: int, target: int) -> None:
-        """Copy one row to another, in all buffers; on a GPU on the current stream, with one kernel for each size of row."""
-        for to, other in zip(self._row(target), self._row(source), strict=True):
-            to.copy_(other)
+        """Copy one row to another, in all buffers. A GPU does it on the current stream, with one kernel for each size of
+        large rows, and one for small ones."""
+        to, other = self._row(target), self._row(source)
+        for wide, others in zip(to.large, other.large, strict=True):
+            wide.copy_(others)
+        if to.small:
+            copy_each(to.small, other.small)
 
     def pieces(self, count: int) -> list[Piece]:
         """Divide `count` rows into pieces. One after the other they have the first buffer's rows, then the next one's."""
@@ -160,9 +169,23 @@ def _stack(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
     return _over(storage, dtype, first.device, start, shape, (step // width, elements, 1))
 
 
-def _views_of_row(stacks: Sequence[torch.Tensor], row: int) -> list[torch.Tensor]:
+class _Row(NamedTuple):
+    """Views of one row: of whole stacks, and of each buffer of small stacks."""
+
+    large: list[torch.Tensor]
+    small: list[torch.Tensor]
+
+
+def _views_of_row(stacks: Sequence[torch.Tensor], row: int) -> _Row:
+    found = _Row([], [])
     with torch.inference_mode(False):
-        return [stack[:, row] for stack in stacks]
+        for stack in stacks:
+            whole = stack[:, row]
+            if whole.nbytes > _SMALL_BYTES or len(whole) > _FEW:
+                found.large.append(whole)
+            elif whole.nbytes:
+                found.small.extend(one.view(torch.uint8) for one in whole)
+    return found
 
 
 def _row_bytes(buffer: torch.Tensor) -> int:

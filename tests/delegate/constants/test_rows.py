@@ -20,9 +20,9 @@ from ostinato.delegate.torch_internals import ALIGNMENT
 ROWS = 5
 # Three sizes of rows, one of them in two dtypes; a row of 3 bytes, and rows of nothing.
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-    "layers.0.recurrent": ((4, 8, 8), torch.float32),
-    "layers.10.recurrent": ((4, 8, 8), torch.float32),
-    "layers.2.recurrent": ((4, 8, 8), torch.float32),
+    "layers.0.recurrent": ((4, 64, 32), torch.float32),
+    "layers.10.recurrent": ((4, 64, 32), torch.float32),
+    "layers.2.recurrent": ((4, 64, 32), torch.float32),
     "layers.0.conv": ((3, 7), torch.bfloat16),
     "layers.2.conv": ((3, 7), torch.bfloat16),
     "table": ((9,), torch.int32),
@@ -79,7 +79,10 @@ def test_buffers_lie_side_by_side(device: torch.device) -> None:
         assert made[name].is_contiguous() and made[name].device == device
         assert made[name].data_ptr() % ALIGNMENT == 0 and not made[name].any()
     # recurrent; conv; table; position, token and pair; odd; nothing
-    assert len(StateRows(made)._stacks) == 6
+    rows = StateRows(made)
+    assert len(rows._stacks) == 6
+    # One kernel, and one more for all small buffers that have bytes.
+    assert (len(rows._row(0).large), len(rows._row(0).small)) == (1, 7)
     expected = filled(made)
     for name, buffer in expected.items():
         assert torch.equal(bits(made[name]), bits(buffer)), name
