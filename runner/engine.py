@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ostinato.delegate import ClosedError, InputError, Program, load_program
+from ostinato.delegate import InputError, Program, load_program
 from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.sampling_params import SamplingParams
 
@@ -201,8 +201,6 @@ class Engine:
             SessionFileError: the file is no session, is damaged, or was saved with another artifact.
             CapacityError: all sessions are open, or too few pages are free.
         """
-        if self.program.closed:
-            raise ClosedError("the program is closed")
         return self.sessions.tier.load(self.sessions, Path(path))
 
     def step(

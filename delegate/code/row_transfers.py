@@ -28,7 +28,7 @@ class HostRows:
 
     Attributes:
         data: [n] uint8 each, in the order of `StateRows.pieces`.
-        mark: when the data are complete, or read.
+        mark: when the data are complete.
     """
 
     data: list[torch.Tensor]
@@ -77,7 +77,7 @@ class RowTransfers:
             if staging is not data:
                 data.copy_(staging, non_blocking=True)
 
-        self._each(chosen, host, read)
+        self._each(chosen, host, read, host.mark)
         return host
 
     def to_device(self, host: HostRows, chosen: Chosen) -> Mark:
@@ -88,8 +88,9 @@ class RowTransfers:
                 staging.copy_(data, non_blocking=True)
             piece.write(rows, staging)
 
-        self._each(chosen, host, write)
-        return host.mark
+        mark = Mark(self._device)
+        self._each(chosen, host, write, mark)
+        return mark
 
     def close(self) -> None:
         """Free the memory on the device. The program has waited for its streams."""
@@ -100,8 +101,10 @@ class RowTransfers:
         chosen: Chosen,
         host: HostRows,
         copy: Callable[[Piece, torch.Tensor, torch.Tensor, torch.Tensor], None],
+        mark: Mark,
     ) -> None:
-        """Call `copy` for each piece with the numbers of the rows, the memory on the host, and as much of the device's."""
+        """Call `copy` for each piece with the numbers of the rows, the memory on the host, and as much of the device's. Then
+        record the mark."""
         pieces = [(rows.pieces(len(numbers)), numbers) for rows, numbers in chosen]
         if self._device.type == "cpu":
             data = iter(host.data)
@@ -131,4 +134,4 @@ class RowTransfers:
                         else:
                             # State of code on the host, which has ended with its step.
                             copy(piece, torch.tensor(numbers, dtype=torch.int64), memory, memory)
-                host.mark.record()
+                mark.record()

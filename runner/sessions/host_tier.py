@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from ostinato.delegate import Growth, HostRows, Program, StateRows
+from ostinato.delegate import ClosedError, Growth, HostRows, Program, StateRows
 from ostinato.delegate.artifact.records import dtype_from_name, dtype_name
 from ostinato.delegate.code.transfers import Mark
 from ostinato.delegate.errors import CapacityError, SessionFileError, first_line
@@ -80,6 +80,7 @@ class HostTier:
         """See `Session.offload`."""
         with self._lock:
             if not session.is_offloaded:
+                self._check_program()
                 state = session._open
                 offloaded = self._copied(session)
                 self._leaving.append(_Leaving(offloaded.rows.mark, session.slot, state.pages, state.logits))
@@ -93,23 +94,27 @@ class HostTier:
             state, offloaded = session._known, session._offloaded
             if offloaded is None:
                 return
-            slot = self.with_room(self._slots.take)
-            try:
-                pages = self.with_room(lambda: self._pages.take(offloaded.pages))
-            except CapacityError:
-                self._slots.give(slot)
-                raise
+            self._check_program()
             logits = offloaded.logits
             if logits is not None:
                 logits = torch.empty_like(logits, device=self._program.device)
-            session._arrival = self._program.row_transfers.to_device(offloaded.rows, self._chosen(slot, pages, logits))
+            slot, pages = self.with_room(self._slots.take), self._pages.none()
+            try:
+                pages = self.with_room(lambda: self._pages.take(offloaded.pages))
+                arrival = self._program.row_transfers.to_device(offloaded.rows, self._chosen(slot, pages, logits))
+            except BaseException:
+                self._slots.give(slot)
+                self._pages.release(pages)
+                raise
             self._pages.write_block_tables(slot, pages)
+            session._arrival = arrival
             session.slot, state.pages, state.logits = slot, pages, logits
             session._offloaded, state.params_written = None, False
 
     def save(self, session: Session, path: Path) -> None:
         """See `Session.save`. Other threads may step while the file is written."""
         with self._lock:
+            self._check_program()
             offloaded = session._offloaded or self._copied(session)
             offloaded.rows.mark.wait()
             header = self._header(offloaded, session._known)
@@ -117,6 +122,7 @@ class HostTier:
 
     def load(self, sessions: Sessions, path: Path) -> Session:
         """See `Engine.load_session`."""
+        self._check_program()
         offloaded, state = self._read(path)
         session = Session(sessions, -1, state)
         session._offloaded = offloaded
@@ -147,6 +153,10 @@ class HostTier:
             except CapacityError:
                 if not self.settle(wait=True):
                     raise
+
+    def _check_program(self) -> None:
+        if self._program.closed:
+            raise ClosedError("the program is closed")
 
     def _copied(self, session: Session) -> Offloaded:
         """Begin to copy what a session has. Until the copy is done, nobody may write it."""

@@ -365,6 +365,43 @@ def test_files_that_do_not_fit(
             engine.load_session(saved)
 
 
+def test_a_closed_program(artifact: Path, saved: Path) -> None:
+    with Engine.load(artifact, sessions=2) as engine:
+        session, away = engine.open_session(), engine.open_session()
+        prompted(session)
+        prompted(away)
+        away.offload()
+    for use in (
+        session.offload,
+        away.onload,
+        lambda: session.save(saved),
+        lambda: away.save(saved),
+        lambda: engine.load_session(saved),
+    ):
+        with pytest.raises(ClosedError, match="the program is closed"):
+            use()
+    away.close()
+
+
+def test_a_failed_transfer_keeps_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = engine.open_session()
+    prompted(session)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.program.row_transfers, "to_host", lambda chosen: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            session.offload()
+    session.offload()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.program.row_transfers, "to_device", lambda host, chosen: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            session.onload()
+    settle(engine)
+    assert (engine.sessions.free, engine.sessions.free_pages) == (2, 6)
+    session.onload()
+    assert len(follows(session)) == COUNT
+    session.close()
+
+
 def test_a_program_whose_state_does_not_grow(recurrent_artifact: Path, tmp_path: Path) -> None:
     """Its one slot is all its mutable buffers."""
     with Engine.load(recurrent_artifact) as engine:
