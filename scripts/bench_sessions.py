@@ -200,9 +200,14 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     try:
         with Engine.load(arguments.artifact, cuda_graph=arguments.cuda_graph, sessions=2, snapshots=2) as engine:
-            depths = [depth for depth in arguments.depths if depth + 200 < engine.max_seq_len]
+            depths = []
+            for depth in arguments.depths:
+                if depth + 2 <= engine.max_seq_len:
+                    depths.append(depth)
+                else:
+                    print(f"note: left out: {depth:,} tokens, max_seq_len is {engine.max_seq_len:,}", file=sys.stderr)
             if not depths:
-                raise OptionError(f"no depth fits in max_seq_len {engine.max_seq_len}")
+                raise OptionError("no depth is left")
             bench = Bench(engine, arguments.repetitions)
             rows = [row for depth in depths for row in bench.rows(depth)]
             steps = [bench.steps(depth) for depth in depths]

@@ -38,8 +38,11 @@ def test_what_is_measured(
     ]
     assert all(0 < row["host_us"] <= row["us"] and row["plain_us"] > 0 for row in found["rows"])
     assert [step["depth"] for step in found["steps"]] == [3, 45]
-    assert "a step of another session: " in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "a step of another session: " in out
+    assert "note: left out: 4,000 tokens, max_seq_len is 251" in err.splitlines()
     assert bench_sessions.main([str(artifact), "--depths", "4000"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "error: no depth is left"
 
 
 def test_goals() -> None:
