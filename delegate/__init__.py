@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from .artifact.target import Target as Target
     from .capacity import Capacity as Capacity
     from .capacity import GroupCapacity as GroupCapacity
+    from .code.row_transfers import HostRows as HostRows
+    from .code.row_transfers import RowTransfers as RowTransfers
+    from .code.transfers import Mark as Mark
+    from .constants.rows import Piece as Piece
     from .constants.rows import StateRows as StateRows
     from .errors import ArtifactError as ArtifactError
     from .errors import CapacityError as CapacityError
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from .errors import InputError as InputError
     from .errors import OptionError as OptionError
     from .errors import OstinatoError as OstinatoError
+    from .errors import SessionFileError as SessionFileError
     from .errors import StepError as StepError
     from .errors import TargetError as TargetError
     from .graphs.plans import PlanStats as PlanStats
@@ -50,9 +55,11 @@ else:
             ".artifact.records": "Dim Growth StateKind TensorSpec",
             ".artifact.target": "Target",
             ".capacity": "Capacity GroupCapacity",
-            ".constants.rows": "StateRows",
+            ".code.row_transfers": "HostRows RowTransfers",
+            ".code.transfers": "Mark",
+            ".constants.rows": "Piece StateRows",
             ".errors": "ArtifactError CapacityError CheckpointError ClosedError DeviceMemoryError ExportError "
-            "InputError OptionError OstinatoError StepError TargetError",
+            "InputError OptionError OstinatoError SessionFileError StepError TargetError",
             ".graphs.plans": "PlanStats",
             ".graphs.state_machine": "MethodStats Phase",
             ".method": "Method",

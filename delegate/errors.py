@@ -37,6 +37,10 @@ class CapacityError(OstinatoError, RuntimeError):
     """All slots or all pages that a program was loaded with are in use."""
 
 
+class SessionFileError(OstinatoError):
+    """The file is no saved session, is damaged, or was saved with another artifact; or it cannot be read or written."""
+
+
 class StepError(OstinatoError, RuntimeError):
     """Compiled code failed while it ran; the model's state may be partly updated."""
 

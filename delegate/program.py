@@ -22,6 +22,7 @@ from .artifact.records import Growth, StateKind, TensorSpec
 from .artifact.target import Target, check_target
 from .capacity import Capacity, CapacityOptions, choose_capacity, sized
 from .code.method_code import MethodCode
+from .code.row_transfers import RowTransfers
 from .code.side_stream import Call, run_here, run_on_stream, side_lock, side_stream
 from .code.used_streams import UsedStreams, is_capturing
 from .constants.pool import ConstantPool, ConstantStats
@@ -64,6 +65,7 @@ class Program(Owner):
         self._graph_pool: GraphPool | None = None
         self._streams = UsedStreams(device)
         self._stream_buffers = StreamBuffers(device)
+        self._row_transfers = RowTransfers(device, self._streams)
         self._device = device
         self._methods: list[Method] = []
         self._lock = threading.RLock()
@@ -118,9 +120,20 @@ class Program(Owner):
         page group of this name."""
         return self._pool.buffers_that_grow(growth, group)
 
-    def rows_of(self, growth: Growth, group: str | None = None) -> StateRows:
-        """Rows of the buffers that `buffers_that_grow` gives. Not to be kept: the program may soon use other buffers."""
-        return self._pool.rows_of(growth, group)
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) that tells the artifact from others: of its program and its constants."""
+        return self._parsed.digest
+
+    def rows_of(self, growth: Growth, group: str | None = None, tables: bool = True) -> StateRows:
+        """Rows of the buffers that `buffers_that_grow` gives, with the block tables or without. Buffers of a fixed size have
+        one row. Not to be kept: the program may soon use other buffers."""
+        return self._pool.rows_of(growth, group, tables)
+
+    @property
+    def row_transfers(self) -> RowTransfers:
+        """What copies rows to the host and back, on a stream of its own."""
+        return self._row_transfers
 
     @property
     def stats(self) -> ProgramStats:
@@ -233,6 +246,7 @@ class Program(Owner):
             with side_lock, ExitStack() as last_first:
                 last_first.callback(self._pool.close)
                 last_first.callback(self._stream_buffers.close)
+                last_first.callback(self._row_transfers.close)
                 if self._graph_pool is not None:
                     last_first.callback(self._graph_pool.close)
                 for method in self._methods:

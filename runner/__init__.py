@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ostinato.delegate.errors import InputError as InputError
     from ostinato.delegate.errors import OptionError as OptionError
     from ostinato.delegate.errors import OstinatoError as OstinatoError
+    from ostinato.delegate.errors import SessionFileError as SessionFileError
     from ostinato.delegate.errors import StepError as StepError
     from ostinato.delegate.errors import TargetError as TargetError
     from ostinato.delegate.logits_processing import TokenLogprobs as TokenLogprobs
@@ -43,7 +44,7 @@ else:
         __name__,
         {
             "ostinato.delegate.errors": "ArtifactError CapacityError ClosedError DeviceMemoryError InputError "
-            "OptionError OstinatoError StepError TargetError",
+            "OptionError OstinatoError SessionFileError StepError TargetError",
             "ostinato.delegate.logits_processing": "TokenLogprobs",
             "ostinato.delegate.sampling_params": "SamplingParams SamplingTensors",
             "ostinato.delegate.version": "__version__",

@@ -192,6 +192,17 @@ class Engine:
         """
         return self.sessions.open(sampling_params)
 
+    def load_session(self, path: str | PathLike[str]) -> Session:
+        """Open the session that `Session.save` wrote to a file. It goes on as the saved one.
+
+        The engine must have the same artifact; it may have room for other numbers of sessions and positions.
+
+        Raises:
+            SessionFileError: the file is no session, is damaged, or was saved with another artifact.
+            CapacityError: all sessions are open, or too few pages are free.
+        """
+        return self.sessions.tier.load(self.sessions, Path(path))
+
     def step(
         self, sessions: Sequence[Session], more: bool = False, prefill: Mapping[Session, Sequence[int]] | None = None
     ) -> list[int]:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Measures the flagship at full size: Qwen3.5-35B-A3B in int4 with random weights, on an NVIDIA GPU, without internet.
 # Exports, loads, checks and measures it, and compares the result with the goals. Then measures sessions that step together
-# (beside llama.cpp if that is given), prompts with and without CUDA graphs, ExecuTorch's own implementation, and every
-# kernel of a decode step alone.
+# (beside llama.cpp if that is given), what moves a session's state, prompts with and without CUDA graphs, ExecuTorch's own
+# implementation, and every kernel of a decode step alone.
 #
 #   bash scripts/bench_flagship.sh [--output DIR] [--model DIR] [--group-size G] [--max-seq-len N]
 #                                  [--llama-batched-bench FILE --gguf FILE] [--skip-goals] [--skip-executorch]
@@ -11,7 +11,8 @@
 # --model DIR          a folder with a config.json (default: tests/assets/configs/Qwen3.5-35B-A3B)
 # --group-size G       elements that share a scale (default: 128)
 # --max-seq-len N      of the export (default: 5120, for 4,096 tokens of context and room to measure behind them). Prompts
-#                      behind 30,000 and 120,000 tokens are measured only if there is room, for example with 131072
+#                      behind 30,000 and 120,000 tokens, and sessions of 32,000 that go to the host and come back, are
+#                      measured only if there is room, for example with 131072
 # --llama-batched-bench FILE --gguf FILE   llama.cpp's program, built for this GPU, and a model of the same shape in four bits
 # --skip-goals         for another model or GPU: the goals are for the default model on one H200
 # --skip-executorch    do not measure ExecuTorch's implementation
@@ -65,6 +66,9 @@ skip_goals=()
 echo "== sessions that step together =="
 "$PYTHON_BIN" "$ROOT/scripts/bench_batch.py" "$artifact" --cuda_graph --json "$output/batch.json" \
     "${peer[@]}" "${skip_goals[@]}" || status=1
+echo "== snapshots, forks, and the way to the host =="
+"$PYTHON_BIN" "$ROOT/scripts/bench_sessions.py" "$artifact" --cuda_graph --json "$output/sessions.json" \
+    "${skip_goals[@]}" || status=1
 echo "== prompts with and without graphs =="
 "$PYTHON_BIN" "$ROOT/scripts/bench_prompts.py" "$artifact" --json "$output/prompts.json" "${skip_goals[@]}" || status=1
 if [ "$executorch" = 1 ]; then

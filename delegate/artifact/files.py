@@ -34,4 +34,5 @@ def open_artifact(program_path: Path, constants_path: Path, verify: bool = True)
         )
     if verify and hashlib.sha256(program).hexdigest() != seal.program:
         raise ArtifactError(f"{program_path} is damaged: its SHA-256 is not the one at its end")
+    parsed.digest = seal.digest
     return parsed, constants

@@ -62,11 +62,15 @@ class DelegateMethod:
 
 @dataclass
 class ProgramFile:
-    """A parsed `.pte`: delegated methods, metadata (constant methods) and named data, which are views of the mapped file."""
+    """A parsed `.pte`: delegated methods, metadata (constant methods) and named data, which are views of the mapped file.
+
+    `digest`: `Seal.digest` of the artifact; "" before the file is matched with its constants.
+    """
 
     methods: dict[str, DelegateMethod] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     named_data: dict[str, memoryview] = field(default_factory=dict)
+    digest: str = ""
 
 
 def parse_program(data: memoryview, path: Path) -> ProgramFile:

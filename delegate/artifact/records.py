@@ -396,6 +396,11 @@ class Seal:
 
     MARK: ClassVar[bytes] = b"ostinato"
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) that tells artifacts apart."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
     def to_bytes(self) -> bytes:
         """JSON, its length (8 bytes, little-endian), and MARK."""
         text = json.dumps(asdict(self), sort_keys=True).encode()

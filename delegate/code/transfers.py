@@ -26,6 +26,7 @@ from typing import Protocol
 
 import torch
 
+from .side_stream import side_lock
 from .used_streams import current_stream
 
 # Bytes of a cache line of the CPU. Copies begin at multiples of it.
@@ -345,3 +346,17 @@ class Mark:
         """Wait until all work that was queued before the last `record` is done."""
         if self._event is not None:
             self._event.synchronize()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        if self._event is None:
+            return True
+        # Another thread's capture would end with an error.
+        with side_lock:
+            return self._event.query()
+
+    def hold_back(self) -> None:
+        """Make what is queued on the current stream from now on wait for it. The host does not wait."""
+        if self._event is not None:
+            current_stream(self._device).wait_event(self._event)

@@ -100,7 +100,7 @@ class ConstantPool:
         # Buffers in use in place of the pool's own, while the program is bound to another state.
         self._lent: dict[str, torch.Tensor] = {}
         # Of the buffers in use, by what is asked for.
-        self._rows: dict[tuple[Growth, str | None], StateRows] = {}
+        self._rows: dict[tuple[Growth, str | None, bool], StateRows] = {}
         self._users: dict[TensorKey, int] = {}
         # Whether the host has memory for all constants that are mapped so far.
         self.keeps_mapped = True
@@ -220,11 +220,17 @@ class ConstantPool:
         """Buffers in use whose first dimension is `growth`; with `group`, only those of this page group."""
         return self._where(lambda spec: spec.growth is growth and group in (None, spec.group.name))
 
-    def rows_of(self, growth: Growth, group: str | None = None) -> StateRows:
-        """Rows of the buffers in use that `buffers_that_grow` gives, until other buffers are in use."""
-        found = self._rows.get((growth, group))
+    def rows_of(self, growth: Growth, group: str | None = None, tables: bool = True) -> StateRows:
+        """See `Program.rows_of`."""
+        found = self._rows.get((growth, group, tables))
         if found is None:
-            found = self._rows[growth, group] = StateRows(self.buffers_that_grow(growth, group))
+            kept = self.buffers_that_grow(growth, group)
+            if not tables:
+                left_out = self.buffers_of(StateKind.BLOCK_TABLE)
+                kept = {key: buffer for key, buffer in kept.items() if key not in left_out}
+            if growth is Growth.FIXED:
+                kept = {key: buffer[None] for key, buffer in kept.items()}
+            found = self._rows[growth, group, tables] = StateRows(kept)
         return found
 
     def _where(self, wanted: Callable[[BufferSpec], bool]) -> dict[str, torch.Tensor]:

@@ -10,9 +10,11 @@ import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import groupby
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
+
+from ostinato.delegate.torch_internals import copy_each
 
 from .loading import zeros
 
@@ -24,6 +26,12 @@ _ALIGNMENT = 512
 _ELEMENTS = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 # Number of rows whose views are kept: making them takes the host longer than the copy.
 _KEPT_ROWS = 512
+# Stacks of a few buffers whose rows are small are copied together: block tables, and the state of sampling. It takes the host
+# 0.4 us for each buffer (a Xeon, 2026-11-26), so many buffers are better copied as a stack.
+_SMALL_BYTES, _FEW = 64 << 10, 8
+# The most bytes of a piece, if one row of a buffer is not more: a copy over the bus that is at full speed. A power of two, as
+# torch rounds pinned memory up to one.
+PIECE_BYTES = 32 << 20
 
 Layout = tuple[Sequence[int], torch.dtype, torch.device]
 
@@ -59,7 +67,7 @@ class StateRows:
         buffers: contiguous tensors with the same number of rows, by name.
 
     Attributes:
-        names: the names, in the order in which `read` and `write` have the buffers' bytes.
+        bytes_by_name: bytes of one row in each buffer, in the order in which `pieces` have the buffers.
         row_bytes: bytes of one row, in all buffers together.
     """
 
@@ -67,17 +75,65 @@ class StateRows:
         def order(name: str) -> tuple[str, int, str]:
             return str(buffers[name].device), -_row_bytes(buffers[name]), name
 
-        self.names = sorted(buffers, key=order)
-        self.row_bytes = sum(map(_row_bytes, buffers.values()))
+        self.bytes_by_name = {name: _row_bytes(buffers[name]) for name in sorted(buffers, key=order)}
+        self.row_bytes = sum(self.bytes_by_name.values())
         # [number of buffers, rows, elements] each.
-        self._stacks = _stacks([buffers[name] for name in self.names])
+        self._stacks = _stacks([buffers[name] for name in self.bytes_by_name])
         # Not a method of this object: the cache would refer to the object, and the object to the cache.
         self._row = functools.lru_cache(_KEPT_ROWS)(functools.partial(_views_of_row, self._stacks))
 
     def copy(self, source: int, target: int) -> None:
-        """Copy one row to another, in all buffers; on a GPU on the current stream, with one kernel for each size of row."""
-        for to, other in zip(self._row(target), self._row(source), strict=True):
-            to.copy_(other)
+        """Copy one row to another, in all buffers. A GPU does it on the current stream, with one kernel for each size of
+        large rows, and one for small ones."""
+        to, other = self._row(target), self._row(source)
+        for wide, others in zip(to.large, other.large, strict=True):
+            wide.copy_(others)
+        if to.small:
+            copy_each(to.small, other.small)
+
+    def pieces(self, count: int) -> list[Piece]:
+        """Divide `count` rows into pieces. One after the other they have the first buffer's rows, then the next one's."""
+        found: list[Piece] = []
+        for stack in self._stacks:
+            row_bytes = stack.shape[2] * stack.itemsize
+            if not count * row_bytes:
+                continue
+            several = max(1, PIECE_BYTES // (count * row_bytes))
+            rows = min(count, max(1, PIECE_BYTES // row_bytes))
+            for at in range(0, len(stack), several):
+                some = stack[at : at + several]
+                found += [Piece(some, first, min(first + rows, count)) for first in range(0, count, rows)]
+        return found
+
+
+class Piece(NamedTuple):
+    """Some rows of some buffers: what is copied over the bus at once.
+
+    Attributes:
+        buffers: [number of buffers, all of their rows, elements], a view.
+        first, end: range of these rows among those that are copied.
+    """
+
+    buffers: torch.Tensor
+    first: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        count, _, elements = self.buffers.shape
+        return count * (self.end - self.first) * elements * self.buffers.itemsize
+
+    def read(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Gather. `rows`: int64 numbers of all rows that are copied; `out`: [nbytes] uint8; both on the buffers' device."""
+        torch.index_select(self.buffers, 1, rows[self.first : self.end], out=self._shaped(out))
+
+    def write(self, rows: torch.Tensor, data: torch.Tensor) -> None:
+        """Scatter what `read` gives."""
+        self.buffers.index_copy_(1, rows[self.first : self.end], self._shaped(data))
+
+    def _shaped(self, data: torch.Tensor) -> torch.Tensor:
+        count, _, elements = self.buffers.shape
+        return data.view(self.buffers.dtype).view(count, self.end - self.first, elements)
 
 
 def _stacks(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -113,9 +169,23 @@ def _stack(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
     return _over(storage, dtype, first.device, start, shape, (step // width, elements, 1))
 
 
-def _views_of_row(stacks: Sequence[torch.Tensor], row: int) -> list[torch.Tensor]:
+class _Row(NamedTuple):
+    """Views of one row: of whole stacks, and of each buffer of small stacks."""
+
+    large: list[torch.Tensor]
+    small: list[torch.Tensor]
+
+
+def _views_of_row(stacks: Sequence[torch.Tensor], row: int) -> _Row:
+    found = _Row([], [])
     with torch.inference_mode(False):
-        return [stack[:, row] for stack in stacks]
+        for stack in stacks:
+            whole = stack[:, row]
+            if whole.nbytes > _SMALL_BYTES or len(whole) > _FEW:
+                found.large.append(whole)
+            elif whole.nbytes:
+                found.small.extend(one.view(torch.uint8) for one in whole)
+    return found
 
 
 def _row_bytes(buffer: torch.Tensor) -> int:

@@ -61,6 +61,28 @@ class Pages:
         self._release_dropped()
         return {group.name: len(group.free) for group in self.groups}
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the groups, in the order of a session's lists."""
+        return [group.name for group in self.groups]
+
+    def take(self, kept: Sequence[tuple[int, int]]) -> list[PageList]:
+        """Return free pages for a session that comes back. Their numbers are not in a block table yet.
+
+        Args:
+            kept: for each group, the number of pages that the session has left behind, and that of the pages after them.
+
+        Raises:
+            CapacityError: too few pages are free.
+        """
+        self._release_dropped()
+        for group, (_, count) in zip(self.groups, kept, strict=True):
+            group.check_room(count)
+        return [
+            PageList([group.take() for _ in range(count)], first)
+            for group, (first, count) in zip(self.groups, kept, strict=True)
+        ]
+
     def none(self) -> list[PageList]:
         """The pages of a new session."""
         return [PageList() for _ in self.groups]
@@ -146,7 +168,11 @@ class _Group:
             index for index in range(begin, min(stop, mine.end)) if self._users[mine.numbers[index - mine.first]] > 1
         ]
         added = [not self._comes_again(mine, index, shared) for index in range(mine.end, stop)]
-        wanted = len(shared) + sum(added)
+        self.check_room(len(shared) + sum(added))
+        return shared, added
+
+    def check_room(self, wanted: int) -> None:
+        """Raises CapacityError: fewer pages are free."""
         if wanted > len(self.free):
             pages = "page" if wanted == 1 else "pages"
             where = f" in the page group {self.name!r}" if self._named else ""
@@ -154,19 +180,18 @@ class _Group:
                 f"the sessions' keys and values need {wanted} more {pages} of {self._size} positions{where}, "
                 f"{len(self.free)} of {len(self._users)} are free: close a session, or load the program with more kv_tokens"
             )
-        return shared, added
 
     def deal_out(self, slot: int, mine: PageList, shared: Sequence[int], added: Sequence[bool]) -> int:
         """Carry a plan out, and return what `Pages.reserve` returns, for this group."""
         for index in shared:
-            page = self._take()
+            page = self.take()
             self._copy(mine.numbers[index - mine.first], page)
             self.release([mine.numbers[index - mine.first]])
             mine.numbers[index - mine.first] = page
         before = mine.end
         for is_free in added:
             if is_free:
-                mine.numbers.append(self._take())
+                mine.numbers.append(self.take())
             else:
                 mine.numbers.append(mine.numbers[-self._period])
                 self._users[mine.numbers[-1]] += 1
@@ -208,7 +233,8 @@ class _Group:
             return False
         return former >= mine.end or former in copied or self._users[mine.numbers[former - mine.first]] == 1
 
-    def _take(self) -> int:
+    def take(self) -> int:
+        """Return a free page, of which there must be one."""
         page = self.free.pop()
         self._users[page] = 1
         return page

@@ -6,11 +6,14 @@ import operator
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from ostinato.delegate import ClosedError
+from ostinato.delegate import ClosedError, InputError
+from ostinato.delegate.code.transfers import Mark
 from ostinato.delegate.errors import OptionError
 from ostinato.delegate.logits_processing import TokenLogprobs
 from ostinato.delegate.sampling_params import SamplingParams
@@ -18,9 +21,12 @@ from ostinato.runner.model.model import MAX_LOGITS, token_ids
 from ostinato.runner.model.steps import Pending, TokenBitmask
 
 if TYPE_CHECKING:
+    from .host_tier import Offloaded
     from .pages import PageList
     from .sessions import Sessions
     from .slots import CopiedSlot
+
+_CLOSED = "the session is closed"
 
 
 @dataclass
@@ -65,18 +71,22 @@ class Session:
 
     def __init__(self, owner: Sessions, slot: int, state: SessionState) -> None:
         self._owner = owner
+        # -1 while the session is on the host.
         self.slot = slot
         self._state: SessionState | None = state
+        self._offloaded: Offloaded | None = None
+        # When the session's state has arrived from the host; None: it has.
+        self._arrival: Mark | None = None
 
     @property
     def tokens(self) -> list[int]:
         """The session's history: tokens that it was given, and tokens that were sampled. Not a copy: do not change it."""
-        return self._open.tokens
+        return self._known.tokens
 
     @property
     def position(self) -> int:
         """Number of tokens in the history."""
-        return len(self._open.tokens)
+        return len(self._known.tokens)
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -85,7 +95,7 @@ class Session:
         Raises:
             OptionError: set to something else than `SamplingParams`.
         """
-        return self._open.sampling_params
+        return self._known.sampling_params
 
     @sampling_params.setter
     def sampling_params(self, params: SamplingParams) -> None:
@@ -210,11 +220,43 @@ class Session:
         """Go back to the state in a snapshot, of this session or of another one of the same engine."""
         self._owner.restore(self, snapshot)
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the session is on the host."""
+        return self._offloaded is not None
+
+    def offload(self) -> None:
+        """Move the session's state and pages to the host's memory, pinned for a GPU; slot and pages are for others then.
+
+        A GPU copies on a stream of its own, beside steps of other sessions. Until `onload`, the session has its tokens, and
+        can be saved and closed; everything else is refused with InputError. Pages that it shares with forks and snapshots
+        stay with these, and it comes back with copies. A session that is offloaded stays so.
+        """
+        self._owner.tier.offload(self)
+
+    def onload(self) -> None:
+        """Bring the session back from the host, beside steps of other sessions. It goes on as if it had not been away.
+
+        Raises:
+            CapacityError: no slot is free, or too few pages; the session stays on the host.
+        """
+        self._owner.tier.onload(self)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the session to a file, from which `Engine.load_session` makes one that goes on in the same way.
+
+        Tokens that a step with `more=True` has begun are saved too. Without a seed, the other session samples by itself.
+
+        Raises:
+            SessionFileError: the file cannot be written.
+        """
+        self._owner.tier.save(self, Path(path))
+
     def close(self) -> None:
         """Give slot and pages back. Closing twice is fine."""
         if self._state is not None:
             self._owner.close(self)
-            self._state = None
+            self._state = self._offloaded = None
 
     def __enter__(self) -> Session:
         return self
@@ -223,10 +265,22 @@ class Session:
         self.close()
 
     @property
-    def _open(self) -> SessionState:
+    def _known(self) -> SessionState:
+        """What is known of the session, wherever it is."""
         if self._state is None:
-            raise ClosedError("the session is closed")
+            raise ClosedError(_CLOSED)
         return self._state
+
+    @property
+    def _open(self) -> SessionState:
+        """The same of a session on the device. What is queued from now on may use its slot and pages."""
+        state = self._state
+        if state is None or self._offloaded is not None:
+            raise InputError("the session is on the host: onload it first") if state else ClosedError(_CLOSED)
+        if self._arrival is not None:
+            self._arrival.hold_back()
+            self._arrival = None
+        return state
 
 
 class Snapshot:

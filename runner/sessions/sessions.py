@@ -24,6 +24,7 @@ from ostinato.runner.model.batch import Run
 from ostinato.runner.model.model import Model, token_ids
 from ostinato.runner.model.steps import TokenBitmask, steps_of
 
+from .host_tier import HostTier
 from .pages import Pages
 from .session import Session, SessionState, Snapshot, checked_params
 from .slots import Slots
@@ -60,6 +61,7 @@ class Sessions:
     Attributes:
         slots: the program's slots.
         pages: the program's pages of the KV caches.
+        tier: moves sessions to the host and back.
         steps: runs the steps of the sessions.
     """
 
@@ -70,10 +72,13 @@ class Sessions:
         self.steps = steps_of(model)
         self._host_ns = 0
         self._lock = RLock()
+        self.tier = HostTier(model.program, self.slots, self.pages, self._lock, lambda: self.steps.settle())
 
     @property
+    @_in_turn
     def free(self) -> int:
         """Number of sessions that can still be opened."""
+        self.tier.settle()
         return self.slots.free
 
     @property
@@ -85,12 +90,14 @@ class Sessions:
     @_in_turn
     def free_pages(self) -> int:
         """Number of pages of the KV caches that no session has, in the page group that has fewest."""
+        self.tier.settle()
         return self.pages.free
 
     @property
     @_in_turn
     def free_pages_by_group(self) -> dict[str, int]:
         """Number of pages of the KV caches that no session has, by the name of their page group."""
+        self.tier.settle()
         return self.pages.free_by_group
 
     @property
@@ -110,7 +117,8 @@ class Sessions:
         params = checked_params(sampling_params)
         if self._model.program.closed:
             raise ClosedError("the program is closed")
-        return Session(self, self.slots.take(), SessionState(sampling_params=params, pages=self.pages.none()))
+        slot = self.tier.with_room(self.slots.take)
+        return Session(self, slot, SessionState(sampling_params=params, pages=self.pages.none()))
 
     @_in_turn
     def step(
@@ -135,9 +143,9 @@ class Sessions:
             getattr(one, "_owner", None) is not self for one in (*sessions, *prompts)
         ):
             raise InputError("a step takes a list of sessions of this engine")
+        states = [session._open for session in sessions]
         if len(sessions) > 1 and len({session.slot for session in sessions}) < len(sessions):
             raise InputError("a session stands in the step twice")
-        states = [session._open for session in sessions]
         self.steps.settle()
         if prompts:
             self._run([self._prompt(session, token_ids(tokens)) for session, tokens in prompts.items()], sessions)
@@ -306,7 +314,7 @@ class Sessions:
     def fork(self, session: Session) -> Session:
         """See `Session.fork`."""
         self.steps.settle()
-        state, slot = session._open, self.slots.take()
+        state, slot = session._open, self.tier.with_room(self.slots.take)
         self.slots.copy(session.slot, slot)
         return Session(self, slot, self._shared(state))
 
@@ -333,8 +341,9 @@ class Sessions:
     def close(self, session: Session) -> None:
         """See `Session.close`."""
         self.steps.forget(session)
-        self.pages.release(session._open.pages)
-        self.slots.give(session.slot)
+        if not session.is_offloaded:
+            self.pages.release(session._open.pages)
+            self.slots.give(session.slot)
 
     def _generate(self, session: Session, max_new_tokens: int, ends: frozenset[int]) -> Generator[int, None, None]:
         for count in range(1, max_new_tokens + 1):
@@ -396,7 +405,7 @@ class Sessions:
 
     def _reserve(self, session: Session, state: SessionState, end: int) -> None:
         if end > state.writable:
-            state.writable = self.pages.reserve(session.slot, state.pages, state.seen, end)
+            state.writable = self.tier.with_room(lambda: self.pages.reserve(session.slot, state.pages, state.seen, end))
 
     def _shared(self, state: SessionState) -> SessionState:
         """Copy the state for one more session, or for a snapshot. Neither may write the pages before copying them."""

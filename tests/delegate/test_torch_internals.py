@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import DeviceType
 
 from ostinato.delegate import torch_internals
 from ostinato.delegate.artifact.files import open_artifact
@@ -24,6 +25,7 @@ from ostinato.delegate.artifact.records import MethodRecord
 from ostinato.delegate.torch_internals import (
     PoolHandle,
     bind_constants,
+    copy_each,
     current_stream_handle,
     end_allocation_to_pool,
     free_pinned_memory,
@@ -202,6 +204,20 @@ def test_pool_bytes(handle: PoolHandle) -> None:
     assert sys.getrefcount(number) >= before
     del inside
     release_pool(device, handle)
+
+
+def test_copy_each(device: torch.device) -> None:
+    """On a GPU it is one kernel, whatever the sizes."""
+    sizes = (1, 8, 300, 4, 16_384)
+    sources = [torch.arange(size, device=device).to(torch.uint8) + 1 for size in sizes]
+    targets = [torch.zeros_like(source) for source in sources]
+    copy_each(targets, sources)
+    assert all(torch.equal(*pair) for pair in zip(targets, sources, strict=True))
+    if device.type == "cuda":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            copy_each(targets, sources)
+            torch.cuda.synchronize()
+        assert sum(event.device_type == DeviceType.CUDA for event in profile.events()) == 1
 
 
 @pytest.mark.gpu

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ostinato.delegate import Growth, Program, load_program
+from ostinato.delegate import Growth, Program, RowTransfers, load_program
+from ostinato.delegate.code.used_streams import UsedStreams
 from ostinato.delegate.constants.rows import StateRows, allocate_rows
 from ostinato.delegate.torch_internals import ALIGNMENT
 
 ROWS = 5
 # Three sizes of rows, one of them in two dtypes; a row of 3 bytes, and rows of nothing.
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-    "layers.0.recurrent": ((4, 8, 8), torch.float32),
-    "layers.10.recurrent": ((4, 8, 8), torch.float32),
-    "layers.2.recurrent": ((4, 8, 8), torch.float32),
+    "layers.0.recurrent": ((4, 64, 32), torch.float32),
+    "layers.10.recurrent": ((4, 64, 32), torch.float32),
+    "layers.2.recurrent": ((4, 64, 32), torch.float32),
     "layers.0.conv": ((3, 7), torch.bfloat16),
     "layers.2.conv": ((3, 7), torch.bfloat16),
     "table": ((9,), torch.int32),
@@ -61,7 +62,7 @@ def buffers(request: pytest.FixtureRequest, device: torch.device) -> dict[str, T
 
 def test_a_row_is_copied_in_all_buffers(buffers: dict[str, Tensor]) -> None:
     expected, rows = filled(buffers), StateRows(buffers)
-    assert sorted(rows.names) == sorted(SHAPES)
+    assert sorted(rows.bytes_by_name) == sorted(SHAPES)
     assert rows.row_bytes == sum(math.prod(inner) * dtype.itemsize for inner, dtype in SHAPES.values())
     for source, target in ((0, 4), (4, 1), (2, 0), (3, 3)):
         rows.copy(source, target)
@@ -78,7 +79,10 @@ def test_buffers_lie_side_by_side(device: torch.device) -> None:
         assert made[name].is_contiguous() and made[name].device == device
         assert made[name].data_ptr() % ALIGNMENT == 0 and not made[name].any()
     # recurrent; conv; table; position, token and pair; odd; nothing
-    assert len(StateRows(made)._stacks) == 6
+    rows = StateRows(made)
+    assert len(rows._stacks) == 6
+    # One kernel, and one more for all small buffers that have bytes.
+    assert (len(rows._row(0).large), len(rows._row(0).small)) == (1, 7)
     expected = filled(made)
     for name, buffer in expected.items():
         assert torch.equal(bits(made[name]), bits(buffer)), name
@@ -96,6 +100,30 @@ def test_memory_goes_with_the_last_buffer(device: torch.device) -> None:
     assert not storage.expired()
     made["layers.10.recurrent"].set_()  # type: ignore[call-overload]
     assert storage.expired()
+
+
+@pytest.mark.parametrize("piece_bytes", [40, 700, 1 << 20])
+def test_rows_go_to_the_host_and_come_back(
+    buffers: dict[str, Tensor], piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces of any size: whole buffers, several of them, or some rows of one. The bytes do not depend on the pieces."""
+    monkeypatch.setattr("ostinato.delegate.constants.rows.PIECE_BYTES", piece_bytes)
+    device = buffers["table"].device
+    transfers, rows, expected = RowTransfers(device, UsedStreams(device)), StateRows(buffers), filled(buffers)
+    chosen = [3, 0, 4]
+    host = transfers.to_host([(rows, chosen), (rows, [2]), (rows, [])])
+    host.mark.wait()
+    assert host.nbytes == 4 * rows.row_bytes
+    names = list(rows.bytes_by_name)
+    found = torch.cat(host.data)
+    wanted = [bits(expected[name][chosen]) for name in names] + [bits(expected[name][2]) for name in names]
+    assert torch.equal(found, torch.cat(wanted))
+    # To other rows. What is queued after `hold_back` sees them.
+    transfers.to_device(host, [(rows, [1, 2, 3]), (rows, [0]), (rows, [])]).hold_back()
+    for name, buffer in expected.items():
+        now = buffer[[2, 3, 0, 4, 4]]
+        assert torch.equal(bits(buffers[name]), bits(now)), name
+    transfers.close()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -120,16 +148,18 @@ def test_rows_of_a_program(program: Program) -> None:
     assert more.row_bytes == program.capacity.slot_bytes > own.row_bytes
     state = program.new_state()
     program.bind_state(state)
-    expected = filled({key: state[key] for key in more.names})
+    expected = filled({key: state[key] for key in more.bytes_by_name})
     program.rows_of(Growth.SLOTS).copy(0, 4)
     for key, buffer in expected.items():
         buffer[4] = buffer[0].clone()
         assert torch.equal(bits(state[key]), bits(buffer)), key
-    assert len(program.rows_of(Growth.SLOTS)._stacks) == len({state[key][0].nbytes for key in more.names})
+    assert len(program.rows_of(Growth.SLOTS)._stacks) == len({state[key][0].nbytes for key in more.bytes_by_name})
     program.bind_state()
-    assert program.rows_of(Growth.SLOTS).names == more.names
+    assert program.rows_of(Growth.SLOTS).bytes_by_name == more.bytes_by_name
     # Nothing was copied there.
-    assert all(torch.equal(program.mutable_buffers[key][4], program.mutable_buffers[key][3]) for key in more.names)
+    assert all(
+        torch.equal(program.mutable_buffers[key][4], program.mutable_buffers[key][3]) for key in more.bytes_by_name
+    )
 
 
 def test_a_closed_program_keeps_no_memory(program: Program) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ostinato.delegate import CapacityError
+from ostinato.delegate import CapacityError, InputError
 from ostinato.delegate.logits_processing import bitmask
 from ostinato.runner import Engine, SamplingParams
 from ostinato.runner.sessions.session import Session, Snapshot
@@ -35,6 +38,12 @@ CHANGED = (
 def close(*sessions: Session | Snapshot) -> None:
     for session in sessions:
         session.close()
+
+
+def settle(engine: Engine) -> None:
+    """Wait for sessions that are on their way to the host."""
+    while engine.sessions.tier.settle(wait=True):
+        pass
 
 
 @dataclass
@@ -74,7 +83,8 @@ def mask_of(vocab: int) -> Callable[[list[int]], torch.Tensor]:
 
 
 class Conversations(RuleBasedStateMachine):
-    """Sessions join, leave, fork, make snapshots and step in any order: each session's tokens are transformers' own.
+    """Sessions join, leave, fork, make snapshots, go to the host and to files, and step in any order: each session's tokens
+    are transformers' own.
 
     Attributes:
         engine: with SESSIONS slots and SNAPSHOTS rows for snapshots.
@@ -100,6 +110,7 @@ class Conversations(RuleBasedStateMachine):
 
     @rule(length=st.integers(1, 40), first=st.integers(0, 1499))
     def join(self, length: int, first: int) -> None:
+        settle(self.engine)
         if not self.engine.sessions.free:
             with pytest.raises(CapacityError, match=f"all {SESSIONS} sessions are open"):
                 self.engine.open_session()
@@ -112,6 +123,8 @@ class Conversations(RuleBasedStateMachine):
     @rule(which=st.integers(0), length=st.integers(1, 1000), first=st.integers(0, 1499))
     def go_on(self, which: int, length: int, first: int) -> None:
         session = self.sessions[which % len(self.sessions)]
+        if not self._here(session):
+            return
         tokens = [(first + 17 * place) % self.vocab for place in range(1 + length % self.longest)]
         if len(session.tokens) + len(tokens) > self.max_seq_len - 1:
             return
@@ -121,7 +134,7 @@ class Conversations(RuleBasedStateMachine):
     @rule(chosen=st.sets(st.integers(0, SESSIONS - 1), min_size=1), more=st.booleans(), count=st.integers(1, 5))
     def step(self, chosen: set[int], more: bool, count: int) -> None:
         some = [session for place, session in enumerate(self.sessions) if place in chosen and session.tokens]
-        some = [session for session in some if len(session.tokens) + count < self.max_seq_len]
+        some = [session for session in some if len(session.tokens) + count < self.max_seq_len and self._here(session)]
         if not some:
             return
         for _ in range(count):
@@ -148,11 +161,13 @@ class Conversations(RuleBasedStateMachine):
             place: tokens
             for place, tokens in prompts.items()
             if place < len(self.sessions) and len(self.sessions[place].tokens) + len(tokens) < self.max_seq_len - 1
+            if self._here(self.sessions[place])
         }
         stepping = [
             session
             for place, session in enumerate(self.sessions)
             if place in chosen and (place in prompts or session.tokens) and len(session.tokens) + 1 < self.max_seq_len
+            if self._here(session)
         ]
         given = {self.sessions[place].it: tokens for place, tokens in prompts.items()}
         try:
@@ -170,6 +185,8 @@ class Conversations(RuleBasedStateMachine):
     @rule(which=st.integers(0), params=st.sampled_from([PLAIN, *CHANGED]), masked=st.booleans())
     def sample_otherwise(self, which: int, params: SamplingParams, masked: bool) -> None:
         session = self.sessions[which % len(self.sessions)]
+        if not self._here(session):
+            return
         if session.it._open.pending and session.it._open.logits is None:
             # A step has gone ahead, by the parameters before.
             return
@@ -181,13 +198,15 @@ class Conversations(RuleBasedStateMachine):
     @rule(which=st.integers(0))
     def fork(self, which: int) -> None:
         session = self.sessions[which % len(self.sessions)]
-        if self.engine.sessions.free:
+        if self._here(session) and self.engine.sessions.free:
             self.sessions.append(replace(session, it=session.it.fork(), tokens=list(session.tokens)))
 
     @precondition(lambda self: self.sessions)
     @rule(which=st.integers(0))
     def keep(self, which: int) -> None:
         session = self.sessions[which % len(self.sessions)]
+        if not self._here(session):
+            return
         if len(self.snapshots) == SNAPSHOTS:
             with pytest.raises(CapacityError, match=rf"all {SNAPSHOTS} snapshots .* as in snapshots={SNAPSHOTS + 1}"):
                 session.it.snapshot()
@@ -198,14 +217,34 @@ class Conversations(RuleBasedStateMachine):
     @rule(which=st.integers(0), kept=st.integers(0))
     def go_back(self, which: int, kept: int) -> None:
         session, snapshot = self.sessions[which % len(self.sessions)], self.snapshots[kept % len(self.snapshots)]
-        session.it.restore(snapshot.it)
-        place = self.sessions.index(session)
-        self.sessions[place] = replace(snapshot, it=session.it, tokens=list(snapshot.tokens))
+        if self._here(session):
+            session.it.restore(snapshot.it)
+            place = self.sessions.index(session)
+            self.sessions[place] = replace(snapshot, it=session.it, tokens=list(snapshot.tokens))
 
     @precondition(lambda self: self.snapshots)
     @rule(kept=st.integers(0))
     def forget(self, kept: int) -> None:
         close(self.snapshots.pop(kept % len(self.snapshots)).it)
+
+    @precondition(lambda self: self.sessions)
+    @rule(which=st.integers(0))
+    def offload(self, which: int) -> None:
+        self.sessions[which % len(self.sessions)].it.offload()
+
+    @precondition(lambda self: self.sessions)
+    @rule(which=st.integers(0))
+    def save_and_load(self, which: int) -> None:
+        session = self.sessions[which % len(self.sessions)]
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "session")
+            session.it.save(path)
+            try:
+                # A bitmask is a function, which no file has.
+                loaded = replace(session, it=self.engine.load_session(path), tokens=list(session.tokens), masked=False)
+                self.sessions.append(loaded)
+            except CapacityError as error:
+                assert re.search(r"sessions are open|are free: close a session", str(error))
 
     @precondition(lambda self: self.sessions)
     @rule(which=st.integers(0))
@@ -216,6 +255,18 @@ class Conversations(RuleBasedStateMachine):
     def histories_are_theirs(self) -> None:
         for session in self.sessions:
             assert session.it.tokens == session.tokens
+
+    def _here(self, session: Known) -> bool:
+        """Bring the session back if it is on the host. False: there is no room."""
+        if session.it.is_offloaded:
+            with pytest.raises(InputError, match="the session is on the host: onload it first"):
+                self.engine.step([session.it])
+            try:
+                session.it.onload()
+            except CapacityError as error:
+                assert re.search(r"sessions are open|are free: close a session", str(error))
+                return False
+        return True
 
     def _prefill(self, session: Known, tokens: list[int]) -> None:
         try:

@@ -22,7 +22,7 @@ from ostinato.runner.model.steps import _HostTokens
 from ostinato.runner.sessions.session import Session
 
 from ...conftest import CAPITALS, CAPITALS_LENGTH
-from .conversations import KV_TOKENS, SESSIONS, SNAPSHOTS, Conversations, Logits, close
+from .conversations import KV_TOKENS, SESSIONS, SNAPSHOTS, Conversations, Logits, close, settle
 
 HOT = SamplingParams(temperature=1.5, top_k=40, top_p=0.95, seed=11)
 BUCKETS = (2, 4)
@@ -87,6 +87,7 @@ def nothing_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
     if "engine" in request.fixturenames:
         gc.collect()
         engine = request.getfixturevalue("engine")
+        settle(engine)
         assert (engine.sessions.free, engine.sessions.free_snapshots) == (SESSIONS, SNAPSHOTS)
         assert engine.sessions.pages.free == KV_TOKENS // 64
 

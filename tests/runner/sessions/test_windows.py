@@ -17,7 +17,7 @@ from torch import Tensor
 from ostinato.delegate import CapacityError, GroupCapacity, StateKind, load_program
 from ostinato.delegate.artifact.records import Growth
 from ostinato.export import export_model
-from ostinato.runner import Engine
+from ostinato.runner import Engine, SamplingParams
 from ostinato.runner.sessions.session import Session
 
 from ...conftest import export_on_a_gpu
@@ -25,7 +25,7 @@ from ...export.conversations import errors, run
 from ...export.models import dense_references
 from ...export.models.dense_references import CASES, make_dense
 from ...export.references import Reference
-from .conversations import SESSIONS, SNAPSHOTS, Conversations, close
+from .conversations import SESSIONS, SNAPSHOTS, Conversations, close, settle
 
 MAX_SEQ_LEN, CHUNK, PAGE = 1024, 100, 64
 WINDOW, PAGES = 24, MAX_SEQ_LEN // PAGE
@@ -69,6 +69,7 @@ def engine(made: Made) -> Iterator[Engine]:
     with Engine.load(made[-1], cuda_graph=True, sessions=SESSIONS, kv_tokens=kv_tokens, snapshots=SNAPSHOTS) as loaded:
         yield loaded
         gc.collect()
+        settle(loaded)
         capacity = loaded.program.capacity
         assert loaded.sessions.free_pages_by_group == {group.name: group.pages for group in capacity.groups}
 
@@ -190,6 +191,40 @@ def test_back_to_pages_that_were_left(made: Made, engine: Engine) -> None:
     session.prefill(text[90:95])
     follows(session)
     close(session, early, *keepers)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.5, top_k=40, seed=11)], ids=["greedy", "seed"])
+def test_to_the_host_and_to_a_file(made: Made, engine: Engine, params: SamplingParams, tmp_path: Path) -> None:
+    """Only pages that a session still sees go with it. All others are full of NaN when it is back, in other pages."""
+    *_, reference, _ = made
+    text = reference.tokens(600, seed=4)[0].tolist()
+
+    def follows(session: Session, *others: Session) -> list[int]:
+        for _ in range(3 + WINDOW):
+            poison(engine, session, *others)
+            engine.step([session])
+        return session.tokens[600:]
+
+    with engine.open_session(params) as session, engine.open_session() as other:
+        session.prefill(text)
+        session.save(tmp_path / "kept")
+        before = [mine.numbers for mine in session._open.pages]
+        session.offload()
+        settle(engine)
+        assert not any(used(engine).values())
+        poison(engine)
+        other.prefill(text[:90])
+        session.onload()
+        assert [len(mine.numbers) for mine in session._open.pages] == [len(numbers) for numbers in before]
+        found = follows(session, other)
+        with engine.load_session(tmp_path / "kept") as loaded:
+            assert follows(loaded, session, other) == found
+    with engine.open_session(params) as session:
+        session.prefill(text)
+        assert follows(session) == found
+    if params.temperature == 0:
+        logits = reference.logits(torch.tensor([[*text, *found[:-1]]]))
+        assert found == logits[599:].argmax(1).tolist()
 
 
 def test_in_any_company(made: Made, engine: Engine) -> None:

@@ -1,0 +1,260 @@
+"""The host tier: sessions whose slot and pages are in the host's memory, and leave their place on the device to others.
+
+Copies run beside steps. A session's slot and pages are dealt out again when its copy is done, not when it begins.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+
+from ostinato.delegate import ClosedError, Growth, HostRows, Program, StateRows
+from ostinato.delegate.artifact.records import dtype_from_name, dtype_name
+from ostinato.delegate.code.transfers import Mark
+from ostinato.delegate.errors import CapacityError, SessionFileError, first_line
+from ostinato.delegate.sampling_params import SamplingParams
+
+from .pages import PageList, Pages
+from .session import Session, SessionState
+from .session_file import opened_session, read_rows, write_session
+from .slots import Slots
+
+if TYPE_CHECKING:
+    from .sessions import Sessions
+
+Taken = TypeVar("Taken")
+
+
+class Kept(NamedTuple):
+    """Pages of one group that a session has: the number that it has left behind, and the number of those after them."""
+
+    first: int
+    pages: int
+
+
+@dataclass
+class Offloaded:
+    """What a session has on the device, in the host's memory.
+
+    Attributes:
+        rows: its slot, its pages by group, and its logits if it has any.
+        pages: numbers of its pages, by group.
+        logits: an example of the logits [vocab] on the meta device.
+    """
+
+    rows: HostRows
+    pages: list[Kept]
+    logits: torch.Tensor | None
+
+
+class _Leaving(NamedTuple):
+    """What a copy reads until its mark is done."""
+
+    mark: Mark
+    slot: int
+    pages: list[PageList]
+    logits: torch.Tensor | None
+
+
+class HostTier:
+    """Moves sessions between the device and the host.
+
+    Args:
+        program: the program.
+        slots, pages: its slots and pages.
+        lock: lets one thread at a time change these.
+        complete: samples what steps have left for later. Called before a session's state is copied.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        slots: Slots,
+        pages: Pages,
+        lock: AbstractContextManager[Any],
+        complete: Callable[[], None],
+    ) -> None:
+        self._program, self._slots, self._pages, self._lock = program, slots, pages, lock
+        self._complete = complete
+        # Sessions whose copies may be under way, in their order.
+        self._leaving: deque[_Leaving] = deque()
+
+    def offload(self, session: Session) -> None:
+        """See `Session.offload`."""
+        with self._lock:
+            if not session.is_offloaded:
+                self._check_program()
+                state = session._open
+                offloaded = self._copied(session)
+                self._leaving.append(_Leaving(offloaded.rows.mark, session.slot, state.pages, state.logits))
+                session._offloaded, session.slot = offloaded, -1
+                state.pages, state.logits, state.writable = [], None, 0
+                self.settle()
+
+    def onload(self, session: Session) -> None:
+        """See `Session.onload`."""
+        with self._lock:
+            state, offloaded = session._known, session._offloaded
+            if offloaded is None:
+                return
+            self._check_program()
+            logits = offloaded.logits
+            if logits is not None:
+                logits = torch.empty_like(logits, device=self._program.device)
+            slot, pages = self.with_room(self._slots.take), self._pages.none()
+            try:
+                pages = self.with_room(lambda: self._pages.take(offloaded.pages))
+                arrival = self._program.row_transfers.to_device(offloaded.rows, self._chosen(slot, pages, logits))
+            except BaseException:
+                self._slots.give(slot)
+                self._pages.release(pages)
+                raise
+            self._pages.write_block_tables(slot, pages)
+            session._arrival = arrival
+            session.slot, state.pages, state.logits = slot, pages, logits
+            session._offloaded, state.params_written = None, False
+
+    def save(self, session: Session, path: Path) -> None:
+        """See `Session.save`. Other threads may step while the file is written."""
+        with self._lock:
+            self._check_program()
+            offloaded = session._offloaded or self._copied(session)
+            offloaded.rows.mark.wait()
+            header = self._header(offloaded, session._known)
+        write_session(path, header, offloaded.rows)
+
+    def load(self, sessions: Sessions, path: Path) -> Session:
+        """See `Engine.load_session`."""
+        self._check_program()
+        offloaded, state = self._read(path)
+        session = Session(sessions, -1, state)
+        session._offloaded = offloaded
+        self.onload(session)
+        return session
+
+    def settle(self, wait: bool = False) -> bool:
+        """Take slots and pages back whose copies are done. Returns whether there are any.
+
+        Args:
+            wait: whether to wait for the copy that began first.
+        """
+        before = len(self._leaving)
+        if wait and before:
+            self._leaving[0].mark.wait()
+        while self._leaving and self._leaving[0].mark.is_done:
+            done = self._leaving.popleft()
+            self._slots.give(done.slot)
+            self._pages.release(done.pages)
+        return len(self._leaving) < before
+
+    def with_room(self, take: Callable[[], Taken]) -> Taken:
+        """Call `take`. If it raises CapacityError, wait for sessions that leave, and call it again."""
+        self.settle()
+        while True:
+            try:
+                return take()
+            except CapacityError:
+                if not self.settle(wait=True):
+                    raise
+
+    def _check_program(self) -> None:
+        if self._program.closed:
+            raise ClosedError("the program is closed")
+
+    def _copied(self, session: Session) -> Offloaded:
+        """Begin to copy what a session has. Until the copy is done, nobody may write it."""
+        self._complete()
+        state = session._open
+        self._pages.leave(state.pages, state.seen)
+        kept = [Kept(mine.first, len(mine.numbers)) for mine in state.pages]
+        logits = None if state.logits is None else state.logits.contiguous()
+        rows = self._program.row_transfers.to_host(self._chosen(session.slot, state.pages, logits))
+        return Offloaded(rows, kept, None if logits is None else torch.empty_like(logits, device="meta"))
+
+    def _chosen(
+        self, slot: int, pages: Sequence[PageList], logits: torch.Tensor | None
+    ) -> list[tuple[StateRows, Sequence[int]]]:
+        """The rows that a session has, and their numbers."""
+        numbers = [[slot], *(mine.numbers for mine in pages), [0]]
+        return [(rows, some) for (_, rows), some in zip(self._parts(logits), numbers, strict=False)]
+
+    def _parts(self, logits: torch.Tensor | None) -> list[tuple[str, StateRows]]:
+        """The rows that a session has, with names: of its slot, of each page group, and its logits."""
+        program = self._program
+        growth = Growth.SLOTS if program.capacity.slot_bytes else Growth.FIXED
+        # Block tables are written anew: the pages have other numbers.
+        found = [("slot", program.rows_of(growth, tables=False))]
+        found += [(f"pages {name}", program.rows_of(Growth.PAGES, name)) for name in self._pages.names]
+        return found if logits is None else [*found, ("logits", StateRows({"logits": logits[None]}))]
+
+    def _header(self, offloaded: Offloaded, state: SessionState) -> dict[str, Any]:
+        """What `_read` needs beside the rows, in JSON's types."""
+        # A token that was sampled from logits is sampled again.
+        pending = [] if offloaded.logits is not None else [tokens.tokens()[number] for tokens, number in state.pending]
+        logits = offloaded.logits
+        return {
+            "artifact": self._program.digest,
+            "tokens": state.tokens,
+            "pending": pending,
+            "seen": state.seen,
+            "prompt_end": state.prompt_end,
+            "sampling_params": asdict(state.sampling_params),
+            "pages": {name: list(kept) for name, kept in zip(self._pages.names, offloaded.pages, strict=True)},
+            "logits": None if logits is None else [len(logits), dtype_name(logits.dtype)],
+            "rows": self._layout(logits),
+        }
+
+    def _read(self, path: Path) -> tuple[Offloaded, SessionState]:
+        """Read a session from a file, to the host. Raises SessionFileError."""
+        with opened_session(path, self._program.digest) as (header, file):
+            try:
+                pages = [Kept(*header["pages"][name]) for name in self._pages.names]
+                shape = header["logits"]
+                logits = shape and torch.empty(shape[0], dtype=dtype_from_name(shape[1]), device="meta")
+                state = SessionState(
+                    list(header["tokens"]),
+                    header["seen"],
+                    header["prompt_end"],
+                    deque((_Saved(token), 0) for token in header["pending"]),
+                    sampling_params=SamplingParams(**header["sampling_params"]),
+                )
+                same = header["rows"] == self._layout(logits)
+                held = min(
+                    ((one.first + one.pages) * self._program.capacity.page_size for one in pages), default=state.seen
+                )
+                if not 0 <= state.seen <= min(held, len(state.tokens) + len(state.pending)):
+                    raise ValueError(f"its state is that of {state.seen} tokens")
+                if not 0 <= state.prompt_end <= len(state.tokens):
+                    raise ValueError(f"its prompt has {state.prompt_end} tokens")
+            except (KeyError, TypeError, ValueError) as error:
+                raise SessionFileError(f"{path} is damaged: its header cannot be read ({first_line(error)})") from error
+            if not same:
+                raise SessionFileError(f"{path} has other state than the program: save the session again")
+            numbers = [1, *(kept.pages for kept in pages), 1]
+            rows = [rows for _, rows in self._parts(logits)]
+            host = self._program.row_transfers.empty([(one, range(n)) for one, n in zip(rows, numbers, strict=False)])
+            read_rows(path, header, file, host)
+        return Offloaded(host, pages, logits), state
+
+    def _layout(self, logits: torch.Tensor | None) -> dict[str, dict[str, int]]:
+        """Bytes of a row in each buffer, in the order of a file's body."""
+        return {name: rows.bytes_by_name for name, rows in self._parts(logits)}
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A token that a step had sampled when the session was saved."""
+
+    token: int
+
+    def tokens(self) -> list[int]:
+        return [self.token]
+
+    def logprobs(self, number: int) -> None:
+        return None
