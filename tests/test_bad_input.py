@@ -329,7 +329,7 @@ def test_arguments_of_another_type(recurrent_artifact: Path) -> None:
         (name,) = options
         with pytest.raises(OptionError, match=rf"^{name} must be a (whole )?number, got "):
             SamplingParams(**options)  # type: ignore[arg-type]
-    for options, message in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"repetition_penalty": 0.0}, "repetition_penalty must be more than 0, 1 is off; got 0.0"),
         ({"presence_penalty": 2.5}, "presence_penalty must be -2 to 2, 0 is off; got 2.5"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty must be -2 to 2, 0 is off; got nan"),
@@ -340,9 +340,10 @@ def test_arguments_of_another_type(recurrent_artifact: Path) -> None:
         ({"stop_token_ids": ["x"]}, r"stop_token_ids must be token ids, got \['x'\]"),
         ({"stop_token_ids": 7}, "stop_token_ids must be token ids, got 7"),
         ({"logprobs": 21}, "logprobs must be 0 to 20, got 21"),
-    ):
+    ]
+    for given, message in wrong:
         with pytest.raises(OptionError, match=f"^{message}"):
-            SamplingParams(**options)  # type: ignore[arg-type]
+            SamplingParams(**given)
     with pytest.raises(OptionError, match="cuda_graph must be True or False, got 'maybe'"):
         Engine.load(recurrent_artifact, cuda_graph="maybe")  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ from ostinato.delegate import load_program
 from ostinato.delegate.graphs.recorders import HostGraphRecorder
 from ostinato.runner.bench.report import Reads
 from ostinato.runner.cli import main
-from ostinato.runner.model.steps import HostSteps, PendingTokens, Stepped
+from ostinato.runner.model.steps import HostSteps, Pending, Stepped
 
 from ...conftest import CAPITALS_LENGTH
 from ...modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent, recurrent_methods
@@ -76,11 +76,11 @@ def test_each_repetition_starts_from_the_state_at_its_depth(
     runs: list[tuple[int, list[int]]] = []
     launch = HostSteps.launch
 
-    def spy(steps: HostSteps, sessions: Sequence[Stepped]) -> PendingTokens:
+    def spy(steps: HostSteps, sessions: Sequence[Stepped], positions: Sequence[int], ahead: bool) -> list[Pending]:
         tokens = sessions[0].tokens
         if not runs or runs[-1][1] is not tokens:
             runs.append((len(tokens) - 1, tokens))
-        return launch(steps, sessions)
+        return launch(steps, sessions, positions, ahead)
 
     monkeypatch.setattr(HostSteps, "launch", spy)
     bench(request.getfixturevalue(artifact), "-p", 12, "-n", 7, "-d", "0,12,5,1", "-r", 3)
