@@ -281,6 +281,17 @@ def test_many_logits_that_are_not_finite(sample_of: Callable[[str], Sample], nam
 
 
 @each_form
+def test_params_that_keep_nothing(sample_of: Callable[[str], Sample], name: str) -> None:
+    """An export tries kernels on random params: the token must exist all the same, for what is done with it next."""
+    form = FORMS[name]
+    case = make_all("random", 300, form.params, device=form.device)
+    for change in ({"min_p": 3.0}, {"min_p": -1.0, "top_p": -0.5}, {"min_p": 3.0, "top_p": 0.5, "top_k": 2}):
+        values = {key: torch.full_like(getattr(case.params, key), value) for key, value in change.items()}
+        # The case itself checks the range.
+        replace(case, params=case.params._replace(**values)).run(sample_of(name))
+
+
+@each_form
 def test_steps_go_on_from_what_is_kept(sample_of: Callable[[str], Sample], name: str) -> None:
     """Each begins with the position that the one ahead has left."""
     params = {19: SamplingParams(0.9, 30, 0.95, seed=2**63 - 1), 4: SamplingParams(1.2, seed=2**64 - 1)}
