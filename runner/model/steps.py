@@ -48,6 +48,9 @@ class Stepped(Protocol):
     def token_bitmask(self) -> TokenBitmask | None:
         """What allows the session's next tokens. None: all are allowed."""
 
+    def _keep_logits(self, logits: torch.Tensor) -> None:
+        """Forget the token that a step has begun, and sample it from these logits [vocab] in the session's next step."""
+
 
 class PendingTokens(Protocol):
     """The tokens that a step has sampled, perhaps still on their way to the host."""
@@ -328,7 +331,16 @@ class DeviceSteps:
     def settle(self) -> None:
         later = self._later
         if later is not None:
-            masks = self._bitmasks([one for one, slot in zip(later.sessions, later.slots, strict=True) if slot >= 0])
+            masks: dict[int, torch.Tensor | None] = {}
+            for number, session in enumerate(later.sessions):
+                if later.slots[number] < 0:
+                    continue
+                try:
+                    masks |= self._bitmasks([session])
+                except Exception:
+                    # Another session's step may be what runs now. The session's own asks again, and raises.
+                    later.slots[number] = -1
+                    session._keep_logits(later.outputs.logits[number].clone())
             later.sampled = self._sampled(later.outputs, later.positions, later.slots, masks, later.asked)
             self._later = None
 
@@ -376,13 +388,15 @@ class DeviceSteps:
         left: Collection[int],
     ) -> list[Pending]:
         """The tokens of a step's sessions, some of them sampled again. Those of sessions `left` have no meaning yet."""
-        slots, asked = [-1] * len(sessions), None
         if self._special:
-            asked = _logprobs_asked(sessions)
-            for number, one in enumerate(sessions):
-                if number not in left and (one.sampling_params.processes or one.token_bitmask):
-                    slots[number] = one.slot
-        sampled = self._sampled(outputs, positions, slots, masks, asked)
+            again = {
+                number for number, one in enumerate(sessions) if one.sampling_params.processes or one.token_bitmask
+            }
+            slots = [one.slot if number in again and number not in left else -1 for number, one in enumerate(sessions)]
+            sampled = self._sampled(outputs, positions, slots, masks, _logprobs_asked(sessions))
+        else:
+            assert outputs.tokens is not None
+            sampled = self._pending(outputs.tokens, len(sessions), None)
         return [(sampled, number) for number in range(len(sessions))]
 
     def _sampled(
