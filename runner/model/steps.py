@@ -12,7 +12,6 @@ from ostinato.delegate import InputError
 from ostinato.delegate.code.transfers import Mark
 from ostinato.delegate.logits_processing import (
     ProcessingTensors,
-    TokenLogprobs,
     logprob_tensors,
     processed,
     processing_tensors,
@@ -20,7 +19,7 @@ from ostinato.delegate.logits_processing import (
     words_of,
 )
 from ostinato.delegate.sampling import most_likely, sample
-from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
+from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors, TokenLogprobs
 
 from .batch import Outputs, Run
 from .model import Model

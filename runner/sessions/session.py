@@ -15,8 +15,7 @@ import torch
 from ostinato.delegate import ClosedError, InputError
 from ostinato.delegate.code.transfers import Mark
 from ostinato.delegate.errors import OptionError
-from ostinato.delegate.logits_processing import TokenLogprobs
-from ostinato.delegate.sampling_params import SamplingParams
+from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
 from ostinato.runner.model.model import MAX_LOGITS, token_ids
 from ostinato.runner.model.steps import Pending, TokenBitmask
 
