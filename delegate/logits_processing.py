@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .errors import OptionError
-from .sampling_params import SamplingParams
+from .sampling_params import SamplingParams, TokenLogprobs
 
 # Tokens with a bias of their own, and tokens that `min_tokens` forbids, for one session.
 MAX_BIASES = 512
@@ -138,22 +138,6 @@ def bitmask(tokens: Sequence[int], vocab: int) -> Tensor:
 def words_of(vocab: int) -> int:
     """Number of words W of a bitmask."""
     return (vocab + WORD_BITS - 1) // WORD_BITS
-
-
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities of a token and of the most likely ones, from the logits as the model gives them.
-
-    Attributes:
-        token: the token id.
-        logprob: natural logarithm of its probability.
-        rank: number of tokens that are at least as likely; 1 is the most likely one.
-        top: the most likely tokens with their log-probabilities, the most likely first.
-    """
-
-    token: int
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]]
 
 
 def logprob_tensors(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:

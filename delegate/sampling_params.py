@@ -1,4 +1,7 @@
-"""Parameters of sampling, as a caller gives them and as a program takes them. `sampling.py` says what they mean."""
+"""Parameters of sampling, as a caller gives them and as a program takes them, and the log-probabilities that they ask for.
+
+`sampling.py` and `logits_processing.py` say what they mean.
+"""
 
 from __future__ import annotations
 
@@ -168,3 +171,19 @@ class SamplingTensors(NamedTuple):
     top_p: Tensor
     seed: Tensor
     min_p: Tensor
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of a token and of the most likely ones, from the logits as the model gives them.
+
+    Attributes:
+        token: the token id.
+        logprob: natural logarithm of its probability.
+        rank: number of tokens that are at least as likely; 1 is the most likely one.
+        top: the most likely tokens with their log-probabilities, the most likely first.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ostinato.delegate.errors import SessionFileError as SessionFileError
     from ostinato.delegate.errors import StepError as StepError
     from ostinato.delegate.errors import TargetError as TargetError
-    from ostinato.delegate.logits_processing import TokenLogprobs as TokenLogprobs
     from ostinato.delegate.sampling_params import SamplingParams as SamplingParams
     from ostinato.delegate.sampling_params import SamplingTensors as SamplingTensors
+    from ostinato.delegate.sampling_params import TokenLogprobs as TokenLogprobs
     from ostinato.delegate.version import __version__ as __version__
 
     from .engine import Engine as Engine
@@ -45,8 +45,7 @@ else:
         {
             "ostinato.delegate.errors": "ArtifactError CapacityError ClosedError DeviceMemoryError InputError "
             "OptionError OstinatoError SessionFileError StepError TargetError",
-            "ostinato.delegate.logits_processing": "TokenLogprobs",
-            "ostinato.delegate.sampling_params": "SamplingParams SamplingTensors",
+            "ostinato.delegate.sampling_params": "SamplingParams SamplingTensors TokenLogprobs",
             "ostinato.delegate.version": "__version__",
             ".engine": "Engine",
             ".load_bar": "LoadBar",

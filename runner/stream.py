@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-if TYPE_CHECKING:
-    from ostinato.delegate.logits_processing import TokenLogprobs
+from ostinato.delegate.sampling_params import TokenLogprobs
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
@@ -20,8 +19,8 @@ class Result:
 
     `finish_reason`: "stop" (end-of-sequence token, or one of `stop_token_ids`), "length" (`max_new_tokens`), "max_seq_len" or
     "interrupted". `tokens` ends with the token that ended the answer, and `text` leaves it out. `logprobs` has a record for
-    each of `tokens`, if the parameters asked for them. Prefill times include the
-    sampling of the first token; decode times are of every token after it.
+    each of `tokens`, if the parameters asked for them. Prefill times include the sampling of the first token; decode times
+    are of every token after it.
     """
 
     text: str = ""

@@ -12,7 +12,6 @@ from ostinato.delegate import InputError
 from ostinato.delegate.code.transfers import Mark
 from ostinato.delegate.logits_processing import (
     ProcessingTensors,
-    TokenLogprobs,
     logprob_tensors,
     processed,
     processing_tensors,
@@ -20,7 +19,7 @@ from ostinato.delegate.logits_processing import (
     words_of,
 )
 from ostinato.delegate.sampling import most_likely, sample
-from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
+from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors, TokenLogprobs
 
 from .batch import Outputs, Run
 from .model import Model
@@ -47,6 +46,9 @@ class Stepped(Protocol):
     @property
     def token_bitmask(self) -> TokenBitmask | None:
         """What allows the session's next tokens. None: all are allowed."""
+
+    def _keep_logits(self, logits: torch.Tensor) -> None:
+        """Forget the token that a step has begun, and sample it from these logits [vocab] in the session's next step."""
 
 
 class PendingTokens(Protocol):
@@ -328,7 +330,16 @@ class DeviceSteps:
     def settle(self) -> None:
         later = self._later
         if later is not None:
-            masks = self._bitmasks([one for one, slot in zip(later.sessions, later.slots, strict=True) if slot >= 0])
+            masks: dict[int, torch.Tensor | None] = {}
+            for number, session in enumerate(later.sessions):
+                if later.slots[number] < 0:
+                    continue
+                try:
+                    masks |= self._bitmasks([session])
+                except Exception:
+                    # Another session's step may be what runs now. The session's own asks again, and raises.
+                    later.slots[number] = -1
+                    session._keep_logits(later.outputs.logits[number].clone())
             later.sampled = self._sampled(later.outputs, later.positions, later.slots, masks, later.asked)
             self._later = None
 
@@ -376,13 +387,15 @@ class DeviceSteps:
         left: Collection[int],
     ) -> list[Pending]:
         """The tokens of a step's sessions, some of them sampled again. Those of sessions `left` have no meaning yet."""
-        slots, asked = [-1] * len(sessions), None
         if self._special:
-            asked = _logprobs_asked(sessions)
-            for number, one in enumerate(sessions):
-                if number not in left and (one.sampling_params.processes or one.token_bitmask):
-                    slots[number] = one.slot
-        sampled = self._sampled(outputs, positions, slots, masks, asked)
+            again = {
+                number for number, one in enumerate(sessions) if one.sampling_params.processes or one.token_bitmask
+            }
+            slots = [one.slot if number in again and number not in left else -1 for number, one in enumerate(sessions)]
+            sampled = self._sampled(outputs, positions, slots, masks, _logprobs_asked(sessions))
+        else:
+            assert outputs.tokens is not None
+            sampled = self._pending(outputs.tokens, len(sessions), None)
         return [(sampled, number) for number in range(len(sessions))]
 
     def _sampled(

@@ -118,7 +118,7 @@ class HostTier:
             self._pages.write_block_tables(slot, pages)
             session._arrival = arrival
             session.slot, state.pages, state.logits = slot, pages, logits
-            session._offloaded, state.params_written = None, False
+            session._offloaded = state.written_prompt_end = None
 
     def save(self, session: Session, path: Path) -> None:
         """See `Session.save`. Other threads may step while the file is written."""

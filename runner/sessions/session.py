@@ -15,8 +15,7 @@ import torch
 from ostinato.delegate import ClosedError, InputError
 from ostinato.delegate.code.transfers import Mark
 from ostinato.delegate.errors import OptionError
-from ostinato.delegate.logits_processing import TokenLogprobs
-from ostinato.delegate.sampling_params import SamplingParams
+from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
 from ostinato.runner.model.model import MAX_LOGITS, token_ids
 from ostinato.runner.model.steps import Pending, TokenBitmask
 
@@ -42,7 +41,7 @@ class SessionState:
         logprobs: log-probabilities of the last token, if it was sampled and they were asked for.
         sampling_params: parameters for sampling the next tokens.
         token_bitmask: see `Session.token_bitmask`.
-        params_written: whether the model's state has `sampling_params`.
+        written_prompt_end: `prompt_end` with which the model's state has `sampling_params`; None: it does not have them.
         pages: the session's pages of the KV caches, by page group.
         writable: end of the positions that may be written before `Pages.reserve` is called again.
     """
@@ -55,7 +54,7 @@ class SessionState:
     logprobs: TokenLogprobs | None = None
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     token_bitmask: TokenBitmask | None = None
-    params_written: bool = False
+    written_prompt_end: int | None = None
     pages: list[PageList] = field(default_factory=list)
     writable: int = 0
 
@@ -107,7 +106,7 @@ class Session:
 
         It gets the history when the next token is sampled, and returns a bitmask, or None for any token: [ceil(vocab / 32)]
         int32 on the host, with token i as bit i % 32 of word i // 32. A step with `more=True` calls it while a GPU is at work
-        already.
+        already. What it raises, the session's next step raises; the session has not advanced, and asks again.
         """
         return self._open.token_bitmask
 
@@ -263,6 +262,12 @@ class Session:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _keep_logits(self, logits: torch.Tensor) -> None:
+        """See `Stepped`."""
+        state = self._open
+        state.logits = logits
+        state.pending.clear()
 
     @property
     def _known(self) -> SessionState:

@@ -152,17 +152,13 @@ class Sessions:
         self._sample(sessions, 1)
         if more and self.steps.goes_ahead:
             longest = self._model.max_seq_len
+            ahead = [session for session, state in zip(sessions, states, strict=True) if state.seen < longest]
+            if len(ahead) > self._model.max_rows:
+                # Only the logits of one call of the model can wait for bitmasks.
+                ahead = [session for session in ahead if session.token_bitmask is None]
             # If too few pages are free for that step, only the next call fails.
             with suppress(CapacityError):
-                self._sample(
-                    [
-                        session
-                        for session, state in zip(sessions, states, strict=True)
-                        # The logits of one call of the model alone can wait for bitmasks.
-                        if state.seen < longest and (len(sessions) <= self._model.max_rows or not state.token_bitmask)
-                    ],
-                    2,
-                )
+                self._sample(ahead, 2)
         taken = [state.pending.popleft() for state in states]
         for state in states:
             state.logits = None
@@ -217,6 +213,9 @@ class Sessions:
     def _prompt(self, session: Session, tokens: Sequence[int]) -> _Part:
         """Reserve pages for the tokens of a prompt."""
         state = session._open
+        if tokens and state.sampling_params.processes:
+            # They are written as the prompt's before the model runs.
+            self._model.check_tokens(tokens)
         first, fed = self._fed(session, state, tokens)
         return _Part(session, state, Run(session.slot, fed, first), tokens)
 
@@ -285,7 +284,7 @@ class Sessions:
         state.pending.clear()
         state.tokens.append(token)
         # The token is an output that no step has counted.
-        state.params_written = False
+        state.written_prompt_end = None
         self.steps.write_last_token(session)
 
     @_in_turn
@@ -294,7 +293,7 @@ class Sessions:
         self.steps.settle()
         state = session._open
         state.sampling_params, state.token_bitmask = params, token_bitmask
-        state.params_written = False
+        state.written_prompt_end = None
         if state.logits is not None:
             # The token after the prompt was sampled with it, by the parameters before.
             state.pending.clear()
@@ -395,13 +394,14 @@ class Sessions:
 
     def _write_params(self, session: Session, state: SessionState, prompt: Sequence[int] = ()) -> None:
         """Write the session's parameters, if they changed, or if what they count changes with the tokens of a prompt."""
-        if state.params_written and not (prompt and state.sampling_params.processes):
+        if not prompt and state.written_prompt_end == state.prompt_end:
             return
-        # Tokens that were not taken yet count, too.
-        rest = [pending.tokens()[number] for pending, number in state.pending] if state.logits is None else []
-        history = [*state.tokens, *rest, *prompt]
-        self.steps.write_sampling_params(session, history, len(history) if prompt else state.prompt_end)
-        state.params_written = True
+        end = len(state.tokens) + len(prompt) if prompt else state.prompt_end
+        if state.written_prompt_end is None or state.sampling_params.processes:
+            # Tokens that were not taken yet count, too; a prompt takes their place.
+            rest = [] if prompt else [pending.tokens()[number] for pending, number in state.pending]
+            self.steps.write_sampling_params(session, [*state.tokens, *rest, *prompt], end)
+        state.written_prompt_end = end
 
     def _reserve(self, session: Session, state: SessionState, end: int) -> None:
         if end > state.writable:
@@ -422,7 +422,7 @@ class Sessions:
             state.sampling_params,
             state.token_bitmask,
             # Without a seed the copy samples other tokens, so its parameters must be written.
-            params_written=False,
+            written_prompt_end=None,
             pages=self.pages.share(state.pages),
         )
 

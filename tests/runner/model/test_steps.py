@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ostinato.delegate.sampling import sample
 from ostinato.runner import Engine, SamplingParams
 from ostinato.runner.model.batch import Outputs, Run
 from ostinato.runner.model.model import Model
-from ostinato.runner.model.steps import DeviceSteps, HostSteps
+from ostinato.runner.model.steps import DeviceSteps, HostSteps, _HostTokens
 from ostinato.runner.sessions.session import Session
 from ostinato.runner.sessions.sessions import Sessions
 
@@ -117,6 +118,85 @@ def test_a_bitmask_that_is_none(capitals_artifact: Path) -> None:
         assert session.logprobs is not None and session.logprobs.rank > 1
         (after,) = engine.step([session])
         assert session.tokens == [*PROMPT, 1200, after]
+
+
+def test_a_bitmask_that_fails_later(capitals_artifact: Path) -> None:
+    """A step that went ahead asks for a bitmask in another session's step. Only the session's own step raises."""
+    with Engine.load(capitals_artifact, sessions=2) as engine:
+        expected = answer(engine, SamplingParams(), 3)
+        steps: Any = engine.sessions.steps
+        steps.goes_ahead, steps._pending = True, _HostTokens
+        session, other = engine.open_session(), engine.open_session()
+        for one in (session, other):
+            one.prefill(PROMPT)
+        asked = []
+
+        def fails_twice(tokens: Sequence[int]) -> None:
+            asked.append(len(tokens) - len(PROMPT))
+            if asked[1:] in ([1], [1, 1]):
+                raise KeyError("no state")
+
+        session.token_bitmask = fails_twice
+        assert engine.step([session, other], more=True) == [expected[0]] * 2
+        assert engine.step([other]) == [expected[1]]
+        with pytest.raises(KeyError, match="no state"):
+            engine.step([session, other])
+        assert engine.step([other, session]) == [expected[2], expected[1]]
+        assert engine.step([session]) == [expected[2]] and asked == [0, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "prefill",
+    [
+        lambda session: session.prefill(PROMPT),
+        lambda session: list(session.prefill_logits(PROMPT)),
+        lambda session: session.hidden_states(PROMPT),
+    ],
+    ids=["prefill", "prefill_logits", "hidden_states"],
+)
+@pytest.mark.parametrize("host", [False, True])
+def test_every_prompt_is_counted(capitals_artifact: Path, prefill: Callable[[Session], object], host: bool) -> None:
+    """Penalties take outputs and prompts for what they are, however a prompt comes."""
+    best, second = 1001, 1002
+    bias = {best: 100.0, second: 99.0}
+    with Engine.load(capitals_artifact) as engine:
+        sessions = on_the_host(engine.model) if host else engine.sessions
+        with sessions.open(SamplingParams(frequency_penalty=2.0, logit_bias=bias)) as session:
+            session.prefill(PROMPT)
+            assert steps_of(sessions, session, 1) == [best]
+            prefill(session)
+            # What was an output belongs to the prompt now, and is not penalised.
+            assert steps_of(sessions, session, 2) == [best, second]
+
+
+def test_a_prompt_takes_the_place_of_a_token(capitals_artifact: Path) -> None:
+    """A token that a step with `more` has begun is no part of the prompt, and a refused prompt is none either."""
+    best, second, third = 1001, 1002, 1003
+    bias = {best: 100.0, second: 99.0, third: 98.0}
+    with Engine.load(capitals_artifact) as engine:
+        steps: Any = engine.sessions.steps
+        steps.goes_ahead, steps._pending = True, _HostTokens
+        with engine.open_session(SamplingParams(repetition_penalty=1.5, logit_bias=bias)) as session:
+            session.prefill(PROMPT)
+            assert engine.step([session], more=True) == [best]
+            session.prefill(PROMPT)
+            with pytest.raises(InputError, match=r"values must lie in 0\.\."):
+                session.prefill([second, engine.model.sampled_vocab])
+            assert engine.step([session]) == [second]
+
+
+def test_a_token_that_was_not_taken_counts(capitals_artifact: Path) -> None:
+    """A session comes back from the host with its first output sampled, and a step goes ahead of it."""
+    best, second = 1001, 1002
+    with Engine.load(capitals_artifact) as engine:
+        steps: Any = engine.sessions.steps
+        steps.goes_ahead, steps._pending = True, _HostTokens
+        params = SamplingParams(frequency_penalty=2.0, logit_bias={best: 100.0, second: 99.0})
+        with engine.open_session(params) as session:
+            session.prefill(PROMPT)
+            session.offload()
+            session.onload()
+            assert [engine.step([session], more=True) for _ in range(2)] == [[best], [second]]
 
 
 def test_the_host_samples_for_several_what_the_device_samples(capitals_artifact: Path) -> None:

@@ -220,8 +220,6 @@ class Standing:
         described = engine.describe()
         methods = described.pop("methods")
         calls = {name: (stats["runs"], stats["warmups"], stats["captures"]) for name, stats in methods.items()}
-        # `sample` has no graph.
-        calls.pop("sample")
         described["methods"] = {
             name: {
                 "fallbacks": stats["fallbacks"],
