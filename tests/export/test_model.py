@@ -19,6 +19,7 @@ from torch import Tensor
 from ostinato.delegate import DeviceMemoryError, StateKind, load_program
 from ostinato.delegate.artifact.files import open_constants
 from ostinato.delegate.artifact.ptd import Entry
+from ostinato.delegate.logits_processing import ProcessingTensors
 from ostinato.delegate.sampling_params import SamplingTensors
 from ostinato.export import Progress, export_model
 from ostinato.export import model as model_module
@@ -238,9 +239,9 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
         prefill, decode = program.load_method("prefill"), program.load_method("decode")
         for name in spec.methods - {"prefill", "decode"}:
             program.load_method(name)
-        sampling = (
-            [] if spec.samplers else [f"sampling.{name}" for name in ("token", "position", *SamplingTensors._fields)]
-        )
+        own = ("token", "position", "sample_temperature", "processed")
+        names = (*own, *SamplingTensors._fields, *ProcessingTensors._fields)
+        sampling = [] if spec.samplers else [f"sampling.{name}" for name in names]
         assert sorted([*program.mutable_buffers, *sampling]) == buffers
         longest = spec.max_seq_len - 1
         assert [(spec.name, spec.shape_text) for spec in prefill.inputs] == [
@@ -317,8 +318,9 @@ def test_state_takes_no_room_and_constants_are_shared(artifact: Get, spec: Spec)
     needed = sum(entry.nbytes for entry in stored.values())
     # Each constant adds up to 128 bytes of alignment, a hash of 64 characters, and its name twice.
     assert (made.path / "model.ptd").stat().st_size < needed + len(stored) * 700
-    # `top_p` is the only buffer that does not begin with zeros.
-    assert (stored.pop("sampling.top_p", None) is not None) is spec.samplers
+    # The only buffers that do not begin with zeros.
+    for name in ("top_p", "repetition_penalty", "allowed_tokens"):
+        assert (stored.pop(f"sampling.{name}", None) is not None) is spec.samplers
     with load_program(made.path) as program:
         program.load_method("prefill")
         program.load_method("decode")

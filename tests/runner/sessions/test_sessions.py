@@ -42,8 +42,9 @@ def logits() -> Logits:
         if key not in known:
             with torch.no_grad():
                 found = model(torch.tensor([tokens]), use_cache=False).logits[0]
-            # Keep the logits after all shorter sequences too: they may be asked for later.
-            known.update({key[: place + 1]: row for place, row in enumerate(found)})
+            # Keep the logits after all shorter sequences too: they may be asked for later. A view would keep all rows.
+            new = [place for place in range(len(key)) if key[: place + 1] not in known]
+            known.update({key[: place + 1]: found[place].clone() for place in new})
         return known[key]
 
     return after
