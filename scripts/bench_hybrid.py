@@ -176,7 +176,7 @@ def measured(
         token_fraction: fraction of a layer's experts that one token reads.
         timeline: whether to record what runs when, too.
     """
-    with load_program(artifact) as program:
+    with load_program(artifact, snapshots=2) as program:
         check(program, artifact, layers, device)
         vocabulary = sizes_of(program)[1]
         model = Model(program, cuda_graph=True)

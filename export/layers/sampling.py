@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate.artifact.records import StateKind
-from ostinato.delegate.logits_processing import ProcessingTensors, processed, processing_tensors
+from ostinato.delegate.logits_processing import ProcessingTensors, processed, processing_tensors, words_of
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
 
@@ -47,11 +47,7 @@ class SamplingState(nn.Module):
                 processed=torch.zeros(EXAMPLE_SLOTS, dtype=torch.int64),
                 **{name: value.repeat(EXAMPLE_SLOTS) for name, value in params.tensors()._asdict().items()},
             )
-            given = processing_tensors(params, (), 0, vocab, ())
-            rows = {
-                name: value.repeat(EXAMPLE_SLOTS, *[1] * (value.dim() - 1)) for name, value in given._asdict().items()
-            }
-            register_state(self, StateKind.LOGITS_PROCESSING, **rows)
+            register_state(self, StateKind.LOGITS_PROCESSING, **_processing_rows(params, vocab))
 
     @property
     def params(self) -> SamplingTensors:
@@ -86,6 +82,18 @@ class SamplingState(nn.Module):
     def next_of(self, logits: Tensor, input_pos: Tensor, slots: Tensor, logits_indices: Tensor) -> Tensor:
         """Call `next` for the rows `logits_indices` [L] of input_pos and slots. logits [L, V] -> [L]."""
         return self.next(logits, input_pos.index_select(0, logits_indices), slots.index_select(0, logits_indices))
+
+
+def _processing_rows(params: SamplingParams, vocab: int) -> dict[str, Tensor]:
+    """The fields of `ProcessingTensors` for EXAMPLE_SLOTS slots, before any token. Zeros take no memory until they are
+    written: a config may ask for a vocabulary that no memory holds, and is refused later."""
+    sizes = {"prompt_tokens": words_of(vocab), "output_counts": vocab, "allowed_tokens": words_of(vocab)}
+    rows = {}
+    for name, first in processing_tensors(params, (), 0, 1, ())._asdict().items():
+        shape = (EXAMPLE_SLOTS, sizes[name]) if name in sizes else (EXAMPLE_SLOTS, *first.shape[1:])
+        value = first.flatten()[0].item()
+        rows[name] = torch.full(shape, value, dtype=first.dtype) if value else torch.zeros(shape, dtype=first.dtype)
+    return rows
 
 
 class NextInput(nn.Module):

@@ -169,7 +169,7 @@ def test_every_untouched_tensor_of_a_program_has_a_value(group_size: int | None)
         assert network.lm_head.weight is network.model.embed_tokens.weight
     buffers = {name for name, _ in network.named_buffers()}
     found = constants_of(network)
-    others = (StateKind.SAMPLING, StateKind.BLOCK_TABLE)
+    others = (StateKind.SAMPLING, StateKind.LOGITS_PROCESSING, StateKind.BLOCK_TABLE)
     assert found.mutable == {name for name, form in state_forms(network).items() if form.kind not in others}
     assert set(found.tensors) - buffers == parameters
     weights = QuantizedWeights(network, dummy_weights(network), CPU)
