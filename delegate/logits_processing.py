@@ -1,4 +1,4 @@
-"""What happens to logits before a token is sampled from them, and their log-probabilities, in plain PyTorch.
+"""Changes of logits before a token is sampled from them, and their log-probabilities, in plain PyTorch.
 
 As `sampling.py`, this is the one definition that export and runner share: programs that sample on the device hold its code,
 and the runner calls it for programs that return logits.
@@ -28,7 +28,7 @@ NEVER_ENDS = 2**62
 
 
 class ProcessingTensors(NamedTuple):
-    """What `processed` takes for R rows, or for all slots: penalties, biases and allowed tokens of each.
+    """Penalties, biases and allowed tokens of R rows, or of all slots, as `processed` takes them.
 
     Bitmasks have W = ceil(vocab / 32) words. Token i is bit i % 32 of word i // 32, as in vLLM and xgrammar.
 

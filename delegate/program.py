@@ -132,7 +132,7 @@ class Program(Owner):
 
     @property
     def row_transfers(self) -> RowTransfers:
-        """What copies rows to the host and back, on a stream of its own."""
+        """Copies of rows to the host and back, on a stream of their own."""
         return self._row_transfers
 
     @property

@@ -57,7 +57,8 @@ from ostinato.runner.bench.mixed_bench import MixedMeasurement, MixedSpec, measu
 from ostinato.runner.bench.plot import check_plot, check_writable, draw
 from ostinato.runner.bench.report import FORMATS, Reads, Report, Subject, render
 from ostinato.runner.model.buckets import PREFILL_BUCKETS, choose_prefill_buckets
-from ostinato.runner.model.model import Model, method_names
+from ostinato.runner.model.methods import method_names
+from ostinato.runner.model.model import Model
 
 from .run import NO_GRAPH_NOTE, add_load_options, capacity_of, json_object
 

@@ -40,8 +40,8 @@ class Run:
 
 
 class Outputs(NamedTuple):
-    """What a step gives for the rows that its runs name as outputs, in their order. The next call of any method may overwrite
-    it.
+    """Logits and tokens of the rows that a step's runs name as outputs, in their order. The next call of any method may
+    overwrite them.
 
     Attributes:
         logits: [L, vocab] or longer, on the program's device.

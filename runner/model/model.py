@@ -11,7 +11,6 @@ import torch
 
 from ostinato.delegate import BackendOptions, InputError, Method, Program, StateKind
 from ostinato.delegate.artifact.names import (
-    DECODE,
     DECODE_SAMPLE,
     FEW_ROWS,
     META_EOS_IDS,
@@ -22,7 +21,6 @@ from ostinato.delegate.artifact.names import (
     ROWS_HIDDEN,
     SAMPLE,
 )
-from ostinato.delegate.artifact.records import TensorSpec
 from ostinato.delegate.errors import ArtifactError, OptionError
 from ostinato.delegate.graphs.state_machine import Phase
 from ostinato.delegate.logits_processing import ALL_BITS, processing_tensors
@@ -30,11 +28,10 @@ from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 
 from .batch import BatchInputs, Outputs, Run
 from .buckets import MAX_PROMPT_ROWS, OUTPUT_BUCKETS, bucket_of, choose_prefill_buckets, choose_row_buckets
+from .methods import check_inputs, last_logits, max_rows_of, max_value, method_for_rows, method_names, sampled
 from .streamed import MIN_STREAMED_TOKENS, streamed_experts
 
 DEFAULT_WARMUP_STEPS = BackendOptions.cuda_graph_warmup_steps
-# The one method of a program that has no `prefill` and `decode`.
-FORWARD = "forward"
 
 
 # The most tokens after each of which logits are given at once: with a vocabulary of 248,320, 64 MB of them.
@@ -97,7 +94,7 @@ class Model:
         # Methods for several rows, for few of them first. On a GPU both have kernels of their own.
         few = [name for name in (FEW_ROWS, ROWS) if self.samples and name in names]
         self._rows = tuple(self._load(name, plans=plans) for name in few)
-        self.max_rows = _max_rows(self._rows[-1]) if self._rows else 1
+        self.max_rows = max_rows_of(self._rows[-1]) if self._rows else 1
         self._max_prompt = MAX_PROMPT_ROWS if program.device.type == "cuda" else self.max_rows
         # Other methods that were loaded, by name.
         self._methods: dict[str, Method] = {}
@@ -112,7 +109,7 @@ class Model:
         inputs = program.method_inputs(prefill)
         self.has_state = len(inputs) > 1
         for name in {prefill, self._decode_name}:
-            _check_inputs(name, program.method_inputs(name))
+            check_inputs(name, program.method_inputs(name))
         dim = inputs[0].shape[1]
         # Smallest and largest number of tokens that the method for prompts takes.
         self._lengths = dim.min, dim.max
@@ -194,7 +191,7 @@ class Model:
 
     def step_method(self, rows: int) -> str:
         """Name of the method that takes a step of `rows` sessions."""
-        method = self._one_row if rows == 1 else _for_rows(self._rows, rows)
+        method = self._one_row if rows == 1 else method_for_rows(self._rows, rows)
         assert method is not None
         return method.name
 
@@ -286,7 +283,7 @@ class Model:
         self._check(run)
         if not self.has_state:
             return self._chunk(run, None)
-        if run.outputs > 1 and _for_rows(self._rows, len(tokens)) is None:
+        if run.outputs > 1 and method_for_rows(self._rows, len(tokens)) is None:
             # Without a method for several rows only a single token gives its logits.
             for done, token in enumerate(tokens):
                 parts.append(self._single(Run(run.slot, [token], run.position + done)).logits.clone())
@@ -304,17 +301,15 @@ class Model:
             return self._single(run)
         if PREFILL_STREAMED in self.program.method_names and count >= MIN_STREAMED_TOKENS:
             method = self._method(PREFILL_STREAMED, graph=False)
-            streamed = torch.tensor([streamed_experts(count, _max_value(method.inputs[-1]))])
-            return _last_logits(method, (*BatchInputs(count).filled([run]), streamed))
+            streamed = torch.tensor([streamed_experts(count, max_value(method.inputs[-1]))])
+            return last_logits(method, (*BatchInputs(count).filled([run]), streamed))
         rows = bucket or count
         method = self._for_prompt(rows, run.outputs) or self._method(self._prefill_name)
         self._held.pop(method.name, None)
         if method in self._rows:
-            outputs = _sampled(
-                method, self._inputs(rows, max(run.outputs, 1), graph).filled([run]), graph, checked=True
-            )
+            outputs = sampled(method, self._inputs(rows, max(run.outputs, 1), graph).filled([run]), graph, checked=True)
         else:
-            outputs = _last_logits(method, self._inputs(rows, 0, graph).filled([run]), graph, self.has_state)
+            outputs = last_logits(method, self._inputs(rows, 0, graph).filled([run]), graph, self.has_state)
         if bucket is not None and bucket not in self._captured:
             phase = method.stats.next_phase
             if phase == Phase.REPLAY.value:
@@ -326,13 +321,13 @@ class Model:
 
     def _for_prompt(self, rows: int, outputs: int = 1) -> Method | None:
         """Method for several rows that takes a prompt alone; None for `prefill`, which gives one output."""
-        return _for_rows(self._rows, rows) if rows <= self._max_prompt or outputs > 1 else None
+        return method_for_rows(self._rows, rows) if rows <= self._max_prompt or outputs > 1 else None
 
     def _single(self, run: Run) -> Outputs:
         """A call with one checked token of a slot. A model that samples takes it from the slot."""
         assert run.tokens is not None
         if not self.samples:
-            return _last_logits(self._one_row, self._inputs(1, 0, True).filled([run]), checked=True)
+            return last_logits(self._one_row, self._inputs(1, 0, True).filled([run]), checked=True)
         self.write_sampling(run.slot, token=run.tokens[0], position=run.position)
         return self._decode([run.slot])
 
@@ -345,31 +340,31 @@ class Model:
         bucket = bucket_of([bucket for bucket in self.prefill_buckets if bucket <= self.max_rows], rows)
         if bucket is not None:
             rows, outputs = bucket, min(bucket_of(OUTPUT_BUCKETS, outputs) or bucket, bucket)
-        method = _for_rows(self._rows, rows)
+        method = method_for_rows(self._rows, rows)
         if method is None:
             raise InputError(f"the runs of a step have up to {self.max_rows} rows together, got {rows}")
         self._held.pop(method.name, None)
         inputs = self._inputs(rows, max(outputs, 1), bucket is not None).filled(runs)
-        return _sampled(method, inputs, bucket is not None, checked=True)
+        return sampled(method, inputs, bucket is not None, checked=True)
 
     def _decode(self, slots: list[int]) -> Outputs:
         """A step on the token that each slot keeps. Slot -1 is a row of padding."""
         count = len(slots)
         bucket = None if count == 1 else bucket_of(self.row_buckets, count)
         rows = bucket or count
-        method = self._one_row if count == 1 else _for_rows(self._rows, rows)
+        method = self._one_row if count == 1 else method_for_rows(self._rows, rows)
         if method is None:
             raise InputError(f"a step has up to {self.max_rows} rows, got {count}")
         static, held = method.static_inputs, self._held.pop(method.name, None)
         # The static inputs hold the same slots already, so nothing is copied.
         if static and held == slots:
-            outputs = _sampled(method, static, checked=True)
+            outputs = sampled(method, static, checked=True)
         elif count == 1:
-            outputs = _sampled(method, (torch.tensor(slots),))
+            outputs = sampled(method, (torch.tensor(slots),))
         else:
             kept = torch.full((rows,), -1)
             numbers = torch.tensor([*slots, *[-1] * (rows - count)])
-            outputs = _sampled(method, (kept, kept, numbers, torch.arange(rows)), bucket is not None)
+            outputs = sampled(method, (kept, kept, numbers, torch.arange(rows)), bucket is not None)
         self._held[method.name] = slots
         return outputs
 
@@ -414,49 +409,3 @@ def token_ids(tokens: Iterable[int]) -> list[int]:
         text = repr(tokens)
         shown = text if len(text) <= 80 else text[:77] + "..."
         raise InputError(f"tokens are a sequence of token ids, whole numbers; got {shown}") from None
-
-
-def method_names(program: Program) -> tuple[str, str]:
-    """Return the names of the method that takes a prompt and of the method that takes one token."""
-    names = program.method_names
-    if {PREFILL, DECODE} <= names:
-        return PREFILL, DECODE
-    if FORWARD in names:
-        return FORWARD, FORWARD
-    raise ArtifactError(
-        f"a language model has the methods {PREFILL!r} and {DECODE!r}, or {FORWARD!r}; this program has: "
-        f"{', '.join(sorted(names))}"
-    )
-
-
-def _check_inputs(name: str, inputs: Sequence[TensorSpec]) -> None:
-    if len(inputs) not in (1, 2, 3) or len(inputs[0].shape) != 2:
-        raise ArtifactError(
-            "a language model's methods take (tokens [1, T], input_pos [T], slots [T]), or the first of these; "
-            f"{name!r} takes " + ", ".join(f"{spec.name} {spec.shape_text}" for spec in inputs)
-        )
-
-
-def _max_rows(method: Method) -> int:
-    return method.inputs[0].shape[0].max
-
-
-def _for_rows(methods: Sequence[Method], rows: int) -> Method | None:
-    """First of `methods`, from small to large, that takes `rows` rows; None if all are too small."""
-    return next((method for method in methods if rows <= _max_rows(method)), None)
-
-
-def _max_value(spec: TensorSpec) -> int:
-    assert spec.value_range is not None
-    return spec.value_range[1]
-
-
-def _last_logits(method: Method, inputs: Sequence[torch.Tensor], graph: bool = True, checked: bool = False) -> Outputs:
-    """Run a method that samples nothing. Its output may have logits of all rows: only the last row's are an output."""
-    logits = method.execute(inputs[: len(method.inputs)], graph, checked)[0]
-    return Outputs(logits.reshape(-1, logits.shape[-1])[-1:], None)
-
-
-def _sampled(method: Method, inputs: Sequence[torch.Tensor], graph: bool = True, checked: bool = False) -> Outputs:
-    tokens, logits = method.execute(inputs, graph, checked)
-    return Outputs(logits, tokens)

@@ -45,7 +45,7 @@ class Stepped(Protocol):
 
     @property
     def token_bitmask(self) -> TokenBitmask | None:
-        """What allows the session's next tokens. None: all are allowed."""
+        """Function that says which tokens may come next. None: all."""
 
     def _keep_logits(self, logits: torch.Tensor) -> None:
         """Forget the token that a step has begun, and sample it from these logits [vocab] in the session's next step."""
@@ -107,7 +107,7 @@ class Steps(Protocol):
 
 
 class Launched(NamedTuple):
-    """What `Steps.prompt` gives: logits [runs, vocab] after each run, and the tokens sampled from them. None: not sampled."""
+    """Result of `Steps.prompt`: logits [runs, vocab] after each run, and the tokens sampled from them. None: not sampled."""
 
     logits: torch.Tensor
     tokens: list[Pending | None]
