@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import Method
-from ostinato.delegate.artifact.names import FEW_ROWS, META_VOCAB_SIZE, ROWS
+from ostinato.delegate.artifact.names import META_VOCAB_SIZE, ROWS_METHODS
 from ostinato.delegate.errors import OptionError
 from ostinato.runner import Engine
 from ostinato.runner.bench.tables import table
@@ -59,7 +59,7 @@ def bucket_differences(engine: Engine, buckets: Sequence[int]) -> list[Differenc
     """
     methods = [
         engine.program.load_method(name, {"skip_copy_output_to_cpu_for_method": name})
-        for name in (FEW_ROWS, ROWS)
+        for name in ROWS_METHODS
         if name in engine.program.method_names
     ]
     max_rows = max((method.inputs[0].shape[0].max for method in methods), default=0)

@@ -34,6 +34,9 @@ SAMPLE = "sample"
 DECODE_SAMPLE = "decode_sample"
 ROWS = "rows"
 FEW_ROWS = "few_rows"
+MANY_ROWS = "many_rows"
+# For small batches first. A device with kernels for any number of rows has ROWS alone.
+ROWS_METHODS = (FEW_ROWS, ROWS, MANY_ROWS)
 ROWS_HIDDEN = "rows_hidden"
 
 # Constant methods. They have ExecuTorch's own names where such names exist.

@@ -189,3 +189,8 @@ def upper_bound(size: int | torch.SymInt) -> Any:
     dimension can be exported for a GPU.
     """
     return size if isinstance(size, int) else size.node.shape_env.bound_sympy(size.node.expr).upper
+
+
+def lower_bound(size: int | torch.SymInt) -> Any:
+    """The smallest value that a size may have. Needs the same as `upper_bound`."""
+    return size if isinstance(size, int) else size.node.shape_env.bound_sympy(size.node.expr).lower

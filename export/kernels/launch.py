@@ -11,9 +11,9 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.compile.gpu import gpu_properties
-from ostinato.export.compile.torch_internals import upper_bound
+from ostinato.export.compile.torch_internals import lower_bound, upper_bound
 
-from .operands import FEW_ROWS, MAX_ROWS
+from .operands import FEW_ROWS, MAX_ROWS, SOME_ROWS
 
 C = TypeVar("C")
 
@@ -22,10 +22,6 @@ C = TypeVar("C")
 LARGE = 227 * 1024  # 9.0, 10.0 and 10.3
 MEDIUM = 163 * 1024  # 8.0 and 8.7
 SMALL = 99 * 1024  # 8.6, 8.9, 12.0 and 12.1
-
-# See `row_vector`, by the most rows. With 16 for few rows, at 9.0 attention takes 212 registers, not 207, and the delta rule
-# spills 128 bytes, not 112.
-ROW_VECTORS = {FEW_ROWS: 256, MAX_ROWS: MAX_ROWS}
 
 
 def launcher(kernel: Any) -> Any:
@@ -48,9 +44,18 @@ def row_class(rows: int | torch.SymInt) -> int:
     return FEW_ROWS if at_most(rows, FEW_ROWS) else MAX_ROWS
 
 
+def are_many(rows: int | torch.SymInt) -> bool:
+    """Whether a number of rows, which may be a symbol in a trace, is always more than SOME_ROWS."""
+    return bool(lower_bound(rows) > SOME_ROWS)
+
+
 def row_vector(rows: int | torch.SymInt) -> int:
-    """Length of a vector in which a kernel has room for something about each row."""
-    return ROW_VECTORS[row_class(rows)]
+    """Length of a vector in which a kernel has room for something about each row.
+
+    It is no shorter for few rows: with 16, at 9.0 attention takes 212 registers, not 207, and the delta rule spills 128 bytes,
+    not 112.
+    """
+    return SOME_ROWS if at_most(rows, SOME_ROWS) else MAX_ROWS
 
 
 def pointers(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:

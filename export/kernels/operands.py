@@ -141,8 +141,8 @@ class Heads:
 
 
 # MAX_ROWS: the most rows of several sessions in one call; a GPU kernel holds something about each of these rows. FEW_ROWS:
-# the most rows of a call that takes the kernels for few rows.
-MAX_ROWS, FEW_ROWS = 512, 16
+# the most rows of a call that takes the kernels for few rows. From SOME_ROWS on, a call's weights are multiplied as a prompt's.
+MAX_ROWS, SOME_ROWS, FEW_ROWS = 512, 256, 16
 
 
 class RowIndex(NamedTuple):

@@ -12,11 +12,12 @@ from torch.export import Dim
 from ostinato.delegate.artifact.names import (
     DECODE,
     DECODE_SAMPLE,
-    FEW_ROWS,
+    MANY_ROWS,
     PREFILL,
     PREFILL_STREAMED,
     ROWS,
     ROWS_HIDDEN,
+    ROWS_METHODS,
     SAMPLE,
 )
 from ostinato.export.compile.trace import Chain, Link
@@ -24,13 +25,11 @@ from ostinato.export.layers.host_experts import STREAMED
 
 from .language_model import LanguageModel
 
-# Method for many rows, then for few rows.
-ROWS_METHODS = (ROWS, FEW_ROWS)
-
 # Tokens of the examples that methods are traced with. On a GPU, Inductor tries out its code on this number of tokens, and
 # `prefill` takes only prompts of more than 256. If prompts and rows share code, both use the example of rows: with two
 # examples, links would be compiled twice.
 EXAMPLE_PROMPT, EXAMPLE_ROWS, EXAMPLE_OUTPUTS = 512, 130, 5
+EXAMPLE_MANY_ROWS = 400
 
 
 def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
@@ -47,13 +46,14 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     - `decode_sample(slots [1] int64) -> token [1] int64, logits [1, vocab] float32`: `decode` of the slot's kept token at its
       position. Then samples the next token and keeps it.
     - `rows(tokens [R], input_pos [R], slots [R], logits_indices [L], all int64) -> token [L] int64, logits [L, vocab]
-      float32`: a batch, any runs of rows as in `RowIndex`. R is from 2 to 512 or, on a CPU, to the most that `prefill` takes.
+      float32`: a batch, any runs of rows as in `RowIndex`. R is from 2 to 256 or, on a CPU, to the most that `prefill` takes.
       A token or position of -1 stands for the slot's kept one. After each row in `logits_indices`, the next token is sampled,
       and kept as in `decode_sample`.
     - `rows_hidden(...) -> logits, hidden_0, ..., hidden_n [R, H] each`: `rows` that samples nothing, and returns x of all
       rows: the embedding, then the output of each layer, of the last one after the final norm. All of its code but that
       norm's is the code of `rows`, whose links hand on x anyway.
     - `few_rows`: `rows` for up to 16 rows, where there are kernels of their own for few rows.
+    - `many_rows`: `rows` for 257 to 512 rows, where `few_rows` is. Weights are multiplied as `prefill` does.
 
     Methods are chains, so that each kind of layer is traced and compiled once: 40 layers take as long as 4.
     """
@@ -74,12 +74,14 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
         split = {**prompt, STREAMED: torch.ones(1, dtype=torch.int64)}
         streamed = network.prompt_links(step=folds, streamed=True)
         methods[PREFILL_STREAMED] = Chain(streamed, split, ("logits",), dynamic)
-    for max_rows, name in zip(reversed(kernels.max_rows), ROWS_METHODS, strict=False):
+    least = 2
+    for max_rows, name in zip(kernels.max_rows, ROWS_METHODS if len(kernels.max_rows) > 1 else (ROWS,), strict=False):
         # If prompts and rows share code, they share the dimension too, and the code is compiled once.
-        rows = length if folds else Dim("R", min=2, max=max_rows)
+        rows = length if folds else Dim("R", min=least if name == MANY_ROWS else 2, max=max_rows)
         methods[name] = _rows(network, layers, rows)
         if name == ROWS:
             methods[ROWS_HIDDEN] = _with_hidden(network, methods[name])
+        least = max_rows + 1
     return {
         **methods,
         DECODE: Chain(one, _prompt(1), ("logits",), {}),
@@ -98,7 +100,7 @@ def _rows(network: LanguageModel, layers: list[Link], rows: Any) -> Chain:
     head = Link(network.head, ("logits",), "head", method="rows")
     sample = Link(network.sampling, ("token",), "sampling", method="next_of")
     length = Dim("L", min=1, max=rows.max)
-    count = min(EXAMPLE_ROWS, rows.max)
+    count = min(EXAMPLE_ROWS, rows.max) if rows.min <= EXAMPLE_ROWS else EXAMPLE_MANY_ROWS
     inputs = {name: _positions(count) for name in ("tokens", "input_pos", "slots")}
     # Another number than that of the rows: torch.export takes equal ones for one dimension.
     inputs["logits_indices"] = _positions(min(EXAMPLE_OUTPUTS, count - 1))

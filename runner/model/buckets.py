@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from ostinato.delegate import InputError, Program
-from ostinato.delegate.artifact.names import META_MAX_SEQ_LEN, META_PADDED_PREFILL, PREFILL_STREAMED, ROWS
+from ostinato.delegate.artifact.names import META_MAX_SEQ_LEN, META_PADDED_PREFILL, PREFILL_STREAMED, ROWS, ROWS_METHODS
 from ostinato.delegate.errors import OptionError
 
 from .streamed import MIN_STREAMED_TOKENS
@@ -92,7 +92,8 @@ def choose_row_buckets(wanted: Sequence[int] | None, program: Program, cuda_grap
             of rows, or is too large.
     """
     several = steps_several(program)
-    max_rows = program.method_inputs(ROWS)[0].shape[0].max if several else 1
+    methods = [name for name in ROWS_METHODS if name in program.method_names]
+    max_rows = program.method_inputs(methods[-1])[0].shape[0].max if several else 1
     if wanted is None:
         if not several or not cuda_graph or program.device.type != "cuda":
             return ()

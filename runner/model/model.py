@@ -12,13 +12,12 @@ import torch
 from ostinato.delegate import BackendOptions, InputError, Method, Program, StateKind
 from ostinato.delegate.artifact.names import (
     DECODE_SAMPLE,
-    FEW_ROWS,
     META_EOS_IDS,
     META_MAX_SEQ_LEN,
     PREFILL,
     PREFILL_STREAMED,
-    ROWS,
     ROWS_HIDDEN,
+    ROWS_METHODS,
     SAMPLE,
 )
 from ostinato.delegate.errors import ArtifactError, OptionError
@@ -91,9 +90,9 @@ class Model:
         self.samples = prefill == PREFILL and {SAMPLE, DECODE_SAMPLE} <= names
         # Plans of prompts and steps, and one for each call that is both.
         plans = (len(self.prefill_buckets) + 1) * (len(OUTPUT_BUCKETS) + 1) + len(self.row_buckets)
-        # Methods for several rows, for few of them first. On a GPU both have kernels of their own.
-        few = [name for name in (FEW_ROWS, ROWS) if self.samples and name in names]
-        self._rows = tuple(self._load(name, plans=plans) for name in few)
+        # Methods for several rows, for few of them first. On a GPU each has kernels of its own.
+        several = [name for name in ROWS_METHODS if self.samples and name in names]
+        self._rows = tuple(self._load(name, plans=plans) for name in several)
         self.max_rows = max_rows_of(self._rows[-1]) if self._rows else 1
         self._max_prompt = MAX_PROMPT_ROWS if program.device.type == "cuda" else self.max_rows
         # Other methods that were loaded, by name.

@@ -18,15 +18,18 @@ takes 42.2/64.5/125/142 us at 8/16/64/128 rows. Kernels 1 to 3 take 8 to 12 us o
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats.int4 import Int4
-from ostinato.export.kernels.launch import is_one, launcher, row_class, row_vector, starts_early
+from ostinato.export.kernels.launch import are_many, is_one, launcher, row_class, row_vector, starts_early
+from ostinato.export.kernels.linear import prefill_triton as linear_prefill
 from ostinato.export.kernels.linear.rows_grouped_triton import PIECE
 from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, ExpertWeights, Norm, Weight, unbiased
 
+from . import prefill_triton, route_triton
 from . import rows_fixed_triton as fixed
 from . import rows_general_triton as general
 from . import rows_route_triton as routing
@@ -60,7 +63,8 @@ def sparse_moe(
 ) -> Tensor:
     """See `reference.sparse_moe`; 1 to MAX_ROWS rows in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes.
 
-    If x has one row when it is traced, the operations are those of `step_triton`.
+    If x has one row when it is traced, the operations are those of `step_triton`, and those for prompts if it always has more
+    than SOME_ROWS rows.
 
     Raises:
         ExportError: see `check_weights`; also for more than MAX_ROWS rows.
@@ -72,8 +76,32 @@ def sparse_moe(
     gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
     for weight, other in ((routed.gate_up, gate_up), (routed.down, down)):
         check_weights(weight, other, x.dtype, top_k)
+    if are_many(x.shape[0]):
+        return _as_prompt(x, norm(x).to(x.dtype), gate, shared_gate, top_k, routed, shared, slots)
     weights = (*unbiased(routed.gate_up), *unbiased(gate_up), *unbiased(routed.down), *unbiased(down))
     return _sparse_moe_rows(x, norm.weight, norm.eps, gate, shared_gate, top_k, *weights, slots)
+
+
+def _as_prompt(
+    x: Tensor,
+    normed: Tensor,
+    gate: Tensor,
+    shared_gate: Tensor | None,
+    top_k: int,
+    routed: ExpertWeights,
+    shared: ExpertWeights | None,
+    slots: Tensor | None,
+) -> Tensor:
+    """x + the experts of `normed`, by the kernels for prompts."""
+    if slots is None:
+        slots = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+    weights, chosen = route_triton.route(F.linear(normed, gate), top_k, slots)
+    out = x.float() + prefill_triton.experts(normed, weights, chosen, routed).float()
+    if shared is not None and shared_gate is not None:
+        first, second = linear_prefill.linear(normed, shared.gate_up).chunk(2, dim=1)
+        product = linear_prefill.linear(F.silu(first) * second, shared.down)
+        out += torch.sigmoid(F.linear(normed, shared_gate)).float() * product.float()
+    return out.to(x.dtype)
 
 
 @torch.library.triton_op("ostinato::sparse_moe_rows", mutates_args={})

@@ -12,8 +12,9 @@ Bfloat16 rows and all other integer weights with K a multiple of 64 are multipli
 kind (`rows_grouped_triton`). Fixed point would have to make floats of integers for each group, four times as often in groups
 of 32, and for both planes of a row.
 
-What is left, float32 and odd K, has one plain kernel. Weights in a floating dtype use torch's product. In both cases the norm
-and the operations behind the product are left to Inductor.
+What is left, float32 and odd K, has one plain kernel. Weights in a floating dtype use torch's product, and so do all weights
+for more than SOME_ROWS rows, as for a prompt (`prefill_triton`). Then the norm and the operations behind the product are left
+to Inductor.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from torch import Tensor
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
-from ostinato.export.kernels.launch import LARGE, SMALL, at_most, fitting, is_one, launcher, pointers, starts_early
+from ostinato.export.kernels.launch import LARGE, SMALL, are_many, at_most, fitting, is_one, launcher, pointers, starts_early
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight
 
-from . import reference, step_triton
+from . import prefill_triton, reference, step_triton
 from .limits import check_weight
 from .rows_fixed_triton import fixed_rows_early
 from .rows_grouped_triton import grouped_rows_early, order_rows_early
@@ -160,7 +161,8 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
 
 def _is_fused(x: Tensor, weight: Weight) -> bool:
     """Whether rows x and a weight have kernels that take the operations around the product too."""
-    return weight.format is not None and x.dtype == torch.bfloat16 and weight.columns % 64 == 0
+    whole = x.dtype == torch.bfloat16 and weight.columns % 64 == 0
+    return weight.format is not None and whole and not are_many(x.shape[0])
 
 
 def _in_fixed_point(weight: Weight) -> bool:
@@ -184,9 +186,9 @@ def _divided(x: Tensor, squares: HeadSquares, heads: int) -> Tensor:
 
 
 def _product(x: Tensor, weight: Weight) -> Tensor:
-    """x [R, K] @ w.T + bias: [R, N] in float32 for an int4 weight, else in x's dtype."""
-    if weight.format is None:
-        return reference.linear(x, weight)
+    """x [R, K] @ w.T + bias: [R, N] in x's dtype, but in float32 where integers have the plain kernel."""
+    if weight.format is None or are_many(x.shape[0]):
+        return prefill_triton.linear(x, weight)
     return _scaled_product(x.contiguous(), *weight.arguments, columns_for(x))
 
 

@@ -113,13 +113,14 @@ def test_which_form_rows_take() -> None:
 @pytest.mark.parametrize(
     ("shape", "rows"),
     [
-        (replace(FIXED, experts=4, top_k=1, shared=None), 300),
+        (replace(FIXED, experts=4, top_k=1, shared=None), 200),
+        (FIXED, 300),
         *([(Shape(256, 8, 2048, 512, 512, 128), 512), (replace(FLOATS, experts=6), 511)] if DEVICE == "cuda" else []),
     ],
     ids=str,
 )
 def test_many_rows(shape: Shape, rows: int) -> None:
-    """A block has eight rows, so experts have many blocks."""
+    """A block has eight rows, so experts have many blocks. More than 256 rows take the kernels for prompts."""
     check(make(shape, rows, BF16), rows_triton, "sparse_moe", rows_error("sparse_moe", shape, BF16))
 
 
@@ -239,16 +240,16 @@ def test_more_rows_than_a_step_has_are_refused() -> None:
         replace(case, x=torch.zeros(513, FIXED.hidden, dtype=BF16, device=DEVICE)).run(rows_triton, "sparse_moe")
 
 
-# Prints for a single row, and for up to 16 and up to 512: our operators, the range of each dimension that is a symbol, the
+# Prints for a single row, for up to 16, up to 256 and for 257 to 512: our operators, the range of each dimension that is a symbol, the
 # rows of the result.
 TRACED = """
 import torch
 from tests.export.kernels.compiled_launches import BF16, INNER, ExpertsLayer
 
-for max_rows in (1, 16, 512):
-    rows = torch.export.Dim("rows", min=2, max=max_rows) if max_rows > 1 else None
+for max_rows in (1, 16, 256, 512):
+    rows = torch.export.Dim("rows", min=257 if max_rows == 512 else 2, max=max_rows) if max_rows > 1 else None
     with torch.device("meta"):
-        layer, inputs = ExpertsLayer(BF16, 128, INNER), ExpertsLayer.inputs(15 if max_rows > 1 else 1, BF16)
+        layer, inputs = ExpertsLayer(BF16, 128, INNER), ExpertsLayer.inputs({1: 1, 512: 300}.get(max_rows, 15), BF16)
         dynamic = ({0: rows}, {0: rows}) if max_rows > 1 else None
         program = torch.export.export(layer, inputs, dynamic_shapes=dynamic, strict=False)
     *nodes, output = program.run_decompositions({}).graph.nodes
@@ -259,10 +260,12 @@ for max_rows in (1, 16, 512):
 
 
 def test_traced() -> None:
-    """Three operators for a single row. One operator for any number of rows: nothing in it depends on how many."""
+    """Three operators for a single row. One operator for several rows: nothing in it depends on how many. Many rows have the
+    operators of a prompt."""
     single = [f"ostinato.{name}.default" for name in ("route_logits", "experts_gate_up", "experts_down")]
-    several = [f"['ostinato.sparse_moe_rows.default'] [(2, {max_rows})] SymInt" for max_rows in (16, 512)]
-    assert run_compiled(TRACED).splitlines() == [f"{single} [] int", *several]
+    several = [f"['ostinato.sparse_moe_rows.default'] [(2, {max_rows})] SymInt" for max_rows in (16, 256)]
+    prompt = [f"ostinato.{name}.default" for name in ("route", "experts", "dequantize", "dequantize")]
+    assert run_compiled(TRACED).splitlines() == [f"{single} [] int", *several, f"{prompt} [(257, 512)] SymInt"]
 
 
 TRACED_PROMPT = """
