@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import Method, load_program
-from ostinato.delegate.artifact.names import ROWS, ROWS_HIDDEN, ROWS_METHODS
+from ostinato.delegate.artifact.names import MANY_ROWS, ROWS_HIDDEN, ROWS_METHODS
 from ostinato.runner import Engine, SamplingParams
 
 from .conftest import CAPITALS, WIDE_MAX_SEQ_LEN, export_on_a_gpu
@@ -197,7 +197,7 @@ def test_a_step_of_many_rows_with_a_graph(wide_artifact: Path) -> None:
             found.append((first, engine.step(sessions, prefill=prompts), engine.step(sessions)))
             for session in sessions:
                 session.close()
-        plans = {tuple(plan["shapes"][0]): plan for plan in engine.model.method_stats[ROWS]["plans"]}
+        plans = {tuple(plan["shapes"][0]): plan for plan in engine.model.method_stats[MANY_ROWS]["plans"]}
         assert plans[384,]["given_up"] is None and plans[384,]["shapes"][-1] == [8]
     assert found[0] == found[1] == found[2]
 

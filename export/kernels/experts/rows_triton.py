@@ -29,12 +29,11 @@ from ostinato.export.kernels.linear import prefill_triton as linear_prefill
 from ostinato.export.kernels.linear.rows_grouped_triton import PIECE
 from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, ExpertWeights, Norm, Weight, unbiased
 
-from . import prefill_triton, route_triton
+from . import prefill_triton, route_triton, step_triton
 from . import rows_fixed_triton as fixed
 from . import rows_general_triton as general
 from . import rows_route_triton as routing
 from . import rows_schedule_triton as scheduling
-from . import step_triton
 from .step_triton import check_weights, format_constants, optional_weight, weight_pointers
 
 # A projection of the routed experts, and that of the shared expert.

@@ -29,10 +29,20 @@ from torch import Tensor
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
-from ostinato.export.kernels.launch import LARGE, SMALL, are_many, at_most, fitting, is_one, launcher, pointers, starts_early
+from ostinato.export.kernels.launch import (
+    LARGE,
+    SMALL,
+    are_many,
+    at_most,
+    fitting,
+    is_one,
+    launcher,
+    pointers,
+    starts_early,
+)
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight
 
-from . import prefill_triton, reference, step_triton
+from . import prefill_triton, step_triton
 from .limits import check_weight
 from .rows_fixed_triton import fixed_rows_early
 from .rows_grouped_triton import grouped_rows_early, order_rows_early

@@ -240,8 +240,8 @@ def test_more_rows_than_a_step_has_are_refused() -> None:
         replace(case, x=torch.zeros(513, FIXED.hidden, dtype=BF16, device=DEVICE)).run(rows_triton, "sparse_moe")
 
 
-# Prints for a single row, for up to 16, up to 256 and for 257 to 512: our operators, the range of each dimension that is a symbol, the
-# rows of the result.
+# Prints for a single row, for up to 16, up to 256 and for 257 to 512: our operators, the range of each dimension that is a
+# symbol, the rows of the result.
 TRACED = """
 import torch
 from tests.export.kernels.compiled_launches import BF16, INNER, ExpertsLayer
