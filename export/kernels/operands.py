@@ -141,7 +141,7 @@ class Heads:
 
 
 # MAX_ROWS: the most rows of several sessions in one call; a GPU kernel holds something about each of these rows. FEW_ROWS:
-# the most rows of a call that takes the kernels for few rows. Weights of more than SOME_ROWS rows are multiplied as a prompt's.
+# the most rows of a call that takes the kernels for few rows. More than SOME_ROWS rows take the products of prompts.
 MAX_ROWS, SOME_ROWS, FEW_ROWS = 512, 256, 16
 
 
