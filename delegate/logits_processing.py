@@ -1,12 +1,13 @@
 """Changes of logits before a token is sampled from them, and their log-probabilities, in plain PyTorch.
 
-As `sampling.py`, this is the one definition that export and runner share: programs that sample on the device hold its code,
-and the runner calls it for programs that return logits.
+As `sampling.py`, this is the one definition that export and runner share: the kernels of programs that sample on the device
+are tested against it, and the runner calls it for programs that return logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,18 @@ PIECE = 128
 NEVER_ENDS = 2**62
 
 
+class Processing(IntEnum):
+    """What a step does with a slot's logits: the value of the state `processed`."""
+
+    # It samples from them as they are.
+    OFF = 0
+    # It changes them by the slot's `ProcessingTensors`, samples, and counts the token.
+    IN_STEP = 1
+    # The slot's bitmask is not known before the step. It takes the most likely token, and counts nothing; the token is
+    # sampled later, from the same logits.
+    LATER = 2
+
+
 class ProcessingTensors(NamedTuple):
     """Penalties, biases and allowed tokens of R rows, or of all slots, as `processed` takes them.
 
@@ -36,9 +49,10 @@ class ProcessingTensors(NamedTuple):
         repetition_penalty, presence_penalty, frequency_penalty: [R] float32.
         prompt_tokens: [R, W] int32, bitmask of the prompt's tokens.
         output_counts: [R, vocab] int32, how often each token was sampled.
-        bias_tokens: [R, MAX_BIASES] int64; any token where nothing is left to add.
-        bias_values: [R, MAX_BIASES] float32, added to the logits of `bias_tokens`, in any order.
-        bias_ends: [R, MAX_BIASES] int64; from this position on the bias is not added.
+        bias_tokens: [R, MAX_BIASES] int64, in ascending order, then any tokens where nothing is left to add. Only kernels
+            need the order.
+        bias_values: [R, MAX_BIASES] float32, added to the logits of `bias_tokens`, one after the other.
+        bias_ends: [R, MAX_BIASES] int64; from this position on the bias is not added. 0 where nothing is left to add.
         allowed_tokens: [R, W] int32, bitmask; all other tokens get a logit of minus infinity.
     """
 
@@ -107,7 +121,7 @@ def processing_tensors(
     wrong = [token for token, _, _ in biases if not 0 <= token < vocab]
     if wrong:
         raise OptionError(f"logit_bias and stop_token_ids take tokens of 0 to {vocab - 1}, got {wrong[0]}")
-    tokens, values, ends = zip(*biases, *[(0, 0.0, 0)] * (MAX_BIASES - len(biases)), strict=True)
+    tokens, values, ends = zip(*sorted(biases), *[(0, 0.0, 0)] * (MAX_BIASES - len(biases)), strict=True)
     counts = np.bincount(np.array(history[prompt_end:], np.int64), minlength=vocab).astype(np.int32)
     repetition, presence, frequency = (
         torch.tensor([value], dtype=torch.float32)

@@ -254,7 +254,8 @@ def _dtype(config: ModelConfig, wanted: str | None, progress: Progress) -> str:
 def _row_ranges(config: ModelConfig, length: int, methods: Mapping[str, Chain]) -> dict[str, ValueRange]:
     """Return the value ranges of the inputs of methods that take several rows: "method.input" -> range.
 
-    A slot of -1 is padding. In methods that take any runs, -1 also stands for the slot's kept token, or for its position.
+    A slot of -1 is padding. In methods that take any runs, -1 also stands for the slot's kept token, for its position, and
+    for no row among those that give logits.
     """
     found: dict[str, ValueRange] = {}
     for name, method in methods.items():
@@ -263,7 +264,7 @@ def _row_ranges(config: ModelConfig, length: int, methods: Mapping[str, Chain]) 
         if "logits_indices" in method.dynamic_shapes:
             found[f"{name}.tokens"] = (-1, config.vocab_size - 1)
             found[f"{name}.input_pos"] = (-1, length - 1)
-            found[f"{name}.logits_indices"] = (0, method.dynamic_shapes["logits_indices"][0].max - 1)
+            found[f"{name}.logits_indices"] = (-1, method.dynamic_shapes["logits_indices"][0].max - 1)
     return found
 
 

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ostinato.delegate.errors import OptionError
+from ostinato.delegate.logits_processing import Processing, processing_tensors
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 from ostinato.export.commands.export import add_group_size, group_size_of
 from ostinato.export.formats.format import SCALE_DTYPES, Format
 from ostinato.export.formats.quantization import FORMATS
-from ostinato.export.kernels.operands import HeadSquares, Norm, RowIndex, Weight
+from ostinato.export.kernels.operands import HeadSquares, LogitsProcessing, Norm, RowIndex, Weight
 from ostinato.export.models import read_config
 from ostinato.export.models.dense import DenseConfig
 from ostinato.export.models.qwen3_5 import Qwen3_5Config
@@ -205,3 +206,12 @@ class RandomTensors:
     def sampling(self, params: SamplingParams, rows: int) -> SamplingTensors:
         """The same parameters for each row, [rows] each."""
         return with_tensors(params.tensors(), lambda value: value.to(self.device).repeat(rows))
+
+    def processing(self, params: SamplingParams, rows: int) -> LogitsProcessing:
+        """How each row's logits are processed, after a prompt of 500 tokens and 500 outputs. [rows, ...] each."""
+        vocab = self.shapes.config.vocab_size
+        history = [number * number % vocab for number in range(1000)]
+        given = processing_tensors(params, history, 500, vocab, ())
+        when = Processing.IN_STEP if params.processes else Processing.OFF
+        repeated = with_tensors(given, lambda value: value.to(self.device).repeat(rows, *[1] * (value.dim() - 1)))
+        return LogitsProcessing(self.whole(when.value, rows), repeated)

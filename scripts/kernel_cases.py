@@ -13,6 +13,7 @@ from kernel_arguments import Arguments, RandomTensors, Shapes
 from kernel_case import CONV_ROWS, Case
 
 from ostinato.delegate.errors import ExportError
+from ostinato.delegate.logits_processing import ProcessingTensors
 from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.experts.limits import check_experts
@@ -333,11 +334,24 @@ def _sampling(shapes: Shapes, rows: int) -> list[Case]:
                 "slots": random.slots(rows),
                 "last": LastTokens(random.whole(0, rows), random.whole(0, rows)),
                 "params": random.sampling(params, rows),
+                "processing": random.processing(params, rows),
             }
 
-        shape = f"{vocabulary:,} logits"
-        return Case(f"sample/{name}", shape, "sample_next", arguments, 8 * rows, calls, ("logits", "slots"))
+        counts = "processing.given.output_counts"
+        return Case(
+            f"sample/{name}",
+            f"{vocabulary:,} logits",
+            "sample_next",
+            arguments,
+            8 * rows,
+            calls,
+            ("logits", "slots"),
+            # Of other rows only `processed` is read.
+            moves={} if params.processes else {f"processing.given.{field}": 0.0 for field in ProcessingTensors._fields},
+            writes=(counts,) if params.processes else (),
+        )
 
+    temperature = SamplingParams(1.0, seed=0)
     filters = {
         "top_p": SamplingParams(1.0, top_p=0.95, seed=0),
         "min_p": SamplingParams(1.0, min_p=0.05, seed=0),
@@ -347,10 +361,19 @@ def _sampling(shapes: Shapes, rows: int) -> list[Case]:
     }
     return [
         case("greedy", SamplingParams(seed=0), 1),
-        case("temperature", SamplingParams(1.0, seed=0)),
+        case("temperature", temperature),
         *(case(name, params) for name, params in filters.items()),
+        case("temperature+penalties", _penalised(temperature)),
+        case("all+penalties", _penalised(filters["all"])),
         *(case(f"{name}@peaked", params, scale=4.0) for name, params in filters.items()),
     ]
+
+
+def _penalised(params: SamplingParams) -> SamplingParams:
+    """The same with all that changes logits, but for `min_tokens`, which is a bias, too."""
+    return replace(
+        params, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={7: 1.0, 8: -1.0}
+    )
 
 
 def _norm_linear(

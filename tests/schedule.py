@@ -27,6 +27,7 @@ LONGEST: dict[str, int] = {
     "tests/export/kernels/test_attention.py": 60,
     "tests/export/compile/test_native.py": 60,
     "tests/export/kernels/test_sampling.py": 60,
+    "tests/export/kernels/test_sampling_processing.py": 40,
     "tests/export/kernels/test_delta_rule.py": 60,
     "tests/test_bench_hybrid.py": 60,
     "tests/export/test_program.py": 60,

@@ -172,6 +172,7 @@ def test_what_is_sampled_on_the_device_is_the_same_with_and_without_a_graph(wide
                 SamplingParams(),
                 SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=3),
                 SamplingParams(1.0, seed=4),
+                SamplingParams(1.0, 40, seed=4, repetition_penalty=1.5, presence_penalty=1.0, logit_bias={3: 4.0}),
             ):
                 sampled = list(
                     engine.generate_tokens(
@@ -181,7 +182,7 @@ def test_what_is_sampled_on_the_device_is_the_same_with_and_without_a_graph(wide
                 answers.setdefault(sampling, []).append(sampled)
             assert engine.model.method_stats["decode_sample"]["captures"] == graph
     assert all(first == second and len(first) == 40 for first, second in answers.values())
-    assert len({tuple(first) for first, _ in answers.values()}) == 3
+    assert len({tuple(first) for first, _ in answers.values()}) == 4
 
 
 def test_a_step_of_many_rows_with_a_graph(wide_artifact: Path) -> None:
@@ -202,12 +203,14 @@ def test_a_step_of_many_rows_with_a_graph(wide_artifact: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_no_state_is_copied_by_the_compiled_code(wide_artifact: Path) -> None:
-    """The compiled code writes a buffer in place. Otherwise each step would silently copy a cache or a state."""
+def test_no_state_is_copied_by_the_compiled_code(wide_artifact: Path, wide_config: Path) -> None:
+    """The compiled code writes a buffer in place. Otherwise each step would silently copy a cache, a state or counts."""
     from ostinato.export.layers.build import PAGE_SIZE
     from ostinato.export.layers.state import EXAMPLE_PAGES, EXAMPLE_SLOTS
+    from ostinato.export.models import read_config
 
     cache, state = (EXAMPLE_PAGES, 2, PAGE_SIZE, 256), (32, 128, 128)
+    counts = EXAMPLE_SLOTS, read_config(wide_config)[1].vocab_size
     sources = {path.stem: path.read_text() for path in wide_artifact.glob("*.cpp")}
     assert {"prefill", *ROWS_METHODS, "decode", "sample", "decode_sample"} <= set(sources)
     for method, source in sources.items():
@@ -216,6 +219,6 @@ def test_no_state_is_copied_by_the_compiled_code(wide_artifact: Path) -> None:
         least = dict.fromkeys((*ROWS_METHODS, ROWS_HIDDEN, "sample"), 0)
         assert len(shapes) >= least.get(method, 6), method
         # Neither the state of one session nor that of all.
-        assert not {cache, state, (1, *state), (EXAMPLE_SLOTS, *state)} & {*shapes}, method
+        assert not {cache, state, (1, *state), (EXAMPLE_SLOTS, *state), counts} & {*shapes}, method
     # A step allocates nothing as large as a state: even the logits are smaller.
     assert max(math.prod(shape) for shape in allocations(sources["decode"])) < math.prod(state)

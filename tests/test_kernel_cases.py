@@ -43,7 +43,10 @@ SAMPLED = (
     *("sample/greedy", "sample/temperature"),
     *(f"sample/{name}{logits}" for logits in ("", "@peaked") for name in FILTERS),
 )
+PROCESSED = ("sample/temperature+penalties", "sample/all+penalties")
 SAMPLING_BYTES = sum(value.nbytes for value in SamplingParams().tensors())
+# Penalties; two bitmasks; counts; biases.
+PROCESSING_BYTES = 3 * 4 + 2 * 4 * 248320 // 32 + 248320 * 4 + 512 * (8 + 4 + 8)
 CONFIGS = ROOT / "tests" / "assets" / "configs"
 DENSE = CONFIGS / "Qwen3.5-0.8B"
 # Bytes with --max-seq-len 5120 and --group-size 128. Quantised weights come first: half a byte each, and two bytes of scale
@@ -67,8 +70,10 @@ FLAGSHIP_BYTES = {
     "experts_gate_up": 9 * 1024 * (1024 + 32) + 4096 + 8192 + 257 * 2 + 9 * 512 * 2,
     "experts_down": 9 * 2048 * (256 + 8) + 9 * 512 * 2 + 257 * 2 + 4096 + 4096,
     "norm_linear/lm_head": 248320 * (1024 + 32) + 4096 + 8192 + 248320 * 4,
-    # The logits; position and slot; the sampling options; the last token and its position; the new token.
-    **dict.fromkeys(SAMPLED, 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8),
+    # The logits; position and slot; the sampling options, and whether they process logits; the last token and its position;
+    # the new token.
+    **dict.fromkeys(SAMPLED, 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 8 + 2 * 8 + 8),
+    **dict.fromkeys(PROCESSED, 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 8 + 2 * 8 + 8 + PROCESSING_BYTES),
 }  # fmt: skip
 
 
@@ -86,7 +91,8 @@ EIGHT_BYTES = {
     "sparse_moe": (256 * (1 - (31 / 32) ** 8) + 1) * (1024 * (1024 + 32) + 2048 * (256 + 8)) + 257 * 2048 * 2 + 8192
     + 8 * (2 * 4096 + 8),
     "norm_linear/lm_head": 248320 * (1024 + 32) + 8192 + 8 * (4096 + 248320 * 4),
-    **dict.fromkeys(SAMPLED, 8 * (248320 * 4 + 2 * 8 + SAMPLING_BYTES + 2 * 8 + 8)),
+    **dict.fromkeys(SAMPLED, 8 * (248320 * 4 + 2 * 8 + SAMPLING_BYTES + 8 + 2 * 8 + 8)),
+    **dict.fromkeys(PROCESSED, 8 * (248320 * 4 + 2 * 8 + SAMPLING_BYTES + 8 + 2 * 8 + 8 + PROCESSING_BYTES)),
 }  # fmt: skip
 
 
@@ -149,7 +155,7 @@ def test_calls_of_the_flagship() -> None:
     _, cases = flagship()
     linear, full, every = (30, 10, 40)
     # Greedy sampling counts, sampling with other params is measured beside it.
-    measured = [0] * (len(SAMPLED) - 1)
+    measured = [0] * (len(SAMPLED) + len(PROCESSED) - 1)
     assert [case.calls for case in cases] == [linear] * 3 + [full] * 4 + [every] * 3 + [1, 1] + measured
     _, cases = flagship(rows=8)
     assert [case.calls for case in cases] == [linear, 0, linear, linear] + [full] * 4 + [every] + [1, 1] + measured

@@ -9,7 +9,7 @@ An artifact is a folder::
 
 from __future__ import annotations
 
-FORMAT_VERSION = 15
+FORMAT_VERSION = 16
 
 PROGRAM_FILE = "model.pte"
 CONSTANTS_FILE = "model.ptd"

@@ -101,8 +101,8 @@ class TensorSpec:
 class StateKind(str, Enum):
     """Kind of content of a mutable buffer.
 
-    The last component of a `SAMPLING` buffer's name says what the buffer holds: `token`, `position`, or a field of
-    `SamplingTensors`; `sample_temperature`, or `processed`. That of a `LOGITS_PROCESSING` buffer is a field of
+    The last component of a `SAMPLING` buffer's name says what the buffer holds: `token`, `position`, a field of
+    `SamplingTensors`, or `processed` (see `Processing`). That of a `LOGITS_PROCESSING` buffer is a field of
     `ProcessingTensors`.
     """
 

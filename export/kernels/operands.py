@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ostinato.delegate.logits_processing import ProcessingTensors
 from ostinato.export.formats.format import Format
 from ostinato.export.formats.quantization import FORMATS
 
@@ -268,3 +269,16 @@ class LastTokens:
 
     token: Tensor
     position: Tensor
+
+
+@dataclass(frozen=True)
+class LogitsProcessing:
+    """How the logits of each session are changed before a token is sampled from them.
+
+    Attributes:
+        processed: [slots] int64, when: values of `Processing`.
+        given: [slots, ...] each. `output_counts` is written where a sampled token is counted.
+    """
+
+    processed: Tensor
+    given: ProcessingTensors

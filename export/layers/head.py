@@ -28,8 +28,9 @@ class Head(nn.Module):
         return self.step(last) if self.kernels.folds_steps else self.lm_head(self.norm(last)).float()
 
     def rows(self, x: Tensor, logits_indices: Tensor) -> Tensor:
-        """x [T, H], logits_indices [L] int64, the indices of rows -> logits of these rows, [L, V] float32."""
-        return self.step(x.index_select(0, logits_indices))
+        """x [T, H], logits_indices [L] int64, the indices of rows -> logits of these rows, [L, V] float32. -1 stands for no
+        row, and its logits mean nothing."""
+        return self.step(x.index_select(0, logits_indices.clamp(min=0)))
 
     def step(self, x: Tensor) -> Tensor:
         """x [T, H] -> logits [T, V] float32, in one kernel."""

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate.artifact.records import StateKind
-from ostinato.delegate.logits_processing import ProcessingTensors, processed, processing_tensors, words_of
+from ostinato.delegate.logits_processing import Processing, ProcessingTensors, processing_tensors, words_of
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
-from ostinato.export.kernels.operands import LastTokens
+from ostinato.export.kernels.operands import LastTokens, LogitsProcessing
 
 from .build import Build
 from .embedding import NetworkInput
@@ -19,8 +19,8 @@ class SamplingState(nn.Module):
     """State of sampling: each session's parameters, its last token, and this token's position. A step reads and updates them.
 
     Buffers of [slots], each written on the device: `token` int64, which the model has not seen yet; its `position` int64; the
-    fields of `SamplingTensors`; `sample_temperature` float32, which `sample` takes for `temperature`; and `processed` int64,
-    whether `sample` changes the slot's logits first. For that it has the fields of `ProcessingTensors`, [slots, ...] each.
+    fields of `SamplingTensors`; and `processed` int64, whether and when the slot's logits are changed first (`Processing`).
+    For that it has the fields of `ProcessingTensors`, [slots, ...] each.
 
     Args:
         build: the settings that all layers were built with.
@@ -29,9 +29,7 @@ class SamplingState(nn.Module):
 
     token: Tensor
     position: Tensor
-    sample_temperature: Tensor
     processed: Tensor
-    output_counts: Tensor
 
     def __init__(self, build: Build, vocab: int) -> None:
         super().__init__()
@@ -43,18 +41,24 @@ class SamplingState(nn.Module):
                 StateKind.SAMPLING,
                 token=torch.zeros(EXAMPLE_SLOTS, dtype=torch.int64),
                 position=torch.zeros(EXAMPLE_SLOTS, dtype=torch.int64),
-                sample_temperature=torch.zeros(EXAMPLE_SLOTS),
-                processed=torch.zeros(EXAMPLE_SLOTS, dtype=torch.int64),
+                processed=torch.full((EXAMPLE_SLOTS,), Processing.OFF.value),
                 **{name: value.repeat(EXAMPLE_SLOTS) for name, value in params.tensors()._asdict().items()},
             )
             register_state(self, StateKind.LOGITS_PROCESSING, **_processing_rows(params, vocab))
 
-    @property
-    def params(self) -> SamplingTensors:
-        return SamplingTensors(*(self.get_buffer(name) for name in SamplingTensors._fields))
+    def next(self, logits: Tensor, input_pos: Tensor, slots: Tensor) -> Tensor:
+        """Sample the token after each row, and keep it as the slot's last token. logits [T, V], input_pos and slots [T] ->
+        [T]."""
+        return self._sampled(logits, input_pos, slots, late=False)
+
+    def next_of(self, logits: Tensor, input_pos: Tensor, slots: Tensor, logits_indices: Tensor) -> Tensor:
+        """Call `next` for the rows `logits_indices` [L] of input_pos and slots; -1 is padding. logits [L, V] -> [L]."""
+        rows = logits_indices.clamp(min=0)
+        slots = torch.where(logits_indices < 0, -1, slots.index_select(0, rows))
+        return self.next(logits, input_pos.index_select(0, rows), slots)
 
     def sample(self, logits: Tensor, tokens: Tensor, input_pos: Tensor, slots: Tensor) -> Tensor:
-        """Sample the token after each row, as `next` does, at the slot's `sample_temperature` and from processed logits.
+        """Sample the token after each row, as `next` does, also where a step has left it for later.
 
         Args:
             logits: [L, V] float32.
@@ -63,25 +67,14 @@ class SamplingState(nn.Module):
         Returns:
             [L] int64.
         """
-        kept = slots.clamp(min=0)
-        rows = (self.get_buffer(name).index_select(0, kept) for name in ProcessingTensors._fields)
-        changed = processed(logits, input_pos + 1, ProcessingTensors(*rows))
-        changed = torch.where(self.processed.index_select(0, kept)[:, None] != 0, changed, logits)
-        params = self.params._replace(temperature=self.sample_temperature)
-        last = LastTokens(self.token, self.position)
-        sampled = self.kernels.sample_next(changed, input_pos, slots, last, params)
-        self.output_counts.index_put_((kept, sampled), (slots >= 0).to(torch.int32), accumulate=True)
-        return torch.where(slots < 0, tokens, sampled)
+        return torch.where(slots < 0, tokens, self._sampled(logits, input_pos, slots, late=True))
 
-    def next(self, logits: Tensor, input_pos: Tensor, slots: Tensor) -> Tensor:
-        """Sample the token after each row, and keep it as the slot's last token. logits [T, V], input_pos and slots [T] ->
-        [T]."""
+    def _sampled(self, logits: Tensor, input_pos: Tensor, slots: Tensor, late: bool) -> Tensor:
         last = LastTokens(self.token, self.position)
-        return self.kernels.sample_next(logits, input_pos, slots, last, self.params)
-
-    def next_of(self, logits: Tensor, input_pos: Tensor, slots: Tensor, logits_indices: Tensor) -> Tensor:
-        """Call `next` for the rows `logits_indices` [L] of input_pos and slots. logits [L, V] -> [L]."""
-        return self.next(logits, input_pos.index_select(0, logits_indices), slots.index_select(0, logits_indices))
+        params = SamplingTensors(*map(self.get_buffer, SamplingTensors._fields))
+        given = ProcessingTensors(*map(self.get_buffer, ProcessingTensors._fields))
+        processing = LogitsProcessing(self.processed, given)
+        return self.kernels.sample_next(logits, input_pos, slots, last, params, processing, late)
 
 
 def _processing_rows(params: SamplingParams, vocab: int) -> dict[str, Tensor]:

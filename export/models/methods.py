@@ -41,14 +41,14 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     - `prefill_streamed(tokens, input_pos, slots, streamed [1] int64)`, only with experts on the host: as `prefill`, but the
       device computes the first `streamed` experts of each layer whose experts are on the host. For many tokens.
     - `sample(logits [L, vocab] float32, tokens [L], input_pos [L], slots [L], all int64) -> token [L] int64`: samples the
-      token after each row, at input_pos + 1, from processed logits (see `SamplingState.sample`), and keeps it. L is from 1 to
-      the most that `rows` takes. Rows of slot -1 give their token of `tokens`.
+      token after each row, at input_pos + 1, and keeps it: from logits of `prefill`, and where a step has left it for later
+      (see `SamplingState.sample`). L is from 1 to the most that `rows` takes. Rows of slot -1 give their token of `tokens`.
     - `decode_sample(slots [1] int64) -> token [1] int64, logits [1, vocab] float32`: `decode` of the slot's kept token at its
-      position. Then samples the next token and keeps it.
+      position. Then samples the next token, from processed logits where the slot's state says so, and keeps it.
     - `rows(tokens [R], input_pos [R], slots [R], logits_indices [L], all int64) -> token [L] int64, logits [L, vocab]
       float32`: a batch, any runs of rows as in `RowIndex`. R is from 2 to 256 or, on a CPU, to the most that `prefill` takes.
       A token or position of -1 stands for the slot's kept one. After each row in `logits_indices`, the next token is sampled,
-      and kept as in `decode_sample`.
+      and kept as in `decode_sample`. -1 there stands for no row: its token and logits mean nothing.
     - `rows_hidden(...) -> logits, hidden_0, ..., hidden_n [R, H] each`: `rows` that samples nothing, and returns x of all
       rows: the embedding, then the output of each layer, of the last one after the final norm. All of its code but that
       norm's is the code of `rows`, whose links hand on x anyway.

@@ -75,7 +75,7 @@ class BatchInputs:
 
         Returns:
             int64 tensors, in the order of the method's inputs: tokens, positions and slots of the rows, and numbers of the
-            rows that give logits. Behind fewer of these stands the last one again.
+            rows that give logits, with -1 for none behind them.
         """
         tokens, positions, slots = array("q"), array("q"), array("q")
         outputs = array("q")
@@ -98,9 +98,7 @@ class BatchInputs:
         for column, values in zip(self._columns, (tokens, positions, slots), strict=True):
             column[:] = values
         if self._outputs:
-            # A step gives logits of one row at least.
-            outputs = outputs or array("q", [self._rows - padding - 1])
-            self._outputs[:] = outputs + outputs[-1:] * (len(self._outputs) - len(outputs))
+            self._outputs[:] = outputs + array("q", [-1]) * (len(self._outputs) - len(outputs))
         return self._tensors
 
 

@@ -195,10 +195,10 @@ class Model:
         return method.name
 
     def sample(self, outputs: Outputs, positions: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
-        """Sample the tokens after rows that a step gave, from processed logits, and keep them in the slots.
+        """Sample the tokens after rows, and keep them in the slots: what no step has sampled, or what one has left for later.
 
         Args:
-            outputs: logits, and the tokens that the step has sampled.
+            outputs: logits, and the tokens that a step has sampled, if one has.
             positions: position of each row, which the step has run.
             slots: of each row; -1 keeps the token of `outputs`.
 
@@ -214,7 +214,7 @@ class Model:
         return self._method(SAMPLE).execute((logits, given, *numbers), graph, checked=True)[0]
 
     def write_sampling(self, slot: int, **values: float) -> None:
-        """Write state of sampling: fields of `SamplingTensors`, `sample_temperature`, `processed`, `token` or `position`.
+        """Write state of sampling: fields of `SamplingTensors`, `processed` (a `Processing`), `token` or `position`.
 
         Nothing waits for the device: a number is an argument of a kernel.
 
@@ -222,7 +222,7 @@ class Model:
             ArtifactError: the program lacks this state.
         """
         buffers = self._buffers(StateKind.SAMPLING)
-        needed = {"token", "position", "sample_temperature", "processed", *SamplingTensors._fields}
+        needed = {"token", "position", "processed", *SamplingTensors._fields}
         if missing := needed - buffers.keys():
             raise ArtifactError(
                 "the program samples on the device, and lacks the state for it: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from ostinato.delegate import InputError
 from ostinato.delegate.code.transfers import Mark
 from ostinato.delegate.logits_processing import (
+    Processing,
     ProcessingTensors,
     logprob_tensors,
     processed,
@@ -278,7 +279,8 @@ class DeviceSteps:
     """Steps of programs with the methods `sample` and `decode_sample`, which need nothing from the host.
 
     On a GPU the next step may be launched before a token is waited for, so that the GPU never waits for Python. A step
-    samples by itself. Only sessions whose logits are processed are sampled again, by `sample`.
+    samples by itself. Only sessions whose bitmask depends on a token that is waited for are sampled later, by `sample`, and
+    so is the first token after a prompt if no step has sampled it.
 
     Raises:
         ArtifactError: the program has no buffers for the token, its position and the sampling parameters.
@@ -293,35 +295,32 @@ class DeviceSteps:
         self._spare: defaultdict[int, list[tuple[torch.Tensor, Mark]]] = defaultdict(list)
         self._later: _LaterTokens | None = None
         self._vocab = model.sampled_vocab
-        # Slots whose tokens are sampled again, or whose log-probabilities are asked for.
-        self._special: set[int] = set()
+        # Slots of sessions that have a bitmask, or ask for log-probabilities, with what their state `processed` is.
+        self._special: dict[int, Processing] = {}
 
     def prompt(self, sessions: Sequence[Stepped], runs: Sequence[Run], positions: Sequence[int]) -> Launched:
         # A bitmask depends on a prompt's last tokens, which are not in the history yet.
         first = {number for number, run in enumerate(runs) if run.tokens is not None and sessions[number].token_bitmask}
-        masks = self._bitmasks([one for number, one in enumerate(sessions) if number not in first])
+        self._write_bitmasks(sessions, first)
         outputs = self._model.step(runs)
         if outputs.tokens is None:
             return Launched(outputs.logits, [None] * len(runs))
-        outputs = self._kept(outputs)
-        tokens = self._tokens(outputs, sessions, positions, masks, first)
+        tokens = self._tokens(outputs, sessions)
         return Launched(outputs.logits, [None if number in first else one for number, one in enumerate(tokens)])
 
     def first(self, session: Stepped, logits: torch.Tensor) -> Pending:
         outputs = Outputs(logits.reshape(1, -1), None)
-        masks, asked = self._bitmasks([session]), _logprobs_asked([session])
-        sampled = self._sampled(outputs, [len(session.tokens) - 1], [session.slot], masks, asked)
-        return sampled, 0
+        if session.token_bitmask:
+            self._model.write_allowed_tokens(session.slot, _bitmask_of(session, self._vocab))
+        return self._sampled(outputs, [len(session.tokens) - 1], [session.slot], _logprobs_asked([session])), 0
 
     def launch(self, sessions: Sequence[Stepped], positions: Sequence[int], ahead: bool) -> list[Pending]:
         later = (
             {number for number, one in enumerate(sessions) if one.token_bitmask} if ahead and self._special else set()
         )
-        masks = {} if ahead else self._bitmasks(sessions)
+        self._write_bitmasks(sessions, later)
         outputs = self._model.step([Run(session.slot) for session in sessions])
-        if later:
-            outputs = self._kept(outputs)
-        tokens = self._tokens(outputs, sessions, positions, masks, later)
+        tokens = self._tokens(outputs, sessions)
         if later:
             self._later = _LaterTokens(outputs, positions, sessions, later)
             tokens = [(self._later, number) if number in later else one for number, one in enumerate(tokens)]
@@ -330,100 +329,75 @@ class DeviceSteps:
     def settle(self) -> None:
         later = self._later
         if later is not None:
-            masks: dict[int, torch.Tensor | None] = {}
             for number, session in enumerate(later.sessions):
                 if later.slots[number] < 0:
                     continue
                 try:
-                    masks |= self._bitmasks([session])
+                    self._model.write_allowed_tokens(session.slot, _bitmask_of(session, self._vocab))
                 except Exception:
                     # Another session's step may be what runs now. The session's own asks again, and raises.
                     later.slots[number] = -1
                     session._keep_logits(later.outputs.logits[number].clone())
-            later.sampled = self._sampled(later.outputs, later.positions, later.slots, masks, later.asked)
+            if max(later.slots) >= 0:
+                later.sampled = self._sampled(later.outputs, later.positions, later.slots, later.asked)
             self._later = None
 
     def forget(self, session: Stepped) -> None:
-        self._special.discard(session.slot)
+        self._special.pop(session.slot, None)
         if self._later is not None and session in self._later.sessions:
             self._later.slots[self._later.sessions.index(session)] = -1
 
     def write_sampling_params(self, session: Stepped, history: Sequence[int], prompt_end: int) -> None:
-        params = session.sampling_params
-        again = params.processes or session.token_bitmask is not None
-        numbers = params.numbers()
-        temperature = numbers.pop("temperature")
-        # What `sample` samples again takes the least work in the step: the most likely token.
-        self._model.write_sampling(
-            session.slot,
-            **numbers,
-            temperature=0.0 if again else temperature,
-            sample_temperature=temperature,
-            processed=again,
-        )
-        if again:
+        params, masked = session.sampling_params, session.token_bitmask is not None
+        processed = Processing.LATER if masked else Processing.IN_STEP if params.processes else Processing.OFF
+        self._model.write_sampling(session.slot, **params.numbers(), processed=processed)
+        if processed:
             self._model.write_processing(session.slot, params, history, prompt_end)
-        if again or params.logprobs is not None:
-            self._special.add(session.slot)
+        if masked or params.logprobs is not None:
+            self._special[session.slot] = processed
         else:
-            self._special.discard(session.slot)
+            self._special.pop(session.slot, None)
 
     def write_last_token(self, session: Stepped) -> None:
         count = len(session.tokens)
         self._model.write_sampling(session.slot, token=session.tokens[-1], position=count - 1)
 
-    def _bitmasks(self, sessions: Sequence[Stepped]) -> dict[int, torch.Tensor | None]:
-        """The bitmasks of the sessions that have one, by slot."""
+    def _write_bitmasks(self, sessions: Sequence[Stepped], later: Collection[int]) -> None:
+        """Prepare a step of these sessions. Bitmasks of those with the numbers `later` are not known before it."""
         if not self._special:
-            return {}
-        return {one.slot: _bitmask_of(one, self._vocab) for one in sessions if one.token_bitmask is not None}
+            return
+        masked = [number for number, one in enumerate(sessions) if one.token_bitmask]
+        # All are asked before any is written: one may raise.
+        known = {number: _bitmask_of(sessions[number], self._vocab) for number in masked if number not in later}
+        for number in masked:
+            slot, processed = sessions[number].slot, Processing.IN_STEP if number in known else Processing.LATER
+            if number in known:
+                self._model.write_allowed_tokens(slot, known[number])
+            if self._special[slot] is not processed:
+                self._model.write_sampling(slot, processed=processed)
+                self._special[slot] = processed
 
-    def _tokens(
-        self,
-        outputs: Outputs,
-        sessions: Sequence[Stepped],
-        positions: Sequence[int],
-        masks: Mapping[int, torch.Tensor | None],
-        left: Collection[int],
-    ) -> list[Pending]:
-        """The tokens of a step's sessions, some of them sampled again. Those of sessions `left` have no meaning yet."""
-        if self._special:
-            again = {
-                number for number, one in enumerate(sessions) if one.sampling_params.processes or one.token_bitmask
-            }
-            slots = [one.slot if number in again and number not in left else -1 for number, one in enumerate(sessions)]
-            sampled = self._sampled(outputs, positions, slots, masks, _logprobs_asked(sessions))
-        else:
-            assert outputs.tokens is not None
-            sampled = self._pending(outputs.tokens, len(sessions), None)
+    def _tokens(self, outputs: Outputs, sessions: Sequence[Stepped]) -> list[Pending]:
+        """The tokens that a step has sampled. Those of sessions that it has left for later have no meaning yet."""
+        sampled = self._found(outputs, len(sessions), _logprobs_asked(sessions) if self._special else None)
         return [(sampled, number) for number in range(len(sessions))]
 
     def _sampled(
-        self,
-        outputs: Outputs,
-        positions: Sequence[int],
-        slots: Sequence[int],
-        masks: Mapping[int, torch.Tensor | None],
-        asked: int | None,
+        self, outputs: Outputs, positions: Sequence[int], slots: Sequence[int], asked: int | None
     ) -> PendingTokens:
-        """Sample again the rows of a step that have a slot here, and find `asked` log-probabilities of all of its rows."""
-        tokens, count = outputs.tokens, len(slots)
-        if tokens is None or max(slots) >= 0:
-            for slot, words in masks.items():
-                self._model.write_allowed_tokens(slot, words)
-            given = outputs if asked is None else self._kept(outputs)
-            tokens = self._model.sample(outputs, positions, slots)
-            outputs = given
-        logprobs = None
-        if asked is not None:
-            logprobs = logprob_tensors(outputs.logits[:count], tokens[:count], asked)
-        return self._pending(tokens, count, logprobs)
+        """Sample by the method `sample` for the rows that have a slot here, and find `asked` log-probabilities of all."""
+        logits = outputs.logits
+        if asked is not None and self._model.cuda_graph:
+            # All graphs share their memory.
+            logits = logits.clone()
+        return self._found(Outputs(logits, self._model.sample(outputs, positions, slots)), len(slots), asked)
 
-    def _kept(self, outputs: Outputs) -> Outputs:
-        """Outputs that stay as they are when tokens are sampled from them again: all graphs share their memory."""
-        if not self._special or not self._model.cuda_graph:
-            return outputs
-        return Outputs(outputs.logits.clone(), outputs.tokens)
+    def _found(self, outputs: Outputs, count: int, asked: int | None) -> PendingTokens:
+        """The tokens of the first `count` outputs, and `asked` log-probabilities of each."""
+        logits, tokens = outputs
+        assert tokens is not None
+        logprobs = None if asked is None else logprob_tensors(logits[:count], tokens[:count], asked)
+        return self._pending(tokens, count, logprobs)
 
     def _pending(self, tokens: torch.Tensor, count: int, logprobs: Sequence[torch.Tensor] | None) -> PendingTokens:
         return _CopiedTokens(self, tokens, count, logprobs) if self.goes_ahead else _HostTokens(tokens, count, logprobs)

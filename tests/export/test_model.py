@@ -239,7 +239,7 @@ def test_metadata_and_methods(artifact: Get, spec: Spec) -> None:
         prefill, decode = program.load_method("prefill"), program.load_method("decode")
         for name in spec.methods - {"prefill", "decode"}:
             program.load_method(name)
-        own = ("token", "position", "sample_temperature", "processed")
+        own = ("token", "position", "processed")
         names = (*own, *SamplingTensors._fields, *ProcessingTensors._fields)
         sampling = [] if spec.samplers else [f"sampling.{name}" for name in names]
         assert sorted([*program.mutable_buffers, *sampling]) == buffers
@@ -289,7 +289,7 @@ def test_methods_for_rows(artifact: Get) -> None:
                 ("tokens", f"[T=2..{longest}]", (-1, vocabulary - 1)),
                 ("input_pos", f"[T=2..{longest}]", (-1, longest)),
                 ("slots", f"[T=2..{longest}]", (-1, 2)),
-                ("logits_indices", f"[L=1..{longest}]", (0, longest - 1)),
+                ("logits_indices", f"[L=1..{longest}]", (-1, longest - 1)),
             ]
         assert [spec.value_range for spec in program.method_inputs("decode_sample")] == [(0, 2)]
 

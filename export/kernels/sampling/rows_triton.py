@@ -29,10 +29,20 @@ from torch import Tensor
 from ostinato.delegate.sampling_params import SamplingTensors
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import is_one, launcher, row_class, starts_early
-from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, LastTokens
+from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, LastTokens, LogitsProcessing
 
+from .processing_triton import BIASES, biases_of, change_quads, mode_of
 from .rows_search_triton import CHECKED, PIECE, QUADS, checked_keys, least_key, masses_ahead, sample_kept
-from .token_ranks_triton import NOTHING, OUTSIDE, best_of, gumbel_noise, number_of, read_quads, token_of, weights_of
+from .token_ranks_triton import (
+    NOTHING,
+    OUTSIDE,
+    best_of,
+    gumbel_noise,
+    number_of,
+    read_quads,
+    token_of,
+    weights_of,
+)
 
 # Logits per program of the first kernel, and per warp. 8/16/64 greedy rows of 248,320 logits take 6.7/10.8/40.9 us; with 128
 # per warp 8.0/13.5/51.1, with 4,096 per program and 256 per warp 7.1/12.1/46.6 (H200, 2026-11-23).
@@ -51,19 +61,40 @@ SPLITS = {FEW_ROWS: 16, MAX_ROWS: 4}
 SLOTS = tl.constexpr(256)
 
 
-def sample_next(logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, params: SamplingTensors) -> Tensor:
+def sample_next(
+    logits: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    last: LastTokens,
+    params: SamplingTensors,
+    processing: LogitsProcessing,
+    late: bool = False,
+) -> Tensor:
     """See `reference.sample_next`; all tensors contiguous.
 
-    Positions, slots and params are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
-    `delegate/graphs/nodes.py`). A row of padding gives token 0; its logits and params are not read.
+    Positions, slots, params and `processing` without its counts are read before the kernel ahead has ended, so no marked
+    kernel may write them (rule R2 in `delegate/graphs/nodes.py`). A row of padding gives token 0; its logits and params are
+    not read.
     """
-    return _sample_rows(logits, positions, slots, last.token, last.position, list(params))
+    given = processing.given._asdict()
+    counts = given.pop("output_counts")
+    others = [processing.processed, *given.values()]
+    return _sample_rows(logits, positions, slots, last.token, last.position, counts, list(params), others, late)
 
 
-# `parameters` are the fields of `SamplingTensors`, in order. Only the kernels take them one by one.
-@torch.library.triton_op("ostinato::sample_rows", mutates_args={"token", "position"})
+# `parameters` are the fields of `SamplingTensors`, in order, and `processing` those of `LogitsProcessing` and of its
+# `ProcessingTensors`, without the counts. Only the kernels take them one by one.
+@torch.library.triton_op("ostinato::sample_rows", mutates_args={"token", "position", "output_counts"})
 def _sample_rows(
-    logits: Tensor, positions: Tensor, slots: Tensor, token: Tensor, position: Tensor, parameters: list[Tensor]
+    logits: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    token: Tensor,
+    position: Tensor,
+    output_counts: Tensor,
+    parameters: list[Tensor],
+    processing: list[Tensor],
+    late: bool,
 ) -> Tensor:
     rows, vocab = logits.shape
     warp = WARP_OF_ONE if is_one(rows) else WARP
@@ -81,24 +112,43 @@ def _sample_rows(
     tops, peaks = empty(rows, blocks, dtype=torch.int32), empty(rows, pieces, dtype=torch.int32)
     arrived, chosen = empty(rows, dtype=torch.int32), empty(rows, pieces, dtype=torch.int32)
     parts, out = empty(rows, splits, CHECKED.value, dtype=torch.float32), empty(rows, dtype=torch.int64)
-    common = {"VOCAB": vocab, "BLOCKS": blocks, "BLOCK": block, "EARLY": starts_early()}
+    # Only rows that are processed touch it.
+    changed = empty(rows, vocab, dtype=torch.float32)
+    common = {"VOCAB": vocab, "BLOCKS": blocks, "BLOCK": block, "LATE": late, "EARLY": starts_early()}
     launcher(rank_rows_early)[(blocks, rows)](
-        logits, positions, slots, *parameters, bests, masses, tops, peaks, arrived, **common, num_warps=block // warp
+        logits,
+        positions,
+        slots,
+        *parameters,
+        output_counts,
+        *processing,
+        bests,
+        masses,
+        tops,
+        peaks,
+        arrived,
+        changed,
+        PART=block * 32 // warp,
+        **common,
+        num_warps=block // warp,
     )
     launcher(sample_rows_early)[(rows, splits)](
         logits,
         positions,
         slots,
         *parameters,
+        processing[0],
         bests,
         masses,
         tops,
         peaks,
         arrived,
+        changed,
         parts,
         chosen,
         token,
         position,
+        output_counts,
         out,
         rows,
         TILE=tile,
@@ -119,14 +169,27 @@ def rank_rows_early(
     top_p_ptr,
     seed_ptr,
     min_p_ptr,
+    output_counts,
+    processed_ptr,
+    repetition_ptr,
+    presence_ptr,
+    frequency_ptr,
+    prompt_tokens,
+    bias_tokens,
+    bias_values,
+    bias_ends,
+    allowed_tokens,
     bests,
     masses,
     tops,
     peaks,
     arrived,
+    changed,
     VOCAB: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    LATE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program (b, r) reads BLOCK logits of row r from b * BLOCK on, and stores what `sample_rows_early` needs for the row:
@@ -137,13 +200,14 @@ def rank_rows_early(
     - masses [R, BLOCKS] float32, if top-p is on and top-k is off: the weight of the block's tokens together, where the most
       likely one of these weighs 1.
     - arrived [R] int32: 0.
+    - changed [R, VOCAB] float32, if the row is processed and tokens may be left out: the processed logits.
     """
     start_next(EARLY)
     block = tl.program_id(0)
     row = tl.program_id(1)
     slot = tl.load(slots + row)
     own = tl.maximum(slot, 0)
-    temperature = tl.load(temperature_ptr + own)
+    changes, temperature = mode_of(processed_ptr, temperature_ptr, slot, own, LATE)
     top_p = tl.load(top_p_ptr + own)
     few, filtered = _filters(temperature, tl.load(top_k_ptr + own), top_p, tl.load(min_p_ptr + own), VOCAB)
     scored = (slot >= 0) & (few == 0)
@@ -152,9 +216,40 @@ def rank_rows_early(
     # The noise needs no logits, so it is computed while the kernel ahead still runs.
     if scored & (temperature > 0):
         noise = gumbel_noise(tl.load(seed_ptr + own), tl.load(positions + row) + 1, quads)
+    first_bias = 0
+    end_of_biases = 0
+    if changes:
+        first_bias, end_of_biases = biases_of(
+            _row(bias_tokens, own, BIASES), _row(bias_ends, own, BIASES), block * BLOCK, BLOCK
+        )
     wait_for_previous(EARLY)
     if slot >= 0:
-        x, keys = read_quads(_row(logits, row, VOCAB), quads, quads * 4 < VOCAB, VOCAB)
+        x_row = _row(logits, row, VOCAB)
+        if changes:
+            # A quad for each thread at a time, stored and read again: else rows that are not processed had too few registers.
+            for part in range(0, BLOCK // 4, PART):
+                change_quads(
+                    _row(changed, row, VOCAB),
+                    x_row,
+                    block * (BLOCK // 4) + part + tl.arange(0, PART),
+                    own,
+                    tl.load(positions + row) + 1,
+                    first_bias,
+                    end_of_biases,
+                    repetition_ptr,
+                    presence_ptr,
+                    frequency_ptr,
+                    prompt_tokens,
+                    output_counts,
+                    bias_tokens,
+                    bias_values,
+                    bias_ends,
+                    allowed_tokens,
+                    VOCAB,
+                )
+            tl.debug_barrier()
+        x_row = tl.where(changes, _row(changed, row, VOCAB), x_row)
+        x, keys = read_quads(x_row, quads, quads * 4 < VOCAB, VOCAB)
         if scored:
             scores = x
             if temperature > 0:
@@ -182,15 +277,18 @@ def sample_rows_early(
     top_p_ptr,
     seed_ptr,
     min_p_ptr,
+    processed_ptr,
     bests,
     masses,
     tops,
     peaks,
     arrived,
+    changed,
     parts,
     chosen,
     token,
     position_ptr,
+    output_counts,
     out,
     rows,
     VOCAB: tl.constexpr,
@@ -198,6 +296,7 @@ def sample_rows_early(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    LATE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Programs (r, 0) to (r, SPLITS - 1) sample for row r.
@@ -210,7 +309,7 @@ def sample_rows_early(
     split = tl.program_id(1)
     slot = tl.load(slots + row)
     own = tl.maximum(slot, 0)
-    temperature = tl.load(temperature_ptr + own)
+    changes, temperature = mode_of(processed_ptr, temperature_ptr, slot, own, LATE)
     top_k = tl.load(top_k_ptr + own)
     top_p = tl.load(top_p_ptr + own)
     min_p = tl.load(min_p_ptr + own)
@@ -226,7 +325,7 @@ def sample_rows_early(
         ranks = tl.full((triton.next_power_of_2(BLOCKS),), NOTHING, tl.int64)
         if (slot >= 0) & (few == 0):
             ranks = tl.load(bests + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=NOTHING)
-        x_row = _row(logits, row, VOCAB)
+        x_row = tl.where(changes, _row(changed, row, VOCAB), _row(logits, row, VOCAB))
         pieces = row.to(tl.int64) * (BLOCKS * (BLOCK // PIECE))
         keys = tl.full((CHECKED,), OUTSIDE, tl.int32)
         ahead = tl.zeros((CHECKED,), tl.float32)
@@ -283,6 +382,11 @@ def sample_rows_early(
             tl.store(out + row, sampled)
             tl.store(token + own, sampled, mask=keeps)
             tl.store(position_ptr + own, position, mask=keeps)
+            if keeps & changes:
+                # Loaded again, because torch's analysis stops at loads: what the token comes from would be taken as written.
+                tl.debug_barrier()
+                count = _row(output_counts, own, VOCAB) + tl.load(out + row)
+                tl.store(count, tl.load(count) + 1)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-// The operator of sampling/sampling_cpu.py: the next token, as delegate/sampling.py defines it.
+// The operator of sampling/sampling_cpu.py: the next token, as delegate/sampling.py and delegate/logits_processing.py define it.
 #include <algorithm>
 #include <bit>
 #include <cfloat>
@@ -266,26 +266,82 @@ int64_t sample(const float* logits, int64_t vocab, const Params& params, int64_t
   return sample_kept(logits, vocab, lowest, params.temperature, position, params.seed);
 }
 
+// Values of Processing of delegate/logits_processing.py.
+constexpr int64_t OFF = 0, IN_STEP = 1, LATER = 2;
+
+// What changes the logits of a slot: ProcessingTensors of delegate/logits_processing.py.
+struct Processing {
+  float repetition_penalty, presence_penalty, frequency_penalty;
+  const int32_t *prompt_tokens, *output_counts, *allowed_tokens;
+  const int64_t *bias_tokens, *bias_ends;
+  const float* bias_values;
+  int64_t biases;
+};
+
+bool has_bit(const int32_t* words, int64_t token) { return words[token / 32] >> (token % 32) & 1; }
+
+// Writes the logits from which the token at `position` is sampled.
+void process(const float* logits, int64_t vocab, const Processing& by, int64_t position, float* changed) {
+  std::memcpy(changed, logits, vocab * sizeof(float));
+  for (int64_t i = 0; i < by.biases; ++i) {
+    int64_t token = by.bias_tokens[i];
+    if (position < by.bias_ends[i] && token >= 0 && token < vocab) changed[token] += by.bias_values[i];
+  }
+  parallel(pieces_of(vocab), [&](int64_t piece) {
+    for (int64_t token = piece * PIECE; token < std::min(vocab, (piece + 1) * PIECE); ++token) {
+      float x = has_bit(by.allowed_tokens, token) ? changed[token] : -std::numeric_limits<float>::infinity();
+      int32_t count = by.output_counts[token];
+      bool repeated = has_bit(by.prompt_tokens, token) | (count > 0);
+      // Products are rounded by themselves: as they stand, the compiler makes one operation of a product and a difference.
+      float raised = x / by.repetition_penalty, lowered = std::fma(x, by.repetition_penalty, 0.0f);
+      x = repeated ? (x > 0 ? raised : lowered) : x;
+      x -= std::fma(by.frequency_penalty, float(count), 0.0f);
+      changed[token] = x - (count > 0 ? by.presence_penalty : 0.0f);
+    }
+  });
+}
+
 }  // namespace
 
-extern "C" AOTITorchError aoti_torch_cpu_sample_next(AtenTensorHandle logits_, AtenTensorHandle positions_,
-                                                     AtenTensorHandle slots_, AtenTensorHandle token_,
-                                                     AtenTensorHandle position_, AtenTensorHandle temperature,
-                                                     AtenTensorHandle top_k, AtenTensorHandle top_p, AtenTensorHandle seed,
-                                                     AtenTensorHandle min_p, AtenTensorHandle* result) {
+extern "C" AOTITorchError aoti_torch_cpu_sample_next(
+    AtenTensorHandle logits_, AtenTensorHandle positions_, AtenTensorHandle slots_, AtenTensorHandle token_,
+    AtenTensorHandle position_, AtenTensorHandle temperature, AtenTensorHandle top_k, AtenTensorHandle top_p,
+    AtenTensorHandle seed, AtenTensorHandle min_p, AtenTensorHandle processed_, AtenTensorHandle repetition_penalty,
+    AtenTensorHandle presence_penalty, AtenTensorHandle frequency_penalty, AtenTensorHandle prompt_tokens,
+    AtenTensorHandle output_counts, AtenTensorHandle bias_tokens, AtenTensorHandle bias_values, AtenTensorHandle bias_ends,
+    AtenTensorHandle allowed_tokens, int32_t late, AtenTensorHandle* result) {
   return guarded("sample_next", [&] {
     Tensor logits(logits_), slots(slots_), token(token_);
     int64_t rows = logits.size(0), vocab = logits.size(1), count = token.size(0);
     const int64_t *slot = slots.as<int64_t>(), *positions = Tensor(positions_).as<int64_t>();
     for (int64_t row = 0; row < rows; ++row) check_slot(slot[row], count);
+    const int64_t* processed = Tensor(processed_).as<int64_t>();
+    int32_t* counts = Tensor(output_counts).as<int32_t>();
+    auto changes = [&](int64_t of) { return processed[of] == IN_STEP || (late && processed[of] != OFF); };
+    auto processing = [&](int64_t of) {
+      int64_t words = (vocab + 31) / 32, biases = Tensor(bias_tokens).size(1);
+      return Processing{Tensor(repetition_penalty).as<float>()[of], Tensor(presence_penalty).as<float>()[of],
+                        Tensor(frequency_penalty).as<float>()[of], Tensor(prompt_tokens).as<int32_t>() + of * words,
+                        counts + of * vocab, Tensor(allowed_tokens).as<int32_t>() + of * words,
+                        Tensor(bias_tokens).as<int64_t>() + of * biases, Tensor(bias_ends).as<int64_t>() + of * biases,
+                        Tensor(bias_values).as<float>() + of * biases, biases};
+    };
     auto params = [&](int64_t of) {
-      return Params{Tensor(temperature).as<float>()[of], Tensor(top_p).as<float>()[of], Tensor(min_p).as<float>()[of],
+      bool waits = processed[of] == LATER && !late;
+      return Params{waits ? 0 : Tensor(temperature).as<float>()[of], Tensor(top_p).as<float>()[of], Tensor(min_p).as<float>()[of],
                  Tensor(top_k).as<int64_t>()[of], Tensor(seed).as<int64_t>()[of]};
     };
     Result made({rows}, aoti_torch_dtype_int64());
     int64_t* sampled = made.tensor().as<int64_t>();
     auto sample_row = [&](int64_t row) {
-      sampled[row] = slot[row] < 0 ? 0 : sample(logits.as<float>() + row * vocab, vocab, params(slot[row]), positions[row] + 1);
+      sampled[row] = 0;
+      if (slot[row] < 0) return;
+      const float* x = logits.as<float>() + row * vocab;
+      int64_t position = positions[row] + 1;
+      bool change = changes(slot[row]);
+      Scratch<float> changed(change ? vocab : 0);
+      if (change) process(x, vocab, processing(slot[row]), position, changed);
+      sampled[row] = sample(change ? changed : x, vocab, params(slot[row]), position);
     };
     // All threads share the vocabulary of a single row.
     if (rows == 1)
@@ -296,6 +352,9 @@ extern "C" AOTITorchError aoti_torch_cpu_sample_next(AtenTensorHandle logits_, A
       if (slot[row] < 0) continue;
       token.as<int64_t>()[slot[row]] = sampled[row];
       Tensor(position_).as<int64_t>()[slot[row]] = positions[row] + 1;
+      // Of a slot with several rows, the last one's token is kept.
+      if (changes(slot[row]) && std::find(slot + row + 1, slot + rows, slot[row]) == slot + rows)
+        ++counts[slot[row] * vocab + sampled[row]];
     }
     made.give(result);
   });

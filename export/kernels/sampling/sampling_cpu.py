@@ -6,18 +6,29 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate.sampling_params import SamplingTensors
-from ostinato.export.kernels.operands import LastTokens
+from ostinato.export.kernels.operands import LastTokens, LogitsProcessing
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
 
-def sample_next(logits: Tensor, positions: Tensor, slots: Tensor, last: LastTokens, params: SamplingTensors) -> Tensor:
+def sample_next(
+    logits: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    last: LastTokens,
+    params: SamplingTensors,
+    processing: LogitsProcessing,
+    late: bool = False,
+) -> Tensor:
     """See `reference.sample_next`."""
-    return _sample_next(logits, positions, slots, last.token, last.position, *params)
+    rest = *params, processing.processed, *processing.given
+    return _sample_next(logits, positions, slots, last.token, last.position, *rest, late)
 
 
 @LIBRARY.operator(
     "sample_next(Tensor logits, Tensor positions, Tensor slots, Tensor(a!) token, Tensor(b!) position, Tensor temperature, "
-    "Tensor top_k, Tensor top_p, Tensor seed, Tensor min_p) -> Tensor"
+    "Tensor top_k, Tensor top_p, Tensor seed, Tensor min_p, Tensor processed, Tensor repetition_penalty, "
+    "Tensor presence_penalty, Tensor frequency_penalty, Tensor prompt_tokens, Tensor(c!) output_counts, Tensor bias_tokens, "
+    "Tensor bias_values, Tensor bias_ends, Tensor allowed_tokens, bool late) -> Tensor"
 )
 def _sample_next(
     logits: Tensor,
@@ -30,5 +41,16 @@ def _sample_next(
     top_p: Tensor,
     seed: Tensor,
     min_p: Tensor,
+    processed: Tensor,
+    repetition_penalty: Tensor,
+    presence_penalty: Tensor,
+    frequency_penalty: Tensor,
+    prompt_tokens: Tensor,
+    output_counts: Tensor,
+    bias_tokens: Tensor,
+    bias_values: Tensor,
+    bias_ends: Tensor,
+    allowed_tokens: Tensor,
+    late: bool,
 ) -> Tensor:
     return torch.empty_like(slots)

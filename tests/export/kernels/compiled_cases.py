@@ -341,19 +341,20 @@ GROUPS = {
             ("_gate_up_kernel", "fp32"): 120,
         },
     ),
-    # (compute capability, dtype, vocabulary, rows)
+    # (compute capability, dtype, vocabulary, rows, whether slots are processed late)
     "sampling": Group(
         launches=sampling,
         cases=(
             *((90, F32, VOCAB, rows) for rows in (1, 8, 32)),
+            (90, F32, VOCAB, 8, True),
             (90, F32, 512, 8),
             (89, F32, 151_936, 8),
             *((80, F32, VOCAB, rows) for rows in (1, 32)),
         ),
         analysed=((90, F32, VOCAB, 1), (90, F32, VOCAB, 8)),
         written={
-            "rank_rows_early": ["arrived bests masses peaks tops"],
-            "sample_rows_early": ["arrived chosen out parts position_ptr token"],
+            "rank_rows_early": ["arrived bests changed masses peaks tops"],
+            "sample_rows_early": ["arrived chosen out output_counts parts position_ptr token"],
         },
         complete=(80, 89, 90),
     ),

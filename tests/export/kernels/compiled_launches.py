@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, empty
 
+from ostinato.delegate.logits_processing import ProcessingTensors, processing_tensors
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 from ostinato.export.formats.format import Format
 from ostinato.export.formats.int4 import Int4
@@ -31,6 +32,7 @@ from ostinato.export.kernels.operands import (
     HeadSquares,
     KVCache,
     LastTokens,
+    LogitsProcessing,
     Norm,
     RowIndex,
     Weight,
@@ -295,12 +297,22 @@ def prefill(
     return [one for one in launches if not one.name.endswith("_early") and (not kernels or one.name in kernels)]
 
 
-def sampling(capability: int, dtype: torch.dtype, vocab: int, rows: int) -> list[Launch]:
-    """Launch `sample_next` for logits in `dtype`."""
-    slots, defaults = 2, SamplingParams(seed=0).tensors()
+def sampling(capability: int, dtype: torch.dtype, vocab: int, rows: int, late: bool = False) -> list[Launch]:
+    """Launch `sample_next` for logits in `dtype`, in a step or for slots that it leaves for `late`r."""
+    slots, params = 2, SamplingParams(seed=0)
+    given = processing_tensors(params, (), 0, vocab, ())
     with recorded(capability) as launches:
         numbers = empty(rows, dtype=torch.int64)
-        params = SamplingTensors(*(torch.empty_like(value, device="meta").repeat(slots) for value in defaults))
-        last = LastTokens(*empty(2, slots, dtype=torch.int64))
-        CudaKernels.sample_next(empty(rows, vocab, dtype=dtype), numbers, numbers, last, params)
+        CudaKernels.sample_next(
+            empty(rows, vocab, dtype=dtype),
+            numbers,
+            numbers,
+            LastTokens(*empty(2, slots, dtype=torch.int64)),
+            SamplingTensors(*(value.to("meta").expand(slots) for value in params.tensors())),
+            LogitsProcessing(
+                empty(slots, dtype=torch.int64),
+                ProcessingTensors(*(value.to("meta").expand(slots, *value.shape[1:]) for value in given)),
+            ),
+            late,
+        )
     return launches

@@ -6,7 +6,7 @@ import ast
 import importlib.util
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -38,6 +38,26 @@ def cpu_kernels(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFa
     folder = Path(cache.mkdir("native")) if cache else tmp_path_factory.mktemp("native")
     native.make_callable(LIBRARY, native.build(LIBRARY.build(), folder))
     return kernels
+
+
+@pytest.fixture
+def sample_of(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Callable[..., torch.Tensor]]:
+    """Return the function of a form of sampling by its name, with the form's settings in force."""
+    from ostinato.export.kernels.sampling import rows_triton
+
+    from .sampling_cases import one_by_one
+    from .sampling_forms import FORMS
+
+    def get(name: str) -> Callable[..., torch.Tensor]:
+        form = FORMS[name]
+        for attribute, value in (form.settings or {}).items():
+            monkeypatch.setattr(rows_triton, attribute, value)
+        sample = form.sample or request.getfixturevalue("cpu_kernels").sample_next
+        return one_by_one(sample) if form.single else sample
+
+    return get
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
-"""What every form of sampling is held to: `delegate.sampling.sample`, row by row, and what is kept of it for each slot."""
+"""What every form of sampling is held to, row by row: `delegate.sampling.sample`, from logits as they are or as
+`delegate.logits_processing.processed` changes them; and what is kept of it for each slot."""
 
 from __future__ import annotations
 
@@ -8,9 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ostinato.delegate.logits_processing import (
+    Processing,
+    ProcessingTensors,
+    processed,
+    processing_tensors,
+)
 from ostinato.delegate.sampling import sample
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
-from ostinato.export.kernels.operands import LastTokens
+from ostinato.export.kernels.operands import LastTokens, LogitsProcessing
 
 from .runs import DEVICE
 
@@ -40,12 +47,22 @@ ALL_PARAMS = (
     SamplingParams(1.0, 1000, 0.999),
     SamplingParams(1.3, 50_000, 0.9999),
 )
+PENALTIES = SamplingParams(
+    repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={7: 2.5, 40: -3.0}
+)
 # More than there are params, with slot 0.
 SLOTS = 20
 SEEDS = (0, 5, 2**31, 2**63 - 1, 2**63, 0x123456789ABCDEF, 2**64 - 1)
 # Of the row that gave the logits; before a first token there is none.
 POSITIONS = (-1, 6, 2**32 - 1, 2**33, 2**40)
 Sample = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Kept(LastTokens):
+    """What a call writes: the last tokens, and `output_counts` [slots, V]."""
+
+    counts: Tensor
 
 
 @dataclass(frozen=True)
@@ -57,27 +74,58 @@ class Case:
     slots: Tensor
     last: LastTokens
     params: SamplingTensors
+    processing: LogitsProcessing
+    late: bool = False
 
-    def run(self, form: Sample) -> tuple[list[int], LastTokens]:
+    @property
+    def kept(self) -> Kept:
+        """A copy of what a call writes."""
+        written = self.last.token, self.last.position, self.processing.given.output_counts
+        return Kept(*(one.clone() for one in written))
+
+    def run(self, form: Sample) -> tuple[list[int], Kept]:
         """Return the tokens, and what is kept. The case can be used again."""
-        last = LastTokens(self.last.token.clone(), self.last.position.clone())
-        tokens = form(**vars(self) | {"last": last})
+        kept = self.kept
+        given = self.processing.given._replace(output_counts=kept.counts)
+        tokens = form(**vars(self) | {"last": kept, "processing": replace(self.processing, given=given)})
         assert tokens.shape == self.slots.shape and tokens.dtype == torch.int64
         found = tokens.tolist()
         assert all(0 <= token < self.logits.shape[1] for token in found)
-        return found, last
+        return found, kept
 
-    def exact(self) -> tuple[list[int], LastTokens]:
+    def exact(self) -> tuple[list[int], Kept]:
         """Return the tokens, -1 for padding, and what is kept: of a slot with several rows the last one's token."""
-        tokens, last = [], LastTokens(self.last.token.clone(), self.last.position.clone())
-        for row, slot in enumerate(self.slots.tolist()):
+        tokens, kept, slots = [], self.kept, self.slots.tolist()
+        for row, slot in enumerate(slots):
             tokens.append(-1)
-            if slot >= 0:
-                position = self.positions[row : row + 1] + 1
-                mine = SamplingTensors(*(values[slot : slot + 1] for values in self.params))
-                tokens[row] = int(sample(self.logits[row], position, mine))
-                last.token[slot], last.position[slot] = tokens[row], position[0]
-        return tokens, last
+            if slot < 0:
+                continue
+            position = self.positions[row : row + 1] + 1
+            x, mine = self.logits[row], SamplingTensors(*(values[slot : slot + 1] for values in self.params))
+            when = self.processing.processed[slot].item()
+            changes = when == Processing.IN_STEP or (when == Processing.LATER and self.late)
+            if changes:
+                given = ProcessingTensors(*(values[slot : slot + 1] for values in self.processing.given))
+                x = processed(x[None], position, given)[0]
+            elif when == Processing.LATER:
+                mine = mine._replace(temperature=torch.zeros_like(mine.temperature))
+            tokens[row] = int(sample(x, position, mine))
+            kept.token[slot], kept.position[slot] = tokens[row], position[0]
+            if changes and slot not in slots[row + 1 :]:
+                kept.counts[slot, tokens[row]] += 1
+        return tokens, kept
+
+    def processes(self, how: Mapping[int, tuple[Processing, ProcessingTensors]], late: bool = False) -> Case:
+        """The case with logits of these slots processed so, R = 1 for each slot."""
+        found = self.processing
+        processing = LogitsProcessing(
+            found.processed.clone(), ProcessingTensors(*(values.clone() for values in found.given))
+        )
+        for slot, (when, given) in how.items():
+            processing.processed[slot] = when
+            for values, value in zip(processing.given, given, strict=True):
+                values[slot] = value[0]
+        return replace(self, processing=processing, late=late)
 
 
 def make(
@@ -87,7 +135,8 @@ def make(
     positions: Sequence[int] | None = None,
     device: str = DEVICE,
 ) -> Case:
-    """Make arguments of rows. Logits of padding are NaN; slots without params have some that nobody may follow.
+    """Make arguments of rows. Logits of padding are NaN; slots without params have some that nobody may follow, and so have
+    all slots of penalties, biases and bitmasks, see `Case.processes`.
 
     Args:
         logits: [rows, V], or [1, V] for all rows.
@@ -97,8 +146,11 @@ def make(
     if isinstance(params, SamplingParams):
         params = {slot: params for slot in slots if slot >= 0}
     tensors = SamplingTensors(*(value.repeat(SLOTS) for value in SamplingParams(seed=0).tensors()))
-    for values in tensors:
+    plain = processing_tensors(SamplingParams(), (), 0, logits.shape[1], ())
+    given = ProcessingTensors(*(value.repeat(SLOTS, *[1] * (value.dim() - 1)) for value in plain))
+    for values in (*tensors, *given):
         values[:] = torch.nan if values.is_floating_point() else -7
+    given.bias_tokens[:], given.bias_ends[:] = 0, 2**62
     for slot, own in params.items():
         for values, value in zip(tensors, own.tensors(), strict=True):
             values[slot] = value[0]
@@ -112,6 +164,10 @@ def make(
         torch.tensor(slots, device=device),
         last,
         SamplingTensors(*(values.to(device) for values in tensors)),
+        LogitsProcessing(
+            torch.full((SLOTS,), Processing.OFF.value, device=device),
+            ProcessingTensors(*(values.to(device) for values in given)),
+        ),
     )
 
 
@@ -132,11 +188,12 @@ def random_logits(kind: str, rows: int, vocab: int, seed: int = 0) -> Tensor:
     return {"random": x, "peaked": x * 12 - 30, "flat": x * 1e-3, "tied": (x * 1.5).round()}[kind]
 
 
-def check(case: Case, form: Sample) -> tuple[list[int], LastTokens]:
+def check(case: Case, form: Sample) -> tuple[list[int], Kept]:
     """Hold a form to the definition, for all rows that are tokens and for all that is kept, and return what it gives."""
     (expected, kept), (found, last) = case.exact(), case.run(form)
     assert [-1 if slot < 0 else token for slot, token in zip(case.slots.tolist(), found, strict=True)] == expected
     assert torch.equal(last.token, kept.token) and torch.equal(last.position, kept.position)
+    assert torch.equal(last.counts, kept.counts)
     return found, last
 
 

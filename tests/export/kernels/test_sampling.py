@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,82 +13,25 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from ostinato.delegate.logits_processing import Processing, ProcessingTensors, processing_tensors
 from ostinato.delegate.sampling import gumbel_noise
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
-from ostinato.export.kernels.operands import LastTokens
-from ostinato.export.kernels.sampling import reference, rows_triton
+from ostinato.export.kernels.operands import LastTokens, LogitsProcessing
+from ostinato.export.kernels.sampling import reference
 
 from .runs import DEVICE
 from .sampling_cases import (
     ALL_PARAMS,
     KINDS,
     PARAMS,
-    VOCAB,
+    PENALTIES,
     Sample,
     check,
     make,
     make_all,
-    one_by_one,
     random_logits,
 )
-
-
-@dataclass(frozen=True)
-class Form:
-    """One form of sampling, and what it is held to.
-
-    Attributes:
-        sample: takes the arguments of a `Case`. None: the C++ kernel, which a fixture builds.
-        vocabs: sizes of the vocabulary.
-        single: whether it is called for one row after the other.
-        settings: attributes of its module that are changed for it.
-        params: of the rows that are sampled together.
-        turns: number of cases for each size.
-    """
-
-    sample: Sample | None
-    vocabs: Sequence[int]
-    device: str = DEVICE
-    single: bool = False
-    settings: Mapping[str, int] | None = None
-    params: Sequence[SamplingParams] = ALL_PARAMS if DEVICE == "cuda" else PARAMS
-    turns: int = 10 if DEVICE == "cuda" else 1
-
-    @property
-    def is_interpreted(self) -> bool:
-        return DEVICE == "cpu" and self.sample is not None and self.sample.__module__.endswith("_triton")
-
-
-LARGE = [2048, 2049, 151_936, VOCAB] if DEVICE == "cuda" else []
-# With blocks of 32: one, and more than there are tokens checked at once, the last with a rest, of more pieces than a turn
-# takes.
-BLOCKS = {"BLOCK": 32, "TILE": 8} if DEVICE == "cpu" else None
-ROWS = Form(rows_triton.sample_next, (1, 97, 605, *LARGE), settings=BLOCKS)
-# The C++ kernel's tasks have 16,384 tokens of a single row, or several rows.
-CPU = Form(None, (1, 97, 16_384, 40_000), "cpu", params=ALL_PARAMS, turns=3)
-
-FORMS = {
-    "reference": Form(reference.sample_next, (97,)),
-    "rows": ROWS,
-    "rows one by one": replace(ROWS, single=True),
-    "C++": CPU,
-    "C++ row by row": replace(CPU, single=True),
-}
-each_form = pytest.mark.parametrize("name", FORMS)
-
-
-@pytest.fixture
-def sample_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Sample]:
-    """Return the function of a form by its name, with the form's settings in force."""
-
-    def get(name: str) -> Sample:
-        form = FORMS[name]
-        for attribute, value in (form.settings or {}).items():
-            monkeypatch.setattr(rows_triton, attribute, value)
-        sample: Sample = form.sample or request.getfixturevalue("cpu_kernels").sample_next
-        return one_by_one(sample) if form.single else sample
-
-    return get
+from .sampling_forms import FORMS, each_form
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -265,9 +208,9 @@ def test_infinity_and_nan(sample_of: Callable[[str], Sample], name: str, params:
     nan, inf = torch.nan, torch.inf
     logits = torch.tensor([[nan, 1.0, -inf, nan], [nan] * 4, [-inf] * 4, [0.0, inf, nan, -inf]])
     seeded = {slot: replace(params, seed=slot) for slot in range(1, 5)}
-    case = make(logits, [1, 2, 3, 4], seeded, [2] * 4, FORMS[name].device)
-    assert check(case, sample_of(name))[0] == [1, 0, 0, 1]
-    assert check(replace(case, logits=case.logits[:, :3].contiguous()), sample_of(name))[0] == [1, 0, 0, 1]
+    for vocab in (4, 3):
+        case = make(logits[:, :vocab], [1, 2, 3, 4], seeded, [2] * 4, FORMS[name].device)
+        assert check(case, sample_of(name))[0] == [1, 0, 0, 1]
 
 
 @each_form
@@ -306,19 +249,32 @@ def test_steps_go_on_from_what_is_kept(sample_of: Callable[[str], Sample], name:
 
 class Exported(torch.nn.Module):
     def forward(
-        self, logits: Tensor, index: tuple[Tensor, Tensor], last: list[Tensor], params: SamplingTensors
+        self,
+        logits: Tensor,
+        index: tuple[Tensor, Tensor],
+        last: list[Tensor],
+        params: SamplingTensors,
+        processed: Tensor,
+        given: ProcessingTensors,
     ) -> Tensor:
-        return reference.sample_next(logits, *index, LastTokens(*last), params)
+        return reference.sample_next(
+            logits, *index, LastTokens(*last), params, LogitsProcessing(processed, ProcessingTensors(*given))
+        )
 
 
 def test_the_reference_is_exported() -> None:
     def inputs(params: SamplingParams) -> tuple[Any, ...]:
         case = make(random_logits("random", 1, 50), [2], replace(params, seed=17), [8], "cpu")
-        return case.logits, (case.positions, case.slots), [case.last.token, case.last.position], case.params
+        case = case.processes({2: (Processing.IN_STEP, processing_tensors(PENALTIES, [3, 4, 4], 1, 50, ()))})
+        last, processing = [case.last.token, case.last.position], case.processing
+        return case.logits, (case.positions, case.slots), last, case.params, processing.processed, processing.given
 
     program = torch.export.export(Exported(), inputs(PARAMS[0])).run_decompositions()
     for params in PARAMS:
-        found, expected, (*_, (_, positions), _) = (inputs(params) for _ in range(3))
-        assert torch.equal(program.module()(*found), Exported()(*expected))
+        found, expected, (*_, (_, positions), _, _, given) = (inputs(params) for _ in range(3))
+        token = program.module()(*found)
+        assert torch.equal(token, Exported()(*expected))
         positions[2] = 9
+        given.output_counts[2, token] += 1
         assert all(map(torch.equal, found[2], expected[2])) and torch.equal(found[2][1], positions)
+        assert torch.equal(found[5].output_counts, given.output_counts)

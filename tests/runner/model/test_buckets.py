@@ -71,7 +71,8 @@ def test_inputs_of_a_batch() -> None:
         [0, 4, 5],
     ]
     again = inputs.filled([Run(2, [5, 6], 10, outputs=0)])
-    assert [tensor.tolist() for tensor in again] == [[5] + [6] * 8, [10] + [11] * 8, [2] * 2 + [-1] * 7, [1] * 3]
+    assert [tensor.tolist() for tensor in again] == [[5] + [6] * 8, [10] + [11] * 8, [2] * 2 + [-1] * 7, [-1] * 3]
+    assert inputs.filled([Run(2, [5, 6], 10)])[3].tolist() == [1, -1, -1]
     assert [one.data_ptr() for one in again] == [one.data_ptr() for one in first]
 
 

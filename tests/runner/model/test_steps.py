@@ -57,6 +57,7 @@ def steps_of(sessions: Sessions, session: Session, count: int) -> list[int]:
         SamplingParams(2.0, top_p=0.5, seed=2**64 - 1),
         SamplingParams(repetition_penalty=1.5, frequency_penalty=1.0, logit_bias={7: 10.0}),
         SamplingParams(3.0, top_p=0.9, seed=5, presence_penalty=1.0, min_tokens=9, stop_token_ids=range(0, 1500, 3)),
+        SamplingParams(2.0, 60, 0.9, 6, 0.001, 1.2, 0.5, 0.3, {3: 2.0, 900: 5.0, 901: -2.0}),
     ],
     ids=lambda params: params.seed,
 )
@@ -74,6 +75,102 @@ def test_the_host_samples_what_the_device_samples(capitals_artifact: Path, sampl
             session.prefill([*PROMPT, *found[:9]])
             session.append(found[9])
             assert steps_of(sessions, session, 10) == found[10:20]
+
+
+def test_who_is_sampled_later(capitals_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps sample from processed logits by themselves. Only a bitmask that is not known before a step is left for later."""
+    monkeypatch.setattr(Model, "sample", sample_spy := Spy(Model.sample))
+    with Engine.load(capitals_artifact, sessions=3) as engine:
+        vocab = engine.model.sampled_vocab
+        options = (HOT, replace(HOT, frequency_penalty=0.5, min_tokens=30), SamplingParams(2.0, seed=8))
+        sessions = [engine.open_session(params) for params in options]
+        sessions[2].token_bitmask = lambda tokens: bitmask(range(len(tokens), len(tokens) + 40), vocab)
+        for session in sessions:
+            session.prefill(PROMPT)
+        assert not sample_spy.slots
+        # The bitmask depends on the prompt's last token, which was not in the history when the step began.
+        engine.step(sessions)
+        assert sample_spy.slots == [[sessions[2].slot]]
+        for _ in range(5):
+            engine.step(sessions)
+        assert len(sample_spy.slots) == 1
+        steps: Any = engine.sessions.steps
+        steps.goes_ahead, steps._pending = True, _HostTokens
+        for _ in range(5):
+            engine.step(sessions, more=True)
+        assert sample_spy.slots[1:] == [[-1, -1, sessions[2].slot]] * 4
+        engine.step(sessions)
+        tokens = [session.tokens for session in sessions]
+        assert all(place <= token < place + 40 for place, token in enumerate(tokens[2]) if place >= len(PROMPT))
+    with Engine.load(capitals_artifact) as engine:
+        host = on_the_host(engine.model)
+        for place, params in enumerate(options):
+            with host.open(params) as session:
+                session.prefill(PROMPT)
+                if place == 2:
+                    session.token_bitmask = lambda tokens: bitmask(range(len(tokens), len(tokens) + 40), vocab)
+                steps_of(host, session, 12)
+                assert session.tokens == tokens[place]
+
+
+class Spy:
+    """Stands in for `Model.sample`, and notes the slots of its calls."""
+
+    def __init__(self, sample: Callable[..., torch.Tensor]) -> None:
+        self.slots: list[list[int]] = []
+        self._sample = sample
+
+    def __get__(self, model: Model, _: type[Model]) -> Callable[..., torch.Tensor]:
+        def call(outputs: Outputs, positions: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
+            self.slots.append(list(slots))
+            return self._sample(model, outputs, positions, slots)
+
+        return call
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_each_output_counts_once(capitals_artifact: Path, graph: bool) -> None:
+    """Rows that nobody asked for, and padding of a bucket, count nothing and keep no token."""
+    params = SamplingParams(frequency_penalty=0.25, temperature=1.0, seed=1)
+    with Engine.load(
+        capitals_artifact,
+        cuda_graph=graph,
+        sessions=3,
+        prefill_buckets=(8, 32) if graph else None,
+        row_buckets=(4,) if graph else None,
+    ) as engine:
+        model = engine.model
+
+        def state(name: str) -> torch.Tensor:
+            (found,) = (
+                value
+                for kind in (StateKind.SAMPLING, StateKind.LOGITS_PROCESSING)
+                for key, value in engine.program.buffers_of(kind).items()
+                if key.endswith(f".{name}")
+            )
+            return found
+
+        sessions = [engine.open_session(params) for _ in range(3)]
+        for session in sessions[:2]:
+            session.prefill(PROMPT)
+        for turn in range(5):
+            engine.step(sessions[:2])
+            engine.step(sessions[:2], prefill={sessions[2]: PROMPT[turn:]})
+        for session in sessions[:2]:
+            outputs = torch.tensor(session.tokens[len(PROMPT) :]).bincount(minlength=model.sampled_vocab)
+            assert len(session.tokens) == len(PROMPT) + 10
+            assert torch.equal(state("output_counts")[session.slot], outputs.int())
+        # The token after the prompt is sampled, and not taken.
+        assert state("output_counts")[sessions[2].slot].sum() == 1
+        before = {name: state(name).clone() for name in ("output_counts", "token", "position")}
+        model.step([Run(sessions[0].slot, PROMPT, 0, outputs=0)])
+        runs = [Run(sessions[0].slot, PROMPT, 5, outputs=0), Run(sessions[1].slot, PROMPT[:2], 0, outputs=0)]
+        model.step(runs)
+        for name, value in before.items():
+            assert torch.equal(state(name), value), name
+        model.step([runs[0], replace(runs[1], outputs=2)])
+        counted = (state("output_counts") - before["output_counts"]).sum(1)
+        assert counted.tolist() == [int(slot == sessions[1].slot) for slot in range(len(counted))]
 
 
 def test_an_answer_with_all_there_is(capitals_artifact: Path) -> None:
@@ -225,8 +322,7 @@ def test_host_and_device_keep_the_same_ties(capitals_artifact: Path) -> None:
         logits[0, tied] = 3.0
         for seed in range(40):
             params = replace(sampling, seed=seed)
-            numbers = params.numbers()
-            model.write_sampling(0, **numbers, sample_temperature=numbers["temperature"])
+            model.write_sampling(0, **params.numbers())
             token = int(model.sample(Outputs(logits, None), [seed % 5], [0]))
             assert token == int(sample(logits[0], torch.tensor([seed % 5 + 1]), params.tensors()))
             found.add(token)
