@@ -9,7 +9,7 @@ An artifact is a folder::
 
 from __future__ import annotations
 
-FORMAT_VERSION = 15
+FORMAT_VERSION = 16
 
 PROGRAM_FILE = "model.pte"
 CONSTANTS_FILE = "model.ptd"
@@ -31,6 +31,7 @@ PREFILL = "prefill"
 PREFILL_STREAMED = "prefill_streamed"
 DECODE = "decode"
 SAMPLE = "sample"
+LOGPROBS = "logprobs"
 DECODE_SAMPLE = "decode_sample"
 ROWS = "rows"
 FEW_ROWS = "few_rows"

@@ -73,6 +73,10 @@ class SamplingState(nn.Module):
         self.output_counts.index_put_((kept, sampled), (slots >= 0).to(torch.int32), accumulate=True)
         return torch.where(slots < 0, tokens, sampled)
 
+    def logprobs(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `logprob_tensors` gives for logits [L, V] and tokens [L]."""
+        return self.kernels.logprobs(logits, tokens)
+
     def next(self, logits: Tensor, input_pos: Tensor, slots: Tensor) -> Tensor:
         """Sample the token after each row, and keep it as the slot's last token. logits [T, V], input_pos and slots [T] ->
         [T]."""

@@ -13,6 +13,7 @@ from ostinato.delegate import BackendOptions, InputError, Method, Program, State
 from ostinato.delegate.artifact.names import (
     DECODE_SAMPLE,
     FEW_ROWS,
+    LOGPROBS,
     META_EOS_IDS,
     META_MAX_SEQ_LEN,
     PREFILL,
@@ -23,7 +24,7 @@ from ostinato.delegate.artifact.names import (
 )
 from ostinato.delegate.errors import ArtifactError, OptionError
 from ostinato.delegate.graphs.state_machine import Phase
-from ostinato.delegate.logits_processing import ALL_BITS, processing_tensors
+from ostinato.delegate.logits_processing import ALL_BITS, logprob_tensors, processing_tensors
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 
 from .batch import BatchInputs, Outputs, Run
@@ -213,6 +214,13 @@ class Model:
         # To look at the step's tokens would be to wait for them.
         graph = logits.shape[0] in self._sampled_rows
         return self._method(SAMPLE).execute((logits, given, *numbers), graph, checked=True)[0]
+
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what `logprob_tensors` gives for logits [L, vocab] and tokens [L] int64, both on the program's device."""
+        if LOGPROBS not in self.program.method_names:
+            return logprob_tensors(logits.float(), tokens)
+        # Without a graph the logits are read where they are. A graph would copy them, and keep room for each number of rows.
+        return self._method(LOGPROBS, graph=False).execute((logits, tokens), graph=False, checked=True)
 
     def write_sampling(self, slot: int, **values: float) -> None:
         """Write state of sampling: fields of `SamplingTensors`, `sample_temperature`, `processed`, `token` or `position`.

@@ -1,10 +1,14 @@
-"""Sampling on the device, in plain PyTorch: `ostinato.delegate.sampling` defines what is sampled."""
+"""Sampling and log-probabilities on the device, in plain PyTorch.
+
+`ostinato.delegate.sampling` defines what is sampled, `ostinato.delegate.logits_processing` what log-probabilities are given.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ostinato.delegate.logits_processing import logprob_tensors
 from ostinato.delegate.sampling import sample
 from ostinato.delegate.sampling_params import SamplingTensors
 from ostinato.export.kernels.operands import LastTokens
@@ -37,3 +41,16 @@ def sample_next(logits: Tensor, positions: Tensor, slots: Tensor, last: LastToke
         for values, value in ((last.token, tokens[row : row + 1]), (last.position, positions[row : row + 1] + 1)):
             values.index_copy_(0, kept, torch.where(slot < 0, values.index_select(0, kept), value))
     return tokens
+
+
+def logprobs(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of a token for each row, and of the most likely tokens: see `logprob_tensors`.
+
+    Args:
+        logits: [T, V] float32.
+        tokens: [T] int64.
+
+    Returns:
+        [T, 1 + C] int32 and [T, 1 + C] float32.
+    """
+    return logprob_tensors(logits, tokens)

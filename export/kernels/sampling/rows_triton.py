@@ -31,8 +31,20 @@ from ostinato.export.kernels.early_start_triton import start_next, wait_for_prev
 from ostinato.export.kernels.launch import is_one, launcher, row_class, starts_early
 from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, LastTokens
 
-from .rows_search_triton import CHECKED, PIECE, QUADS, checked_keys, least_key, masses_ahead, sample_kept
-from .token_ranks_triton import NOTHING, OUTSIDE, best_of, gumbel_noise, number_of, read_quads, token_of, weights_of
+from .rows_search_triton import CHECKED, checked_keys, masses_ahead, sample_kept
+from .token_ranks_triton import (
+    NOTHING,
+    OUTSIDE,
+    PIECE,
+    QUADS,
+    best_of,
+    gumbel_noise,
+    least_key,
+    number_of,
+    read_quads,
+    token_of,
+    weights_of,
+)
 
 # Logits per program of the first kernel, and per warp. 8/16/64 greedy rows of 248,320 logits take 6.7/10.8/40.9 us; with 128
 # per warp 8.0/13.5/51.1, with 4,096 per program and 256 per warp 7.1/12.1/46.6 (H200, 2026-11-23).

@@ -304,3 +304,10 @@ def sampling(capability: int, dtype: torch.dtype, vocab: int, rows: int) -> list
         last = LastTokens(*empty(2, slots, dtype=torch.int64))
         CudaKernels.sample_next(empty(rows, vocab, dtype=dtype), numbers, numbers, last, params)
     return launches
+
+
+def logprobs(capability: int, dtype: torch.dtype, vocab: int, rows: int) -> list[Launch]:
+    """Launch `logprobs` for logits in `dtype`."""
+    with recorded(capability) as launches:
+        CudaKernels.logprobs(empty(rows, vocab, dtype=dtype), empty(rows, dtype=torch.int64))
+    return launches
