@@ -290,7 +290,10 @@ class Model:
         # All of it: an error in a later chunk would come after the state has changed.
         self._check(run)
         if not self.has_state:
-            return self._chunk(run, None)
+            # Each of the sequences that end with the run's last tokens.
+            for end in range(len(tokens) + 1 - max(run.outputs, 1), len(tokens) + 1):
+                parts.append(self._chunk(Run(run.slot, tokens[:end], 0), None).logits.clone())
+            return Outputs(torch.cat(parts), None)
         if run.outputs > 1 and method_for_rows(self._rows, len(tokens)) is None:
             # Without a method for several rows only a single token gives its logits.
             for done, token in enumerate(tokens):
