@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from .errors import OptionError
-from .sampling_params import SamplingParams, TokenLogprobs
+from .sampling import finite
+from .sampling_params import MAX_LOGPROBS, SamplingParams, TokenLogprobs
 
 # Tokens with a bias of their own, and tokens that `min_tokens` forbids, for one session.
 MAX_BIASES = 512
 # Allowed tokens and tokens of prompts are bits of such words.
 WORD_BITS = 32
 ALL_BITS = -1
-# Logits of a piece in the search for the largest ones.
-PIECE = 128
 # A position that no token has.
 NEVER_ENDS = 2**62
 
@@ -154,42 +153,33 @@ def words_of(vocab: int) -> int:
     return (vocab + WORD_BITS - 1) // WORD_BITS
 
 
-def logprob_tensors(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return what `TokenLogprobs` holds, for [R, vocab] float32 logits and [R] int64 tokens, on their device.
+def logprob_tensors(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `token_logprobs` makes records of, on the device of the logits.
+
+    Logits that are not finite count as in `sampling.sample`. C is MAX_LOGPROBS or, if that is less, the vocabulary's size.
+
+    Args:
+        logits: [R, vocab] float32.
+        tokens: [R] int64.
 
     Returns:
-        log-probabilities [R] float32 and ranks [R] int64 of `tokens`; ids [R, count] int64 and log-probabilities [R, count]
-        float32 of the most likely tokens.
+        [R, 1 + C] int32: number of tokens that are at least as likely as the row's token, then the C most likely tokens in
+        order; of equally likely ones the lower comes first. And [R, 1 + C] float32: log-probabilities of the row's token and
+        of these.
     """
-    total = logits.logsumexp(1, keepdim=True)
-    chosen = logits.gather(1, tokens[:, None])
-    top, ids = _largest(logits, min(count, logits.shape[1]))
-    return (chosen - total)[:, 0], (logits >= chosen).sum(1), ids, top - total
+    x = finite(logits)
+    ids = x.sort(dim=1, descending=True, stable=True).indices[:, :MAX_LOGPROBS]
+    rank = (x >= x.gather(1, tokens[:, None])).sum(1, keepdim=True)
+    values = x.log_softmax(1).gather(1, torch.cat([tokens[:, None], ids], 1))
+    return torch.cat([rank, ids], 1).to(torch.int32), values
 
 
-def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest numbers of each row and their indices, largest first: those of the pieces with the largest ones.
-
-    On a GPU, `topk` of a whole vocabulary takes several times as long.
-    """
-    rows, vocab = logits.shape
-    whole = vocab // PIECE
-    if count > whole:
-        return logits.topk(count, dim=1)
-    pieces = logits[:, : whole * PIECE].reshape(rows, whole, PIECE).amax(2).topk(count, dim=1).indices
-    rest = torch.arange(whole * PIECE, vocab, device=logits.device).expand(rows, -1)
-    places = torch.arange(PIECE, device=logits.device)
-    ids = torch.cat([(pieces[:, :, None] * PIECE + places).flatten(1), rest], 1)
-    top, found = logits.gather(1, ids).topk(count, dim=1)
-    return top, ids.gather(1, found)
-
-
-def token_logprobs(tokens: Sequence[int], tensors: Sequence[Tensor]) -> list[TokenLogprobs]:
-    """Return the records of `tokens` from what `logprob_tensors` gives."""
-    values, ranks, ids, tops = (tensor.tolist() for tensor in tensors)
+def token_logprobs(tokens: Sequence[int], tensors: Sequence[Tensor], count: int) -> list[TokenLogprobs]:
+    """Return the records of `tokens`, with `count` most likely ones each, from what `logprob_tensors` gives."""
+    numbers, values = (tensor[: len(tokens), : 1 + count].tolist() for tensor in tensors)
     return [
-        TokenLogprobs(token, value, rank, list(zip(mine, top, strict=True)))
-        for token, value, rank, mine, top in zip(tokens, values, ranks, ids, tops, strict=True)
+        TokenLogprobs(token, own, rank, list(zip(ids, top, strict=True)))
+        for token, (rank, *ids), (own, *top) in zip(tokens, numbers, values, strict=True)
     ]
 
 

@@ -35,7 +35,7 @@ def sample(logits: Tensor, position: Tensor, params: SamplingTensors) -> Tensor:
     Returns:
         Token id, [1] int64.
     """
-    x = _finite(logits)
+    x = finite(logits)
     kept = x >= _lowest_kept(x, params)
     scores = x / params.temperature + gumbel_noise(params.seed, position, x.shape[0])
     sampled = scores.masked_fill(~kept, -torch.inf).argmax(0)
@@ -44,10 +44,11 @@ def sample(logits: Tensor, position: Tensor, params: SamplingTensors) -> Tensor:
 
 def most_likely(logits: Tensor) -> Tensor:
     """Return the token that `sample` gives at temperature 0, with less work: [V] float32 -> [] int64."""
-    return _finite(logits).argmax(0)
+    return finite(logits).argmax(0)
 
 
-def _finite(logits: Tensor) -> Tensor:
+def finite(logits: Tensor) -> Tensor:
+    """Return logits with NaN as the lowest float32, and infinite ones as the lowest or the highest."""
     return logits.nan_to_num(nan=torch.finfo(torch.float32).min)
 
 

@@ -54,6 +54,7 @@ class SamplingParams:
         stop_token_ids: tokens that end an answer beside the model's own.
         logprobs: number of most likely tokens whose log-probabilities are given with each output, and with its own: 0 to 20.
             They come from the logits as the model gives them. None: none.
+        prompt_logprobs: the same for each token of the prompt of `Engine.generate`. A session has `Session.prompt_logprobs`.
 
     Raises:
         OptionError: a value out of range.
@@ -78,6 +79,7 @@ class SamplingParams:
     logprobs: int | None = _option(
         None, "N", "log-probabilities of each token and of the N most likely ones, with --json"
     )
+    prompt_logprobs: int | None = _option(None, "N", "the same for each token of the prompt, with --json")
 
     def __post_init__(self) -> None:
         self._check_mappings()
@@ -105,8 +107,10 @@ class SamplingParams:
                 raise OptionError(f"{name} must be -2 to 2, 0 is off; got {getattr(self, name)}")
         if self.min_tokens < 0:
             raise OptionError(f"min_tokens must be 0 (off) or more, got {self.min_tokens}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise OptionError(f"logprobs must be 0 to {MAX_LOGPROBS}, got {self.logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise OptionError(f"{name} must be 0 to {MAX_LOGPROBS}, got {count}")
 
     def _check_mappings(self) -> None:
         """Check the parameters that are not a number. Token ids may be text, as they are in JSON."""

@@ -15,8 +15,8 @@ from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.sampling_params import SamplingParams
 
 from .model.model import DEFAULT_WARMUP_STEPS, Model, token_ids
-from .sessions.session import Session, checked_params
-from .sessions.sessions import Sessions, check_max_new_tokens
+from .sessions.session import Session, check_max_new_tokens, checked_params
+from .sessions.sessions import Sessions
 from .sessions.warm_up import WarmUp, warm_up
 from .stream import DEFAULT_MAX_NEW_TOKENS, Result, Stream
 from .text.tokenizer import Message, TextStream, Tokenizer
@@ -329,7 +329,10 @@ class Engine:
         session = self.open_session(sampling_params)
         begin = time.perf_counter()
         try:
-            session.prefill(prompt)
+            if sampling_params.prompt_logprobs is None:
+                session.prefill(prompt)
+            else:
+                result.prompt_logprobs = session.prompt_logprobs(prompt, sampling_params.prompt_logprobs)
             (token,) = self.step([session])
             result.prefill_seconds = time.perf_counter() - begin
             while True:

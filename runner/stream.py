@@ -19,13 +19,14 @@ class Result:
 
     `finish_reason`: "stop" (end-of-sequence token, or one of `stop_token_ids`), "length" (`max_new_tokens`), "max_seq_len" or
     "interrupted". `tokens` ends with the token that ended the answer, and `text` leaves it out. `logprobs` has a record for
-    each of `tokens`, if the parameters asked for them. Prefill times include the sampling of the first token; decode times
-    are of every token after it.
+    each of `tokens`, and `prompt_logprobs` one for each of the prompt's tokens and None for the first, if the parameters
+    asked for them. Prefill times include the sampling of the first token; decode times are of every token after it.
     """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -45,6 +46,7 @@ class Result:
     def as_dict(self) -> dict[str, Any]:
         data = asdict(self)
         data["logprobs"] = [one._asdict() for one in self.logprobs]
+        data["prompt_logprobs"] = [one and one._asdict() for one in self.prompt_logprobs]
         data["prefill_tokens_per_second"] = self.prefill_tokens_per_second
         data["decode_tokens_per_second"] = self.decode_tokens_per_second
         return data

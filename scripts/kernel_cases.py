@@ -14,7 +14,7 @@ from kernel_case import CONV_ROWS, Case
 
 from ostinato.delegate.errors import ExportError
 from ostinato.delegate.logits_processing import ProcessingTensors
-from ostinato.delegate.sampling_params import SamplingParams
+from ostinato.delegate.sampling_params import MAX_LOGPROBS, SamplingParams
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.experts.limits import check_experts
 from ostinato.export.kernels.operands import Convolution, Decay, ExpertWeights, Heads, KVCache, LastTokens
@@ -39,7 +39,7 @@ def decode_cases(shapes: Shapes, depths: tuple[int, ...], rows: int = 1) -> list
     else:
         cases += _dense(shapes, rows)
     cases += [_norm_linear(shapes, rows, "lm_head", config.vocab_size, 1, torch.float32), *_sampling(shapes, rows)]
-    compared = {"sample_next", *[CONV_ROWS] * (rows > 1 and linear > 0)}
+    compared = {"sample_next", "logprobs", *[CONV_ROWS] * (rows > 1 and linear > 0)}
     return [replace(case, rows=rows) for case in cases if case.calls or case.function in compared]
 
 
@@ -319,7 +319,7 @@ def _dense(shapes: Shapes, rows: int) -> list[Case]:
 
 
 def _sampling(shapes: Shapes, rows: int) -> list[Case]:
-    """The cases of sampling. Greedy sampling counts for a step; the others are measured beside it.
+    """The cases of sampling, and of log-probabilities. Greedy sampling counts for a step; the others are measured beside it.
 
     Each launch samples at other positions, since a search depends on the noise. Params are measured with logits that are
     almost equally likely, as random weights give, and, behind "@peaked", with logits of which few are likely.
@@ -356,9 +356,18 @@ def _sampling(shapes: Shapes, rows: int) -> list[Case]:
         "top_p": SamplingParams(1.0, top_p=0.95, seed=0),
         "min_p": SamplingParams(1.0, min_p=0.05, seed=0),
         "top_k": SamplingParams(1.0, 50, seed=0),
+        "top_k_20_p": SamplingParams(1.0, 20, 0.95, seed=0),
         "all": SamplingParams(1.0, 50, 0.95, seed=0, min_p=0.05),
         "top_k_1000": SamplingParams(1.0, 1000, 0.95, seed=0),
     }
+
+    def logits_and_tokens(random: RandomTensors) -> Arguments:
+        return {"logits": random.wide(rows, vocabulary), "tokens": random.whole(0, rows)}
+
+    written = 8 * rows * (1 + min(MAX_LOGPROBS, vocabulary))
+    logprobs = Case(
+        "logprobs", f"{vocabulary:,} logits", "logprobs", logits_and_tokens, written, 0, ("logits", "tokens")
+    )
     return [
         case("greedy", SamplingParams(seed=0), 1),
         case("temperature", temperature),
@@ -366,6 +375,7 @@ def _sampling(shapes: Shapes, rows: int) -> list[Case]:
         case("temperature+penalties", _penalised(temperature)),
         case("all+penalties", _penalised(filters["all"])),
         *(case(f"{name}@peaked", params, scale=4.0) for name, params in filters.items()),
+        logprobs,
     ]
 
 

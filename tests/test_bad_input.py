@@ -340,6 +340,7 @@ def test_arguments_of_another_type(recurrent_artifact: Path) -> None:
         ({"stop_token_ids": ["x"]}, r"stop_token_ids must be token ids, got \['x'\]"),
         ({"stop_token_ids": 7}, "stop_token_ids must be token ids, got 7"),
         ({"logprobs": 21}, "logprobs must be 0 to 20, got 21"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be 0 to 20, got -1"),
     ]
     for given, message in wrong:
         with pytest.raises(OptionError, match=f"^{message}"):

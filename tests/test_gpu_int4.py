@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.delegate import Method, load_program
-from ostinato.delegate.artifact.names import MANY_ROWS, ROWS_HIDDEN, ROWS_METHODS
+from ostinato.delegate.artifact.names import LOGPROBS, MANY_ROWS, ROWS_HIDDEN, ROWS_METHODS
 from ostinato.runner import Engine, SamplingParams
 
 from .conftest import CAPITALS, WIDE_MAX_SEQ_LEN, export_on_a_gpu
@@ -212,11 +212,11 @@ def test_no_state_is_copied_by_the_compiled_code(wide_artifact: Path, wide_confi
     cache, state = (EXAMPLE_PAGES, 2, PAGE_SIZE, 256), (32, 128, 128)
     counts = EXAMPLE_SLOTS, read_config(wide_config)[1].vocab_size
     sources = {path.stem: path.read_text() for path in wide_artifact.glob("*.cpp")}
-    assert {"prefill", *ROWS_METHODS, "decode", "sample", "decode_sample"} <= set(sources)
+    assert {"prefill", *ROWS_METHODS, "decode", "sample", LOGPROBS, "decode_sample"} <= set(sources)
     for method, source in sources.items():
         shapes = allocations(source)
         # What a call of any number of rows allocates has no fixed size, and is not in the list.
-        least = dict.fromkeys((*ROWS_METHODS, ROWS_HIDDEN, "sample"), 0)
+        least = dict.fromkeys((*ROWS_METHODS, ROWS_HIDDEN, "sample", LOGPROBS), 0)
         assert len(shapes) >= least.get(method, 6), method
         # Neither the state of one session nor that of all.
         assert not {cache, state, (1, *state), (EXAMPLE_SLOTS, *state), counts} & {*shapes}, method

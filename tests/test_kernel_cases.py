@@ -38,7 +38,7 @@ from .kernel_shapes import FLAGSHIP, flagship, tiny_shapes
 
 QUANTS = (Quantization(128), Quantization(32, format="int4_min"), Quantization(32, format="int8"))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FILTERS = ("top_p", "min_p", "top_k", "all", "top_k_1000")
+FILTERS = ("top_p", "min_p", "top_k", "top_k_20_p", "all", "top_k_1000")
 SAMPLED = (
     *("sample/greedy", "sample/temperature"),
     *(f"sample/{name}{logits}" for logits in ("", "@peaked") for name in FILTERS),
@@ -74,6 +74,8 @@ FLAGSHIP_BYTES = {
     # the new token.
     **dict.fromkeys(SAMPLED, 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 8 + 2 * 8 + 8),
     **dict.fromkeys(PROCESSED, 248320 * 4 + 2 * 8 + SAMPLING_BYTES + 8 + 2 * 8 + 8 + PROCESSING_BYTES),
+    # The logits and the token; its rank, the 20 most likely tokens, and the log-probabilities of all.
+    "logprobs": 248320 * 4 + 8 + 21 * 8,
 }  # fmt: skip
 
 
@@ -93,6 +95,7 @@ EIGHT_BYTES = {
     "norm_linear/lm_head": 248320 * (1024 + 32) + 8192 + 8 * (4096 + 248320 * 4),
     **dict.fromkeys(SAMPLED, 8 * (248320 * 4 + 2 * 8 + SAMPLING_BYTES + 8 + 2 * 8 + 8)),
     **dict.fromkeys(PROCESSED, 8 * (248320 * 4 + 2 * 8 + SAMPLING_BYTES + 8 + 2 * 8 + 8 + PROCESSING_BYTES)),
+    "logprobs": 8 * (248320 * 4 + 8 + 21 * 8),
 }  # fmt: skip
 
 
@@ -154,8 +157,8 @@ def test_bytes_read_count_a_state_once() -> None:
 def test_calls_of_the_flagship() -> None:
     _, cases = flagship()
     linear, full, every = (30, 10, 40)
-    # Greedy sampling counts, sampling with other params is measured beside it.
-    measured = [0] * (len(SAMPLED) + len(PROCESSED) - 1)
+    # Greedy sampling counts, sampling with other params and log-probabilities are measured beside it.
+    measured = [0] * (len(SAMPLED) + len(PROCESSED))
     assert [case.calls for case in cases] == [linear] * 3 + [full] * 4 + [every] * 3 + [1, 1] + measured
     _, cases = flagship(rows=8)
     assert [case.calls for case in cases] == [linear, 0, linear, linear] + [full] * 4 + [every] + [1, 1] + measured

@@ -42,6 +42,7 @@ class Kernels:
     gated_delta_rule = staticmethod(delta_rule_reference.gated_delta_rule)
     attend = staticmethod(attention_reference.attend)
     sample_next = staticmethod(sampling_reference.sample_next)
+    logprobs = staticmethod(sampling_reference.logprobs)
 
     # The folded operations, in the order in which a layer calls them.
     norm_linear = staticmethod(linear_reference.norm_linear)

@@ -41,6 +41,7 @@ class CpuKernels(Kernels):
     experts_down = staticmethod(experts_cpu.experts_down)
     sparse_moe = staticmethod(experts_cpu.sparse_moe)
     sample_next = staticmethod(sampling_cpu.sample_next)
+    logprobs = staticmethod(sampling_cpu.logprobs)
 
 
 class HostKernels(CpuKernels):

@@ -15,6 +15,7 @@ from .experts import step_triton as experts_step
 from .linear import prefill_triton as linear_prefill
 from .linear import rows_triton as linear_rows
 from .operands import FEW_ROWS, MAX_ROWS, SOME_ROWS
+from .sampling import logprobs_triton
 from .sampling import rows_triton as sampling_rows
 
 
@@ -31,6 +32,7 @@ class CudaKernels(Kernels):
     gated_delta_rule = staticmethod(delta_rule_prefill.gated_delta_rule)
     attend = staticmethod(attention_prefill.attend)
     sample_next = staticmethod(sampling_rows.sample_next)
+    logprobs = staticmethod(logprobs_triton.logprobs)
 
     norm_linear = staticmethod(linear_rows.norm_linear)
     norm_swiglu = staticmethod(linear_rows.norm_swiglu)

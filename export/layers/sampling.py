@@ -69,6 +69,10 @@ class SamplingState(nn.Module):
         """
         return torch.where(slots < 0, tokens, self._sampled(logits, input_pos, slots, late=True))
 
+    def logprobs(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `logprob_tensors` gives for logits [L, V] and tokens [L]."""
+        return self.kernels.logprobs(logits, tokens)
+
     def _sampled(self, logits: Tensor, input_pos: Tensor, slots: Tensor, late: bool) -> Tensor:
         last = LastTokens(self.token, self.position)
         params = SamplingTensors(*map(self.get_buffer, SamplingTensors._fields))

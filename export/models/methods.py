@@ -12,6 +12,7 @@ from torch.export import Dim
 from ostinato.delegate.artifact.names import (
     DECODE,
     DECODE_SAMPLE,
+    LOGPROBS,
     MANY_ROWS,
     PREFILL,
     PREFILL_STREAMED,
@@ -43,6 +44,8 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     - `sample(logits [L, vocab] float32, tokens [L], input_pos [L], slots [L], all int64) -> token [L] int64`: samples the
       token after each row, at input_pos + 1, and keeps it: from logits of `prefill`, and where a step has left it for later
       (see `SamplingState.sample`). L is from 1 to the most that `rows` takes. Rows of slot -1 give their token of `tokens`.
+    - `logprobs(logits [L, vocab] float32, tokens [L] int64) -> numbers [L, 21] int32, values [L, 21] float32`: see
+      `logprob_tensors`. L is as in `sample`. It writes nothing.
     - `decode_sample(slots [1] int64) -> token [1] int64, logits [1, vocab] float32`: `decode` of the slot's kept token at its
       position. Then samples the next token, from processed logits where the slot's state says so, and keeps it.
     - `rows(tokens [R], input_pos [R], slots [R], logits_indices [L], all int64) -> token [L] int64, logits [L, vocab]
@@ -85,7 +88,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     return {
         **methods,
         DECODE: Chain(one, _prompt(1), ("logits",), {}),
-        SAMPLE: _sample(network, longest if folds else max(kernels.max_rows, default=1)),
+        **_of_logits(network, longest if folds else max(kernels.max_rows, default=1)),
         DECODE_SAMPLE: Chain(
             [again, *layers, head if kernels.folds_steps else many[-1], following],
             {"slots": _positions(1)},
@@ -108,16 +111,22 @@ def _rows(network: LanguageModel, layers: list[Link], rows: Any) -> Chain:
     return Chain([start, *layers, head, sample], inputs, ("token", "logits"), dynamic)
 
 
-def _sample(network: LanguageModel, max_rows: int) -> Chain:
-    link = Link(
-        network.sampling, ("token",), "sampling", method="sample", inputs=("logits", "tokens", "input_pos", "slots")
-    )
+def _of_logits(network: LanguageModel, max_rows: int) -> dict[str, Chain]:
+    """The methods that take logits."""
     count = min(EXAMPLE_OUTPUTS, max_rows)
-    inputs = {"logits": torch.zeros(count, network.config.vocab_size)}
-    inputs |= {name: _positions(count) for name in ("tokens", "input_pos", "slots")}
+    logits = {"logits": torch.zeros(count, network.config.vocab_size)}
     # Without kernels for several rows there is one row.
     length = Dim("L", min=1, max=max_rows) if max_rows > 1 else None
-    return Chain([link], inputs, ("token",), {name: {0: length} for name in inputs} if length else {})
+
+    def chain(method: str, results: tuple[str, ...], *names: str) -> Chain:
+        inputs = {**logits, **{name: _positions(count) for name in names}}
+        link = Link(network.sampling, results, "sampling", method=method, inputs=tuple(inputs))
+        return Chain([link], inputs, results, {name: {0: length} for name in inputs} if length else {})
+
+    return {
+        SAMPLE: chain("sample", ("token",), "tokens", "input_pos", "slots"),
+        LOGPROBS: chain("logprobs", ("numbers", "values"), "tokens"),
+    }
 
 
 def _with_hidden(network: LanguageModel, chain: Chain) -> Chain:

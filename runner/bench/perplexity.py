@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from ostinato.runner.sessions.sessions import Sessions
 
 
@@ -53,7 +51,7 @@ def perplexity(
     stride: int,
     on_tokens: Callable[[int], object] | None = None,
 ) -> Perplexity:
-    """Measure the perplexity of a model over `tokens`, 2 or more. Logits are held for 64 tokens at a time.
+    """Measure the perplexity of a model over `tokens`, 2 or more.
 
     Args:
         window: tokens of a window, from 2 to max_seq_len.
@@ -63,17 +61,13 @@ def perplexity(
     nats, predicted, count = 0.0, 0, 0
     for begin, end, first in windows(len(tokens), window, stride):
         count += 1
+        if first == end:
+            continue
         with sessions.open() as session:
-            # Number of the token that the next row of logits predicts.
-            at = begin + 1
-            for logits in session.prefill_logits(tokens[begin:end]):
-                low, high = max(at, first), min(at + len(logits), end)
-                if low < high:
-                    wanted = torch.tensor(tokens[low:high], device=logits.device)
-                    rows = logits[low - at : high - at].float()
-                    nats += torch.nn.functional.cross_entropy(rows, wanted, reduction="sum").item()
-                    predicted += high - low
-                    if on_tokens is not None:
-                        on_tokens(high - low)
-                at += len(logits)
+            session.prefill(tokens[begin:first])
+            records = session.prompt_logprobs(tokens[first:end])
+        nats -= math.fsum(one.logprob for one in records if one is not None)
+        predicted += len(records)
+        if on_tokens is not None:
+            on_tokens(len(records))
     return Perplexity(nats, predicted, count)

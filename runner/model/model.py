@@ -12,6 +12,7 @@ import torch
 from ostinato.delegate import BackendOptions, InputError, Method, Program, StateKind
 from ostinato.delegate.artifact.names import (
     DECODE_SAMPLE,
+    LOGPROBS,
     META_EOS_IDS,
     META_MAX_SEQ_LEN,
     PREFILL,
@@ -22,7 +23,7 @@ from ostinato.delegate.artifact.names import (
 )
 from ostinato.delegate.errors import ArtifactError, OptionError
 from ostinato.delegate.graphs.state_machine import Phase
-from ostinato.delegate.logits_processing import ALL_BITS, processing_tensors
+from ostinato.delegate.logits_processing import ALL_BITS, logprob_tensors, processing_tensors
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 
 from .batch import BatchInputs, Outputs, Run
@@ -213,6 +214,13 @@ class Model:
         graph = logits.shape[0] in self._sampled_rows
         return self._method(SAMPLE).execute((logits, given, *numbers), graph, checked=True)[0]
 
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what `logprob_tensors` gives for logits [L, vocab] and tokens [L] int64, both on the program's device."""
+        if LOGPROBS not in self.program.method_names:
+            return logprob_tensors(logits.float(), tokens)
+        # Without a graph the logits are read where they are. A graph would copy them, and keep room for each number of rows.
+        return self._method(LOGPROBS, graph=False).execute((logits, tokens), graph=False, checked=True)
+
     def write_sampling(self, slot: int, **values: float) -> None:
         """Write state of sampling: fields of `SamplingTensors`, `processed` (a `Processing`), `token` or `position`.
 
@@ -281,7 +289,10 @@ class Model:
         # All of it: an error in a later chunk would come after the state has changed.
         self._check(run)
         if not self.has_state:
-            return self._chunk(run, None)
+            # Each of the sequences that end with the run's last tokens.
+            for end in range(len(tokens) + 1 - max(run.outputs, 1), len(tokens) + 1):
+                parts.append(self._chunk(Run(run.slot, tokens[:end], 0), None).logits.clone())
+            return Outputs(torch.cat(parts), None)
         if run.outputs > 1 and method_for_rows(self._rows, len(tokens)) is None:
             # Without a method for several rows only a single token gives its logits.
             for done, token in enumerate(tokens):

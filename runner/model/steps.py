@@ -137,12 +137,28 @@ def _bitmask_of(session: Stepped, vocab: int) -> torch.Tensor | None:
     return words
 
 
+class Logprobs(NamedTuple):
+    """Log-probabilities of tokens, perhaps still on the device.
+
+    Attributes:
+        tensors: what `logprob_tensors` gives.
+        asked: number of most likely tokens that were asked for.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    asked: int
+
+    def copied(self) -> Logprobs:
+        """Begin a copy to the host's memory, which is pinned."""
+        return Logprobs([tensor.to("cpu", non_blocking=True) for tensor in self.tensors], self.asked)
+
+
 class _HostTokens:
     """Tokens that need no copy in the background."""
 
-    def __init__(self, tokens: torch.Tensor, count: int, logprobs: Sequence[torch.Tensor] | None) -> None:
+    def __init__(self, tokens: torch.Tensor, count: int, logprobs: Logprobs | None) -> None:
         self._tokens = tokens[:count].tolist()
-        self._logprobs = None if logprobs is None else token_logprobs(self._tokens, logprobs)
+        self._logprobs = None if logprobs is None else token_logprobs(self._tokens, *logprobs)
 
     def tokens(self) -> Sequence[int]:
         return self._tokens
@@ -199,7 +215,9 @@ class HostSteps:
         logits = self._processed(session, raw, position)
         greedy = params.temperature == 0
         token = most_likely(logits)[None] if greedy else sample(logits, position, self._params[session.slot])
-        logprobs = None if params.logprobs is None else logprob_tensors(raw[None], token, params.logprobs)
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = Logprobs(logprob_tensors(raw[None], token), params.logprobs)
         return _HostTokens(token, 1, logprobs)
 
     def _processed(self, session: Stepped, logits: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -222,15 +240,13 @@ class HostSteps:
 class _CopiedTokens:
     """Tokens that a GPU copies to pinned memory. The memory goes back to its owner when the tokens have been read."""
 
-    def __init__(
-        self, owner: DeviceSteps, token: torch.Tensor, count: int, logprobs: Sequence[torch.Tensor] | None
-    ) -> None:
+    def __init__(self, owner: DeviceSteps, token: torch.Tensor, count: int, logprobs: Logprobs | None) -> None:
         self._owner = owner
         self._count = count
         spare = owner._spare[count]
         self._buffer, self._arrived = spare.pop() if spare else owner._more_room(count)
         self._buffer.copy_(token if token.numel() == count else token[:count], non_blocking=True)
-        self._logprobs = None if logprobs is None else [one.to("cpu", non_blocking=True) for one in logprobs]
+        self._logprobs = None if logprobs is None else logprobs.copied()
         self._arrived.record()
         self._tokens: Sequence[int] | None = None
         self._records: list[TokenLogprobs] | None = None
@@ -246,7 +262,7 @@ class _CopiedTokens:
         if self._logprobs is None:
             return None
         if self._records is None:
-            self._records = token_logprobs(self.tokens(), self._logprobs)
+            self._records = token_logprobs(self.tokens(), *self._logprobs)
         return self._records[number]
 
 
@@ -396,10 +412,10 @@ class DeviceSteps:
         """The tokens of the first `count` outputs, and `asked` log-probabilities of each."""
         logits, tokens = outputs
         assert tokens is not None
-        logprobs = None if asked is None else logprob_tensors(logits[:count], tokens[:count], asked)
+        logprobs = None if asked is None else Logprobs(self._model.logprobs(logits[:count], tokens[:count]), asked)
         return self._pending(tokens, count, logprobs)
 
-    def _pending(self, tokens: torch.Tensor, count: int, logprobs: Sequence[torch.Tensor] | None) -> PendingTokens:
+    def _pending(self, tokens: torch.Tensor, count: int, logprobs: Logprobs | None) -> PendingTokens:
         return _CopiedTokens(self, tokens, count, logprobs) if self.goes_ahead else _HostTokens(tokens, count, logprobs)
 
     def _more_room(self, count: int) -> tuple[torch.Tensor, Mark]:

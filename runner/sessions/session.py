@@ -142,6 +142,26 @@ class Session:
         for begin in range(0, len(given), MAX_LOGITS):
             yield self._owner.prefill_logits(self, given[begin : begin + MAX_LOGITS])
 
+    def prompt_logprobs(self, tokens: Sequence[int], count: int = 0) -> list[TokenLogprobs | None]:
+        """Run the model on `tokens`, as `prefill` does, and return the log-probability of each of them.
+
+        Args:
+            count: number of most likely tokens whose log-probabilities are given beside a token's own: 0 to 20.
+
+        Returns:
+            A record for each of the tokens; None for the first token of a history, before which there are no logits.
+
+        Raises:
+            OptionError: `count` out of range.
+            InputError: as `prefill`, or a step with `more=True` has gone ahead of the history; nothing has changed.
+            CapacityError: too few pages are free; nothing has changed.
+        """
+        SamplingParams(prompt_logprobs=count)
+        given = token_ids(tokens)
+        if not given:
+            raise InputError("there is no token to prefill")
+        return self._owner.prompt_logprobs(self, given, count)
+
     def hidden_states(self, tokens: Sequence[int] = (), layers: Sequence[int] = (-1,)) -> torch.Tensor:
         """Run the model on `tokens`, as `prefill` does, and return what its layers give for each of them.
 
@@ -315,3 +335,9 @@ def checked_params(params: SamplingParams | None) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         raise OptionError(f"sampling_params must be SamplingParams, got {params!r}")
     return params
+
+
+def check_max_new_tokens(value: int) -> None:
+    """Raises OptionError: no whole number, or below 1."""
+    if type(value) is not int or value < 1:
+        raise OptionError(f"max_new_tokens must be 1 or more, got {value!r}")

@@ -18,15 +18,16 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from ostinato.delegate import ClosedError, InputError
-from ostinato.delegate.errors import CapacityError, OptionError
-from ostinato.delegate.sampling_params import SamplingParams
+from ostinato.delegate.errors import CapacityError
+from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
 from ostinato.runner.model.batch import Run
 from ostinato.runner.model.model import Model, token_ids
 from ostinato.runner.model.steps import TokenBitmask, steps_of
 
 from .host_tier import HostTier
 from .pages import Pages
-from .session import Session, SessionState, Snapshot, checked_params
+from .prompt_logprobs import prompt_logprobs
+from .session import Session, SessionState, Snapshot, check_max_new_tokens, checked_params
 from .slots import Slots
 
 Parameters = ParamSpec("Parameters")
@@ -185,9 +186,18 @@ class Sessions:
             # The last token was sampled, or appended, and no step has followed.
             self.prefill(session, [])
         first, fed = self._fed(session, state, tokens)
-        logits = self._model.step([Run(session.slot, fed, first, len(fed))]).logits
+        logits = self._model.step([Run(session.slot, fed, first, len(tokens))]).logits
         self._saw(state, tokens, logits[-1].clone())
         return logits
+
+    @_in_turn
+    def prompt_logprobs(self, session: Session, tokens: list[int], count: int) -> list[TokenLogprobs | None]:
+        """See `Session.prompt_logprobs`. Pages are reserved for all tokens before anything changes."""
+        self.steps.settle()
+        self._fed(session, session._open, tokens)
+        self._model.check_tokens(tokens)
+        before = self.logits(session) if session.tokens else None
+        return prompt_logprobs(self._model, tokens, count, before, lambda part: self.prefill_logits(session, [*part]))
 
     @_in_turn
     def hidden_states(self, session: Session, tokens: list[int], layers: list[int]) -> torch.Tensor:
@@ -321,8 +331,7 @@ class Sessions:
     def snapshot(self, session: Session) -> Snapshot:
         """See `Session.snapshot`."""
         self.steps.settle()
-        state = session._open
-        copied = self.slots.keep(session.slot)
+        state, copied = session._open, self.slots.keep(session.slot)
         return Snapshot(self, self._shared(state), copied)
 
     @_in_turn
@@ -438,9 +447,3 @@ def packed(parts: Sequence[_Part], max_rows: int) -> list[list[_Part]]:
         steps[-1].append(part)
         room -= part.run.rows
     return steps
-
-
-def check_max_new_tokens(value: int) -> None:
-    """Raises OptionError: no whole number, or below 1."""
-    if type(value) is not int or value < 1:
-        raise OptionError(f"max_new_tokens must be 1 or more, got {value!r}")

@@ -98,7 +98,7 @@ def test_rows_by_themselves() -> None:
 def test_logprobs() -> None:
     logits = torch.stack([LOGITS, LOGITS * 30])
     tokens = [5, int(LOGITS.argmax())]
-    found = token_logprobs(tokens, logprob_tensors(logits, torch.tensor(tokens), 3))
+    found = token_logprobs(tokens, logprob_tensors(logits, torch.tensor(tokens)), 3)
     expected = logits.double().log_softmax(1)
     for row, one in enumerate(found):
         assert one.token == tokens[row]
@@ -106,20 +106,10 @@ def test_logprobs() -> None:
         assert one.rank == 1 + int((logits[row] > logits[row, tokens[row]]).sum())
         assert [token for token, _ in one.top] == expected[row].topk(3).indices.tolist()
         assert [value for _, value in one.top] == pytest.approx(expected[row].topk(3).values.tolist(), abs=1e-5)
-    (own,) = token_logprobs([5], logprob_tensors(LOGITS[None], torch.tensor([5]), 0))
+    (own,) = token_logprobs([5], logprob_tensors(LOGITS[None], torch.tensor([5])), 0)
     assert own.top == [] and own.logprob == pytest.approx(expected[0, 5].item(), abs=1e-5)
-    assert len(logprob_tensors(LOGITS[None, :4], torch.tensor([0]), 20)[2][0]) == 4
-
-
-@pytest.mark.parametrize("vocab", [100, 128 * 20, 128 * 21 + 77])
-@pytest.mark.parametrize("count", [0, 1, 20])
-def test_the_most_likely_of_many(vocab: int, count: int) -> None:
-    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(1))
-    logits[0, -3:], logits[1, 40:60] = torch.tensor([9.0, 7.0, 8.0]), torch.arange(20) + 5.0
-    _, _, ids, values = logprob_tensors(logits, torch.tensor([0, 1, 2]), count)
-    expected = logits.log_softmax(1).topk(count)
-    assert torch.equal(ids, expected.indices)
-    torch.testing.assert_close(values, expected.values)
+    (few,) = token_logprobs([0], logprob_tensors(LOGITS[None, :4], torch.tensor([0])), 20)
+    assert len(few.top) == 4
 
 
 def test_what_there_is_no_room_for() -> None:

@@ -64,7 +64,7 @@ class Spec:
 
     @property
     def methods(self) -> set[str]:
-        return {"prefill", "decode"} | ({"sample", "decode_sample", *ROWS} if self.samplers else set())
+        return {"prefill", "decode"} | ({"sample", "logprobs", "decode_sample", *ROWS} if self.samplers else set())
 
 
 SHIPPED = Spec("shipped", {}, 0, CAPITALS_LENGTH)

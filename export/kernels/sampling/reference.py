@@ -1,11 +1,13 @@
-"""Sampling on the device, in plain PyTorch: `ostinato.delegate` defines what is sampled, and from which logits."""
+"""Sampling and log-probabilities on the device, in plain PyTorch: `ostinato.delegate` defines what is sampled, from which
+logits, and what log-probabilities are given.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ostinato.delegate.logits_processing import Processing, ProcessingTensors, processed
+from ostinato.delegate.logits_processing import Processing, ProcessingTensors, logprob_tensors, processed
 from ostinato.delegate.sampling import sample
 from ostinato.delegate.sampling_params import SamplingTensors
 from ostinato.export.kernels.operands import LastTokens, LogitsProcessing
@@ -62,3 +64,16 @@ def sample_next(
         for values, value in ((last.token, tokens[row : row + 1]), (last.position, positions[row : row + 1] + 1)):
             values.index_copy_(0, kept, torch.where(slot < 0, values.index_select(0, kept), value))
     return tokens
+
+
+def logprobs(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of a token for each row, and of the most likely tokens: see `logprob_tensors`.
+
+    Args:
+        logits: [T, V] float32.
+        tokens: [T] int64.
+
+    Returns:
+        [T, 1 + C] int32 and [T, 1 + C] float32.
+    """
+    return logprob_tensors(logits, tokens)

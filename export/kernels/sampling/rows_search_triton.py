@@ -8,23 +8,22 @@ import triton.language as tl
 
 from .token_ranks_triton import (
     FIRST,
-    LARGEST,
     LOWEST,
     NOTHING,
     OUTSIDE,
+    PIECE,
+    QUADS,
     best_of,
     gumbel_noise,
     key_of,
     key_of_token,
+    least_key,
     number_of,
     read_quads,
     token_of,
     weights_of,
 )
 
-# Logits of a piece, of which the largest one is stored. They are 128 bytes, as much as a warp reads from memory at once.
-PIECE = tl.constexpr(32)
-QUADS = tl.constexpr(PIECE.value // 4)
 # Tokens that all programs of a row check for top-p together. If top-p keeps the share p of the weight, none of them is kept
 # with a probability of (1 - p)^CHECKED.
 CHECKED = tl.constexpr(8)
@@ -184,12 +183,6 @@ def sample_kept(
                 best = _best(x_row, chosen, count, low, temperature, seed, position, VOCAB, TILE)
                 found = key_of_token(x_row, best, VOCAB)
     return best
-
-
-@triton.jit
-def least_key(peak, temperature, min_p):
-    """The lowest key that min-p keeps. If min_p is 0, its logarithm keeps all tokens."""
-    return key_of(tl.maximum(peak + temperature * tl.log(min_p), -LARGEST))
 
 
 @triton.jit

@@ -11,9 +11,9 @@
    checked next, and so on. The more tokens top-p keeps, the sooner one is found. Each turn halves the remaining tokens, on
    average.
 
-   Top-k keeps few tokens, so for such a row the first kernel computes no noise. One program of the second kernel searches for
-   the lowest kept logit, CANDIDATES candidates at a time. The k-th largest of the blocks' largest logits is a lower bound of
-   that logit.
+   Top-k keeps few tokens, so for such a row the first kernel computes no noise. If they are fewer than LISTED, one program of
+   the second kernel finds them in order (`largest_triton.py`). Else it searches for the lowest kept logit, CANDIDATES
+   candidates at a time. The k-th largest of the blocks' largest logits is a lower bound of that logit.
 
    The searches of one program read only pieces whose largest logit reaches the logit in question. A model's logits have few
    such pieces.
@@ -31,13 +31,17 @@ from ostinato.export.kernels.early_start_triton import start_next, wait_for_prev
 from ostinato.export.kernels.launch import is_one, launcher, row_class, starts_early
 from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, LastTokens, LogitsProcessing
 
+from .largest_triton import LISTED, largest_tokens, sample_listed
 from .processing_triton import BIASES, biases_of, change_quads, mode_of
-from .rows_search_triton import CHECKED, PIECE, QUADS, checked_keys, least_key, masses_ahead, sample_kept
+from .rows_search_triton import CHECKED, checked_keys, masses_ahead, sample_kept
 from .token_ranks_triton import (
     NOTHING,
     OUTSIDE,
+    PIECE,
+    QUADS,
     best_of,
     gumbel_noise,
+    least_key,
     number_of,
     read_quads,
     token_of,
@@ -355,7 +359,14 @@ def sample_rows_early(
             sampled = tl.full((), 0, tl.int64)
             if slot >= 0:
                 best = tl.max(ranks, 0)
-                if filtered:
+                searched = filtered
+                if few & (top_k < LISTED):
+                    tokens, token_keys = largest_tokens(
+                        x_row, tops + row * BLOCKS, peaks + pieces, VOCAB, BLOCKS, BLOCK, PIECE
+                    )
+                    best, complete = sample_listed(tokens, token_keys, temperature, top_k, top_p, min_p, seed, position)
+                    searched = complete == 0
+                if searched:
                     best = sample_kept(
                         x_row,
                         ranks,

@@ -1,4 +1,5 @@
-// The operator of sampling/sampling_cpu.py: the next token, as delegate/sampling.py and delegate/logits_processing.py define it.
+// The operators of sampling/sampling_cpu.py: the next token, as delegate/sampling.py and delegate/logits_processing.py define it,
+// and log-probabilities.
 #include <algorithm>
 #include <bit>
 #include <cfloat>
@@ -301,7 +302,58 @@ void process(const float* logits, int64_t vocab, const Processing& by, int64_t p
   });
 }
 
+// One row of `logprob_tensors` of delegate/logits_processing.py.
+void logprobs_of(const float* logits, int64_t vocab, int64_t token, int64_t count, int32_t* numbers, float* values) {
+  float largest = most_likely(logits, vocab).score, own = finite(logits[token]);
+  float bound = not_above_kth(logits, vocab, count);
+  Scratch<float> weights(vocab);
+  float total = float(std::log(weigh(logits, vocab, largest, 1, weights)));
+  std::vector<std::vector<Best>> found(pieces_of(vocab));
+  std::vector<int64_t> reached(found.size());
+  parallel(found.size(), [&](int64_t piece) {
+    for (int64_t i = piece * PIECE; i < std::min(vocab, (piece + 1) * PIECE); ++i) {
+      float x = finite(logits[i]);
+      reached[piece] += x >= own;
+      if (x >= bound) found[piece].push_back({x, i});
+    }
+  });
+  std::vector<Best> all;
+  for (const std::vector<Best>& piece : found) all.insert(all.end(), piece.begin(), piece.end());
+  auto ahead = [](const Best& a, const Best& b) { return a.score > b.score || (a.score == b.score && a.token < b.token); };
+  std::partial_sort(all.begin(), all.begin() + count, all.end(), ahead);
+  numbers[0] = int32_t(std::accumulate(reached.begin(), reached.end(), int64_t(0)));
+  values[0] = own - largest - total;
+  for (int64_t place = 0; place < count; ++place) {
+    numbers[1 + place] = int32_t(all[place].token);
+    values[1 + place] = all[place].score - largest - total;
+  }
+}
+
 }  // namespace
+
+extern "C" AOTITorchError aoti_torch_cpu_logprobs(AtenTensorHandle logits_, AtenTensorHandle tokens_, int64_t count,
+                                                  AtenTensorHandle* result_0, AtenTensorHandle* result_1) {
+  return guarded("logprobs", [&] {
+    Tensor logits(logits_);
+    const int64_t *tokens = Tensor(tokens_).as<int64_t>(), rows = logits.size(0), vocab = logits.size(1);
+    for (int64_t row = 0; row < rows; ++row)
+      if (tokens[row] < 0 || tokens[row] >= vocab)
+        throw std::out_of_range("token " + std::to_string(tokens[row]) + ": there are " + std::to_string(vocab));
+    Result numbers({rows, 1 + count}, aoti_torch_dtype_int32()), values({rows, 1 + count}, aoti_torch_dtype_float32());
+    auto of_row = [&](int64_t row) {
+      int64_t place = row * (1 + count);
+      logprobs_of(logits.as<float>() + row * vocab, vocab, tokens[row], count, numbers.tensor().as<int32_t>() + place,
+                  values.tensor().as<float>() + place);
+    };
+    // All threads share the vocabulary of a single row.
+    if (rows == 1)
+      of_row(0);
+    else
+      parallel(rows, of_row, 64);
+    numbers.give(result_0);
+    values.give(result_1);
+  });
+}
 
 extern "C" AOTITorchError aoti_torch_cpu_sample_next(
     AtenTensorHandle logits_, AtenTensorHandle positions_, AtenTensorHandle slots_, AtenTensorHandle token_,

@@ -1,11 +1,11 @@
-"""Sampling for CPUs: `reference.sample_next`."""
+"""Sampling and log-probabilities for CPUs: the functions of `reference.py`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ostinato.delegate.sampling_params import SamplingTensors
+from ostinato.delegate.sampling_params import MAX_LOGPROBS, SamplingTensors
 from ostinato.export.kernels.operands import LastTokens, LogitsProcessing
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
@@ -54,3 +54,15 @@ def _sample_next(
     late: bool,
 ) -> Tensor:
     return torch.empty_like(slots)
+
+
+def logprobs(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """See `reference.logprobs`."""
+    numbers, values = _logprobs(logits, tokens, min(MAX_LOGPROBS, logits.shape[1]))
+    return numbers, values
+
+
+@LIBRARY.operator("logprobs(Tensor logits, Tensor tokens, int count) -> (Tensor, Tensor)")
+def _logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[0], 1 + count
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)

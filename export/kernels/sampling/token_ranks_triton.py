@@ -17,6 +17,9 @@ LOWEST = tl.constexpr(-0x7F800000)
 OUTSIDE = tl.constexpr(-0x80000000)
 NOTHING = tl.constexpr(-0x8000000000000000)
 FIRST = tl.constexpr(0x7FFFFFFF)
+# Logits of a piece, of which the largest one is stored. They are 128 bytes, as much as a warp reads from memory at once.
+PIECE = tl.constexpr(32)
+QUADS = tl.constexpr(PIECE.value // 4)
 
 
 @triton.jit
@@ -51,6 +54,12 @@ def read_quads(x_row, quads, listed, VOCAB: tl.constexpr):
 def weights_of(x, keys, low, peak, temperature):
     """Weight of each token, where a logit of `peak` weighs 1; 0 for keys below `low`."""
     return tl.where(keys >= low, tl.exp(tl.div_rn(x - peak, temperature)), 0.0)
+
+
+@triton.jit
+def least_key(peak, temperature, min_p):
+    """The lowest key that min-p keeps. If min_p is 0, its logarithm keeps all tokens."""
+    return key_of(tl.maximum(peak + temperature * tl.log(min_p), -LARGEST))
 
 
 @triton.jit

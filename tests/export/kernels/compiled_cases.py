@@ -26,6 +26,7 @@ from .compiled_launches import (
     linear_formats,
     linear_rows,
     linear_step,
+    logprobs,
     prefill,
     sampling,
 )
@@ -355,6 +356,17 @@ GROUPS = {
         written={
             "rank_rows_early": ["arrived bests changed masses peaks tops"],
             "sample_rows_early": ["arrived chosen out output_counts parts position_ptr token"],
+        },
+        complete=(80, 89, 90),
+    ),
+    # The same.
+    "logprobs": Group(
+        launches=logprobs,
+        cases=((90, F32, VOCAB, 8), (90, F32, 512, 8), (89, F32, 151_936, 8), (80, F32, VOCAB, 1)),
+        analysed=((90, F32, VOCAB, 8),),
+        written={
+            "weigh_rows_early": ["counts masses peaks tops"],
+            "logprobs_rows_early": ["numbers values"],
         },
         complete=(80, 89, 90),
     ),

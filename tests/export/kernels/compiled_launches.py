@@ -316,3 +316,10 @@ def sampling(capability: int, dtype: torch.dtype, vocab: int, rows: int, late: b
             late,
         )
     return launches
+
+
+def logprobs(capability: int, dtype: torch.dtype, vocab: int, rows: int) -> list[Launch]:
+    """Launch `logprobs` for logits in `dtype`."""
+    with recorded(capability) as launches:
+        CudaKernels.logprobs(empty(rows, vocab, dtype=dtype), empty(rows, dtype=torch.int64))
+    return launches

@@ -144,6 +144,18 @@ def test_the_best_of_all_is_often_left_out(
     assert len({*found}) > 3
 
 
+@pytest.mark.parametrize("top_k", [30, 31, 32, 33])
+@each_form
+def test_ties_where_a_list_ends(sample_of: Callable[[str], Sample], name: str, top_k: int) -> None:
+    """The tokens of places 31 to 34 are as likely as each other: with the first of them all are kept. A list has 32."""
+    order = random_logits("random", 1, 300, 7)[0].argsort(descending=True)
+    logits = torch.zeros(1, 300)
+    logits[0, order] = torch.tensor([*range(30), *[30] * 4, *range(31, 297)]) * -0.01
+    case = make(logits, [2] * 24, SamplingParams(3.0, top_k, seed=5), device=FORMS[name].device)
+    found, _ = check(case, sample_of(name))
+    assert {*found} <= {*order[: 30 if top_k == 30 else 34].tolist()}
+
+
 MIXES = {
     "one row": [3],
     "padding": [-1],

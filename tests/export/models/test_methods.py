@@ -40,6 +40,7 @@ def test_state_of_a_model(capitals_checkpoint: Path, kernels: type[Kernels]) -> 
         "prefill": state,
         "decode": state,
         "sample": moved,
+        "logprobs": set(),
         "decode_sample": state | moved,
     }
     if kernels.max_rows:

@@ -189,7 +189,7 @@ def test_an_answer_with_all_there_is(capitals_artifact: Path) -> None:
             session.prefill(PROMPT)
             for one in stream.result.logprobs:
                 (expected,) = token_logprobs(
-                    [one.token], logprob_tensors(session.logits[None], torch.tensor([one.token]), 3)
+                    [one.token], logprob_tensors(session.logits[None], torch.tensor([one.token])), 3
                 )
                 assert sessions.step([session]) == [one.token]
                 for found in (one, session.logprobs):
