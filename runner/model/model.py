@@ -309,7 +309,8 @@ class Model:
         count, graph = run.rows, bucket is not None
         if count == 1 and self.has_state:
             return self._single(run)
-        if PREFILL_STREAMED in self.program.method_names and count >= MIN_STREAMED_TOKENS:
+        streams = PREFILL_STREAMED in self.program.method_names and count >= MIN_STREAMED_TOKENS
+        if streams and run.outputs <= 1:
             method = self._method(PREFILL_STREAMED, graph=False)
             streamed = torch.tensor([streamed_experts(count, max_value(method.inputs[-1]))])
             return last_logits(method, (*BatchInputs(count).filled([run]), streamed))

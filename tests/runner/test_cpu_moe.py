@@ -69,6 +69,17 @@ def test_prompts_in_buckets_and_on_both_sides(artifact: Path, capitals_artifact:
         assert (short["runs"], stats["prefill_streamed"]["runs"]) == (4, 8)
 
 
+def test_logits_of_all_tokens(artifact: Path, capitals_artifact: Path) -> None:
+    """A prompt whose last token alone would go through `prefill_streamed`."""
+    tokens = [(37 * place + 5) % 900 for place in range(2 * MIN_STREAMED_TOKENS)]
+    found = []
+    for path in (artifact, capitals_artifact):
+        with Engine.load(path) as engine, engine.open_session() as session:
+            found.append(torch.tensor([one.logprob for one in session.prompt_logprobs(tokens) if one is not None]))
+    assert len(found[0]) == len(tokens) - 1
+    torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
+
+
 def test_the_shared_expert_is_queued_while_the_host_computes(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, order = threading.Event(), []
     run = MethodCode.run_segment
