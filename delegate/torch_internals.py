@@ -75,6 +75,16 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
     torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
 
 
+def writes_to(tensor: torch.Tensor) -> int:
+    """A number that grows when an operator of torch writes the tensor in place, or a view of it. Compiled code and graphs do
+    not count, nor does what writes the same memory through another tensor.
+
+    Needs `Tensor._version`. Without this call every prompt would write the parameters of its session anew. Seen in torch 2.11
+    and 2.13.
+    """
+    return tensor._version
+
+
 def free_pinned_memory() -> None:
     """Give the pinned host memory that torch caches back to the system. For CUDA builds of torch only.
 

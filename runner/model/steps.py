@@ -99,7 +99,8 @@ class Steps(Protocol):
     def write_sampling_params(self, session: Stepped, history: Sequence[int], prompt_end: int) -> None:
         """Sample the session's tokens by its `sampling_params` from the next step on.
 
-        `history`: all tokens so far, of which the first `prompt_end` are the prompt.
+        `history`: all tokens so far, of which the first `prompt_end` are the prompt; needed only if the parameters process
+        logits.
         """
 
     def write_last_token(self, session: Stepped) -> None:
@@ -287,7 +288,7 @@ class DeviceSteps:
     def __init__(self, model: Model) -> None:
         self._model = model
         # Programs that lack the state for it are refused here.
-        model.write_sampling(0)
+        model.check_sampling_state()
         self.goes_ahead = model.program.device.type == "cuda"
         # By number of tokens.
         self._spare: defaultdict[int, list[tuple[torch.Tensor, Mark]]] = defaultdict(list)
@@ -369,8 +370,7 @@ class DeviceSteps:
             self._special.discard(session.slot)
 
     def write_last_token(self, session: Stepped) -> None:
-        count = len(session.tokens)
-        self._model.write_sampling(session.slot, token=session.tokens[-1], position=count - 1)
+        self._model.write_last_token(session.slot, session.tokens[-1], len(session.tokens) - 1)
 
     def _bitmasks(self, sessions: Sequence[Stepped]) -> dict[int, torch.Tensor | None]:
         """The bitmasks of the sessions that have one, by slot."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from ostinato.delegate import ClosedError, Growth, HostRows, Program, StateRows
+from ostinato.delegate import ClosedError, Growth, HostRows, Program, StateKind, StateRows
 from ostinato.delegate.artifact.records import dtype_from_name, dtype_name
 from ostinato.delegate.code.transfers import Mark
 from ostinato.delegate.errors import CapacityError, SessionFileError, first_line
@@ -108,6 +108,7 @@ class HostTier:
             if logits is not None:
                 logits = torch.empty_like(logits, device=self._program.device)
             slot, pages = self.with_room(self._slots.take), self._pages.none()
+            self._program.numbers_of(StateKind.SAMPLING).forget(slot)
             try:
                 pages = self.with_room(lambda: self._pages.take(offloaded.pages))
                 arrival = self._program.row_transfers.to_device(offloaded.rows, self._chosen(slot, pages, logits))

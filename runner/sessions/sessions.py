@@ -397,10 +397,12 @@ class Sessions:
         if not prompt and state.written_prompt_end == state.prompt_end:
             return
         end = len(state.tokens) + len(prompt) if prompt else state.prompt_end
-        if state.written_prompt_end is None or state.sampling_params.processes:
+        if state.sampling_params.processes:
             # Tokens that were not taken yet count, too; a prompt takes their place.
             rest = [] if prompt else [pending.tokens()[number] for pending, number in state.pending]
             self.steps.write_sampling_params(session, [*state.tokens, *rest, *prompt], end)
+        elif state.written_prompt_end is None:
+            self.steps.write_sampling_params(session, (), end)
         state.written_prompt_end = end
 
     def _reserve(self, session: Session, state: SessionState, end: int) -> None:
