@@ -20,6 +20,7 @@ from ostinato.delegate.code.transfers import Mark
 from ostinato.delegate.errors import CapacityError, SessionFileError, first_line
 from ostinato.delegate.sampling_params import SamplingParams
 
+from .history import History
 from .pages import PageList, Pages
 from .session import Session, SessionState
 from .session_file import opened_session, read_rows, write_session
@@ -173,7 +174,7 @@ class HostTier:
         self._complete()
         state = session._open
         self._pages.leave(state.pages, state.seen)
-        kept = [Kept(mine.first, len(mine.numbers)) for mine in state.pages]
+        kept = [Kept(mine.first, mine.end - mine.first) for mine in state.pages]
         logits = None if state.logits is None else state.logits.contiguous()
         rows = self._program.row_transfers.to_host(self._chosen(session.slot, state.pages, logits))
         return Offloaded(rows, kept, None if logits is None else torch.empty_like(logits, device="meta"))
@@ -201,7 +202,7 @@ class HostTier:
         logits = offloaded.logits
         return {
             "artifact": self._program.digest,
-            "tokens": state.tokens,
+            "tokens": state.history.tokens,
             "pending": pending,
             "seen": state.seen,
             "prompt_end": state.prompt_end,
@@ -219,7 +220,7 @@ class HostTier:
                 shape = header["logits"]
                 logits = shape and torch.empty(shape[0], dtype=dtype_from_name(shape[1]), device="meta")
                 state = SessionState(
-                    list(header["tokens"]),
+                    History(list(header["tokens"])),
                     header["seen"],
                     header["prompt_end"],
                     deque((_Saved(token), 0) for token in header["pending"]),
@@ -229,9 +230,9 @@ class HostTier:
                 held = min(
                     ((one.first + one.pages) * self._program.capacity.page_size for one in pages), default=state.seen
                 )
-                if not 0 <= state.seen <= min(held, len(state.tokens) + len(state.pending)):
+                if not 0 <= state.seen <= min(held, len(state.history) + len(state.pending)):
                     raise ValueError(f"its state is that of {state.seen} tokens")
-                if not 0 <= state.prompt_end <= len(state.tokens):
+                if not 0 <= state.prompt_end <= len(state.history):
                     raise ValueError(f"its prompt has {state.prompt_end} tokens")
             except (KeyError, TypeError, ValueError) as error:
                 raise SessionFileError(f"{path} is damaged: its header cannot be read ({first_line(error)})") from error

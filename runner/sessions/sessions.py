@@ -165,7 +165,7 @@ class Sessions:
         self._host_ns += time.perf_counter_ns() - begin
         tokens = [pending.tokens()[number] for pending, number in taken]
         for state, token, (pending, number) in zip(states, tokens, taken, strict=True):
-            state.tokens.append(token)
+            state.history.tokens.append(token)
             if state.sampling_params.logprobs is not None:
                 state.logprobs = pending.logprobs(number)
         return tokens
@@ -181,7 +181,7 @@ class Sessions:
         """Logits [len(tokens), vocab] after each token; see `Session.prefill_logits`."""
         self.steps.settle()
         state = session._open
-        if state.seen < len(state.tokens):
+        if state.seen < len(state.history):
             # The last token was sampled, or appended, and no step has followed.
             self.prefill(session, [])
         first, fed = self._fed(session, state, tokens)
@@ -252,7 +252,7 @@ class Sessions:
         """Reserve pages for more tokens. Returns the position of the first token that the model has not seen, and all these
         tokens."""
         first = state.seen if self._model.has_state else 0
-        fed = [*state.tokens[first:], *tokens]
+        fed = [*state.history.since(first), *tokens]
         end = first + len(fed)
         if not fed:
             raise InputError("there is no token to prefill")
@@ -265,10 +265,10 @@ class Sessions:
         """Note that the model has seen all of the session's tokens, and these behind them, which end the prompt."""
         state.logits = logits
         state.pending.clear()
-        state.tokens += tokens
+        state.history.add(tokens)
+        state.seen = len(state.history)
         if tokens:
-            state.logprobs, state.prompt_end = None, len(state.tokens)
-        state.seen = len(state.tokens)
+            state.logprobs, state.prompt_end = None, state.seen
         self.pages.leave(state.pages, state.seen)
 
     @_in_turn
@@ -277,12 +277,12 @@ class Sessions:
         self.steps.settle()
         (token,) = token_ids([token])
         state = session._open
-        if state.seen < len(state.tokens):
+        if state.seen < len(state.history):
             raise InputError("the model has not seen the session's last token: step, or prefill both")
         self._model.check_tokens([token])
         state.logits = state.logprobs = None
         state.pending.clear()
-        state.tokens.append(token)
+        state.history.add([token])
         # The token is an output that no step has counted.
         state.written_prompt_end = None
         self.steps.write_last_token(session)
@@ -376,7 +376,7 @@ class Sessions:
                 self._write_params(session, state)
                 state.pending.append(self.steps.first(session, state.logits))
                 continue
-            if not state.tokens:
+            if not len(state.history):
                 raise InputError("the session has no token: prefill first")
             if state.seen >= self._model.max_seq_len:
                 raise InputError(f"the session has {state.seen} tokens, max_seq_len is {self._model.max_seq_len}")
@@ -396,11 +396,11 @@ class Sessions:
         """Write the session's parameters, if they changed, or if what they count changes with the tokens of a prompt."""
         if not prompt and state.written_prompt_end == state.prompt_end:
             return
-        end = len(state.tokens) + len(prompt) if prompt else state.prompt_end
+        end = len(state.history) + len(prompt) if prompt else state.prompt_end
         if state.sampling_params.processes:
             # Tokens that were not taken yet count, too; a prompt takes their place.
             rest = [] if prompt else [pending.tokens()[number] for pending, number in state.pending]
-            self.steps.write_sampling_params(session, [*state.tokens, *rest, *prompt], end)
+            self.steps.write_sampling_params(session, [*state.history.tokens, *rest, *prompt], end)
         elif state.written_prompt_end is None:
             self.steps.write_sampling_params(session, (), end)
         state.written_prompt_end = end
@@ -414,7 +414,7 @@ class Sessions:
         state.writable = 0
         self.pages.leave(state.pages, state.seen)
         return SessionState(
-            list(state.tokens),
+            state.history.share(),
             state.seen,
             state.prompt_end,
             # A token that is not taken yet is sampled anew where there are logits for it.
@@ -425,7 +425,7 @@ class Sessions:
             state.token_bitmask,
             # Without a seed the copy samples other tokens, so its parameters must be written.
             written_prompt_end=None,
-            pages=self.pages.share(state.pages),
+            pages=self.pages.share(state.pages, state.seen),
         )
 
 
