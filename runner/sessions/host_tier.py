@@ -239,7 +239,9 @@ class HostTier:
             if not same:
                 raise SessionFileError(f"{path} has other state than the program: save the session again")
             numbers = [1, *(kept.pages for kept in pages), 1]
-            rows = [rows for _, rows in self._parts(logits)]
+            # The bytes lie together as those that a transfer takes to this device.
+            there = None if logits is None else torch.empty_like(logits, device=self._program.device)
+            rows = [rows for _, rows in self._parts(there)]
             host = self._program.row_transfers.empty([(one, range(n)) for one, n in zip(rows, numbers, strict=False)])
             read_rows(path, header, file, host)
         return Offloaded(host, pages, logits), state
