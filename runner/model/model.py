@@ -150,9 +150,8 @@ class Model:
             return self._alone(first)
         if not self.samples:
             raise InputError("a program that only gives logits takes one run with tokens in a step")
-        if any(run.tokens is not None for run in runs):
-            return self._mixed(runs)
-        return self._decode([run.slot for run in runs])
+        slots = [run.slot for run in runs if run.tokens is None]
+        return self._decode(slots) if len(slots) == len(runs) else self._mixed(runs)
 
     def hidden_states(
         self, tokens: Sequence[int], position: int, slot: int, layers: Sequence[int]

@@ -21,7 +21,7 @@ from ostinato.delegate.logits_processing import (
 from ostinato.delegate.sampling import most_likely, sample
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors, TokenLogprobs
 
-from .batch import Outputs, Run
+from .batch import Outputs, Run, last_token
 from .model import Model
 
 # Gives the tokens that may follow a session's, as a bitmask (see `ProcessingTensors.allowed_tokens`); None: any token.
@@ -319,7 +319,7 @@ class DeviceSteps:
             {number for number, one in enumerate(sessions) if one.token_bitmask} if ahead and self._special else set()
         )
         masks = {} if ahead else self._bitmasks(sessions)
-        outputs = self._model.step([Run(session.slot) for session in sessions])
+        outputs = self._model.step([last_token(session.slot) for session in sessions])
         if later:
             outputs = self._kept(outputs)
         tokens = self._tokens(outputs, sessions, positions, masks, later)

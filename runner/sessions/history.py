@@ -1,4 +1,4 @@
-"""A session's tokens. Forks and snapshots share them: copying 32,000 takes the host longer than the GPU takes for the state."""
+"""A session's tokens. Forks and snapshots share them: to copy 32,000 takes the host longer than a GPU takes for the state."""
 
 from __future__ import annotations
 

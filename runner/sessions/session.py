@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _CLOSED = "the session is closed"
 
 
-@dataclass
+@dataclass(slots=True)
 class SessionState:
     """Bookkeeping of a session: its tokens, and what the model has seen of them.
 

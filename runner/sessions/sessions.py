@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 from threading import RLock
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from ostinato.delegate import ClosedError, InputError
 from ostinato.delegate.errors import CapacityError, OptionError
 from ostinato.delegate.sampling_params import SamplingParams
-from ostinato.runner.model.batch import Run
+from ostinato.runner.model.batch import Run, last_token
 from ostinato.runner.model.model import Model, token_ids
 from ostinato.runner.model.steps import TokenBitmask, steps_of
 
 from .host_tier import HostTier
 from .pages import Pages
+from .parts import Opened, Part, packed
 from .session import Session, SessionState, Snapshot, checked_params
 from .slots import Slots
 
@@ -44,15 +45,6 @@ def _in_turn(
             return operation(sessions, *arguments, **named)
 
     return run
-
-
-class _Part(NamedTuple):
-    """What a session has in a step. `tokens`: those that a prompt adds; None: a step from the token that the slot keeps."""
-
-    session: Session
-    state: SessionState
-    run: Run
-    tokens: Sequence[int] | None
 
 
 class Sessions:
@@ -138,34 +130,30 @@ class Sessions:
             CapacityError: too few pages are free; no session has advanced.
         """
         begin = time.perf_counter_ns()
-        prompts = prefill or {}
-        if isinstance(sessions, Session) or any(
-            getattr(one, "_owner", None) is not self for one in (*sessions, *prompts)
-        ):
-            raise InputError("a step takes a list of sessions of this engine")
-        states = [session._open for session in sessions]
-        if len(sessions) > 1 and len({session.slot for session in sessions}) < len(sessions):
+        opened = self._opened(sessions)
+        if len(opened) > 1 and len({session.slot for session in sessions}) < len(opened):
             raise InputError("a session stands in the step twice")
+        if prefill:
+            self._opened(prefill)
         self.steps.settle()
-        if prompts:
-            self._run([self._prompt(session, token_ids(tokens)) for session, tokens in prompts.items()], sessions)
-        self._sample(sessions, 1)
+        if prefill:
+            self._run([self._prompt(session, token_ids(tokens)) for session, tokens in prefill.items()], opened)
+        self._sample(opened, 1)
         if more and self.steps.goes_ahead:
             longest = self._model.max_seq_len
-            ahead = [session for session, state in zip(sessions, states, strict=True) if state.seen < longest]
+            ahead = [one for one in opened if one[1].seen < longest]
             if len(ahead) > self._model.max_rows:
                 # Only the logits of one call of the model can wait for bitmasks.
-                ahead = [session for session in ahead if session.token_bitmask is None]
+                ahead = [one for one in ahead if one[1].token_bitmask is None]
             # If too few pages are free for that step, only the next call fails.
             with suppress(CapacityError):
                 self._sample(ahead, 2)
-        taken = [state.pending.popleft() for state in states]
-        for state in states:
-            state.logits = None
+        taken = [state.pending.popleft() for _, state in opened]
         self._host_ns += time.perf_counter_ns() - begin
         tokens = [pending.tokens()[number] for pending, number in taken]
-        for state, token, (pending, number) in zip(states, tokens, taken, strict=True):
+        for (_, state), token, (pending, number) in zip(opened, tokens, taken, strict=True):
             state.history.tokens.append(token)
+            state.logits = None
             if state.sampling_params.logprobs is not None:
                 state.logprobs = pending.logprobs(number)
         return tokens
@@ -210,20 +198,30 @@ class Sessions:
         assert state.logits is not None
         return state.logits
 
-    def _prompt(self, session: Session, tokens: Sequence[int]) -> _Part:
+    def _opened(self, sessions: Iterable[Session]) -> list[Opened]:
+        """The sessions with their states. Raises InputError: what is given is no list of sessions of this engine."""
+        opened = []
+        for session in [None] if isinstance(sessions, Session) else sessions:
+            if session is None or getattr(session, "_owner", None) is not self:
+                raise InputError("a step takes a list of sessions of this engine")
+            opened.append((session, session._open))
+        return opened
+
+    def _prompt(self, session: Session, tokens: Sequence[int]) -> Part:
         """Reserve pages for the tokens of a prompt."""
         state = session._open
         if tokens and state.sampling_params.processes:
             # They are written as the prompt's before the model runs.
             self._model.check_tokens(tokens)
         first, fed = self._fed(session, state, tokens)
-        return _Part(session, state, Run(session.slot, fed, first), tokens)
+        return Part(session, state, Run(session.slot, fed, first), tokens)
 
-    def _run(self, prompts: Sequence[_Part], beside: Sequence[Session] = ()) -> None:
+    def _run(self, prompts: Sequence[Part], beside: Sequence[Opened] = ()) -> None:
         """Run prompts, and beside them a step of the sessions that need one, in as few steps of the model as have room."""
         known = {part.session for part in prompts}
-        parts = [_Part(session, state, Run(session.slot), None) for session, state in self._waiting(beside, 1, known)]
-        for part in (*parts, *prompts):
+        waiting = self._waiting([one for one in beside if one[0] not in known], 1)
+        parts = [Part(session, state, last_token(session.slot), None) for session, state in waiting]
+        for part in prompts:
             self._write_params(part.session, part.state, part.tokens or ())
         for together in packed([*parts, *prompts], self._model.max_rows):
             if all(part.tokens is None for part in together):
@@ -351,41 +349,42 @@ class Sessions:
                 return
             yield token
 
-    def _sample(self, sessions: Sequence[Session], count: int) -> None:
+    def _sample(self, sessions: Sequence[Opened], count: int) -> None:
         """Sample until each session has `count` tokens that were not taken yet."""
         rest = self._waiting(sessions, count)
-        for session, state in rest:
-            self._write_params(session, state)
         max_rows = self._model.max_rows
         for first in range(0, len(rest), max_rows):
             self._launch(rest[first : first + max_rows], ahead=count > 1)
 
-    def _waiting(
-        self, sessions: Sequence[Session], count: int, known: Collection[Session] = ()
-    ) -> list[tuple[Session, SessionState]]:
-        """Reserve pages for the sessions, but the known ones, that need a step to have `count` tokens that were not taken.
+    def _waiting(self, sessions: Sequence[Opened], count: int) -> list[Opened]:
+        """Return those sessions that need a step to have `count` tokens that were not taken. They have pages for it.
 
         A session with the logits of its last token needs none: its token is sampled here.
         """
-        rest: list[tuple[Session, SessionState]] = []
-        for session in sessions:
-            state = session._open
-            if len(state.pending) >= count or session in known:
+        rest: list[Opened] = []
+        max_seq_len = self._model.max_seq_len
+        for one in sessions:
+            session, state = one
+            if len(state.pending) >= count:
                 continue
             if state.logits is not None and not state.pending:
                 self._write_params(session, state)
                 state.pending.append(self.steps.first(session, state.logits))
                 continue
-            if not len(state.history):
+            if not state.seen and not len(state.history):
                 raise InputError("the session has no token: prefill first")
-            if state.seen >= self._model.max_seq_len:
-                raise InputError(f"the session has {state.seen} tokens, max_seq_len is {self._model.max_seq_len}")
-            rest.append((session, state))
+            if state.seen >= max_seq_len:
+                raise InputError(f"the session has {state.seen} tokens, max_seq_len is {max_seq_len}")
+            rest.append(one)
         for session, state in rest:
-            self._reserve(session, state, state.seen + 1)
+            if state.seen >= state.writable:
+                self._reserve(session, state, state.seen + 1)
+        for session, state in rest:
+            if state.written_prompt_end != state.prompt_end:
+                self._write_params(session, state)
         return rest
 
-    def _launch(self, together: Sequence[tuple[Session, SessionState]], ahead: bool) -> None:
+    def _launch(self, together: Sequence[Opened], ahead: bool) -> None:
         positions = [state.seen for _, state in together]
         pending = self.steps.launch([session for session, _ in together], positions, ahead)
         for (_, state), token in zip(together, pending, strict=True):
@@ -427,19 +426,6 @@ class Sessions:
             written_prompt_end=None,
             pages=self.pages.share(state.pages, state.seen),
         )
-
-
-def packed(parts: Sequence[_Part], max_rows: int) -> list[list[_Part]]:
-    """Divide runs into steps of up to `max_rows` rows, in their order; a run that is longer stands alone."""
-    steps: list[list[_Part]] = []
-    room = 0
-    for part in parts:
-        if not steps or part.run.rows > room:
-            steps.append([])
-            room = max_rows
-        steps[-1].append(part)
-        room -= part.run.rows
-    return steps
 
 
 def check_max_new_tokens(value: int) -> None:
