@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -135,6 +135,10 @@ class SamplingParams:
             or self.logit_bias
             or self.min_tokens
         )
+
+    def ends(self, eos_ids: Iterable[int]) -> frozenset[int]:
+        """The tokens that end an answer: `eos_ids`, and `stop_token_ids`."""
+        return frozenset((*eos_ids, *(self.stop_token_ids or ())))
 
     def numbers(self) -> dict[str, int | float]:
         """The values of `SamplingTensors` by name. Without a seed, a random one is taken; the most likely token needs none.

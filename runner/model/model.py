@@ -214,6 +214,11 @@ class Model:
         graph = logits.shape[0] in self._sampled_rows
         return self._method(SAMPLE).execute((logits, given, *numbers), graph, checked=True)[0]
 
+    def sample_nothing(self) -> None:
+        """Run what samples the token after a prompt, for no slot. It changes nothing."""
+        logits = torch.zeros(1, self.sampled_vocab, device=self.program.device)
+        self.sample(Outputs(logits, None), [-1], [-1])
+
     def check_sampling_state(self) -> None:
         """Raises ArtifactError: the program samples, and lacks the state for it."""
         needed = {"token", "position", "sample_temperature", "processed", *SamplingTensors._fields}

@@ -94,7 +94,7 @@ class Steps(Protocol):
         """Sample what was left for later. To be called before the model runs again, and before a session changes."""
 
     def forget(self, session: Stepped) -> None:
-        """Leave unsampled what was left for later of a session, which is about to be closed."""
+        """Leave unsampled what was left for later of a session, which is about to leave its slot."""
 
     def write_sampling_params(self, session: Stepped, history: Sequence[int], prompt_end: int) -> None:
         """Sample the session's tokens by its `sampling_params` from the next step on.

@@ -27,6 +27,8 @@ from .session_file import opened_session, read_rows, write_session
 from .slots import Slots
 
 if TYPE_CHECKING:
+    from ostinato.runner.model.steps import Steps
+
     from .sessions import Sessions
 
 Taken = TypeVar("Taken")
@@ -70,7 +72,7 @@ class HostTier:
         program: the program.
         slots, pages: its slots and pages.
         lock: lets one thread at a time change these.
-        complete: samples what steps have left for later. Called before a session's state is copied.
+        steps: returns the steps of these sessions.
     """
 
     def __init__(
@@ -79,10 +81,10 @@ class HostTier:
         slots: Slots,
         pages: Pages,
         lock: AbstractContextManager[Any],
-        complete: Callable[[], None],
+        steps: Callable[[], Steps],
     ) -> None:
         self._program, self._slots, self._pages, self._lock = program, slots, pages, lock
-        self._complete = complete
+        self._steps = steps
         # Sessions whose copies may be under way, in their order.
         self._leaving: deque[_Leaving] = deque()
 
@@ -93,6 +95,7 @@ class HostTier:
                 self._check_program()
                 state = session._open
                 offloaded = self._copied(session)
+                self._steps().forget(session)
                 self._leaving.append(_Leaving(offloaded.rows.mark, session.slot, state.pages, state.logits))
                 session._offloaded, session.slot = offloaded, -1
                 state.pages, state.logits, state.writable = [], None, 0
@@ -171,7 +174,7 @@ class HostTier:
 
     def _copied(self, session: Session) -> Offloaded:
         """Begin to copy what a session has. Until the copy is done, nobody may write it."""
-        self._complete()
+        self._steps().settle()
         state = session._open
         self._pages.leave(state.pages, state.seen)
         kept = [Kept(mine.first, mine.end - mine.first) for mine in state.pages]

@@ -64,7 +64,7 @@ class Sessions:
         self.steps = steps_of(model)
         self._host_ns = 0
         self._lock = RLock()
-        self.tier = HostTier(model.program, self.slots, self.pages, self._lock, lambda: self.steps.settle())
+        self.tier = HostTier(model.program, self.slots, self.pages, self._lock, lambda: self.steps)
 
     @property
     @_in_turn
@@ -303,8 +303,7 @@ class Sessions:
         room = self._model.max_seq_len - session.position
         if max_new_tokens is not None:
             check_max_new_tokens(max_new_tokens)
-        ends = self._model.eos_ids if eos_ids is None else frozenset(eos_ids)
-        ends |= frozenset(session.sampling_params.stop_token_ids or ())
+        ends = session.sampling_params.ends(self._model.eos_ids if eos_ids is None else eos_ids)
         return self._generate(session, room if max_new_tokens is None else min(room, max_new_tokens), ends)
 
     @_in_turn
