@@ -253,6 +253,9 @@ def test_writes_to(device: torch.device) -> None:
             with torch.inference_mode(inference):
                 write()
             assert (writes_to(tensor) > before) is counts
+    with torch.inference_mode():
+        made = torch.zeros(2, device=device)
+    assert writes_to(made) < writes_to(made)
 
 
 @pytest.mark.gpu
