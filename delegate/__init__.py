@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .code.row_transfers import HostRows as HostRows
     from .code.row_transfers import RowTransfers as RowTransfers
     from .code.transfers import Mark as Mark
+    from .constants.row_numbers import RowNumbers as RowNumbers
     from .constants.rows import Piece as Piece
     from .constants.rows import StateRows as StateRows
     from .errors import ArtifactError as ArtifactError
@@ -57,6 +58,7 @@ else:
             ".capacity": "Capacity GroupCapacity",
             ".code.row_transfers": "HostRows RowTransfers",
             ".code.transfers": "Mark",
+            ".constants.row_numbers": "RowNumbers",
             ".constants.rows": "Piece StateRows",
             ".errors": "ArtifactError CapacityError CheckpointError ClosedError DeviceMemoryError ExportError "
             "InputError OptionError OstinatoError SessionFileError StepError TargetError",

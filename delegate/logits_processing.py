@@ -111,7 +111,7 @@ def processing_tensors(
     """
     biases = [(token, value, NEVER_ENDS) for token, value in (params.logit_bias or {}).items()]
     if params.min_tokens:
-        stops = sorted({*eos_ids, *(params.stop_token_ids or ())})
+        stops = sorted(params.ends(eos_ids))
         biases += [(token, -torch.inf, prompt_end + params.min_tokens) for token in stops]
     if len(biases) > MAX_BIASES:
         raise OptionError(

@@ -26,6 +26,7 @@ from .code.row_transfers import RowTransfers
 from .code.side_stream import Call, run_here, run_on_stream, side_lock, side_stream
 from .code.used_streams import UsedStreams, is_capturing
 from .constants.pool import ConstantPool, ConstantStats
+from .constants.row_numbers import RowNumbers
 from .constants.rows import StateRows
 from .constants.streaming import StreamBuffers
 from .errors import ClosedError, OptionError
@@ -112,7 +113,7 @@ class Program(Owner):
 
     def buffers_of(self, kind: StateKind, group: str | None = None) -> dict[str, torch.Tensor]:
         """Mutable buffers that the export declared to hold `kind`, by fully qualified name; with `group`, only those of the
-        page group of this name."""
+        page group of this name. The dictionary is the program's own: do not change it."""
         return self._pool.buffers_of(kind, group)
 
     def buffers_that_grow(self, growth: Growth, group: str | None = None) -> dict[str, torch.Tensor]:
@@ -129,6 +130,11 @@ class Program(Owner):
         """Rows of the buffers that `buffers_that_grow` gives, with the block tables or without. Buffers of a fixed size have
         one row. Not to be kept: the program may soon use other buffers."""
         return self._pool.rows_of(growth, group, tables)
+
+    def numbers_of(self, kind: StateKind) -> RowNumbers:
+        """Numbers of slots in the buffers that `buffers_of` gives, [slots] each, by the last component of their names. Not to
+        be kept: the program may soon use other buffers."""
+        return self._pool.numbers_of(kind)
 
     @property
     def row_transfers(self) -> RowTransfers:

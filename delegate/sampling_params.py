@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -140,14 +140,19 @@ class SamplingParams:
             or self.min_tokens
         )
 
+    def ends(self, eos_ids: Iterable[int]) -> frozenset[int]:
+        """The tokens that end an answer: `eos_ids`, and `stop_token_ids`."""
+        return frozenset((*eos_ids, *(self.stop_token_ids or ())))
+
     def numbers(self) -> dict[str, int | float]:
-        """The values of `SamplingTensors` by name. Without a seed, a random one is taken.
+        """The values of `SamplingTensors` by name. Without a seed, a random one is taken; the most likely token needs none.
 
         Values that the tensors cannot hold become the nearest ones that mean the same.
         """
-        seed = secrets.randbits(63) if self.seed is None else self.seed
+        greedy = self.temperature < MIN_TEMPERATURE
+        seed = self.seed if self.seed is not None else 0 if greedy else secrets.randbits(63)
         return {
-            "temperature": 0.0 if self.temperature < MIN_TEMPERATURE else min(float(self.temperature), MAX_FLOAT32),
+            "temperature": 0.0 if greedy else min(float(self.temperature), MAX_FLOAT32),
             "top_k": min(int(self.top_k), MAX_TOP_K),
             # A share of 0 would keep no token.
             "top_p": max(float(self.top_p), TINY_FLOAT32),

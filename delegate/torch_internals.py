@@ -7,6 +7,7 @@ Public, and so not here: `torch.cuda.CUDAGraph` with `keep_graph`, `raw_cuda_gra
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 Container = Any
 # Alignment of tensors in bytes: compiled code loads up to 16 bytes at a time.
 ALIGNMENT = 16
+_calls = itertools.count()
 # Result of `torch.cuda.graph_pool_handle`: two integers, whose type is private.
 PoolHandle = Any
 
@@ -73,6 +75,17 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
     2.11 and 2.13.
     """
     torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
+
+
+def writes_to(tensor: torch.Tensor) -> int:
+    """A number that grows when an operator of torch writes the tensor in place, or a view of it. Compiled code and graphs do
+    not count, nor does what writes the same memory through another tensor. An inference tensor is not counted: for one, the
+    number grows with each call.
+
+    Needs `Tensor._version`. Without this call every prompt would write the parameters of its session anew. Seen in torch 2.11
+    and 2.13.
+    """
+    return tensor._version if not tensor.is_inference() else next(_calls)
 
 
 def free_pinned_memory() -> None:

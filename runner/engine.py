@@ -288,8 +288,8 @@ class Engine:
             )
         params = checked_params(sampling_params)
         result = Result(prompt_tokens=len(prompt))
-        eos_ids = (frozenset() if ignore_eos else self.eos_ids) | frozenset(params.stop_token_ids or ())
-        return Stream(self._generate(result, prompt, max_new_tokens, params, eos_ids), result)
+        ends = params.ends(() if ignore_eos else self.eos_ids)
+        return Stream(self._generate(result, prompt, max_new_tokens, params, ends), result)
 
     def close(self) -> None:
         self.program.close()
@@ -323,7 +323,7 @@ class Engine:
         prompt: list[int],
         max_new_tokens: int,
         sampling_params: SamplingParams,
-        eos_ids: frozenset[int],
+        ends: frozenset[int],
     ) -> Generator[int, None, None]:
         room = min(max_new_tokens, self.max_seq_len - len(prompt))
         session = self.open_session(sampling_params)
@@ -339,7 +339,7 @@ class Engine:
                 result.tokens.append(token)
                 if (logprobs := session.logprobs) is not None:
                     result.logprobs.append(logprobs)
-                if token in eos_ids:
+                if token in ends:
                     result.finish_reason = "stop"
                     return
                 yield token

@@ -1,25 +1,23 @@
 """Rows of state on their way to the host's memory and back, beside other work of the device.
 
 A GPU gathers rows into one buffer, which one copy takes to pinned memory, and the other way round: 32,000 tokens of a model
-with ten layers of attention are 10,000 places in its caches, and a copy of each would take the host 40 ms. All of it is on a
-stream of its own. The gathering takes a few percent of the time of the copy over the bus, so one buffer is enough.
+with ten layers of attention are 10,000 places in its caches, and a copy of each would take the host 40 ms. There are two such
+buffers and two streams: while the bus copies one, the GPU gathers into the other one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
-from ostinato.delegate.constants.rows import Piece, StateRows
+from ostinato.delegate.constants.rows import Batch, Chosen, Places, batches, places_of
 
 from .side_stream import side_lock
 from .transfers import Mark
 from .used_streams import UsedStreams, current_stream
-
-# Rows, and the numbers of those that are copied.
-Chosen = Sequence[tuple[StateRows, Sequence[int]]]
 
 
 @dataclass
@@ -27,7 +25,7 @@ class HostRows:
     """Rows of state in the host's memory, pinned for a GPU.
 
     Attributes:
-        data: [n] uint8 each, in the order of `StateRows.pieces`.
+        data: [n] uint8 each, one for each batch.
         mark: when the data are complete.
     """
 
@@ -39,6 +37,58 @@ class HostRows:
         return sum(one.nbytes for one in self.data)
 
 
+@dataclass
+class _Staging:
+    """Memory of the device that holds one batch between rows and bus.
+
+    Attributes:
+        filled, free: when the last batch is in, and when it is out again.
+        memory: uint8, as long as the longest batch so far.
+    """
+
+    filled: Mark
+    free: Mark
+    memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    @contextmanager
+    def filling(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        with torch.cuda.stream(stream):
+            self.free.hold_back()
+            yield
+            self.filled.record()
+
+    @contextmanager
+    def emptying(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        with torch.cuda.stream(stream):
+            self.filled.hold_back()
+            yield
+            self.free.record()
+
+
+class _OnGpu:
+    """What transfers of a GPU need: a stream that gathers and scatters rows, one that copies over the bus, and staging."""
+
+    def __init__(self, device: torch.device, used: UsedStreams) -> None:
+        self.rows, self.bus = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        for stream in (self.rows, self.bus):
+            with torch.cuda.stream(stream):
+                used.note()
+        self._device = device
+        self._staging = [_Staging(Mark(device), Mark(device)) for _ in range(2)]
+
+    def staging(self, nbytes: int) -> tuple[_Staging, torch.Tensor]:
+        """The staging that was not used last, and so much of its memory."""
+        self._staging.reverse()
+        chosen = self._staging[0]
+        if chosen.memory.nbytes < nbytes:
+            # Its memory may be given to others when nothing reads it any more.
+            chosen.free.wait()
+            # Torch gives it to nobody else's work, which either stream might not wait for.
+            with torch.cuda.stream(self.bus):
+                chosen.memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return chosen, chosen.memory[:nbytes]
+
+
 class RowTransfers:
     """Copies rows between the device and the host.
 
@@ -47,91 +97,99 @@ class RowTransfers:
 
     Args:
         device: the program's device. On the CPU a transfer is done when its call returns.
-        used: streams of the program, to which the stream of transfers is added.
+        used: streams of the program, to which the streams of transfers are added.
     """
 
     def __init__(self, device: torch.device, used: UsedStreams) -> None:
         self._device = device
         self._used = used
-        self._stream: torch.cuda.Stream | None = None
-        # Memory of the device in which a piece is gathered.
-        self._staging: torch.Tensor | None = None
+        self._gpu: _OnGpu | None = None
 
     def empty(self, chosen: Chosen) -> HostRows:
         """Make room on the host for these rows. The data are whatever the memory holds."""
         with side_lock, torch.inference_mode(False):
-            pinned = self._device.type == "cuda"
-            data = [
-                torch.empty(piece.nbytes, dtype=torch.uint8, pin_memory=pinned)
-                for rows, numbers in chosen
-                for piece in rows.pieces(len(numbers))
-            ]
-            return HostRows(data, Mark(self._device))
+            return HostRows([self._room(batch) for batch in batches(chosen)], Mark(self._device))
 
     def to_host(self, chosen: Chosen) -> HostRows:
         """Begin to copy rows to the host, and return where they will be."""
-        host = self.empty(chosen)
-
-        def read(piece: Piece, rows: torch.Tensor, data: torch.Tensor, staging: torch.Tensor) -> None:
-            piece.read(rows, staging)
-            if staging is not data:
-                data.copy_(staging, non_blocking=True)
-
-        self._each(chosen, host, read, host.mark)
+        host = HostRows([], Mark(self._device))
+        with self._begun() as gpu:
+            places = _PlacesOf(chosen)
+            for batch in batches(chosen):
+                data = self._room(batch)
+                host.data.append(data)
+                if gpu is None or batch.device.type == "cpu":
+                    # In a program for a GPU: state of code on the host, which has ended with its step.
+                    places.read(batch, data)
+                    continue
+                staging, memory = gpu.staging(batch.nbytes)
+                with staging.filling(gpu.rows):
+                    places.read(batch, memory)
+                with staging.emptying(gpu.bus):
+                    data.copy_(memory, non_blocking=True)
+            if gpu is not None:
+                with torch.cuda.stream(gpu.bus):
+                    host.mark.record()
         return host
 
     def to_device(self, host: HostRows, chosen: Chosen) -> Mark:
         """Begin to copy what `to_host` returned for as many rows to these rows, and return when they may be used."""
-
-        def write(piece: Piece, rows: torch.Tensor, data: torch.Tensor, staging: torch.Tensor) -> None:
-            if staging is not data:
-                staging.copy_(data, non_blocking=True)
-            piece.write(rows, staging)
-
         mark = Mark(self._device)
-        self._each(chosen, host, write, mark)
+        with self._begun() as gpu:
+            places = _PlacesOf(chosen)
+            for batch, data in zip(batches(chosen), host.data, strict=True):
+                if gpu is None or batch.device.type == "cpu":
+                    places.write(batch, data)
+                    continue
+                staging, memory = gpu.staging(batch.nbytes)
+                with staging.filling(gpu.bus):
+                    memory.copy_(data, non_blocking=True)
+                with staging.emptying(gpu.rows):
+                    places.write(batch, memory)
+            if gpu is not None:
+                with torch.cuda.stream(gpu.rows):
+                    mark.record()
         return mark
 
     def close(self) -> None:
         """Free the memory on the device. The program has waited for its streams."""
-        self._staging = None
+        self._gpu = None
 
-    def _each(
-        self,
-        chosen: Chosen,
-        host: HostRows,
-        copy: Callable[[Piece, torch.Tensor, torch.Tensor, torch.Tensor], None],
-        mark: Mark,
-    ) -> None:
-        """Call `copy` for each piece with the numbers of the rows, the memory on the host, and as much of the device's. Then
-        record the mark."""
-        pieces = [(rows.pieces(len(numbers)), numbers) for rows, numbers in chosen]
+    def _room(self, batch: Batch) -> torch.Tensor:
+        return torch.empty(batch.nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+    @contextmanager
+    def _begun(self) -> Iterator[_OnGpu | None]:
+        """Let rows be read and written after all work that the current stream has so far. None: at once, by the CPU."""
         if self._device.type == "cpu":
-            data = iter(host.data)
-            for some, numbers in pieces:
-                index = torch.tensor(numbers, dtype=torch.int64)
-                for piece in some:
-                    memory = next(data)
-                    copy(piece, index, memory, memory)
+            yield None
             return
         # During a capture in another thread no pinned memory may be made or freed.
         with side_lock, torch.cuda.device(self._device), torch.inference_mode(False):
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)
-            self._stream.wait_stream(current_stream(self._device))
-            with torch.cuda.stream(self._stream):
-                self._used.note()
-                most = max((one.nbytes for one in host.data), default=0)
-                if self._staging is None or self._staging.nbytes < most:
-                    self._staging = torch.empty(most, dtype=torch.uint8, device=self._device)
-                data = iter(host.data)
-                for some, numbers in pieces:
-                    index = torch.tensor(numbers, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
-                    for piece in some:
-                        memory = next(data)
-                        if piece.buffers.is_cuda:
-                            copy(piece, index, memory, self._staging[: memory.nbytes])
-                        else:
-                            # State of code on the host, which has ended with its step.
-                            copy(piece, torch.tensor(numbers, dtype=torch.int64), memory, memory)
-                mark.record()
+            if self._gpu is None:
+                self._gpu = _OnGpu(self._device, self._used)
+            self._gpu.rows.wait_stream(current_stream(self._device))
+            yield self._gpu
+
+
+class _PlacesOf:
+    """Where the chosen rows are, as each batch's device needs it."""
+
+    def __init__(self, chosen: Chosen) -> None:
+        self._chosen = chosen
+        self._found: dict[tuple[int, torch.device], Places] = {}
+
+    def read(self, batch: Batch, data: torch.Tensor) -> None:
+        """Gather a batch into `data`, [nbytes] uint8 on its device."""
+        for number, piece, begin in batch.parts:
+            piece.read(self._of(number, batch.device), data[begin : begin + piece.nbytes])
+
+    def write(self, batch: Batch, data: torch.Tensor) -> None:
+        """Scatter what `read` gives."""
+        for number, piece, begin in batch.parts:
+            piece.write(self._of(number, batch.device), data[begin : begin + piece.nbytes])
+
+    def _of(self, number: int, device: torch.device) -> Places:
+        if (number, device) not in self._found:
+            self._found[number, device] = places_of(self._chosen[number][1], device)
+        return self._found[number, device]

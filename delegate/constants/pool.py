@@ -26,6 +26,7 @@ from ostinato.delegate.errors import ArtifactError, InputError
 from ostinato.delegate.torch_internals import ALIGNMENT
 
 from .loading import PARALLEL_FROM, ConstantLoader, free_tensors, zeros
+from .row_numbers import RowNumbers
 from .rows import StateRows, allocate_rows
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,8 @@ class ConstantPool:
         self._lent: dict[str, torch.Tensor] = {}
         # Of the buffers in use, by what is asked for.
         self._rows: dict[tuple[Growth, str | None, bool], StateRows] = {}
+        self._kinds: dict[tuple[StateKind, str | None], dict[str, torch.Tensor]] = {}
+        self._numbers: dict[StateKind, RowNumbers] = {}
         self._users: dict[TensorKey, int] = {}
         # Whether the host has memory for all constants that are mapped so far.
         self.keeps_mapped = True
@@ -135,7 +138,7 @@ class ConstantPool:
         self._buffers |= {key.name: fresh[key] for key in specs}
         self._buffer_specs |= {key.name: spec for key, spec in specs.items()}
         if specs:
-            self._rows.clear()
+            self._forget_views()
         tensors = {name: constants[key] for name, key in by_name.items()}
         return Binding(
             tensors | self.buffers_for(record), wanted if share else (), () if share else tuple(constants.values())
@@ -201,7 +204,7 @@ class ConstantPool:
                 if (why := _other_layout(self._buffers[key], buffers[key])) is not None:
                     raise InputError(f"the state's buffer {key!r} has another layout: {why}")
         self._lent = dict(buffers or {})
-        self._rows.clear()
+        self._forget_views()
 
     def reset_buffers(self) -> None:
         """Reset the buffers in use to their first values, in place."""
@@ -213,8 +216,21 @@ class ConstantPool:
         return {**self._buffers, **self._lent}
 
     def buffers_of(self, kind: StateKind, group: str | None = None) -> dict[str, torch.Tensor]:
-        """Buffers in use that were declared to hold `kind`; with `group`, only those of this page group."""
-        return self._where(lambda spec: spec.kind is kind and group in (None, spec.group.name))
+        """Buffers in use that were declared to hold `kind`; with `group`, only those of this page group. Not to be changed:
+        looking through all buffers takes the host longer than a launch, so the answer is kept."""
+        found = self._kinds.get((kind, group))
+        if found is None:
+            found = self._where(lambda spec: spec.kind is kind and group in (None, spec.group.name))
+            self._kinds[kind, group] = found
+        return found
+
+    def numbers_of(self, kind: StateKind) -> RowNumbers:
+        """See `Program.numbers_of`."""
+        found = self._numbers.get(kind)
+        if found is None:
+            buffers = {key.rpartition(".")[2]: buffer for key, buffer in self.buffers_of(kind).items()}
+            found = self._numbers[kind] = RowNumbers(buffers)
+        return found
 
     def buffers_that_grow(self, growth: Growth, group: str | None = None) -> dict[str, torch.Tensor]:
         """Buffers in use whose first dimension is `growth`; with `group`, only those of this page group."""
@@ -232,6 +248,11 @@ class ConstantPool:
                 kept = {key: buffer[None] for key, buffer in kept.items()}
             found = self._rows[growth, group, tables] = StateRows(kept)
         return found
+
+    def _forget_views(self) -> None:
+        """Forget what was made of the buffers in use, because others are in use from now on."""
+        for made in (self._rows, self._kinds, self._numbers):
+            made.clear()
 
     def _where(self, wanted: Callable[[BufferSpec], bool]) -> dict[str, torch.Tensor]:
         buffers = self.buffers
@@ -254,7 +275,7 @@ class ConstantPool:
         self._tensors.clear()
         self._buffers.clear()
         self._lent.clear()
-        self._rows.clear()
+        self._forget_views()
         self._buffer_specs.clear()
         self._users.clear()
 

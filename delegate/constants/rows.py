@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+import operator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
@@ -29,9 +31,9 @@ _KEPT_ROWS = 512
 # Stacks of a few buffers whose rows are small are copied together: block tables, and the state of sampling. It takes the host
 # 0.4 us for each buffer (a Xeon, 2026-11-26), so many buffers are better copied as a stack.
 _SMALL_BYTES, _FEW = 64 << 10, 8
-# The most bytes of a piece, if one row of a buffer is not more: a copy over the bus that is at full speed. A power of two, as
-# torch rounds pinned memory up to one.
-PIECE_BYTES = 32 << 20
+# The most bytes of a piece or of a batch, if one row of a buffer is not more: a copy over the bus that is at full speed. A
+# power of two, as torch rounds pinned memory up to one.
+PIECE_BYTES = 16 << 20
 
 Layout = tuple[Sequence[int], torch.dtype, torch.device]
 
@@ -106,8 +108,21 @@ class StateRows:
         return found
 
 
+# Numbers of rows: neighbours, or int64 on the buffers' device.
+Places = range | torch.Tensor
+
+
+def places_of(numbers: Sequence[int], device: torch.device) -> Places:
+    """Numbers of rows as pieces take them. Neighbours are copied at the speed of the memory, others at a fraction of it."""
+    neighbours = range(numbers[0], numbers[0] + len(numbers))
+    if all(map(operator.eq, numbers, neighbours)):
+        return neighbours
+    index = torch.tensor(numbers, dtype=torch.int64)
+    return index if device.type == "cpu" else index.pin_memory().to(device, non_blocking=True)
+
+
 class Piece(NamedTuple):
-    """Some rows of some buffers: what is copied over the bus at once.
+    """Some rows of some buffers.
 
     Attributes:
         buffers: [number of buffers, all of their rows, elements], a view.
@@ -123,17 +138,68 @@ class Piece(NamedTuple):
         count, _, elements = self.buffers.shape
         return count * (self.end - self.first) * elements * self.buffers.itemsize
 
-    def read(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Gather. `rows`: int64 numbers of all rows that are copied; `out`: [nbytes] uint8; both on the buffers' device."""
-        torch.index_select(self.buffers, 1, rows[self.first : self.end], out=self._shaped(out))
+    def read(self, places: Places, out: torch.Tensor) -> None:
+        """Gather. `places`: numbers of all rows that are copied; `out`: [nbytes] uint8 on the buffers' device."""
+        some = places[self.first : self.end]
+        if isinstance(some, range):
+            self._shaped(out).copy_(self.buffers[:, some.start : some.stop])
+        else:
+            torch.index_select(self.buffers, 1, some, out=self._shaped(out))
 
-    def write(self, rows: torch.Tensor, data: torch.Tensor) -> None:
+    def write(self, places: Places, data: torch.Tensor) -> None:
         """Scatter what `read` gives."""
-        self.buffers.index_copy_(1, rows[self.first : self.end], self._shaped(data))
+        some = places[self.first : self.end]
+        if isinstance(some, range):
+            self.buffers[:, some.start : some.stop].copy_(self._shaped(data))
+        else:
+            self.buffers.index_copy_(1, some, self._shaped(data))
 
     def _shaped(self, data: torch.Tensor) -> torch.Tensor:
         count, _, elements = self.buffers.shape
         return data.view(self.buffers.dtype).view(count, self.end - self.first, elements)
+
+
+# Rows, and the numbers of those that are copied.
+Chosen = Sequence[tuple[StateRows, Sequence[int]]]
+
+
+@dataclass
+class Batch:
+    """Pieces whose bytes lie one after the other: what is copied over the bus at once.
+
+    Attributes:
+        device: the buffers' device.
+        parts: for each piece, the number of its rows in `Chosen`, the piece, and its first byte.
+        nbytes: bytes of all pieces.
+    """
+
+    device: torch.device
+    parts: list[tuple[int, Piece, int]] = field(default_factory=list)
+    nbytes: int = 0
+
+    def takes(self, piece: Piece) -> bool:
+        """Whether the piece fits in, and will begin where a tensor of its elements may begin."""
+        buffers = piece.buffers
+        fits = self.nbytes + piece.nbytes <= PIECE_BYTES and self.nbytes % buffers.itemsize == 0
+        return fits and buffers.device == self.device
+
+    def add(self, number: int, piece: Piece) -> None:
+        self.parts.append((number, piece, self.nbytes))
+        self.nbytes += piece.nbytes
+
+
+def batches(chosen: Chosen) -> Iterator[Batch]:
+    """Yield what is copied at once. One after the other the batches have all pieces, in their order."""
+    batch: Batch | None = None
+    for number, (rows, numbers) in enumerate(chosen):
+        for piece in rows.pieces(len(numbers)):
+            if batch is None or not batch.takes(piece):
+                if batch is not None:
+                    yield batch
+                batch = Batch(piece.buffers.device)
+            batch.add(number, piece)
+    if batch is not None:
+        yield batch
 
 
 def _stacks(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:

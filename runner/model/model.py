@@ -88,6 +88,7 @@ class Model:
         self._held: dict[str, list[int]] = {}
         self._prefill_name = prefill
         names = program.method_names
+        self._streams_experts = PREFILL_STREAMED in names
         self.samples = prefill == PREFILL and {SAMPLE, DECODE_SAMPLE} <= names
         # Plans of prompts and steps, and one for each call that is both.
         plans = (len(self.prefill_buckets) + 1) * (len(OUTPUT_BUCKETS) + 1) + len(self.row_buckets)
@@ -149,9 +150,8 @@ class Model:
             return self._alone(first)
         if not self.samples:
             raise InputError("a program that only gives logits takes one run with tokens in a step")
-        if any(run.tokens is not None for run in runs):
-            return self._mixed(runs)
-        return self._decode([run.slot for run in runs])
+        slots = [run.slot for run in runs if run.tokens is None]
+        return self._decode(slots) if len(slots) == len(runs) else self._mixed(runs)
 
     def hidden_states(
         self, tokens: Sequence[int], position: int, slot: int, layers: Sequence[int]
@@ -221,23 +221,28 @@ class Model:
         # Without a graph the logits are read where they are. A graph would copy them, and keep room for each number of rows.
         return self._method(LOGPROBS, graph=False).execute((logits, tokens), graph=False, checked=True)
 
-    def write_sampling(self, slot: int, **values: float) -> None:
-        """Write state of sampling: fields of `SamplingTensors`, `processed` (a `Processing`), `token` or `position`.
+    def sample_nothing(self) -> None:
+        """Run what samples the token after a prompt, for no slot. It changes nothing."""
+        logits = torch.zeros(1, self.sampled_vocab, device=self.program.device)
+        self.sample(Outputs(logits, None), [-1], [-1])
 
-        Nothing waits for the device: a number is an argument of a kernel.
-
-        Raises:
-            ArtifactError: the program lacks this state.
-        """
-        buffers = self._buffers(StateKind.SAMPLING)
+    def check_sampling_state(self) -> None:
+        """Raises ArtifactError: the program samples, and lacks the state for it."""
         needed = {"token", "position", "processed", *SamplingTensors._fields}
-        if missing := needed - buffers.keys():
+        if missing := needed - self._buffers(StateKind.SAMPLING).keys():
             raise ArtifactError(
                 "the program samples on the device, and lacks the state for it: "
                 f"{', '.join(sorted(missing))}. Export it again"
             )
-        for name, value in values.items():
-            buffers[name][slot].fill_(value)
+
+    def write_sampling(self, slot: int, **values: float) -> None:
+        """Write parameters of sampling, as far as the slot has others: fields of `SamplingTensors`, or
+        `processed` (a `Processing`). Nothing waits for the device."""
+        self.program.numbers_of(StateKind.SAMPLING).write(slot, values)
+
+    def write_last_token(self, slot: int, token: int, position: int) -> None:
+        """Write the token that the slot's next step takes, and its position."""
+        self.program.numbers_of(StateKind.SAMPLING).overwrite(slot, {"token": token, "position": position})
 
     def write_processing(self, slot: int, params: SamplingParams, history: Sequence[int], prompt_end: int) -> None:
         """Write what changes a slot's logits, see `processing_tensors`.
@@ -309,8 +314,7 @@ class Model:
         count, graph = run.rows, bucket is not None
         if count == 1 and self.has_state:
             return self._single(run)
-        streams = PREFILL_STREAMED in self.program.method_names and count >= MIN_STREAMED_TOKENS
-        if streams and run.outputs <= 1:
+        if self._streams_experts and count >= MIN_STREAMED_TOKENS and run.outputs <= 1:
             method = self._method(PREFILL_STREAMED, graph=False)
             streamed = torch.tensor([streamed_experts(count, max_value(method.inputs[-1]))])
             return last_logits(method, (*BatchInputs(count).filled([run]), streamed))
@@ -339,7 +343,7 @@ class Model:
         assert run.tokens is not None
         if not self.samples:
             return last_logits(self._one_row, self._inputs(1, 0, True).filled([run]), checked=True)
-        self.write_sampling(run.slot, token=run.tokens[0], position=run.position)
+        self.write_last_token(run.slot, run.tokens[0], run.position)
         return self._decode([run.slot])
 
     def _mixed(self, runs: Sequence[Run]) -> Outputs:
@@ -415,7 +419,7 @@ class Model:
 def token_ids(tokens: Iterable[int]) -> list[int]:
     """Return the tokens as Python's integers. Raises InputError: something else, such as text."""
     try:
-        return [operator.index(token) for token in tokens]
+        return list(map(operator.index, tokens))
     except TypeError:
         text = repr(tokens)
         shown = text if len(text) <= 80 else text[:77] + "..."

@@ -22,7 +22,7 @@ from ostinato.delegate.logits_processing import (
 from ostinato.delegate.sampling import most_likely, sample
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors, TokenLogprobs
 
-from .batch import Outputs, Run
+from .batch import Outputs, Run, last_token
 from .model import Model
 
 # Gives the tokens that may follow a session's, as a bitmask (see `ProcessingTensors.allowed_tokens`); None: any token.
@@ -95,12 +95,13 @@ class Steps(Protocol):
         """Sample what was left for later. To be called before the model runs again, and before a session changes."""
 
     def forget(self, session: Stepped) -> None:
-        """Leave unsampled what was left for later of a session, which is about to be closed."""
+        """Leave unsampled what was left for later of a session, which is about to leave its slot."""
 
     def write_sampling_params(self, session: Stepped, history: Sequence[int], prompt_end: int) -> None:
         """Sample the session's tokens by its `sampling_params` from the next step on.
 
-        `history`: all tokens so far, of which the first `prompt_end` are the prompt.
+        `history`: all tokens so far, of which the first `prompt_end` are the prompt; needed only if the parameters process
+        logits.
         """
 
     def write_last_token(self, session: Stepped) -> None:
@@ -305,7 +306,7 @@ class DeviceSteps:
     def __init__(self, model: Model) -> None:
         self._model = model
         # Programs that lack the state for it are refused here.
-        model.write_sampling(0)
+        model.check_sampling_state()
         self.goes_ahead = model.program.device.type == "cuda"
         # By number of tokens.
         self._spare: defaultdict[int, list[tuple[torch.Tensor, Mark]]] = defaultdict(list)
@@ -335,7 +336,7 @@ class DeviceSteps:
             {number for number, one in enumerate(sessions) if one.token_bitmask} if ahead and self._special else set()
         )
         self._write_bitmasks(sessions, later)
-        outputs = self._model.step([Run(session.slot) for session in sessions])
+        outputs = self._model.step([last_token(session.slot) for session in sessions])
         tokens = self._tokens(outputs, sessions)
         if later:
             self._later = _LaterTokens(outputs, positions, sessions, later)
@@ -375,8 +376,7 @@ class DeviceSteps:
             self._special.pop(session.slot, None)
 
     def write_last_token(self, session: Stepped) -> None:
-        count = len(session.tokens)
-        self._model.write_sampling(session.slot, token=session.tokens[-1], position=count - 1)
+        self._model.write_last_token(session.slot, session.tokens[-1], len(session.tokens) - 1)
 
     def _write_bitmasks(self, sessions: Sequence[Stepped], later: Collection[int]) -> None:
         """Prepare a step of these sessions. Bitmasks of those with the numbers `later` are not known before it."""

@@ -14,18 +14,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from ostinato.delegate import ClosedError, Growth, HostRows, Program, StateRows
+from ostinato.delegate import ClosedError, Growth, HostRows, Program, StateKind, StateRows
 from ostinato.delegate.artifact.records import dtype_from_name, dtype_name
 from ostinato.delegate.code.transfers import Mark
 from ostinato.delegate.errors import CapacityError, SessionFileError, first_line
 from ostinato.delegate.sampling_params import SamplingParams
 
+from .history import History
 from .pages import PageList, Pages
 from .session import Session, SessionState
 from .session_file import opened_session, read_rows, write_session
 from .slots import Slots
 
 if TYPE_CHECKING:
+    from ostinato.runner.model.steps import Steps
+
     from .sessions import Sessions
 
 Taken = TypeVar("Taken")
@@ -69,7 +72,7 @@ class HostTier:
         program: the program.
         slots, pages: its slots and pages.
         lock: lets one thread at a time change these.
-        complete: samples what steps have left for later. Called before a session's state is copied.
+        steps: returns the steps of these sessions.
     """
 
     def __init__(
@@ -78,10 +81,10 @@ class HostTier:
         slots: Slots,
         pages: Pages,
         lock: AbstractContextManager[Any],
-        complete: Callable[[], None],
+        steps: Callable[[], Steps],
     ) -> None:
         self._program, self._slots, self._pages, self._lock = program, slots, pages, lock
-        self._complete = complete
+        self._steps = steps
         # Sessions whose copies may be under way, in their order.
         self._leaving: deque[_Leaving] = deque()
 
@@ -92,6 +95,7 @@ class HostTier:
                 self._check_program()
                 state = session._open
                 offloaded = self._copied(session)
+                self._steps().forget(session)
                 self._leaving.append(_Leaving(offloaded.rows.mark, session.slot, state.pages, state.logits))
                 session._offloaded, session.slot = offloaded, -1
                 state.pages, state.logits, state.writable = [], None, 0
@@ -108,6 +112,7 @@ class HostTier:
             if logits is not None:
                 logits = torch.empty_like(logits, device=self._program.device)
             slot, pages = self.with_room(self._slots.take), self._pages.none()
+            self._program.numbers_of(StateKind.SAMPLING).forget(slot)
             try:
                 pages = self.with_room(lambda: self._pages.take(offloaded.pages))
                 arrival = self._program.row_transfers.to_device(offloaded.rows, self._chosen(slot, pages, logits))
@@ -169,10 +174,10 @@ class HostTier:
 
     def _copied(self, session: Session) -> Offloaded:
         """Begin to copy what a session has. Until the copy is done, nobody may write it."""
-        self._complete()
+        self._steps().settle()
         state = session._open
         self._pages.leave(state.pages, state.seen)
-        kept = [Kept(mine.first, len(mine.numbers)) for mine in state.pages]
+        kept = [Kept(mine.first, mine.end - mine.first) for mine in state.pages]
         logits = None if state.logits is None else state.logits.contiguous()
         rows = self._program.row_transfers.to_host(self._chosen(session.slot, state.pages, logits))
         return Offloaded(rows, kept, None if logits is None else torch.empty_like(logits, device="meta"))
@@ -200,7 +205,7 @@ class HostTier:
         logits = offloaded.logits
         return {
             "artifact": self._program.digest,
-            "tokens": state.tokens,
+            "tokens": state.history.tokens,
             "pending": pending,
             "seen": state.seen,
             "prompt_end": state.prompt_end,
@@ -218,7 +223,7 @@ class HostTier:
                 shape = header["logits"]
                 logits = shape and torch.empty(shape[0], dtype=dtype_from_name(shape[1]), device="meta")
                 state = SessionState(
-                    list(header["tokens"]),
+                    History(list(header["tokens"])),
                     header["seen"],
                     header["prompt_end"],
                     deque((_Saved(token), 0) for token in header["pending"]),
@@ -228,16 +233,18 @@ class HostTier:
                 held = min(
                     ((one.first + one.pages) * self._program.capacity.page_size for one in pages), default=state.seen
                 )
-                if not 0 <= state.seen <= min(held, len(state.tokens) + len(state.pending)):
+                if not 0 <= state.seen <= min(held, len(state.history) + len(state.pending)):
                     raise ValueError(f"its state is that of {state.seen} tokens")
-                if not 0 <= state.prompt_end <= len(state.tokens):
+                if not 0 <= state.prompt_end <= len(state.history):
                     raise ValueError(f"its prompt has {state.prompt_end} tokens")
             except (KeyError, TypeError, ValueError) as error:
                 raise SessionFileError(f"{path} is damaged: its header cannot be read ({first_line(error)})") from error
             if not same:
                 raise SessionFileError(f"{path} has other state than the program: save the session again")
             numbers = [1, *(kept.pages for kept in pages), 1]
-            rows = [rows for _, rows in self._parts(logits)]
+            # The bytes lie together as those that a transfer takes to this device.
+            there = None if logits is None else torch.empty_like(logits, device=self._program.device)
+            rows = [rows for _, rows in self._parts(there)]
             host = self._program.row_transfers.empty([(one, range(n)) for one, n in zip(rows, numbers, strict=False)])
             read_rows(path, header, file, host)
         return Offloaded(host, pages, logits), state

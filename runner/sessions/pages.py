@@ -19,21 +19,55 @@ from ostinato.delegate.errors import CapacityError
 
 
 @dataclass
+class FullPages:
+    """Pages that several sessions and snapshots share, and none will write, as all their positions are taken. They are
+    counted as one: 32,000 tokens have 500 pages.
+
+    Attributes:
+        numbers: numbers of the pages.
+        before: the pages before them.
+        end: number of pages from position 0 on.
+        users: number of page lists, and of `FullPages` after these, that have them.
+    """
+
+    numbers: list[int]
+    before: FullPages | None
+    end: int
+    users: int = 1
+
+
+@dataclass
 class PageList:
     """A session's pages of one group, in the order of the session's positions.
 
     Attributes:
-        numbers: numbers of the pages.
-        first: number of pages before them that the session has left behind.
+        last: numbers of the pages, or where others come before them, of the last ones.
+        first: number of pages before all these that the session has left behind. 0 if there are full pages.
+        full: pages that come before.
     """
 
-    numbers: list[int] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
     first: int = 0
+    full: FullPages | None = None
+
+    @property
+    def begin(self) -> int:
+        """Number of pages from position 0 on, before `last`."""
+        return self.first if self.full is None else self.full.end
 
     @property
     def end(self) -> int:
         """Number of pages from position 0 on, with those left behind."""
-        return self.first + len(self.numbers)
+        return self.begin + len(self.last)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of all pages."""
+        parts, full = [self.last], self.full
+        while full is not None:
+            parts.append(full.numbers)
+            full = full.before
+        return [page for part in reversed(parts) for page in part]
 
 
 class Pages:
@@ -117,16 +151,15 @@ class Pages:
             if group.window:
                 group.leave(mine, seen)
 
-    def share(self, owned: Sequence[PageList]) -> list[PageList]:
-        """Share the pages with one more session, and return its lists. Each sharer copies a page before writing it."""
-        for group, mine in zip(self.groups, owned, strict=True):
-            group.share(mine.numbers)
-        return [PageList(list(mine.numbers), mine.first) for mine in owned]
+    def share(self, owned: Sequence[PageList], seen: int) -> list[PageList]:
+        """Share the pages of a session that has `seen` positions with one more, and return its lists. Each sharer copies a
+        page before writing it."""
+        return [group.share(mine, seen) for group, mine in zip(self.groups, owned, strict=True)]
 
     def release(self, owned: Sequence[PageList]) -> None:
         """Take a session's pages back. Pages that no other session has are free, and the first is dealt out next."""
         for group, mine in zip(self.groups, owned, strict=True):
-            group.release(mine.numbers)
+            group.release_all(mine)
 
     def release_later(self, owned: list[PageList]) -> None:
         """As `release`, before the next pages are dealt out. It may be called at any time, in any thread."""
@@ -139,7 +172,7 @@ class Pages:
     def write_block_tables(self, slot: int, owned: Sequence[PageList]) -> None:
         """Write the numbers of a session's pages into the block tables."""
         for group, mine in zip(self.groups, owned, strict=True):
-            group.write_block_table(slot, mine, mine.first)
+            group.write_block_table(slot, mine.first, mine.numbers)
 
 
 class _Group:
@@ -165,7 +198,7 @@ class _Group:
         """Return indices of pages to copy, and for each page to add whether it is a free one. Raises CapacityError."""
         begin, stop = first // self._size, -(-end // self._size)
         shared = [
-            index for index in range(begin, min(stop, mine.end)) if self._users[mine.numbers[index - mine.first]] > 1
+            index for index in range(begin, min(stop, mine.end)) if self._users[mine.last[index - mine.begin]] > 1
         ]
         added = [not self._comes_again(mine, index, shared) for index in range(mine.end, stop)]
         self.check_room(len(shared) + sum(added))
@@ -185,18 +218,17 @@ class _Group:
         """Carry a plan out, and return what `Pages.reserve` returns, for this group."""
         for index in shared:
             page = self.take()
-            self._copy(mine.numbers[index - mine.first], page)
-            self.release([mine.numbers[index - mine.first]])
-            mine.numbers[index - mine.first] = page
-        before = mine.end
+            self._copy(mine.last[index - mine.begin], page)
+            self.release([mine.last[index - mine.begin]])
+            mine.last[index - mine.begin] = page
+        changed = min([*shared, mine.end])
         for is_free in added:
             if is_free:
-                mine.numbers.append(self.take())
+                mine.last.append(self.take())
             else:
-                mine.numbers.append(mine.numbers[-self._period])
-                self._users[mine.numbers[-1]] += 1
-        if shared or added:
-            self.write_block_table(slot, mine, min([*shared, before]))
+                mine.last.append(mine.last[-self._period])
+                self._users[mine.last[-1]] += 1
+        self.write_block_table(slot, changed, mine.last[changed - mine.begin :])
         end = mine.end * self._size
         return min(end, (mine.first + 1) * self._size + self.window - 1) if self.window else end
 
@@ -204,13 +236,31 @@ class _Group:
         """Take back the pages whose positions lie behind the window of a row at position `seen`."""
         behind = max(0, seen - self.window + 1) // self._size - mine.first
         if behind > 0:
-            self.release(mine.numbers[:behind])
-            del mine.numbers[:behind]
+            self.release(mine.last[:behind])
+            del mine.last[:behind]
             mine.first += behind
 
-    def share(self, pages: Sequence[int]) -> None:
-        for page in pages:
+    def share(self, mine: PageList, seen: int) -> PageList:
+        """See `Pages.share`. With a window there are few pages, and they are soon left behind: each is counted by itself."""
+        full = 0 if self.window else seen // self._size - mine.begin
+        if full > 0:
+            mine.full = FullPages(mine.last[:full], mine.full, mine.begin + full)
+            del mine.last[:full]
+        if mine.full is not None:
+            mine.full.users += 1
+        for page in mine.last:
             self._users[page] += 1
+        return PageList(list(mine.last), mine.first, mine.full)
+
+    def release_all(self, mine: PageList) -> None:
+        self.release(mine.last)
+        full = mine.full
+        while full is not None:
+            full.users -= 1
+            if full.users:
+                break
+            self.release(full.numbers)
+            full = full.before
 
     def release(self, pages: Sequence[int]) -> None:
         for page in reversed(pages):
@@ -218,12 +268,12 @@ class _Group:
             if not self._users[page]:
                 self.free.append(page)
 
-    def write_block_table(self, slot: int, mine: PageList, first: int) -> None:
-        """Write the numbers of a session's pages, from index `first` on, into the block table."""
-        if mine.end > first:
-            numbers = torch.tensor(mine.numbers[first - mine.first :], dtype=torch.int32)
+    def write_block_table(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Write the numbers of a session's pages into the block table, from page `first` on."""
+        if pages:
+            numbers = torch.tensor(pages, dtype=torch.int32)
             for table in self._program.buffers_of(StateKind.BLOCK_TABLE, self.name).values():
-                table[slot, first : mine.end].copy_(numbers, non_blocking=True)
+                table[slot, first : first + len(pages)].copy_(numbers, non_blocking=True)
 
     def _comes_again(self, mine: PageList, index: int, copied: Sequence[int]) -> bool:
         """Whether a long prompt takes, as page number `index`, the page that lies `_period` pages before it: no call touches
@@ -231,7 +281,7 @@ class _Group:
         former = index - self._period
         if not self.window or former < mine.first:
             return False
-        return former >= mine.end or former in copied or self._users[mine.numbers[former - mine.first]] == 1
+        return former >= mine.end or former in copied or self._users[mine.last[former - mine.begin]] == 1
 
     def take(self) -> int:
         """Return a free page, of which there must be one."""

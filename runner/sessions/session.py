@@ -19,6 +19,8 @@ from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
 from ostinato.runner.model.model import MAX_LOGITS, token_ids
 from ostinato.runner.model.steps import Pending, TokenBitmask
 
+from .history import History
+
 if TYPE_CHECKING:
     from .host_tier import Offloaded
     from .pages import PageList
@@ -28,13 +30,13 @@ if TYPE_CHECKING:
 _CLOSED = "the session is closed"
 
 
-@dataclass
+@dataclass(slots=True)
 class SessionState:
     """Bookkeeping of a session: its tokens, and what the model has seen of them.
 
     Attributes:
-        tokens: tokens from the caller, and sampled tokens that were taken.
-        seen: number of tokens that the model has seen: first those of `tokens`, then those of `pending`.
+        history: tokens from the caller, and sampled tokens that were taken.
+        seen: number of tokens that the model has seen: first those of `history`, then those of `pending`.
         prompt_end: number of the tokens that are the prompt. Those after them are outputs, see `SamplingParams`.
         pending: sampled tokens that were not taken yet.
         logits: [vocab] after the last token, until a token that was sampled from them is taken.
@@ -46,7 +48,7 @@ class SessionState:
         writable: end of the positions that may be written before `Pages.reserve` is called again.
     """
 
-    tokens: list[int] = field(default_factory=list)
+    history: History = field(default_factory=History)
     seen: int = 0
     prompt_end: int = 0
     pending: deque[Pending] = field(default_factory=deque)
@@ -80,12 +82,12 @@ class Session:
     @property
     def tokens(self) -> list[int]:
         """The session's history: tokens that it was given, and tokens that were sampled. Not a copy: do not change it."""
-        return self._known.tokens
+        return self._known.history.tokens
 
     @property
     def position(self) -> int:
         """Number of tokens in the history."""
-        return len(self._known.tokens)
+        return len(self._known.history)
 
     @property
     def sampling_params(self) -> SamplingParams:

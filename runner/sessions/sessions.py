@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 from threading import RLock
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from ostinato.delegate import ClosedError, InputError
 from ostinato.delegate.errors import CapacityError
 from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
-from ostinato.runner.model.batch import Run
+from ostinato.runner.model.batch import Run, last_token
 from ostinato.runner.model.model import Model, token_ids
 from ostinato.runner.model.steps import TokenBitmask, steps_of
 
 from .host_tier import HostTier
 from .pages import Pages
+from .parts import Opened, Part, packed
 from .prompt_logprobs import prompt_logprobs
 from .session import Session, SessionState, Snapshot, check_max_new_tokens, checked_params
 from .slots import Slots
@@ -47,15 +48,6 @@ def _in_turn(
     return run
 
 
-class _Part(NamedTuple):
-    """What a session has in a step. `tokens`: those that a prompt adds; None: a step from the token that the slot keeps."""
-
-    session: Session
-    state: SessionState
-    run: Run
-    tokens: Sequence[int] | None
-
-
 class Sessions:
     """All sessions of a model.
 
@@ -73,7 +65,7 @@ class Sessions:
         self.steps = steps_of(model)
         self._host_ns = 0
         self._lock = RLock()
-        self.tier = HostTier(model.program, self.slots, self.pages, self._lock, lambda: self.steps.settle())
+        self.tier = HostTier(model.program, self.slots, self.pages, self._lock, lambda: self.steps)
 
     @property
     @_in_turn
@@ -139,34 +131,30 @@ class Sessions:
             CapacityError: too few pages are free; no session has advanced.
         """
         begin = time.perf_counter_ns()
-        prompts = prefill or {}
-        if isinstance(sessions, Session) or any(
-            getattr(one, "_owner", None) is not self for one in (*sessions, *prompts)
-        ):
-            raise InputError("a step takes a list of sessions of this engine")
-        states = [session._open for session in sessions]
-        if len(sessions) > 1 and len({session.slot for session in sessions}) < len(sessions):
+        opened = self._opened(sessions)
+        if len(opened) > 1 and len({session.slot for session in sessions}) < len(opened):
             raise InputError("a session stands in the step twice")
+        if prefill:
+            self._opened(prefill)
         self.steps.settle()
-        if prompts:
-            self._run([self._prompt(session, token_ids(tokens)) for session, tokens in prompts.items()], sessions)
-        self._sample(sessions, 1)
+        if prefill:
+            self._run([self._prompt(session, token_ids(tokens)) for session, tokens in prefill.items()], opened)
+        self._sample(opened, 1)
         if more and self.steps.goes_ahead:
             longest = self._model.max_seq_len
-            ahead = [session for session, state in zip(sessions, states, strict=True) if state.seen < longest]
+            ahead = [one for one in opened if one[1].seen < longest]
             if len(ahead) > self._model.max_rows:
                 # Only the logits of one call of the model can wait for bitmasks.
-                ahead = [session for session in ahead if session.token_bitmask is None]
+                ahead = [one for one in ahead if one[1].token_bitmask is None]
             # If too few pages are free for that step, only the next call fails.
             with suppress(CapacityError):
                 self._sample(ahead, 2)
-        taken = [state.pending.popleft() for state in states]
-        for state in states:
-            state.logits = None
+        taken = [state.pending.popleft() for _, state in opened]
         self._host_ns += time.perf_counter_ns() - begin
         tokens = [pending.tokens()[number] for pending, number in taken]
-        for state, token, (pending, number) in zip(states, tokens, taken, strict=True):
-            state.tokens.append(token)
+        for (_, state), token, (pending, number) in zip(opened, tokens, taken, strict=True):
+            state.history.tokens.append(token)
+            state.logits = None
             if state.sampling_params.logprobs is not None:
                 state.logprobs = pending.logprobs(number)
         return tokens
@@ -182,7 +170,7 @@ class Sessions:
         """Logits [len(tokens), vocab] after each token; see `Session.prefill_logits`."""
         self.steps.settle()
         state = session._open
-        if state.seen < len(state.tokens):
+        if state.seen < len(state.history):
             # The last token was sampled, or appended, and no step has followed.
             self.prefill(session, [])
         first, fed = self._fed(session, state, tokens)
@@ -220,20 +208,30 @@ class Sessions:
         assert state.logits is not None
         return state.logits
 
-    def _prompt(self, session: Session, tokens: Sequence[int]) -> _Part:
+    def _opened(self, sessions: Iterable[Session]) -> list[Opened]:
+        """The sessions with their states. Raises InputError: what is given is no list of sessions of this engine."""
+        opened = []
+        for session in [None] if isinstance(sessions, Session) else sessions:
+            if session is None or getattr(session, "_owner", None) is not self:
+                raise InputError("a step takes a list of sessions of this engine")
+            opened.append((session, session._open))
+        return opened
+
+    def _prompt(self, session: Session, tokens: Sequence[int]) -> Part:
         """Reserve pages for the tokens of a prompt."""
         state = session._open
         if tokens and state.sampling_params.processes:
             # They are written as the prompt's before the model runs.
             self._model.check_tokens(tokens)
         first, fed = self._fed(session, state, tokens)
-        return _Part(session, state, Run(session.slot, fed, first), tokens)
+        return Part(session, state, Run(session.slot, fed, first), tokens)
 
-    def _run(self, prompts: Sequence[_Part], beside: Sequence[Session] = ()) -> None:
+    def _run(self, prompts: Sequence[Part], beside: Sequence[Opened] = ()) -> None:
         """Run prompts, and beside them a step of the sessions that need one, in as few steps of the model as have room."""
         known = {part.session for part in prompts}
-        parts = [_Part(session, state, Run(session.slot), None) for session, state in self._waiting(beside, 1, known)]
-        for part in (*parts, *prompts):
+        waiting = self._waiting([one for one in beside if one[0] not in known], 1)
+        parts = [Part(session, state, last_token(session.slot), None) for session, state in waiting]
+        for part in prompts:
             self._write_params(part.session, part.state, part.tokens or ())
         for together in packed([*parts, *prompts], self._model.max_rows):
             if all(part.tokens is None for part in together):
@@ -262,7 +260,7 @@ class Sessions:
         """Reserve pages for more tokens. Returns the position of the first token that the model has not seen, and all these
         tokens."""
         first = state.seen if self._model.has_state else 0
-        fed = [*state.tokens[first:], *tokens]
+        fed = [*state.history.since(first), *tokens]
         end = first + len(fed)
         if not fed:
             raise InputError("there is no token to prefill")
@@ -275,10 +273,10 @@ class Sessions:
         """Note that the model has seen all of the session's tokens, and these behind them, which end the prompt."""
         state.logits = logits
         state.pending.clear()
-        state.tokens += tokens
+        state.history.add(tokens)
+        state.seen = len(state.history)
         if tokens:
-            state.logprobs, state.prompt_end = None, len(state.tokens)
-        state.seen = len(state.tokens)
+            state.logprobs, state.prompt_end = None, state.seen
         self.pages.leave(state.pages, state.seen)
 
     @_in_turn
@@ -287,12 +285,12 @@ class Sessions:
         self.steps.settle()
         (token,) = token_ids([token])
         state = session._open
-        if state.seen < len(state.tokens):
+        if state.seen < len(state.history):
             raise InputError("the model has not seen the session's last token: step, or prefill both")
         self._model.check_tokens([token])
         state.logits = state.logprobs = None
         state.pending.clear()
-        state.tokens.append(token)
+        state.history.add([token])
         # The token is an output that no step has counted.
         state.written_prompt_end = None
         self.steps.write_last_token(session)
@@ -315,8 +313,7 @@ class Sessions:
         room = self._model.max_seq_len - session.position
         if max_new_tokens is not None:
             check_max_new_tokens(max_new_tokens)
-        ends = self._model.eos_ids if eos_ids is None else frozenset(eos_ids)
-        ends |= frozenset(session.sampling_params.stop_token_ids or ())
+        ends = session.sampling_params.ends(self._model.eos_ids if eos_ids is None else eos_ids)
         return self._generate(session, room if max_new_tokens is None else min(room, max_new_tokens), ends)
 
     @_in_turn
@@ -360,41 +357,42 @@ class Sessions:
                 return
             yield token
 
-    def _sample(self, sessions: Sequence[Session], count: int) -> None:
+    def _sample(self, sessions: Sequence[Opened], count: int) -> None:
         """Sample until each session has `count` tokens that were not taken yet."""
         rest = self._waiting(sessions, count)
-        for session, state in rest:
-            self._write_params(session, state)
         max_rows = self._model.max_rows
         for first in range(0, len(rest), max_rows):
             self._launch(rest[first : first + max_rows], ahead=count > 1)
 
-    def _waiting(
-        self, sessions: Sequence[Session], count: int, known: Collection[Session] = ()
-    ) -> list[tuple[Session, SessionState]]:
-        """Reserve pages for the sessions, but the known ones, that need a step to have `count` tokens that were not taken.
+    def _waiting(self, sessions: Sequence[Opened], count: int) -> list[Opened]:
+        """Return those sessions that need a step to have `count` tokens that were not taken. They have pages for it.
 
         A session with the logits of its last token needs none: its token is sampled here.
         """
-        rest: list[tuple[Session, SessionState]] = []
-        for session in sessions:
-            state = session._open
-            if len(state.pending) >= count or session in known:
+        rest: list[Opened] = []
+        max_seq_len = self._model.max_seq_len
+        for one in sessions:
+            session, state = one
+            if len(state.pending) >= count:
                 continue
             if state.logits is not None and not state.pending:
                 self._write_params(session, state)
                 state.pending.append(self.steps.first(session, state.logits))
                 continue
-            if not state.tokens:
+            if not state.seen and not len(state.history):
                 raise InputError("the session has no token: prefill first")
-            if state.seen >= self._model.max_seq_len:
-                raise InputError(f"the session has {state.seen} tokens, max_seq_len is {self._model.max_seq_len}")
-            rest.append((session, state))
+            if state.seen >= max_seq_len:
+                raise InputError(f"the session has {state.seen} tokens, max_seq_len is {max_seq_len}")
+            rest.append(one)
         for session, state in rest:
-            self._reserve(session, state, state.seen + 1)
+            if state.seen >= state.writable:
+                self._reserve(session, state, state.seen + 1)
+        for session, state in rest:
+            if state.written_prompt_end != state.prompt_end:
+                self._write_params(session, state)
         return rest
 
-    def _launch(self, together: Sequence[tuple[Session, SessionState]], ahead: bool) -> None:
+    def _launch(self, together: Sequence[Opened], ahead: bool) -> None:
         positions = [state.seen for _, state in together]
         pending = self.steps.launch([session for session, _ in together], positions, ahead)
         for (_, state), token in zip(together, pending, strict=True):
@@ -405,11 +403,13 @@ class Sessions:
         """Write the session's parameters, if they changed, or if what they count changes with the tokens of a prompt."""
         if not prompt and state.written_prompt_end == state.prompt_end:
             return
-        end = len(state.tokens) + len(prompt) if prompt else state.prompt_end
-        if state.written_prompt_end is None or state.sampling_params.processes:
+        end = len(state.history) + len(prompt) if prompt else state.prompt_end
+        if state.sampling_params.processes:
             # Tokens that were not taken yet count, too; a prompt takes their place.
             rest = [] if prompt else [pending.tokens()[number] for pending, number in state.pending]
-            self.steps.write_sampling_params(session, [*state.tokens, *rest, *prompt], end)
+            self.steps.write_sampling_params(session, [*state.history.tokens, *rest, *prompt], end)
+        elif state.written_prompt_end is None:
+            self.steps.write_sampling_params(session, (), end)
         state.written_prompt_end = end
 
     def _reserve(self, session: Session, state: SessionState, end: int) -> None:
@@ -421,7 +421,7 @@ class Sessions:
         state.writable = 0
         self.pages.leave(state.pages, state.seen)
         return SessionState(
-            list(state.tokens),
+            state.history.share(),
             state.seen,
             state.prompt_end,
             # A token that is not taken yet is sampled anew where there are logits for it.
@@ -432,18 +432,5 @@ class Sessions:
             state.token_bitmask,
             # Without a seed the copy samples other tokens, so its parameters must be written.
             written_prompt_end=None,
-            pages=self.pages.share(state.pages),
+            pages=self.pages.share(state.pages, state.seen),
         )
-
-
-def packed(parts: Sequence[_Part], max_rows: int) -> list[list[_Part]]:
-    """Divide runs into steps of up to `max_rows` rows, in their order; a run that is longer stands alone."""
-    steps: list[list[_Part]] = []
-    room = 0
-    for part in parts:
-        if not steps or part.run.rows > room:
-            steps.append([])
-            room = max_rows
-        steps[-1].append(part)
-        room -= part.run.rows
-    return steps

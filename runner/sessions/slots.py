@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from ostinato.delegate import Growth, Program
+from ostinato.delegate import Growth, Program, StateKind
 from ostinato.delegate.errors import CapacityError
 
 # A copy of a slot: the number of a row behind the slots, or a copy of all mutable buffers.
@@ -57,6 +57,7 @@ class Slots:
     def copy(self, source: int, target: int) -> None:
         """Copy one slot's state to another slot."""
         self._program.rows_of(Growth.SLOTS).copy(source, target)
+        self._program.numbers_of(StateKind.SAMPLING).copied(source, target)
 
     def keep(self, slot: int) -> CopiedSlot:
         """Copy a slot's state, for a snapshot. Raises CapacityError."""

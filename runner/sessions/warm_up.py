@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ostinato.delegate.artifact.names import SAMPLE
 from ostinato.delegate.graphs.state_machine import Phase
 from ostinato.runner.model.batch import Run
 from ostinato.runner.model.buckets import known_buckets
@@ -22,7 +23,7 @@ class Captured:
 
     Attributes:
         method: name of the method that has the plan.
-        rows: number of rows of the plan: the bucket, or 1 for the decode of one session.
+        rows: number of rows of the plan: the bucket, or 1 for the decode of one session and for the token after a prompt.
         seconds: time that warm-up and capture took.
         pool_bytes: device memory that the plan's graphs took; 0 if they were given up.
         given_up: why the plan has no graph, None if it has one.
@@ -70,6 +71,8 @@ def warm_up(model: Model, sessions: Sessions, buckets: Sequence[int] | None = No
     for bucket in sorted(chosen, reverse=True):
         captured.append(_capture(model, model.prompt_method(bucket), partial(prefill, bucket), bucket))
     captured.append(_capture(model, model.step_method(1), step, 1))
+    if model.samples:
+        captured.append(_capture(model, SAMPLE, model.sample_nothing, 1))
     for bucket in reversed(model.row_buckets):
         # All rows are padding: no session's state changes.
         captured.append(_capture(model, model.step_method(bucket), partial(model.step, [Run(-1)] * bucket), bucket))

@@ -34,6 +34,7 @@ from ostinato.delegate.torch_internals import (
     pool_bytes,
     release_pool,
     run_container,
+    writes_to,
 )
 
 from ..modules import Recurrent, recurrent_methods
@@ -218,6 +219,43 @@ def test_copy_each(device: torch.device) -> None:
             copy_each(targets, sources)
             torch.cuda.synchronize()
         assert sum(event.device_type == DeviceType.CUDA for event in profile.events()) == 1
+
+
+def test_writes_to(device: torch.device) -> None:
+    """Through the tensor and its views, in inference mode too; not past it, as compiled code and copies of rows write."""
+    tensor = torch.zeros(8, device=device)
+    past = torch.empty(0, device=device).set_(tensor.untyped_storage(), 0, (8,), (1,))
+    view = tensor[2:3].view(torch.uint8)
+
+    def foreach() -> None:
+        copy_each([view], [torch.ones(4, dtype=torch.uint8, device=device)])
+
+    def index() -> None:
+        tensor[[1, 2]] = 3
+
+    def read() -> None:
+        tensor.clone()
+
+    def elsewhere() -> None:
+        past.fill_(7)
+
+    for inference in (False, True):
+        for write, counts in (
+            (tensor.zero_, True),
+            (lambda: tensor[3].fill_(1), True),
+            (foreach, True),
+            (index, True),
+            (lambda: tensor.copy_(past), True),
+            (read, False),
+            (elsewhere, False),
+        ):
+            before = writes_to(tensor)
+            with torch.inference_mode(inference):
+                write()
+            assert (writes_to(tensor) > before) is counts
+    with torch.inference_mode():
+        made = torch.zeros(2, device=device)
+    assert writes_to(made) < writes_to(made)
 
 
 @pytest.mark.gpu

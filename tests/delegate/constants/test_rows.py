@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,6 +124,38 @@ def test_rows_go_to_the_host_and_come_back(
     for name, buffer in expected.items():
         now = buffer[[2, 3, 0, 4, 4]]
         assert torch.equal(bits(buffers[name]), bits(now)), name
+    transfers.close()
+
+
+def test_few_copies_over_the_bus(buffers: dict[str, Tensor]) -> None:
+    """Pieces lie together, but where one would begin at an address that its elements cannot have."""
+    rows, other = StateRows(buffers), StateRows({"logits": torch.zeros(1, 8, device=buffers["table"].device)})
+    transfers = RowTransfers(buffers["table"].device, UsedStreams(buffers["table"].device))
+    # Behind all of these with even sizes come 3 bytes, and then the logits.
+    host = transfers.to_host([(rows, [2]), (rows, []), (other, [0])])
+    assert [data.nbytes for data in host.data][-1] == 32
+    assert len(host.data) <= 4
+    host.mark.wait()
+    transfers.close()
+
+
+def test_transfers_follow_each_other(buffers: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits between them, and each takes the place of the rows that the one before has taken away."""
+    monkeypatch.setattr("ostinato.delegate.constants.rows.PIECE_BYTES", 20_000)
+    device, pick = buffers["table"].device, random.Random(0)
+    transfers, rows, expected = RowTransfers(device, UsedStreams(device)), StateRows(buffers), filled(buffers)
+    for _ in range(30):
+        taken, given = (pick.sample(range(ROWS), 3) for _ in range(2))
+        host = transfers.to_host([(rows, taken)])
+        host.mark.hold_back()
+        for buffer in buffers.values():
+            buffer[given] = 0
+        transfers.to_device(host, [(rows, given)]).hold_back()
+        for buffer in expected.values():
+            kept = buffer[taken].clone()
+            buffer[given] = kept
+    for name, buffer in expected.items():
+        assert torch.equal(bits(buffers[name]), bits(buffer)), name
     transfers.close()
 
 

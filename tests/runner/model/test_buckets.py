@@ -156,6 +156,7 @@ def test_warm_up(capitals_artifact: Path, tokens: list[int], expected: Tensor) -
         assert [(one.method, one.rows, one.given_up) for one in some.captured] == [
             (engine.model.prompt_method(8), 8, None),
             ("decode_sample", 1, None),
+            ("sample", 1, None),
         ]
         capacity = engine.describe()["capacity"]
         (group,) = capacity["groups"]
@@ -185,6 +186,7 @@ def test_warm_up_beside_sessions(capitals_artifact: Path, tokens: list[int]) -> 
         assert [(one.method, one.rows, one.given_up) for one in engine.warm_up().captured] == [
             (engine.model.prompt_method(8), 8, None),
             ("decode_sample", 1, None),
+            ("sample", 1, None),
             (rows, 2, None),
         ]
         assert engine.warm_up().captured == ()
@@ -286,7 +288,12 @@ def test_a_bucket_that_cannot_be_captured(
     monkeypatch.setattr(HostGraphRecorder, "record", fail)
     with Engine.load(capitals_artifact, cuda_graph=True, prefill_buckets=(8, 16)) as engine:
         first = engine.warm_up()
-        assert [(one.rows, one.given_up is None) for one in first.captured] == [(16, False), (8, True), (1, True)]
+        assert [(one.rows, one.given_up is None) for one in first.captured] == [
+            (16, False),
+            (8, True),
+            (1, True),
+            (1, True),
+        ]
         assert "ran out of memory while capturing a graph" in (first.captured[0].given_up or "")
         assert engine.model.prefill_buckets == (8,) and engine.warm_up().captured == ()
         runs = engine.model.method_stats[engine.model.prompt_method(BUCKETS[0])]["runs"]

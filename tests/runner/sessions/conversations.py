@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ostinato.delegate import CapacityError, InputError
+from ostinato.delegate import CapacityError, InputError, StateKind
 from ostinato.delegate.logits_processing import bitmask
 from ostinato.runner import Engine, SamplingParams
 from ostinato.runner.sessions.session import Session, Snapshot
@@ -32,6 +32,9 @@ CHANGED = (
     SamplingParams(frequency_penalty=-2.0, logit_bias={3: 100.0, 5: 100.0, 7: -100.0}),
     SamplingParams(presence_penalty=2.0, min_tokens=4, stop_token_ids=list(range(0, 90, 2))),
     SamplingParams(logprobs=2),
+    # One token is left, so the most likely one.
+    SamplingParams(temperature=0.7, top_k=1),
+    SamplingParams(temperature=3.0, top_k=1, min_p=0.5, seed=7),
 )
 
 
@@ -255,6 +258,15 @@ class Conversations(RuleBasedStateMachine):
     def histories_are_theirs(self) -> None:
         for session in self.sessions:
             assert session.it.tokens == session.tokens
+
+    @invariant()
+    def known_numbers_are_on_the_device(self) -> None:
+        """What is not written again, because the host knows that a row has it, the row has."""
+        numbers = self.engine.program.numbers_of(StateKind.SAMPLING)
+        for row in range(SESSIONS + SNAPSHOTS):
+            for name, value in numbers._known_of(row).items():
+                buffer = numbers._buffers[name]
+                assert buffer[row].item() == torch.tensor(value, dtype=buffer.dtype).item()
 
     def _here(self, session: Known) -> bool:
         """Bring the session back if it is on the host. False: there is no room."""

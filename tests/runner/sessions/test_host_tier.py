@@ -215,6 +215,21 @@ def test_a_session_without_tokens(engine: Engine, tmp_path: Path) -> None:
             assert follows(other) == follows(session)
 
 
+def test_others_in_the_slot_sample_as_they_say(engine: Engine) -> None:
+    """What a session's parameters ask of steps goes with it, and comes back with it."""
+    steps: Any = engine.sessions.steps
+    with engine.open_session(SamplingParams(logprobs=1)) as session, engine.open_session() as other:
+        stepped(session)
+        stepped(other)
+        assert set(steps._special) == {session.slot}
+        session.offload()
+        assert not steps._special
+        engine.step([other])
+        session.onload()
+        assert len(follows(session)) == COUNT and session.logprobs is not None
+        assert set(steps._special) == {session.slot}
+
+
 def test_what_a_session_on_the_host_refuses(engine: Engine) -> None:
     session = engine.open_session()
     prompted(session)

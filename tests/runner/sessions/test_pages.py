@@ -97,7 +97,7 @@ class House:
     def copy(self, other: Conversation, slot: int = -1) -> Conversation:
         other.writable = 0
         self.pages.leave(other.pages, len(other.tokens))
-        made = Conversation(self.pages.share(other.pages), list(other.tokens), slot=slot)
+        made = Conversation(self.pages.share(other.pages, len(other.tokens)), list(other.tokens), slot=slot)
         if slot >= 0:
             self.pages.write_block_tables(slot, made.pages)
         return made
@@ -183,6 +183,31 @@ def test_pages_behind_the_window_are_free_at_once() -> None:
         counts.append(len(session.pages[0].numbers))
     # A page is left with the step of position 4 k + 10, which sees those from 4 k + 4 on.
     assert counts == [1] * 4 + [2] * 4 + [3] * 2 + [2, 2] + [3] * 2 + [2, 2] + [3] * 2 + [2, 2]
+
+
+def test_full_pages_are_counted_together() -> None:
+    """Sharing a long session takes as long as sharing a short one; the page in which it goes on is counted by itself."""
+    house = House(Program(GLOBAL, spare=2))
+    house.open()
+    (session,) = house.sessions
+    house.go_on(session, 5 * SIZE + 1)
+    copies = [house.copy(session) for _ in range(2)]
+    house.snapshots += copies
+    (mine,) = session.pages
+    assert [copy.pages[0].full for copy in copies] == 2 * [mine.full]
+    assert mine.full is not None and (mine.full.users, mine.full.numbers) == (3, mine.numbers[:5])
+    assert len(mine.last) == 1
+    # Its pages from then on come behind these, also for a copy of a copy.
+    house.go_on(session, 2 * SIZE)
+    house.snapshots.append(house.copy(session))
+    assert mine.full.before is copies[0].pages[0].full and len(mine.full.numbers) == 2
+    house.snapshots.append(house.copy(copies[1]))
+    house.check()
+    for place in (1, 0, 1, 0):
+        house.pages.release(house.snapshots.pop(place).pages)
+        house.check()
+    house.close(session)
+    assert house.pages.free == SLOTS * WIDTH + 2
 
 
 def test_a_short_group_is_named() -> None:

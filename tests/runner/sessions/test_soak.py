@@ -54,12 +54,6 @@ def warmed(engine: Engine) -> list[tuple[Script, list[int]]]:
     """Run the first steps. Returns the scripts, each with its tokens in a session that runs alone."""
     engine.warm_up()
     known = [(script, script.alone(engine)) for script in scripts(Random(1), SCRIPTS, vocabulary=1500)]
-    # A fork's first token is sampled by `sample`, which `warm_up` leaves alone.
-    with engine.open_session() as session:
-        session.prefill([1, 2, 3])
-        for _ in range(2):
-            with session.fork() as fork:
-                engine.step([fork])
     Soak(engine, known, Random(2)).run(STEPS[engine.program.device.type] // 10)
     return known
 
