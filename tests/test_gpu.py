@@ -291,6 +291,7 @@ def test_prompts_in_buckets(capitals_cuda: Path) -> None:
             (32, None),
             (16, None),
             (1, None),
+            (1, None),
         ]
         for tensor in engine.program.mutable_buffers.values():
             if tensor.is_floating_point():

@@ -1,7 +1,7 @@
 """Rows of state: one slot, or one page, in all mutable buffers that have it.
 
-Buffers with rows of one size lie side by side in one allocation. So one view has a row of all of them, and one kernel copies
-it: 60 copies would take the host longer than the GPU.
+A row is copied to another by one or two kernels for all buffers: 60 copies would take the host longer than the GPU. Buffers
+with rows of one size lie side by side in one allocation, so one view has rows of all of them: what goes over the bus at once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Key = TypeVar("Key", bound=Hashable)
 
 # Each buffer begins at a multiple of this many bytes, as torch's own allocations on a GPU do.
 _ALIGNMENT = 512
-# Rows are copied as elements of the largest size that fits. Of 16 bytes, a kernel loads and stores one at a time.
+# Elements of what goes over the bus: the largest size that fits.
 _ELEMENTS = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 # Number of rows whose views are kept: making them takes the host longer than the copy.
 _KEPT_ROWS = 512
-# Stacks of a few buffers whose rows are small are copied together: block tables, and the state of sampling. It takes the host
-# 0.4 us for each buffer (a Xeon, 2026-11-26), so many buffers are better copied as a stack.
-_SMALL_BYTES, _FEW = 64 << 10, 8
+# Within the device, rows are copied as elements of 4 bytes, or else of one. 65.9 MB of 130 slots take an H100 53 us, and the
+# host 26; by views of many buffers 66 and 51 us; in elements of 16 bytes 80 us (2026-11-26).
+_COPIED = torch.int32
 # The most bytes of a piece or of a batch, if one row of a buffer is not more: a copy over the bus that is at full speed. A
 # power of two, as torch rounds pinned memory up to one.
 PIECE_BYTES = 16 << 20
@@ -85,13 +85,9 @@ class StateRows:
         self._row = functools.lru_cache(_KEPT_ROWS)(functools.partial(_views_of_row, self._stacks))
 
     def copy(self, source: int, target: int) -> None:
-        """Copy one row to another, in all buffers. A GPU does it on the current stream, with one kernel for each size of
-        large rows, and one for small ones."""
-        to, other = self._row(target), self._row(source)
-        for wide, others in zip(to.large, other.large, strict=True):
-            wide.copy_(others)
-        if to.small:
-            copy_each(to.small, other.small)
+        """Copy one row to another, in all buffers. A GPU does it on the current stream."""
+        for to, others in zip(self._row(target), self._row(source), strict=True):
+            copy_each(to, others)
 
     def pieces(self, count: int) -> list[Piece]:
         """Divide `count` rows into pieces. One after the other they have the first buffer's rows, then the next one's."""
@@ -235,23 +231,15 @@ def _stack(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
     return _over(storage, dtype, first.device, start, shape, (step // width, elements, 1))
 
 
-class _Row(NamedTuple):
-    """Views of one row: of whole stacks, and of each buffer of small stacks."""
-
-    large: list[torch.Tensor]
-    small: list[torch.Tensor]
-
-
-def _views_of_row(stacks: Sequence[torch.Tensor], row: int) -> _Row:
-    found = _Row([], [])
+def _views_of_row(stacks: Sequence[torch.Tensor], row: int) -> list[list[torch.Tensor]]:
+    """Views of one row of each buffer: those in elements of 4 bytes, and those in single bytes, where there are any."""
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
     with torch.inference_mode(False):
         for stack in stacks:
-            whole = stack[:, row]
-            if whole.nbytes > _SMALL_BYTES or len(whole) > _FEW:
-                found.large.append(whole)
-            elif whole.nbytes:
-                found.small.extend(one.view(torch.uint8) for one in whole)
-    return found
+            dtype = _COPIED if stack.itemsize >= _COPIED.itemsize else torch.uint8
+            if stack.shape[2]:
+                found.setdefault(dtype, []).extend(one.view(dtype) for one in stack[:, row])
+    return list(found.values())
 
 
 def _row_bytes(buffer: torch.Tensor) -> int:

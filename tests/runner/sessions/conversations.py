@@ -243,9 +243,10 @@ class Conversations(RuleBasedStateMachine):
             path = Path(folder, "session")
             session.it.save(path)
             try:
-                # A bitmask is a function, which no file has.
-                loaded = replace(session, it=self.engine.load_session(path), tokens=list(session.tokens), masked=False)
+                loaded = replace(session, it=self.engine.load_session(path), tokens=list(session.tokens))
                 self.sessions.append(loaded)
+                # A bitmask is a function, which no file has. But a token that was begun with it is in the file.
+                loaded.it.token_bitmask = mask_of(self.engine.model.sampled_vocab) if loaded.masked else None
             except CapacityError as error:
                 assert re.search(r"sessions are open|are free: close a session", str(error))
 
