@@ -270,9 +270,13 @@ class _Group:
 
     def write_block_table(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Write the numbers of a session's pages into the block table, from page `first` on."""
-        if pages:
-            numbers = torch.tensor(pages, dtype=torch.int32)
-            for table in self._program.buffers_of(StateKind.BLOCK_TABLE, self.name).values():
+        tables = self._program.buffers_of(StateKind.BLOCK_TABLE, self.name).values() if pages else ()
+        for table in tables:
+            if len(pages) == 1:
+                # The number is an argument of a kernel: nothing is copied to the device.
+                table[slot, first].fill_(pages[0])
+            else:
+                numbers = torch.tensor(pages, dtype=torch.int32)
                 table[slot, first : first + len(pages)].copy_(numbers, non_blocking=True)
 
     def _comes_again(self, mine: PageList, index: int, copied: Sequence[int]) -> bool:

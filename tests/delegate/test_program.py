@@ -212,6 +212,7 @@ def test_buffers_by_kind(program: Program, capitals_artifact: Path) -> None:
         assert {key.rpartition(".")[2] for key in found[StateKind.SAMPLING]} == {
             "token",
             "position",
+            "processed",
             *SamplingTensors._fields,
         }
         assert all(found[kind] for kind in (StateKind.KV_CACHE, StateKind.CONVOLUTION, StateKind.RECURRENT))

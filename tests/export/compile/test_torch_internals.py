@@ -130,3 +130,16 @@ def test_upper_bound() -> None:
     torch.export.export(Bounded(), (torch.ones(4, 3),), dynamic_shapes=({0: rows},), strict=False)
     torch.export.export(Bounded(), (torch.ones(4, 3),), dynamic_shapes=({0: torch.export.Dim("R")},), strict=False)
     assert found == [[True, True, False], [False, True, False]]
+
+
+def test_lower_bound() -> None:
+    found = []
+
+    class Bounded(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            found.append([torch_internals.lower_bound(size) > 4 for size in (*x.shape, 2 * x.shape[0])])
+            return x + 1
+
+    rows = torch.export.Dim("R", min=3, max=18)
+    torch.export.export(Bounded(), (torch.ones(4, 5),), dynamic_shapes=({0: rows},), strict=False)
+    assert found == [[False, True, True]]
