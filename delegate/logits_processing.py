@@ -28,7 +28,7 @@ NEVER_ENDS = 2**62
 
 
 class Processing(IntEnum):
-    """What a step does with a slot's logits: the value of the state `processed`."""
+    """Use of a slot's logits by a step: the value of the state `processed`."""
 
     # It samples from them as they are.
     OFF = 0

@@ -66,7 +66,7 @@ class _Staging:
 
 
 class _OnGpu:
-    """What transfers of a GPU need: a stream that gathers and scatters rows, one that copies over the bus, and staging."""
+    """Streams and staging of transfers on a GPU: one stream gathers and scatters rows, the other one copies over the bus."""
 
     def __init__(self, device: torch.device, used: UsedStreams) -> None:
         self.rows, self.bus = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -77,21 +77,19 @@ class _OnGpu:
         self._staging = [_Staging(Mark(device), Mark(device)) for _ in range(2)]
         self._copied, self._turn = Mark(device), Mark(device)
 
-    def give_way(self) -> None:
-        """Let others' copies over the bus go before the next one here, such as that of a step's token.
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copy over the bus inside this context, after others' copies that wait, such as that of a step's token.
 
         The hardware goes on with a stream that has work which waits for nothing: then a step took as long as an offload, 9.5
-        ms. So the next copy waits for a mark that the other stream sets when the last copy has ended.
+        ms. So each copy waits for a mark that the other stream sets when the copy before has ended.
         """
         with torch.cuda.stream(self.rows):
             self._copied.hold_back()
             self._turn.record()
         with torch.cuda.stream(self.bus):
             self._turn.hold_back()
-
-    def has_copied(self) -> None:
-        """Note that the bus stream's last work is a copy."""
-        with torch.cuda.stream(self.bus):
+            yield
             self._copied.record()
 
     def staging(self, nbytes: int) -> tuple[_Staging, torch.Tensor]:
@@ -143,10 +141,8 @@ class RowTransfers:
                 staging, memory = gpu.staging(batch.nbytes)
                 with staging.filling(gpu.rows):
                     places.read(batch, memory)
-                gpu.give_way()
-                with staging.emptying(gpu.bus):
+                with gpu.copying(), staging.emptying(gpu.bus):
                     data.copy_(memory, non_blocking=True)
-                gpu.has_copied()
             if gpu is not None:
                 with torch.cuda.stream(gpu.bus):
                     host.mark.record()
@@ -162,10 +158,8 @@ class RowTransfers:
                     places.write(batch, data)
                     continue
                 staging, memory = gpu.staging(batch.nbytes)
-                gpu.give_way()
-                with staging.filling(gpu.bus):
+                with gpu.copying(), staging.filling(gpu.bus):
                     memory.copy_(data, non_blocking=True)
-                gpu.has_copied()
                 with staging.emptying(gpu.rows):
                     places.write(batch, memory)
             if gpu is not None:

@@ -56,7 +56,7 @@ class RowNumbers:
 
     def overwrite(self, row: int, values: Mapping[str, float]) -> None:
         """Write numbers that steps change too."""
-        self._known_of(row)
+        self._notice_writes()
         self._write(row, values)
 
     def copied(self, source: int, target: int) -> None:
@@ -68,9 +68,13 @@ class RowNumbers:
         self._known.pop(row, None)
 
     def _known_of(self, row: int) -> dict[str, float]:
+        self._notice_writes()
+        return self._known.get(row, {})
+
+    def _notice_writes(self) -> None:
+        """Forget all rows if others have written the buffers since the last write here."""
         if self._writes != self._count_writes():
             self._known.clear()
-        return self._known.get(row, {})
 
     def _write(self, row: int, values: Mapping[str, float]) -> None:
         if len(values) == 1:

@@ -236,8 +236,8 @@ class Model:
             )
 
     def write_sampling(self, slot: int, **values: float) -> None:
-        """Write parameters of sampling, as far as the slot has others: fields of `SamplingTensors`, or
-        `processed` (a `Processing`). Nothing waits for the device."""
+        """Write parameters of sampling, as far as the slot has others: fields of `SamplingTensors`, or `processed`, a
+        `Processing`. Nothing waits for the device."""
         self.program.numbers_of(StateKind.SAMPLING).write(slot, values)
 
     def write_last_token(self, slot: int, token: int, position: int) -> None:

@@ -14,7 +14,7 @@ Opened = tuple[Session, SessionState]
 
 
 class Part(NamedTuple):
-    """What a session has in a step. `tokens`: those that a prompt adds; None: a step from the token that the slot keeps."""
+    """Run of a session in a step. `tokens`: those that a prompt adds; None: a step from the token that the slot keeps."""
 
     session: Session
     state: SessionState

@@ -67,7 +67,7 @@ def sample_listed(tokens, keys, temperature, top_k, top_p, min_p, seed, position
     peak = number_of(tl.max(keys, 0))
     low = tl.max(tl.where(places == top_k - 1, keys, OUTSIDE), 0)
     # Tokens that are as likely as the last one stay, and behind the list there may be more of them.
-    complete = (top_k < LISTED) & (tl.min(keys, 0) < low)
+    complete = tl.min(keys, 0) < low
     x = number_of(keys)
     if top_p < 1:
         weights = weights_of(x, keys, tl.maximum(low, OUTSIDE + 1), peak, temperature)

@@ -20,7 +20,7 @@ from ostinato.export.kernels.launch import launcher, starts_early
 
 from .largest_triton import LISTED, largest_tokens
 from .rows_triton import BLOCK, WARP
-from .token_ranks_triton import OUTSIDE, PIECE, QUADS, finite, key_of, number_of, read_quads
+from .token_ranks_triton import OUTSIDE, PIECE, finite, key_of, number_of, read_quads, store_peaks
 
 assert LISTED.value >= MAX_LOGPROBS
 # Warps of the second kernel.
@@ -79,10 +79,7 @@ def weigh_rows_early(
     own = _key_of_own(x_row, tokens + row, VOCAB)
     quads = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     x, keys = read_quads(x_row, quads, quads * 4 < VOCAB, VOCAB)
-    largest = tl.max(tl.max(keys, 1).reshape(BLOCK // PIECE, QUADS), 1)
-    pieces = block * (BLOCK // PIECE) + tl.arange(0, BLOCK // PIECE)
-    tl.store(peaks + row * (BLOCKS * (BLOCK // PIECE)) + pieces, largest)
-    top = tl.max(largest, 0)
+    top = store_peaks(peaks + row * (BLOCKS * (BLOCK // PIECE)), block, keys, BLOCK)
     place = row * BLOCKS + block
     tl.store(tops + place, top)
     weights = tl.where(keys > OUTSIDE, tl.exp(x - number_of(top)), 0.0)

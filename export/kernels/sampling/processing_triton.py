@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """Changes of a row's logits before a token is sampled from them: `processed` of `delegate.logits_processing`, bit for bit.
 
-`rank_rows_early` changes a block of logits in registers. Rows that are sampled from the logits as they are only read that
-they are.
+`rank_rows_early` stores the changed logits of such a row, and reads them again. Of a row that is sampled from the logits as
+they are, it reads only that it is.
 """
 
 from __future__ import annotations

@@ -38,12 +38,12 @@ from .token_ranks_triton import (
     NOTHING,
     OUTSIDE,
     PIECE,
-    QUADS,
     best_of,
     gumbel_noise,
     least_key,
     number_of,
     read_quads,
+    store_peaks,
     token_of,
     weights_of,
 )
@@ -204,7 +204,7 @@ def rank_rows_early(
     - masses [R, BLOCKS] float32, if top-p is on and top-k is off: the weight of the block's tokens together, where the most
       likely one of these weighs 1.
     - arrived [R] int32: 0.
-    - changed [R, VOCAB] float32, if the row is processed and tokens may be left out: the processed logits.
+    - changed [R, VOCAB] float32, if the row is processed: the processed logits.
     """
     start_next(EARLY)
     block = tl.program_id(0)
@@ -260,10 +260,7 @@ def rank_rows_early(
                 scores = tl.div_rn(x, temperature) + noise
             tl.store(bests + row * BLOCKS + block, best_of(scores, keys, quads, OUTSIDE + 1))
         if filtered:
-            largest = tl.max(tl.max(keys, 1).reshape(BLOCK // PIECE, QUADS), 1)
-            pieces = block * (BLOCK // PIECE) + tl.arange(0, BLOCK // PIECE)
-            tl.store(_row(peaks, row, BLOCKS * (BLOCK // PIECE)) + pieces, largest)
-            top = tl.max(largest, 0)
+            top = store_peaks(_row(peaks, row, BLOCKS * (BLOCK // PIECE)), block, keys, BLOCK)
             tl.store(tops + row * BLOCKS + block, top)
             if scored & (top_p < 1):
                 weights = weights_of(x, keys, OUTSIDE + 1, number_of(top), temperature)

@@ -51,6 +51,14 @@ def read_quads(x_row, quads, listed, VOCAB: tl.constexpr):
 
 
 @triton.jit
+def store_peaks(peaks_row, block, keys, BLOCK: tl.constexpr):
+    """Store the key of the largest logit of each piece of a block, and return that of the block. keys: [BLOCK / 4, 4]."""
+    largest = tl.max(tl.max(keys, 1).reshape(BLOCK // PIECE, QUADS), 1)
+    tl.store(peaks_row + block * (BLOCK // PIECE) + tl.arange(0, BLOCK // PIECE), largest)
+    return tl.max(largest, 0)
+
+
+@triton.jit
 def weights_of(x, keys, low, peak, temperature):
     """Weight of each token, where a logit of `peak` weighs 1; 0 for keys below `low`."""
     return tl.where(keys >= low, tl.exp(tl.div_rn(x - peak, temperature)), 0.0)

@@ -1,4 +1,4 @@
-"""What every form of sampling is held to, row by row: `delegate.sampling.sample`, from logits as they are or as
+"""Definition to which every form of sampling is held, row by row: `delegate.sampling.sample`, from logits as they are or as
 `delegate.logits_processing.processed` changes them; and what is kept of it for each slot."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Sample = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Kept(LastTokens):
-    """What a call writes: the last tokens, and `output_counts` [slots, V]."""
+    """State that a call writes: the last tokens, and `output_counts` [slots, V]."""
 
     counts: Tensor
 
