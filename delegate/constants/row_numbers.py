@@ -54,6 +54,15 @@ class RowNumbers:
             self._write(row, other)
             self._known[row] = {**known, **values}
 
+    def write_all(self, values: Mapping[str, float]) -> None:
+        """Write the same numbers to all rows, as `write` does: what a row has before it is written by itself."""
+        self._notice_writes()
+        for name, value in values.items():
+            self._buffers[name].fill_(value)
+        for row in range(min(map(len, self._buffers.values()))):
+            self._known[row] = {**self._known.get(row, {}), **values}
+        self._writes = self._count_writes()
+
     def overwrite(self, row: int, values: Mapping[str, float]) -> None:
         """Write numbers that steps change too."""
         self._notice_writes()

@@ -307,6 +307,7 @@ class DeviceSteps:
         self._model = model
         # Programs that lack the state for it are refused here.
         model.check_sampling_state()
+        model.write_default_sampling()
         self.goes_ahead = model.program.device.type == "cuda"
         # By number of tokens.
         self._spare: defaultdict[int, list[tuple[torch.Tensor, Mark]]] = defaultdict(list)

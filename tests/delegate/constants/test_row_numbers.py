@@ -72,12 +72,25 @@ def test_only_what_differs_is_written(buffers: dict[str, Tensor]) -> None:
     assert row_of(buffers, 2) == expected({**FIRST, "count": 7, "seed": 8})
 
 
+def test_what_all_rows_have_is_written_to_none(buffers: dict[str, Tensor]) -> None:
+    numbers = RowNumbers(buffers)
+    numbers.write(2, FIRST)
+    numbers.write_all({"heat": 0.5, "count": 9})
+    for row, rest in ((1, {"seed": 0, "share": 0}), (2, FIRST)):
+        with Writes() as counted:
+            numbers.write(row, {"heat": 0.5, "count": 9})
+            numbers.copied(row, 3)
+            numbers.write(3, {"heat": 0.5, "count": 9})
+        assert not counted.found
+        assert row_of(buffers, row) == expected({**rest, "heat": 0.5, "count": 9})
+
+
 def test_what_others_write_is_written_again(buffers: dict[str, Tensor]) -> None:
     numbers, rows, pick = RowNumbers(buffers), StateRows(buffers), random.Random(0)
     for _ in range(300):
         row, other = pick.randrange(ROWS), pick.randrange(ROWS)
         values = {name: pick.choice([FIRST[name], 1]) for name in DTYPES}
-        match pick.randrange(6):
+        match pick.randrange(7):
             case 0:
                 buffers["heat"].zero_()
             case 1:
@@ -89,6 +102,11 @@ def test_what_others_write_is_written_again(buffers: dict[str, Tensor]) -> None:
                 # Past the buffers, as a transfer from the host.
                 rows.pieces(1)[0].buffers[:, row] = 0
                 numbers.forget(row)
+            case 4:
+                numbers.write_all({"heat": values["heat"], "count": values["count"]})
+                assert [one.tolist() for one in (buffers["heat"], buffers["count"])] == [
+                    [expected(values)[name]] * ROWS for name in ("heat", "count")
+                ]
             case _:
                 numbers.write(row, values)
                 assert row_of(buffers, row) == expected(values)
