@@ -140,9 +140,9 @@ def test_refused_before_anything_runs(
 # --- goals
 
 
-def made_up(name: str, speed: float, peer: float | None = None) -> Row:
+def made_up(name: str, speed: float, peer: float | None = None, host_us: float | None = 60.0) -> Row:
     sessions, _, slots = name.partition(" of ")
-    return Row(int(sessions), int(slots or sessions), speed, peer, "NVIDIA H200 (sm_90), torch 2.11.0")
+    return Row(int(sessions), int(slots or sessions), speed, peer, host_us, "NVIDIA H200 (sm_90), torch 2.11.0")
 
 
 GOOD = [made_up(name, goal, 0.5 * goal) for name, goal in GOALS.items()]
@@ -155,7 +155,11 @@ def missed(*rows: Row) -> list[str]:
 def test_all_goals_held() -> None:
     found = bench_batch.findings(GOOD, GOALS)
     names = ["1", "1 of 64", "8", "16", "32", "64", "128"]
-    assert [one.what for one in found] == [*names, *(f"{name} over llama.cpp" for name in names)]
+    assert [one.what for one in found] == [
+        *names,
+        "128: Python per step",
+        *(f"{name} over llama.cpp" for name in names),
+    ]
     assert missed(*GOOD) == []
     # A small deficit is noise. 4 sessions have no goal.
     assert missed(made_up("4", 98.0, 100.0)) == []
@@ -166,6 +170,8 @@ def test_all_goals_held() -> None:
     [
         *((made_up(name, goal - 1), name) for name, goal in GOALS.items()),
         (made_up("4", 96.0, 100.0), "4 over llama.cpp"),
+        (made_up("128", 9600, host_us=250.1), "128: Python per step"),
+        (made_up("128", 9600, host_us=None), "128: Python per step"),
     ],
 )
 def test_a_goal_that_was_missed(row: Row, complaint: str) -> None:
@@ -188,9 +194,9 @@ def test_the_exit_status_and_what_is_printed(monkeypatch: pytest.MonkeyPatch, ca
     assert bench_batch.main(["artifact"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[5:8]] == [
-        ["1", "of", "64", "980.0", "1.020", "970", "yes"],
-        ["2", "1,500.0", "300.0", "5.00", "1.333"],
-        ["8", "2,599.0", "1,000.0", "2.60", "3.078", "2,600", "NO"],
+        ["1", "of", "64", "980.0", "1.020", "60.0", "970", "yes"],
+        ["2", "1,500.0", "300.0", "5.00", "1.333", "60.0"],
+        ["8", "2,599.0", "1,000.0", "2.60", "3.078", "60.0", "2,600", "NO"],
     ]
     assert lines[9:] == ["MISSED: 8: 2,599.0 tokens/s, wanted: 2,600 or more"]
     assert bench_batch.main(["artifact", "--skip-goals"]) == 0

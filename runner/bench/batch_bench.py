@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,10 @@ class BatchSpec:
 
 @dataclass(frozen=True)
 class BatchMeasurement:
-    """One batch in one mode: nanoseconds of each repetition for all prompts, and for all steps after them."""
+    """One batch in one mode: nanoseconds of each repetition for all prompts, and for all steps after them.
+
+    `host_us`: microseconds of Python in a step, without waits for the GPU, in the median; None if it is not known.
+    """
 
     batch: int
     cuda_graph: bool
@@ -74,6 +77,7 @@ class BatchMeasurement:
     answer: int
     prompt_ns: tuple[int, ...]
     answer_ns: tuple[int, ...]
+    host_us: float | None
     pool_bytes: int
 
     @property
@@ -121,9 +125,18 @@ def measure_batches(
         for _ in range(rounds):
             _once(sessions, model, prompts[:batch], warm, params)
         samples = [_once(sessions, model, prompts[:batch], spec, params) for _ in range(spec.repetitions)]
-        prompt_ns, answer_ns = zip(*samples, strict=True)
+        prompt_ns, answer_ns, host_us = zip(*samples, strict=True)
+        each = list(chain.from_iterable(host_us))
         one = BatchMeasurement(
-            batch, model.cuda_graph, sampling, spec.prompt, spec.answer, prompt_ns, answer_ns, _pool_bytes(model)
+            batch,
+            model.cuda_graph,
+            sampling,
+            spec.prompt,
+            spec.answer,
+            prompt_ns,
+            answer_ns,
+            statistics.median(each) if each else None,
+            _pool_bytes(model),
         )
         found.append(one)
         say(f"{MODE_NAMES[model.cuda_graph]:<14}batch {batch:<6}{one.speed:>10,.1f} tokens/s{one.step_ms:>10.3f} ms")
@@ -132,8 +145,8 @@ def measure_batches(
 
 def _once(
     sessions: Sessions, model: Model, prompts: Sequence[Sequence[int]], spec: BatchSpec, params: SamplingParams
-) -> tuple[int, int]:
-    """Nanoseconds of all prompts, with the first tokens after them, and of all further steps."""
+) -> tuple[int, int, list[float]]:
+    """Nanoseconds of all prompts, with the first tokens after them, and of all further steps; and what `take_steps` gives."""
     device = model.program.device
     opened = [sessions.open(params) for _ in prompts]
     try:
@@ -144,10 +157,9 @@ def _once(
         sessions.step(opened)
         synchronize(device)
         prompted = time.perf_counter_ns()
-        for _ in take_steps(sessions, opened, spec.answer):
-            pass
+        host_us = take_steps(sessions, opened, spec.answer)
         synchronize(device)
-        return prompted - begin, time.perf_counter_ns() - prompted
+        return prompted - begin, time.perf_counter_ns() - prompted, host_us
     finally:
         for session in opened:
             session.close()
@@ -175,6 +187,7 @@ def records(program: Program, rows: Sequence[BatchMeasurement]) -> list[dict[str
             "min_tg": min(row.speeds),
             "max_tg": max(row.speeds),
             "step_ms": row.step_ms,
+            "host_us": row.host_us,
             "graph_pool_bytes": row.pool_bytes,
             "slots": capacity.slots,
             "kv_tokens": capacity.kv_tokens,
@@ -197,9 +210,11 @@ def render_batches(program: Program, rows: Sequence[BatchMeasurement], style: st
     columns: dict[str, Side] = {"sessions": "right", "mode": "left"}
     if sampled:
         columns["sampling"] = "left"
-    columns |= dict.fromkeys(
-        ("prompts, tokens/s", "answers, tokens/s", "min .. max", "ms per step", "speed-up"), "right"
-    )
+    columns |= dict.fromkeys(("prompts, tokens/s", "answers, tokens/s", "min .. max", "ms per step"), "right")
+    timed = any(row.host_us is not None for row in rows)
+    if timed:
+        columns["Python, us"] = "right"
+    columns["speed-up"] = "right"
     # Over the fewest sessions; with several ways of sampling, over the first of them.
     base = [(row.cuda_graph, row.batch if sampled else None) for row in rows]
     first = dict(reversed(list(zip(base, rows, strict=True))))
@@ -212,6 +227,7 @@ def render_batches(program: Program, rows: Sequence[BatchMeasurement], style: st
             f"{row.speed:,.1f}",
             f"{min(row.speeds):,.1f} .. {max(row.speeds):,.1f}",
             f"{row.step_ms:.3f}",
+            *(["" if row.host_us is None else f"{row.host_us:.1f}"] if timed else []),
             f"{row.speed / first[key].speed:.3f}" if sampled else f"{row.speed / first[key].speed:.2f}",
         ]
         for key, row in zip(base, rows, strict=True)
@@ -220,6 +236,7 @@ def render_batches(program: Program, rows: Sequence[BatchMeasurement], style: st
     base_name = "the first way of sampling" if sampled else "the fewest sessions"
     notes = [
         f"each session: a prompt of {rows[0].prompt} tokens, and {rows[0].answer} steps behind it, all sessions together",
+        *(["Python: on the host, of each step, without waits for the GPU (median)"] if timed else []),
         f"speed-up: of the answers, over {base_name} in the same mode",
         ", ".join([f"room: {capacity.slots} sessions of {size_text(capacity.slot_bytes)}", *capacity.page_texts]),
         f"machine: {device_name(program.device)}, torch {torch.__version__}",

@@ -227,11 +227,19 @@ def measure(model: Model, spec: BenchSpec, vocabulary: int, say: Callable[[str],
     return result
 
 
-def take_steps(sessions: Sessions, together: Sequence[Session], count: int) -> Iterator[list[int]]:
-    """Run `count` steps of these sessions, and yield the tokens of each. If possible, the next step begins before they are on
-    the host."""
+def take_steps(sessions: Sessions, together: Sequence[Session], count: int) -> list[float]:
+    """Run `count` steps of these sessions. If possible, each step begins before the tokens of the last are on the host.
+
+    Returns:
+        Microseconds of Python in each step, without waits for the GPU; empty if the two cannot be told apart.
+    """
+    found, spent = [], sessions.host_seconds
     for left in reversed(range(count)):
-        yield sessions.step(together, more=left > 0)
+        sessions.step(together, more=left > 0)
+        before, spent = spent, sessions.host_seconds
+        if before is not None and spent is not None:
+            found.append((spent - before) * 1e6)
+    return found
 
 
 class _Bench:
@@ -296,7 +304,7 @@ class _Bench:
                 self._once(warm, at)
             self._host_us.clear()
             samples = [self._once(case, at) for _ in range(spec.repetitions)]
-            known = self._sessions.host_seconds is not None if case.kind == "tg" else self._device.type != "cpu"
+            known = bool(self._host_us) and (case.kind == "tg" or self._device.type != "cpu")
             yield case, samples, statistics.median(self._host_us) if known else None
 
     def _once(self, case: Case, at: Snapshot) -> int:
@@ -309,10 +317,7 @@ class _Bench:
         return self._timed(lambda: self._answer(case.tokens))
 
     def _answer(self, count: int) -> None:
-        spent = self._sessions.host_seconds or 0.0
-        for _ in take_steps(self._sessions, [self._session], count):
-            before, spent = spent, self._sessions.host_seconds or 0.0
-            self._host_us.append((spent - before) * 1e6)
+        self._host_us += take_steps(self._sessions, [self._session], count)
 
     def _prefill(self, tokens: Sequence[int]) -> None:
         begin = time.perf_counter()

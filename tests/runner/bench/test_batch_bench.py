@@ -39,6 +39,8 @@ def test_records(bench: Bench, capitals_artifact: Path) -> None:
         # The room that the largest batch needs: 10 positions per session, which fit one page each.
         assert (row["slots"], row["kv_tokens"]) == (4, 4 * 64)
         assert row["slot_bytes"] > 0 and row["page_bytes"] > 0
+        # On a CPU a step is the wait for it.
+        assert row["host_us"] is None
         assert row["torch"] == torch.__version__ and row["device"]
 
 
@@ -165,6 +167,14 @@ def test_csv(bench: Bench, capitals_artifact: Path) -> None:
     rows = list(csv.DictReader(bench(capitals_artifact, *SMALL, "-o", "csv").splitlines()))
     assert [(int(row["pl"]), row["cuda_graph"] == "True") for row in rows] == ROWS
     assert all(float(row["speed_tg"]) > 0 for row in rows)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(bench: Bench, capitals_cuda: Path) -> None:
+    for row in records(bench, capitals_cuda, *SMALL):
+        assert 0 < row["host_us"] < 1e3 * row["step_ms"] * row["tg"]
+    lines = bench(capitals_cuda, *SMALL).splitlines()
+    assert "Python, us" in lines[0] and any(line.startswith("Python: on the host, of each step") for line in lines)
 
 
 def test_save_and_plot(bench: Bench, capitals_artifact: Path, tmp_path: Path) -> None:
