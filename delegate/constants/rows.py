@@ -1,7 +1,7 @@
 """Rows of state: one slot, or one page, in all mutable buffers that have it.
 
-A row is copied to another by one or two kernels for all buffers: 60 copies would take the host longer than the GPU. Buffers
-with rows of one size lie side by side in one allocation, so one view has rows of all of them: what goes over the bus at once.
+A row is copied to another by a few kernels for all buffers: 60 copies would take the host longer than the GPU. Buffers with
+rows of one size lie side by side in one allocation, so one view has rows of all of them: what goes over the bus at once.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ _KEPT_ROWS = 512
 # Within the device, rows are copied as elements of 4 bytes, or else of one. 65.9 MB of 130 slots take an H100 53 us, and the
 # host 26; by views of many buffers 66 and 51 us; in elements of 16 bytes 80 us (2026-11-26).
 _COPIED = torch.int32
+# Rows of this many bytes are copied by a call of their own, before the others: the host takes 20 us for a list of 30 tensors,
+# and 40 for one of 80 before any of it is copied. So the GPU is at work while the host sees to the small ones.
+_LARGE_BYTES = 1 << 19
 # The most bytes of a piece or of a batch, if one row of a buffer is not more: a copy over the bus that is at full speed. A
 # power of two, as torch rounds pinned memory up to one.
 PIECE_BYTES = 16 << 20
@@ -232,13 +235,15 @@ def _stack(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _views_of_row(stacks: Sequence[torch.Tensor], row: int) -> list[list[torch.Tensor]]:
-    """Views of one row of each buffer: those in elements of 4 bytes, and those in single bytes, where there are any."""
-    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    """Views of one row of each buffer, in lists of what is copied by one call: first large rows in elements of 4 bytes, then
+    the others, and those in single bytes, where there are any."""
+    found: dict[tuple[bool, torch.dtype], list[torch.Tensor]] = {}
     with torch.inference_mode(False):
         for stack in stacks:
             dtype = _COPIED if stack.itemsize >= _COPIED.itemsize else torch.uint8
-            if stack.shape[2]:
-                found.setdefault(dtype, []).extend(one.view(dtype) for one in stack[:, row])
+            if nbytes := stack.shape[2] * stack.itemsize:
+                views = [one.view(dtype) for one in stack[:, row]]
+                found.setdefault((nbytes >= _LARGE_BYTES, dtype), []).extend(views)
     return list(found.values())
 
 
