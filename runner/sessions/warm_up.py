@@ -81,18 +81,22 @@ def warm_up(model: Model, sessions: Sessions, buckets: Sequence[int] | None = No
 
 def _capture(model: Model, method: str, call: Callable[[], object], tokens: int) -> Captured | None:
     """Repeat `call` until the method has a plan for it, or has given the plan up. Return None if nothing is new."""
-    begin, before = time.perf_counter(), model.method_stats[method]
+    # A method may be loaded by its first call.
+    begin, before = time.perf_counter(), _tries(model.method_stats.get(method))
     for _ in range(model.warmup_steps + 1):
         call()
         if model.method_stats[method]["next_phase"] in (Phase.REPLAY.value, Phase.DISABLED.value):
             break
     after = model.method_stats[method]
-    if (after["captures"], _given_up(after)) == (before["captures"], _given_up(before)):
+    if _tries(after) == before:
         return None
     plan = after["plans"][-1]
     nbytes = plan["pool_bytes"] if plan["given_up"] is None else 0
     return Captured(method, tokens, time.perf_counter() - begin, nbytes, plan["given_up"])
 
 
-def _given_up(stats: dict[str, Any]) -> int:
-    return sum(plan["given_up"] is not None for plan in stats["plans"])
+def _tries(stats: dict[str, Any] | None) -> tuple[int, int]:
+    """Numbers of captures that a method has made, and has given up."""
+    if stats is None:
+        return 0, 0
+    return stats["captures"], sum(plan["given_up"] is not None for plan in stats["plans"])

@@ -175,6 +175,19 @@ def test_warm_up(capitals_artifact: Path, tokens: list[int], expected: Tensor) -
             engine.warm_up([8, 20])
 
 
+def test_warm_up_loads_what_it_needs(capitals_artifact: Path) -> None:
+    """As on a GPU, whose long prompts go through a method that is loaded on first use."""
+    with Engine.load(capitals_artifact, cuda_graph=True, prefill_buckets=(8, 32)) as engine:
+        engine.model._max_prompt = 8
+        assert engine.model.prompt_method(32) == "prefill" not in engine.model.method_stats
+        assert [one.method for one in engine.warm_up().captured] == [
+            "prefill",
+            engine.model.prompt_method(8),
+            "decode_sample",
+            "sample",
+        ]
+
+
 def test_warm_up_beside_sessions(capitals_artifact: Path, tokens: list[int]) -> None:
     """The warm-up takes a session of its own, and changes no other session."""
     with Engine.load(capitals_artifact, cuda_graph=True, sessions=2, prefill_buckets=(8,), row_buckets=(2,)) as engine:
