@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 
@@ -18,7 +18,7 @@ import torch
 MAX_COUNTED = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """Neighbouring rows of one slot.
 
@@ -39,10 +39,30 @@ class Run:
         return 1 if self.tokens is None else len(self.tokens)
 
 
-@cache
-def last_token(slot: int) -> Run:
-    """The run of the token that a slot keeps. Making one for each session would take a step of 128 sessions 50 us."""
-    return Run(slot)
+class LastTokens(Sequence[Run]):
+    """The runs of the tokens that slots keep. They are made when they are looked at: for 128 slots that takes 50 us.
+
+    Attributes:
+        slots: the slots. -1 is a row of padding.
+    """
+
+    __slots__ = ("slots",)
+
+    def __init__(self, slots: list[int]) -> None:
+        self.slots = slots
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @overload
+    def __getitem__(self, place: int) -> Run: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> LastTokens: ...
+
+    def __getitem__(self, place: int | slice) -> Run | LastTokens:
+        found = self.slots[place]
+        return LastTokens(found) if isinstance(found, list) else Run(found)
 
 
 class Outputs(NamedTuple):

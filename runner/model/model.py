@@ -26,7 +26,7 @@ from ostinato.delegate.graphs.state_machine import Phase
 from ostinato.delegate.logits_processing import ALL_BITS, Processing, logprob_tensors, processing_tensors
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 
-from .batch import BatchInputs, Outputs, Run
+from .batch import BatchInputs, LastTokens, Outputs, Run
 from .buckets import MAX_PROMPT_ROWS, OUTPUT_BUCKETS, bucket_of, choose_prefill_buckets, choose_row_buckets
 from .methods import check_inputs, last_logits, max_rows_of, max_value, method_for_rows, method_names, sampled
 from .streamed import MIN_STREAMED_TOKENS, streamed_experts
@@ -145,9 +145,10 @@ class Model:
         Raises:
             InputError: a run without tokens, or a token or a position out of range. No state has changed.
         """
-        first = runs[0]
-        if len(runs) == 1 and first.tokens is not None:
-            return self._alone(first)
+        if isinstance(runs, LastTokens) and self.samples:
+            return self._decode(runs.slots)
+        if len(runs) == 1 and runs[0].tokens is not None:
+            return self._alone(runs[0])
         if not self.samples:
             raise InputError("a program that only gives logits takes one run with tokens in a step")
         slots = [run.slot for run in runs if run.tokens is None]

@@ -22,7 +22,7 @@ from ostinato.delegate.logits_processing import (
 from ostinato.delegate.sampling import most_likely, sample
 from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors, TokenLogprobs
 
-from .batch import Outputs, Run, last_token
+from .batch import LastTokens, Outputs, Run
 from .model import Model
 
 # Gives the tokens that may follow a session's, as a bitmask (see `ProcessingTensors.allowed_tokens`); None: any token.
@@ -337,7 +337,7 @@ class DeviceSteps:
             {number for number, one in enumerate(sessions) if one.token_bitmask} if ahead and self._special else set()
         )
         self._write_bitmasks(sessions, later)
-        outputs = self._model.step([last_token(session.slot) for session in sessions])
+        outputs = self._model.step(LastTokens([session.slot for session in sessions]))
         tokens = self._tokens(outputs, sessions)
         if later:
             self._later = _LaterTokens(outputs, positions, sessions, later)

@@ -12,6 +12,8 @@ class History:
         tokens: the first tokens. The list becomes the history's own.
     """
 
+    __slots__ = ("_shared", "_tokens")
+
     def __init__(self, tokens: list[int] | None = None) -> None:
         self._tokens = [] if tokens is None else tokens
         # How many of the tokens belong to this history, where the list is another one's, which adds to it. None: all.

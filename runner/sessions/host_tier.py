@@ -226,7 +226,7 @@ class HostTier:
                     History(list(header["tokens"])),
                     header["seen"],
                     header["prompt_end"],
-                    deque((_Saved(token), 0) for token in header["pending"]),
+                    [(_Saved(token), 0) for token in header["pending"]],
                     sampling_params=SamplingParams(**header["sampling_params"]),
                 )
                 same = header["rows"] == self._layout(logits)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -51,7 +50,7 @@ class SessionState:
     history: History = field(default_factory=History)
     seen: int = 0
     prompt_end: int = 0
-    pending: deque[Pending] = field(default_factory=deque)
+    pending: list[Pending] = field(default_factory=list)
     logits: torch.Tensor | None = None
     logprobs: TokenLogprobs | None = None
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
@@ -69,6 +68,9 @@ class Session:
     >>> other = session.fork()
     >>> engine.step([session, other])
     """
+
+    # A step of many sessions finds little of them in the processor's caches.
+    __slots__ = ("_arrival", "_offloaded", "_owner", "_state", "slot")
 
     def __init__(self, owner: Sessions, slot: int, state: SessionState) -> None:
         self._owner = owner

@@ -8,7 +8,6 @@ one thread at a time.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
@@ -20,7 +19,7 @@ import torch
 from ostinato.delegate import ClosedError, InputError
 from ostinato.delegate.errors import CapacityError
 from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
-from ostinato.runner.model.batch import Run, last_token
+from ostinato.runner.model.batch import Run
 from ostinato.runner.model.model import Model, token_ids
 from ostinato.runner.model.steps import TokenBitmask, steps_of
 
@@ -149,7 +148,7 @@ class Sessions:
             # If too few pages are free for that step, only the next call fails.
             with suppress(CapacityError):
                 self._sample(ahead, 2)
-        taken = [state.pending.popleft() for _, state in opened]
+        taken = [state.pending.pop(0) for _, state in opened]
         self._host_ns += time.perf_counter_ns() - begin
         tokens = [pending.tokens()[number] for pending, number in taken]
         for (_, state), token, (pending, number) in zip(opened, tokens, taken, strict=True):
@@ -230,7 +229,7 @@ class Sessions:
         """Run prompts, and beside them a step of the sessions that need one, in as few steps of the model as have room."""
         known = {part.session for part in prompts}
         waiting = self._waiting([one for one in beside if one[0] not in known], 1)
-        parts = [Part(session, state, last_token(session.slot), None) for session, state in waiting]
+        parts = [Part(session, state, Run(session.slot), None) for session, state in waiting]
         for part in prompts:
             self._write_params(part.session, part.state, part.tokens or ())
         for together in packed([*parts, *prompts], self._model.max_rows):
@@ -425,7 +424,7 @@ class Sessions:
             state.seen,
             state.prompt_end,
             # A token that is not taken yet is sampled anew where there are logits for it.
-            deque(state.pending if state.logits is None else ()),
+            list(state.pending) if state.logits is None else [],
             state.logits,
             state.logprobs,
             state.sampling_params,

@@ -10,7 +10,7 @@ from typing import Any
 
 from ostinato.delegate.artifact.names import SAMPLE
 from ostinato.delegate.graphs.state_machine import Phase
-from ostinato.runner.model.batch import Run
+from ostinato.runner.model.batch import LastTokens
 from ostinato.runner.model.buckets import known_buckets
 from ostinato.runner.model.model import Model
 
@@ -75,7 +75,9 @@ def warm_up(model: Model, sessions: Sessions, buckets: Sequence[int] | None = No
         captured.append(_capture(model, SAMPLE, model.sample_nothing, 1))
     for bucket in reversed(model.row_buckets):
         # All rows are padding: no session's state changes.
-        captured.append(_capture(model, model.step_method(bucket), partial(model.step, [Run(-1)] * bucket), bucket))
+        captured.append(
+            _capture(model, model.step_method(bucket), partial(model.step, LastTokens([-1] * bucket)), bucket)
+        )
     return WarmUp(tuple(one for one in captured if one is not None))
 
 
