@@ -242,8 +242,8 @@ class Model:
         self.program.numbers_of(StateKind.SAMPLING).write(slot, values)
 
     def write_default_sampling(self) -> None:
-        """Write the parameters of sampling that a session has if its caller gives none, for all slots and snapshots. Then its
-        first prompt does not wait until they are written, 70 us of a GPU's."""
+        """Write to all slots, and to the rows of snapshots, the parameters of sampling that a session has if its caller gives
+        none. Else each session's first prompt would write them: 70 us of the host, for which a GPU waits."""
         defaults = {**SamplingParams().numbers(), "processed": Processing.OFF}
         self.program.numbers_of(StateKind.SAMPLING).write_all(defaults)
 
