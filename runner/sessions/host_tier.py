@@ -18,7 +18,7 @@ from ostinato.delegate import ClosedError, Growth, HostRows, Program, StateKind,
 from ostinato.delegate.artifact.records import dtype_from_name, dtype_name
 from ostinato.delegate.code.transfers import Mark
 from ostinato.delegate.errors import CapacityError, SessionFileError, first_line
-from ostinato.delegate.sampling_params import SamplingParams
+from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
 
 from .history import History
 from .pages import PageList, Pages
@@ -201,12 +201,13 @@ class HostTier:
     def _header(self, offloaded: Offloaded, state: SessionState) -> dict[str, Any]:
         """What `_read` needs beside the rows, in JSON's types."""
         # A token that was sampled from logits is sampled again.
-        pending = [] if offloaded.logits is not None else [tokens.tokens()[number] for tokens, number in state.pending]
+        pending = [] if offloaded.logits is not None else state.pending
         logits = offloaded.logits
         return {
             "artifact": self._program.digest,
             "tokens": state.history.tokens,
-            "pending": pending,
+            "logprobs": state.logprobs,
+            "pending": [(tokens.tokens()[number], tokens.logprobs(number)) for tokens, number in pending],
             "seen": state.seen,
             "prompt_end": state.prompt_end,
             "sampling_params": asdict(state.sampling_params),
@@ -226,7 +227,8 @@ class HostTier:
                     History(list(header["tokens"])),
                     header["seen"],
                     header["prompt_end"],
-                    [(_Saved(token), 0) for token in header["pending"]],
+                    [(_Saved(token, _logprobs(given)), 0) for token, given in header["pending"]],
+                    logprobs=_logprobs(header["logprobs"]),
                     sampling_params=SamplingParams(**header["sampling_params"]),
                 )
                 same = header["rows"] == self._layout(logits)
@@ -259,9 +261,18 @@ class _Saved:
     """A token that a step had sampled when the session was saved."""
 
     token: int
+    token_logprobs: TokenLogprobs | None
 
     def tokens(self) -> list[int]:
         return [self.token]
 
-    def logprobs(self, number: int) -> None:
+    def logprobs(self, number: int) -> TokenLogprobs | None:
+        return self.token_logprobs
+
+
+def _logprobs(given: Sequence[Any] | None) -> TokenLogprobs | None:
+    """Log-probabilities as JSON has them."""
+    if given is None:
         return None
+    token, logprob, rank, top = given
+    return TokenLogprobs(token, logprob, rank, [(one, value) for one, value in top])

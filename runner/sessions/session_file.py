@@ -22,7 +22,7 @@ from ostinato.delegate.errors import SessionFileError
 
 MAGIC = b"ostinato session"
 # Raised when the layout of the header or of the body changes.
-VERSION = 1
+VERSION = 2
 _PREFIX = struct.Struct("<16sQ32s")
 
 

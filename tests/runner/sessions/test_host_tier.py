@@ -181,6 +181,19 @@ def test_a_session_is_loaded(
         assert session.tokens == expected
 
 
+def test_logprobs_are_saved(engine: Engine, smaller: Engine, tmp_path: Path) -> None:
+    """Those of the last token, and of a token that a step with `more=True` has begun."""
+    with engine.open_session(SamplingParams(logprobs=2)) as session:
+        session.prefill(LONG[:5])
+        engine.step([session], more=True)
+        session.save(tmp_path / "kept")
+        with smaller.load_session(tmp_path / "kept") as other:
+            for more in (True, False):
+                assert session.logprobs is not None and session.logprobs.token == session.tokens[-1]
+                assert other.logprobs == session.logprobs
+                assert smaller.step([other], more) == engine.step([session], more)
+
+
 def test_steps_go_on_beside(engine: Engine) -> None:
     """One session steps all the time. The other one goes and comes back between its own steps."""
 
@@ -366,9 +379,10 @@ def test_files_that_do_not_fit(
     # Headers that are whole, and wrong.
     header = json.loads(saved.read_bytes()[56 : 56 + int.from_bytes(saved.read_bytes()[16:24], "little")])
     for change, message in (
-        ({"version": 99}, "has version 99, this runtime reads version 1"),
+        ({"version": 99}, "has version 99, this runtime reads version 2"),
         ({"seen": -1}, "is damaged: its header cannot be read"),
         ({"tokens": None}, "is damaged: its header cannot be read"),
+        ({"logprobs": [1, 0.5]}, "is damaged: its header cannot be read"),
         ({"sampling_params": {"heat": 3}}, "is damaged: its header cannot be read"),
         ({"pages": {"global": [0, 1]}}, "is damaged: its header cannot be read"),
         ({"rows": {}}, "has other state than the program"),
