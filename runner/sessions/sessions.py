@@ -123,7 +123,8 @@ class Sessions:
             more: whether the same sessions will step again. A GPU then begins the next step before the tokens of this step
                 are on the host.
             prefill: session -> tokens, which are run as `Session.prefill` does, in the same step of the model as far as it
-                has room. A session may be one of `sessions`: then its token is the one after these tokens.
+                has room. A session may be one of `sessions`: then its token is the one after these tokens. With `more`, it
+                had better be one from the next call on, whose step has then gone ahead for all of them together.
 
         Raises:
             InputError: a session is listed twice, is of another engine, has no token, or has max_seq_len tokens.
@@ -136,12 +137,13 @@ class Sessions:
         if prefill:
             self._opened(prefill)
         self.steps.settle()
+        going_ahead = more and self.steps.goes_ahead
         if prefill:
-            self._run([self._prompt(session, token_ids(tokens)) for session, tokens in prefill.items()], opened)
+            prompts = [self._prompt(session, token_ids(tokens)) for session, tokens in prefill.items()]
+            self._run(prompts, opened, going_ahead)
         self._sample(opened, 1)
-        if more and self.steps.goes_ahead:
-            longest = self._model.max_seq_len
-            ahead = [one for one in opened if one[1].seen < longest]
+        if going_ahead:
+            ahead = self._not_full(opened)
             if len(ahead) > self._model.max_rows:
                 # Only the logits of one call of the model can wait for bitmasks.
                 ahead = [one for one in ahead if one[1].token_bitmask is None]
@@ -225,10 +227,19 @@ class Sessions:
         first, fed = self._fed(session, state, tokens)
         return Part(session, state, Run(session.slot, fed, first), tokens)
 
-    def _run(self, prompts: Sequence[Part], beside: Sequence[Opened] = ()) -> None:
-        """Run prompts, and beside them a step of the sessions that need one, in as few steps of the model as have room."""
+    def _run(self, prompts: Sequence[Part], beside: Sequence[Opened] = (), going_ahead: bool = False) -> None:
+        """Run prompts, and beside them a step of the sessions that need one, in as few steps of the model as have room.
+
+        `going_ahead`: sessions whose token was sampled, and not taken yet, have the step after it here too.
+        """
         known = {part.session for part in prompts}
-        waiting = self._waiting([one for one in beside if one[0] not in known], 1)
+        others = [one for one in beside if one[0] not in known]
+        waiting = self._waiting(others, 1)
+        if going_ahead:
+            # A bitmask depends on the token that was not taken.
+            ahead = [one for one in self._not_full(others) if one[1].pending and one[1].token_bitmask is None]
+            with suppress(CapacityError):
+                waiting += self._waiting(ahead, 2)
         parts = [Part(session, state, Run(session.slot), None) for session, state in waiting]
         for part in prompts:
             self._write_params(part.session, part.state, part.tokens or ())
@@ -362,6 +373,11 @@ class Sessions:
         max_rows = self._model.max_rows
         for first in range(0, len(rest), max_rows):
             self._launch(rest[first : first + max_rows], ahead=count > 1)
+
+    def _not_full(self, sessions: Sequence[Opened]) -> list[Opened]:
+        """Those sessions that the model can still run."""
+        longest = self._model.max_seq_len
+        return [one for one in sessions if one[1].seen < longest]
 
     def _waiting(self, sessions: Sequence[Opened], count: int) -> list[Opened]:
         """Return those sessions that need a step to have `count` tokens that were not taken. They have pages for it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from ostinato.delegate import CapacityError, ClosedError, InputError, OptionError, StateKind
 from ostinato.delegate.artifact.records import Growth
 from ostinato.runner import Engine, SamplingParams
+from ostinato.runner.model.batch import Outputs, Run
 from ostinato.runner.model.steps import _HostTokens
 from ostinato.runner.sessions.session import Session
 
@@ -125,6 +126,39 @@ def test_a_step_of_many_rows(engine: Engine, greedy: Callable[[list[int]], int])
     if engine.program.device.type == "cuda":
         assert engine.model.max_rows >= 331
     close(*sessions)
+
+
+def test_prompts_ride_in_steps_that_go_ahead(
+    engine: Engine, greedy: Callable[[list[int]], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of a prompt go in while others step, in one step of the model for each call; then all step together."""
+    if not engine.sessions.steps.goes_ahead:
+        pytest.skip("a CPU does not step ahead")
+    rows: list[int] = []
+    step = engine.model.step
+
+    def counted(runs: Sequence[Run]) -> Outputs:
+        rows.append(sum(run.rows for run in runs))
+        return step(runs)
+
+    two, prompt = opened(engine, LONG[:5], LONG[7:20]), LONG[3:33]
+    known = [LONG[:5], LONG[7:20]]
+    other = engine.open_session()
+    monkeypatch.setattr(engine.model, "step", counted)
+
+    def stepped(sessions: list[Session], part: list[int]) -> list[int]:
+        rows.clear()
+        found = engine.step(sessions, more=True, prefill={other: part} if part else None)
+        assert found == [greedy(tokens) for tokens in known]
+        for tokens, token in zip(known, found, strict=True):
+            tokens.append(token)
+        return list(rows)
+
+    assert stepped(two, []) == [2]
+    assert [stepped(two, prompt[at : at + 10]) for at in (0, 10, 20)] == [[12]] * 3
+    known.append(list(prompt))
+    assert [stepped([*two, other], []) for _ in range(3)] == [[3]] * 3
+    close(*two, other)
 
 
 def walk(engine: Engine, garbage: float | None) -> tuple[list[list[int]], dict[str, Tensor]]:
