@@ -75,17 +75,14 @@ class Steps(Protocol):
 
     goes_ahead: bool
 
-    def prompt(self, sessions: Sequence[Stepped], runs: Sequence[Run], positions: Sequence[int]) -> Launched:
-        """Run the model on a batch, in which some of the sessions' runs have tokens that are no answers yet.
-
-        `positions`: the last position of each run.
-        """
+    def prompt(self, sessions: Sequence[Stepped], runs: Sequence[Run]) -> Launched:
+        """Run the model on a batch, in which some of the sessions' runs have tokens that are no answers yet."""
 
     def first(self, session: Stepped, logits: torch.Tensor) -> Pending:
         """Sample the token after a prompt, from its logits [vocab]."""
 
-    def launch(self, sessions: Sequence[Stepped], positions: Sequence[int], ahead: bool) -> list[Pending]:
-        """Run the model on each session's last token, at these positions, and sample the next token.
+    def launch(self, sessions: Sequence[Stepped], ahead: bool) -> list[Pending]:
+        """Run the model on each session's last token, and sample the next token.
 
         `ahead`: whether that last token is not in the session's history yet. Then a session with a bitmask is sampled later,
         in `settle`.
@@ -182,13 +179,13 @@ class HostSteps:
         self._params: dict[int, SamplingTensors] = {}
         self._prompt_ends: dict[int, int] = {}
 
-    def prompt(self, sessions: Sequence[Stepped], runs: Sequence[Run], positions: Sequence[int]) -> Launched:
+    def prompt(self, sessions: Sequence[Stepped], runs: Sequence[Run]) -> Launched:
         return Launched(self._model.step(runs).logits, [None] * len(runs))
 
     def first(self, session: Stepped, logits: torch.Tensor) -> Pending:
         return self._sample(session, logits), 0
 
-    def launch(self, sessions: Sequence[Stepped], positions: Sequence[int], ahead: bool) -> list[Pending]:
+    def launch(self, sessions: Sequence[Stepped], ahead: bool) -> list[Pending]:
         tokens: list[Pending] = []
         for session in sessions:
             last = len(session.tokens) - 1 if self._model.has_state else 0
@@ -276,8 +273,10 @@ class _LaterTokens:
         sessions: the step's sessions.
     """
 
-    def __init__(self, outputs: Outputs, positions: Sequence[int], sessions: Sequence[Stepped], rows: set[int]) -> None:
-        self.outputs, self.positions, self.sessions = outputs, positions, sessions
+    def __init__(self, outputs: Outputs, sessions: Sequence[Stepped], rows: set[int]) -> None:
+        self.outputs, self.sessions = outputs, sessions
+        # The step has run a token that comes behind the history.
+        self.positions = [len(session.tokens) for session in sessions]
         self.slots = [session.slot if number in rows else -1 for number, session in enumerate(sessions)]
         # Asked now: sessions of the step may be closed before these tokens are sampled.
         self.asked = _logprobs_asked(sessions)
@@ -316,7 +315,7 @@ class DeviceSteps:
         # Slots of sessions that have a bitmask, or ask for log-probabilities, with what their state `processed` is.
         self._special: dict[int, Processing] = {}
 
-    def prompt(self, sessions: Sequence[Stepped], runs: Sequence[Run], positions: Sequence[int]) -> Launched:
+    def prompt(self, sessions: Sequence[Stepped], runs: Sequence[Run]) -> Launched:
         # A bitmask depends on a prompt's last tokens, which are not in the history yet.
         first = {number for number, run in enumerate(runs) if run.tokens is not None and sessions[number].token_bitmask}
         self._write_bitmasks(sessions, first)
@@ -332,7 +331,7 @@ class DeviceSteps:
             self._model.write_allowed_tokens(session.slot, _bitmask_of(session, self._vocab))
         return self._sampled(outputs, [len(session.tokens) - 1], [session.slot], _logprobs_asked([session])), 0
 
-    def launch(self, sessions: Sequence[Stepped], positions: Sequence[int], ahead: bool) -> list[Pending]:
+    def launch(self, sessions: Sequence[Stepped], ahead: bool) -> list[Pending]:
         later = (
             {number for number, one in enumerate(sessions) if one.token_bitmask} if ahead and self._special else set()
         )
@@ -340,7 +339,7 @@ class DeviceSteps:
         outputs = self._model.step(LastTokens([session.slot for session in sessions]))
         tokens = self._tokens(outputs, sessions)
         if later:
-            self._later = _LaterTokens(outputs, positions, sessions, later)
+            self._later = _LaterTokens(outputs, sessions, later)
             tokens = [(self._later, number) if number in later else one for number, one in enumerate(tokens)]
         return tokens
 

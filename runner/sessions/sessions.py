@@ -247,14 +247,7 @@ class Sessions:
             if all(part.tokens is None for part in together):
                 self._launch([(part.session, part.state) for part in together], ahead=False)
                 continue
-            logits, tokens = self.steps.prompt(
-                [part.session for part in together],
-                [part.run for part in together],
-                [
-                    part.state.seen if part.tokens is None else part.run.position + part.run.rows - 1
-                    for part in together
-                ],
-            )
+            logits, tokens = self.steps.prompt([part.session for part in together], [part.run for part in together])
             # The next graph overwrites the outputs of this one. Without graphs there is no copy: on a CPU it would start
             # OpenMP's threads, which go on looking for work.
             alone = not self._model.cuda_graph and logits.untyped_storage().nbytes() == logits[0].nbytes
@@ -375,7 +368,7 @@ class Sessions:
             self._launch(rest[first : first + max_rows], ahead=count > 1)
 
     def _not_full(self, sessions: Sequence[Opened]) -> list[Opened]:
-        """Those sessions that the model can still run."""
+        """Return those sessions that have fewer than max_seq_len tokens, so that the model can run them."""
         longest = self._model.max_seq_len
         return [one for one in sessions if one[1].seen < longest]
 
@@ -408,8 +401,7 @@ class Sessions:
         return rest
 
     def _launch(self, together: Sequence[Opened], ahead: bool) -> None:
-        positions = [state.seen for _, state in together]
-        pending = self.steps.launch([session for session, _ in together], positions, ahead)
+        pending = self.steps.launch([session for session, _ in together], ahead)
         for (_, state), token in zip(together, pending, strict=True):
             state.seen += 1
             state.pending.append(token)

@@ -76,11 +76,11 @@ def test_each_repetition_starts_from_the_state_at_its_depth(
     runs: list[tuple[int, list[int]]] = []
     launch = HostSteps.launch
 
-    def spy(steps: HostSteps, sessions: Sequence[Stepped], positions: Sequence[int], ahead: bool) -> list[Pending]:
+    def spy(steps: HostSteps, sessions: Sequence[Stepped], ahead: bool) -> list[Pending]:
         tokens = sessions[0].tokens
         if not runs or runs[-1][1] is not tokens:
             runs.append((len(tokens) - 1, tokens))
-        return launch(steps, sessions, positions, ahead)
+        return launch(steps, sessions, ahead)
 
     monkeypatch.setattr(HostSteps, "launch", spy)
     bench(request.getfixturevalue(artifact), "-p", 12, "-n", 7, "-d", "0,12,5,1", "-r", 3)

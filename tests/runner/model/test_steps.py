@@ -14,7 +14,7 @@ from ostinato.delegate import ArtifactError, InputError, Program, StateKind, loa
 from ostinato.delegate.logits_processing import bitmask, logprob_tensors, token_logprobs, words_of
 from ostinato.delegate.sampling import sample
 from ostinato.runner import Engine, SamplingParams
-from ostinato.runner.model.batch import LastTokens, Outputs, Run
+from ostinato.runner.model.batch import Outputs, Run
 from ostinato.runner.model.model import Model
 from ostinato.runner.model.steps import DeviceSteps, HostSteps, _HostTokens
 from ostinato.runner.sessions.session import Session
@@ -353,23 +353,6 @@ def test_the_host_keeps_ties_and_moves_on(recurrent_artifact: Path) -> None:
         assert walk(sessions, SamplingParams(temperature=0.7, top_k=2), 60) != walk(
             sessions, SamplingParams(temperature=0.7, top_k=2), 60
         )
-
-
-def test_the_runs_of_last_tokens(capitals_artifact: Path, recurrent_artifact: Path) -> None:
-    runs = LastTokens([2, 0, -1])
-    assert [*runs] == [Run(2), Run(0), Run(-1)] == [runs[0], *runs[1:]] and len(runs) == 3
-    found = []
-    with Engine.load(capitals_artifact, sessions=3) as engine:
-        for given in (runs, [*runs]):
-            for slot in (0, 2):
-                engine.model.step([Run(slot, [3, slot, 5], 0)])
-                engine.model.write_last_token(slot, 6 + slot, 3)
-            logits, tokens = engine.model.step(given)
-            assert tokens is not None
-            found.append((logits[:2].clone(), tokens[:2].tolist()))
-    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
-    with Engine.load(recurrent_artifact) as engine, pytest.raises(InputError, match="takes one run with tokens"):
-        engine.model.step(LastTokens([0]))
 
 
 def test_a_program_that_samples_without_its_state(capitals_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ def test_a_session_is_loaded(
 
 
 def test_logprobs_are_saved(engine: Engine, smaller: Engine, tmp_path: Path) -> None:
-    """Those of the last token, and of a token that a step with `more=True` has begun."""
+    """A file has those of the last token, and of a token that a step with `more=True` has begun."""
     with engine.open_session(SamplingParams(logprobs=2)) as session:
         session.prefill(LONG[:5])
         engine.step([session], more=True)
