@@ -1,0 +1,1 @@
+"""Requests: who steps with whom, and when."""

@@ -1,0 +1,90 @@
+"""An answer to a request: its session, and what it still needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
+from ostinato.runner.model.steps import TokenBitmask
+from ostinato.runner.sessions.session import Session
+
+from .kept_sessions import KeptSession
+from .messages import Request
+
+
+@dataclass(eq=False, slots=True)
+class Answer:
+    """One of a request's answers.
+
+    Attributes:
+        request, index: the request, and the number of this answer to it.
+        order: number of the request among all; the youngest has the largest.
+        tokens: all tokens that the session gets before it steps: a kept session's history, the prompt, and outputs from before
+            the answer was put back.
+        prompt_end: number of tokens before the first output.
+        ends: tokens that end the answer.
+        left: number of tokens that it may still have.
+        limit: why it ends when there are none left.
+        params: how to sample.
+        bitmask: which tokens may follow, see `Session.token_bitmask`.
+        session: its session; None while it waits, unless its state is on the host.
+        fed: number of `tokens` that the session has.
+        source: the kept session that it goes on from, until it has a session.
+        kept: the kept session that its own becomes when it ends.
+        prompt_logprobs: of the tokens that the session has so far; None if they were not asked for.
+        put_back: how often it lost its place on the device.
+        error: what its bitmask raised.
+    """
+
+    request: Request
+    index: int
+    order: int
+    tokens: list[int]
+    prompt_end: int
+    ends: frozenset[int]
+    left: int
+    limit: str
+    params: SamplingParams
+    bitmask: TokenBitmask | None = None
+    session: Session | None = None
+    fed: int = 0
+    source: KeptSession | None = None
+    kept: KeptSession | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    put_back: int = 0
+    error: Exception | None = None
+    @property
+    def rest(self) -> int:
+        """Number of tokens that the session must get before it steps."""
+        return len(self.tokens) - self.fed
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the next tokens of the prompt need log-probabilities of their own."""
+        return self.prompt_logprobs is not None and self.fed < self.prompt_end
+
+    def allowed(self, history: Sequence[int]) -> torch.Tensor | None:
+        """The bitmask's answer. What it raises ends this answer alone, so it is kept, and any token may follow."""
+        assert self.bitmask is not None
+        try:
+            return self.bitmask(history)
+        except Exception as error:
+            self.error = error
+            return None
+
+    def others(self) -> list[Answer]:
+        """The request's further answers, which go on from a fork of this one's session."""
+        return [
+            replace(self, index=index, params=seeded(self.request.sampling_params, index), session=None, kept=None)
+            for index in range(1, self.request.n)
+        ]
+
+
+def seeded(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of answer number `index`: it has a seed of its own if the request has one."""
+    if params.seed is None or not index:
+        return params
+    return replace(params, seed=(params.seed + index) % 2**64)

@@ -1,0 +1,526 @@
+"""`Scheduler`: any number of requests, one step of the model at a time. README.md in this folder has its rules."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.delegate import InputError
+from ostinato.delegate.errors import CapacityError, ClosedError
+from ostinato.runner.model.model import Model, token_ids
+from ostinato.runner.model.steps import TokenBitmask
+from ostinato.runner.sessions.session import Session
+from ostinato.runner.sessions.sessions import Sessions
+
+from .answer import Answer, seeded
+from .kept_sessions import KeptSession, KeptSessions
+from .messages import CancelledError, Ended, Output, QueueFullError, Request
+from .step_times import StepTimes
+
+DEFAULT_MAX_WAITING = 1024
+# A prompt that needs more steps than this leaves half of each to those behind it.
+_LONG_PROMPT = 4
+
+
+@dataclass
+class SchedulerStats:
+    """What a scheduler has done, and what it has to do.
+
+    Attributes:
+        waiting, prefilling, decoding: answers in each of these states.
+        kept_sessions: sessions that are kept.
+        steps: calls of `step` that ran the model.
+        prompt_tokens, output_tokens: tokens that were run as prompts, and tokens that were sampled and taken.
+        put_back: how often an answer lost its place on the device.
+        finished: answers that have ended, for whatever reason.
+        refused: requests that found too many others waiting.
+    """
+
+    waiting: int = 0
+    prefilling: int = 0
+    decoding: int = 0
+    kept_sessions: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    put_back: int = 0
+    finished: int = 0
+    refused: int = 0
+
+
+class Scheduler:
+    """Takes requests, and steps their sessions together. One thread at a time may use it.
+
+    Args:
+        sessions: the conversations of a model.
+        model: the model.
+        step_times: returns how long steps take. It is called when a prompt rides in a step for the first time.
+        clock: returns seconds, from which it learns how long steps take.
+        max_waiting: the most answers that wait.
+
+    Attributes:
+        kept: the kept sessions.
+        failure: why the program can run nothing more; None: it can.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        model: Model,
+        step_times: Callable[[], StepTimes],
+        clock: Callable[[], float],
+        max_waiting: int = DEFAULT_MAX_WAITING,
+    ) -> None:
+        self._sessions, self._model, self._clock = sessions, model, clock
+        self._max_waiting = max_waiting
+        self._find_step_times = step_times
+        self._step_times: StepTimes | None = None
+        # A CPU's copies to the host would be copies to the same memory.
+        self._offloads = model.program.device.type == "cuda"
+        self.kept = KeptSessions(sessions, self._offloads)
+        # By age, the oldest first: a state that was put back is older than all that wait.
+        self._waiting: deque[Answer] = deque()
+        self._prefilling: list[Answer] = []
+        self._decoding: list[Answer] = []
+        self._outputs: list[Output] = []
+        self._order = 0
+        self._stats = SchedulerStats()
+        # Sessions and rows of prompts in the last step, and when it returned; None: nothing is to be learned from it.
+        self._last: tuple[int, int, float] | None = None
+        self._left_to_others = False
+        self.failure: str | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do or to give back."""
+        return bool(self._decoding or self._prefilling or self._waiting or self._outputs)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        stats = self._stats
+        stats.waiting, stats.prefilling, stats.decoding = map(len, (self._waiting, self._prefilling, self._decoding))
+        stats.kept_sessions = len(self.kept)
+        return stats
+
+    def check(self, request: Request) -> None:
+        """Check what `add` checks without adding it.
+
+        Raises:
+            InputError: an empty prompt, a token out of range, no room for an answer in max_seq_len, a kept session that does
+                not exist or is busy.
+            CapacityError: more answers, or a longer prompt, than the program was loaded for.
+            ClosedError: the program can run nothing more.
+        """
+        if self.failure is not None:
+            raise ClosedError(self.failure)
+        source = self.kept.get(request.session) if request.session is not None else None
+        if request.keep is not None and request.keep != request.session:
+            self.kept.check_free(request.keep)
+        before = len(source.tokens) if source else 0
+        request.tokens = token_ids(request.tokens)
+        if request.tokens:
+            self._model.check_tokens(request.tokens)
+        length, max_seq_len = before + len(request.tokens), self._model.max_seq_len
+        if not length:
+            raise InputError("the prompt is empty")
+        if length >= max_seq_len:
+            behind = f", {before} of them from its session," if before else ""
+            raise InputError(
+                f"the prompt has {length} tokens{behind} and leaves no room for an answer in max_seq_len {max_seq_len}: "
+                "shorten it, or export with a larger --max-seq-len"
+            )
+        capacity = self._model.program.capacity
+        if request.n > capacity.slots:
+            raise CapacityError(
+                f"{request.n} answers to one prompt need as many sessions, the program was loaded for {capacity.slots}: ask "
+                f"for fewer, or load it with sessions={request.n}"
+            )
+        for group, pages in zip(capacity.groups, self._pages_of(length + 1), strict=True):
+            if pages > group.pages:
+                raise CapacityError(
+                    f"the prompt has {length} tokens and needs {pages} pages of {capacity.page_size} positions, there are "
+                    f"{group.pages}: shorten it, or load the program with more kv_tokens"
+                )
+
+    def add(self, request: Request, bitmask: TokenBitmask | None = None) -> None:
+        """Have a request wait for its turn.
+
+        Args:
+            request: the request; its id is of none that has not ended.
+            bitmask: which tokens may follow in its answers, see `Session.token_bitmask`.
+
+        Raises:
+            QueueFullError: `max_waiting` answers wait.
+            InputError, CapacityError, ClosedError: see `check`.
+        """
+        if len(self._waiting) >= self._max_waiting:
+            self._stats.refused += 1
+            raise QueueFullError(f"{len(self._waiting)} requests are waiting, which is the most: ask again later")
+        self.check(request)
+        source = self.kept.get(request.session) if request.session is not None else None
+        kept = None
+        if request.keep is not None:
+            kept = source if source and request.keep == request.session else self.kept.reserve(request.keep)
+        tokens = [*source.tokens, *request.tokens] if source else request.tokens
+        if source:
+            source.busy = True
+        params, room = request.sampling_params, self._model.max_seq_len - len(tokens)
+        self._order += 1
+        self._waiting.append(
+            Answer(
+                request,
+                index=0,
+                order=self._order,
+                tokens=tokens,
+                prompt_end=len(tokens),
+                ends=params.ends(() if request.ignore_eos else self._model.eos_ids),
+                left=min(request.max_tokens, room),
+                limit="length" if request.max_tokens <= room else "max_seq_len",
+                params=seeded(params, 0),
+                bitmask=bitmask,
+                source=source,
+                kept=kept,
+                prompt_logprobs=None if params.prompt_logprobs is None else [],
+            )
+        )
+
+    def cancel(self, name: str) -> None:
+        """End the answers of the request with this id, if there are any. Their slots and pages are free then."""
+        for answer in [one for one in self._answers() if one.request.id == name]:
+            self._leave(answer)
+            self._end(answer, "cancelled")
+
+    def step(self) -> list[Output]:
+        """Run one step of the model for as many requests as have room in it, and return what it gives them."""
+        self._admit()
+        self._score_a_prompt()
+        while self._decoding or self._prefilling:
+            parts = self._parts()
+            begin = self._clock()
+            try:
+                tokens = self._sessions.step(
+                    [answer.session for answer in self._decoding],  # type: ignore[misc]
+                    more=any(answer.left > 1 for answer in self._decoding),
+                    prefill={
+                        answer.session: answer.tokens[answer.fed : answer.fed + count]  # type: ignore[misc]
+                        for answer, count in parts
+                    },
+                )
+            except CapacityError as error:
+                self._make_room(error)
+                continue
+            except BaseException as error:
+                self._fail(error)
+                if not isinstance(error, Exception):
+                    raise
+                break
+            self._learn(begin, sum(count for _, count in parts))
+            self._take(tokens)
+            self._took_prompts(parts)
+            break
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def close(self) -> None:
+        """End all answers as cancelled, and close all kept sessions."""
+        for answer in list(self._answers()):
+            self._leave(answer)
+            self._end(answer, "cancelled")
+        self.kept.forget_states()
+
+    def _answers(self) -> list[Answer]:
+        return [*self._waiting, *self._prefilling, *self._decoding]
+
+    def _admit(self) -> None:
+        """Give waiting answers a session, the oldest first, while there is room."""
+        while self._waiting:
+            answer = self._waiting[0]
+            try:
+                room = self._has_room(answer)
+                if not room and self.kept.make_room():
+                    continue
+                if not room and (self._prefilling or self._decoding):
+                    return
+                self._begin(answer)
+            except CapacityError as error:
+                if self.kept.make_room():
+                    continue
+                if self._prefilling or self._decoding:
+                    return
+                # Sessions of others have all the slots or pages, and nobody here will give any back.
+                self._waiting.popleft()
+                self._end(answer, "error", error)
+            else:
+                self._waiting.popleft()
+                (self._prefilling if answer.rest else self._decoding).append(answer)
+
+    def _has_room(self, answer: Answer) -> bool:
+        """Whether a slot is free for each of the request's answers, and pages for its prompt beside those of others."""
+        further = sum(one.request.n - 1 for one in self._prefilling if not one.index)
+        slots = 1 if answer.index or answer.put_back else answer.request.n
+        if answer.source is not None and answer.source is answer.kept and answer.source.session is not None:
+            slots -= 0 if answer.source.session.is_offloaded else 1
+        if self._sessions.free < slots + further:
+            return False
+        free = self._sessions.free_pages_by_group
+        promised = [0] * len(free)
+        for one in self._prefilling:
+            for number, (end, now) in enumerate(zip(self._pages_of(len(one.tokens)), self._pages_of(one.fed), strict=True)):
+                promised[number] += end - now
+        wanted = self._pages_of(len(answer.tokens))
+        beside = len(self._decoding) + len(self._prefilling)
+        return all(
+            pages >= want + others + beside
+            for pages, want, others in zip(free.values(), wanted, promised, strict=True)
+        )
+
+    def _pages_of(self, tokens: int) -> list[int]:
+        """Number of pages that a session of so many tokens needs, in each group."""
+        capacity = self._model.program.capacity
+        return [
+            min(-(-tokens // capacity.page_size), group.pages_per_session) for group in capacity.groups if group.pages
+        ]
+
+    def _begin(self, answer: Answer) -> None:
+        """Give an answer a session on the device. Raises CapacityError; nothing has changed."""
+        source = answer.source
+        if answer.session is not None:
+            answer.session.onload()
+            return
+        session = None
+        if source is not None and source.session is not None:
+            source.session.onload()
+            if source is answer.kept:
+                self.kept.begin(source)
+                session, source.session = source.session, None
+            else:
+                session = source.session.fork()
+            answer.fed = session.position
+        if session is None:
+            session = self._sessions.open(answer.params, answer.prompt_end)
+            answer.fed = 0
+        answer.session, answer.source = session, None
+        if source is not None and source is not answer.kept:
+            source.busy = False
+        self._sample_so(answer, session)
+
+    def _sample_so(self, answer: Answer, session: Session) -> None:
+        if session.sampling_params != answer.params or session.prompt_end_of != answer.prompt_end:
+            session.begin_answer(answer.params, answer.prompt_end)
+        if answer.bitmask is not None or session.token_bitmask is not None:
+            session.token_bitmask = None if answer.bitmask is None else answer.allowed
+
+    def _score_a_prompt(self) -> None:
+        """Run a part of the first prompt that needs log-probabilities of its own tokens."""
+        answer = next((one for one in self._prefilling if one.scores_prompt), None)
+        if answer is None:
+            return
+        assert answer.session is not None and answer.prompt_logprobs is not None
+        count = min(answer.prompt_end - answer.fed, self._score_rows())
+        tokens = answer.tokens[answer.fed : answer.fed + count]
+        try:
+            found = answer.session.prompt_logprobs(tokens, answer.params.prompt_logprobs or 0)
+        except CapacityError as error:
+            self._make_room(error)
+        except Exception as error:
+            self._leave(answer)
+            self._end(answer, "error", error)
+        else:
+            answer.prompt_logprobs += found
+            self._last = None
+            self._took_prompts([(answer, count)])
+
+    def _score_rows(self) -> int:
+        return self._rows_beside(len(self._decoding)) if self._decoding else self._model.max_chunk
+
+    def _parts(self) -> list[tuple[Answer, int]]:
+        """The prompts that go into the next step, with the number of their tokens."""
+        waiting = [answer for answer in self._prefilling if not answer.scores_prompt]
+        if not waiting:
+            return []
+        first, others = waiting[0], waiting[1:]
+        if self._decoding:
+            rows = chunk = self._rows_beside(len(self._decoding))
+        else:
+            rows, chunk = self._model.max_rows, self._model.max_chunk
+        long = bool(others) and first.rest > _LONG_PROMPT * chunk
+        if not self._decoding and first.rest > rows:
+            # It stands alone, in one chunk.
+            self._left_to_others = long and not self._left_to_others
+            if not self._left_to_others:
+                return [(first, min(first.rest, chunk))]
+            first, others, long = others[0], others[1:], False
+            if first.rest > rows:
+                return [(first, min(first.rest, chunk))]
+        parts = {first: min(first.rest, rows // 2 if long else rows)}
+        rows -= parts[first]
+        for answer in others:
+            if not rows:
+                break
+            parts[answer] = min(answer.rest, rows)
+            rows -= parts[answer]
+        parts[first] += min(rows, first.rest - parts[first])
+        return list(parts.items())
+
+    def _rows_beside(self, sessions: int) -> int:
+        if self._step_times is None:
+            self._step_times = self._find_step_times()
+            self._last = None
+        return self._step_times.prompt_rows(sessions)
+
+    def _learn(self, begin: float, rows: int) -> None:
+        """Learn how long a step with prompts took. A step that goes ahead returns when the one before it is done."""
+        now, last, count = self._clock(), self._last, len(self._decoding)
+        if self._sessions.steps.goes_ahead:
+            if last is not None and last[1] and count and self._step_times is not None:
+                self._step_times.took(last[0], last[1], 1e3 * (now - last[2]))
+            self._last = (count, rows, now) if count else None
+        elif count and rows and self._step_times is not None:
+            self._step_times.took(count, rows, 1e3 * (now - begin))
+        self._stats.steps += 1
+
+    def _take(self, tokens: Sequence[int]) -> None:
+        """Hand on the tokens of the answers that decode, and end those that have ended."""
+        ended = []
+        outputs = self._outputs
+        for answer, token in zip(self._decoding, tokens, strict=True):
+            answer.left -= 1
+            reason = "stop" if token in answer.ends else None if answer.left else answer.limit
+            output = Output(answer.request.id, answer.index, (token,))
+            if answer.params.logprobs is not None:
+                logprobs = answer.session.logprobs  # type: ignore[union-attr]
+                output.logprobs = () if logprobs is None else (logprobs,)
+            if answer.prompt_logprobs is not None:
+                output.prompt_logprobs, answer.prompt_logprobs = answer.prompt_logprobs, None
+            outputs.append(output)
+            if answer.error is not None:
+                output.tokens, reason = (), "error"
+                output.error = Ended.of(answer.error)
+            if reason is not None:
+                output.finish_reason = reason
+                ended.append(answer)
+        self._stats.output_tokens += len(tokens)
+        for answer in ended:
+            self._leave(answer)
+            self._release(answer)
+
+    def _took_prompts(self, parts: Sequence[tuple[Answer, int]]) -> None:
+        """Note the tokens of prompts that were run. Answers whose prompt is complete decode from now on."""
+        for answer, count in parts:
+            answer.fed += count
+            self._stats.prompt_tokens += count
+            if answer.rest:
+                continue
+            self._prefilling.remove(answer)
+            self._decoding.append(answer)
+            if not answer.index and not answer.put_back:
+                for other in answer.others():
+                    self._fork(answer, other)
+
+    def _fork(self, answer: Answer, other: Answer) -> None:
+        """Have another answer go on from the same prompt."""
+        assert answer.session is not None
+        try:
+            other.session = answer.session.fork()
+        except CapacityError:
+            # Somebody opened a session of their own meanwhile: it is computed again.
+            other.fed, other.put_back = 0, 1
+            self._waiting.appendleft(other)
+            return
+        self._decoding.append(other)
+        self._sample_so(other, other.session)
+
+    def _make_room(self, error: CapacityError) -> None:
+        """Have the session that matters least leave the device, so that the others can step."""
+        self._last = None
+        if self.kept.make_room():
+            return
+        active = [*self._decoding, *self._prefilling]
+        youngest = max(active, key=lambda answer: (answer.order, answer.index))
+        self._leave(youngest)
+        if len(active) == 1:
+            reason = "kv_tokens" if youngest.left < youngest.request.max_tokens else "error"
+            self._end(youngest, reason, error if reason == "error" else None)
+            return
+        self._put_back(youngest)
+
+    def _put_back(self, answer: Answer) -> None:
+        """Have an answer wait again, as the next one to go on. Its state goes to the host, or is computed again."""
+        session = answer.session
+        assert session is not None
+        self._stats.put_back += 1
+        answer.put_back += 1
+        if answer.fed == len(answer.tokens):
+            answer.tokens = list(session.tokens)
+            answer.fed = len(answer.tokens)
+        if self._offloads:
+            session.offload()
+        else:
+            session.close()
+            answer.session, answer.fed = None, 0
+        self._waiting.appendleft(answer)
+
+    def _fail(self, error: BaseException) -> None:
+        """End all answers of a step that failed, and look whether the program can go on."""
+        self._last = None
+        for answer in [*self._decoding, *self._prefilling]:
+            self._leave(answer)
+            with suppress(Exception):
+                self._end(answer, "error", error)
+        program = self._model.program
+        try:
+            if program.closed:
+                raise ClosedError("the program is closed")
+            if program.device.type == "cuda":
+                torch.cuda.synchronize(program.device)
+        except Exception as gone:
+            self.failure = f"the engine can run nothing more, load it again: {gone}"
+            for answer in list(self._waiting):
+                self._leave(answer)
+                with suppress(Exception):
+                    self._end(answer, "error", ClosedError(self.failure))
+
+    def _leave(self, answer: Answer) -> None:
+        """Take an answer out of the list that it is in."""
+        for answers in (self._decoding, self._prefilling, self._waiting):
+            if answer in answers:
+                answers.remove(answer)
+                return
+
+    def _end(self, answer: Answer, reason: str, error: BaseException | None = None) -> None:
+        """End an answer that gets no further token."""
+        if error is None and reason == "cancelled":
+            error = CancelledError("the answer was cancelled")
+        ended = None if error is None else Ended.of(error)
+        self._outputs.append(Output(answer.request.id, answer.index, finish_reason=reason, error=ended))
+        self._release(answer)
+
+    def _release(self, answer: Answer) -> None:
+        """Give back what an answer has that has ended, or keep its session."""
+        self._stats.finished += 1
+        session, kept, source = answer.session, answer.kept, answer.source
+        answer.session = None
+        if source is not None:
+            source.busy = False
+            if source is kept:
+                # It never began.
+                return
+        if kept is None:
+            if session is not None:
+                session.close()
+        elif session is None or self.failure is not None:
+            self._keep_tokens(kept, answer)
+        else:
+            tokens = list(session.tokens)
+            session.begin_answer(None, None)
+            self.kept.keep(kept, session, tokens)
+
+    def _keep_tokens(self, kept: KeptSession, answer: Answer) -> None:
+        if answer.tokens:
+            self.kept.keep(kept, None, answer.tokens)
+        else:
+            self.kept.drop(kept)
