@@ -28,8 +28,16 @@ if TYPE_CHECKING:
     from ostinato.delegate.sampling_params import TokenLogprobs as TokenLogprobs
     from ostinato.delegate.version import __version__ as __version__
 
+    from .async_engine import AsyncEngine as AsyncEngine
+    from .async_engine import AsyncStream as AsyncStream
+    from .async_engine import EngineLimits as EngineLimits
+    from .async_engine import EngineProcessError as EngineProcessError
     from .engine import Engine as Engine
     from .load_bar import LoadBar as LoadBar
+    from .scheduler.messages import CancelledError as CancelledError
+    from .scheduler.messages import Output as Output
+    from .scheduler.messages import QueueFullError as QueueFullError
+    from .scheduler.messages import Request as Request
     from .sessions.session import Session as Session
     from .sessions.session import Snapshot as Snapshot
     from .sessions.warm_up import Captured as Captured
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
     from .text.tokenizer import Message as Message
     from .text.tokenizer import TextStream as TextStream
     from .text.tokenizer import Tokenizer as Tokenizer
+    from .text_request import TextRequest as TextRequest
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
@@ -47,11 +56,14 @@ else:
             "OptionError OstinatoError SessionFileError StepError TargetError",
             "ostinato.delegate.sampling_params": "SamplingParams SamplingTensors TokenLogprobs",
             "ostinato.delegate.version": "__version__",
+            ".async_engine": "AsyncEngine AsyncStream EngineLimits EngineProcessError",
             ".engine": "Engine",
             ".load_bar": "LoadBar",
+            ".scheduler.messages": "CancelledError Output QueueFullError Request",
             ".sessions.session": "Session Snapshot",
             ".sessions.warm_up": "Captured WarmUp",
             ".stream": "Result Stream",
             ".text.tokenizer": "Message TextStream Tokenizer",
+            ".text_request": "TextRequest",
         },
     )

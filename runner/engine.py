@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ostinato.delegate import InputError, Program, load_program
+from ostinato.delegate import Program, load_program
 from ostinato.delegate.artifact.paths import artifact_paths
+from ostinato.delegate.errors import OstinatoError
 from ostinato.delegate.sampling_params import SamplingParams
 
+from .answer_reader import AnswerReader
 from .model.model import DEFAULT_WARMUP_STEPS, Model, token_ids
-from .sessions.session import Session, check_max_new_tokens, checked_params
+from .scheduler.local_driver import LocalDriver
+from .scheduler.messages import Output, Request
+from .scheduler.scheduler import DEFAULT_MAX_WAITING, Scheduler
+from .scheduler.step_times import StepTimes
+from .sessions.session import Session
 from .sessions.sessions import Sessions
 from .sessions.warm_up import WarmUp, warm_up
 from .stream import DEFAULT_MAX_NEW_TOKENS, Result, Stream
-from .text.tokenizer import Message, TextStream, Tokenizer
+from .text.prompts import check_prompt, encode_prompt
+from .text.tokenizer import Message, Tokenizer
+from .text_request import TextRequest
 
 # Rows for snapshots, if the caller does not say how many: one to go back to, and one more.
 DEFAULT_SNAPSHOTS = 2
@@ -34,6 +43,7 @@ class Engine:
     Attributes:
         model: the program's methods as one model.
         sessions: the conversations with this model.
+        driver: runs the scheduler's steps for those who wait for answers.
 
     >>> with Engine.load("artifact/", cuda_graph=True) as engine:
     ...     answer = engine.generate("What is the capital of France?")
@@ -50,9 +60,14 @@ class Engine:
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
         prefill_buckets: Sequence[int] | None = None,
         row_buckets: Sequence[int] | None = None,
+        max_step_ms: float | None = None,
+        max_waiting: int = DEFAULT_MAX_WAITING,
     ) -> None:
         self.model = Model(program, cuda_graph, warmup_steps, prefill_buckets, row_buckets)
         self.sessions = Sessions(self.model)
+        clock = time.perf_counter
+        step_times = partial(StepTimes.measured, self.sessions, self.model, clock, max_step_ms)
+        self.driver = LocalDriver(Scheduler(self.sessions, self.model, step_times, clock, max_waiting))
         self._folder = folder
         self._tokenizer: Tokenizer | None = None
 
@@ -69,6 +84,8 @@ class Engine:
         kv_tokens: int | None = None,
         gpu_memory_fraction: float | None = None,
         snapshots: int | None = None,
+        max_step_ms: float | None = None,
+        max_waiting: int = DEFAULT_MAX_WAITING,
         prefault: bool = False,
         on_load: Callable[[int], None] | None = None,
         on_total: Callable[[int], None] | None = None,
@@ -86,6 +103,9 @@ class Engine:
             sessions, kv_tokens, gpu_memory_fraction, snapshots: capacity, see `load_program`. By default there is room for
                 one session with max_seq_len positions, and for 2 snapshots, or with `gpu_memory_fraction` for as many as
                 `load_program` says.
+            max_step_ms: the most milliseconds that a step should take in which prompts ride beside other answers. None: 16 on
+                a GPU, 100 on a CPU.
+            max_waiting: the most requests that wait for room. One more is refused with QueueFullError.
             prefault: whether to read all weights that stay in the mapped file once, before anything runs.
             on_load: function that gets the size in bytes of each loaded constant, for progress displays.
             on_total: function that gets the sum of these sizes before loading. `LoadBar` provides both functions.
@@ -109,7 +129,14 @@ class Engine:
             if on_total is not None:
                 on_total(program.bytes_to_load())
             engine = cls(
-                program, artifact_paths(path)[0].parent, cuda_graph, warmup_steps, prefill_buckets, row_buckets
+                program,
+                artifact_paths(path)[0].parent,
+                cuda_graph,
+                warmup_steps,
+                prefill_buckets,
+                row_buckets,
+                max_step_ms,
+                max_waiting,
             )
             if prefault:
                 program.prefault()
@@ -146,8 +173,8 @@ class Engine:
         """Describe what is loaded and what is captured, in JSON's types.
 
         Keys: `target`, `device`, `max_seq_len`, `prefill_buckets`, `row_buckets`, `capacity` (`Capacity`, with the numbers of
-        free slots, of free snapshots, and of free pages in each page group), `program` (`ProgramStats`), `methods`
-        (`MethodStats` with its plans, by method).
+        free slots, of free snapshots, and of free pages in each page group), `scheduler` (`SchedulerStats`), `program`
+        (`ProgramStats`), `methods` (`MethodStats` with its plans, by method).
         """
         capacity, free = self.program.capacity, self.sessions.free_pages_by_group
         return {
@@ -162,24 +189,30 @@ class Engine:
                 "free_snapshots": self.sessions.free_snapshots,
                 "groups": [{**asdict(group), "free_pages": free.get(group.name, 0)} for group in capacity.groups],
             },
+            "scheduler": asdict(self.driver.scheduler.stats),
             "program": asdict(self.program.stats),
             "methods": self.model.method_stats,
         }
 
-    def warm_up(self, buckets: Sequence[int] | None = None) -> WarmUp:
+    def warm_up(self, buckets: Sequence[int] | None = None, beside_sessions: bool = False) -> WarmUp:
         """Capture all graphs now, not at their first use: prompts of these buckets, decode, and steps of several sessions.
+
+        Then prompts are timed, so that the scheduler knows how many of their tokens fit in a step.
 
         Without `cuda_graph`, or on a second call, there is nothing left to capture. The warm-up opens sessions of its own,
         one at a time.
 
         Args:
             buckets: some of the model's `prefill_buckets`; None: all of them.
+            beside_sessions: whether steps of prompts and sessions together are captured too, as a server has them.
 
         Raises:
             InputError: an unknown bucket.
             CapacityError: all sessions are open, or too few pages are free for a prompt of the longest bucket.
         """
-        return warm_up(self.model, self.sessions, buckets)
+        done = warm_up(self.model, self.sessions, buckets, beside_sessions)
+        self.driver.scheduler.measure()
+        return done
 
     def open_session(self, sampling_params: SamplingParams | None = None) -> Session:
         """Open a new conversation. `generate` opens its own.
@@ -222,22 +255,8 @@ class Engine:
         Raises:
             InputError: an empty prompt, or no chat template.
         """
-        if not prompt or (isinstance(prompt, str) and not raw and not prompt.strip()):
-            raise InputError("the prompt is empty")
-        if not isinstance(prompt, str) and not _is_chat(prompt):
-            raise InputError(
-                "a prompt is text, or a list of messages with role and content; generate_tokens takes token ids"
-            )
-        if raw:
-            if not isinstance(prompt, str):
-                raise InputError("raw=True takes a string, not a list of messages")
-            tokens = self.tokenizer.encode(prompt)
-        else:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            tokens = self.tokenizer.encode(self.tokenizer.render(messages, chat_template_kwargs))
-        if not tokens:
-            raise InputError("the prompt has no tokens")
-        return tokens
+        check_prompt(prompt, raw)
+        return encode_prompt(self.tokenizer, prompt, raw, chat_template_kwargs)
 
     def generate(
         self,
@@ -248,22 +267,36 @@ class Engine:
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         sampling_params: SamplingParams | None = None,
         ignore_eos: bool = False,
+        stop: str | Sequence[str] = (),
     ) -> Stream[str]:
         """Return the answer's text as it is generated. A character is never split.
 
-        The arguments are checked at once; each piece is computed when it is taken. The answer has a session of its own, which
-        is open from the first piece to the last, or until the stream is closed.
+        The arguments are checked at once; the request begins when the first piece is taken, and ends when the stream is
+        closed. Answers that are taken at the same time, also by several threads, step together; one waits while there is no
+        room for it.
+
+        Args:
+            prompt, raw, chat_template_kwargs, max_new_tokens, sampling_params, ignore_eos, stop: see `TextRequest`.
 
         Raises:
             InputError: an empty prompt, or one that leaves no room in max_seq_len.
             OptionError: `max_new_tokens` below 1.
-            CapacityError: all sessions are open, or there are no pages left: when a piece is taken.
+            CapacityError: the prompt needs more pages than there are; or, when a piece is taken, sessions that others opened
+                have all of them.
         """
-        tokens = self.encode_prompt(prompt, raw, chat_template_kwargs)
-        steps = self.generate_tokens(
-            tokens, max_new_tokens=max_new_tokens, sampling_params=sampling_params, ignore_eos=ignore_eos
+        asked = TextRequest(
+            prompt=prompt,
+            raw=raw,
+            chat_template_kwargs=chat_template_kwargs,
+            max_new_tokens=max_new_tokens,
+            sampling_params=sampling_params,
+            ignore_eos=ignore_eos,
+            stop=stop,
         )
-        return Stream(self._texts(steps), steps.result)
+        request = asked.for_scheduler(self.driver.new_id(), self.tokenizer)
+        self.driver.check(request)
+        (reader,) = asked.readers(request, self.tokenizer)
+        return Stream((text for text, _ in self._read(request, reader) if text), reader.result)
 
     def generate_tokens(
         self,
@@ -277,21 +310,82 @@ class Engine:
 
         An end-of-sequence id, or one of `stop_token_ids`, ends the answer, and is in the result's `tokens` alone.
         """
-        prompt = token_ids(tokens)
-        if not prompt:
-            raise InputError("the prompt is empty")
-        check_max_new_tokens(max_new_tokens)
-        if len(prompt) >= self.max_seq_len:
-            raise InputError(
-                f"the prompt has {len(prompt)} tokens and leaves no room for an answer in max_seq_len {self.max_seq_len}: "
-                "shorten it, or export with a larger --max-seq-len"
-            )
-        params = checked_params(sampling_params)
-        result = Result(prompt_tokens=len(prompt))
-        ends = params.ends(() if ignore_eos else self.eos_ids)
-        return Stream(self._generate(result, prompt, max_new_tokens, params, ends), result)
+        asked = TextRequest(
+            prompt="", max_new_tokens=max_new_tokens, sampling_params=sampling_params, ignore_eos=ignore_eos
+        )
+        request = asked.with_tokens(self.driver.new_id(), token_ids(tokens))
+        self.driver.check(request)
+        reader = AnswerReader(len(request.tokens))
+        pieces = (
+            output.tokens[0]
+            for _, output in self._read(request, reader)
+            if output.tokens and output.finish_reason != "stop"
+        )
+        return Stream(pieces, reader.result)
+
+    def generate_all(self, prompts: Iterable[str | Sequence[Message]], **options: Any) -> list[Result]:
+        """Answer all prompts, with as many sessions at a time as there is room for, and return the results in their order.
+
+        Args:
+            options: the other attributes of `TextRequest` but `n`, for all of them.
+
+        Raises:
+            InputError, OptionError: a prompt or an option that `generate` does not take. A prompt that is too long is no
+                error: its result's `finish_reason` is "error", and `error` says why.
+        """
+        asked = [TextRequest(prompt=prompt, **options) for prompt in prompts]
+        found = {number: result for number, _, result in self.generate_each(asked)}
+        return [found[number] for number in range(len(asked))]
+
+    def generate_each(self, requests: Iterable[TextRequest]) -> Iterator[tuple[int, int, Result]]:
+        """Answer requests, and yield each answer when it has ended: the request's number, the answer's, and the result.
+
+        Requests are taken from the iterator as there is room for them.
+
+        Raises:
+            InputError, OptionError: a prompt or an option that `generate` does not take, when it is taken.
+        """
+        tokenizer = self.tokenizer
+        readers: dict[str, tuple[int, list[AnswerReader]]] = {}
+
+        def prepared() -> Iterator[Request]:
+            for number, asked in enumerate(requests):
+                request = asked.for_scheduler(self.driver.new_id(), tokenizer)
+                readers[request.id] = number, asked.readers(request, tokenizer)
+                yield request
+
+        for output in self.driver.outputs_of_all(prepared()):
+            number, answers = readers[output.id]
+            reader = answers[output.index]
+            if reader.ended:
+                continue
+            try:
+                reader.read(output)
+            except OstinatoError as error:
+                reader.result.error = str(error)
+            if reader.ended:
+                if all(answer.ended for answer in answers):
+                    self.driver.cancel(output.id)
+                    del readers[output.id]
+                yield number, output.index, reader.result
+
+    def swap(self, path: str | PathLike[str], **options: Any) -> None:
+        """Load another artifact in the place of this one, when all requests have ended. Its sessions are closed.
+
+        The memory of the old one is free before the new one is loaded.
+
+        Args:
+            path, options: as `load` takes them.
+
+        Raises:
+            ArtifactError and others: see `load`. The engine is closed then.
+        """
+        self.driver.finish()
+        self.close()
+        self.__dict__ = Engine.load(path, **options).__dict__
 
     def close(self) -> None:
+        self.driver.scheduler.kept.forget_states()
         self.program.close()
 
     def __enter__(self) -> Engine:
@@ -302,64 +396,25 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _texts(self, steps: Stream[int]) -> Generator[str, None, None]:
-        """Yield the text of an answer's tokens, and add it to the result."""
-        stream = TextStream(self.tokenizer)
-        try:
-            for token in steps:
-                if text := stream.push(token):
-                    steps.result.text += text
-                    yield text
-            if text := stream.flush():
-                steps.result.text += text
-                yield text
-        finally:
-            # Also when the caller stops early: closing the steps completes the figures.
-            steps.close()
-
-    def _generate(
-        self,
-        result: Result,
-        prompt: list[int],
-        max_new_tokens: int,
-        sampling_params: SamplingParams,
-        ends: frozenset[int],
-    ) -> Generator[int, None, None]:
-        room = min(max_new_tokens, self.max_seq_len - len(prompt))
-        session = self.open_session(sampling_params)
+    def _read(self, request: Request, reader: AnswerReader) -> Generator[tuple[str, Output], None, None]:
+        """Yield the text of each output, and the output. The result is complete at the end, also of a closed generator."""
+        outputs, result = self.driver.outputs(request), reader.result
         begin = time.perf_counter()
         try:
-            if sampling_params.prompt_logprobs is None:
-                session.prefill(prompt)
-            else:
-                result.prompt_logprobs = session.prompt_logprobs(prompt, sampling_params.prompt_logprobs)
-            (token,) = self.step([session])
-            result.prefill_seconds = time.perf_counter() - begin
-            while True:
-                result.tokens.append(token)
-                if (logprobs := session.logprobs) is not None:
-                    result.logprobs.append(logprobs)
-                if token in ends:
-                    result.finish_reason = "stop"
+            for output in outputs:
+                # Only the wait is timed: the caller's own work on a token does not count as decode.
+                seconds = time.perf_counter() - begin
+                if result.tokens:
+                    result.decode_seconds += seconds
+                else:
+                    result.prefill_seconds += seconds
+                text = reader.read(output)
+                yield text, output
+                if reader.ended:
                     return
-                yield token
-                if len(result.tokens) >= room:
-                    result.finish_reason = "length" if room == max_new_tokens else "max_seq_len"
-                    return
-                # Only the step is timed: the caller's own work on a token does not count as decode.
                 begin = time.perf_counter()
-                (token,) = self.step([session], more=len(result.tokens) + 1 < room)
-                result.decode_seconds += time.perf_counter() - begin
         finally:
-            session.close()
+            outputs.close()
             result.methods = self.model.method_stats
             stats = self.program.stats
-            result.constants = {
-                "count": stats.constants,
-                "shared": stats.shared,
-                "bytes_saved": stats.bytes_saved,
-            }
-
-
-def _is_chat(prompt: object) -> bool:
-    return isinstance(prompt, Sequence) and all(isinstance(message, Mapping) for message in prompt)
+            result.constants = {"count": stats.constants, "shared": stats.shared, "bytes_saved": stats.bytes_saved}

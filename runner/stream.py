@@ -17,10 +17,11 @@ Piece = TypeVar("Piece")
 class Result:
     """An answer, as far as it has come.
 
-    `finish_reason`: "stop" (end-of-sequence token, or one of `stop_token_ids`), "length" (`max_new_tokens`), "max_seq_len" or
-    "interrupted". `tokens` ends with the token that ended the answer, and `text` leaves it out. `logprobs` has a record for
-    each of `tokens`, and `prompt_logprobs` one for each of the prompt's tokens and None for the first, if the parameters
-    asked for them. Prefill times include the sampling of the first token; decode times are of every token after it.
+    `finish_reason`: "stop" (end-of-sequence token, one of `stop_token_ids`, or a stop string), "length" (`max_new_tokens`),
+    "max_seq_len", "kv_tokens" (no more pages), "cancelled", "error" (then `error` says which) or "interrupted". `tokens` ends
+    with the token that ended the answer, and `text` leaves it out. `logprobs` has a record for each of `tokens`, and
+    `prompt_logprobs` one for each of the prompt's tokens and None for the first, if the parameters asked for them. Prefill
+    times include the sampling of the first token; decode times are of every token after it.
     """
 
     text: str = ""
@@ -31,6 +32,7 @@ class Result:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     finish_reason: str = "interrupted"
+    error: str | None = None
     methods: dict[str, dict[str, Any]] = field(default_factory=dict)
     constants: dict[str, int] = field(default_factory=dict)
 

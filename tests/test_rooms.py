@@ -38,6 +38,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("export.commands", "export"),
     ("runner.model", "runner.text"),
     ("runner.sessions",),
+    ("runner.scheduler",),
     ("runner.bench",),
     ("runner",),
     ("runner.commands",),

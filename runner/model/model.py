@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -128,8 +129,15 @@ class Model:
         return {method.name: asdict(method.stats) for method in (*others, *self._rows, self._one_row)}
 
     @property
-    def sampled_vocab(self) -> int:
-        """Number of tokens that a model which samples has."""
+    def max_chunk(self) -> int:
+        """The most tokens of a prompt that one call of a method takes, if the prompt stands alone."""
+        return self._lengths[1]
+
+    @property
+    def vocab(self) -> int:
+        """Number of tokens that the model gives logits of."""
+        if not self.samples:
+            return self._one_row.outputs[-1].shape[-1].max
         return self._buffers(StateKind.LOGITS_PROCESSING)["output_counts"].shape[1]
 
     def step(self, runs: Sequence[Run]) -> Outputs:
@@ -190,6 +198,11 @@ class Model:
         method = self._for_prompt(bucket)
         return method.name if method else self._prefill_name
 
+    def outputs_beside_prompts(self, bucket: int) -> list[int]:
+        """Numbers of outputs that steps of prompts and sessions in this bucket may have, one for each of their plans."""
+        most = min(bucket, self.program.capacity.slots) if bucket <= self.max_rows else 0
+        return [min(size, bucket) for below, size in pairwise((*OUTPUT_BUCKETS, bucket)) if below < most]
+
     def step_method(self, rows: int) -> str:
         """Name of the method that takes a step of `rows` sessions."""
         method = self._one_row if rows == 1 else method_for_rows(self._rows, rows)
@@ -224,7 +237,7 @@ class Model:
 
     def sample_nothing(self) -> None:
         """Run what samples the token after a prompt, for no slot. It changes nothing."""
-        logits = torch.zeros(1, self.sampled_vocab, device=self.program.device)
+        logits = torch.zeros(1, self.vocab, device=self.program.device)
         self.sample(Outputs(logits, None), [-1], [-1])
 
     def check_sampling_state(self) -> None:

@@ -123,16 +123,21 @@ def _logprobs_asked(sessions: Sequence[Stepped]) -> int | None:
     return max(asked, default=None)
 
 
-def _bitmask_of(session: Stepped, vocab: int) -> torch.Tensor | None:
-    """Ask for the session's bitmask. Raises InputError: it has another shape or dtype, or allows no token."""
-    words = session.token_bitmask(session.tokens) if session.token_bitmask is not None else None
+def asked_bitmask(function: TokenBitmask, tokens: Sequence[int], vocab: int) -> torch.Tensor | None:
+    """Ask for the bitmask after these tokens. Raises InputError: it has another shape or dtype, or allows no token."""
+    words = function(tokens)
     if words is None:
         return None
     if not isinstance(words, torch.Tensor) or words.dtype != torch.int32 or words.shape != (words_of(vocab),):
         raise InputError(f"a token bitmask is an int32 tensor of {words_of(vocab)} words, got {words!r:.80}")
     if not words.any():
-        raise InputError(f"the token bitmask after {len(session.tokens)} tokens allows no token")
+        raise InputError(f"the token bitmask after {len(tokens)} tokens allows no token")
     return words
+
+
+def _bitmask_of(session: Stepped, vocab: int) -> torch.Tensor | None:
+    function = session.token_bitmask
+    return None if function is None else asked_bitmask(function, session.tokens, vocab)
 
 
 class Logprobs(NamedTuple):
@@ -311,7 +316,7 @@ class DeviceSteps:
         # By number of tokens.
         self._spare: defaultdict[int, list[tuple[torch.Tensor, Mark]]] = defaultdict(list)
         self._later: _LaterTokens | None = None
-        self._vocab = model.sampled_vocab
+        self._vocab = model.vocab
         # Slots of sessions that have a bitmask, or ask for log-probabilities, with what their state `processed` is.
         self._special: dict[int, Processing] = {}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
-from ostinato.runner.model.steps import TokenBitmask
+from ostinato.runner.model.steps import TokenBitmask, asked_bitmask
 from ostinato.runner.sessions.session import Session
 
 from .kept_sessions import KeptSession
@@ -22,8 +22,8 @@ class Answer:
     Attributes:
         request, index: the request, and the number of this answer to it.
         order: number of the request among all; the youngest has the largest.
-        tokens: all tokens that the session gets before it steps: a kept session's history, the prompt, and outputs from before
-            the answer was put back.
+        tokens: all tokens that the session gets before it steps: a kept session's history, the prompt, and outputs that there
+            were when the answer was put back.
         prompt_end: number of tokens before the first output.
         ends: tokens that end the answer.
         left: number of tokens that it may still have.
@@ -56,6 +56,7 @@ class Answer:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     put_back: int = 0
     error: Exception | None = None
+
     @property
     def rest(self) -> int:
         """Number of tokens that the session must get before it steps."""
@@ -66,14 +67,20 @@ class Answer:
         """Whether the next tokens of the prompt need log-probabilities of their own."""
         return self.prompt_logprobs is not None and self.fed < self.prompt_end
 
-    def allowed(self, history: Sequence[int]) -> torch.Tensor | None:
-        """The bitmask's answer. What it raises ends this answer alone, so it is kept, and any token may follow."""
-        assert self.bitmask is not None
-        try:
-            return self.bitmask(history)
-        except Exception as error:
-            self.error = error
-            return None
+    def allowed(self, vocab: int) -> TokenBitmask:
+        """Return a function that gives what the bitmask does. Where that raises, this answer alone must end: the error is
+        kept, and any token may follow."""
+        bitmask = self.bitmask
+        assert bitmask is not None
+
+        def allowed(history: Sequence[int]) -> torch.Tensor | None:
+            try:
+                return asked_bitmask(bitmask, history, vocab)
+            except Exception as error:
+                self.error = error
+                return None
+
+        return allowed
 
     def others(self) -> list[Answer]:
         """The request's further answers, which go on from a fork of this one's session."""

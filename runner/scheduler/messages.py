@@ -108,8 +108,17 @@ class Describe(msgspec.Struct, tag=True):
     id: str
 
 
+class Start(msgspec.Struct, tag=True):
+    """Load an artifact: the first message. `options`: as `Engine.load` has. The reply has `max_seq_len`, `eos_ids` and the
+    number of `sessions`."""
+
+    id: str
+    path: str
+    options: dict[str, Any]
+
+
 class Swap(msgspec.Struct, tag=True):
-    """Put another artifact in the place of the loaded one, when all requests have ended. `options`: as `Engine.load` has."""
+    """Put another artifact in the place of the loaded one, when all requests have ended. See Start."""
 
     id: str
     path: str
@@ -162,20 +171,6 @@ class Reply(msgspec.Struct, tag=True, omit_defaults=True):
     error: Ended | None = None
 
 
-class Loaded(msgspec.Struct, tag=True):
-    """The engine is ready: what a caller in front of it must know.
-
-    Attributes:
-        max_seq_len: the most tokens of prompt and answer together.
-        eos_ids: tokens that end an answer.
-        pid: number of the engine's process.
-    """
-
-    max_seq_len: int
-    eos_ids: list[int]
-    pid: int
-
-
 class Loading(msgspec.Struct, tag=True):
     """Bytes of constants that were loaded, of so many."""
 
@@ -184,8 +179,8 @@ class Loading(msgspec.Struct, tag=True):
 
 
 Command = Rewind | Save | Load | Close | Describe | Swap
-ToEngine = Request | Cancel | Command
-FromEngine = list[Output] | Reply | Loaded | Loading
+ToEngine = Request | Cancel | Start | Command
+FromEngine = list[Output] | Reply | Loading
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

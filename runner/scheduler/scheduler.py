@@ -17,9 +17,9 @@ from ostinato.runner.sessions.session import Session
 from ostinato.runner.sessions.sessions import Sessions
 
 from .answer import Answer, seeded
-from .kept_sessions import KeptSession, KeptSessions
+from .kept_sessions import KeptSessions
 from .messages import CancelledError, Ended, Output, QueueFullError, Request
-from .step_times import StepTimes
+from .step_times import MIN_ROWS, StepTimes
 
 DEFAULT_MAX_WAITING = 1024
 # A prompt that needs more steps than this leaves half of each to those behind it.
@@ -58,7 +58,8 @@ class Scheduler:
     Args:
         sessions: the conversations of a model.
         model: the model.
-        step_times: returns how long steps take. It is called when a prompt rides in a step for the first time.
+        step_times: returns how long steps take, or raises CapacityError if it has no room to measure now. It is called when
+            there are two answers for the first time.
         clock: returns seconds, from which it learns how long steps take.
         max_waiting: the most answers that wait.
 
@@ -100,6 +101,11 @@ class Scheduler:
         return bool(self._decoding or self._prefilling or self._waiting or self._outputs)
 
     @property
+    def has_few_waiting(self) -> bool:
+        """Whether a caller with many requests should add one now: all slots can be filled from those that wait."""
+        return len(self._waiting) < min(self._max_waiting, self._model.program.capacity.slots)
+
+    @property
     def stats(self) -> SchedulerStats:
         stats = self._stats
         stats.waiting, stats.prefilling, stats.decoding = map(len, (self._waiting, self._prefilling, self._decoding))
@@ -122,8 +128,6 @@ class Scheduler:
             self.kept.check_free(request.keep)
         before = len(source.tokens) if source else 0
         request.tokens = token_ids(request.tokens)
-        if request.tokens:
-            self._model.check_tokens(request.tokens)
         length, max_seq_len = before + len(request.tokens), self._model.max_seq_len
         if not length:
             raise InputError("the prompt is empty")
@@ -133,6 +137,8 @@ class Scheduler:
                 f"the prompt has {length} tokens{behind} and leaves no room for an answer in max_seq_len {max_seq_len}: "
                 "shorten it, or export with a larger --max-seq-len"
             )
+        if request.tokens:
+            self._model.check_tokens(request.tokens)
         capacity = self._model.program.capacity
         if request.n > capacity.slots:
             raise CapacityError(
@@ -196,6 +202,8 @@ class Scheduler:
 
     def step(self) -> list[Output]:
         """Run one step of the model for as many requests as have room in it, and return what it gives them."""
+        if self._step_times is None and len(self._waiting) + len(self._prefilling) + len(self._decoding) > 1:
+            self.measure()
         self._admit()
         self._score_a_prompt()
         while self._decoding or self._prefilling:
@@ -225,12 +233,12 @@ class Scheduler:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def close(self) -> None:
-        """End all answers as cancelled, and close all kept sessions."""
-        for answer in list(self._answers()):
-            self._leave(answer)
-            self._end(answer, "cancelled")
-        self.kept.forget_states()
+    def measure(self) -> None:
+        """Find out now how long steps take, not when two requests meet for the first time. Without room it waits for some."""
+        if self._step_times is None:
+            with suppress(CapacityError):
+                self._step_times = self._find_step_times()
+            self._last = None
 
     def _answers(self) -> list[Answer]:
         return [*self._waiting, *self._prefilling, *self._decoding]
@@ -269,13 +277,16 @@ class Scheduler:
         free = self._sessions.free_pages_by_group
         promised = [0] * len(free)
         for one in self._prefilling:
-            for number, (end, now) in enumerate(zip(self._pages_of(len(one.tokens)), self._pages_of(one.fed), strict=True)):
+            for number, (end, now) in enumerate(
+                zip(self._pages_of(len(one.tokens)), self._pages_of(one.fed), strict=True)
+            ):
                 promised[number] += end - now
         wanted = self._pages_of(len(answer.tokens))
+        if answer.source is not None and answer.source.session is not None and not answer.source.session.is_offloaded:
+            wanted = [a - b for a, b in zip(wanted, self._pages_of(len(answer.source.tokens)), strict=True)]
         beside = len(self._decoding) + len(self._prefilling)
         return all(
-            pages >= want + others + beside
-            for pages, want, others in zip(free.values(), wanted, promised, strict=True)
+            pages >= want + others + beside for pages, want, others in zip(free.values(), wanted, promised, strict=True)
         )
 
     def _pages_of(self, tokens: int) -> list[int]:
@@ -301,18 +312,16 @@ class Scheduler:
                 session = source.session.fork()
             answer.fed = session.position
         if session is None:
-            session = self._sessions.open(answer.params, answer.prompt_end)
-            answer.fed = 0
+            session, answer.fed = self._sessions.open(), 0
         answer.session, answer.source = session, None
         if source is not None and source is not answer.kept:
             source.busy = False
         self._sample_so(answer, session)
 
     def _sample_so(self, answer: Answer, session: Session) -> None:
-        if session.sampling_params != answer.params or session.prompt_end_of != answer.prompt_end:
-            session.begin_answer(answer.params, answer.prompt_end)
-        if answer.bitmask is not None or session.token_bitmask is not None:
-            session.token_bitmask = None if answer.bitmask is None else answer.allowed
+        session.begin_answer(answer.params, answer.prompt_end)
+        if answer.bitmask is not None:
+            session.token_bitmask = answer.allowed(self._model.vocab)
 
     def _score_a_prompt(self) -> None:
         """Run a part of the first prompt that needs log-probabilities of its own tokens."""
@@ -367,10 +376,7 @@ class Scheduler:
         return list(parts.items())
 
     def _rows_beside(self, sessions: int) -> int:
-        if self._step_times is None:
-            self._step_times = self._find_step_times()
-            self._last = None
-        return self._step_times.prompt_rows(sessions)
+        return MIN_ROWS if self._step_times is None else self._step_times.prompt_rows(sessions)
 
     def _learn(self, begin: float, rows: int) -> None:
         """Learn how long a step with prompts took. A step that goes ahead returns when the one before it is done."""
@@ -462,6 +468,8 @@ class Scheduler:
         else:
             session.close()
             answer.session, answer.fed = None, 0
+            if answer.prompt_logprobs:
+                answer.prompt_logprobs = []
         self._waiting.appendleft(answer)
 
     def _fail(self, error: BaseException) -> None:
@@ -505,22 +513,19 @@ class Scheduler:
         session, kept, source = answer.session, answer.kept, answer.source
         answer.session = None
         if source is not None:
+            # The answer never began.
             source.busy = False
             if source is kept:
-                # It never began.
                 return
         if kept is None:
             if session is not None:
                 session.close()
-        elif session is None or self.failure is not None:
-            self._keep_tokens(kept, answer)
-        else:
+        elif session is not None and self.failure is None:
             tokens = list(session.tokens)
-            session.begin_answer(None, None)
+            if not session.is_offloaded:
+                session.begin_answer(None, None)
             self.kept.keep(kept, session, tokens)
-
-    def _keep_tokens(self, kept: KeptSession, answer: Answer) -> None:
-        if answer.tokens:
+        elif answer.put_back:
             self.kept.keep(kept, None, answer.tokens)
         else:
             self.kept.drop(kept)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+from ostinato.runner.model.model import Model
+from ostinato.runner.sessions.sessions import Sessions
+
+# The most that a step with prompts should take, by type of device. What a person reads comes at 60 and at 10 tokens a second.
+DEFAULT_MAX_STEP_MS = {"cuda": 16.0, "cpu": 100.0}
 # Rows that a step with prompts has at least, so that prompts end however long a step takes.
 MIN_ROWS = 16
+# Lengths of prompts that are timed where prompts have no buckets: on two cores, more would take seconds.
+_TIMED_ROWS = (16, 64)
 # Weight of a new measurement beside those before it: after 50 steps they have no say.
 _WEIGHT = 0.05
 # A step may take so much longer than foreseen, or shorter, that something else was at work. It then counts as this.
@@ -41,6 +48,36 @@ class StepTimes:
         self._sizes = [size for size in buckets if size <= max_rows] or _sizes(max_rows)
         self._foreseen = list(accumulate(map(self._prompt_ms, self._sizes), max))
         self._factor = 1.0
+
+    @classmethod
+    def measured(
+        cls, sessions: Sessions, model: Model, clock: Callable[[], float], max_step_ms: float | None
+    ) -> StepTimes:
+        """Time prompts, in a session of their own.
+
+        Args:
+            max_step_ms: the most that a step with prompts should take; None: DEFAULT_MAX_STEP_MS of the device.
+
+        Raises:
+            CapacityError: no slot or too few pages are free.
+        """
+        buckets = model.prefill_buckets
+        longest = min(model.max_rows, model.max_chunk, model.max_seq_len - 1)
+        points = []
+        for rows in [rows for rows in buckets or _TIMED_ROWS if rows <= longest] or [longest]:
+            # Tokens that differ: those that are alike go to the same experts.
+            prompt = [7919 * number % model.vocab for number in range(rows)]
+            seconds = []
+            for _ in range(2):
+                with sessions.open() as session:
+                    begin = clock()
+                    session.prefill(prompt)
+                    sessions.step([session])
+                    seconds.append(clock() - begin)
+            points.append((rows, 1e3 * min(seconds)))
+        if max_step_ms is None:
+            max_step_ms = DEFAULT_MAX_STEP_MS[model.program.device.type]
+        return cls(points, max_step_ms, buckets, model.max_rows)
 
     def prompt_rows(self, sessions: int) -> int:
         """Number of rows that prompts may have in a step beside `sessions` sessions."""

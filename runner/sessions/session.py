@@ -37,6 +37,8 @@ class SessionState:
         history: tokens from the caller, and sampled tokens that were taken.
         seen: number of tokens that the model has seen: first those of `history`, then those of `pending`.
         prompt_end: number of the tokens that are the prompt. Those after them are outputs, see `SamplingParams`.
+        answer_begin: the most that `prompt_end` may become; None: outputs begin behind the last prompt. See
+            `Session.begin_answer`.
         pending: sampled tokens that were not taken yet.
         logits: [vocab] after the last token, until a token that was sampled from them is taken.
         logprobs: log-probabilities of the last token, if it was sampled and they were asked for.
@@ -58,6 +60,11 @@ class SessionState:
     written_prompt_end: int | None = None
     pages: list[PageList] = field(default_factory=list)
     writable: int = 0
+    answer_begin: int | None = None
+
+    def prompt_end_of(self, count: int) -> int:
+        """`prompt_end` after a prompt with which the session has `count` tokens."""
+        return count if self.answer_begin is None else min(count, self.answer_begin)
 
 
 class Session:
@@ -117,6 +124,18 @@ class Session:
     @token_bitmask.setter
     def token_bitmask(self, function: TokenBitmask | None) -> None:
         self._owner.set_sampling(self, self._open.sampling_params, function)
+
+    def begin_answer(self, sampling_params: SamplingParams | None, prompt_end: int | None) -> None:
+        """Sample the next tokens by these parameters, for an answer to the first `prompt_end` tokens.
+
+        Of tokens that `prefill` adds, those after the first `prompt_end` are outputs. So an answer goes on as it would have,
+        if its session is made anew from its tokens. None: outputs begin behind the last prompt, as they do in a new session.
+
+        Raises:
+            OptionError: `sampling_params` are something else.
+        """
+        self._owner.set_sampling(self, checked_params(sampling_params), None)
+        self._open.answer_begin = prompt_end
 
     @property
     def logprobs(self) -> TokenLogprobs | None:

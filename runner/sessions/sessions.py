@@ -279,7 +279,7 @@ class Sessions:
         state.history.add(tokens)
         state.seen = len(state.history)
         if tokens:
-            state.logprobs, state.prompt_end = None, state.seen
+            state.logprobs, state.prompt_end = None, state.prompt_end_of(state.seen)
         self.pages.leave(state.pages, state.seen)
 
     @_in_turn
@@ -410,7 +410,7 @@ class Sessions:
         """Write the session's parameters, if they changed, or if what they count changes with the tokens of a prompt."""
         if not prompt and state.written_prompt_end == state.prompt_end:
             return
-        end = len(state.history) + len(prompt) if prompt else state.prompt_end
+        end = state.prompt_end_of(len(state.history) + len(prompt)) if prompt else state.prompt_end
         if state.sampling_params.processes:
             # Tokens that were not taken yet count, too; a prompt takes their place.
             rest = [] if prompt else [pending.tokens()[number] for pending, number in state.pending]
@@ -440,4 +440,5 @@ class Sessions:
             # Without a seed the copy samples other tokens, so its parameters must be written.
             written_prompt_end=None,
             pages=self.pages.share(state.pages, state.seen),
+            answer_begin=state.answer_begin,
         )

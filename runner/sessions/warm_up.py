@@ -10,7 +10,7 @@ from typing import Any
 
 from ostinato.delegate.artifact.names import SAMPLE
 from ostinato.delegate.graphs.state_machine import Phase
-from ostinato.runner.model.batch import LastTokens
+from ostinato.runner.model.batch import LastTokens, Run
 from ostinato.runner.model.buckets import known_buckets
 from ostinato.runner.model.model import Model
 
@@ -51,7 +51,9 @@ class WarmUp:
         return sum(one.pool_bytes for one in self.captured)
 
 
-def warm_up(model: Model, sessions: Sessions, buckets: Sequence[int] | None = None) -> WarmUp:
+def warm_up(
+    model: Model, sessions: Sessions, buckets: Sequence[int] | None = None, beside_sessions: bool = False
+) -> WarmUp:
     """See `Engine.warm_up`."""
     chosen = known_buckets(model.prefill_buckets, buckets)
     if not model.cuda_graph:
@@ -70,6 +72,10 @@ def warm_up(model: Model, sessions: Sessions, buckets: Sequence[int] | None = No
     # The longest first: memory that it leaves free in the graphs' pool is used for the others.
     for bucket in sorted(chosen, reverse=True):
         captured.append(_capture(model, model.prompt_method(bucket), partial(prefill, bucket), bucket))
+        for outputs in model.outputs_beside_prompts(bucket) if beside_sessions else ():
+            # Rows of no session, too.
+            runs = [*[Run(-1)] * (outputs - 1), Run(-1, [0] * (bucket - outputs + 1), 0)]
+            captured.append(_capture(model, model.step_method(bucket), partial(model.step, runs), bucket))
     captured.append(_capture(model, model.step_method(1), step, 1))
     if model.samples:
         captured.append(_capture(model, SAMPLE, model.sample_nothing, 1))

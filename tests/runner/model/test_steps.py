@@ -81,7 +81,7 @@ def test_who_is_sampled_later(capitals_artifact: Path, monkeypatch: pytest.Monke
     """Steps sample from processed logits by themselves. Only a bitmask that is not known before a step is left for later."""
     monkeypatch.setattr(Model, "sample", sample_spy := Spy(Model.sample))
     with Engine.load(capitals_artifact, sessions=3) as engine:
-        vocab = engine.model.sampled_vocab
+        vocab = engine.model.vocab
         options = (HOT, replace(HOT, frequency_penalty=0.5, min_tokens=30), SamplingParams(2.0, seed=8))
         sessions = [engine.open_session(params) for params in options]
         sessions[2].token_bitmask = lambda tokens: bitmask(range(len(tokens), len(tokens) + 40), vocab)
@@ -157,7 +157,7 @@ def test_each_output_counts_once(capitals_artifact: Path, graph: bool) -> None:
             engine.step(sessions[:2])
             engine.step(sessions[:2], prefill={sessions[2]: PROMPT[turn:]})
         for session in sessions[:2]:
-            outputs = torch.tensor(session.tokens[len(PROMPT) :]).bincount(minlength=model.sampled_vocab)
+            outputs = torch.tensor(session.tokens[len(PROMPT) :]).bincount(minlength=model.vocab)
             assert len(session.tokens) == len(PROMPT) + 10
             assert torch.equal(state("output_counts")[session.slot], outputs.int())
         # The token after the prompt is sampled, and not taken.
@@ -201,7 +201,7 @@ def test_an_answer_with_all_there_is(capitals_artifact: Path) -> None:
 def test_a_bitmask_that_is_none(capitals_artifact: Path) -> None:
     with Engine.load(capitals_artifact) as engine, engine.open_session() as session:
         session.prefill(PROMPT)
-        words = words_of(engine.model.sampled_vocab)
+        words = words_of(engine.model.vocab)
         for wrong in (torch.ones(words - 1, dtype=torch.int32), torch.ones(words), [1] * words):
             session.token_bitmask = lambda tokens, wrong=wrong: wrong  # type: ignore[misc]
             with pytest.raises(InputError, match=f"a token bitmask is an int32 tensor of {words} words, got"):
@@ -278,7 +278,7 @@ def test_a_prompt_takes_the_place_of_a_token(capitals_artifact: Path) -> None:
             assert engine.step([session], more=True) == [best]
             session.prefill(PROMPT)
             with pytest.raises(InputError, match=r"values must lie in 0\.\."):
-                session.prefill([second, engine.model.sampled_vocab])
+                session.prefill([second, engine.model.vocab])
             assert engine.step([session]) == [second]
 
 
@@ -318,7 +318,7 @@ def test_host_and_device_keep_the_same_ties(capitals_artifact: Path) -> None:
     found = set()
     with load_program(capitals_artifact) as program:
         model = Model(program, cuda_graph=False)
-        logits = torch.randn(1, model.sampled_vocab, generator=torch.Generator().manual_seed(0)).clamp(max=2)
+        logits = torch.randn(1, model.vocab, generator=torch.Generator().manual_seed(0)).clamp(max=2)
         logits[0, tied] = 3.0
         for seed in range(40):
             params = replace(sampling, seed=seed)

@@ -195,7 +195,7 @@ class Conversations(RuleBasedStateMachine):
             return
         session.params, session.it.sampling_params = params, params
         session.masked = masked
-        session.it.token_bitmask = mask_of(self.engine.model.sampled_vocab) if masked else None
+        session.it.token_bitmask = mask_of(self.engine.model.vocab) if masked else None
 
     @precondition(lambda self: self.sessions)
     @rule(which=st.integers(0))
@@ -246,7 +246,7 @@ class Conversations(RuleBasedStateMachine):
                 loaded = replace(session, it=self.engine.load_session(path), tokens=list(session.tokens))
                 self.sessions.append(loaded)
                 # A bitmask is a function, which no file has. But a token that was begun with it is in the file.
-                loaded.it.token_bitmask = mask_of(self.engine.model.sampled_vocab) if loaded.masked else None
+                loaded.it.token_bitmask = mask_of(self.engine.model.vocab) if loaded.masked else None
             except CapacityError as error:
                 assert re.search(r"sessions are open|are free: close a session", str(error))
 

@@ -1,0 +1,354 @@
+"""`AsyncEngine`: an engine in a process of its own, for any number of asyncio callers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ostinato.delegate.artifact.paths import artifact_paths
+from ostinato.delegate.errors import ClosedError, OstinatoError
+
+from .answer_reader import AnswerReader
+from .engine_channel import LENGTH_BYTES, frame
+from .scheduler.messages import (
+    Cancel,
+    Close,
+    Command,
+    Describe,
+    Load,
+    Loading,
+    Output,
+    Reply,
+    Request,
+    Rewind,
+    Save,
+    Start,
+    Swap,
+    decode_from_engine,
+)
+from .stream import Result
+from .text.tokenizer import Message, Tokenizer
+from .text_request import TextRequest
+
+# How often the process is looked at while somebody waits for it.
+_LOOK_SECONDS = 1.0
+
+
+class EngineProcessError(OstinatoError, RuntimeError):
+    """The engine's process has ended, or is stopped."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What an engine says of itself when it is loaded.
+
+    Attributes:
+        max_seq_len: the most tokens of prompt and answer together.
+        eos_ids: tokens that end an answer.
+        sessions: number of answers that can have a session at a time.
+    """
+
+    max_seq_len: int
+    eos_ids: list[int]
+    sessions: int
+
+
+class AsyncStream(AsyncIterator[str]):
+    """The text of one answer, as it comes. Made by `AsyncEngine.stream`.
+
+    Attributes:
+        result: the answer so far; complete when the last piece was taken.
+    """
+
+    def __init__(self, pieces: AsyncIterator[str], result: Result) -> None:
+        self._pieces = pieces
+        self.result = result
+
+    async def __anext__(self) -> str:
+        return await anext(self._pieces)
+
+    async def aclose(self) -> None:
+        """End the answer here. Its session is given back."""
+        await self._pieces.aclose()  # type: ignore[attr-defined]
+
+
+class AsyncEngine:
+    """An engine in a process of its own. An async context manager: the process begins and ends with it.
+
+    Text is handled in this process: templates, tokens to text, stop strings.
+
+    Args:
+        path: the artifact folder.
+        on_load: function that gets the bytes of constants that are loaded, and of all of them.
+        options: those of `Engine.load`.
+
+    Attributes:
+        limits: what the engine says of itself.
+        tokenizer: the tokenizer of the artifact's folder.
+
+    Raises:
+        OstinatoError: on entering, what `Engine.load` raises.
+
+    >>> async with AsyncEngine("artifact/", sessions=64, cuda_graph=True) as engine:
+    ...     async for piece in engine.stream("What is the capital of France?"):
+    ...         print(piece, end="", flush=True)
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, on_load: Callable[[int, int], None] | None = None, **options: Any
+    ) -> None:
+        self._path, self._options, self._on_load = path, options, on_load
+        self._waiting: dict[str, asyncio.Queue[Output | OstinatoError]] = {}
+        self._replies: dict[str, asyncio.Future[Any]] = {}
+        self._count = 0
+        self._ended: OstinatoError | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._tokenizer: Tokenizer | None = None
+
+    async def __aenter__(self) -> AsyncEngine:
+        artifact_paths(self._path)
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "ostinato.runner.engine_process", str(theirs.fileno())),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._tasks = [asyncio.create_task(self._read(reader)), asyncio.create_task(self._look())]
+        try:
+            await self._take_limits(Start(self.new_id(), str(self._path), self._options))
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def pid(self) -> int:
+        """Number of the engine's process."""
+        assert self._process is not None, "the engine is entered first"
+        return self._process.pid
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer(artifact_paths(self._path)[0].parent)
+        return self._tokenizer
+
+    def stream(self, prompt: str | Sequence[Message], **options: Any) -> AsyncStream:
+        """Return the answer's text as it comes. A character is never split.
+
+        Args:
+            prompt, options: the attributes of `TextRequest`, with one answer.
+
+        Raises:
+            InputError, OptionError, CapacityError: the prompt or an option does not fit; the last, and what only the engine
+                knows, when the first piece is taken.
+            QueueFullError: too many requests wait.
+            EngineProcessError: the engine's process has ended, or is stopped.
+        """
+        asked = TextRequest(prompt=prompt, **options)
+        request = asked.for_scheduler(self.new_id(), self.tokenizer)
+        reader = asked.readers(request, self.tokenizer)[0]
+        return AsyncStream(self._texts(request, [reader]), reader.result)
+
+    async def answer(self, prompt: str | Sequence[Message], **options: Any) -> Result:
+        """Return the whole answer. See `stream`."""
+        stream = self.stream(prompt, **options)
+        async for _ in stream:
+            pass
+        return stream.result
+
+    async def answers(self, prompt: str | Sequence[Message], n: int, **options: Any) -> list[Result]:
+        """Return `n` answers to one prompt, whose beginning is computed once. See `stream`."""
+        asked = TextRequest(prompt=prompt, n=n, **options)
+        request = asked.for_scheduler(self.new_id(), self.tokenizer)
+        readers = asked.readers(request, self.tokenizer)
+        async for _ in self._texts(request, readers):
+            pass
+        return [reader.result for reader in readers]
+
+    async def outputs(self, request: Request) -> AsyncIterator[Output]:
+        """Yield what the scheduler gives a request, token ids. If the iterator is closed before the end, it is cancelled.
+
+        Raises:
+            EngineProcessError: the engine's process has ended, or is stopped.
+        """
+        self._check()
+        arrived: asyncio.Queue[Output | OstinatoError] = asyncio.Queue()
+        self._waiting[request.id] = arrived
+        going_on = request.n
+        try:
+            self._send(request)
+            while going_on:
+                output = await arrived.get()
+                if isinstance(output, OstinatoError):
+                    going_on = 0
+                    raise output
+                going_on -= output.finish_reason is not None
+                yield output
+        finally:
+            del self._waiting[request.id]
+            if going_on and self._ended is None:
+                self._send(Cancel(request.id))
+
+    def new_id(self) -> str:
+        """Name for a `Request` that no other one of this engine has."""
+        self._count += 1
+        return str(self._count)
+
+    async def rewind(self, session: str, position: int) -> None:
+        """Take a kept session back to its first `position` tokens."""
+        await self._ask(Rewind(self.new_id(), session, position))
+
+    async def save_session(self, session: str, path: str | os.PathLike[str]) -> None:
+        """Write a kept session to a file."""
+        await self._ask(Save(self.new_id(), session, str(Path(path).absolute())))
+
+    async def load_session(self, session: str, path: str | os.PathLike[str]) -> int:
+        """Keep the session in a file under this name, and return its number of tokens."""
+        tokens: int = await self._ask(Load(self.new_id(), session, str(Path(path).absolute())))
+        return tokens
+
+    async def close_session(self, session: str) -> None:
+        """Close a kept session."""
+        await self._ask(Close(self.new_id(), session))
+
+    async def describe(self) -> dict[str, Any]:
+        """See `Engine.describe`."""
+        found: dict[str, Any] = await self._ask(Describe(self.new_id()))
+        return found
+
+    async def swap(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """Load another artifact in the place of this one, when all requests that came before have ended."""
+        artifact_paths(path)
+        self._path, self._tokenizer = path, None
+        await self._take_limits(Swap(self.new_id(), str(path), options))
+
+    async def close(self) -> None:
+        """End the engine's process. Requests that go on end with ClosedError."""
+        self._fail(ClosedError("the engine is closed"))
+        for task in self._tasks:
+            task.cancel()
+        if self._process is not None:
+            self._writer.close()
+            try:
+                # It ends when it reads that we are gone: between two steps.
+                await asyncio.wait_for(self._process.wait(), 10)
+            except asyncio.TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+
+    async def _texts(self, request: Request, readers: Sequence[AnswerReader]) -> AsyncIterator[str]:
+        async for output in self.outputs(request):
+            reader = readers[output.index]
+            if not reader.ended and (text := reader.read(output)):
+                yield text
+            if all(one.ended for one in readers):
+                return
+
+    async def _take_limits(self, command: Start | Swap) -> None:
+        self.limits = EngineLimits(**await self._ask(command))
+
+    async def _ask(self, command: Start | Command) -> Any:
+        self._check()
+        reply = self._replies[command.id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(command)
+            return await reply
+        finally:
+            del self._replies[command.id]
+
+    def _check(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+
+    def _send(self, message: Any) -> None:
+        self._writer.write(frame(message))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Hand on the engine's messages, until its process ends."""
+        try:
+            while True:
+                length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
+                self._take(decode_from_engine(await reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            assert self._process is not None
+            self._fail(EngineProcessError(f"the engine's process has ended: {_end_text(await self._process.wait())}"))
+
+    def _take(self, message: list[Output] | Reply | Loading) -> None:
+        if isinstance(message, Loading):
+            if self._on_load is not None:
+                self._on_load(message.done, message.total)
+        elif isinstance(message, Reply):
+            reply = self._replies.get(message.id)
+            if reply is None or reply.done():
+                return
+            if message.error is None:
+                reply.set_result(message.value)
+            else:
+                reply.set_exception(message.error.error())
+        else:
+            for output in message:
+                arrived = self._waiting.get(output.id)
+                if arrived is not None:
+                    arrived.put_nowait(output)
+
+    async def _look(self) -> None:
+        """Tell those who wait if the process is stopped: it would never answer, and nothing else says so."""
+        before = False
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            stopped = _is_stopped(self.pid)
+            if stopped and before:
+                self._tell(
+                    EngineProcessError(f"the engine's process {self.pid} is stopped (SIGSTOP): SIGCONT continues it")
+                )
+            before = stopped
+
+    def _fail(self, error: OstinatoError) -> None:
+        if self._ended is None:
+            self._ended = error
+            self._tell(error)
+
+    def _tell(self, error: OstinatoError) -> None:
+        for arrived in self._waiting.values():
+            arrived.put_nowait(error)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    # The name before it may have any characters.
+    return stat.rpartition(")")[2].split()[0] in "Tt"
+
+
+def _end_text(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}; what it said is on stderr"
+    name = signal.Signals(-status).name
+    return f"killed by {name}" + (" (as the system does when memory runs out)" if name == "SIGKILL" else "")

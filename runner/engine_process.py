@@ -1,0 +1,144 @@
+"""The engine's own process: `AsyncEngine` starts it. It drives a scheduler, and does nothing else.
+
+What drives a GPU shares no interpreter with other work: a thread that holds Python's lock for 5 ms would hold up each step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from .engine import Engine
+from .engine_channel import EngineChannel
+from .scheduler.messages import (
+    Cancel,
+    Close,
+    Command,
+    Describe,
+    Ended,
+    Load,
+    Loading,
+    Output,
+    Reply,
+    Request,
+    Rewind,
+    Save,
+    Start,
+    Swap,
+    ToEngine,
+)
+
+
+class EngineProcess:
+    """Answers the messages of a channel with an engine."""
+
+    def __init__(self, channel: EngineChannel) -> None:
+        self._channel = channel
+        self._engine: Engine | None = None
+        self._done = self._total = 0
+
+    def run(self) -> None:
+        """Answer until the owner is gone."""
+        while self._channel.is_open:
+            for message in self._channel.receive(wait=not self._busy):
+                self._answer(message)
+            if self._busy:
+                self._step()
+
+    @property
+    def _busy(self) -> bool:
+        return self._engine is not None and self._engine.driver.scheduler.busy
+
+    def _step(self) -> None:
+        assert self._engine is not None
+        outputs = self._engine.driver.scheduler.step()
+        if outputs:
+            self._channel.send(outputs)
+
+    def _answer(self, message: ToEngine) -> None:
+        if isinstance(message, Request):
+            try:
+                self._loaded.driver.scheduler.add(message)
+            except Exception as error:
+                ended = Ended.of(error)
+                self._channel.send([Output(message.id, index, (), (), "error", ended) for index in range(message.n)])
+        elif isinstance(message, Cancel):
+            self._loaded.driver.scheduler.cancel(message.id)
+        elif isinstance(message, Start):
+            self._channel.send(self._loaded_message(message))
+        else:
+            try:
+                reply = Reply(message.id, self._run(message))
+            except Exception as error:
+                reply = Reply(message.id, error=Ended.of(error))
+            self._channel.send(reply)
+
+    @property
+    def _loaded(self) -> Engine:
+        assert self._engine is not None, "the first message is Start"
+        return self._engine
+
+    def _run(self, command: Command) -> Any:
+        """Run a command, and return what it asks for, in JSON's types."""
+        engine = self._loaded
+        kept = engine.driver.scheduler.kept
+        match command:
+            case Rewind(_, session, position):
+                kept.rewind(session, position)
+            case Save(_, session, path):
+                kept.save(session, path)
+            case Load(_, session, path):
+                return kept.load(session, path)
+            case Close(_, session):
+                kept.close(session)
+            case Describe():
+                return engine.describe()
+            case Swap(_, path, options):
+                while self._busy:
+                    self._step()
+                engine.swap(path, **options)
+                return self._ready()
+        return None
+
+    def _loaded_message(self, start: Start) -> Reply:
+        """Load the artifact, and capture everything."""
+        try:
+            self._engine = Engine.load(start.path, **start.options, on_load=self._advance, on_total=self._begin)
+            self._engine.warm_up(beside_sessions=True)
+        except Exception as error:
+            return Reply(start.id, error=Ended.of(error))
+        return Reply(start.id, self._ready())
+
+    def _ready(self) -> dict[str, Any]:
+        engine = self._loaded
+        return {"max_seq_len": engine.max_seq_len, "eos_ids": sorted(engine.eos_ids), "sessions": engine.sessions.free}
+
+    def _begin(self, total: int) -> None:
+        self._total = total
+        self._channel.send(Loading(0, total))
+
+    def _advance(self, nbytes: int) -> None:
+        before, self._done = self._done, self._done + nbytes
+        if self._done * 100 // max(self._total, 1) > before * 100 // max(self._total, 1):
+            self._channel.send(Loading(self._done, self._total))
+
+
+def main() -> None:
+    """Answer the owner, whose socket's number is the argument. The process ends when the owner does."""
+    # Ctrl-C in a terminal is the owner's.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What libraries print is not the owner's output.
+    os.dup2(2, 1)
+    channel = EngineChannel(socket.socket(fileno=int(sys.argv[1])))
+    process = EngineProcess(channel)
+    try:
+        process.run()
+    finally:
+        channel.drain()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""`TextRequest`: a prompt and its options, as a caller gives them, on their way to a scheduler's `Request`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ostinato.delegate.sampling_params import SamplingParams
+
+from .answer_reader import AnswerReader
+from .scheduler.messages import Request
+from .sessions.session import check_max_new_tokens, checked_params
+from .stream import DEFAULT_MAX_NEW_TOKENS
+from .text.prompts import encode_prompt
+from .text.stop_strings import checked_stop
+from .text.tokenizer import Message, Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRequest:
+    """A prompt, and how to answer it.
+
+    Attributes:
+        prompt: a question, or the turns of a chat. The chat template is applied.
+        raw: no chat template: go on with the text as it is.
+        chat_template_kwargs: values for the chat template, such as `{"enable_thinking": False}`.
+        max_new_tokens: the most tokens of an answer.
+        sampling_params: how to sample; None: the most likely tokens. With a seed, answer i has the seed + i.
+        ignore_eos: whether to go on past the model's end-of-sequence tokens.
+        stop: strings that end an answer, and are not part of it.
+        n: number of answers.
+        session: a kept session, whose history the prompt follows; None: a new one.
+        keep: name under which the session of the first answer is kept, see `Request.keep`.
+    """
+
+    prompt: str | Sequence[Message]
+    raw: bool = False
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
+    sampling_params: SamplingParams | None = None
+    ignore_eos: bool = False
+    stop: str | Sequence[str] = field(default=())
+    n: int = 1
+    session: str | None = None
+    keep: str | None = None
+
+    def for_scheduler(self, name: str, tokenizer: Tokenizer) -> Request:
+        """Return the same with token ids.
+
+        Raises:
+            InputError: an empty prompt, or one that cannot be encoded.
+            OptionError: a value out of range.
+        """
+        checked_stop(self.stop)
+        tokens = encode_prompt(tokenizer, self.prompt, self.raw, self.chat_template_kwargs)
+        return self.with_tokens(name, tokens)
+
+    def with_tokens(self, name: str, tokens: list[int]) -> Request:
+        """Return the same with these token ids in the place of the prompt. Raises OptionError: a value out of range."""
+        check_max_new_tokens(self.max_new_tokens)
+        return Request(
+            id=name,
+            tokens=tokens,
+            max_tokens=self.max_new_tokens,
+            sampling_params=checked_params(self.sampling_params),
+            ignore_eos=self.ignore_eos,
+            n=self.n,
+            session=self.session,
+            keep=self.keep,
+        )
+
+    def readers(self, request: Request, tokenizer: Tokenizer) -> list[AnswerReader]:
+        """A reader for each of the answers."""
+        return [AnswerReader(len(request.tokens), tokenizer, checked_stop(self.stop)) for _ in range(self.n)]
