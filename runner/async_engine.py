@@ -36,7 +36,7 @@ from .scheduler.messages import (
 )
 from .stream import Result
 from .text.tokenizer import Message, Tokenizer
-from .text_request import TextRequest
+from .text_request import TextRequest, answer_readers
 
 # How often the process is looked at while somebody waits for it.
 _LOOK_SECONDS = 1.0
@@ -168,7 +168,7 @@ class AsyncEngine:
         """
         asked = TextRequest(prompt=prompt, **options)
         request = asked.for_scheduler(self.new_id(), self.tokenizer)
-        reader = asked.readers(request, self.tokenizer)[0]
+        reader = answer_readers(asked, request, self.tokenizer)[0]
         return AsyncStream(self._texts(request, [reader]), reader.result)
 
     async def answer(self, prompt: str | Sequence[Message], **options: Any) -> Result:
@@ -182,7 +182,7 @@ class AsyncEngine:
         """Return `n` answers to one prompt, whose beginning is computed once. See `stream`."""
         asked = TextRequest(prompt=prompt, n=n, **options)
         request = asked.for_scheduler(self.new_id(), self.tokenizer)
-        readers = asked.readers(request, self.tokenizer)
+        readers = answer_readers(asked, request, self.tokenizer)
         async for _ in self._texts(request, readers):
             pass
         return [reader.result for reader in readers]

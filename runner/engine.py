@@ -28,7 +28,7 @@ from .sessions.warm_up import WarmUp, warm_up
 from .stream import DEFAULT_MAX_NEW_TOKENS, Result, Stream
 from .text.prompts import check_prompt, encode_prompt
 from .text.tokenizer import Message, Tokenizer
-from .text_request import TextRequest
+from .text_request import TextRequest, answer_readers
 
 # Rows for snapshots, if the caller does not say how many: one to go back to, and one more.
 DEFAULT_SNAPSHOTS = 2
@@ -295,7 +295,7 @@ class Engine:
         )
         request = asked.for_scheduler(self.driver.new_id(), self.tokenizer)
         self.driver.check(request)
-        (reader,) = asked.readers(request, self.tokenizer)
+        (reader,) = answer_readers(asked, request, self.tokenizer)
         return Stream((text for text, _ in self._read(request, reader) if text), reader.result)
 
     def generate_tokens(
@@ -351,7 +351,7 @@ class Engine:
         def prepared() -> Iterator[Request]:
             for number, asked in enumerate(requests):
                 request = asked.for_scheduler(self.driver.new_id(), tokenizer)
-                readers[request.id] = number, asked.readers(request, tokenizer)
+                readers[request.id] = number, answer_readers(asked, request, tokenizer)
                 yield request
 
         for output in self.driver.outputs_of_all(prepared()):

@@ -70,6 +70,7 @@ class TextRequest:
             keep=self.keep,
         )
 
-    def readers(self, request: Request, tokenizer: Tokenizer) -> list[AnswerReader]:
-        """A reader for each of the answers."""
-        return [AnswerReader(len(request.tokens), tokenizer, checked_stop(self.stop)) for _ in range(self.n)]
+
+def answer_readers(asked: TextRequest, request: Request, tokenizer: Tokenizer) -> list[AnswerReader]:
+    """Return a reader for each answer to what was asked."""
+    return [AnswerReader(len(request.tokens), tokenizer, checked_stop(asked.stop)) for _ in range(asked.n)]

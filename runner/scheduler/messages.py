@@ -14,7 +14,6 @@ import msgspec
 from ostinato.delegate import errors
 from ostinato.delegate.errors import OptionError, OstinatoError, StepError, first_line
 from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
-from ostinato.runner.stream import DEFAULT_MAX_NEW_TOKENS
 
 
 class QueueFullError(OstinatoError, RuntimeError):
@@ -51,7 +50,7 @@ class Request(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
 
     id: str
     tokens: list[int]
-    max_tokens: int = DEFAULT_MAX_NEW_TOKENS
+    max_tokens: int
     sampling_params: SamplingParams = SamplingParams()
     ignore_eos: bool = False
     n: int = 1
