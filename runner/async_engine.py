@@ -261,8 +261,13 @@ class AsyncEngine:
     async def _texts(self, request: Request, readers: Sequence[AnswerReader]) -> AsyncIterator[str]:
         async for output in self.outputs(request):
             reader = readers[output.index]
-            if not reader.ended and (text := reader.read(output)):
+            if reader.ended:
+                continue
+            if text := reader.read(output):
                 yield text
+            if reader.ended and output.finish_reason is None:
+                # A stop string has ended it.
+                self._send(Cancel(output.id, output.index))
             if all(one.ended for one in readers):
                 return
 

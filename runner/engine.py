@@ -346,17 +346,22 @@ class Engine:
             InputError, OptionError: a prompt or an option that `generate` does not take, when it is taken.
         """
         tokenizer = self.tokenizer
-        readers: dict[str, tuple[int, list[AnswerReader]]] = {}
+        readers: dict[str, tuple[int, dict[int, AnswerReader]]] = {}
 
         def prepared() -> Iterator[Request]:
             for number, asked in enumerate(requests):
                 request = asked.for_scheduler(self.driver.new_id(), tokenizer)
-                readers[request.id] = number, answer_readers(asked, request, tokenizer)
+                readers[request.id] = number, dict(enumerate(answer_readers(asked, request, tokenizer)))
                 yield request
 
         for output in self.driver.outputs_of_all(prepared()):
             number, answers = readers[output.id]
             reader = answers[output.index]
+            if output.finish_reason is not None:
+                # The scheduler's last word on this answer.
+                del answers[output.index]
+                if not answers:
+                    del readers[output.id]
             if reader.ended:
                 continue
             try:
@@ -364,9 +369,9 @@ class Engine:
             except OstinatoError as error:
                 reader.result.error = str(error)
             if reader.ended:
-                if all(answer.ended for answer in answers):
-                    self.driver.cancel(output.id)
-                    del readers[output.id]
+                if output.finish_reason is None:
+                    # A stop string has ended it.
+                    self.driver.cancel(output.id, output.index)
                 yield number, output.index, reader.result
 
     def swap(self, path: str | PathLike[str], **options: Any) -> None:

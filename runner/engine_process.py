@@ -66,7 +66,7 @@ class EngineProcess:
                 ended = Ended.of(error)
                 self._channel.send([Output(message.id, index, (), (), "error", ended) for index in range(message.n)])
         elif isinstance(message, Cancel):
-            self._loaded.driver.scheduler.cancel(message.id)
+            self._loaded.driver.scheduler.cancel(message.id, message.index)
         elif isinstance(message, Start):
             self._channel.send(self._loaded_message(message))
         else:

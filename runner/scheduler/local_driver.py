@@ -99,10 +99,10 @@ class LocalDriver:
                     self.scheduler.cancel(name)
                     del self._arrived[name]
 
-    def cancel(self, name: str) -> None:
+    def cancel(self, name: str, index: int) -> None:
         """See `Scheduler.cancel`."""
         with self.lock:
-            self.scheduler.cancel(name)
+            self.scheduler.cancel(name, index)
 
     def finish(self) -> None:
         """Run steps until all requests have ended."""

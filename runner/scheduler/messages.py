@@ -65,9 +65,10 @@ class Request(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
 
 
 class Cancel(msgspec.Struct, tag=True):
-    """End a request. Its answers end with the finish_reason "cancelled"."""
+    """End the answers of a request, or one of them. They end with the finish_reason "cancelled"."""
 
     id: str
+    index: int | None = None
 
 
 class Rewind(msgspec.Struct, tag=True):

@@ -194,30 +194,28 @@ class Scheduler:
             )
         )
 
-    def cancel(self, name: str) -> None:
-        """End the answers of the request with this id, if there are any. Their slots and pages are free then."""
-        for answer in [one for one in self._answers() if one.request.id == name]:
+    def cancel(self, name: str, index: int | None = None) -> None:
+        """End the answers of the request with this id, or one of them, as far as they go on. Their slots and pages are free
+        then."""
+        for answer in [*self._waiting, *self._prefilling, *self._decoding]:
+            if answer.request.id != name or index not in (None, answer.index):
+                continue
             self._leave(answer)
             self._end(answer, "cancelled")
 
     def step(self) -> list[Output]:
         """Run one step of the model for as many requests as have room in it, and return what it gives them."""
-        if self._step_times is None and len(self._waiting) + len(self._prefilling) + len(self._decoding) > 1:
-            self.measure()
-        self._admit()
-        self._score_a_prompt()
+        if self._waiting:
+            if self._step_times is None and len(self._waiting) + len(self._prefilling) + len(self._decoding) > 1:
+                self.measure()
+            self._admit()
+        if self._prefilling:
+            self._score_a_prompt()
         while self._decoding or self._prefilling:
-            parts = self._parts()
+            parts = self._parts() if self._prefilling else ()
             begin = self._clock()
             try:
-                tokens = self._sessions.step(
-                    [answer.session for answer in self._decoding],  # type: ignore[misc]
-                    more=any(answer.left > 1 for answer in self._decoding),
-                    prefill={
-                        answer.session: answer.tokens[answer.fed : answer.fed + count]  # type: ignore[misc]
-                        for answer, count in parts
-                    },
-                )
+                tokens = self._step_model(parts)
             except CapacityError as error:
                 self._make_room(error)
                 continue
@@ -226,12 +224,23 @@ class Scheduler:
                 if not isinstance(error, Exception):
                     raise
                 break
-            self._learn(begin, sum(count for _, count in parts))
+            self._learn(begin, parts)
             self._take(tokens)
-            self._took_prompts(parts)
+            if parts:
+                self._took_prompts(parts)
             break
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _step_model(self, parts: Sequence[tuple[Answer, int]]) -> list[int]:
+        """Run prompts, and return the next token of each answer that decodes."""
+        prefill = {
+            answer.session: answer.tokens[answer.fed : answer.fed + count]  # type: ignore[misc]
+            for answer, count in parts
+        }
+        sessions = [answer.session for answer in self._decoding]
+        more = any(answer.left > 1 for answer in self._decoding)
+        return self._sessions.step(sessions, more, prefill)  # type: ignore[arg-type]
 
     def measure(self) -> None:
         """Find out now how long steps take, not when two requests meet for the first time. Without room it waits for some."""
@@ -239,9 +248,6 @@ class Scheduler:
             with suppress(CapacityError):
                 self._step_times = self._find_step_times()
             self._last = None
-
-    def _answers(self) -> list[Answer]:
-        return [*self._waiting, *self._prefilling, *self._decoding]
 
     def _admit(self) -> None:
         """Give waiting answers a session, the oldest first, while there is room."""
@@ -378,9 +384,10 @@ class Scheduler:
     def _rows_beside(self, sessions: int) -> int:
         return MIN_ROWS if self._step_times is None else self._step_times.prompt_rows(sessions)
 
-    def _learn(self, begin: float, rows: int) -> None:
+    def _learn(self, begin: float, parts: Sequence[tuple[Answer, int]]) -> None:
         """Learn how long a step with prompts took. A step that goes ahead returns when the one before it is done."""
         now, last, count = self._clock(), self._last, len(self._decoding)
+        rows = sum(count for _, count in parts)
         if self._sessions.steps.goes_ahead:
             if last is not None and last[1] and count and self._step_times is not None:
                 self._step_times.took(last[0], last[1], 1e3 * (now - last[2]))
