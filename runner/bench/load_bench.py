@@ -284,7 +284,8 @@ async def _measure(
     if load.rate is None:
         await asyncio.gather(*(caller(number) for number in range(load.concurrency or 0)))
     else:
-        going_on, due = [], begin
+        going_on: list[asyncio.Task[None]] = []
+        due = begin
         while (conversation := take()) is not None:
             # Times are counted from the begin, so that one that is late does not make the others late.
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
