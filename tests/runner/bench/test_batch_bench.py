@@ -198,7 +198,10 @@ def test_save_and_plot(bench: Bench, capitals_artifact: Path, tmp_path: Path) ->
             "--sampling has 'heat', which is none of temperature, top_k, top_p,",
         ),
         (["--batch", "2", "--sampling", '{"top_k": -1}'], "top_k must be 0 (off) or more, got -1"),
-        (["--sampling", "{}"], "--sampling says how the sessions of --batch sample: give --batch, too"),
+        (
+            ["--sampling", "{}"],
+            "--sampling says how the sessions of --batch and of --load sample: give one of these, too",
+        ),
         (["--batch", "0,2"], "--batch takes numbers of sessions from 1 on, and needs a prompt (-p) and an answer (-n)"),
         (["--batch", "2", "-p", "0"], "--batch takes numbers of sessions from 1 on, and needs a prompt (-p)"),
         (["--batch", "2", "-n", "0"], "--batch takes numbers of sessions from 1 on, and needs a prompt (-p)"),
