@@ -90,7 +90,7 @@ class SamplingParams:
             if not isinstance(value, kind) and not (value is None and item.default is None):
                 what = "a number" if kind is Real else "a whole number"
                 raise OptionError(f"{item.name} must be {what}, got {value!r}")
-            if kind is Real and isinstance(value, Integral) and abs(value) > MAX_FLOAT32:
+            if kind is Real and isinstance(value, int) and abs(value) > MAX_FLOAT32:
                 raise OptionError(f"{item.name} must be a number that float32 holds, got {value}")
         if not 0 <= self.temperature < float("inf"):
             raise OptionError(f"temperature must be a number of 0 or more, got {self.temperature}")

@@ -349,8 +349,8 @@ class Engine:
     def generate_each(self, requests: Iterable[TextRequest]) -> Iterator[tuple[int, int, Result]]:
         """Answer requests, and yield each answer when it has ended: the request's number, the answer's, and the result.
 
-        Requests are taken from the iterator as there is room for them. One that `generate` does not take has one result, whose
-        `finish_reason` is "error".
+        Requests are taken from the iterator as there is room for them. One that `generate` does not take has one result,
+        whose `finish_reason` is "error".
         """
         tokenizer = self.tokenizer
         readers: dict[str, tuple[int, dict[int, AnswerReader]]] = {}

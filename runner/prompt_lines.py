@@ -233,8 +233,8 @@ def _message(message: object) -> dict[str, Any]:
         raise InputError(f"a message is an object with role and content, got {message!r}")
     content = message.get("content")
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        content = "".join(texts) if len(texts) == len(content) else None
     if not isinstance(content, str):
         raise InputError(f"a message's content is text, got {message.get('content')!r}")
     return {**message, "content": content}

@@ -182,7 +182,7 @@ def main(arguments: argparse.Namespace) -> int:
         return run_lines(arguments, params)
     prompts = _prompts(arguments.prompts, arguments.raw)
     # With buckets, the few prompts of this process would be padded and never captured.
-    with loaded_engine(arguments, capacity_of, prefill_buckets=()) as engine:
+    with load_engine(arguments, capacity_of, prefill_buckets=()) as engine:
         result = Result()
         for prompt in prompts:
             messages.append({"role": "user", "content": prompt})
@@ -193,7 +193,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def loaded_engine(
+def load_engine(
     arguments: argparse.Namespace,
     capacity: Callable[[argparse.Namespace], CapacityOptions],
     prefill_buckets: Sequence[int] | None,

@@ -20,7 +20,7 @@ from ostinato.runner.prompt_lines import Defaults, PromptLine, checked_ids, line
 from ostinato.runner.stream import Result
 from ostinato.runner.text_request import TextRequest
 
-from .run import FRACTION_FOR_LINES, SESSIONS_FOR_LINES, capacity_of, loaded_engine, say
+from .run import FRACTION_FOR_LINES, SESSIONS_FOR_LINES, capacity_of, load_engine, say
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -59,7 +59,7 @@ def run_lines(arguments: argparse.Namespace, params: SamplingParams) -> int:
         progress = Progress(len(ids), len(ids) - left)
         del ids
         if left:
-            with loaded_engine(arguments, _capacity, prefill_buckets=None) as engine:
+            with load_engine(arguments, _capacity, prefill_buckets=None) as engine:
                 if arguments.cuda_graph:
                     engine.warm_up(beside_sessions=True)
                 model = artifact_paths(arguments.artifact)[0].resolve().parent.name

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from ostinato.delegate.errors import ClosedError, StepError
 from ostinato.runner import Engine
 from ostinato.runner.cli import main
+from ostinato.runner.commands.run_lines import Progress
 from ostinato.runner.stream import Result
 
 from ...conftest import Fails
@@ -138,7 +141,9 @@ def test_both_forms(run: Runs, engine: Engine) -> None:
     body = found["completion"]["response"]["body"]
     assert (body["object"], body["usage"]) == ("text_completion", usage)
     assert body["choices"] == [{"index": 0, "text": "Lima", "logprobs": None, "finish_reason": "stop"}]
-    assert len(found) == 6 and run.err.splitlines()[-1].startswith(f"6 requests, {6 * usage['completion_tokens']} tokens")
+    assert len(found) == 6 and run.err.splitlines()[-1].startswith(
+        f"6 requests, {6 * usage['completion_tokens']} tokens"
+    )
 
 
 def test_options_of_lines_and_of_the_command_line(run: Runs, engine: Engine) -> None:
@@ -181,13 +186,15 @@ def test_options_of_lines_and_of_the_command_line(run: Runs, engine: Engine) -> 
 def test_several_answers_and_logprobs(run: Runs, engine: Engine) -> None:
     """Those that a stop string ends, too: the others go on."""
     ask = question("Oman")
-    sampled = {"n": 3, "temperature": 20.0, "seed": 1, "max_tokens": 12}
+    sampled: dict[str, Any] = {"n": 3, "temperature": 20.0, "seed": 1, "max_tokens": 12}
     run.write(
         {"id": "n", "prompt": ask, **sampled},
         {"id": "n stop", "prompt": ask, **sampled, "stop": ["a", "e"]},
         {"id": "logprobs", "prompt": ask, "logprobs": 2, "prompt_logprobs": 0},
         batch("n chat", messages=[{"role": "user", "content": ask}], logprobs=True, top_logprobs=2, **sampled),
-        batch("n completion", COMPLETION, prompt=engine.tokenizer.render([{"role": "user", "content": ask}]), logprobs=1),
+        batch(
+            "n completion", COMPLETION, prompt=engine.tokenizer.render([{"role": "user", "content": ask}]), logprobs=1
+        ),
     )
     found = run("--sessions", 4)
     choices = found["n"]["choices"]
@@ -316,6 +323,33 @@ def test_many_lines_in_any_order(run: Runs, engine: Engine) -> None:
     run.write(*lines[::-1])
     run("--sessions", 3)
     assert sorted(run.output.read_text().splitlines()) == first
+
+
+def test_answers_that_are_cut(run: Runs) -> None:
+    """max_seq_len and the pages end an answer as its length does, which OpenAI calls the same."""
+    run.write({"id": "own", "prompt": question("Peru")}, batch("chat"))
+    for words, reason in ((["--kv-tokens", 64], "kv_tokens"), ([], "max_seq_len")):
+        found = run("--sessions", 1, "--ignore-eos", "--max-new-tokens", 1000, *words)
+        assert found["own"]["finish_reason"] == reason
+        assert found["chat"]["response"]["body"]["choices"][0]["finish_reason"] == "length"
+        assert content(found["chat"]) == found["own"]["text"]
+        run.output.unlink()
+
+
+def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Progress(total=3, before=1) as progress:
+            progress.ended(5)
+            progress.ended(7)
+        shown = stream.getvalue()
+        assert ("1/3" in shown) == stream.isatty() == bool(shown)
+        assert progress.summary(0).startswith("2 requests, 12 tokens in ")
+        assert progress.summary(1).endswith(" tokens/s | 1 were answered before | 1 lines have an error")
 
 
 def test_standard_output(run: Runs, capsys: pytest.CaptureFixture[str], capitals_artifact: Path) -> None:
