@@ -46,12 +46,10 @@ class AnswersFile:
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             if stat.S_ISREG(os.fstat(self._file).st_mode):
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock(path)
                 self._read(path)
         except BaseException as error:
             self.close()
-            if isinstance(error, BlockingIOError):
-                raise OptionError(f"--output {path}: another process writes to it") from error
             if isinstance(error, OSError):
                 raise OptionError(f"--output {path}: cannot be written: {error.strerror}") from error
             raise
@@ -79,6 +77,16 @@ class AnswersFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _lock(self, path: Path) -> None:
+        assert self._file is not None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OptionError(f"--output {path}: another process writes to it") from error
+        except OSError:
+            # Some file systems have no locks.
+            pass
 
     def _read(self, path: Path) -> None:
         assert self._file is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import codecs
 import io
 import json
 import signal
@@ -17,7 +19,8 @@ import pytest
 from ostinato.delegate.errors import ClosedError, StepError
 from ostinato.runner import Engine
 from ostinato.runner.cli import main
-from ostinato.runner.commands.run_lines import Progress
+from ostinato.runner.commands.run import FRACTION_FOR_LINES, add_arguments
+from ostinato.runner.commands.run_lines import Progress, _capacity
 from ostinato.runner.stream import Result
 
 from ...conftest import Fails
@@ -41,12 +44,13 @@ class Runs:
     """Runs of the command in this process, on `questions.jsonl` and `answers.jsonl` of one folder.
 
     Attributes:
+        artifact: the artifact.
         err: stderr of the last run.
     """
 
     def __init__(self, folder: Path, artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.source, self.output = folder / "questions.jsonl", folder / "answers.jsonl"
-        self._artifact, self._capsys = artifact, capsys
+        self.artifact, self._capsys = artifact, capsys
         self.err = ""
 
     def write(self, *lines: object) -> None:
@@ -55,7 +59,7 @@ class Runs:
         self.source.write_text("".join(f"{text}\n" for text in texts))
 
     def words(self, *words: object) -> list[str]:
-        return list(map(str, ["run", self._artifact, "--prompts", self.source, "--output", self.output, *words]))
+        return list(map(str, ["run", self.artifact, "--prompts", self.source, "--output", self.output, *words]))
 
     def __call__(self, *words: object, status: int = 0) -> dict[Any, dict[str, Any]]:
         """Run; return the output's lines by id."""
@@ -101,6 +105,8 @@ def test_both_forms(run: Runs, engine: Engine) -> None:
         batch("parts", messages=parts, user="somebody", stream=False, stop=None),
         batch("completion", COMPLETION, prompt=rendered),
     )
+    # As some editors write it.
+    run.source.write_bytes(codecs.BOM_UTF8 + run.source.read_bytes().replace(b"\n", b"\r\n"))
     found = run()
     asked = engine.generate(turns)
     assert "".join(asked) == "Lima"
@@ -350,6 +356,21 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ("1/3" in shown) == stream.isatty() == bool(shown)
         assert progress.summary(0).startswith("2 requests, 12 tokens in ")
         assert progress.summary(1).endswith(" tokens/s | 1 were answered before | 1 lines have an error")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(run: Runs, capitals_cuda: Path) -> None:
+    """With graphs of steps that prompts ride in, captured before the first line."""
+    run.artifact = capitals_cuda
+    run.write(*({"id": f"{country} {i}", "prompt": question(country)} for i in range(20) for country in COUNTRIES))
+    found = run("--cuda_graph", "--gpu-memory-fraction", 0.05)
+    assert {name: line["text"] for name, line in found.items()} == {
+        f"{country} {i}": city for i in range(20) for country, city in COUNTRIES.items()
+    }
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    chosen = _capacity(parser.parse_args([str(capitals_cuda)]))
+    assert (chosen.sessions, chosen.gpu_memory_fraction) == (None, FRACTION_FOR_LINES)
 
 
 def test_standard_output(run: Runs, capsys: pytest.CaptureFixture[str], capitals_artifact: Path) -> None:
