@@ -109,17 +109,7 @@ def processing_tensors(
     Raises:
         OptionError: a token of `logit_bias` or `stop_token_ids` out of range, or more than MAX_BIASES of them.
     """
-    biases = [(token, value, NEVER_ENDS) for token, value in (params.logit_bias or {}).items()]
-    if params.min_tokens:
-        stops = sorted(params.ends(eos_ids))
-        biases += [(token, -torch.inf, prompt_end + params.min_tokens) for token in stops]
-    if len(biases) > MAX_BIASES:
-        raise OptionError(
-            f"logit_bias and the tokens that min_tokens forbids are {len(biases)} together, {MAX_BIASES} at most"
-        )
-    wrong = [token for token, _, _ in biases if not 0 <= token < vocab]
-    if wrong:
-        raise OptionError(f"logit_bias and stop_token_ids take tokens of 0 to {vocab - 1}, got {wrong[0]}")
+    biases = checked_biases(params, prompt_end, vocab, eos_ids)
     tokens, values, ends = zip(*sorted(biases), *[(0, 0.0, 0)] * (MAX_BIASES - len(biases)), strict=True)
     counts = np.bincount(np.array(history[prompt_end:], np.int64), minlength=vocab).astype(np.int32)
     repetition, presence, frequency = (
@@ -138,6 +128,24 @@ def processing_tensors(
         torch.tensor([ends]),
         (every if allowed_tokens is None else allowed_tokens)[None],
     )
+
+
+def checked_biases(
+    params: SamplingParams, prompt_end: int, vocab: int, eos_ids: Collection[int]
+) -> list[tuple[int, float, int]]:
+    """Return tokens, what is added to their logits, and up to which position. See `processing_tensors`."""
+    biases = [(token, value, NEVER_ENDS) for token, value in (params.logit_bias or {}).items()]
+    if params.min_tokens:
+        end = min(prompt_end + params.min_tokens, NEVER_ENDS)
+        biases += [(token, -torch.inf, end) for token in sorted(params.ends(eos_ids))]
+    if len(biases) > MAX_BIASES:
+        raise OptionError(
+            f"logit_bias and the tokens that min_tokens forbids are {len(biases)} together, {MAX_BIASES} at most"
+        )
+    wrong = [token for token, _, _ in biases if not 0 <= token < vocab]
+    if wrong:
+        raise OptionError(f"logit_bias and stop_token_ids take tokens of 0 to {vocab - 1}, got {wrong[0]}")
+    return biases
 
 
 def bitmask(tokens: Sequence[int], vocab: int) -> Tensor:

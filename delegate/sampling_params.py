@@ -90,6 +90,8 @@ class SamplingParams:
             if not isinstance(value, kind) and not (value is None and item.default is None):
                 what = "a number" if kind is Real else "a whole number"
                 raise OptionError(f"{item.name} must be {what}, got {value!r}")
+            if kind is Real and isinstance(value, int) and abs(value) > MAX_FLOAT32:
+                raise OptionError(f"{item.name} must be a number that float32 holds, got {value}")
         if not 0 <= self.temperature < float("inf"):
             raise OptionError(f"temperature must be a number of 0 or more, got {self.temperature}")
         if self.top_k < 0:
@@ -117,7 +119,7 @@ class SamplingParams:
         if self.logit_bias is not None:
             try:
                 bias = {int(token): float(value) for token, value in self.logit_bias.items()}
-            except (AttributeError, TypeError, ValueError):
+            except (AttributeError, TypeError, ValueError, OverflowError):
                 raise OptionError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}") from None
             if not all(-MAX_BIAS <= value <= MAX_BIAS for value in bias.values()):
                 raise OptionError(f"logit_bias must be -100 to 100 for each token, got {self.logit_bias!r}")

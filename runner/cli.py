@@ -36,7 +36,8 @@ class _PrintVersion(argparse.Action):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Exit status: 0 done, 2 an error in the arguments or the files, 130 interrupted."""
+    """Run one command. Exit status: 0 done, 1 a part has an error (see `run`), 2 an error in the arguments or the files, 130
+    interrupted."""
     _prepare_streams()
     try:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 
 from ostinato.delegate import Program, load_program
 from ostinato.delegate.artifact.paths import artifact_paths
-from ostinato.delegate.errors import OstinatoError
+from ostinato.delegate.errors import OptionError, OstinatoError
 from ostinato.delegate.sampling_params import SamplingParams
 
 from .answer_reader import AnswerReader
@@ -333,28 +334,36 @@ class Engine:
         Args:
             options: the other attributes of `TextRequest` but `n`, for all of them.
 
+        A prompt that `generate` does not take is no error: its result's `finish_reason` is "error", and `error` says why.
+
         Raises:
-            InputError, OptionError: a prompt or an option that `generate` does not take. A prompt that is too long is no
-                error: its result's `finish_reason` is "error", and `error` says why.
+            OptionError: an option that `generate` does not take.
         """
         asked = [TextRequest(prompt=prompt, **options) for prompt in prompts]
         found = {number: result for number, _, result in self.generate_each(asked)}
+        for result in found.values():
+            if result.error_type == OptionError.__name__:
+                raise OptionError(result.error)
         return [found[number] for number in range(len(asked))]
 
     def generate_each(self, requests: Iterable[TextRequest]) -> Iterator[tuple[int, int, Result]]:
         """Answer requests, and yield each answer when it has ended: the request's number, the answer's, and the result.
 
-        Requests are taken from the iterator as there is room for them.
-
-        Raises:
-            InputError, OptionError: a prompt or an option that `generate` does not take, when it is taken.
+        Requests are taken from the iterator as there is room for them. One that `generate` does not take has one result,
+        whose `finish_reason` is "error".
         """
         tokenizer = self.tokenizer
         readers: dict[str, tuple[int, dict[int, AnswerReader]]] = {}
+        refused = deque[tuple[int, int, Result]]()
 
         def prepared() -> Iterator[Request]:
             for number, asked in enumerate(requests):
-                request = asked.for_scheduler(self.driver.new_id(), tokenizer)
+                try:
+                    request = asked.for_scheduler(self.driver.new_id(), tokenizer)
+                    self.driver.check(request)
+                except OstinatoError as error:
+                    refused.append((number, 0, _failed(Result(), error)))
+                    continue
                 readers[request.id] = number, dict(enumerate(answer_readers(asked, request, tokenizer)))
                 yield request
 
@@ -371,12 +380,15 @@ class Engine:
             try:
                 reader.read(output)
             except OstinatoError as error:
-                reader.result.error = str(error)
+                _failed(reader.result, error)
+            while refused:
+                yield refused.popleft()
             if reader.ended:
                 if output.finish_reason is None:
                     # A stop string has ended it.
                     self.driver.cancel(output.id, output.index)
                 yield number, output.index, reader.result
+        yield from refused
 
     def swap(self, path: str | PathLike[str], **options: Any) -> None:
         """Load another artifact in the place of this one, when all requests have ended. Its sessions are closed.
@@ -427,3 +439,9 @@ class Engine:
             result.methods = self.model.method_stats
             stats = self.program.stats
             result.constants = {"count": stats.constants, "shared": stats.shared, "bytes_saved": stats.bytes_saved}
+
+
+def _failed(result: Result, error: OstinatoError) -> Result:
+    """Return the result of an answer that has ended with an error."""
+    result.finish_reason, result.error, result.error_type = "error", str(error), type(error).__name__
+    return result

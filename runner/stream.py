@@ -18,10 +18,11 @@ class Result:
     """An answer, as far as it has come.
 
     `finish_reason`: "stop" (end-of-sequence token, one of `stop_token_ids`, or a stop string), "length" (`max_new_tokens`),
-    "max_seq_len", "kv_tokens" (no more pages), "cancelled", "error" (then `error` says which) or "interrupted". `tokens` ends
-    with the token that ended the answer, and `text` leaves it out. `logprobs` has a record for each of `tokens`, and
-    `prompt_logprobs` one for each of the prompt's tokens and None for the first, if the parameters asked for them. Prefill
-    times include the sampling of the first token; decode times are of every token after it.
+    "max_seq_len", "kv_tokens" (no more pages), "cancelled", "error" (then `error` says which, and `error_type` is the name of
+    its class) or "interrupted". `tokens` ends with the token that ended the answer, and `text` leaves it out. `logprobs` has
+    a record for each of `tokens`, and `prompt_logprobs` one for each of the prompt's tokens and None for the first, if the
+    parameters asked for them. Prefill times include the sampling of the first token; decode times are of every token after
+    it.
     """
 
     text: str = ""
@@ -33,6 +34,7 @@ class Result:
     decode_seconds: float = 0.0
     finish_reason: str = "interrupted"
     error: str | None = None
+    error_type: str | None = None
     methods: dict[str, dict[str, Any]] = field(default_factory=dict)
     constants: dict[str, int] = field(default_factory=dict)
 

@@ -1,7 +1,8 @@
 """Answer a prompt with an artifact, or several prompts as the turns of one conversation.
 
 stdout gets only the answers (or one JSON object for each, on a line of its own); progress, figures and errors go to stderr.
-Exit status: 0 done, 2 an error in the arguments or the files, 130 interrupted.
+With --prompts, a file of prompts is answered with many sessions at once, see "A file of prompts" in runner/README.md.
+Exit status: 0 done, 1 some lines of --prompts have an error, 2 an error in the arguments or the files, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from ostinato.delegate.capacity import CapacityOptions
     from ostinato.runner.engine import Engine
 
+# What --prompts makes room for on a CPU, and on a GPU, if the user does not say it.
+SESSIONS_FOR_LINES = 16
+FRACTION_FOR_LINES = 0.9
+
 NO_GRAPH_NOTE = (
     "note: this artifact runs on the CPU, where there is no graph for --cuda_graph to capture: the same phases and checks, "
     "no gain"
@@ -52,6 +57,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="the same from a file in UTF-8 (here and from standard input, without the line end at its end)",
+    )
+    parser.add_argument(
+        "--prompts",
+        dest="prompt_lines",
+        type=Path,
+        metavar="FILE",
+        help="a file of prompts to answer, in JSON Lines: requests of OpenAI's batch format, or objects with id, prompt or "
+        "messages, and options. The options given here are for lines that do not say them. Without --sessions and "
+        f"--gpu-memory-fraction, {SESSIONS_FOR_LINES} sessions on a CPU, and on a GPU as many as {FRACTION_FOR_LINES} of its "
+        "free memory holds",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the file to which --prompts adds its answers, a line for each as it ends (default: standard output). Prompts "
+        "that it has answers to are not asked again, so the same command goes on after an interruption",
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message, which says how to answer")
     parser.add_argument(
@@ -142,10 +164,48 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if not arguments.prompts:
-        arguments.usage_error("give a prompt: --prompt TEXT, --prompt - or --prompt-file FILE")
+    if arguments.prompt_lines is not None:
+        for prompt in arguments.prompts or ():
+            option = "--prompt-file" if isinstance(prompt, Path) else "--prompt"
+            raise OptionError(f"{option} is for one conversation, --prompts for a file of prompts: give one of the two")
+    elif arguments.output is not None:
+        raise OptionError("--output is for the answers to --prompts: give both, or redirect standard output")
+    elif not arguments.prompts:
+        arguments.usage_error("give a prompt: --prompt TEXT, --prompt -, --prompt-file FILE or --prompts FILE")
     params = SamplingParams(**{item.name: getattr(arguments, item.name) for item in fields(SamplingParams)})
-    messages, prompts = _messages(arguments), _prompts(arguments.prompts, arguments.raw)
+    messages = _messages(arguments)
+    if arguments.prompt_lines is not None:
+        # Imported here: it imports torch.
+        with long_imports():
+            from .run_lines import run_lines
+
+        return run_lines(arguments, params)
+    prompts = _prompts(arguments.prompts, arguments.raw)
+    # With buckets, the few prompts of this process would be padded and never captured.
+    with load_engine(arguments, capacity_of, prefill_buckets=()) as engine:
+        result = Result()
+        for prompt in prompts:
+            messages.append({"role": "user", "content": prompt})
+            result = _answer(engine, messages, arguments, params, result)
+            if result.finish_reason == "interrupted":
+                return 130
+            messages.append({"role": "assistant", "content": result.text})
+    return 0
+
+
+def load_engine(
+    arguments: argparse.Namespace,
+    capacity: Callable[[argparse.Namespace], CapacityOptions],
+    prefill_buckets: Sequence[int] | None,
+) -> Engine:
+    """Return the artifact's engine with its tokenizer, and show how loading goes on.
+
+    Args:
+        capacity: returns what to make room for. It is called when torch has been imported.
+
+    Raises:
+        ArtifactError and others: see `Engine.load`.
+    """
     folder = artifact_paths(arguments.artifact)[0].parent
     # The tokenizer is read while this thread imports torch, which takes longer.
     with long_imports(), ThreadPoolExecutor(1) as beside:
@@ -160,28 +220,19 @@ def main(arguments: argparse.Namespace) -> int:
             tokenizer.result()
             bar.begin(total)
 
-        loaded = Engine.load(
+        engine = Engine.load(
             arguments.artifact,
             cuda_graph=arguments.cuda_graph,
-            # With buckets, the few prompts of this process would be padded and never captured.
-            prefill_buckets=(),
+            prefill_buckets=prefill_buckets,
             prefault=arguments.prefault,
-            **{**asdict(capacity_of(arguments)), "snapshots": arguments.snapshots or 0},
+            **{**asdict(capacity(arguments)), "snapshots": arguments.snapshots or 0},
             on_load=bar.advance,
             on_total=begin,
         )
-    with loaded as engine:
-        engine.tokenizer = tokenizer.result()
-        if arguments.cuda_graph and engine.program.device.type == "cpu":
-            _say(NO_GRAPH_NOTE)
-        result = Result()
-        for prompt in prompts:
-            messages.append({"role": "user", "content": prompt})
-            result = _answer(engine, messages, arguments, params, result)
-            if result.finish_reason == "interrupted":
-                return 130
-            messages.append({"role": "assistant", "content": result.text})
-    return 0
+    engine.tokenizer = tokenizer.result()
+    if arguments.cuda_graph and engine.program.device.type == "cpu":
+        say(NO_GRAPH_NOTE)
+    return engine
 
 
 def _messages(arguments: argparse.Namespace) -> list[Message]:
@@ -253,10 +304,10 @@ def _answer(
     else:
         sys.stdout.write("\n")
         sys.stdout.flush()
-        _say(figures(result, before))
+        say(figures(result, before))
     for name, stats in result.methods.items():
         if stats["fallbacks"] > before.methods.get(name, {}).get("fallbacks", 0):
-            _say(f"warning: {name}: a capture failed, what it was for has no graph: {stats['fallback_reason']}")
+            say(f"warning: {name}: a capture failed, what it was for has no graph: {stats['fallback_reason']}")
     return result
 
 
@@ -278,7 +329,7 @@ def _decode_stats(result: Result | None) -> dict[str, Any]:
     return list(result.methods.values())[-1] if result and result.methods else {}
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """Print a line to stderr. Where stderr takes nothing, the answer on stdout still counts."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ import torch
 
 from ostinato.delegate import InputError
 from ostinato.delegate.errors import CapacityError, ClosedError
+from ostinato.delegate.logits_processing import checked_biases
 from ostinato.runner.model.model import Model, token_ids
 from ostinato.runner.model.steps import TokenBitmask
 from ostinato.runner.sessions.session import Session
@@ -118,6 +119,7 @@ class Scheduler:
         Raises:
             InputError: an empty prompt, a token out of range, no room for an answer in max_seq_len, a kept session that does
                 not exist or is busy.
+            OptionError: biases that the model cannot take.
             CapacityError: more answers, or a longer prompt, than the program was loaded for.
             ClosedError: the program can run nothing more.
         """
@@ -139,6 +141,8 @@ class Scheduler:
             )
         if request.tokens:
             self._model.check_tokens(request.tokens)
+        if request.sampling_params.processes:
+            checked_biases(request.sampling_params, length, self._model.vocab, self._model.eos_ids)
         capacity = self._model.program.capacity
         if request.n > capacity.slots:
             raise CapacityError(
@@ -161,7 +165,7 @@ class Scheduler:
 
         Raises:
             QueueFullError: `max_waiting` answers wait.
-            InputError, CapacityError, ClosedError: see `check`.
+            InputError, OptionError, CapacityError, ClosedError: see `check`.
         """
         if len(self._waiting) >= self._max_waiting:
             self._stats.refused += 1

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.errors import ArtifactError, InputError, first_line
+
+if TYPE_CHECKING:
+    import jinja2
 
 Message = dict[str, str]
 
@@ -74,6 +78,15 @@ class Tokenizer:
         """
         if self._template is None:
             raise InputError("the artifact has no chat template: pass --raw (raw=True) to give the prompt as it is")
+        try:
+            values = {**_special_tokens(self._config), **(chat_template_kwargs or {})}
+            return self._compiled.render(messages=list(messages), add_generation_prompt=True, **values)
+        except Exception as error:  # A template is a program, and can fail in any way.
+            raise InputError(f"the chat template cannot be rendered: {first_line(error)}") from error
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        """The chat template, compiled once: that of Qwen3 takes 20 ms."""
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         # The same environment as transformers' apply_chat_template, so that the same templates render the same text.
@@ -84,13 +97,8 @@ class Tokenizer:
         environment.globals["raise_exception"] = _raise
         # Llama 3.2's template, among others, says today's date.
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        try:
-            values = {**_special_tokens(self._config), **(chat_template_kwargs or {})}
-            return environment.from_string(self._template).render(
-                messages=list(messages), add_generation_prompt=True, **values
-            )
-        except Exception as error:  # A template is a program, and can fail in any way.
-            raise InputError(f"the chat template cannot be rendered: {first_line(error)}") from error
+        assert self._template is not None
+        return environment.from_string(self._template)
 
 
 class TextStream:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ostinato.delegate import ArtifactError, CapacityError, ClosedError, InputError, OptionError
 from ostinato.delegate.artifact.records import Growth
-from ostinato.runner import Engine, SamplingParams
+from ostinato.runner import Engine, SamplingParams, TextRequest
 from ostinato.runner import engine as engine_module
 
 from ..comparison import logits_of
@@ -293,6 +293,27 @@ def test_checks_are_made_at_once(engine: Engine) -> None:
             InputError, match=r"a prompt is text, or a list of messages .*generate_tokens takes token ids"
         ):
             engine.encode_prompt(prompt)  # type: ignore[arg-type]
+
+
+def test_a_request_that_is_refused_stops_no_other(capitals_artifact: Path) -> None:
+    """It has one result. An option that all of `generate_all` share is refused for all of them."""
+    asked = [TextRequest(prompt=prompt, n=2, max_new_tokens=3) for prompt in (" ", QUESTION, "a" * 2000)]
+    asked.append(TextRequest(prompt=QUESTION, n=2, stop=""))
+    asked.append(TextRequest(prompt=QUESTION, sampling_params=SamplingParams(logit_bias={10**6: 1.0})))
+    with Engine.load(capitals_artifact, sessions=2) as loaded:
+        found = {(number, index): result for number, index, result in loaded.generate_each(iter(asked))}
+        assert set(found) == {(0, 0), (1, 0), (1, 1), (2, 0), (3, 0), (4, 0)}
+        assert [found[number, 0].error_type for number in range(5)] == [
+            "InputError",
+            None,
+            "InputError",
+            "OptionError",
+            "OptionError",
+        ]
+        assert found[1, 1].text == "Paris" and found[1, 1].error is None
+        assert [one.text for one in loaded.generate_all([QUESTION, "", QUESTION])] == ["Paris", "", "Paris"]
+        with pytest.raises(OptionError, match="max_new_tokens must be 1 or more"):
+            loaded.generate_all([QUESTION], max_new_tokens=0)
 
 
 def test_each_answer_has_its_own_figures(engine: Engine) -> None:
