@@ -92,8 +92,15 @@ def run(command: list[str]) -> None:
             module.add_arguments(parser)
             parser.parse_args(words)
         case ["ostinato", *words]:
-            done = subprocess.run([sys.executable, "-m", "ostinato.runner.cli", *words], capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            assert done.stdout or words[0] == "export"
+            ostinato(words)
+        case ["printf", text, "|", "ostinato", *words]:
+            ostinato(words, subprocess.run(["printf", text], capture_output=True, text=True, check=True).stdout)
         case _:
             raise AssertionError(f"a command that this test does not know: {shlex.join(command)}")
+
+
+def ostinato(words: list[str], given: str = "") -> None:
+    command = [sys.executable, "-m", "ostinato.runner.cli", *words]
+    done = subprocess.run(command, input=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout or words[0] == "export"

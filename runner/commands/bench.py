@@ -60,7 +60,7 @@ from ostinato.runner.model.buckets import PREFILL_BUCKETS, choose_prefill_bucket
 from ostinato.runner.model.methods import method_names
 from ostinato.runner.model.model import Model
 
-from .run import NO_GRAPH_NOTE, add_load_options, capacity_of, json_object
+from .options import NO_GRAPH_NOTE, add_load_options, capacity_of, json_object
 
 _MODES = {"both": (False, True), "off": (False,), "on": (True,)}
 

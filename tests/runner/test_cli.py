@@ -22,6 +22,7 @@ import pytest
 from ostinato.delegate import load_program
 from ostinato.runner import SamplingParams, __version__
 from ostinato.runner.cli import main
+from ostinato.runner.commands import options as command_options
 from ostinato.runner.commands import run as command_run
 
 from ..processes import CLI, INTERRUPTIBLE_CLI, PATIENCE
@@ -156,7 +157,7 @@ def test_each_field_of_sampling_is_an_option(monkeypatch: pytest.MonkeyPatch) ->
     more = make_dataclass(
         "More", [("typical_p", float, field(default=0.25, metadata=metadata))], bases=(SamplingParams,), frozen=True
     )
-    monkeypatch.setattr(command_run, "SamplingParams", more)
+    monkeypatch.setattr(command_options, "SamplingParams", more)
     assert options().parse_args(["artifact", "--prompt", "x"]).typical_p == 0.25
     assert options().parse_args(["artifact", "--prompt", "x", "--typical-p", "0.5"]).typical_p == 0.5
     assert "--typical-p P" in options().format_help() and metadata["help"] in options().format_help()
@@ -311,7 +312,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("command", ["run", "export", "recompile", "bench", "inspect"])
+@pytest.mark.parametrize("command", ["run", "chat", "export", "recompile", "bench", "inspect"])
 def test_interrupt_during_imports(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", SWALLOWING, command], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
@@ -320,7 +321,9 @@ def test_interrupt_during_imports(command: str) -> None:
 # --- the command itself
 
 
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["inspect", "--help"], ["export", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["run", "--help"], ["chat", "--help"], ["inspect", "--help"], ["export", "--help"]]
+)
 def test_help(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(words)
