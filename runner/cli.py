@@ -1,4 +1,4 @@
-"""`ostinato`: export, recompile, run, bench, eval, inspect."""
+"""`ostinato`: export, recompile, run, chat, bench, eval, inspect."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ COMMANDS = {
     "export": ("ostinato.export.commands.export", "a Hugging Face checkpoint -> an artifact (needs a C++ compiler)"),
     "recompile": ("ostinato.export.commands.recompile", "an artifact -> the same, compiled for this machine"),
     "run": ("ostinato.runner.commands.run", "answer a prompt with an artifact"),
+    "chat": ("ostinato.runner.commands.chat", "talk with an artifact in the terminal"),
     "bench": ("ostinato.runner.commands.bench", "measure how fast an artifact runs"),
     "eval": ("ostinato.runner.commands.eval", "measure an artifact's perplexity over a text"),
     "inspect": ("ostinato.runner.commands.inspect", "show what an artifact holds"),

@@ -24,6 +24,7 @@ READMES = [
     "export/README.md",
     "export/kernels/README.md",
     "runner/README.md",
+    "runner/scheduler/README.md",
     "scripts/FIGURES.md",
     "tests/assets/configs/README.md",
     "tests/assets/templates/README.md",
@@ -92,8 +93,15 @@ def run(command: list[str]) -> None:
             module.add_arguments(parser)
             parser.parse_args(words)
         case ["ostinato", *words]:
-            done = subprocess.run([sys.executable, "-m", "ostinato.runner.cli", *words], capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            assert done.stdout or "--output" in words
+            ostinato(words)
+        case ["printf", text, "|", "ostinato", *words]:
+            ostinato(words, subprocess.run(["printf", text], capture_output=True, text=True, check=True).stdout)
         case _:
             raise AssertionError(f"a command that this test does not know: {shlex.join(command)}")
+
+
+def ostinato(words: list[str], given: str = "") -> None:
+    command = [sys.executable, "-m", "ostinato.runner.cli", *words]
+    done = subprocess.run(command, input=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout or "--output" in words

@@ -57,7 +57,7 @@ from ostinato.runner.model.model import Model
 
 from . import bench_load
 from .bench_options import buckets_of, check_files, check_sampling, room_for, say, sizes
-from .run import NO_GRAPH_NOTE, add_load_options, capacity_of, json_object
+from .options import NO_GRAPH_NOTE, add_load_options, capacity_of, json_object
 
 _MODES = {"both": (False, True), "off": (False,), "on": (True,)}
 

@@ -15,7 +15,7 @@ from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.runner.bench.bench import metadata_of, with_kv_tokens
 from ostinato.runner.bench.plot import check_plot, check_writable
 
-from .run import capacity_of
+from .options import capacity_of
 
 
 def check_sampling(given: Mapping[str, Any]) -> None:

@@ -9,34 +9,33 @@ from __future__ import annotations
 
 import argparse
 import json
-import reprlib
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, fields
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.errors import InputError, OptionError, OstinatoError
 from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.runner.imports import long_imports
 from ostinato.runner.stream import DEFAULT_MAX_NEW_TOKENS, Result
-from ostinato.runner.text.tokenizer import Message, Tokenizer
+from ostinato.runner.text.tokenizer import Message
+
+from .options import (
+    add_graph_option,
+    add_load_options,
+    add_sampling_options,
+    add_template_options,
+    load_engine,
+    sampling_params_of,
+    say,
+)
 
 if TYPE_CHECKING:
-    from ostinato.delegate.capacity import CapacityOptions
     from ostinato.runner.engine import Engine
 
 # What --prompts makes room for on a CPU, and on a GPU, if the user does not say it.
 SESSIONS_FOR_LINES = 16
 FRACTION_FOR_LINES = 0.9
-
-NO_GRAPH_NOTE = (
-    "note: this artifact runs on the CPU, where there is no graph for --cuda_graph to capture: the same phases and checks, "
-    "no gain"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,92 +74,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the file to which --prompts adds its answers, a line for each as it ends (default: standard output). Prompts "
         "that it has answers to are not asked again, so the same command goes on after an interruption",
     )
-    parser.add_argument("--system", metavar="TEXT", help="the system message, which says how to answer")
-    parser.add_argument(
-        "--chat-template-kwargs",
-        type=json_object,
-        metavar="JSON",
-        help="values for the chat template, for example '{\"enable_thinking\": false}' where the model's template has it",
-    )
+    add_template_options(parser)
     parser.add_argument("--raw", action="store_true", help="no chat template: continue the text as it is")
-    parser.add_argument(
-        "--cuda_graph",
-        "--cuda-graph",
-        action="store_true",
-        help="take decode through warmup -> capture -> replay",
-    )
+    add_graph_option(parser)
     add_load_options(parser)
     parser.add_argument(
         "--max-new-tokens", type=int, default=DEFAULT_MAX_NEW_TOKENS, metavar="N", help="default: %(default)s"
     )
-    _add_sampling_options(parser)
+    add_sampling_options(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
     parser.add_argument("--json", action="store_true", help="print one JSON object per answer instead of the text")
-
-
-def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `Engine.load` that `run` and `bench` share."""
-    parser.add_argument("--sessions", type=int, metavar="N", help="conversations to make room for (default: 1)")
-    parser.add_argument(
-        "--kv-tokens",
-        type=int,
-        metavar="N",
-        help="positions in the KV caches, all sessions together, in whole pages (default: max_seq_len for each)",
-    )
-    parser.add_argument(
-        "--gpu-memory-fraction",
-        type=float,
-        metavar="F",
-        help="fill this share of the GPU's memory beside the weights with sessions, or with positions of --sessions",
-    )
-    parser.add_argument(
-        "--snapshots",
-        type=int,
-        metavar="N",
-        help="rows of state for snapshots, as large as a session's slot each (default: what the command itself takes)",
-    )
-    parser.add_argument(
-        "--prefault",
-        action="store_true",
-        help="read weights that stay in the mapped file once before anything runs (a CPU's, and --cpu-moe's)",
-    )
-
-
-def capacity_of(arguments: argparse.Namespace) -> CapacityOptions:
-    """Return the capacity that the user asks for. Raises OptionError: a value that is not a number, or is out of range."""
-    from ostinato.delegate.capacity import CapacityOptions
-
-    return CapacityOptions(**{item.name: getattr(arguments, item.name) for item in fields(CapacityOptions)})
-
-
-def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add one option per field of `SamplingParams`, with the field's name, type, default and help text."""
-    hints = get_type_hints(SamplingParams)
-    parsers: dict[str, Callable[[str], Any]] = {"logit_bias": json_object, "stop_token_ids": _token_ids}
-    for item in fields(SamplingParams):
-        # An option of type `int | None` takes an int, and is None when it is not given.
-        (kind,) = {*(get_args(hints[item.name]) or (hints[item.name],))} - {type(None)}
-        kind = parsers.get(item.name, kind)
-        parser.add_argument(f"--{item.name.replace('_', '-')}", type=kind, default=item.default, **item.metadata)
-
-
-def _token_ids(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"takes token ids with commas between them, got {reprlib.repr(text)}"
-        ) from None
-
-
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"takes a JSON object, got {reprlib.repr(text)}")
-    return value
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -172,7 +95,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise OptionError("--output is for the answers to --prompts: give both, or redirect standard output")
     elif not arguments.prompts:
         arguments.usage_error("give a prompt: --prompt TEXT, --prompt -, --prompt-file FILE or --prompts FILE")
-    params = SamplingParams(**{item.name: getattr(arguments, item.name) for item in fields(SamplingParams)})
+    params = sampling_params_of(arguments)
     messages = _messages(arguments)
     if arguments.prompt_lines is not None:
         # Imported here: it imports torch.
@@ -181,8 +104,7 @@ def main(arguments: argparse.Namespace) -> int:
 
         return run_lines(arguments, params)
     prompts = _prompts(arguments.prompts, arguments.raw)
-    # With buckets, the few prompts of this process would be padded and never captured.
-    with load_engine(arguments, capacity_of, prefill_buckets=()) as engine:
+    with load_engine(arguments) as engine:
         result = Result()
         for prompt in prompts:
             messages.append({"role": "user", "content": prompt})
@@ -191,48 +113,6 @@ def main(arguments: argparse.Namespace) -> int:
                 return 130
             messages.append({"role": "assistant", "content": result.text})
     return 0
-
-
-def load_engine(
-    arguments: argparse.Namespace,
-    capacity: Callable[[argparse.Namespace], CapacityOptions],
-    prefill_buckets: Sequence[int] | None,
-) -> Engine:
-    """Return the artifact's engine with its tokenizer, and show how loading goes on.
-
-    Args:
-        capacity: returns what to make room for. It is called when torch has been imported.
-
-    Raises:
-        ArtifactError and others: see `Engine.load`.
-    """
-    folder = artifact_paths(arguments.artifact)[0].parent
-    # The tokenizer is read while this thread imports torch, which takes longer.
-    with long_imports(), ThreadPoolExecutor(1) as beside:
-        tokenizer = beside.submit(Tokenizer, folder)
-        from ostinato.runner.engine import Engine
-        from ostinato.runner.load_bar import LoadBar
-
-    with LoadBar() as bar:
-
-        def begin(total: int) -> None:
-            # A tokenizer that is missing is refused before gigabytes are loaded.
-            tokenizer.result()
-            bar.begin(total)
-
-        engine = Engine.load(
-            arguments.artifact,
-            cuda_graph=arguments.cuda_graph,
-            prefill_buckets=prefill_buckets,
-            prefault=arguments.prefault,
-            **{**asdict(capacity(arguments)), "snapshots": arguments.snapshots or 0},
-            on_load=bar.advance,
-            on_total=begin,
-        )
-    engine.tokenizer = tokenizer.result()
-    if arguments.cuda_graph and engine.program.device.type == "cpu":
-        say(NO_GRAPH_NOTE)
-    return engine
 
 
 def _messages(arguments: argparse.Namespace) -> list[Message]:
@@ -305,9 +185,6 @@ def _answer(
         sys.stdout.write("\n")
         sys.stdout.flush()
         say(figures(result, before))
-    for name, stats in result.methods.items():
-        if stats["fallbacks"] > before.methods.get(name, {}).get("fallbacks", 0):
-            say(f"warning: {name}: a capture failed, what it was for has no graph: {stats['fallback_reason']}")
     return result
 
 
@@ -327,9 +204,3 @@ def figures(result: Result, before: Result | None = None) -> str:
 
 def _decode_stats(result: Result | None) -> dict[str, Any]:
     return list(result.methods.values())[-1] if result and result.methods else {}
-
-
-def say(text: str) -> None:
-    """Print a line to stderr. Where stderr takes nothing, the answer on stdout still counts."""
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)

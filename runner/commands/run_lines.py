@@ -20,7 +20,8 @@ from ostinato.runner.prompt_lines import Defaults, PromptLine, checked_ids, line
 from ostinato.runner.stream import Result
 from ostinato.runner.text_request import TextRequest
 
-from .run import FRACTION_FOR_LINES, SESSIONS_FOR_LINES, capacity_of, load_engine, say
+from .options import capacity_of, load_engine, say
+from .run import FRACTION_FOR_LINES, SESSIONS_FOR_LINES
 
 if TYPE_CHECKING:
     from tqdm import tqdm

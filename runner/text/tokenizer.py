@@ -47,6 +47,11 @@ class Tokenizer:
         self._config = _read_config(folder / "tokenizer_config.json")
         self._template = _chat_template(folder, self._config)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether `render` has a chat template."""
+        return self._template is not None
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Special tokens that are written out in the text are recognised, and no others are added.
 
@@ -67,8 +72,15 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
-    def render(self, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """Apply the chat template to `messages` ({"role", "content"}), up to the beginning of the assistant's answer.
+
+        Without `add_generation_prompt`, it ends with the last message.
 
         `chat_template_kwargs` are values for the template, as transformers' `apply_chat_template` takes them. Many published
         templates read `enable_thinking`. A template ignores those that it does not know.
@@ -80,7 +92,7 @@ class Tokenizer:
             raise InputError("the artifact has no chat template: pass --raw (raw=True) to give the prompt as it is")
         try:
             values = {**_special_tokens(self._config), **(chat_template_kwargs or {})}
-            return self._compiled.render(messages=list(messages), add_generation_prompt=True, **values)
+            return self._compiled.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **values)
         except Exception as error:  # A template is a program, and can fail in any way.
             raise InputError(f"the chat template cannot be rendered: {first_line(error)}") from error
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +97,19 @@ def run_here(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     capsys.readouterr()
     assert main([str(word) for word in words]) == 0
     return capsys.readouterr().out
+
+
+@contextmanager
+def standard_input(data: bytes) -> Iterator[None]:
+    """Let this process read `data` from its standard input."""
+    kept = os.dup(0)
+    reader, writer = os.pipe()
+    os.write(writer, data)
+    os.close(writer)
+    os.dup2(reader, 0)
+    os.close(reader)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)

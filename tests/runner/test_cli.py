@@ -22,6 +22,7 @@ import pytest
 from ostinato.delegate import load_program
 from ostinato.runner import SamplingParams, __version__
 from ostinato.runner.cli import main
+from ostinato.runner.commands import options as command_options
 from ostinato.runner.commands import run as command_run
 
 from ..processes import CLI, INTERRUPTIBLE_CLI, PATIENCE
@@ -116,16 +117,14 @@ def test_room_that_is_asked_for(capsys: pytest.CaptureFixture[str], capitals_art
     assert run_here(capsys, *words, "--ignore-eos", "--sessions", 3) == whole
     assert run_here(capsys, *words, "--kv-tokens", 64, "--sessions", 1) == "Paris\n"
     # When the pages run out, the answer's beginning and the reason are printed.
-    assert main([*map(str, words), "--kv-tokens", "64", "--ignore-eos"]) == 2
+    assert main([*map(str, words), "--kv-tokens", "64", "--ignore-eos"]) == 0
     ended = capsys.readouterr()
     assert ended.out.endswith("\n") and whole.startswith(ended.out[:-1]) and len(ended.out) > len("Paris\n")
-    assert ended.err.startswith(
-        "error: the sessions' keys and values need 1 more page of 64 positions, 0 of 1 are free"
-    )
+    assert "| kv_tokens" in ended.err and "note: there are no more pages" in ended.err
     # There is no answer, so there is no line to end.
     assert main(["run", str(capitals_artifact), "--prompt", QUESTION * 8, "--kv-tokens", "64"]) == 2
     ended = capsys.readouterr()
-    assert ended.out == "" and "need 2 more pages of 64 positions, 1 of 1 are free" in ended.err
+    assert ended.out == "" and "needs 2 pages of 64 positions, there are 1" in ended.err
     for option, value, message in (
         ("--sessions", "0", "sessions must be an integer of 1 or more, got 0"),
         ("--kv-tokens", "-1", "kv_tokens must be an integer of 1 or more, got -1"),
@@ -156,7 +155,7 @@ def test_each_field_of_sampling_is_an_option(monkeypatch: pytest.MonkeyPatch) ->
     more = make_dataclass(
         "More", [("typical_p", float, field(default=0.25, metadata=metadata))], bases=(SamplingParams,), frozen=True
     )
-    monkeypatch.setattr(command_run, "SamplingParams", more)
+    monkeypatch.setattr(command_options, "SamplingParams", more)
     assert options().parse_args(["artifact", "--prompt", "x"]).typical_p == 0.25
     assert options().parse_args(["artifact", "--prompt", "x", "--typical-p", "0.5"]).typical_p == 0.5
     assert "--typical-p P" in options().format_help() and metadata["help"] in options().format_help()
@@ -311,7 +310,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("command", ["run", "export", "recompile", "bench", "inspect"])
+@pytest.mark.parametrize("command", ["run", "chat", "export", "recompile", "bench", "inspect"])
 def test_interrupt_during_imports(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", SWALLOWING, command], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
@@ -320,7 +319,9 @@ def test_interrupt_during_imports(command: str) -> None:
 # --- the command itself
 
 
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["inspect", "--help"], ["export", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["run", "--help"], ["chat", "--help"], ["inspect", "--help"], ["export", "--help"]]
+)
 def test_help(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(words)

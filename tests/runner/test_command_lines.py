@@ -37,6 +37,7 @@ RIGHT = {
     "export": ["--model", "CHECKPOINT", "--output", "made"],
     "recompile": ["ARTIFACT", "--output", "made"],
     "run": ["ARTIFACT", "--prompt", "What is the capital of Peru?", "--max-new-tokens", "3"],
+    "chat": ["ARTIFACT"],
     "bench": ["ARTIFACT", "-p", "3", "-n", "2", "-d", "0", "-r", "1"],
     "inspect": ["ARTIFACT"],
 }

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +13,9 @@ from ostinato.runner import Engine
 from ostinato.runner.cli import main
 
 from ...conftest import QWEN3_TEMPLATE, Fails
+from ..conftest import standard_input
 
 QUESTION, OTHER = "What is the capital of France?", "What is the capital of Peru?"
-
-
-@contextmanager
-def standard_input(data: bytes) -> Iterator[None]:
-    """Let this process read `data` from its standard input."""
-    kept = os.dup(0)
-    reader, writer = os.pipe()
-    os.write(writer, data)
-    os.close(writer)
-    os.dup2(reader, 0)
-    os.close(reader)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 0)
-        os.close(kept)
 
 
 @pytest.fixture
