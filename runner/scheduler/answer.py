@@ -34,6 +34,7 @@ class Answer:
         fed: number of `tokens` that the session has.
         source: the kept session that it goes on from, until it has a session.
         kept: the kept session that its own becomes when it ends.
+        further: number of the request's further answers, which are made when the prompt is complete.
         prompt_logprobs: of the tokens that the session has so far; None if they were not asked for.
         put_back: how often it lost its place on the device.
         error: what its bitmask raised.
@@ -53,6 +54,7 @@ class Answer:
     fed: int = 0
     source: KeptSession | None = None
     kept: KeptSession | None = None
+    further: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     put_back: int = 0
     error: Exception | None = None
@@ -85,8 +87,15 @@ class Answer:
     def others(self) -> list[Answer]:
         """The request's further answers, which go on from a fork of this one's session."""
         return [
-            replace(self, index=index, params=seeded(self.request.sampling_params, index), session=None, kept=None)
-            for index in range(1, self.request.n)
+            replace(
+                self,
+                index=index,
+                params=seeded(self.request.sampling_params, index),
+                session=None,
+                kept=None,
+                further=0,
+            )
+            for index in range(1, self.further + 1)
         ]
 
 

@@ -190,6 +190,7 @@ class Scheduler:
                 bitmask=bitmask,
                 source=source,
                 kept=kept,
+                further=request.n - 1,
                 prompt_logprobs=None if params.prompt_logprobs is None else [],
             )
         )
@@ -270,12 +271,15 @@ class Scheduler:
                 self._end(answer, "error", error)
             else:
                 self._waiting.popleft()
-                (self._prefilling if answer.rest else self._decoding).append(answer)
+                if answer.rest:
+                    self._prefilling.append(answer)
+                else:
+                    self._decode(answer)
 
     def _has_room(self, answer: Answer) -> bool:
         """Whether a slot is free for each of the request's answers, and pages for its prompt beside those of others."""
-        further = sum(one.request.n - 1 for one in self._prefilling if not one.index)
-        slots = 1 if answer.index or answer.put_back else answer.request.n
+        further = sum(one.further for one in self._prefilling)
+        slots = 1 + answer.further
         if answer.source is not None and answer.source is answer.kept and answer.source.session is not None:
             slots -= 0 if answer.source.session.is_offloaded else 1
         if self._sessions.free < slots + further:
@@ -379,7 +383,7 @@ class Scheduler:
             parts[answer] = min(answer.rest, rows)
             rows -= parts[answer]
         parts[first] += min(rows, first.rest - parts[first])
-        return list(parts.items())
+        return [(answer, count) for answer, count in parts.items() if count]
 
     def _rows_beside(self, sessions: int) -> int:
         return MIN_ROWS if self._step_times is None else self._step_times.prompt_rows(sessions)
@@ -411,7 +415,7 @@ class Scheduler:
                 output.prompt_logprobs, answer.prompt_logprobs = answer.prompt_logprobs, None
             outputs.append(output)
             if answer.error is not None:
-                output.tokens, reason = (), "error"
+                output.tokens, output.logprobs, reason = (), (), "error"
                 output.error = Ended.of(answer.error)
             if reason is not None:
                 output.finish_reason = reason
@@ -426,13 +430,16 @@ class Scheduler:
         for answer, count in parts:
             answer.fed += count
             self._stats.prompt_tokens += count
-            if answer.rest:
-                continue
-            self._prefilling.remove(answer)
-            self._decoding.append(answer)
-            if not answer.index and not answer.put_back:
-                for other in answer.others():
-                    self._fork(answer, other)
+            if not answer.rest:
+                self._prefilling.remove(answer)
+                self._decode(answer)
+
+    def _decode(self, answer: Answer) -> None:
+        """Have an answer whose prompt is complete decode from now on, and the request's further answers beside it."""
+        self._decoding.append(answer)
+        for other in answer.others():
+            self._fork(answer, other)
+        answer.further = 0
 
     def _fork(self, answer: Answer, other: Answer) -> None:
         """Have another answer go on from the same prompt."""
@@ -442,6 +449,8 @@ class Scheduler:
         except CapacityError:
             # Somebody opened a session of their own meanwhile: it is computed again.
             other.fed, other.put_back = 0, 1
+            if other.prompt_logprobs is not None:
+                other.prompt_logprobs = []
             self._waiting.appendleft(other)
             return
         self._decoding.append(other)
@@ -511,7 +520,9 @@ class Scheduler:
         if error is None and reason == "cancelled":
             error = CancelledError("the answer was cancelled")
         ended = None if error is None else Ended.of(error)
-        self._outputs.append(Output(answer.request.id, answer.index, finish_reason=reason, error=ended))
+        for index in range(answer.index, answer.index + answer.further + 1):
+            self._outputs.append(Output(answer.request.id, index, finish_reason=reason, error=ended))
+        self._stats.finished += answer.further
         self._release(answer)
 
     def _release(self, answer: Answer) -> None:
