@@ -69,6 +69,17 @@ class Answer:
         """Whether the next tokens of the prompt need log-probabilities of their own."""
         return self.prompt_logprobs is not None and self.fed < self.prompt_end
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether it needs the logits after its session's last token, which a step that has gone ahead does not leave."""
+        return self.prompt_logprobs is not None or not self.request.tokens
+
+    @property
+    def given_prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        """Log-probabilities of the request's tokens, without those of a history that was computed again."""
+        found = self.prompt_logprobs or []
+        return found[len(found) - len(self.request.tokens) :]
+
     def allowed(self, vocab: int) -> TokenBitmask:
         """Return a function that gives what the bitmask does. Where that raises, this answer alone must end: the error is
         kept, and any token may follow."""

@@ -266,6 +266,10 @@ class Scheduler:
                     continue
                 if self._prefilling or self._decoding:
                     return
+                if answer.source is not None and answer.source.session is not None:
+                    # There is no room for it and a fork of it.
+                    answer.source.forget_state()
+                    continue
                 # Sessions of others have all the slots or pages, and nobody here will give any back.
                 self._waiting.popleft()
                 self._end(answer, "error", error)
@@ -313,6 +317,8 @@ class Scheduler:
             answer.session.onload()
             return
         session = None
+        if source is not None and source.session is not None and source.session.is_ahead and answer.needs_logits:
+            source.forget_state()
         if source is not None and source.session is not None:
             source.session.onload()
             if source is answer.kept:
@@ -412,7 +418,7 @@ class Scheduler:
                 logprobs = answer.session.logprobs  # type: ignore[union-attr]
                 output.logprobs = () if logprobs is None else (logprobs,)
             if answer.prompt_logprobs is not None:
-                output.prompt_logprobs, answer.prompt_logprobs = answer.prompt_logprobs, None
+                output.prompt_logprobs, answer.prompt_logprobs = answer.given_prompt_logprobs, None
             outputs.append(output)
             if answer.error is not None:
                 output.tokens, output.logprobs, reason = (), (), "error"

@@ -94,12 +94,13 @@ class Driven:
         rows: the most rows of prompts beside others.
 
     Attributes:
+        reference: an engine with a free session, whose answers are the right ones.
         found: (id, index) -> the answer.
         steps: for each step of the sessions, the number of those that decode, and the numbers of tokens of prompts.
     """
 
     def __init__(self, engine: Engine, mode: str = "in turn", rows: int = 32, **options: Any) -> None:
-        self.engine, self.clock = engine, Clock()
+        self.engine, self.reference, self.clock = engine, engine, Clock()
         self.scheduler = Scheduler(engine.sessions, engine.model, lambda: FixedRows(rows), self.clock, **options)
         if mode == "ahead, to the host":
             self.scheduler._offloads = self.scheduler.kept._offloads = True

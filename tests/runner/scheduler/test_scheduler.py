@@ -46,7 +46,7 @@ def check(driven: Driven, *requests: object) -> None:
     for request in requests:
         for index in range(request.n):  # type: ignore[attr-defined]
             found = driven.of(request, index)  # type: ignore[arg-type]
-            tokens, reason, _ = alone(driven.engine, request, index)  # type: ignore[arg-type]
+            tokens, reason, _ = alone(driven.reference, request, index)  # type: ignore[arg-type]
             assert (found.tokens, found.reason, found.error) == (tokens, reason, None)
 
 
@@ -149,7 +149,7 @@ def test_what_is_refused(driver: Driver, engine: Engine) -> None:
     ):
         with pytest.raises(error, match=text):
             driven.add(tokens)
-    with pytest.raises(CapacityError, match="5 answers to one prompt need as many sessions, .* loaded for 4"):
+    with pytest.raises(CapacityError, match=r"5 answers to one prompt need as many sessions, .* loaded for 4"):
         driven.add([1], n=5)
     assert not driven.scheduler.busy and driven.scheduler.stats.waiting == 0
 
