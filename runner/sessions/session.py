@@ -142,7 +142,7 @@ class Session:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a step with `more=True` has gone ahead of the history: its next token is sampled, by the parameters before."""
+        """Whether a step has gone ahead of the history: the next token is sampled, by the parameters before."""
         state = self._known
         return bool(state.pending) and state.logits is None
 

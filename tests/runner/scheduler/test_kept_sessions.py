@@ -233,7 +233,7 @@ def test_saved_while_others_have_everything(driven: Driven, engine: Engine, tmp_
         with engine.open_session() as another:
             another.prefill(prompt(1, 220))
             driven.scheduler.kept.get("a").tokens *= 2
-            with pytest.raises(CapacityError, match="pages? of 64 positions"):
+            with pytest.raises(CapacityError, match=r"pages? of 64 positions"):
                 kept.save("a", str(tmp_path / "a"))
             driven.scheduler.kept.get("a").tokens = histories["a"]
     kept.save("a", str(tmp_path / "f"))
