@@ -173,8 +173,8 @@ class Engine:
         """Describe what is loaded and what is captured, in JSON's types.
 
         Keys: `target`, `device`, `max_seq_len`, `prefill_buckets`, `row_buckets`, `capacity` (`Capacity`, with the numbers of
-        free slots, of free snapshots, and of free pages in each page group), `scheduler` (`SchedulerStats`), `program`
-        (`ProgramStats`), `methods` (`MethodStats` with its plans, by method).
+        free slots, of free snapshots, and of free pages in each page group), `scheduler` (`SchedulerStats`, `host_seconds`,
+        `wait_seconds` of `Sessions`), `program` (`ProgramStats`), `methods` (`MethodStats` with its plans, by method).
         """
         capacity, free = self.program.capacity, self.sessions.free_pages_by_group
         return {
@@ -189,7 +189,11 @@ class Engine:
                 "free_snapshots": self.sessions.free_snapshots,
                 "groups": [{**asdict(group), "free_pages": free.get(group.name, 0)} for group in capacity.groups],
             },
-            "scheduler": asdict(self.driver.scheduler.stats),
+            "scheduler": {
+                **asdict(self.driver.scheduler.stats),
+                "host_seconds": self.sessions.host_seconds,
+                "wait_seconds": self.sessions.wait_seconds,
+            },
             "program": asdict(self.program.stats),
             "methods": self.model.method_stats,
         }

@@ -5,6 +5,7 @@ What drives a GPU shares no interpreter with other work: a thread that holds Pyt
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -108,6 +109,9 @@ class EngineProcess:
         try:
             self._engine = Engine.load(start.path, **start.options, on_load=self._advance, on_total=self._begin)
             self._engine.warm_up(beside_sessions=True)
+            # The garbage collector would look at all that torch has, which takes longer than a step.
+            gc.collect()
+            gc.freeze()
         except Exception as error:
             return Reply(start.id, error=Ended.of(error))
         return Reply(start.id, self._ready())

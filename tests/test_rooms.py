@@ -39,8 +39,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("runner.model", "runner.text"),
     ("runner.sessions",),
     ("runner.scheduler",),
-    ("runner.bench",),
     ("runner",),
+    ("runner.bench",),
     ("runner.commands",),
 )
 ALSO = {("export.program", "export.artifact")}

@@ -6,7 +6,8 @@ each repetition, not for each token.
 
 With --batch, several sessions step together instead, as in llama-batched-bench: all start at once with a prompt of -p
 tokens, and decode -n tokens each. With --mixed 32+224, a step of 32 sessions with -p tokens each is timed, a prompt of 224
-tokens, and both in one step.
+tokens, and both in one step. With --load, callers send requests of random tokens to an engine in a process of its own, which
+schedules them: how fast answers come, and how evenly.
 
 stdout gets the table (or another --output); progress, notes and errors go to stderr.
 Exit status: 0 done, 2 an error in the arguments or the files, 130 interrupted.
@@ -16,21 +17,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ostinato.delegate import Program, load_program
-from ostinato.delegate.artifact.names import META_DTYPE, META_MODEL_TYPE, META_N_LAYERS, META_PAGE_SIZE
-from ostinato.delegate.capacity import CapacityOptions
+from ostinato.delegate.artifact.names import META_DTYPE, META_MODEL_TYPE, META_N_LAYERS
 from ostinato.delegate.errors import OptionError
-from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.runner.bench.batch_bench import (
     BatchMeasurement,
     BatchSpec,
@@ -48,18 +45,18 @@ from ostinato.runner.bench.bench import (
     load_for_bench,
     make_spec,
     measure,
-    metadata_of,
     sizes_of,
-    with_kv_tokens,
 )
 from ostinato.runner.bench.device import copy_speed, device_memory, device_name
 from ostinato.runner.bench.mixed_bench import MixedMeasurement, MixedSpec, measure_mixed, render_mixed
-from ostinato.runner.bench.plot import check_plot, check_writable, draw
+from ostinato.runner.bench.plot import draw
 from ostinato.runner.bench.report import FORMATS, Reads, Report, Subject, render
 from ostinato.runner.model.buckets import PREFILL_BUCKETS, choose_prefill_buckets
 from ostinato.runner.model.methods import method_names
 from ostinato.runner.model.model import Model
 
+from . import bench_load
+from .bench_options import buckets_of, check_files, check_sampling, room_for, say, sizes
 from .run import NO_GRAPH_NOTE, add_load_options, capacity_of, json_object
 
 _MODES = {"both": (False, True), "off": (False,), "on": (True,)}
@@ -91,9 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_modes,
         nargs="?",
         const=(True,),
-        default=(False, True),
         metavar="on|off|both",
-        help="measure with CUDA graphs (on, or the bare option), without (off), or both and their ratio (default)",
+        help="measure with CUDA graphs (on, or the bare option), without (off), or both and their ratio (default; with "
+        "--load: on if the artifact runs on a GPU)",
     )
     parser.add_argument(
         "--prefill-buckets",
@@ -113,8 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=json_object,
         metavar="JSON",
-        help='with --batch: sample so, as in \'{"temperature": 0.8, "top_p": 0.95}\'; several are measured in turn (default: '
-        "the most likely token)",
+        help='with --batch or --load: sample so, as in \'{"temperature": 0.8, "top_p": 0.95}\'; several are measured in turn '
+        "with --batch (default: the most likely token)",
     )
     parser.add_argument(
         "--mixed",
@@ -122,6 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S+P,S+P",
         help="numbers of sessions and of tokens of a prompt that rides in their step; -p is one number then (default: 128)",
     )
+    bench_load.add_options(parser)
     add_load_options(parser)
     parser.add_argument(
         "-o", "--output", choices=FORMATS, default="table", help="what to print; json has every sample (default: table)"
@@ -131,29 +129,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="FILE.png",
-        help="draw tokens/s over depth, and the time of the first answer by phase (needs ostinato[plot])",
+        help="draw tokens/s over depth, and the time of the first answer by phase; with --batch and --load, over the numbers "
+        "of sessions (needs ostinato[plot])",
     )
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.load:
+        return bench_load.main(arguments)
+    bench_load.check_not_given(arguments)
     if arguments.sampling is not None and arguments.batch is None:
-        raise OptionError("--sampling says how the sessions of --batch sample: give --batch, too")
+        raise OptionError("--sampling says how the sessions of --batch and of --load sample: give one of these, too")
     if arguments.mixed is not None:
         return _main_of_mixed(arguments)
     if arguments.batch is not None:
         return _main_of_batches(arguments)
-    modes = arguments.cuda_graph
-    prompts, answers = _sizes("-p", arguments.n_prompt), _sizes("-n", arguments.n_gen)
-    depths = _sizes("-d", arguments.n_depth)
-    buckets, capacity = _buckets(arguments), capacity_of(arguments)
-    _check_files(arguments)
+    modes = arguments.cuda_graph or _MODES["both"]
+    prompts, answers = sizes("-p", arguments.n_prompt), sizes("-n", arguments.n_gen)
+    depths = sizes("-d", arguments.n_depth)
+    buckets, capacity = buckets_of(arguments), capacity_of(arguments)
+    check_files(arguments)
     begin = time.perf_counter()
     with load_for_bench(arguments.artifact, capacity) as program:
         max_seq_len, vocabulary = sizes_of(program)
         choose_prefill_buckets(buckets, program, method_names(program)[0], True in modes)
         spec = make_spec(max_seq_len, prompts, answers, depths, arguments.repetitions)
         for reason in spec.skipped:
-            _say(f"note: left out: {reason}")
+            say(f"note: left out: {reason}")
         _note_of_graphs(program, modes)
         report = _measure_all(program, arguments, modes, buckets, spec, vocabulary, begin)
     print(render(report, arguments.output))
@@ -161,22 +163,22 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.save.write_text(render(report, "json") + "\n")
     if arguments.plot:
         draw(report, arguments.plot)
-        _say(f"wrote {arguments.plot}")
+        say(f"wrote {arguments.plot}")
     return 0
 
 
 def _main_of_batches(arguments: argparse.Namespace) -> int:
-    batches = _sizes("--batch", arguments.batch) or []
-    prompts, answers = _sizes("-p", arguments.n_prompt) or [128], _sizes("-n", arguments.n_gen) or [128]
+    batches = sizes("--batch", arguments.batch) or []
+    prompts, answers = sizes("-p", arguments.n_prompt) or [128], sizes("-n", arguments.n_gen) or [128]
     if len(prompts) != 1 or len(answers) != 1 or arguments.n_depth:
         raise OptionError("with --batch, -p and -n take one number each, and there is no -d")
-    modes, buckets = arguments.cuda_graph, _buckets(arguments)
+    modes, buckets = arguments.cuda_graph or _MODES["both"], buckets_of(arguments)
     sampling = tuple(arguments.sampling or [{}])
     for given in sampling:
-        _check_sampling(given)
+        check_sampling(given)
     spec = BatchSpec(tuple(sorted(set(batches))), prompts[0], answers[0], arguments.repetitions, sampling)
-    capacity = _room_for("--batch", spec.max_batch, spec.positions, arguments)
-    _check_files(arguments)
+    capacity = room_for("--batch", spec.max_batch, spec.positions, arguments)
+    check_files(arguments)
     with load_program(arguments.artifact, **asdict(capacity)) as program:
         max_seq_len, vocabulary = sizes_of(program)
         check_length(spec.positions, max_seq_len)
@@ -187,38 +189,29 @@ def _main_of_batches(arguments: argparse.Namespace) -> int:
             model = Model(program, cuda_graph, prefill_buckets=buckets if cuda_graph else None)
             if arguments.prefault and not rows:
                 program.prefault()
-            rows += measure_batches(model, spec, vocabulary, _say)
+            rows += measure_batches(model, spec, vocabulary, say)
         rows.sort(key=lambda row: (row.batch, row.cuda_graph))
         print(render_batches(program, rows, arguments.output))
         if arguments.save:
             arguments.save.write_text(render_batches(program, rows, "json") + "\n")
         if arguments.plot:
             draw_batches(program, rows, arguments.plot)
-            _say(f"wrote {arguments.plot}")
+            say(f"wrote {arguments.plot}")
     return 0
-
-
-def _check_sampling(given: Mapping[str, Any]) -> None:
-    """Raises OptionError: not fields of `SamplingParams`, or a value that they do not take."""
-    known = [item.name for item in fields(SamplingParams)]
-    wrong = [name for name in given if name not in known]
-    if wrong:
-        raise OptionError(f"--sampling has {wrong[0]!r}, which is none of {', '.join(known)}")
-    SamplingParams(**given)
 
 
 def _main_of_mixed(arguments: argparse.Namespace) -> int:
     words = ",".join(arguments.mixed).split(",")
-    pairs = [_sizes("--mixed", [word.replace("+", ",")]) or [] for word in words]
-    depths = _sizes("-p", arguments.n_prompt) or [128]
+    pairs = [sizes("--mixed", [word.replace("+", ",")]) or [] for word in words]
+    depths = sizes("-p", arguments.n_prompt) or [128]
     if any(len(pair) != 2 for pair in pairs) or len(depths) != 1 or arguments.n_depth or arguments.plot:
         raise OptionError(
             "--mixed takes pairs such as 32+224; with it -p takes one number, and there is no -d or --plot"
         )
-    modes, buckets = arguments.cuda_graph, _buckets(arguments)
+    modes, buckets = arguments.cuda_graph or _MODES["both"], buckets_of(arguments)
     spec = MixedSpec(tuple((pair[0], pair[1]) for pair in pairs), depths[0], arguments.repetitions)
-    capacity = _room_for("--mixed", spec.sessions, spec.positions, arguments)
-    _check_files(arguments)
+    capacity = room_for("--mixed", spec.sessions, spec.positions, arguments)
+    check_files(arguments)
     with load_program(arguments.artifact, **asdict(capacity)) as program:
         max_seq_len, vocabulary = sizes_of(program)
         check_length(spec.positions, max_seq_len)
@@ -226,7 +219,7 @@ def _main_of_mixed(arguments: argparse.Namespace) -> int:
         rows: list[MixedMeasurement] = []
         for cuda_graph in modes:
             model = Model(program, cuda_graph, prefill_buckets=buckets if cuda_graph else None)
-            rows += measure_mixed(model, spec, vocabulary, _say)
+            rows += measure_mixed(model, spec, vocabulary, say)
         rows.sort(key=lambda row: (row.sessions, row.prompt, row.cuda_graph))
         print(render_mixed(program, rows, spec.depth, arguments.output))
         if arguments.save:
@@ -234,38 +227,9 @@ def _main_of_mixed(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _room_for(option: str, wanted: int, positions: int, arguments: argparse.Namespace) -> CapacityOptions:
-    """Return the capacity that the caller asks for. By default it is what `wanted` sessions of `positions` tokens need.
-
-    Raises:
-        OptionError: a value that is not a number, or is out of range; fewer sessions than wanted.
-    """
-    capacity = capacity_of(arguments)
-    sessions = wanted if capacity.sessions is None else capacity.sessions
-    if sessions < wanted:
-        raise OptionError(f"{option} needs {wanted} sessions, got --sessions {sessions}")
-    page_size = int(metadata_of(arguments.artifact).get(META_PAGE_SIZE, 1))
-    return with_kv_tokens(replace(capacity, sessions=sessions), sessions * -(-positions // page_size) * page_size)
-
-
-def _buckets(arguments: argparse.Namespace) -> list[int] | None:
-    buckets = _sizes("--prefill-buckets", arguments.prefill_buckets)
-    return None if buckets is None else [bucket for bucket in buckets if bucket]
-
-
-def _check_files(arguments: argparse.Namespace) -> None:
-    """Raises OptionError: --plot or --save names a file that cannot be written."""
-    if arguments.plot:
-        check_plot(arguments.plot)
-    if arguments.save:
-        if not arguments.save.absolute().parent.is_dir():
-            raise OptionError(f"--save: no such folder: {arguments.save.absolute().parent}")
-        check_writable("--save", arguments.save)
-
-
 def _note_of_graphs(program: Program, modes: Sequence[bool]) -> None:
     if True in modes and program.device.type == "cpu":
-        _say(NO_GRAPH_NOTE)
+        say(NO_GRAPH_NOTE)
 
 
 def _measure_all(
@@ -278,12 +242,12 @@ def _measure_all(
     begin: float,
 ) -> Report:
     """Load a model for each mode and measure with it. All models share the constants of the one program."""
-    _say(f"loading {arguments.artifact}")
+    say(f"loading {arguments.artifact}")
     total = len(modes) * len(spec.cases)
     counter = itertools.count(1)
 
-    def say(line: str) -> None:
-        _say(f"[{next(counter):>{len(str(total))}}/{total}] {line}")
+    def say_number(line: str) -> None:
+        say(f"[{next(counter):>{len(str(total))}}/{total}] {line}")
 
     results = []
     subject = None
@@ -292,7 +256,7 @@ def _measure_all(
         if arguments.prefault and subject is None:
             program.prefault()
         subject = subject or _subject(model, arguments.artifact, time.perf_counter() - begin)
-        results.append(measure(model, spec, vocabulary, say))
+        results.append(measure(model, spec, vocabulary, say_number))
     assert subject is not None
     return Report(subject, tuple(results))
 
@@ -326,18 +290,3 @@ def _modes(word: str) -> tuple[bool, ...]:
             f"takes on, off or both, got {word!r}: write ARTIFACT first, or --cuda_graph=on"
         )
     return _MODES[word]
-
-
-def _sizes(option: str, texts: Sequence[str] | None) -> list[int] | None:
-    """`["512,1024"]` -> `[512, 1024]`; None stays None, for the default."""
-    if texts is None:
-        return None
-    words = ",".join(texts).split(",")
-    # Python reads no number of thousands of digits.
-    if not all(word.strip().isdecimal() and len(word) < 100 for word in words):
-        raise OptionError(f"{option} takes whole numbers, 0 or more, separated by commas; got {','.join(texts)!r}")
-    return [int(word) for word in words]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -62,7 +62,7 @@ class Sessions:
         self.slots = Slots(model.program)
         self.pages = Pages(model.program)
         self.steps = steps_of(model)
-        self._host_ns = 0
+        self._host_ns = self._wait_ns = 0
         self._lock = RLock()
         self.tier = HostTier(model.program, self.slots, self.pages, self._lock, lambda: self.steps)
 
@@ -96,6 +96,11 @@ class Sessions:
     def host_seconds(self) -> float | None:
         """Seconds that `step` has taken so far, without waits for the GPU; None if the two cannot be told apart."""
         return self._host_ns / 1e9 if self.steps.goes_ahead else None
+
+    @property
+    def wait_seconds(self) -> float | None:
+        """Seconds that `step` has waited for the GPU so far; None as for `host_seconds`."""
+        return self._wait_ns / 1e9 if self.steps.goes_ahead else None
 
     @_in_turn
     def open(self, sampling_params: SamplingParams | None = None) -> Session:
@@ -151,8 +156,10 @@ class Sessions:
             with suppress(CapacityError):
                 self._sample(ahead, 2)
         taken = [state.pending.pop(0) for _, state in opened]
-        self._host_ns += time.perf_counter_ns() - begin
+        launched = time.perf_counter_ns()
+        self._host_ns += launched - begin
         tokens = [pending.tokens()[number] for pending, number in taken]
+        self._wait_ns += time.perf_counter_ns() - launched
         for (_, state), token, (pending, number) in zip(opened, tokens, taken, strict=True):
             state.history.tokens.append(token)
             state.logits = None

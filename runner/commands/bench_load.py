@@ -1,0 +1,213 @@
+"""`ostinato bench --load`: its options, and how it runs. See `runner/bench/load_bench.py` for what is measured."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from datetime import datetime
+from typing import Any
+
+import torch
+
+from ostinato.delegate.artifact.files import open_artifact
+from ostinato.delegate.artifact.names import META_MAX_SEQ_LEN, META_PAGE_SIZE, META_VOCAB_SIZE
+from ostinato.delegate.artifact.paths import artifact_paths
+from ostinato.delegate.errors import ArtifactError, OptionError
+from ostinato.runner.async_engine import AsyncEngine
+from ostinato.runner.bench.batch_bench import check_length
+from ostinato.runner.bench.bench import with_kv_tokens
+from ostinato.runner.bench.device import device_name
+from ostinato.runner.bench.load_bench import Load, LoadMeasurement, LoadSpec, measure_loads
+from ostinato.runner.bench.load_report import draw_loads, render_loads
+from ostinato.runner.model.buckets import PREFILL_BUCKETS
+
+from .bench_options import buckets_of, check_files, check_sampling, say, sizes
+from .run import NO_GRAPH_NOTE, capacity_of
+
+_PROMPT, _ANSWER, _CONCURRENCY = 1024, 256, (1, 8, 32, 64, 128)
+# What vLLM calls 0.2: lengths from 80 % to 120 % of the mean.
+_RANGE_RATIO = 0.2
+# Sessions that there is room for where only --rate is given.
+_SESSIONS_OF_RATE = 64
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--load",
+        action="store_true",
+        help="a load test: callers send requests with prompts of about -p tokens and answers of -n (default: "
+        f"{_PROMPT}, {_ANSWER}), all random, at temperature 0. --sessions and --kv-tokens are enough for the most callers by "
+        "default",
+    )
+    group = parser.add_argument_group("with --load")
+    for name, kind, metavar, text in (
+        (
+            "--concurrency",
+            str,
+            "N,N",
+            "numbers of callers, measured one after the other; each sends its next request when its last one has ended "
+            f"(default: {','.join(map(str, _CONCURRENCY))})",
+        ),
+        ("--rate", str, "R,R", "instead: requests per second, at random times (a Poisson process)"),
+        (
+            "--range-ratio",
+            float,
+            "F",
+            "draw each length uniformly from mean * (1 - F) to mean * (1 + F), as vLLM's --random-range-ratio does (SGLang's "
+            f"draws from F * length to length; default: {_RANGE_RATIO})",
+        ),
+        ("--requests", int, "N", "requests for each load (default: 4 per caller, at least 16; or those of 30 seconds)"),
+        ("--duration", float, "S", "begin no conversation after S seconds"),
+        (
+            "--turns",
+            int,
+            "N",
+            "requests of a conversation, each of which goes on from the last answer in a kept session (default: 1). With "
+            "--rate, conversations come at that rate",
+        ),
+        (
+            "--shared-prefix",
+            int,
+            "N",
+            "tokens before the prompt of each conversation that are the same for all, as vLLM's --random-prefix-len "
+            "(default: 0)",
+        ),
+        ("--seed", int, "N", "seed of tokens, lengths and times (default: 0)"),
+        (
+            "--max-step-ms",
+            float,
+            "MS",
+            "see Engine.load: how long a step with prompts should take (default: 16, CPU: 100)",
+        ),
+        ("--max-waiting", int, "N", "see Engine.load: the most requests that wait (default: 1024)"),
+    ):
+        group.add_argument(name, type=kind, metavar=metavar, help=text)
+
+
+def check_not_given(arguments: argparse.Namespace) -> None:
+    """Raises OptionError: an option of --load without it."""
+    for name in (
+        *("concurrency", "rate", "range_ratio", "requests", "duration", "turns", "shared_prefix", "seed"),
+        *("max_step_ms", "max_waiting"),
+    ):
+        if getattr(arguments, name) is not None:
+            raise OptionError(f"--{name.replace('_', '-')} is an option of --load: give --load, too")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    spec = _spec(arguments)
+    parsed = open_artifact(*artifact_paths(arguments.artifact), verify=False)[0]
+    on_gpu = next(iter(parsed.methods.values())).target.device == "cuda"
+    if META_VOCAB_SIZE not in parsed.metadata or META_MAX_SEQ_LEN not in parsed.metadata:
+        raise ArtifactError(
+            "bench --load needs to know the program's vocabulary and max_seq_len, which it lacks: export it with "
+            f"{META_VOCAB_SIZE} and {META_MAX_SEQ_LEN} in `metadata`"
+        )
+    check_length(spec.positions, int(parsed.metadata[META_MAX_SEQ_LEN]))
+    check_files(arguments)
+    options = _engine_options(arguments, spec, parsed.metadata, on_gpu)
+    if options["cuda_graph"] and not on_gpu:
+        say(NO_GRAPH_NOTE)
+    rows, engine = asyncio.run(_measure(arguments.artifact, options, spec, int(parsed.metadata[META_VOCAB_SIZE])))
+    subject = {
+        "artifact": arguments.artifact,
+        "cuda_graph": options["cuda_graph"],
+        "sessions": engine["capacity"]["slots"],
+        "kv_tokens": max((group["pages"] for group in engine["capacity"]["groups"]), default=0)
+        * engine["capacity"]["page_size"],
+        "max_step_ms": arguments.max_step_ms,
+        # The engine has given the device back: this process took nothing of it meanwhile.
+        "device": device_name(torch.device("cuda" if on_gpu else "cpu")),
+        "torch": torch.__version__,
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+    print(render_loads(spec, rows, subject, arguments.output))
+    if arguments.save:
+        arguments.save.write_text(render_loads(spec, rows, subject, "json") + "\n")
+    if arguments.plot:
+        draw_loads(spec, rows, subject, arguments.plot)
+        say(f"wrote {arguments.plot}")
+    return 0
+
+
+async def _measure(
+    artifact: str, options: Mapping[str, Any], spec: LoadSpec, vocabulary: int
+) -> tuple[list[LoadMeasurement], dict[str, Any]]:
+    """The measurements, and what the engine says of itself."""
+
+    def say_one(row: LoadMeasurement) -> None:
+        say(f"{row.load.name:>8} {row.speed:>10,.1f} tokens/s {row.seconds:>8.1f} s {row.failed:>4} failed")
+
+    say(f"loading {artifact}")
+    async with AsyncEngine(artifact, **options) as engine:
+        return await measure_loads(engine, spec, vocabulary, say_one), await engine.describe()
+
+
+def _spec(arguments: argparse.Namespace) -> LoadSpec:
+    """Raises OptionError: options that do not fit together, or are out of range."""
+    for name in ("batch", "mixed", "n_depth"):
+        if getattr(arguments, name) is not None:
+            raise OptionError(f"--load does not go with {'-d' if name == 'n_depth' else f'--{name}'}")
+    if arguments.cuda_graph is not None and len(arguments.cuda_graph) != 1:
+        raise OptionError("--load takes --cuda_graph on or off, not both")
+    if arguments.concurrency is not None and arguments.rate is not None:
+        raise OptionError("--load takes --concurrency or --rate, not both")
+    prompts = sizes("-p", arguments.n_prompt) or [_PROMPT]
+    answers = sizes("-n", arguments.n_gen) or [_ANSWER]
+    sampling = arguments.sampling or [{}]
+    if len(prompts) != 1 or len(answers) != 1 or len(sampling) != 1:
+        raise OptionError("with --load, -p, -n and --sampling are given once")
+    check_sampling(sampling[0])
+    if arguments.max_step_ms is not None and not arguments.max_step_ms > 0:
+        raise OptionError(f"--max-step-ms must be above 0, got {arguments.max_step_ms:g}")
+    if arguments.max_waiting is not None and arguments.max_waiting < 1:
+        raise OptionError(f"--max-waiting must be 1 or more, got {arguments.max_waiting}")
+    if arguments.rate is not None:
+        loads = [Load(rate=rate) for rate in _rates(arguments.rate)]
+    else:
+        given = None if arguments.concurrency is None else [arguments.concurrency]
+        loads = [Load(callers) for callers in sorted({*(sizes("--concurrency", given) or _CONCURRENCY)})]
+    return LoadSpec(
+        loads=tuple(loads),
+        prompt=prompts[0],
+        answer=answers[0],
+        range_ratio=_RANGE_RATIO if arguments.range_ratio is None else arguments.range_ratio,
+        requests=arguments.requests,
+        duration=arguments.duration,
+        turns=1 if arguments.turns is None else arguments.turns,
+        shared_prefix=arguments.shared_prefix or 0,
+        seed=arguments.seed or 0,
+        sampling=sampling[0],
+    )
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return sorted({float(word) for word in text.split(",")})
+    except ValueError:
+        raise OptionError(f"--rate takes requests per second, separated by commas; got {text!r}") from None
+
+
+def _engine_options(
+    arguments: argparse.Namespace, spec: LoadSpec, metadata: Mapping[str, Any], on_gpu: bool
+) -> dict[str, Any]:
+    """Options of `Engine.load`. By default there is room for what all callers can have at a time."""
+    capacity, buckets = capacity_of(arguments), buckets_of(arguments)
+    sessions = capacity.sessions or spec.max_concurrency or _SESSIONS_OF_RATE
+    page_size = int(metadata.get(META_PAGE_SIZE, 1))
+    # The scheduler leaves a page free for each session that steps. A warm-up captures a prompt of the longest bucket.
+    pages = max(
+        sessions * (-(-spec.positions // page_size) + 1),
+        -(-min(max(buckets or PREFILL_BUCKETS), int(metadata[META_MAX_SEQ_LEN])) // page_size) + 1,
+    )
+    capacity = with_kv_tokens(replace(capacity, sessions=sessions), pages * page_size)
+    options = {
+        **asdict(capacity),
+        "cuda_graph": on_gpu if arguments.cuda_graph is None else arguments.cuda_graph[0],
+        "prefault": arguments.prefault,
+        "prefill_buckets": buckets,
+        "max_step_ms": arguments.max_step_ms,
+    }
+    return options if arguments.max_waiting is None else options | {"max_waiting": arguments.max_waiting}
