@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -153,10 +153,23 @@ class KeptSessions:
                 if not self.make_room():
                     raise
 
-    def make_room(self) -> bool:
-        """Have the session that was used longest ago leave the device, or a snapshot. Returns whether there was one."""
+    def make_room(self, waited_for: Iterable[KeptSession] = ()) -> bool:
+        """Have something leave the device: the idle session that was used longest ago, or a snapshot, or else the first of
+        those that an answer waits for. Returns whether there was one."""
+        idle = [kept for kept in self._by_name.values() if not kept.busy]
+        if self._leaves(idle):
+            return True
         for kept in self._by_name.values():
-            if kept.busy or kept.session is None or kept.session.is_offloaded:
+            if kept.begin is not None:
+                # It shares pages with the answer that goes on from there.
+                kept.forget_begin()
+                return True
+        return self._leaves(waited_for)
+
+    def _leaves(self, some: Iterable[KeptSession]) -> bool:
+        """Have the first of these that is on the device leave it."""
+        for kept in some:
+            if kept.session is None or kept.session.is_offloaded:
                 continue
             kept.forget_begin()
             if self._offloads:
@@ -164,11 +177,6 @@ class KeptSessions:
             else:
                 kept.forget_state()
             return True
-        for kept in self._by_name.values():
-            if kept.begin is not None:
-                # It shares pages with the answer that goes on from there.
-                kept.forget_begin()
-                return True
         return False
 
     def forget_states(self) -> None:

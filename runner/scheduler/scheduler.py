@@ -17,7 +17,7 @@ from ostinato.runner.sessions.session import Session
 from ostinato.runner.sessions.sessions import Sessions
 
 from .answer import Answer, seeded
-from .kept_sessions import KeptSessions
+from .kept_sessions import KeptSession, KeptSessions
 from .messages import CancelledError, Ended, Output, QueueFullError, Request
 from .step_times import MIN_ROWS, StepTimes
 
@@ -266,6 +266,8 @@ class Scheduler:
                     continue
                 if self._prefilling or self._decoding:
                     return
+                if self.kept.make_room(self._waited_for(but=answer)):
+                    continue
                 if answer.source is not None and answer.source.session is not None:
                     # There is no room for it and a fork of it.
                     answer.source.forget_state()
@@ -465,7 +467,7 @@ class Scheduler:
     def _make_room(self, error: CapacityError) -> None:
         """Have the session that matters least leave the device, so that the others can step."""
         self._last = None
-        if self.kept.make_room():
+        if self.kept.make_room(self._waited_for()):
             return
         active = [*self._decoding, *self._prefilling]
         youngest = max(active, key=lambda answer: (answer.order, answer.index))
@@ -475,6 +477,10 @@ class Scheduler:
             self._end(youngest, reason, error if reason == "error" else None)
             return
         self._put_back(youngest)
+
+    def _waited_for(self, but: Answer | None = None) -> list[KeptSession]:
+        """The kept sessions that waiting answers will go on from, the last one first."""
+        return [one.source for one in reversed(self._waiting) if one.source is not None and one is not but]
 
     def _put_back(self, answer: Answer) -> None:
         """Have an answer wait again, as the next one to go on. Its state goes to the host, or is computed again."""

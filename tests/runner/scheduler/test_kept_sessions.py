@@ -290,6 +290,20 @@ def test_a_snapshot_gives_its_pages_back(driven: Driven, engine: Engine) -> None
     ran(driven, request, history)
 
 
+def test_a_session_that_is_waited_for_leaves_too(driven: Driven) -> None:
+    """Whoever is served needs the slots and pages of sessions that others wait for."""
+    histories = {}
+    for name in "abc":
+        histories[name] = ran(driven, driven.add(prompt(ord(name), 120), 9, keep=name, ignore_eos=True), [])
+    first = [driven.add(prompt(number, 120), 110, ignore_eos=True) for number in range(4)]
+    then = {name: driven.add(prompt(2, 5), 9, session=name, keep=name, ignore_eos=True) for name in "abc"}
+    driven.run()
+    for request in first:
+        ran(driven, request, [])
+    for name, request in then.items():
+        ran(driven, request, histories[name])
+
+
 @pytest.mark.parametrize("sessions", [1, 2])
 def test_a_fork_without_a_slot(request: pytest.FixtureRequest, mode: str, reference: Engine, sessions: int) -> None:
     """The session that it goes on from leaves its slot to it."""
@@ -300,7 +314,9 @@ def test_a_fork_without_a_slot(request: pytest.FixtureRequest, mode: str, refere
         for more in (7, 0):
             ran(driven, driven.add(prompt(2, more), 5, session="a", ignore_eos=True), history)
         ran(driven, driven.add(prompt(2, 7), 5, session="a", keep="b", ignore_eos=True), history)
-        ran(driven, driven.add(prompt(4, 7), 5, session="a", keep="a", ignore_eos=True), history)
+        first, then = driven.add(prompt(5, 7), 5, n=sessions), driven.add(prompt(4, 7), 5, session="a", keep="a")
+        ran(driven, first, [])
+        ran(driven, then, history)
         driven.close()
 
 
