@@ -218,7 +218,10 @@ def test_in_any_order(request: pytest.FixtureRequest, mode: str, reference: Engi
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+                max_examples=25,
+                stateful_step_count=30,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
             ),
         )
         assert sum(machine.put_back) > 10  # type: ignore[attr-defined]
