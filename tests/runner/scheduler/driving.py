@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -186,7 +186,6 @@ def prompt(first: int, length: int) -> list[int]:
     return [(first + 31 * place) % 1500 for place in range(length)]
 
 
-Driver = Callable[..., Driven]
 PENALIZED = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.75)
 SEEDED = SamplingParams(temperature=1.5, top_k=40, top_p=0.95, seed=11)
 LATE = SamplingParams(presence_penalty=2.0, min_tokens=70, stop_token_ids=list(range(0, 90, 2)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,27 +12,9 @@ from ostinato.delegate import InputError
 from ostinato.delegate.errors import CapacityError, SessionFileError
 from ostinato.runner import Engine, Request, SamplingParams
 
-from .driving import CPU_MODES, GPU_MODES, PAGE, PENALIZED, SEEDED, WAYS, Driven, alone, assert_all_free, loaded, prompt
+from .driving import PAGE, PENALIZED, SEEDED, WAYS, Driven, alone, assert_all_free, loaded, prompt
 
-SESSIONS, PAGES = 4, 9
 HOT = SamplingParams(temperature=5.0, seed=2)
-
-
-@pytest.fixture(scope="module", params=[*CPU_MODES, *GPU_MODES])
-def mode(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def engine(request: pytest.FixtureRequest, mode: str) -> Iterator[Engine]:
-    with loaded(request, mode, sessions=SESSIONS, kv_tokens=PAGES * PAGE, snapshots=2) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def reference(request: pytest.FixtureRequest, mode: str) -> Iterator[Engine]:
-    with loaded(request, "GPU" if mode == "GPU" else "in turn") as engine:
-        yield engine
 
 
 @pytest.fixture
@@ -128,11 +111,12 @@ def test_prompt_logprobs_are_of_the_new_tokens(driven: Driven) -> None:
 
 def test_names(driven: Driven) -> None:
     first = driven.add(prompt(1, 20), 9, keep="a")
-    for options, text in (
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({"session": "a"}, "session 'a' is busy: an answer goes on with it"),
         ({"session": "b"}, "no session is kept as 'b'"),
         ({"keep": "a"}, "a session is kept as 'a' already: close it first, or go on from it"),
-    ):
+    )
+    for options, text in refused:
         with pytest.raises(InputError, match=text):
             driven.add([1], **options)
     kept = driven.scheduler.kept

@@ -62,7 +62,7 @@ TO_ENGINE = (
     Start("7", "/a", {"sessions": 4, "cuda_graph": True, "row_buckets": [2, 4], "max_step_ms": 1.5}),
     Swap("8", "/b", {}),
 )
-FROM_ENGINE = (
+FROM_ENGINE: tuple[Any, ...] = (
     [Output("1", 0, (5,))],
     [
         Output("1", 3, (5, 6), (RECORD, RECORD), "stop", None, [None, RECORD]),
@@ -155,7 +155,7 @@ def test_frames_in_any_pieces() -> None:
     with ours, theirs:
         channel = EngineChannel(theirs)
         data = b"".join(map(frame, TO_ENGINE))
-        found = []
+        found: list[Any] = []
         for begin in range(0, len(data), 7):
             ours.sendall(data[begin : begin + 7])
             found += channel.receive(wait=True)
