@@ -202,7 +202,6 @@ class AsyncEngine:
             while going_on:
                 output = await arrived.get()
                 if isinstance(output, OstinatoError):
-                    going_on = 0
                     raise output
                 going_on -= output.finish_reason is not None
                 yield output

@@ -34,6 +34,7 @@ class Answer:
         fed: number of `tokens` that the session has.
         source: the kept session that it goes on from, until it has a session.
         kept: the kept session that its own becomes when it ends.
+        further: number of the request's further answers, which are made when the prompt is complete.
         prompt_logprobs: of the tokens that the session has so far; None if they were not asked for.
         put_back: how often it lost its place on the device.
         error: what its bitmask raised.
@@ -53,6 +54,7 @@ class Answer:
     fed: int = 0
     source: KeptSession | None = None
     kept: KeptSession | None = None
+    further: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     put_back: int = 0
     error: Exception | None = None
@@ -66,6 +68,17 @@ class Answer:
     def scores_prompt(self) -> bool:
         """Whether the next tokens of the prompt need log-probabilities of their own."""
         return self.prompt_logprobs is not None and self.fed < self.prompt_end
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether it needs the logits after its session's last token, which a step that has gone ahead does not leave."""
+        return self.prompt_logprobs is not None or not self.request.tokens
+
+    @property
+    def given_prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        """Log-probabilities of the request's tokens, without those of a history that was computed again."""
+        found = self.prompt_logprobs or []
+        return found[len(found) - len(self.request.tokens) :]
 
     def allowed(self, vocab: int) -> TokenBitmask:
         """Return a function that gives what the bitmask does. Where that raises, this answer alone must end: the error is
@@ -85,8 +98,15 @@ class Answer:
     def others(self) -> list[Answer]:
         """The request's further answers, which go on from a fork of this one's session."""
         return [
-            replace(self, index=index, params=seeded(self.request.sampling_params, index), session=None, kept=None)
-            for index in range(1, self.request.n)
+            replace(
+                self,
+                index=index,
+                params=seeded(self.request.sampling_params, index),
+                session=None,
+                kept=None,
+                further=0,
+            )
+            for index in range(1, self.further + 1)
         ]
 
 

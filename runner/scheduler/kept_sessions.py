@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from ostinato.delegate.errors import CapacityError, InputError
 from ostinato.runner.sessions.session import Session, Snapshot
 from ostinato.runner.sessions.sessions import Sessions
+
+Got = TypeVar("Got")
 
 
 @dataclass(eq=False)
@@ -105,7 +109,7 @@ class KeptSessions:
             return
         if kept.begin is not None and kept.begin[0] == position and kept.session is not None:
             if kept.session.is_offloaded:
-                kept.session.onload()
+                self._with_room(kept.session.onload)
             kept.session.restore(kept.begin[1])
         else:
             kept.forget_state()
@@ -115,15 +119,13 @@ class KeptSessions:
         """See `Save`. A session whose state is gone is computed again first."""
         kept = self.get(name)
         if kept.session is None:
-            kept.session = self._sessions.open()
-            if kept.tokens:
-                kept.session.prefill(kept.tokens)
+            kept.session = self._with_room(lambda: self._computed(kept.tokens))
         kept.session.save(path)
 
     def load(self, name: str, path: str) -> int:
         """See `Load`. Returns the number of tokens."""
         self.check_free(name)
-        session = self._sessions.tier.load(self._sessions, Path(path))
+        session = self._with_room(lambda: self._sessions.tier.load(self._sessions, Path(path)))
         self._by_name[name] = KeptSession(name, list(session.tokens), session)
         return session.position
 
@@ -131,10 +133,43 @@ class KeptSessions:
         """See `Close`."""
         self.drop(self.get(name))
 
-    def make_room(self) -> bool:
-        """Have the session that was used longest ago leave the device. Returns whether there was one."""
+    def _computed(self, tokens: list[int]) -> Session:
+        """A new session with these tokens. Raises CapacityError; nothing has changed."""
+        session = self._sessions.open()
+        try:
+            if tokens:
+                session.prefill(tokens)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def _with_room(self, get: Callable[[], Got]) -> Got:
+        """Do something on the device that raises CapacityError, while others can leave it."""
+        while True:
+            try:
+                return get()
+            except CapacityError:
+                if not self.make_room():
+                    raise
+
+    def make_room(self, waited_for: Iterable[KeptSession] = ()) -> bool:
+        """Have something leave the device: the idle session that was used longest ago, or a snapshot, or else the first of
+        those that an answer waits for. Returns whether there was one."""
+        idle = [kept for kept in self._by_name.values() if not kept.busy]
+        if self._leaves(idle):
+            return True
         for kept in self._by_name.values():
-            if kept.busy or kept.session is None or kept.session.is_offloaded:
+            if kept.begin is not None:
+                # It shares pages with the answer that goes on from there.
+                kept.forget_begin()
+                return True
+        return self._leaves(waited_for)
+
+    def _leaves(self, some: Iterable[KeptSession]) -> bool:
+        """Have the first of these that is on the device leave it."""
+        for kept in some:
+            if kept.session is None or kept.session.is_offloaded:
                 continue
             kept.forget_begin()
             if self._offloads:

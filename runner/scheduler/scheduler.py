@@ -18,7 +18,7 @@ from ostinato.runner.sessions.session import Session
 from ostinato.runner.sessions.sessions import Sessions
 
 from .answer import Answer, seeded
-from .kept_sessions import KeptSessions
+from .kept_sessions import KeptSession, KeptSessions
 from .messages import CancelledError, Ended, Output, QueueFullError, Request
 from .step_times import MIN_ROWS, StepTimes
 
@@ -194,6 +194,7 @@ class Scheduler:
                 bitmask=bitmask,
                 source=source,
                 kept=kept,
+                further=request.n - 1,
                 prompt_logprobs=None if params.prompt_logprobs is None else [],
             )
         )
@@ -211,7 +212,9 @@ class Scheduler:
         """Run one step of the model for as many requests as have room in it, and return what it gives them."""
         if self._waiting:
             if self._step_times is None and len(self._waiting) + len(self._prefilling) + len(self._decoding) > 1:
-                self.measure()
+                # What fails here is nobody's answer: if steps fail, the next one does.
+                with suppress(Exception):
+                    self.measure()
             self._admit()
         if self._prefilling:
             self._score_a_prompt()
@@ -269,17 +272,26 @@ class Scheduler:
                     continue
                 if self._prefilling or self._decoding:
                     return
+                if self.kept.make_room(self._waited_for(but=answer)):
+                    continue
+                if answer.source is not None and answer.source.session is not None:
+                    # There is no room for it and a fork of it.
+                    answer.source.forget_state()
+                    continue
                 # Sessions of others have all the slots or pages, and nobody here will give any back.
                 self._waiting.popleft()
                 self._end(answer, "error", error)
             else:
                 self._waiting.popleft()
-                (self._prefilling if answer.rest else self._decoding).append(answer)
+                if answer.rest:
+                    self._prefilling.append(answer)
+                else:
+                    self._decode(answer)
 
     def _has_room(self, answer: Answer) -> bool:
         """Whether a slot is free for each of the request's answers, and pages for its prompt beside those of others."""
-        further = sum(one.request.n - 1 for one in self._prefilling if not one.index)
-        slots = 1 if answer.index or answer.put_back else answer.request.n
+        further = sum(one.further for one in self._prefilling)
+        slots = 1 + answer.further
         if answer.source is not None and answer.source is answer.kept and answer.source.session is not None:
             slots -= 0 if answer.source.session.is_offloaded else 1
         if self._sessions.free < slots + further:
@@ -313,6 +325,8 @@ class Scheduler:
             answer.session.onload()
             return
         session = None
+        if source is not None and source.session is not None and source.session.is_ahead and answer.needs_logits:
+            source.forget_state()
         if source is not None and source.session is not None:
             source.session.onload()
             if source is answer.kept:
@@ -383,7 +397,7 @@ class Scheduler:
             parts[answer] = min(answer.rest, rows)
             rows -= parts[answer]
         parts[first] += min(rows, first.rest - parts[first])
-        return list(parts.items())
+        return [(answer, count) for answer, count in parts.items() if count]
 
     def _rows_beside(self, sessions: int) -> int:
         return MIN_ROWS if self._step_times is None else self._step_times.prompt_rows(sessions)
@@ -412,10 +426,10 @@ class Scheduler:
                 logprobs = answer.session.logprobs  # type: ignore[union-attr]
                 output.logprobs = () if logprobs is None else (logprobs,)
             if answer.prompt_logprobs is not None:
-                output.prompt_logprobs, answer.prompt_logprobs = answer.prompt_logprobs, None
+                output.prompt_logprobs, answer.prompt_logprobs = answer.given_prompt_logprobs, None
             outputs.append(output)
             if answer.error is not None:
-                output.tokens, reason = (), "error"
+                output.tokens, output.logprobs, reason = (), (), "error"
                 output.error = Ended.of(answer.error)
             if reason is not None:
                 output.finish_reason = reason
@@ -430,13 +444,16 @@ class Scheduler:
         for answer, count in parts:
             answer.fed += count
             self._stats.prompt_tokens += count
-            if answer.rest:
-                continue
-            self._prefilling.remove(answer)
-            self._decoding.append(answer)
-            if not answer.index and not answer.put_back:
-                for other in answer.others():
-                    self._fork(answer, other)
+            if not answer.rest:
+                self._prefilling.remove(answer)
+                self._decode(answer)
+
+    def _decode(self, answer: Answer) -> None:
+        """Have an answer whose prompt is complete decode from now on, and the request's further answers beside it."""
+        self._decoding.append(answer)
+        for other in answer.others():
+            self._fork(answer, other)
+        answer.further = 0
 
     def _fork(self, answer: Answer, other: Answer) -> None:
         """Have another answer go on from the same prompt."""
@@ -446,6 +463,8 @@ class Scheduler:
         except CapacityError:
             # Somebody opened a session of their own meanwhile: it is computed again.
             other.fed, other.put_back = 0, 1
+            if other.prompt_logprobs is not None:
+                other.prompt_logprobs = []
             self._waiting.appendleft(other)
             return
         self._decoding.append(other)
@@ -454,7 +473,7 @@ class Scheduler:
     def _make_room(self, error: CapacityError) -> None:
         """Have the session that matters least leave the device, so that the others can step."""
         self._last = None
-        if self.kept.make_room():
+        if self.kept.make_room(self._waited_for()):
             return
         active = [*self._decoding, *self._prefilling]
         youngest = max(active, key=lambda answer: (answer.order, answer.index))
@@ -464,6 +483,10 @@ class Scheduler:
             self._end(youngest, reason, error if reason == "error" else None)
             return
         self._put_back(youngest)
+
+    def _waited_for(self, but: Answer | None = None) -> list[KeptSession]:
+        """The kept sessions that waiting answers will go on from, the last one first."""
+        return [one.source for one in reversed(self._waiting) if one.source is not None and one is not but]
 
     def _put_back(self, answer: Answer) -> None:
         """Have an answer wait again, as the next one to go on. Its state goes to the host, or is computed again."""
@@ -515,7 +538,9 @@ class Scheduler:
         if error is None and reason == "cancelled":
             error = CancelledError("the answer was cancelled")
         ended = None if error is None else Ended.of(error)
-        self._outputs.append(Output(answer.request.id, answer.index, finish_reason=reason, error=ended))
+        for index in range(answer.index, answer.index + answer.further + 1):
+            self._outputs.append(Output(answer.request.id, index, finish_reason=reason, error=ended))
+        self._stats.finished += answer.further
         self._release(answer)
 
     def _release(self, answer: Answer) -> None:

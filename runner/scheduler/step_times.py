@@ -84,7 +84,9 @@ class StepTimes:
         bound = self.max_step_ms / self._factor - sessions * self._session_ms
         fitting = bisect_right(self._foreseen, bound)
         rows = self._sizes[fitting - 1] - sessions if fitting else 0
-        return max(rows, min(MIN_ROWS, self._sizes[-1] - sessions), 0)
+        left = self._sizes[-1] - sessions
+        # Where the sessions fill a step, prompts are a second one.
+        return max(rows, left if 0 < left < MIN_ROWS else MIN_ROWS)
 
     def took(self, sessions: int, rows: int, ms: float) -> None:
         """Learn from a step that had `rows` rows of prompts."""

@@ -135,7 +135,16 @@ class Session:
             OptionError: `sampling_params` are something else.
         """
         self._owner.set_sampling(self, checked_params(sampling_params), None)
-        self._open.answer_begin = prompt_end
+        state = self._open
+        state.answer_begin = prompt_end
+        if prompt_end is not None:
+            state.prompt_end = min(len(state.history), prompt_end)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step has gone ahead of the history: the next token is sampled, by the parameters before."""
+        state = self._known
+        return bool(state.pending) and state.logits is None
 
     @property
     def logprobs(self) -> TokenLogprobs | None:

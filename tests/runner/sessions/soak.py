@@ -208,7 +208,7 @@ class Standing:
     """The state of an engine while no session is open. Two are equal if nothing was lost, made or given up in between.
 
     Attributes:
-        described: `Engine.describe`, without the counts of calls.
+        described: `Engine.describe`, without the counts of calls and the scheduler's counts and seconds.
         calls: (runs, warm-ups, captures) by method: the calls that replay no graph.
     """
 
@@ -219,6 +219,7 @@ class Standing:
     def of(cls, engine: Engine) -> Standing:
         described = engine.describe()
         methods = described.pop("methods")
+        del described["scheduler"]
         calls = {name: (stats["runs"], stats["warmups"], stats["captures"]) for name, stats in methods.items()}
         described["methods"] = {
             name: {

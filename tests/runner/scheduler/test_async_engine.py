@@ -1,0 +1,301 @@
+"""`AsyncEngine`: any number of callers over an engine's process, and what becomes of them when either process ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato.delegate import ArtifactError, CapacityError, InputError
+from ostinato.delegate.errors import OptionError, SessionFileError
+from ostinato.runner import AsyncEngine, Engine, EngineProcessError, QueueFullError, SamplingParams
+
+from ...processes import PATIENCE
+from .conftest import Run
+from .driving import SEEDED
+
+SESSIONS = 4
+QUESTION = "What is the capital of France?"
+COUNTRIES = ("France", "Japan", "Andorra", "Norway", "Kenya", "Peru", "Italy", "Egypt")
+
+
+@pytest.fixture(scope="module")
+def local(capitals_artifact: Path) -> Iterator[Engine]:
+    with Engine.load(capitals_artifact, sessions=SESSIONS) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def shared(run: Run, capitals_artifact: Path) -> Iterator[AsyncEngine]:
+    loads: list[tuple[int, int]] = []
+    engine = AsyncEngine(capitals_artifact, sessions=SESSIONS, on_load=lambda done, total: loads.append((done, total)))
+    run(engine.__aenter__())
+    yield engine
+    run(engine.close())
+    assert loads[0][0] == 0 and loads[-1][0] == loads[-1][1] > 0 and loads == sorted(loads)
+
+
+@pytest.fixture
+def engine(shared: AsyncEngine, run: Run) -> Iterator[AsyncEngine]:
+    """The engine that these tests share. At the end nobody has a slot or a page."""
+    yield shared
+    run(idle(shared))
+
+
+async def idle(engine: AsyncEngine) -> None:
+    """Wait until nobody is served, and see that all is free."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        described = await engine.describe()
+        stats, capacity = described["scheduler"], described["capacity"]
+        if not stats["waiting"] + stats["prefilling"] + stats["decoding"]:
+            break
+        assert time.monotonic() < end, stats
+        await asyncio.sleep(0.01)
+    assert stats["kept_sessions"] == 0
+    assert (capacity["free_slots"], capacity["free_snapshots"]) == (capacity["slots"], capacity["snapshots"])
+    assert all(group["free_pages"] == group["pages"] for group in capacity["groups"])
+
+
+def question(country: str) -> str:
+    return f"Could you tell me which city is the capital of {country}?"
+
+
+# --- answers
+
+
+def test_many_callers(engine: AsyncEngine, local: Engine, run: Run) -> None:
+    """All get their own answers, whole and in pieces."""
+
+    async def pieces(country: str) -> tuple[str, Any]:
+        stream = engine.stream(question(country))
+        return "".join([piece async for piece in stream]), stream.result
+
+    async def all_of_them() -> list[tuple[str, Any]]:
+        return await asyncio.gather(*(pieces(country) for country in COUNTRIES * 5))
+
+    found = run(all_of_them())
+    for country, (text, result) in zip(COUNTRIES * 5, found, strict=True):
+        expected = local.generate(question(country))
+        assert "".join(expected) == text == result.text
+        assert (result.tokens, result.finish_reason) == (expected.result.tokens, "stop")
+        assert result.prompt_tokens == expected.result.prompt_tokens
+    assert found[0][0] == "Paris"
+
+
+def test_several_answers(engine: AsyncEngine, local: Engine, run: Run) -> None:
+    params = SamplingParams(2.0, seed=5, logprobs=1)
+    found = run(engine.answers(QUESTION, 3, sampling_params=params, max_new_tokens=12, ignore_eos=True))
+    for index, result in enumerate(found):
+        params = SamplingParams(2.0, seed=5 + index, logprobs=1)
+        stream = local.generate(QUESTION, sampling_params=params, max_new_tokens=12, ignore_eos=True)
+        text = "".join(stream)
+        assert (result.text, result.tokens) == (text, stream.result.tokens)
+        assert [one.token for one in result.logprobs] == result.tokens
+    assert len({tuple(result.tokens) for result in found}) == 3
+
+
+def stop_across_tokens(engine: Engine, tokens: list[int]) -> str:
+    """The end of one token's text and the beginning of the next one's, which stand so together only once."""
+    texts = [engine.tokenizer.decode([token]) for token in tokens]
+    whole = "".join(texts)
+    for place in range(5, len(texts) - 1):
+        stop = texts[place][-2:] + texts[place + 1][:2]
+        begin = sum(map(len, texts[:place])) + len(texts[place]) - 2
+        if len(stop) == 4 and whole.find(stop) == begin:
+            return stop
+    raise AssertionError("no such text")
+
+
+def test_a_stop_string(engine: AsyncEngine, local: Engine, run: Run) -> None:
+    """The text ends before it, wherever its tokens begin, and the scheduler soon learns of it."""
+    options: dict[str, Any] = {"max_new_tokens": 200, "ignore_eos": True, "sampling_params": SEEDED}
+    stream = local.generate(QUESTION, **options)
+    whole = "".join(stream)
+    stop = stop_across_tokens(local, stream.result.tokens)
+    before = run(engine.describe())["scheduler"]["output_tokens"]
+
+    async def asked() -> list[Any]:
+        return await asyncio.gather(*(engine.answer(QUESTION, stop=stop, **options) for _ in range(12)))
+
+    for result in run(asked()):
+        assert result.text == whole[: whole.index(stop)] and result.finish_reason == "stop"
+    run(idle(engine))
+    assert run(engine.describe())["scheduler"]["output_tokens"] - before < 12 * 200
+    # One of three ends there, and the others where they do.
+    answers = run(engine.answers(QUESTION, 3, stop=stop, **options))
+    assert answers[0].text == result.text
+    assert all(stop not in one.text for one in answers)
+
+
+def test_a_stop_string_here(local: Engine) -> None:
+    """In one process the answer ends where the text does: a step ahead of it at most."""
+    options: dict[str, Any] = {"max_new_tokens": 200, "ignore_eos": True, "sampling_params": SEEDED}
+    stream = local.generate(QUESTION, **options)
+    whole = "".join(stream)
+    stop = stop_across_tokens(local, stream.result.tokens)
+    for answer in (
+        lambda: list(local.generate(QUESTION, stop=stop, **options)),
+        lambda: local.generate_all([QUESTION], stop=stop, **options),
+    ):
+        before = local.driver.scheduler.stats.output_tokens
+        answer()
+        count = local.driver.scheduler.stats.output_tokens - before
+        text = local.tokenizer.decode(stream.result.tokens[:count])
+        assert stop in text and stop not in local.tokenizer.decode(stream.result.tokens[: count - 3])
+        assert local.sessions.free == SESSIONS
+    result = local.generate_all([QUESTION], stop=stop, **options)[0]
+    assert (result.text, result.finish_reason) == (whole[: whole.index(stop)], "stop")
+
+
+def test_leaving_an_answer(engine: AsyncEngine, run: Run) -> None:
+    """Whoever takes no more pieces, or is cancelled, gives its slot back."""
+
+    async def leave() -> int:
+        count = 0
+        async for _ in engine.stream(QUESTION, max_new_tokens=200, ignore_eos=True):
+            count += 1
+            if count == 3:
+                break
+        return count
+
+    async def close_it() -> None:
+        stream = engine.stream(QUESTION, max_new_tokens=200, ignore_eos=True)
+        await anext(stream)
+        await stream.aclose()
+        assert stream.result.finish_reason == "interrupted"
+
+    async def cancelled() -> None:
+        tasks = [asyncio.create_task(engine.answer(QUESTION, max_new_tokens=220, ignore_eos=True)) for _ in range(40)]
+        await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        # A few may have come to their end.
+        assert sum(isinstance(one, asyncio.CancelledError) for one in ended) > 20
+
+    for way in (leave, close_it, cancelled):
+        run(way())
+        run(idle(engine))
+
+
+def test_errors_are_of_one_request(engine: AsyncEngine, local: Engine, run: Run) -> None:
+    async def errors() -> list[Any]:
+        return await asyncio.gather(
+            engine.answer(QUESTION),
+            engine.answer("long " * 300),
+            engine.answers(QUESTION, 5),
+            engine.answer(QUESTION, session="nobody"),
+            engine.answer(""),
+            engine.answer(QUESTION, max_new_tokens=0),
+            engine.answer("Japan's capital?"),
+            engine.rewind("nobody", 0),
+            return_exceptions=True,
+        )
+
+    found = run(errors())
+    assert found[0].text == "Paris" and found[6].text == "".join(local.generate("Japan's capital?"))
+    kinds = [InputError, CapacityError, InputError, InputError, OptionError, InputError]
+    errors_found = [*found[1:6], found[7]]
+    assert [type(one) for one in errors_found] == kinds
+    for one, text in zip(
+        errors_found,
+        (
+            "no room for an answer",
+            "5 answers to one prompt",
+            "no session is kept as",
+            "empty",
+            "1 or more",
+            "no session is",
+        ),
+        strict=True,
+    ):
+        assert text in str(one)
+
+
+# --- kept sessions, and the other commands
+
+
+def test_kept_sessions(engine: AsyncEngine, local: Engine, run: Run, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True}
+    first = run(engine.answer(QUESTION, keep="a", **options))
+    path = tmp_path / "session"
+    run(engine.save_session("a", path))
+    history = [*local.encode_prompt(QUESTION), *first.tokens]
+    assert run(engine.load_session("b", path)) == len(history)
+    following = " And of Japan?"
+    expected = list(
+        local.generate_tokens([*history, *local.encode_prompt(following, raw=True)], max_new_tokens=8, ignore_eos=True)
+    )
+    for name in "ab":
+        assert run(engine.answer(following, raw=True, session=name, keep=name, **options)).tokens == expected
+    run(engine.rewind("a", len(history)))
+    assert run(engine.answer(following, raw=True, session="a", **options)).tokens == expected
+    assert run(engine.describe())["scheduler"]["kept_sessions"] == 2
+    for command, kind, text in (
+        (lambda: engine.load_session("a", path), InputError, "kept as 'a' already"),
+        (lambda: engine.load_session("c", tmp_path / "missing"), SessionFileError, "missing"),
+        (lambda: engine.rewind("a", 999), InputError, "rewind takes 0 to that, got 999"),
+        (lambda: engine.save_session("a", tmp_path / "no" / "folder"), SessionFileError, "folder"),
+        (lambda: engine.close_session("c"), InputError, "no session is kept as 'c'"),
+    ):
+        with pytest.raises(kind, match=text):
+            run(command())
+    for name in "ab":
+        run(engine.close_session(name))
+
+
+def test_swap(engine: AsyncEngine, local: Engine, run: Run, capitals_artifact: Path) -> None:
+    """Requests that came before end first. The other one has its own limits; then the first comes back."""
+
+    async def swapped() -> tuple[Any, Any]:
+        before = asyncio.create_task(engine.answer(QUESTION, max_new_tokens=100, ignore_eos=True))
+        await asyncio.sleep(0)
+        await engine.swap(capitals_artifact, sessions=1, max_waiting=1)
+        assert engine.limits.sessions == 1 and engine.limits.max_seq_len == local.max_seq_len
+        assert engine.limits.eos_ids == sorted(local.eos_ids)
+        # One at a time, and one that waits.
+        going_on = engine.stream(QUESTION, max_new_tokens=230, ignore_eos=True)
+        await anext(going_on)
+        results = await asyncio.gather(*(engine.answer(QUESTION) for _ in range(12)), return_exceptions=True)
+        await going_on.aclose()
+        return await before, results
+
+    before, results = run(swapped())
+    stream = local.generate(QUESTION, max_new_tokens=100, ignore_eos=True)
+    assert before.text == "".join(stream)
+    refused = [one for one in results if isinstance(one, QueueFullError)]
+    assert all("which is the most: ask again later" in str(one) for one in refused) and refused
+    assert all(one.text == "Paris" for one in results if not isinstance(one, Exception))
+    run(idle(engine))
+    with pytest.raises(ArtifactError):
+        run(engine.swap(capitals_artifact / "nowhere"))
+    run(engine.swap(capitals_artifact, sessions=SESSIONS))
+    assert run(engine.answer(QUESTION)).text == "Paris" and engine.limits.sessions == SESSIONS
+
+
+def test_a_process_that_is_stopped(engine: AsyncEngine, run: Run) -> None:
+    """Who waits is told. When it goes on, so do requests, and those that were told have no slot any more."""
+
+    async def told() -> None:
+        before = (await engine.describe())["scheduler"]["output_tokens"]
+        os.kill(engine.pid, signal.SIGSTOP)
+        text = f"the engine's process {engine.pid} is stopped (SIGSTOP): SIGCONT continues it"
+        requests = [engine.answer(QUESTION, max_new_tokens=200, ignore_eos=True) for _ in range(6)]
+        for error in await asyncio.gather(*requests, engine.describe(), return_exceptions=True):
+            assert isinstance(error, EngineProcessError) and str(error) == text
+        os.kill(engine.pid, signal.SIGCONT)
+        answer = await engine.answer(QUESTION)
+        assert answer.text == "Paris"
+        assert (await engine.describe())["scheduler"]["output_tokens"] - before == len(answer.tokens)
+
+    try:
+        run(told())
+    finally:
+        os.kill(engine.pid, signal.SIGCONT)

@@ -1,0 +1,117 @@
+"""A scheduler in the process of its callers: threads that wait for each other's steps, and many requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ostinato.delegate import InputError
+from ostinato.delegate.errors import StepError
+from ostinato.runner import Engine, TextRequest
+
+from .driving import SEEDED, alone, assert_all_free, prompt
+
+SESSIONS = 4
+QUESTION = "What is the capital of {}?"
+COUNTRIES = ("France", "Japan", "Andorra", "Norway", "Kenya", "Peru", "Italy", "Egypt")
+
+
+@pytest.fixture(scope="module")
+def shared(capitals_artifact: Path) -> Iterator[Engine]:
+    with Engine.load(capitals_artifact, sessions=SESSIONS) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    """The engine of these tests. At the end nobody has anything."""
+    yield shared
+    assert_all_free(shared)
+    scheduler = shared.driver.scheduler
+    assert not scheduler._waiting and not scheduler._prefilling and not scheduler._decoding
+    assert not shared.driver._arrived
+
+
+def test_threads(engine: Engine) -> None:
+    """Each gets its own answer, whoever runs the steps. Those that stop early hold nobody up."""
+
+    def answer(country: str) -> str:
+        left = engine.generate(QUESTION.format(country), max_new_tokens=200, ignore_eos=True)
+        next(left)
+        text = "".join(engine.generate(QUESTION.format(country)))
+        left.close()
+        return text
+
+    expected = ["".join(engine.generate(QUESTION.format(country))) for country in COUNTRIES]
+    with ThreadPoolExecutor(SESSIONS) as pool:
+        for _ in range(3):
+            assert list(pool.map(answer, COUNTRIES)) == expected
+    assert expected[:2] == ["Paris", "Tokyo"]
+
+
+def test_answers_that_are_taken_in_turns(engine: Engine) -> None:
+    """Two answers in one thread step together: what comes for one while the other is taken is not lost."""
+    requests = [prompt(1, 9), prompt(2, 30), prompt(3, 5)]
+    expected = [list(engine.generate_tokens(tokens, max_new_tokens=20, ignore_eos=True)) for tokens in requests]
+    before = engine.driver.scheduler.stats.steps
+    streams = [engine.generate_tokens(tokens, max_new_tokens=20, ignore_eos=True) for tokens in requests]
+    found = list(zip(*streams, strict=True))
+    assert [list(column) for column in zip(*found, strict=True)] == expected
+    assert engine.driver.scheduler.stats.steps - before < 2 * 20
+
+
+def test_all(engine: Engine) -> None:
+    """More prompts than slots, in their order. One that is too long has an error, and the others have none."""
+    prompts = [QUESTION.format(country) for country in COUNTRIES * 3]
+    prompts[5] = "long " * 300
+    results = engine.generate_all(prompts)
+    assert [result.finish_reason for result in results] == ["stop"] * 5 + ["error"] + ["stop"] * 18
+    assert "no room for an answer" in (results[5].error or "") and results[5].tokens == []
+    assert [result.text for result in results[8:16]] == [result.text for result in results[16:]]
+    assert results[0].text == "Paris"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_step_that_raises(engine: Engine, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """All answers of all requests on their way end, and nobody waits for ever; what comes later is as always."""
+    step, count = engine.model.step, 0
+
+    def fails(runs: object) -> object:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise ZeroDivisionError("no step")
+        return step(runs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.model, "step", fails)
+    asked = [TextRequest(prompt=QUESTION.format(country), n=n) for country in COUNTRIES]
+    found = {(number, index): result for number, index, result in engine.generate_each(asked)}
+    assert set(found) == {(number, index) for number in range(len(asked)) for index in range(n)}
+    reasons = {result.finish_reason for result in found.values()}
+    assert reasons == {"stop", "error"}
+    assert {result.error for result in found.values()} == {None, "ZeroDivisionError: no step"}
+    count = 1
+    with pytest.raises(StepError, match="ZeroDivisionError: no step"):
+        list(engine.generate("Japan's capital?", max_new_tokens=50, ignore_eos=True))
+
+
+def test_leaving_in_the_middle(engine: Engine) -> None:
+    """Results that nobody takes any more are cancelled, and so are requests of a list that is wrong further on."""
+    asked = [TextRequest(prompt=QUESTION.format(country), max_new_tokens=100, ignore_eos=True) for country in COUNTRIES]
+    each = engine.generate_each(iter(asked))
+    next(each)
+    each.close()  # type: ignore[attr-defined]
+    with pytest.raises(InputError, match="the prompt is empty"):
+        list(engine.generate_each([*asked[:2], TextRequest(prompt=""), *asked[2:]]))
+
+
+def test_several_answers(engine: Engine) -> None:
+    asked = TextRequest(
+        prompt=QUESTION.format("France"), n=3, sampling_params=SEEDED, max_new_tokens=9, ignore_eos=True
+    )
+    request = asked.for_scheduler("alone", engine.tokenizer)
+    found = {index: result.tokens for _, index, result in engine.generate_each([asked])}
+    assert found == {index: alone(engine, request, index)[0] for index in range(3)}
