@@ -28,6 +28,7 @@ from .options import (
     load_engine,
     sampling_params_of,
     say,
+    warn_of_fallbacks,
 )
 
 if TYPE_CHECKING:
@@ -185,6 +186,9 @@ def _answer(
         sys.stdout.write("\n")
         sys.stdout.flush()
         say(figures(result, before))
+    if result.finish_reason == "kv_tokens":
+        say("note: there are no more pages, so the answer ends here: give a larger --kv-tokens")
+    warn_of_fallbacks(result.methods, before.methods)
     return result
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.delegate import InputError
 from ostinato.delegate.errors import StepError
 from ostinato.runner import Engine, TextRequest
 
@@ -99,13 +98,15 @@ def test_a_step_that_raises(engine: Engine, monkeypatch: pytest.MonkeyPatch, n: 
 
 
 def test_leaving_in_the_middle(engine: Engine) -> None:
-    """Results that nobody takes any more are cancelled, and so are requests of a list that is wrong further on."""
+    """Results that nobody takes any more are cancelled, and a request that is wrong has its error alone."""
     asked = [TextRequest(prompt=QUESTION.format(country), max_new_tokens=100, ignore_eos=True) for country in COUNTRIES]
     each = engine.generate_each(iter(asked))
     next(each)
     each.close()  # type: ignore[attr-defined]
-    with pytest.raises(InputError, match="the prompt is empty"):
-        list(engine.generate_each([*asked[:2], TextRequest(prompt=""), *asked[2:]]))
+    found = engine.generate_each([*asked[:2], TextRequest(prompt=""), *asked[2:]])
+    errors = {number: result.error for number, _, result in found}
+    assert len(errors) == len(asked) + 1
+    assert {number: error for number, error in errors.items() if error} == {2: "the prompt is empty"}
 
 
 def test_several_answers(engine: Engine) -> None:
