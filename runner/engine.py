@@ -216,7 +216,7 @@ class Engine:
             CapacityError: all sessions are open, or too few pages are free for a prompt of the longest bucket.
         """
         done = warm_up(self.model, self.sessions, buckets, beside_sessions)
-        self.driver.scheduler.measure()
+        self.driver.scheduler.budget.measure()
         return done
 
     def open_session(self, sampling_params: SamplingParams | None = None) -> Session:

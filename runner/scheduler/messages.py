@@ -7,6 +7,7 @@ decoded by `decode_to_engine` and `decode_from_engine`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -161,6 +162,32 @@ class Output(msgspec.Struct, tag=True, omit_defaults=True, array_like=True):
     finish_reason: str | None = None
     error: Ended | None = None
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+
+
+@dataclass
+class SchedulerStats:
+    """What a scheduler has done, and what it has to do.
+
+    Attributes:
+        waiting, prefilling, decoding: answers in each of these states.
+        kept_sessions: sessions that are kept.
+        steps: calls of `step` that ran the model.
+        prompt_tokens, output_tokens: tokens that were run as prompts, and tokens that were sampled and taken.
+        put_back: how often an answer lost its place on the device.
+        finished: answers that have ended, for whatever reason.
+        refused: requests that found too many others waiting.
+    """
+
+    waiting: int = 0
+    prefilling: int = 0
+    decoding: int = 0
+    kept_sessions: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    put_back: int = 0
+    finished: int = 0
+    refused: int = 0
 
 
 class Reply(msgspec.Struct, tag=True, omit_defaults=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 
@@ -19,38 +18,12 @@ from ostinato.runner.sessions.sessions import Sessions
 
 from .answer import Answer, seeded
 from .kept_sessions import KeptSession, KeptSessions
-from .messages import CancelledError, Ended, Output, QueueFullError, Request
-from .step_times import MIN_ROWS, StepTimes
+from .messages import CancelledError, Ended, Output, QueueFullError, Request, SchedulerStats
+from .prompt_budget import Parts, PromptBudget
+from .room import Room
+from .step_times import StepTimes
 
 DEFAULT_MAX_WAITING = 1024
-# A prompt that needs more steps than this leaves half of each to those behind it.
-_LONG_PROMPT = 4
-
-
-@dataclass
-class SchedulerStats:
-    """What a scheduler has done, and what it has to do.
-
-    Attributes:
-        waiting, prefilling, decoding: answers in each of these states.
-        kept_sessions: sessions that are kept.
-        steps: calls of `step` that ran the model.
-        prompt_tokens, output_tokens: tokens that were run as prompts, and tokens that were sampled and taken.
-        put_back: how often an answer lost its place on the device.
-        finished: answers that have ended, for whatever reason.
-        refused: requests that found too many others waiting.
-    """
-
-    waiting: int = 0
-    prefilling: int = 0
-    decoding: int = 0
-    kept_sessions: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    put_back: int = 0
-    finished: int = 0
-    refused: int = 0
 
 
 class Scheduler:
@@ -66,6 +39,7 @@ class Scheduler:
 
     Attributes:
         kept: the kept sessions.
+        budget: which prompts go into a step.
         failure: why the program can run nothing more; None: it can.
     """
 
@@ -77,10 +51,9 @@ class Scheduler:
         clock: Callable[[], float],
         max_waiting: int = DEFAULT_MAX_WAITING,
     ) -> None:
-        self._sessions, self._model, self._clock = sessions, model, clock
-        self._max_waiting = max_waiting
-        self._find_step_times = step_times
-        self._step_times: StepTimes | None = None
+        self._sessions, self._model, self._max_waiting = sessions, model, max_waiting
+        self._room = Room(sessions, model.program.capacity)
+        self.budget = PromptBudget(model, step_times, clock, lambda: sessions.steps.goes_ahead)
         # A CPU's copies to the host would be copies to the same memory.
         self._offloads = model.program.device.type == "cuda"
         self.kept = KeptSessions(sessions, self._offloads)
@@ -91,9 +64,6 @@ class Scheduler:
         self._outputs: list[Output] = []
         self._order = 0
         self._stats = SchedulerStats()
-        # Sessions and rows of prompts in the last step, and when it returned; None: nothing is to be learned from it.
-        self._last: tuple[int, int, float] | None = None
-        self._left_to_others = False
         self.failure: str | None = None
 
     @property
@@ -143,18 +113,7 @@ class Scheduler:
             self._model.check_tokens(request.tokens)
         if request.sampling_params.processes:
             checked_biases(request.sampling_params, length, self._model.vocab, self._model.eos_ids)
-        capacity = self._model.program.capacity
-        if request.n > capacity.slots:
-            raise CapacityError(
-                f"{request.n} answers to one prompt need as many sessions, the program was loaded for {capacity.slots}: ask "
-                f"for fewer, or load it with sessions={request.n}"
-            )
-        for group, pages in zip(capacity.groups, self._pages_of(length + 1), strict=True):
-            if pages > group.pages:
-                raise CapacityError(
-                    f"the prompt has {length} tokens and needs {pages} pages of {capacity.page_size} positions, there are "
-                    f"{group.pages}: shorten it, or load the program with more kv_tokens"
-                )
+        self._room.check(request.n, length)
 
     def add(self, request: Request, bitmask: TokenBitmask | None = None) -> None:
         """Have a request wait for its turn.
@@ -211,16 +170,16 @@ class Scheduler:
     def step(self) -> list[Output]:
         """Run one step of the model for as many requests as have room in it, and return what it gives them."""
         if self._waiting:
-            if self._step_times is None and len(self._waiting) + len(self._prefilling) + len(self._decoding) > 1:
+            if not self.budget.is_measured and len(self._waiting) + len(self._prefilling) + len(self._decoding) > 1:
                 # What fails here is nobody's answer: if steps fail, the next one does.
                 with suppress(Exception):
-                    self.measure()
+                    self.budget.measure()
             self._admit()
         if self._prefilling:
             self._score_a_prompt()
         while self._decoding or self._prefilling:
-            parts = self._parts() if self._prefilling else ()
-            begin = self._clock()
+            parts = self.budget.parts(self._prefilling, len(self._decoding)) if self._prefilling else ()
+            begin = self.budget.begin()
             try:
                 tokens = self._step_model(parts)
             except CapacityError as error:
@@ -231,7 +190,8 @@ class Scheduler:
                 if not isinstance(error, Exception):
                     raise
                 break
-            self._learn(begin, parts)
+            self.budget.learn(begin, len(self._decoding), parts)
+            self._stats.steps += 1
             self._take(tokens)
             if parts:
                 self._took_prompts(parts)
@@ -239,7 +199,7 @@ class Scheduler:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _step_model(self, parts: Sequence[tuple[Answer, int]]) -> list[int]:
+    def _step_model(self, parts: Parts) -> list[int]:
         """Run prompts, and return the next token of each answer that decodes."""
         prefill = {
             answer.session: answer.tokens[answer.fed : answer.fed + count]  # type: ignore[misc]
@@ -249,19 +209,12 @@ class Scheduler:
         more = any(answer.left > 1 for answer in self._decoding)
         return self._sessions.step(sessions, more, prefill)  # type: ignore[arg-type]
 
-    def measure(self) -> None:
-        """Find out now how long steps take, not when two requests meet for the first time. Without room it waits for some."""
-        if self._step_times is None:
-            with suppress(CapacityError):
-                self._step_times = self._find_step_times()
-            self._last = None
-
     def _admit(self) -> None:
         """Give waiting answers a session, the oldest first, while there is room."""
         while self._waiting:
             answer = self._waiting[0]
             try:
-                room = self._has_room(answer)
+                room = self._room.is_free(answer, self._prefilling, self._decoding)
                 if not room and self.kept.make_room():
                     continue
                 if not room and (self._prefilling or self._decoding):
@@ -287,36 +240,6 @@ class Scheduler:
                     self._prefilling.append(answer)
                 else:
                     self._decode(answer)
-
-    def _has_room(self, answer: Answer) -> bool:
-        """Whether a slot is free for each of the request's answers, and pages for its prompt beside those of others."""
-        further = sum(one.further for one in self._prefilling)
-        slots = 1 + answer.further
-        if answer.source is not None and answer.source is answer.kept and answer.source.session is not None:
-            slots -= 0 if answer.source.session.is_offloaded else 1
-        if self._sessions.free < slots + further:
-            return False
-        free = self._sessions.free_pages_by_group
-        promised = [0] * len(free)
-        for one in self._prefilling:
-            for number, (end, now) in enumerate(
-                zip(self._pages_of(len(one.tokens)), self._pages_of(one.fed), strict=True)
-            ):
-                promised[number] += end - now
-        wanted = self._pages_of(len(answer.tokens))
-        if answer.source is not None and answer.source.session is not None and not answer.source.session.is_offloaded:
-            wanted = [a - b for a, b in zip(wanted, self._pages_of(len(answer.source.tokens)), strict=True)]
-        beside = len(self._decoding) + len(self._prefilling)
-        return all(
-            pages >= want + others + beside for pages, want, others in zip(free.values(), wanted, promised, strict=True)
-        )
-
-    def _pages_of(self, tokens: int) -> list[int]:
-        """Number of pages that a session of so many tokens needs, in each group."""
-        capacity = self._model.program.capacity
-        return [
-            min(-(-tokens // capacity.page_size), group.pages_per_session) for group in capacity.groups if group.pages
-        ]
 
     def _begin(self, answer: Answer) -> None:
         """Give an answer a session on the device. Raises CapacityError; nothing has changed."""
@@ -353,7 +276,7 @@ class Scheduler:
         if answer is None:
             return
         assert answer.session is not None and answer.prompt_logprobs is not None
-        count = min(answer.prompt_end - answer.fed, self._score_rows())
+        count = min(answer.prompt_end - answer.fed, self.budget.rows_beside(len(self._decoding)))
         tokens = answer.tokens[answer.fed : answer.fed + count]
         try:
             found = answer.session.prompt_logprobs(tokens, answer.params.prompt_logprobs or 0)
@@ -364,55 +287,8 @@ class Scheduler:
             self._end(answer, "error", error)
         else:
             answer.prompt_logprobs += found
-            self._last = None
+            self.budget.interrupt()
             self._took_prompts([(answer, count)])
-
-    def _score_rows(self) -> int:
-        return self._rows_beside(len(self._decoding)) if self._decoding else self._model.max_chunk
-
-    def _parts(self) -> list[tuple[Answer, int]]:
-        """The prompts that go into the next step, with the number of their tokens."""
-        waiting = [answer for answer in self._prefilling if not answer.scores_prompt]
-        if not waiting:
-            return []
-        first, others = waiting[0], waiting[1:]
-        if self._decoding:
-            rows = chunk = self._rows_beside(len(self._decoding))
-        else:
-            rows, chunk = self._model.max_rows, self._model.max_chunk
-        long = bool(others) and first.rest > _LONG_PROMPT * chunk
-        if not self._decoding and first.rest > rows:
-            # It stands alone, in one chunk.
-            self._left_to_others = long and not self._left_to_others
-            if not self._left_to_others:
-                return [(first, min(first.rest, chunk))]
-            first, others, long = others[0], others[1:], False
-            if first.rest > rows:
-                return [(first, min(first.rest, chunk))]
-        parts = {first: min(first.rest, rows // 2 if long else rows)}
-        rows -= parts[first]
-        for answer in others:
-            if not rows:
-                break
-            parts[answer] = min(answer.rest, rows)
-            rows -= parts[answer]
-        parts[first] += min(rows, first.rest - parts[first])
-        return [(answer, count) for answer, count in parts.items() if count]
-
-    def _rows_beside(self, sessions: int) -> int:
-        return MIN_ROWS if self._step_times is None else self._step_times.prompt_rows(sessions)
-
-    def _learn(self, begin: float, parts: Sequence[tuple[Answer, int]]) -> None:
-        """Learn how long a step with prompts took. A step that goes ahead returns when the one before it is done."""
-        now, last, count = self._clock(), self._last, len(self._decoding)
-        rows = sum(count for _, count in parts)
-        if self._sessions.steps.goes_ahead:
-            if last is not None and last[1] and count and self._step_times is not None:
-                self._step_times.took(last[0], last[1], 1e3 * (now - last[2]))
-            self._last = (count, rows, now) if count else None
-        elif count and rows and self._step_times is not None:
-            self._step_times.took(count, rows, 1e3 * (now - begin))
-        self._stats.steps += 1
 
     def _take(self, tokens: Sequence[int]) -> None:
         """Hand on the tokens of the answers that decode, and end those that have ended."""
@@ -439,7 +315,7 @@ class Scheduler:
             self._leave(answer)
             self._release(answer)
 
-    def _took_prompts(self, parts: Sequence[tuple[Answer, int]]) -> None:
+    def _took_prompts(self, parts: Parts) -> None:
         """Note the tokens of prompts that were run. Answers whose prompt is complete decode from now on."""
         for answer, count in parts:
             answer.fed += count
@@ -472,7 +348,7 @@ class Scheduler:
 
     def _make_room(self, error: CapacityError) -> None:
         """Have the session that matters least leave the device, so that the others can step."""
-        self._last = None
+        self.budget.interrupt()
         if self.kept.make_room(self._waited_for()):
             return
         active = [*self._decoding, *self._prefilling]
@@ -508,7 +384,7 @@ class Scheduler:
 
     def _fail(self, error: BaseException) -> None:
         """End all answers of a step that failed, and look whether the program can go on."""
-        self._last = None
+        self.budget.interrupt()
         for answer in [*self._decoding, *self._prefilling]:
             self._leave(answer)
             with suppress(Exception):

@@ -116,7 +116,7 @@ def test_a_step_that_raises_ends_its_answers(
 def test_a_measurement_that_raises_ends_no_answer(driver: Driver) -> None:
     """Prompts go in by few rows until there is one."""
     driven = driver()
-    driven.scheduler._find_step_times = lambda: 1 / 0  # type: ignore[assignment, return-value]
+    driven.scheduler.budget._find_step_times = lambda: 1 / 0  # type: ignore[assignment, return-value]
     first = driven.add(prompt(1, 5), 12, ignore_eos=True)
     driven.step(2)
     second = driven.add(prompt(2, 40), 5)
