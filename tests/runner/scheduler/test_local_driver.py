@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.delegate import InputError
 from ostinato.delegate.errors import StepError
 from ostinato.runner import Engine, TextRequest
 
@@ -99,13 +98,18 @@ def test_a_step_that_raises(engine: Engine, monkeypatch: pytest.MonkeyPatch, n: 
 
 
 def test_leaving_in_the_middle(engine: Engine) -> None:
-    """Results that nobody takes any more are cancelled, and so are requests of a list that is wrong further on."""
+    """Results that nobody takes any more are cancelled, and so is what came before an error of the iterator."""
     asked = [TextRequest(prompt=QUESTION.format(country), max_new_tokens=100, ignore_eos=True) for country in COUNTRIES]
     each = engine.generate_each(iter(asked))
     next(each)
     each.close()  # type: ignore[attr-defined]
-    with pytest.raises(InputError, match="the prompt is empty"):
-        list(engine.generate_each([*asked[:2], TextRequest(prompt=""), *asked[2:]]))
+
+    def lines() -> Iterator[TextRequest]:
+        yield from asked[:2]
+        raise OSError("no more lines")
+
+    with pytest.raises(OSError, match="no more lines"):
+        list(engine.generate_each(lines()))
 
 
 def test_several_answers(engine: Engine) -> None:
