@@ -113,21 +113,24 @@ def stop_across_tokens(engine: Engine, tokens: list[int]) -> str:
     raise AssertionError("no such text")
 
 
-def test_a_stop_string(engine: AsyncEngine, local: Engine, run: Run) -> None:
-    """The text ends before it, wherever its tokens begin, and the scheduler soon learns of it."""
+def test_a_stop_string(engine: AsyncEngine, local: Engine, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text ends before it, wherever its tokens begin, and the scheduler is told at once."""
     options: dict[str, Any] = {"max_new_tokens": 200, "ignore_eos": True, "sampling_params": SEEDED}
     stream = local.generate(QUESTION, **options)
     whole = "".join(stream)
     stop = stop_across_tokens(local, stream.result.tokens)
-    before = run(engine.describe())["scheduler"]["output_tokens"]
+    sent: list[Any] = []
+    send = engine._send
 
-    async def asked() -> list[Any]:
-        return await asyncio.gather(*(engine.answer(QUESTION, stop=stop, **options) for _ in range(12)))
+    def noted(message: Any) -> None:
+        sent.append(message)
+        send(message)
 
-    for result in run(asked()):
-        assert result.text == whole[: whole.index(stop)] and result.finish_reason == "stop"
-    run(idle(engine))
-    assert run(engine.describe())["scheduler"]["output_tokens"] - before < 12 * 200
+    monkeypatch.setattr(engine, "_send", noted)
+    result = run(engine.answer(QUESTION, stop=stop, **options))
+    assert result.text == whole[: whole.index(stop)] and result.finish_reason == "stop"
+    request, cancel = sent[:2]
+    assert (cancel.id, cancel.index) == (request.id, 0)
     # One of three ends there, and the others where they do.
     answers = run(engine.answers(QUESTION, 3, stop=stop, **options))
     assert answers[0].text == result.text
@@ -172,13 +175,15 @@ def test_leaving_an_answer(engine: AsyncEngine, run: Run) -> None:
         assert stream.result.finish_reason == "interrupted"
 
     async def cancelled() -> None:
-        tasks = [asyncio.create_task(engine.answer(QUESTION, max_new_tokens=220, ignore_eos=True)) for _ in range(40)]
-        await asyncio.sleep(0.01)
+        # So that none of them comes to its end before.
+        os.kill(engine.pid, signal.SIGSTOP)
+        tasks = [asyncio.create_task(engine.answer(QUESTION, max_new_tokens=220)) for _ in range(40)]
+        await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
-        # A few may have come to their end.
-        assert sum(isinstance(one, asyncio.CancelledError) for one in ended) > 20
+        os.kill(engine.pid, signal.SIGCONT)
+        assert all(isinstance(one, asyncio.CancelledError) for one in ended)
 
     for way in (leave, close_it, cancelled):
         run(way())
@@ -260,18 +265,20 @@ def test_swap(engine: AsyncEngine, local: Engine, run: Run, capitals_artifact: P
         await engine.swap(capitals_artifact, sessions=1, max_waiting=1)
         assert engine.limits.sessions == 1 and engine.limits.max_seq_len == local.max_seq_len
         assert engine.limits.eos_ids == sorted(local.eos_ids)
-        # One at a time, and one that waits.
-        going_on = engine.stream(QUESTION, max_new_tokens=230, ignore_eos=True)
-        await anext(going_on)
-        results = await asyncio.gather(*(engine.answer(QUESTION) for _ in range(12)), return_exceptions=True)
-        await going_on.aclose()
+        # One is served and one waits, of those that it reads at a time.
+        os.kill(engine.pid, signal.SIGSTOP)
+        tasks = [asyncio.create_task(engine.answer(QUESTION)) for _ in range(6)]
+        await asyncio.sleep(0)
+        os.kill(engine.pid, signal.SIGCONT)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
         return await before, results
 
     before, results = run(swapped())
     stream = local.generate(QUESTION, max_new_tokens=100, ignore_eos=True)
     assert before.text == "".join(stream)
     refused = [one for one in results if isinstance(one, QueueFullError)]
-    assert all("which is the most: ask again later" in str(one) for one in refused) and refused
+    assert all("which is the most: ask again later" in str(one) for one in refused)
+    assert len(refused) == 5
     assert all(one.text == "Paris" for one in results if not isinstance(one, Exception))
     run(idle(engine))
     with pytest.raises(ArtifactError):

@@ -21,9 +21,8 @@ from ...export.memory import MIB
 from ..sessions.soak import Memory, Standing
 from .driving import GPU_MODES, PAGE, SEEDED, WAYS, Driven, alone, assert_all_free, loaded, prompt
 
-# Requests of the soak, and its steps on a GPU.
-REQUESTS = int(os.environ.get("OSTINATO_REQUESTS", "600"))
-GPU_STEPS = int(os.environ.get("OSTINATO_SCHEDULER_STEPS", "5000"))
+# Requests of the soak; a hundred of them are some 200 steps.
+REQUESTS = {device: int(os.environ.get("OSTINATO_REQUESTS", count)) for device, count in (("cpu", 600), ("cuda", 5000))}
 SLOTS = 32
 # Three sessions of 251 tokens would need 12 pages. The longest has just enough.
 FEW_SLOTS, FEW_PAGES = 3, 4
@@ -222,24 +221,25 @@ class Soak:
     random: Random
     known: dict[tuple[int, int, int], Expected]
     questions: list[tuple[list[int], str]]
-    right: int = 0
+    steps: int = 0
+    tokens: int = 0
     ended: int = 0
     cancelled: int = 0
 
-    def run(self, requests: int | None = None, steps: int | None = None) -> None:
-        """Until so many requests were added, or so many steps were made; then to the end of what goes on."""
+    def run(self, requests: int) -> None:
+        """Add so many requests as there is room for them, and step to their end."""
         driven, open_requests, added = self.driven, dict[str, tuple[Request, int, int]](), 0
         driven.steps.clear()
-        while True:
-            more = added < requests if requests is not None else len(driven.steps) < (steps or 0)
-            if not more and not driven.scheduler.busy:
-                break
-            while more and driven.scheduler.has_few_waiting and (requests is None or added < requests):
+        while added < requests or driven.scheduler.busy:
+            while added < requests and driven.scheduler.has_few_waiting:
                 number, kind = self.random.randrange(len(self.questions)), self.random.choice((0, 0, 0, 1, 2))
                 request = self._add(number, kind)
                 open_requests[request.id] = request, number, kind
                 added += 1
             driven.step()
+            self.steps += len(driven.steps)
+            self.tokens += sum(count for count, _ in driven.steps)
+            driven.steps.clear()
             if open_requests and self.random.random() < 0.02:
                 driven.scheduler.cancel(self.random.choice(list(open_requests)))
             for request, number, kind in list(open_requests.values()):
@@ -290,25 +290,24 @@ def test_a_soak(request: pytest.FixtureRequest, soak_mode: str) -> None:
         driven = Driven(engine, soak_mode, rows=48)
         driven.reference = reference
         soak = Soak(driven, Random(1), {}, questions(engine, 30))
-        soak.run(requests=100)
+        soak.run(100)
         for number in range(len(soak.questions)):
             for kind in range(3):
                 soak._check(*_finished(soak, number, kind))
         device = engine.program.device
         standing, memory = Standing.of(engine).described, Memory.now(device)
-        soak.run(steps=GPU_STEPS) if gpu else soak.run(requests=REQUESTS)
+        soak.steps = soak.tokens = 0
+        soak.run(REQUESTS[device.type])
         after = Memory.now(device)
         stats = driven.scheduler.stats
-        print(
-            f"{len(driven.steps)} steps, {soak.ended} answers, {soak.cancelled} cancelled; {stats}, {memory}, {after}"
-        )
+        print(f"{soak.steps} steps, {soak.ended} answers, {soak.cancelled} cancelled; {stats}, {memory}, {after}")
         assert stats.put_back and soak.cancelled
         assert Standing.of(engine).described == standing
         assert after.host - memory.host < 8 * MIB
         assert after.tensors <= memory.tensors
         assert after.reserved - memory.reserved <= 4 * MIB
         # Sessions step together, most of the time as many as there is room for.
-        assert sum(count for count, _ in driven.steps) / len(driven.steps) > SLOTS / 3
+        assert soak.tokens / soak.steps > SLOTS / 3
         tokenizer = engine.tokenizer
         right = [
             tokenizer.decode(soak.known[number, 0, 0][0][:-1]).strip() == answer
