@@ -93,13 +93,15 @@ class PromptBudget:
 
     def learn(self, begin: float, decoding: int, parts: Parts) -> None:
         """Learn how long a step with prompts took."""
+        if self._step_times is None:
+            return
         now, last = self._clock(), self._last
         rows = sum(count for _, count in parts)
         if self._goes_ahead():
-            if last is not None and last[1] and decoding and self._step_times is not None:
+            if last is not None and last[1] and decoding:
                 self._step_times.took(last[0], last[1], 1e3 * (now - last[2]))
             self._last = (decoding, rows, now) if decoding else None
-        elif decoding and rows and self._step_times is not None:
+        elif decoding and rows:
             self._step_times.took(decoding, rows, 1e3 * (now - begin))
 
     def interrupt(self) -> None:

@@ -201,10 +201,9 @@ class Scheduler:
 
     def _step_model(self, parts: Parts) -> list[int]:
         """Run prompts, and return the next token of each answer that decodes."""
-        prefill = {
-            answer.session: answer.tokens[answer.fed : answer.fed + count]  # type: ignore[misc]
-            for answer, count in parts
-        }
+        prefill = None
+        if parts:
+            prefill = {answer.session: answer.tokens[answer.fed : answer.fed + count] for answer, count in parts}
         sessions = [answer.session for answer in self._decoding]
         more = any(answer.left > 1 for answer in self._decoding)
         return self._sessions.step(sessions, more, prefill)  # type: ignore[arg-type]
