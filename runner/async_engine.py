@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from ostinato.delegate.artifact.paths import artifact_paths
-from ostinato.delegate.errors import ClosedError, OstinatoError
+from ostinato.delegate.errors import ClosedError, InputError, OstinatoError
 
 from .answer_reader import AnswerReader
 from .engine_channel import LENGTH_BYTES, frame
@@ -144,8 +145,10 @@ class AsyncEngine:
 
     @property
     def pid(self) -> int:
-        """Number of the engine's process."""
-        assert self._process is not None, "the engine is entered first"
+        """Number of the engine's process. Raises ClosedError: there is none yet."""
+        if self._process is None:
+            self._check()
+        assert self._process is not None
         return self._process.pid
 
     @property
@@ -191,9 +194,12 @@ class AsyncEngine:
         """Yield what the scheduler gives a request, token ids. If the iterator is closed before the end, it is cancelled.
 
         Raises:
+            InputError: a request with this id has not ended.
             EngineProcessError: the engine's process has ended, or is stopped.
         """
         self._check()
+        if request.id in self._waiting:
+            raise InputError(f"a request with the id {request.id!r} has not ended yet")
         arrived: asyncio.Queue[Output | OstinatoError] = asyncio.Queue()
         self._waiting[request.id] = arrived
         going_on = request.n
@@ -258,10 +264,17 @@ class AsyncEngine:
                 await self._process.wait()
 
     async def _texts(self, request: Request, readers: Sequence[AnswerReader]) -> AsyncIterator[str]:
+        begin = time.perf_counter()
         async for output in self.outputs(request):
             reader = readers[output.index]
             if reader.ended:
                 continue
+            # With the time in the queue, and in the company of others.
+            seconds, result = time.perf_counter() - begin, reader.result
+            if result.tokens:
+                result.decode_seconds = seconds - result.prefill_seconds
+            else:
+                result.prefill_seconds = seconds
             if text := reader.read(output):
                 yield text
             if reader.ended and output.finish_reason is None:
@@ -285,6 +298,8 @@ class AsyncEngine:
     def _check(self) -> None:
         if self._ended is not None:
             raise self._ended
+        if self._process is None:
+            raise ClosedError("the engine has no process yet: use it in `async with AsyncEngine(...) as engine`")
 
     def _send(self, message: Any) -> None:
         self._writer.write(frame(message))

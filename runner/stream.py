@@ -22,7 +22,7 @@ class Result:
     its class) or "interrupted". `tokens` ends with the token that ended the answer, and `text` leaves it out. `logprobs` has
     a record for each of `tokens`, and `prompt_logprobs` one for each of the prompt's tokens and None for the first, if the
     parameters asked for them. Prefill times include the sampling of the first token; decode times are of every token after
-    it.
+    it. In an answer of `AsyncEngine` they begin when the request is sent: its time in the queue is in the first of the two.
     """
 
     text: str = ""

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ostinato.delegate import ArtifactError, CapacityError, InputError
+from ostinato.delegate import ArtifactError, CapacityError, ClosedError, InputError
 from ostinato.delegate.errors import OptionError, SessionFileError
-from ostinato.runner import AsyncEngine, Engine, EngineProcessError, QueueFullError, SamplingParams
+from ostinato.runner import AsyncEngine, Engine, EngineProcessError, QueueFullError, Request, SamplingParams
 
 from ...processes import PATIENCE
 from .conftest import Run
@@ -87,6 +87,27 @@ def test_many_callers(engine: AsyncEngine, local: Engine, run: Run) -> None:
         assert (result.tokens, result.finish_reason) == (expected.result.tokens, "stop")
         assert result.prompt_tokens == expected.result.prompt_tokens
     assert found[0][0] == "Paris"
+
+
+def test_times_and_names(engine: AsyncEngine, run: Run, capitals_artifact: Path) -> None:
+    """Results have times; a name is of one request at a time; an engine that was not entered says so."""
+    result = run(engine.answer(QUESTION, max_new_tokens=8, ignore_eos=True))
+    assert result.prefill_seconds > 0 and result.decode_tokens_per_second > 0
+
+    async def twice() -> None:
+        request = Request(id="one", tokens=[1, 2], max_tokens=50, ignore_eos=True)
+        first = engine.outputs(request)
+        await anext(first)
+        with pytest.raises(InputError, match="a request with the id 'one' has not ended yet"):
+            await anext(engine.outputs(request))
+        await first.aclose()  # type: ignore[attr-defined]
+        await anext(engine.outputs(request))
+
+    run(twice())
+    with pytest.raises(ClosedError, match="async with AsyncEngine"):
+        run(AsyncEngine(capitals_artifact).answer(QUESTION))
+    with pytest.raises(ClosedError, match="async with AsyncEngine"):
+        print(AsyncEngine(capitals_artifact).pid)
 
 
 def test_several_answers(engine: AsyncEngine, local: Engine, run: Run) -> None:
