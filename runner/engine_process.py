@@ -10,7 +10,10 @@ import os
 import signal
 import socket
 import sys
+from inspect import signature
 from typing import Any
+
+from ostinato.delegate.errors import OptionError
 
 from .engine import Engine
 from .engine_channel import EngineChannel
@@ -100,14 +103,15 @@ class EngineProcess:
             case Swap(_, path, options):
                 while self._busy:
                     self._step()
-                engine.swap(path, **options)
+                engine.swap(path, **_checked(options))
                 return self._ready()
         return None
 
     def _loaded_message(self, start: Start) -> Reply:
         """Load the artifact, and capture everything."""
         try:
-            self._engine = Engine.load(start.path, **start.options, on_load=self._advance, on_total=self._begin)
+            options = _checked(start.options)
+            self._engine = Engine.load(start.path, **options, on_load=self._advance, on_total=self._begin)
             self._engine.warm_up(beside_sessions=True)
             # The garbage collector would look at all that torch has, which takes longer than a step.
             gc.collect()
@@ -128,6 +132,15 @@ class EngineProcess:
         before, self._done = self._done, self._done + nbytes
         if self._done * 100 // max(self._total, 1) > before * 100 // max(self._total, 1):
             self._channel.send(Loading(self._done, self._total))
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of `Engine.load`. Raises OptionError: one that it does not have."""
+    known = [name for name in signature(Engine.load).parameters if name not in ("path", "on_load", "on_total")]
+    for name in options:
+        if name not in known:
+            raise OptionError(f"unknown option {name!r}: the options are {', '.join(known)}")
+    return options
 
 
 def main() -> None:

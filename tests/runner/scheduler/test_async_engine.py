@@ -106,6 +106,8 @@ def test_times_and_names(engine: AsyncEngine, run: Run, capitals_artifact: Path)
     run(twice())
     with pytest.raises(ClosedError, match="async with AsyncEngine"):
         run(AsyncEngine(capitals_artifact).answer(QUESTION))
+    with pytest.raises(OptionError, match="unknown option 'sesions': the options are cuda_graph"):
+        run(AsyncEngine(capitals_artifact, sesions=3).__aenter__())
     with pytest.raises(ClosedError, match="async with AsyncEngine"):
         print(AsyncEngine(capitals_artifact).pid)
 
