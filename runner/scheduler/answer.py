@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,10 +76,34 @@ class Answer:
         return self.prompt_logprobs is not None or not self.request.tokens
 
     @property
+    def has_outputs(self) -> bool:
+        """Whether it has had a token."""
+        position = self.session.position if self.session is not None else 0
+        return max(len(self.tokens), position) > self.prompt_end
+
+    @property
     def given_prompt_logprobs(self) -> list[TokenLogprobs | None]:
         """Log-probabilities of the request's tokens, without those of a history that was computed again."""
         found = self.prompt_logprobs or []
         return found[len(found) - len(self.request.tokens) :]
+
+    def leave_device(self, offload: bool) -> None:
+        """Have its state leave the device: to the host's memory, if it `offload`s and there is some; else it is computed
+        again from its tokens."""
+        session = self.session
+        assert session is not None
+        self.put_back += 1
+        if self.fed == len(self.tokens):
+            self.tokens = list(session.tokens)
+            self.fed = len(self.tokens)
+        if offload:
+            with suppress(Exception):
+                session.offload()
+        if not session.is_offloaded:
+            session.close()
+            self.session, self.fed = None, 0
+            if self.prompt_logprobs:
+                self.prompt_logprobs = []
 
     def allowed(self, vocab: int) -> TokenBitmask:
         """Return a function that gives what the bitmask does. Where that raises, this answer alone must end: the error is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -173,8 +174,10 @@ class KeptSessions:
                 continue
             kept.forget_begin()
             if self._offloads:
-                kept.session.offload()
-            else:
+                # The host may have no memory for it.
+                with suppress(Exception):
+                    kept.session.offload()
+            if not kept.session.is_offloaded:
                 kept.forget_state()
             return True
         return False

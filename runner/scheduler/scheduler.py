@@ -95,6 +95,8 @@ class Scheduler:
         """
         if self.failure is not None:
             raise ClosedError(self.failure)
+        if self._model.program.closed:
+            raise ClosedError("the program is closed")
         source = self.kept.get(request.session) if request.session is not None else None
         if request.keep is not None and request.keep != request.session:
             self.kept.check_free(request.keep)
@@ -233,6 +235,10 @@ class Scheduler:
                 # Sessions of others have all the slots or pages, and nobody here will give any back.
                 self._waiting.popleft()
                 self._end(answer, "error", error)
+            except Exception as error:
+                # The program was closed, or the state cannot come back.
+                self._waiting.popleft()
+                self._end(answer, "error", error)
             else:
                 self._waiting.popleft()
                 if answer.rest:
@@ -283,6 +289,7 @@ class Scheduler:
             self._make_room(error)
         except Exception as error:
             self._leave(answer)
+            answer.leave_device(offload=False)
             self._end(answer, "error", error)
         else:
             answer.prompt_logprobs += found
@@ -354,7 +361,7 @@ class Scheduler:
         youngest = max(active, key=lambda answer: (answer.order, answer.index))
         self._leave(youngest)
         if len(active) == 1:
-            reason = "kv_tokens" if youngest.left < youngest.request.max_tokens else "error"
+            reason = "kv_tokens" if youngest.has_outputs else "error"
             self._end(youngest, reason, error if reason == "error" else None)
             return
         self._put_back(youngest)
@@ -365,20 +372,8 @@ class Scheduler:
 
     def _put_back(self, answer: Answer) -> None:
         """Have an answer wait again, as the next one to go on. Its state goes to the host, or is computed again."""
-        session = answer.session
-        assert session is not None
         self._stats.put_back += 1
-        answer.put_back += 1
-        if answer.fed == len(answer.tokens):
-            answer.tokens = list(session.tokens)
-            answer.fed = len(answer.tokens)
-        if self._offloads:
-            session.offload()
-        else:
-            session.close()
-            answer.session, answer.fed = None, 0
-            if answer.prompt_logprobs:
-                answer.prompt_logprobs = []
+        answer.leave_device(self._offloads)
         self._waiting.appendleft(answer)
 
     def _fail(self, error: BaseException) -> None:
@@ -387,6 +382,8 @@ class Scheduler:
         for answer in [*self._decoding, *self._prefilling]:
             self._leave(answer)
             with suppress(Exception):
+                # Its state may be that of half a step.
+                answer.leave_device(offload=False)
                 self._end(answer, "error", error)
         program = self._model.program
         try:

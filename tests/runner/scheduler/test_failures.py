@@ -157,3 +157,45 @@ def test_a_closed_program(request: pytest.FixtureRequest, mode: str, n: int) -> 
         assert "load it again" in (driven.scheduler.failure or "")
         with pytest.raises(ClosedError, match="the engine can run nothing more, load it again"):
             driven.add(prompt(1, 5))
+
+
+def test_a_program_that_is_closed_before_anybody_is_served(request: pytest.FixtureRequest, mode: str) -> None:
+    with loaded(request, mode, sessions=2, kv_tokens=4 * PAGE) as engine:
+        driven = Driven(engine, mode)
+        requests = [driven.add(prompt(number, 5), n=2) for number in range(3)]
+        engine.program.close()
+        driven.run()
+        for one in requests:
+            for error in (driven.of(one, index).error for index in range(2)):
+                assert error is not None and (error.type, error.message) == ("ClosedError", "the program is closed")
+        with pytest.raises(ClosedError, match="the program is closed"):
+            driven.add(prompt(1, 5))
+
+
+def test_a_host_without_memory(driver: Driver, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be offloaded is computed again: answers that were put back, and kept sessions."""
+
+    def full(session: object) -> None:
+        raise MemoryError("no pinned memory")
+
+    driven = driver()
+    first = driven.add(prompt(1, 100), 8, keep="a", ignore_eos=True)
+    driven.run()
+    monkeypatch.setattr(engine.sessions.tier, "offload", full)
+    requests = [driven.add(prompt(number, 60), 140, ignore_eos=True) for number in range(4)]
+    driven.run()
+    assert driven.scheduler.stats.put_back and driven.scheduler.kept.get("a").session is None
+    check(driven, first, *requests)
+
+
+def test_no_page_for_the_prompt(driver: Driver, engine: Engine) -> None:
+    """An answer that had no token yet has an error, however many tokens it may have."""
+    driven = driver()
+    with engine.open_session() as one, engine.open_session() as other:
+        one.prefill(prompt(9, 4 * PAGE - 10))
+        other.prefill(prompt(9, 3 * PAGE))
+        request = driven.add(prompt(1, 200), 1000)
+        driven.run()
+    found = driven.of(request)
+    assert found.reason == "error" and found.tokens == []
+    assert found.error is not None and found.error.type == "CapacityError"

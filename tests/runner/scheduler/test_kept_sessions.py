@@ -316,6 +316,8 @@ def test_an_answer_that_fails_keeps_what_it_has(
     found = driven.of(request)
     assert found.reason == "error"
     after = tokens_of(driven, "a")
+    # The state may be that of half a step.
+    assert driven.scheduler.kept.get("a").session is None
     assert after == [*history, *request.tokens, *found.tokens]
     ran(driven, driven.add(prompt(4, 7), 5, session="a", keep="a"), after)
 
