@@ -51,7 +51,9 @@ class AnswerReader:
                 text += self._stop.flush() if self._stop and not self._stop.found else ""
         result.text += text
         if output.error is not None:
-            raise output.error.error()
+            error = output.error.error()
+            result.error, result.error_type = str(error), type(error).__name__
+            raise error
         return text
 
     def _passed(self, text: str) -> str:

@@ -104,7 +104,7 @@ class AnswersFile:
                     line = msgspec.json.decode(text)
                     self.answered.add(line["custom_id"] if "response" in line else line["id"])
                     self.failed += _status(line) != 200
-                except (ValueError, TypeError, KeyError) as error:
+                except (ValueError, TypeError, KeyError, AttributeError) as error:
                     raise InputError(f"--output {path}: line {number} is no answer: give a new file") from error
 
 

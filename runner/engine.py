@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from os import PathLike
@@ -339,7 +340,7 @@ class Engine:
         Raises:
             OptionError: an option that `generate` does not take.
         """
-        asked = [TextRequest(prompt=prompt, **options) for prompt in prompts]
+        asked = [TextRequest(prompt=prompt, n=1, **options) for prompt in prompts]
         found = {number: result for number, _, result in self.generate_each(asked)}
         for result in found.values():
             if result.error_type == OptionError.__name__:
@@ -362,7 +363,8 @@ class Engine:
                     request = asked.for_scheduler(self.driver.new_id(), tokenizer)
                     self.driver.check(request)
                 except OstinatoError as error:
-                    refused.append((number, 0, _failed(Result(), error)))
+                    result = Result(finish_reason="error", error=str(error), error_type=type(error).__name__)
+                    refused.append((number, 0, result))
                     continue
                 readers[request.id] = number, dict(enumerate(answer_readers(asked, request, tokenizer)))
                 yield request
@@ -377,10 +379,9 @@ class Engine:
                     del readers[output.id]
             if reader.ended:
                 continue
-            try:
+            # The result has the error.
+            with suppress(OstinatoError):
                 reader.read(output)
-            except OstinatoError as error:
-                _failed(reader.result, error)
             while refused:
                 yield refused.popleft()
             if reader.ended:
@@ -439,9 +440,3 @@ class Engine:
             result.methods = self.model.method_stats
             stats = self.program.stats
             result.constants = {"count": stats.constants, "shared": stats.shared, "bytes_saved": stats.bytes_saved}
-
-
-def _failed(result: Result, error: OstinatoError) -> Result:
-    """Return the result of an answer that has ended with an error."""
-    result.finish_reason, result.error, result.error_type = "error", str(error), type(error).__name__
-    return result

@@ -25,6 +25,9 @@ class LocalDriver:
         self.lock = RLock()
         self._arrived: dict[str, deque[Output]] = {}
         self._count = 0
+        self._steps = False
+        # To be cancelled when the step that runs has ended.
+        self._left: list[str] = []
 
     def new_id(self) -> str:
         """Name for a request that no other one of this driver has."""
@@ -60,7 +63,7 @@ class LocalDriver:
         finally:
             with self.lock:
                 if going_on:
-                    self.scheduler.cancel(request.id)
+                    self._leave(request.id)
                 del self._arrived[request.id]
 
     def outputs_of_all(self, requests: Iterable[Request]) -> Generator[Output, None, None]:
@@ -96,7 +99,7 @@ class LocalDriver:
         finally:
             with self.lock:
                 for name in going_on:
-                    self.scheduler.cancel(name)
+                    self._leave(name)
                     del self._arrived[name]
 
     def cancel(self, name: str, index: int) -> None:
@@ -111,7 +114,22 @@ class LocalDriver:
                 self._step()
 
     def _step(self) -> None:
-        for output in self.scheduler.step():
+        self._steps = True
+        try:
+            outputs = self.scheduler.step()
+        finally:
+            self._steps = False
+            while self._left:
+                self.scheduler.cancel(self._left.pop())
+        for output in outputs:
             arrived = self._arrived.get(output.id)
             if arrived is not None:
                 arrived.append(output)
+
+    def _leave(self, name: str) -> None:
+        """Cancel a request that nobody waits for any more. The garbage collector may close a generator in the middle of this
+        thread's step."""
+        if self._steps:
+            self._left.append(name)
+        else:
+            self.scheduler.cancel(name)

@@ -415,7 +415,15 @@ def test_a_half_line(run: Runs, fails: Fails) -> None:
         run.output.write_bytes(whole[:length])
         run()
         assert run.output.read_bytes() == whole
-    for other in (b"hello", b"hello\n", whole + b"5\n", b'{"id":5}\n{}\n', b'{"id":[]}\n', whole + b"\n"):
+    for other in (
+        b"hello",
+        b"hello\n",
+        whole + b"5\n",
+        b'{"id":5}\n{}\n',
+        b'{"id":[]}\n',
+        b'{"id":1,"response":null}\n',
+        whole + b"\n",
+    ):
         run.output.write_bytes(other)
         assert "is no answer: give a new file" in fails(*run.words())
         assert run.output.read_bytes() == other

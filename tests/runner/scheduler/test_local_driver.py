@@ -119,3 +119,22 @@ def test_several_answers(engine: Engine) -> None:
     request = asked.for_scheduler("alone", engine.tokenizer)
     found = {index: result.tokens for _, index, result in engine.generate_each([asked])}
     assert found == {index: alone(engine, request, index)[0] for index in range(3)}
+
+
+def test_leaving_in_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may close an answer that nobody has any more while this thread steps. It ends behind the step."""
+    first, second = (
+        engine.generate_tokens(prompt(number, 9), max_new_tokens=20, ignore_eos=True) for number in range(2)
+    )
+    expected = list(engine.generate_tokens(prompt(1, 9), max_new_tokens=20, ignore_eos=True))
+    found = [next(first), next(second)][1:]
+    step = engine.model.step
+
+    def closes(runs: object) -> object:
+        first.close()
+        return step(runs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.model, "step", closes)
+    found += second
+    assert found == expected
+    assert engine.driver.scheduler.stats.decoding == 0
