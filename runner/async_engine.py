@@ -8,14 +8,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from ostinato.delegate.artifact.paths import artifact_paths
-from ostinato.delegate.errors import ClosedError, InputError, OstinatoError
+from ostinato.delegate.errors import ClosedError, InputError, OptionError, OstinatoError, first_line
 
 from .answer_reader import AnswerReader
 from .engine_channel import LENGTH_BYTES, frame
@@ -33,7 +36,9 @@ from .scheduler.messages import (
     Save,
     Start,
     Swap,
+    ToEngine,
     decode_from_engine,
+    decode_to_engine,
 )
 from .stream import Result
 from .text.tokenizer import Message, Tokenizer
@@ -169,7 +174,7 @@ class AsyncEngine:
             QueueFullError: too many requests wait.
             EngineProcessError: the engine's process has ended, or is stopped.
         """
-        asked = TextRequest(prompt=prompt, **options)
+        asked = TextRequest(prompt=prompt, n=1, **options)
         request = asked.for_scheduler(self.new_id(), self.tokenizer)
         reader = answer_readers(asked, request, self.tokenizer)[0]
         return AsyncStream(self._texts(request, [reader]), reader.result)
@@ -190,11 +195,12 @@ class AsyncEngine:
             pass
         return [reader.result for reader in readers]
 
-    async def outputs(self, request: Request) -> AsyncIterator[Output]:
+    async def outputs(self, request: Request) -> AsyncGenerator[Output, None]:
         """Yield what the scheduler gives a request, token ids. If the iterator is closed before the end, it is cancelled.
 
         Raises:
             InputError: a request with this id has not ended.
+            OptionError: an attribute has a value of another type.
             EngineProcessError: the engine's process has ended, or is stopped.
         """
         self._check()
@@ -265,23 +271,25 @@ class AsyncEngine:
 
     async def _texts(self, request: Request, readers: Sequence[AnswerReader]) -> AsyncIterator[str]:
         begin = time.perf_counter()
-        async for output in self.outputs(request):
-            reader = readers[output.index]
-            if reader.ended:
-                continue
-            # With the time in the queue, and in the company of others.
-            seconds, result = time.perf_counter() - begin, reader.result
-            if result.tokens:
-                result.decode_seconds = seconds - result.prefill_seconds
-            else:
-                result.prefill_seconds = seconds
-            if text := reader.read(output):
-                yield text
-            if reader.ended and output.finish_reason is None:
-                # A stop string has ended it.
-                self._send(Cancel(output.id, output.index))
-            if all(one.ended for one in readers):
-                return
+        # Closed at once, and not when the event loop finds it: what the caller sends next may need the session.
+        async with aclosing(self.outputs(request)) as outputs:
+            async for output in outputs:
+                reader = readers[output.index]
+                if reader.ended:
+                    continue
+                # With the time in the queue, and in the company of others.
+                seconds, result = time.perf_counter() - begin, reader.result
+                if result.tokens:
+                    result.decode_seconds = seconds - result.prefill_seconds
+                else:
+                    result.prefill_seconds = seconds
+                if text := reader.read(output):
+                    yield text
+                if reader.ended and output.finish_reason is None:
+                    # A stop string has ended it.
+                    self._send(Cancel(output.id, output.index))
+                if all(one.ended for one in readers):
+                    return
 
     async def _take_limits(self, command: Start | Swap) -> None:
         self.limits = EngineLimits(**await self._ask(command))
@@ -301,8 +309,14 @@ class AsyncEngine:
         if self._process is None:
             raise ClosedError("the engine has no process yet: use it in `async with AsyncEngine(...) as engine`")
 
-    def _send(self, message: Any) -> None:
-        self._writer.write(frame(message))
+    def _send(self, message: ToEngine) -> None:
+        """Raises OptionError: a value has another type than the engine's process takes."""
+        data = frame(message)
+        try:
+            decode_to_engine(data[LENGTH_BYTES:])
+        except msgspec.ValidationError as error:
+            raise OptionError(f"{type(message).__name__} cannot be sent: {error}") from error
+        self._writer.write(data)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Hand on the engine's messages, until its process ends."""
@@ -313,6 +327,9 @@ class AsyncEngine:
         except (asyncio.IncompleteReadError, ConnectionError):
             assert self._process is not None
             self._fail(EngineProcessError(f"the engine's process has ended: {_end_text(await self._process.wait())}"))
+        except Exception as error:
+            # `on_load` is the caller's.
+            self._fail(EngineProcessError(f"a message of the engine's process cannot be taken: {first_line(error)}"))
 
     def _take(self, message: list[Output] | Reply | Loading) -> None:
         if isinstance(message, Loading):

@@ -101,9 +101,12 @@ class EngineProcess:
             case Describe():
                 return engine.describe()
             case Swap(_, path, options):
-                while self._busy:
+                options = _checked(options)
+                while self._busy and self._channel.is_open:
                     self._step()
-                engine.swap(path, **_checked(options))
+                # Else nothing of the old program would ever be collected.
+                gc.unfreeze()
+                engine.swap(path, **options)
                 return self._ready()
         return None
 
@@ -112,16 +115,17 @@ class EngineProcess:
         try:
             options = _checked(start.options)
             self._engine = Engine.load(start.path, **options, on_load=self._advance, on_total=self._begin)
-            self._engine.warm_up(beside_sessions=True)
-            # The garbage collector would look at all that torch has, which takes longer than a step.
-            gc.collect()
-            gc.freeze()
+            return Reply(start.id, self._ready())
         except Exception as error:
             return Reply(start.id, error=Ended.of(error))
-        return Reply(start.id, self._ready())
 
     def _ready(self) -> dict[str, Any]:
+        """Capture everything, and return what the owner is told."""
         engine = self._loaded
+        engine.warm_up(beside_sessions=True)
+        # The garbage collector would look at all that torch has, which takes longer than a step.
+        gc.collect()
+        gc.freeze()
         return {"max_seq_len": engine.max_seq_len, "eos_ids": sorted(engine.eos_ids), "sessions": engine.sessions.free}
 
     def _begin(self, total: int) -> None:

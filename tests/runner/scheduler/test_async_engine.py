@@ -15,6 +15,8 @@ import pytest
 from ostinato.delegate import ArtifactError, CapacityError, ClosedError, InputError
 from ostinato.delegate.errors import OptionError, SessionFileError
 from ostinato.runner import AsyncEngine, Engine, EngineProcessError, QueueFullError, Request, SamplingParams
+from ostinato.runner.engine_channel import frame
+from ostinato.runner.scheduler.messages import Loading
 
 from ...processes import PATIENCE
 from .conftest import Run
@@ -208,9 +210,50 @@ def test_leaving_an_answer(engine: AsyncEngine, run: Run) -> None:
         os.kill(engine.pid, signal.SIGCONT)
         assert all(isinstance(one, asyncio.CancelledError) for one in ended)
 
-    for way in (leave, close_it, cancelled):
+    async def go_on() -> None:
+        # What comes next finds the session as it is left.
+        stream = engine.stream(QUESTION, max_new_tokens=200, ignore_eos=True, keep="a")
+        await anext(stream)
+        await stream.aclose()
+        assert (await engine.answer(question("Japan"), session="a", keep="a")).finish_reason == "stop"
+        await engine.close_session("a")
+
+    for way in (leave, close_it, cancelled, go_on):
         run(way())
         run(idle(engine))
+
+
+def test_values_of_other_types(engine: AsyncEngine, run: Run) -> None:
+    """They are refused here: the process is that of all callers."""
+
+    async def ask(**changed: Any) -> None:
+        options = {"id": engine.new_id(), "tokens": [1], "max_tokens": 3} | changed
+        async for _ in engine.outputs(Request(**options)):
+            pass
+
+    for changed in ({"tokens": ["a"]}, {"tokens": [1.5]}, {"keep": 5}, {"ignore_eos": None}):
+        with pytest.raises(OptionError, match=f"Request cannot be sent: .*{next(iter(changed))}"):
+            run(ask(**changed))
+    with pytest.raises(OptionError, match="Rewind cannot be sent"):
+        run(engine.rewind("a", "all"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="'n'"):
+        engine.stream(QUESTION, n=2)
+    run(ask())
+
+
+def test_a_progress_display_that_raises(run: Run, tmp_path: Path) -> None:
+    """Who waits for the engine is told."""
+
+    async def read() -> None:
+        engine = AsyncEngine(tmp_path, on_load=lambda done, total: 1 / 0)  # type: ignore[arg-type, return-value]
+        reply = engine._replies["1"] = asyncio.get_running_loop().create_future()
+        reader = asyncio.StreamReader()
+        reader.feed_data(frame(Loading(1, 2)))
+        await engine._read(reader)
+        await reply
+
+    with pytest.raises(EngineProcessError, match="cannot be taken: ZeroDivisionError"):
+        run(read())
 
 
 def test_errors_are_of_one_request(engine: AsyncEngine, local: Engine, run: Run) -> None:
@@ -306,6 +349,12 @@ def test_swap(engine: AsyncEngine, local: Engine, run: Run, capitals_artifact: P
     run(idle(engine))
     with pytest.raises(ArtifactError):
         run(engine.swap(capitals_artifact / "nowhere"))
+    assert run(engine.answer(QUESTION)).text == "Paris"
+    with pytest.raises(OptionError, match="sessions must be"):
+        run(engine.swap(capitals_artifact, sessions=-1))
+    # The old one has left. Another one can still come.
+    with pytest.raises(ClosedError, match="the program is closed"):
+        run(engine.answer(QUESTION))
     run(engine.swap(capitals_artifact, sessions=SESSIONS))
     assert run(engine.answer(QUESTION)).text == "Paris" and engine.limits.sessions == SESSIONS
 

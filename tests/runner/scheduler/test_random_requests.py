@@ -22,7 +22,7 @@ from ..sessions.soak import Memory, Standing
 from .driving import GPU_MODES, PAGE, SEEDED, WAYS, Driven, alone, assert_all_free, loaded, prompt
 
 # Requests of the soak; a hundred of them are some 200 steps.
-REQUESTS = {device: int(os.environ.get("OSTINATO_REQUESTS", count)) for device, count in (("cpu", 600), ("cuda", 5000))}
+REQUESTS = {device: int(os.environ.get("OSTINATO_REQUESTS", count)) for device, count in (("cpu", 400), ("cuda", 5000))}
 SLOTS = 32
 # Three sessions of 251 tokens would need 12 pages. The longest has just enough.
 FEW_SLOTS, FEW_PAGES = 3, 4
@@ -204,7 +204,7 @@ def test_in_any_order(request: pytest.FixtureRequest, mode: str, reference: Engi
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=25,
+                max_examples=20,
                 stateful_step_count=30,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),
