@@ -250,7 +250,11 @@ class AsyncEngine:
         return found
 
     async def swap(self, path: str | os.PathLike[str], **options: Any) -> None:
-        """Load another artifact in the place of this one, when all requests that came before have ended."""
+        """Load another artifact in the place of this one, when all requests that came before have ended.
+
+        Raises:
+            OstinatoError: what `Engine.load` raises. Requests end with ClosedError then, until another `swap` has succeeded.
+        """
         artifact_paths(path)
         self._path, self._tokenizer = path, None
         await self._take_limits(Swap(self.new_id(), str(path), options))

@@ -400,7 +400,7 @@ class Engine:
             path, options: as `load` takes them.
 
         Raises:
-            ArtifactError and others: see `load`. The engine is closed then.
+            ArtifactError and others: see `load`. The engine is closed then, until another `swap` has succeeded.
         """
         self.driver.finish()
         self.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from ostinato.delegate import ArtifactError, CapacityError, ClosedError, InputError
 from ostinato.delegate.errors import OptionError, SessionFileError
@@ -227,8 +228,8 @@ def test_values_of_other_types(engine: AsyncEngine, run: Run) -> None:
     """They are refused here: the process is that of all callers."""
 
     async def ask(**changed: Any) -> None:
-        options = {"id": engine.new_id(), "tokens": [1], "max_tokens": 3} | changed
-        async for _ in engine.outputs(Request(**options)):
+        request = Request(id=engine.new_id(), tokens=[1], max_tokens=3)
+        async for _ in engine.outputs(structs.replace(request, **changed)):
             pass
 
     for changed in ({"tokens": ["a"]}, {"tokens": [1.5]}, {"keep": 5}, {"ignore_eos": None}):

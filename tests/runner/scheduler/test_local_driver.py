@@ -93,8 +93,15 @@ def test_a_step_that_raises(engine: Engine, monkeypatch: pytest.MonkeyPatch, n: 
     assert reasons == {"stop", "error"}
     assert {result.error for result in found.values()} == {None, "ZeroDivisionError: no step"}
     count = 1
+    stream = engine.generate("Japan's capital?", max_new_tokens=50, ignore_eos=True)
     with pytest.raises(StepError, match="ZeroDivisionError: no step"):
-        list(engine.generate("Japan's capital?", max_new_tokens=50, ignore_eos=True))
+        list(stream)
+    result = stream.result
+    assert (result.finish_reason, result.error, result.error_type) == (
+        "error",
+        "ZeroDivisionError: no step",
+        "StepError",
+    )
 
 
 def test_leaving_in_the_middle(engine: Engine) -> None:
