@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import signal
 import socket
@@ -256,8 +257,15 @@ class AsyncEngine:
             OstinatoError: what `Engine.load` raises. Requests end with ClosedError then, until another `swap` has succeeded.
         """
         artifact_paths(path)
+        before = self._path, self._tokenizer
+        # Requests that are sent from now on are for the new one.
         self._path, self._tokenizer = path, None
-        await self._take_limits(Swap(self.new_id(), str(path), options))
+        try:
+            await self._take_limits(Swap(self.new_id(), str(path), options))
+        except OptionError:
+            # An unknown option leaves the old one loaded, and its token ids are not those of the new one.
+            self._path, self._tokenizer = before
+            raise
 
     async def close(self) -> None:
         """End the engine's process. Requests that go on end with ClosedError."""
@@ -309,7 +317,8 @@ class AsyncEngine:
 
     def _check(self) -> None:
         if self._ended is not None:
-            raise self._ended
+            # A copy: each raise would make the traceback of one error longer, and keep its callers' frames.
+            raise copy.copy(self._ended)
         if self._process is None:
             raise ClosedError("the engine has no process yet: use it in `async with AsyncEngine(...) as engine`")
 
@@ -372,10 +381,10 @@ class AsyncEngine:
 
     def _tell(self, error: OstinatoError) -> None:
         for arrived in self._waiting.values():
-            arrived.put_nowait(error)
+            arrived.put_nowait(copy.copy(error))
         for reply in self._replies.values():
             if not reply.done():
-                reply.set_exception(error)
+                reply.set_exception(copy.copy(error))
 
 
 def _is_stopped(pid: int) -> bool:

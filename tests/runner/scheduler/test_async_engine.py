@@ -323,6 +323,28 @@ def test_kept_sessions(engine: AsyncEngine, local: Engine, run: Run, tmp_path: P
         run(engine.close_session(name))
 
 
+def test_a_refused_swap(engine: AsyncEngine, run: Run, capitals_artifact: Path, tmp_path: Path) -> None:
+    """An unknown option leaves the old artifact loaded, with its own tokenizer."""
+    for path in capitals_artifact.glob("model.*"):
+        (tmp_path / path.name).symlink_to(path)
+    with pytest.raises(OptionError, match="unknown option 'sesions'"):
+        run(engine.swap(tmp_path, sesions=3))
+    # The other folder has no tokenizer.
+    assert run(engine.answer(QUESTION)).text == "Paris"
+
+
+def test_errors_of_a_closed_engine(run: Run, capitals_artifact: Path) -> None:
+    """Each caller gets an exception of its own: its traceback does not grow with the number of calls."""
+    engine = AsyncEngine(capitals_artifact)
+    run(engine.close())
+    depths = []
+    for _ in range(3):
+        with pytest.raises(ClosedError, match="the engine is closed") as raised:
+            run(engine.answer(QUESTION))
+        depths.append(len(raised.traceback))
+    assert len(set(depths)) == 1
+
+
 def test_swap(engine: AsyncEngine, local: Engine, run: Run, capitals_artifact: Path) -> None:
     """Requests that came before end first. The other one has its own limits; then the first comes back."""
 
