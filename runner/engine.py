@@ -15,7 +15,7 @@ from typing import Any
 
 from ostinato.delegate import Program, load_program
 from ostinato.delegate.artifact.paths import artifact_paths
-from ostinato.delegate.errors import OptionError, OstinatoError
+from ostinato.delegate.errors import InputError, OptionError, OstinatoError
 from ostinato.delegate.sampling_params import SamplingParams
 
 from .answer_reader import AnswerReader
@@ -338,8 +338,11 @@ class Engine:
         A prompt that `generate` does not take is no error: its result's `finish_reason` is "error", and `error` says why.
 
         Raises:
+            InputError: one string in the place of a list.
             OptionError: an option that `generate` does not take.
         """
+        if isinstance(prompts, str):
+            raise InputError("generate_all takes a list of prompts, got one string: put it into a list")
         asked = [TextRequest(prompt=prompt, n=1, **options) for prompt in prompts]
         found = {number: result for number, _, result in self.generate_each(asked)}
         for result in found.values():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ostinato.delegate.errors import OptionError
 
 
 def checked_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Return the strings as a tuple. Raises OptionError: something else than strings, or an empty one."""
-    found = (stop,) if isinstance(stop, str) else tuple(stop)
+    found = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
     if not all(isinstance(text, str) and text for text in found):
         raise OptionError(f"stop takes strings that are not empty, got {stop!r}")
     return found

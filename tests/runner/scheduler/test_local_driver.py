@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.delegate.errors import StepError
+from ostinato.delegate.errors import InputError, OptionError, StepError
 from ostinato.runner import Engine, TextRequest
 
 from .driving import SEEDED, alone, assert_all_free, prompt
@@ -71,6 +71,14 @@ def test_all(engine: Engine) -> None:
     assert "no room for an answer" in (results[5].error or "") and results[5].tokens == []
     assert [result.text for result in results[8:16]] == [result.text for result in results[16:]]
     assert results[0].text == "Paris"
+
+
+def test_all_of_the_wrong_things(engine: Engine) -> None:
+    """One string would be a prompt per character."""
+    with pytest.raises(InputError, match="put it into a list"):
+        engine.generate_all(QUESTION)
+    with pytest.raises(OptionError, match="stop takes strings that are not empty, got 5"):
+        engine.generate_all([QUESTION], stop=5)
 
 
 @pytest.mark.parametrize("n", [1, 3])
