@@ -253,6 +253,8 @@ class AsyncEngine:
     async def swap(self, path: str | os.PathLike[str], **options: Any) -> None:
         """Load another artifact in the place of this one, when all requests that came before have ended.
 
+        Options that are not given have `Engine.load`'s defaults, not what the artifact before had.
+
         Raises:
             OstinatoError: what `Engine.load` raises. Requests end with ClosedError then, until another `swap` has succeeded.
         """

@@ -30,7 +30,8 @@ class TextRequest:
         ignore_eos: whether to go on past the model's end-of-sequence tokens.
         stop: strings that end an answer, and are not part of it.
         n: number of answers.
-        session: a kept session, whose history the prompt follows; None: a new one.
+        session: a kept session, whose history the prompt follows; None: a new one. The template renders the prompt as the
+            begin of a chat, system prompt included: where it has one, give the rest of the chat as text, with `raw`.
         keep: name under which the session of the first answer is kept, see `Request.keep`.
     """
 
