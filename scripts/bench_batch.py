@@ -34,7 +34,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench_commands import SLOWER, fail, numbers, ostinato, output_of, threads_of
+from bench_commands import (
+    add_llama_options,
+    check_llama_options,
+    fail,
+    filled_table,
+    llama_command,
+    llama_output,
+    llama_records,
+    llama_words,
+    numbers,
+    ostinato,
+    over_llama,
+    told,
+)
 from check_speed import Finding
 
 from ostinato.delegate.artifact.files import open_artifact
@@ -42,7 +55,7 @@ from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.errors import OptionError, OstinatoError
 from ostinato.runner.bench.batch_bench import BatchSpec, draw_speeds
 from ostinato.runner.bench.plot import check_plot
-from ostinato.runner.bench.tables import Side, table
+from ostinato.runner.bench.tables import Side
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Slots of the measurement "1 of 64", in which one is in use.
@@ -117,10 +130,7 @@ def main(words: Sequence[str] | None = None) -> int:
         )
     if arguments.plot:
         draw(rows, spec, arguments.plot)
-    missed = [one for one in found if not one.held]
-    for one in missed:
-        print(f"MISSED: {one.what}: {one.found}, wanted: {one.wanted}")
-    return 1 if missed else 0
+    return told(found)
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -131,15 +141,12 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("-p", "--n-prompt", type=int, default=GOAL_TOKENS)
     parser.add_argument("-n", "--n-gen", type=int, default=GOAL_TOKENS)
     parser.add_argument("-r", "--repetitions", type=int, default=3)
-    parser.add_argument("--llama-batched-bench", type=Path, metavar="FILE")
-    parser.add_argument("--gguf", type=Path, metavar="FILE")
-    parser.add_argument("--threads", type=int, help="of both on a CPU (default: as many as there are cores)")
+    add_llama_options(parser)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE")
     parser.add_argument("--skip-goals", action="store_true")
     arguments = parser.parse_args(words)
-    if (arguments.llama_batched_bench is None) != (arguments.gguf is None):
-        parser.error("--llama-batched-bench and --gguf go together")
+    check_llama_options(parser, arguments)
     return arguments
 
 
@@ -204,20 +211,11 @@ def ours(artifact: Path, spec: BatchSpec, cuda_graph: bool) -> list[dict[str, An
     return records
 
 
-def llama_command(program: Path, gguf: str | Path, device: str, threads: int | None) -> list[str]:
-    """The command of llama-batched-bench with a model: on all of a GPU, or on `threads` threads of the CPU."""
-    where = ["-ngl", "99", "-b", "2048", "-ub", "2048"] if device == "cuda" else threads_of(threads)
-    return [str(program), "-m", str(gguf), *where, "-fa", "on"]
-
-
 def llama_speeds(command: Sequence[str], spec: BatchSpec) -> dict[int, float]:
     """Run llama-batched-bench, each batch once per repetition. Returns batch -> median tokens/s of generation (S_TG)."""
-    room = spec.max_batch * (spec.prompt + spec.answer)
-    asked = ",".join(str(batch) for batch in spec.batches for _ in range(spec.repetitions))
-    lengths = ["-c", str(room), "-npp", str(spec.prompt), "-ntg", str(spec.answer), "-npl", asked]
-    words = [*command, *lengths, "--output-format", "jsonl"]
-    print(f"$ {' '.join(words)}", file=sys.stderr, flush=True)
-    samples = read_llama(output_of(words))
+    asked = [batch for batch in spec.batches for _ in range(spec.repetitions)]
+    words = llama_words(command, spec.prompt, spec.answer, asked)
+    samples = read_llama(llama_output(words))
     missing = [str(batch) for batch in spec.batches if len(samples.get(batch, ())) != spec.repetitions]
     if missing:
         fail(f"llama-batched-bench did not measure batches of {', '.join(missing)}: {' '.join(words)}")
@@ -227,10 +225,8 @@ def llama_speeds(command: Sequence[str], spec: BatchSpec) -> dict[int, float]:
 def read_llama(text: str) -> dict[int, list[float]]:
     """Batch -> tokens/s of generation (S_TG) of each repetition, from llama-batched-bench's output in jsonl."""
     samples: dict[int, list[float]] = {}
-    for line in text.splitlines():
-        if line.startswith("{"):
-            record = json.loads(line)
-            samples.setdefault(record["pl"], []).append(record["speed_tg"])
+    for record in llama_records(text):
+        samples.setdefault(record["pl"], []).append(record["speed_tg"])
     return samples
 
 
@@ -249,11 +245,7 @@ def findings(rows: Sequence[Row], goals: Mapping[str, float]) -> list[Finding]:
             taken = "not known" if row.host_us is None else f"{row.host_us:.1f} us"
             held = row.host_us is not None and row.host_us <= most
             found.append(Finding(f"{row.name}: Python per step", taken, held, f"{most:g} us or less"))
-    for row in rows:
-        if row.ratio is not None:
-            what, wanted_ratio = f"{row.name} over llama.cpp", f"{SLOWER} or more: two runs differ by 3%"
-            found.append(Finding(what, f"{row.ratio:.3f}", row.ratio >= SLOWER, wanted_ratio))
-    return found
+    return found + [over_llama(row.name, row.ratio) for row in rows if row.ratio is not None]
 
 
 def render(rows: Sequence[Row], goals: Mapping[str, float]) -> str:
@@ -276,8 +268,7 @@ def render(rows: Sequence[Row], goals: Mapping[str, float]) -> str:
                 "held": "" if goal is None else "yes" if row.speed >= goal else "NO",
             }
         )
-    used = {name: side for name, side in columns.items() if any(cell[name] for cell in cells)}
-    return table(used, [[cell[name] for name in used] for cell in cells])
+    return filled_table(columns, cells)
 
 
 def draw(rows: Sequence[Row], spec: BatchSpec, path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import bench_batch
 from bench_batch import Row as BatchRow
-from bench_commands import ROOT, SLOWER, fail, numbers, ostinato, output_of, threads_of
+from bench_commands import ROOT, SLOWER, fail, llama_command, numbers, ostinato, output_of, threads_of
 
 from ostinato.delegate.errors import OptionError
 from ostinato.runner.bench.batch_bench import BatchSpec
@@ -142,7 +142,7 @@ def batch_spec(arguments: argparse.Namespace) -> BatchSpec | None:
 def bench_batches(artifact: Path, model: str | None, spec: BatchSpec, arguments: argparse.Namespace) -> list[BatchRow]:
     """Measure batches: ours, and llama.cpp's if its program and a model are given."""
     program = arguments.llama_batched_bench
-    command = bench_batch.llama_command(program, model, "cpu", arguments.threads) if model and program else None
+    command = llama_command(program, model, "cpu", arguments.threads) if model and program else None
     return bench_batch.measure(artifact, spec, False, command)
 
 

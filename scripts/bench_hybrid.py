@@ -22,7 +22,7 @@ from unittest import mock
 
 import hybrid_timeline
 import torch
-from bench_commands import ROOT, ostinato, output_of
+from bench_commands import ROOT, ostinato, output_of, told
 from bench_cpu import name_of
 from check_artifact import anonymous_memory
 from hybrid_results import Result, draw, findings, render
@@ -67,10 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if found:
         columns: dict[str, Side] = {"goal": "left", "measured": "right", "wanted": "left"}
         print(f"\n{table(columns, [(one.what, one.found, one.wanted) for one in found])}\n")
-    missed = [one for one in found if not one.held]
-    for one in missed:
-        print(f"MISSED: {one.what}: {one.found}, wanted: {one.wanted}")
-    return 1 if missed else 0
+    return told(found)
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:

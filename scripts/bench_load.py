@@ -28,12 +28,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_batch import check_files, device_of, llama_command
-from bench_commands import SLOWER, fail, numbers, ostinato, output_of
+from bench_batch import check_files, device_of
+from bench_commands import (
+    add_llama_options,
+    check_llama_options,
+    fail,
+    filled_table,
+    llama_command,
+    llama_output,
+    llama_records,
+    llama_words,
+    numbers,
+    ostinato,
+    over_llama,
+    told,
+)
 from check_speed import Finding
 
 from ostinato.delegate.errors import OstinatoError
-from ostinato.runner.bench.tables import Side, table
+from ostinato.runner.bench.tables import Side
 
 GOAL_PROMPT, GOAL_ANSWER = 1024, 256
 
@@ -113,10 +126,7 @@ def main(words: Sequence[str] | None = None) -> int:
         arguments.json.write_text(
             json.dumps({"loads": found_rows, "goals": [asdict(one) for one in found], "records": records}) + "\n"
         )
-    missed = [one for one in found if not one.held]
-    for one in missed:
-        print(f"MISSED: {one.what}: {one.found}, wanted: {one.wanted}")
-    return 1 if missed else 0
+    return told(found)
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -128,15 +138,12 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("-n", "--n-gen", type=int, default=GOAL_ANSWER)
     parser.add_argument("--range-ratio", type=float, default=0.2)
     parser.add_argument("--requests", type=int, help="of each number of callers (default: as `ostinato bench --load`)")
-    parser.add_argument("--llama-batched-bench", type=Path, metavar="FILE")
-    parser.add_argument("--gguf", type=Path, metavar="FILE")
-    parser.add_argument("--threads", type=int, help="of both on a CPU (default: as many as there are cores)")
+    add_llama_options(parser)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="see `ostinato bench --plot`")
     parser.add_argument("--skip-goals", action="store_true")
     arguments = parser.parse_args(words)
-    if (arguments.llama_batched_bench is None) != (arguments.gguf is None):
-        parser.error("--llama-batched-bench and --gguf go together")
+    check_llama_options(parser, arguments)
     arguments.concurrency = sorted({*arguments.concurrency})
     return arguments
 
@@ -174,11 +181,8 @@ def row_of(record: Mapping[str, Any], peer: float | None) -> Row:
 
 def llama_speeds(command: Sequence[str], concurrency: Sequence[int], prompt: int, answer: int) -> dict[int, float]:
     """Run llama-batched-bench. Returns number of sequences -> generated tokens over its whole time, in tokens/s."""
-    room, asked = max(concurrency) * (prompt + answer), ",".join(map(str, concurrency))
-    words = [*command, "-c", str(room), "-npp", str(prompt), "-ntg", str(answer), "-npl", asked]
-    words += ["--output-format", "jsonl"]
-    print(f"$ {' '.join(words)}", file=sys.stderr, flush=True)
-    speeds = read_llama(output_of(words))
+    words = llama_words(command, prompt, answer, concurrency)
+    speeds = read_llama(llama_output(words))
     missing = [str(number) for number in concurrency if number not in speeds]
     if missing:
         fail(f"llama-batched-bench did not measure {', '.join(missing)} sequences: {' '.join(words)}")
@@ -188,8 +192,7 @@ def llama_speeds(command: Sequence[str], concurrency: Sequence[int], prompt: int
 def read_llama(text: str) -> dict[int, float]:
     """Number of sequences -> generated tokens over the time of prompts and generation, from llama-batched-bench's jsonl; of
     several such lines, the last."""
-    found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return {record["pl"]: record["pl"] * record["tg"] / record["t"] for record in found}
+    return {record["pl"]: record["pl"] * record["tg"] / record["t"] for record in llama_records(text)}
 
 
 # --- what was found
@@ -207,11 +210,7 @@ def findings(rows: Sequence[Row], goals: Mapping[int, Goal]) -> list[Finding]:
             what, wanted = f"{row.callers}: between tokens, p99", f"{goal.p99_itl_ms:g} ms or less"
             found.append(Finding(what, f"{row.p99_itl_ms:.2f} ms", even, wanted))
     found += [Finding(f"{row.callers}: failed", f"{row.failed} requests", False, "0") for row in rows if row.failed]
-    for row in rows:
-        if row.ratio is not None:
-            what, least = f"{row.callers} over llama.cpp", f"{SLOWER} or more: two runs differ by 3%"
-            found.append(Finding(what, f"{row.ratio:.3f}", row.ratio >= SLOWER, least))
-    return found
+    return found + [over_llama(str(row.callers), row.ratio) for row in rows if row.ratio is not None]
 
 
 def render(rows: Sequence[Row], goals: Mapping[int, Goal]) -> str:
@@ -240,8 +239,7 @@ def render(rows: Sequence[Row], goals: Mapping[int, Goal]) -> str:
                 "p99 held": "" if goal is None else "yes" if row.p99_itl_ms <= goal.p99_itl_ms else "NO",
             }
         )
-    used = {name: side for name, side in columns.items() if any(cell[name] for cell in cells)}
-    return table(used, [[cell[name] for name in used] for cell in cells])
+    return filled_table(columns, cells)
 
 
 if __name__ == "__main__":

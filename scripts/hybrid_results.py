@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_commands import SLOWER
+from bench_commands import over_llama
 from check_speed import Finding, export
 
 from ostinato.delegate.memory import size_text
@@ -114,9 +114,7 @@ def findings(results: Sequence[Result], n_gen: int) -> list[Finding]:
         if one.export_seconds is not None:
             found.append(replace(export(one.export_seconds, goal.export_seconds), what=where + "export"))
     for one in results:
-        for name, ratio in one.ratios.items():
-            what = f"{one.layers} layers, {name} over llama.cpp"
-            found.append(Finding(what, f"{ratio:.3f}", ratio >= SLOWER, f"{SLOWER} or more: two runs differ by 3%"))
+        found += [over_llama(f"{one.layers} layers, {name}", ratio) for name, ratio in one.ratios.items()]
     return found
 
 

@@ -20,6 +20,7 @@ from .conftest import ROOT
 sys.path.append(str(ROOT / "scripts"))
 
 import bench_batch
+import bench_commands
 import bench_cpu
 from bench_batch import GOALS, Row
 
@@ -80,11 +81,11 @@ def test_what_llama_writes() -> None:
 
 def test_what_llama_is_asked(llama: Path, tmp_path: Path) -> None:
     """The command puts all layers on the GPU, with room for the largest batch. The result has the medians."""
-    command = bench_batch.llama_command(llama, "model.gguf", "cuda", None)
+    command = bench_commands.llama_command(llama, "model.gguf", "cuda", None)
     assert bench_batch.llama_speeds(command, SPEC) == pytest.approx({1: 35.497047, 3: 46.755007})
     expected = "-m model.gguf -ngl 99 -b 2048 -ub 2048 -fa on -c 72 -npp 16 -ntg 8 -npl 1,1,3,3 --output-format jsonl"
     assert json.loads((tmp_path / "asked.json").read_text()) == expected.split()
-    assert bench_batch.llama_command(llama, "model.gguf", "cpu", 3)[3:] == ["-t", "3", "-fa", "on"]
+    assert bench_commands.llama_command(llama, "model.gguf", "cpu", 3)[3:] == ["-t", "3", "-fa", "on"]
 
 
 @pytest.mark.parametrize(
