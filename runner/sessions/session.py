@@ -66,6 +66,24 @@ class SessionState:
         """`prompt_end` after a prompt with which the session has `count` tokens."""
         return count if self.answer_begin is None else min(count, self.answer_begin)
 
+    def shared(self, pages: list[PageList]) -> SessionState:
+        """Copy the state for one more session, or for a snapshot, which has these pages."""
+        return SessionState(
+            self.history.share(),
+            self.seen,
+            self.prompt_end,
+            # A token that is not taken yet is sampled anew where there are logits for it.
+            list(self.pending) if self.logits is None else [],
+            self.logits,
+            self.logprobs,
+            self.sampling_params,
+            self.token_bitmask,
+            # Without a seed the copy samples other tokens, so its parameters must be written.
+            written_prompt_end=None,
+            pages=pages,
+            answer_begin=self.answer_begin,
+        )
+
 
 class Session:
     """One conversation. Made by `Engine.open_session`; a context manager that closes the session on exit.

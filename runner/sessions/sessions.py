@@ -434,18 +434,4 @@ class Sessions:
         """Copy the state for one more session, or for a snapshot. Neither may write the pages before copying them."""
         state.writable = 0
         self.pages.leave(state.pages, state.seen)
-        return SessionState(
-            state.history.share(),
-            state.seen,
-            state.prompt_end,
-            # A token that is not taken yet is sampled anew where there are logits for it.
-            list(state.pending) if state.logits is None else [],
-            state.logits,
-            state.logprobs,
-            state.sampling_params,
-            state.token_bitmask,
-            # Without a seed the copy samples other tokens, so its parameters must be written.
-            written_prompt_end=None,
-            pages=self.pages.share(state.pages, state.seen),
-            answer_begin=state.answer_begin,
-        )
+        return state.shared(self.pages.share(state.pages, state.seen))
