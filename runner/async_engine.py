@@ -55,7 +55,7 @@ class EngineProcessError(OstinatoError, RuntimeError):
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an engine says of itself when it is loaded.
+    """Limits of a loaded engine.
 
     Attributes:
         max_seq_len: the most tokens of prompt and answer together.

@@ -38,7 +38,7 @@ _BATCH_KEYS = ("custom_id", "method", "url", "body")
 
 @dataclass(frozen=True)
 class Defaults:
-    """What holds for lines that do not say it.
+    """Options of lines that do not say them.
 
     Attributes:
         options: all options of a request. `raw` is for lines with a prompt, and chats have the chat template always.

@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from ostinato.delegate.errors import OptionError, OstinatoError
 from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.runner.async_engine import AsyncEngine, EngineProcessError
@@ -42,7 +44,7 @@ class Load:
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """What callers send, all of it random tokens.
+    """Requests of callers, all of random tokens.
 
     Attributes:
         loads: measured one after the other.
@@ -156,7 +158,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class LoadMeasurement:
-    """What one load gave.
+    """Result of one load.
 
     Attributes:
         load: the load.
@@ -224,12 +226,7 @@ class LoadMeasurement:
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
     """The value below which so many percent lie, linear between two values; None if there are none."""
-    if not values:
-        return None
-    ordered, place = sorted(values), percent / 100 * (len(values) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return float(np.percentile(values, percent)) if values else None
 
 
 async def measure_loads(

@@ -56,8 +56,8 @@ from ostinato.runner.model.methods import method_names
 from ostinato.runner.model.model import Model
 
 from . import bench_load
-from .bench_options import buckets_of, check_files, check_sampling, room_for, say, sizes
-from .options import NO_GRAPH_NOTE, add_load_options, capacity_of, json_object
+from .bench_options import buckets_of, check_files, check_sampling, room_for, sizes
+from .options import NO_GRAPH_NOTE, add_load_options, capacity_of, json_object, say
 
 _MODES = {"both": (False, True), "off": (False,), "on": (True,)}
 

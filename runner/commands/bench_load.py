@@ -23,8 +23,8 @@ from ostinato.runner.bench.load_bench import Load, LoadMeasurement, LoadSpec, me
 from ostinato.runner.bench.load_report import draw_loads, render_loads
 from ostinato.runner.model.buckets import PREFILL_BUCKETS
 
-from .bench_options import buckets_of, check_files, check_sampling, say, sizes
-from .options import NO_GRAPH_NOTE, capacity_of
+from .bench_options import buckets_of, check_files, check_sampling, sizes
+from .options import NO_GRAPH_NOTE, capacity_of, say
 
 _PROMPT, _ANSWER, _CONCURRENCY = 1024, 256, (1, 8, 32, 64, 128)
 # What vLLM calls 0.2: lengths from 80 % to 120 % of the mean.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -65,7 +64,3 @@ def sizes(option: str, texts: Sequence[str] | None) -> list[int] | None:
     if not all(word.strip().isdecimal() and len(word) < 100 for word in words):
         raise OptionError(f"{option} takes whole numbers, 0 or more, separated by commas; got {','.join(texts)!r}")
     return [int(word) for word in words]
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

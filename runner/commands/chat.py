@@ -133,7 +133,7 @@ class Chat:
 
     @property
     def prompt(self) -> str:
-        """What stands before the next line."""
+        """Text before the next line."""
         return f"{self._number + 1}> " if len(self._all) > 1 else "> "
 
     def take(self, line: str) -> None:

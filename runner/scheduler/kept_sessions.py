@@ -109,8 +109,7 @@ class KeptSessions:
         if position == len(kept.tokens):
             return
         if kept.begin is not None and kept.begin[0] == position and kept.session is not None:
-            if kept.session.is_offloaded:
-                self._with_room(kept.session.onload)
+            self._with_room(kept.session.onload)
             kept.session.restore(kept.begin[1])
         else:
             kept.forget_state()

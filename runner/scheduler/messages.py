@@ -143,7 +143,7 @@ class Ended(msgspec.Struct, omit_defaults=True):
 
 
 class Output(msgspec.Struct, tag=True, omit_defaults=True, array_like=True):
-    """What a step has given an answer.
+    """Tokens that a step has given an answer, and why the answer has ended.
 
     Attributes:
         id, index: the request, and the number of its answer.
@@ -166,7 +166,7 @@ class Output(msgspec.Struct, tag=True, omit_defaults=True, array_like=True):
 
 @dataclass
 class SchedulerStats:
-    """What a scheduler has done, and what it has to do.
+    """Counts of a scheduler: what it has to do, and what it has done.
 
     Attributes:
         waiting, prefilling, decoding: answers in each of these states.

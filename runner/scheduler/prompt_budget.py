@@ -39,6 +39,7 @@ class PromptBudget:
         self._step_times: StepTimes | None = None
         # Sessions and rows of prompts in the last step, and when it returned; None: nothing is to be learned from it.
         self._last: tuple[int, int, float] | None = None
+        self._begun = 0.0
         self._left_to_others = False
 
     @property
@@ -87,12 +88,12 @@ class PromptBudget:
         parts[first] += min(rows, first.rest - parts[first])
         return [(answer, count) for answer, count in parts.items() if count]
 
-    def begin(self) -> float:
-        """Seconds at the begin of a step, for `learn`."""
-        return self._clock()
+    def begin(self) -> None:
+        """Note that a step begins."""
+        self._begun = self._clock()
 
-    def learn(self, begin: float, decoding: int, parts: Parts) -> None:
-        """Learn how long a step with prompts took."""
+    def learn(self, decoding: int, parts: Parts) -> None:
+        """Learn how long the step took that has begun, if prompts were in it."""
         if self._step_times is None:
             return
         now, last = self._clock(), self._last
@@ -102,7 +103,7 @@ class PromptBudget:
                 self._step_times.took(last[0], last[1], 1e3 * (now - last[2]))
             self._last = (decoding, rows, now) if decoding else None
         elif decoding and rows:
-            self._step_times.took(decoding, rows, 1e3 * (now - begin))
+            self._step_times.took(decoding, rows, 1e3 * (now - self._begun))
 
     def interrupt(self) -> None:
         """Learn nothing from the next step: other work comes between it and the last one."""

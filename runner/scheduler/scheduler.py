@@ -181,7 +181,7 @@ class Scheduler:
             self._score_a_prompt()
         while self._decoding or self._prefilling:
             parts = self.budget.parts(self._prefilling, len(self._decoding)) if self._prefilling else ()
-            begin = self.budget.begin()
+            self.budget.begin()
             try:
                 tokens = self._step_model(parts)
             except CapacityError as error:
@@ -192,7 +192,7 @@ class Scheduler:
                 if not isinstance(error, Exception):
                     raise
                 break
-            self.budget.learn(begin, len(self._decoding), parts)
+            self.budget.learn(len(self._decoding), parts)
             self._stats.steps += 1
             self._take(tokens)
             if parts:
