@@ -101,12 +101,13 @@ class Engine:
             prefill_buckets: lengths of prompts that have a graph; shorter prompts are padded. None: 16 to 512 on a GPU, 16
                 and 32 with experts on the host, none on a CPU. (): none.
             row_buckets: numbers of sessions whose step has a graph; smaller numbers are padded. None: 2, 4, 8, 16, 24, 32,
-                then every 16 to 128, every 32 to 256, 384 and 512, as far as there are sessions; none on a CPU. (): none.
+                then every 16 to 128, every 32 to 256, 384 and 512, as far as there are sessions; up to 47 with experts on the
+                host; none on a CPU. (): none.
             sessions, kv_tokens, gpu_memory_fraction, snapshots: capacity, see `load_program`. By default there is room for
                 one session with max_seq_len positions, and for 2 snapshots, or with `gpu_memory_fraction` for as many as
                 `load_program` says.
             max_step_ms: the most milliseconds that a step should take in which prompts ride beside other answers. None: 16 on
-                a GPU, 100 on a CPU.
+                a GPU, 100 on a CPU, 250 with experts on the host.
             max_waiting: the most requests that wait for room. One more is refused with QueueFullError.
             prefault: whether to read all weights that stay in the mapped file once, before anything runs.
             on_load: function that gets the size in bytes of each loaded constant, for progress displays.

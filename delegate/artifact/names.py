@@ -38,6 +38,8 @@ FEW_ROWS = "few_rows"
 MANY_ROWS = "many_rows"
 # For small batches first. A device with kernels for any number of rows has ROWS alone.
 ROWS_METHODS = (FEW_ROWS, ROWS, MANY_ROWS)
+# In place of MANY_ROWS, with experts on the host.
+ROWS_STREAMED = "rows_streamed"
 ROWS_HIDDEN = "rows_hidden"
 
 # Constant methods. They have ExecuTorch's own names where such names exist.

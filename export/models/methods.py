@@ -19,6 +19,7 @@ from ostinato.delegate.artifact.names import (
     ROWS,
     ROWS_HIDDEN,
     ROWS_METHODS,
+    ROWS_STREAMED,
     SAMPLE,
 )
 from ostinato.export.compile.trace import Chain, Link
@@ -57,6 +58,8 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
       norm's is the code of `rows`, whose links hand on x anyway.
     - `few_rows`: `rows` for up to 16 rows, where there are kernels of their own for few rows.
     - `many_rows`: `rows` for 257 to 512 rows, where `few_rows` is. Weights are multiplied as `prefill` does.
+    - `rows_streamed(..., streamed [1] int64)`, only with experts on the host, in place of `many_rows`: the device computes
+      experts as in `prefill_streamed`.
 
     Methods are chains, so that each kind of layer is traced and compiled once: 40 layers take as long as 4.
     """
@@ -74,13 +77,17 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     prompt = _prompt(min(EXAMPLE_ROWS if folds else EXAMPLE_PROMPT, longest))
     methods = {PREFILL: Chain(many, prompt, ("logits",), dynamic)}
     if network.build.cpu_moe:
-        split = {**prompt, STREAMED: torch.ones(1, dtype=torch.int64)}
         streamed = network.prompt_links(step=folds, streamed=True)
-        methods[PREFILL_STREAMED] = Chain(streamed, split, ("logits",), dynamic)
+        methods[PREFILL_STREAMED] = _with_streamed(Chain(streamed, prompt, ("logits",), dynamic))
     least = 2
     for max_rows, name in zip(kernels.max_rows, ROWS_METHODS if len(kernels.max_rows) > 1 else (ROWS,), strict=False):
         # If prompts and rows share code, they share the dimension too, and the code is compiled once.
         rows = length if folds else Dim("R", min=least if name == MANY_ROWS else 2, max=max_rows)
+        if network.build.cpu_moe and max_rows == kernels.max_rows[-1]:
+            streamed = network.layer_links(step=kernels.folds_steps, streamed=True)
+            methods[ROWS_STREAMED] = _with_streamed(_rows(network, streamed, rows))
+            if name == MANY_ROWS:
+                break
         methods[name] = _rows(network, layers, rows)
         if name == ROWS:
             methods[ROWS_HIDDEN] = _with_hidden(network, methods[name])
@@ -109,6 +116,11 @@ def _rows(network: LanguageModel, layers: list[Link], rows: Any) -> Chain:
     inputs["logits_indices"] = _positions(min(EXAMPLE_OUTPUTS, count - 1))
     dynamic = {name: {0: length if name == "logits_indices" else rows} for name in inputs}
     return Chain([start, *layers, head, sample], inputs, ("token", "logits"), dynamic)
+
+
+def _with_streamed(chain: Chain) -> Chain:
+    """The chain with the number of experts that the device computes as its last input."""
+    return replace(chain, inputs={**chain.inputs, STREAMED: torch.ones(1, dtype=torch.int64)})
 
 
 def _of_logits(network: LanguageModel, max_rows: int) -> dict[str, Chain]:

@@ -79,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             "--max-step-ms",
             float,
             "MS",
-            "see Engine.load: how long a step with prompts should take (default: 16, CPU: 100)",
+            "see Engine.load: how long a step with prompts should take (default: 16, CPU: 100, experts on the host: 250)",
         ),
         ("--max-waiting", int, "N", "see Engine.load: the most requests that wait (default: 1024)"),
     ):

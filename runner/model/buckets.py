@@ -10,13 +10,20 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from ostinato.delegate import InputError, Program
-from ostinato.delegate.artifact.names import META_MAX_SEQ_LEN, META_PADDED_PREFILL, PREFILL_STREAMED, ROWS, ROWS_METHODS
+from ostinato.delegate.artifact.names import (
+    META_MAX_SEQ_LEN,
+    META_PADDED_PREFILL,
+    PREFILL_STREAMED,
+    ROWS,
+    ROWS_METHODS,
+    ROWS_STREAMED,
+)
 from ostinato.delegate.errors import OptionError
 
 from .streamed import MIN_STREAMED_TOKENS
 
 # Between 128 and 512 a row of padding costs more than the launches that a graph saves, so these buckets are closer together.
-PREFILL_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
+PREFILL_BUCKETS = (16, 32, 64, 128, 192, 224, 256, 384, 512)
 
 # Numbers of sessions whose step has a graph. One session alone has a method of its own.
 ROW_BUCKETS = (2, 4, 8, 16, 24, 32, *range(48, 129, 16), *range(160, 257, 32), 384, 512)
@@ -94,11 +101,14 @@ def choose_row_buckets(wanted: Sequence[int] | None, program: Program, cuda_grap
     several = steps_several(program)
     methods = [name for name in ROWS_METHODS if name in program.method_names]
     max_rows = program.method_inputs(methods[-1])[0].shape[0].max if several else 1
+    if ROWS_STREAMED in program.method_names:
+        # More rows go to a method that has no graphs.
+        max_rows = min(max_rows, MIN_STREAMED_TOKENS - 1)
     if wanted is None:
         if not several or not cuda_graph or program.device.type != "cuda":
             return ()
         needed = bisect_left(ROW_BUCKETS, min(program.capacity.slots, max_rows))
-        return ROW_BUCKETS[: needed + 1]
+        return tuple(min(bucket, max_rows) for bucket in ROW_BUCKETS[: needed + 1])
     if wanted and not cuda_graph:
         raise OptionError("row buckets are numbers of sessions whose step has a CUDA graph: they need cuda_graph")
     if wanted and not several:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from ostinato.delegate import Method, Program
-from ostinato.delegate.artifact.names import DECODE, PREFILL
+from ostinato.delegate.artifact.names import DECODE, PREFILL, ROWS_STREAMED
 from ostinato.delegate.artifact.records import TensorSpec
 from ostinato.delegate.errors import ArtifactError
 
 from .batch import Outputs
+from .streamed import MIN_STREAMED_TOKENS, streamed_experts
 
 # The one method of a program that has no `prefill` and `decode`.
 FORWARD = "forward"
@@ -45,8 +46,16 @@ def max_rows_of(method: Method) -> int:
 
 
 def method_for_rows(methods: Sequence[Method], rows: int) -> Method | None:
-    """First of `methods`, from small to large, that takes `rows` rows; None if all are too small."""
+    """First of `methods`, from small to large, that takes `rows` rows; None if all are too small. With experts on the host,
+    MIN_STREAMED_TOKENS rows or more go to the last one, padded to as many as it takes at least."""
+    if rows >= MIN_STREAMED_TOKENS and methods and methods[-1].name == ROWS_STREAMED:
+        methods = methods[-1:]
     return next((method for method in methods if rows <= max_rows_of(method)), None)
+
+
+def padded_rows(method: Method, rows: int) -> int:
+    """Number of rows of a call of a method for `rows` rows: as many, or the fewest that it takes."""
+    return max(rows, method.inputs[0].shape[0].min)
 
 
 def max_value(spec: TensorSpec) -> int:
@@ -62,6 +71,10 @@ def last_logits(method: Method, inputs: Sequence[torch.Tensor], graph: bool = Tr
 
 
 def sampled(method: Method, inputs: Sequence[torch.Tensor], graph: bool = True, checked: bool = False) -> Outputs:
-    """Run a method that samples after its outputs."""
+    """Run a method that samples after its outputs. With some experts on the host it runs without a graph."""
+    if method.name == ROWS_STREAMED:
+        count = int((inputs[2] >= 0).sum())
+        share = torch.tensor([streamed_experts(count, max_value(method.inputs[-1]))])
+        inputs, graph = (*inputs, share), False
     tokens, logits = method.execute(inputs, graph, checked)
     return Outputs(logits, tokens)

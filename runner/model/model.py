@@ -20,6 +20,7 @@ from ostinato.delegate.artifact.names import (
     PREFILL_STREAMED,
     ROWS_HIDDEN,
     ROWS_METHODS,
+    ROWS_STREAMED,
     SAMPLE,
 )
 from ostinato.delegate.errors import ArtifactError, OptionError
@@ -29,7 +30,16 @@ from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 
 from .batch import BatchInputs, LastTokens, Outputs, Run
 from .buckets import MAX_PROMPT_ROWS, OUTPUT_BUCKETS, bucket_of, choose_prefill_buckets, choose_row_buckets
-from .methods import check_inputs, last_logits, max_rows_of, max_value, method_for_rows, method_names, sampled
+from .methods import (
+    check_inputs,
+    last_logits,
+    max_rows_of,
+    max_value,
+    method_for_rows,
+    method_names,
+    padded_rows,
+    sampled,
+)
 from .streamed import MIN_STREAMED_TOKENS, streamed_experts
 
 DEFAULT_WARMUP_STEPS = BackendOptions.cuda_graph_warmup_steps
@@ -54,6 +64,7 @@ class Model:
         program, cuda_graph, warmup_steps: the arguments.
         prefill_buckets: chosen buckets, ascending, without those that could not be captured; empty without graphs.
         row_buckets: chosen buckets, ascending; empty without graphs, or if the program has no method for several sessions.
+        streams_experts: whether experts stay on the host, and the device computes some of those of many rows.
         samples: whether steps sample on the device. Else they give logits only.
         max_rows: largest number of rows of several runs in one step. A single run may be longer.
         max_seq_len: largest number of positions in a sequence.
@@ -89,13 +100,13 @@ class Model:
         self._held: dict[str, list[int]] = {}
         self._prefill_name = prefill
         names = program.method_names
-        self._streams_experts = PREFILL_STREAMED in names
+        self.streams_experts = PREFILL_STREAMED in names
         self.samples = prefill == PREFILL and {SAMPLE, DECODE_SAMPLE} <= names
         # Plans of prompts and steps, and one for each call that is both.
         plans = (len(self.prefill_buckets) + 1) * (len(OUTPUT_BUCKETS) + 1) + len(self.row_buckets)
         # Methods for several rows, for few of them first. On a GPU each has kernels of its own.
-        several = [name for name in ROWS_METHODS if self.samples and name in names]
-        self._rows = tuple(self._load(name, plans=plans) for name in several)
+        several = [name for name in (*ROWS_METHODS, ROWS_STREAMED) if self.samples and name in names]
+        self._rows = tuple(self._load(name, graph=name != ROWS_STREAMED, plans=plans) for name in several)
         self.max_rows = max_rows_of(self._rows[-1]) if self._rows else 1
         self._max_prompt = MAX_PROMPT_ROWS if program.device.type == "cuda" else self.max_rows
         # Other methods that were loaded, by name.
@@ -334,7 +345,7 @@ class Model:
         count, graph = run.rows, bucket is not None
         if count == 1 and self.has_state:
             return self._single(run)
-        if self._streams_experts and count >= MIN_STREAMED_TOKENS and run.outputs <= 1:
+        if self.streams_experts and count >= MIN_STREAMED_TOKENS and run.outputs <= 1:
             method = self._method(PREFILL_STREAMED, graph=False)
             streamed = torch.tensor([streamed_experts(count, max_value(method.inputs[-1]))])
             return last_logits(method, (*BatchInputs(count).filled([run]), streamed))
@@ -342,7 +353,8 @@ class Model:
         method = self._for_prompt(rows, run.outputs) or self._method(self._prefill_name)
         self._held.pop(method.name, None)
         if method in self._rows:
-            outputs = sampled(method, self._inputs(rows, max(run.outputs, 1), graph).filled([run]), graph, checked=True)
+            inputs = self._inputs(padded_rows(method, rows), max(run.outputs, 1), graph).filled([run])
+            outputs = sampled(method, inputs, graph, checked=True)
         else:
             outputs = last_logits(method, self._inputs(rows, 0, graph).filled([run]), graph, self.has_state)
         if bucket is not None and bucket not in self._captured:
@@ -379,7 +391,7 @@ class Model:
         if method is None:
             raise InputError(f"the runs of a step have up to {self.max_rows} rows together, got {rows}")
         self._held.pop(method.name, None)
-        inputs = self._inputs(rows, max(outputs, 1), bucket is not None).filled(runs)
+        inputs = self._inputs(padded_rows(method, rows), max(outputs, 1), bucket is not None).filled(runs)
         return sampled(method, inputs, bucket is not None, checked=True)
 
     def _decode(self, slots: list[int]) -> Outputs:
@@ -397,6 +409,7 @@ class Model:
         elif count == 1:
             outputs = sampled(method, (torch.tensor(slots),))
         else:
+            rows = padded_rows(method, rows)
             kept = torch.full((rows,), -1)
             numbers = torch.tensor([*slots, *[-1] * (rows - count)])
             outputs = sampled(method, (kept, kept, numbers, torch.arange(rows)), bucket is not None)

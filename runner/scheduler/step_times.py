@@ -11,10 +11,15 @@ from ostinato.runner.sessions.sessions import Sessions
 
 # The most that a step with prompts should take, by type of device. What a person reads comes at 60 and at 10 tokens a second.
 DEFAULT_MAX_STEP_MS = {"cuda": 16.0, "cpu": 100.0}
+# The same with experts on the host: most of a step with prompts is spent on sending or reading their weights, whether 48 rows
+# or 512 use them.
+STREAMED_MAX_STEP_MS = 250.0
 # Rows that a step with prompts has at least, so that prompts end however long a step takes.
 MIN_ROWS = 16
 # Lengths of prompts that are timed where prompts have no buckets: on two cores, more would take seconds.
 _TIMED_ROWS = (16, 64)
+# The same with experts on the host.
+_TIMED_STREAMED_ROWS = (16, 64, 512)
 # Weight of a new measurement beside those before it: after 50 steps they have no say.
 _WEIGHT = 0.05
 # A step may take so much longer than foreseen, or shorter, that something else was at work. It then counts as this.
@@ -56,15 +61,18 @@ class StepTimes:
         """Time prompts, in a session of their own.
 
         Args:
-            max_step_ms: the most that a step with prompts should take; None: DEFAULT_MAX_STEP_MS of the device.
+            max_step_ms: the most that a step with prompts should take; None: DEFAULT_MAX_STEP_MS of the device, or
+                STREAMED_MAX_STEP_MS.
 
         Raises:
             CapacityError: no slot or too few pages are free.
         """
-        buckets = model.prefill_buckets
+        # With experts on the host, the steps that have graphs are too short for prompts beside sessions.
+        buckets = () if model.streams_experts else model.prefill_buckets
+        lengths = _TIMED_STREAMED_ROWS if model.streams_experts else buckets or _TIMED_ROWS
         longest = min(model.max_rows, model.max_chunk, model.max_seq_len - 1)
         points = []
-        for rows in [rows for rows in buckets or _TIMED_ROWS if rows <= longest] or [longest]:
+        for rows in [rows for rows in lengths if rows <= longest] or [longest]:
             # Tokens that differ: those that are alike go to the same experts.
             prompt = [7919 * number % model.vocab for number in range(rows)]
             seconds = []
@@ -76,7 +84,8 @@ class StepTimes:
                     seconds.append(clock() - begin)
             points.append((rows, 1e3 * min(seconds)))
         if max_step_ms is None:
-            max_step_ms = DEFAULT_MAX_STEP_MS[model.program.device.type]
+            default = DEFAULT_MAX_STEP_MS[model.program.device.type]
+            max_step_ms = STREAMED_MAX_STEP_MS if model.streams_experts else default
         return cls(points, max_step_ms, buckets, model.max_rows)
 
     def prompt_rows(self, sessions: int) -> int:

@@ -69,6 +69,21 @@ def test_prompts_in_buckets_and_on_both_sides(artifact: Path, capitals_artifact:
         assert (short["runs"], stats["prefill_streamed"]["runs"]) == (4, 8)
 
 
+def test_prompts_of_several_sessions_on_both_sides(artifact: Path, capitals_artifact: Path) -> None:
+    """Prompts of several sessions, and beside them one that decodes: 48 rows or more go through `rows_streamed`."""
+    found = []
+    for path in (artifact, capitals_artifact):
+        with Engine.load(path, sessions=3, kv_tokens=1024) as engine:
+            first, *others = [engine.open_session() for _ in range(3)]
+            first.prefill([5, 7, 11])
+            rows = [[(37 * place + 5) % 900 for place in range(count)] for count in (20, MIN_STREAMED_TOKENS)]
+            engine.step([first], prefill=dict(zip(others, rows, strict=True)))
+            runs = {name: stats["runs"] for name, stats in engine.model.method_stats.items()}
+            assert runs.get("rows_streamed") == (1 if path == artifact else None)
+            found.append(torch.stack([session.logits.clone() for session in (first, *others)]))
+    assert relative_error(*found) < 1e-5
+
+
 def test_logits_of_all_tokens(artifact: Path, capitals_artifact: Path) -> None:
     """A prompt whose last token alone would go through `prefill_streamed`."""
     tokens = [(37 * place + 5) % 900 for place in range(2 * MIN_STREAMED_TOKENS)]
