@@ -215,7 +215,13 @@ class Scheduler:
         while self._waiting:
             answer = self._waiting[0]
             try:
-                room = self._room.is_free(answer, self._prefilling, self._decoding)
+                tier = self._sessions.tier
+                leaving, room = tier.is_leaving, self._room.is_free(answer, self._prefilling, self._decoding)
+                if not room and leaving:
+                    # That may be room enough: the next step looks. With no step to run, this waits.
+                    if self._prefilling or self._decoding or not tier.settle(wait=True):
+                        return
+                    continue
                 if not room and self.kept.make_room():
                     continue
                 if not room and (self._prefilling or self._decoding):
