@@ -10,6 +10,8 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
+from contextlib import suppress
 from inspect import signature
 from typing import Any
 
@@ -42,19 +44,40 @@ class EngineProcess:
     def __init__(self, channel: EngineChannel) -> None:
         self._channel = channel
         self._engine: Engine | None = None
+        # A swap that waits for requests to end, and the messages behind it.
+        self._waiting: deque[ToEngine] = deque()
         self._done = self._total = 0
 
     def run(self) -> None:
         """Answer until the owner is gone."""
         while self._channel.is_open:
             for message in self._channel.receive(wait=not self._busy):
-                self._answer(message)
+                self._take(message)
             if self._busy:
                 self._step()
+            while self._waiting and not self._waits(self._waiting[0]):
+                self._answer(self._waiting.popleft())
 
     @property
     def _busy(self) -> bool:
         return self._engine is not None and self._engine.driver.scheduler.busy
+
+    def _waits(self, message: ToEngine) -> bool:
+        """Whether a message must wait for requests to end: a swap, unless it is refused."""
+        if isinstance(message, Swap) and self._busy:
+            with suppress(OptionError):
+                _checked(message.options)
+                return True
+        return False
+
+    def _take(self, message: ToEngine) -> None:
+        """Answer a message, or have it wait behind a swap."""
+        if self._waiting or self._waits(message):
+            self._waiting.append(message)
+            if not isinstance(message, Cancel):
+                return
+            # Its request is one that the swap waits for, or waits behind it.
+        self._answer(message)
 
     def _step(self) -> None:
         assert self._engine is not None
@@ -102,8 +125,6 @@ class EngineProcess:
                 return engine.describe()
             case Swap(_, path, options):
                 options = _checked(options)
-                while self._busy and self._channel.is_open:
-                    self._step()
                 # Else nothing of the old program would ever be collected.
                 gc.unfreeze()
                 engine.swap(path, **options)

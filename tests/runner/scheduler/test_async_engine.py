@@ -17,7 +17,7 @@ from ostinato.delegate import ArtifactError, CapacityError, ClosedError, InputEr
 from ostinato.delegate.errors import OptionError, SessionFileError
 from ostinato.runner import AsyncEngine, Engine, EngineProcessError, QueueFullError, Request, SamplingParams
 from ostinato.runner.engine_channel import frame
-from ostinato.runner.scheduler.messages import Loading
+from ostinato.runner.scheduler.messages import Cancel, Loading
 
 from ...processes import PATIENCE
 from .conftest import Run
@@ -380,6 +380,31 @@ def test_swap(engine: AsyncEngine, local: Engine, run: Run, capitals_artifact: P
         run(engine.answer(QUESTION))
     run(engine.swap(capitals_artifact, sessions=SESSIONS))
     assert run(engine.answer(QUESTION)).text == "Paris" and engine.limits.sessions == SESSIONS
+
+
+def test_cancelled_while_a_swap_waits(engine: AsyncEngine, run: Run, capitals_artifact: Path) -> None:
+    """A request that the swap waits for, and one behind the swap. The others behind it are for the new one."""
+
+    async def reason(request: Request) -> str | None:
+        return [output.finish_reason async for output in engine.outputs(request)][-1]
+
+    async def cancelled() -> tuple[list[str | None], str]:
+        # So that it reads all of this at once.
+        os.kill(engine.pid, signal.SIGSTOP)
+        requests = [Request(id=engine.new_id(), tokens=[1, 2], max_tokens=200, ignore_eos=True) for _ in range(2)]
+        before = asyncio.create_task(reason(requests[0]))
+        await asyncio.sleep(0)
+        swap = asyncio.create_task(engine.swap(capitals_artifact, sessions=SESSIONS))
+        await asyncio.sleep(0)
+        behind = [asyncio.create_task(reason(requests[1])), asyncio.create_task(engine.answer(QUESTION))]
+        await asyncio.sleep(0)
+        for request in requests:
+            engine._send(Cancel(request.id))
+        os.kill(engine.pid, signal.SIGCONT)
+        await swap
+        return [await before, await behind[0]], (await behind[1]).text
+
+    assert run(cancelled()) == (["cancelled"] * 2, "Paris")
 
 
 def test_a_process_that_is_stopped(engine: AsyncEngine, run: Run) -> None:
