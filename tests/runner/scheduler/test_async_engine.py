@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import time
 from collections.abc import Iterator
@@ -113,6 +114,23 @@ def test_times_and_names(engine: AsyncEngine, run: Run, capitals_artifact: Path)
         run(AsyncEngine(capitals_artifact, sesions=3).__aenter__())
     with pytest.raises(ClosedError, match="async with AsyncEngine"):
         print(AsyncEngine(capitals_artifact).pid)
+
+
+def test_an_id_that_is_used_again(engine: AsyncEngine, local: Engine, run: Run) -> None:
+    """Outputs of the request that had it before, which are on their way, are not the new one's."""
+
+    async def again() -> list[int]:
+        first = engine.outputs(Request(id="one", tokens=[1, 2], max_tokens=200, ignore_eos=True))
+        await anext(first)
+        # The event loop stands still until there is one.
+        select.select([engine._writer.get_extra_info("socket")], [], [])
+        await first.aclose()
+        second = engine.outputs(Request(id="one", tokens=[5, 6, 7], max_tokens=3, ignore_eos=True))
+        found = [output async for output in second]
+        assert {output.id for output in found} == {"one"}
+        return [token for output in found for token in output.tokens]
+
+    assert run(again()) == list(local.generate_tokens([5, 6, 7], max_new_tokens=3, ignore_eos=True))
 
 
 def test_several_answers(engine: AsyncEngine, local: Engine, run: Run) -> None:
@@ -399,7 +417,7 @@ def test_cancelled_while_a_swap_waits(engine: AsyncEngine, run: Run, capitals_ar
         behind = [asyncio.create_task(reason(requests[1])), asyncio.create_task(engine.answer(QUESTION))]
         await asyncio.sleep(0)
         for request in requests:
-            engine._send(Cancel(request.id))
+            engine._send(Cancel(engine._inner_ids[request.id]))
         os.kill(engine.pid, signal.SIGCONT)
         await swap
         return [await before, await behind[0]], (await behind[1]).text
