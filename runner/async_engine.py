@@ -44,7 +44,7 @@ from .scheduler.messages import (
 )
 from .stream import Result
 from .text.tokenizer import Message, Tokenizer
-from .text_request import TextRequest, answer_readers
+from .text_request import TextRequest, answer_readers, explains_options
 
 # How often the process is looked at while somebody waits for it.
 _LOOK_SECONDS = 1.0
@@ -166,6 +166,7 @@ class AsyncEngine:
             self._tokenizer = Tokenizer(artifact_paths(self._path)[0].parent)
         return self._tokenizer
 
+    @explains_options
     def stream(self, prompt: str | Sequence[Message], **options: Any) -> AsyncStream:
         """Return the answer's text as it comes. A character is never split.
 
@@ -190,6 +191,7 @@ class AsyncEngine:
             pass
         return stream.result
 
+    @explains_options
     async def answers(self, prompt: str | Sequence[Message], n: int, **options: Any) -> list[Result]:
         """Return `n` answers to one prompt, whose beginning is computed once. See `stream`."""
         asked = TextRequest(prompt=prompt, n=n, **options)

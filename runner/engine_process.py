@@ -36,6 +36,7 @@ from .scheduler.messages import (
     Swap,
     ToEngine,
 )
+from .scheduler.options import DEFAULT_MAX_WAITING, check_options
 
 
 class EngineProcess:
@@ -160,11 +161,12 @@ class EngineProcess:
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of `Engine.load`. Raises OptionError: one that it does not have."""
+    """Return options of `Engine.load`. Raises OptionError: one that it does not have, or of the scheduler, out of range."""
     known = [name for name in signature(Engine.load).parameters if name not in ("path", "on_load", "on_total")]
     for name in options:
         if name not in known:
             raise OptionError(f"unknown option {name!r}: the options are {', '.join(known)}")
+    check_options(options.get("max_step_ms"), options.get("max_waiting", DEFAULT_MAX_WAITING))
     return options
 
 

@@ -19,11 +19,10 @@ from ostinato.runner.sessions.sessions import Sessions
 from .answer import Answer, seeded
 from .kept_sessions import KeptSession, KeptSessions
 from .messages import CancelledError, Ended, Output, QueueFullError, Request, SchedulerStats
+from .options import DEFAULT_MAX_WAITING
 from .prompt_budget import Parts, PromptBudget
 from .room import Room
 from .step_times import StepTimes
-
-DEFAULT_MAX_WAITING = 1024
 
 
 class Scheduler:

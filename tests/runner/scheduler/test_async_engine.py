@@ -18,7 +18,7 @@ from ostinato.delegate import ArtifactError, CapacityError, ClosedError, InputEr
 from ostinato.delegate.errors import OptionError, SessionFileError
 from ostinato.runner import AsyncEngine, Engine, EngineProcessError, QueueFullError, Request, SamplingParams
 from ostinato.runner.engine_channel import frame
-from ostinato.runner.scheduler.messages import Cancel, Loading
+from ostinato.runner.scheduler.messages import Loading
 
 from ...processes import PATIENCE
 from .conftest import Run
@@ -257,6 +257,10 @@ def test_values_of_other_types(engine: AsyncEngine, run: Run) -> None:
         run(engine.rewind("a", "all"))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'n'"):
         engine.stream(QUESTION, n=2)
+    with pytest.raises(OptionError, match="stream takes no max_tokens: write max_new_tokens=5"):
+        run(engine.answer(QUESTION, max_tokens=5))
+    with pytest.raises(OptionError, match=r"answers takes no seed: write sampling_params=SamplingParams\(seed=1\)"):
+        run(engine.answers(QUESTION, 2, seed=1))
     run(ask())
 
 
@@ -342,11 +346,13 @@ def test_kept_sessions(engine: AsyncEngine, local: Engine, run: Run, tmp_path: P
 
 
 def test_a_refused_swap(engine: AsyncEngine, run: Run, capitals_artifact: Path, tmp_path: Path) -> None:
-    """An unknown option leaves the old artifact loaded, with its own tokenizer."""
+    """An unknown option, or one of the scheduler out of range, leaves the old artifact loaded, with its own tokenizer."""
     for path in capitals_artifact.glob("model.*"):
         (tmp_path / path.name).symlink_to(path)
     with pytest.raises(OptionError, match="unknown option 'sesions'"):
         run(engine.swap(tmp_path, sesions=3))
+    with pytest.raises(OptionError, match="max_waiting must be 1 or more"):
+        run(engine.swap(tmp_path, max_waiting=-1))
     # The other folder has no tokenizer.
     assert run(engine.answer(QUESTION)).text == "Paris"
 
@@ -398,31 +404,6 @@ def test_swap(engine: AsyncEngine, local: Engine, run: Run, capitals_artifact: P
         run(engine.answer(QUESTION))
     run(engine.swap(capitals_artifact, sessions=SESSIONS))
     assert run(engine.answer(QUESTION)).text == "Paris" and engine.limits.sessions == SESSIONS
-
-
-def test_cancelled_while_a_swap_waits(engine: AsyncEngine, run: Run, capitals_artifact: Path) -> None:
-    """A request that the swap waits for, and one behind the swap. The others behind it are for the new one."""
-
-    async def reason(request: Request) -> str | None:
-        return [output.finish_reason async for output in engine.outputs(request)][-1]
-
-    async def cancelled() -> tuple[list[str | None], str]:
-        # So that it reads all of this at once.
-        os.kill(engine.pid, signal.SIGSTOP)
-        requests = [Request(id=engine.new_id(), tokens=[1, 2], max_tokens=200, ignore_eos=True) for _ in range(2)]
-        before = asyncio.create_task(reason(requests[0]))
-        await asyncio.sleep(0)
-        swap = asyncio.create_task(engine.swap(capitals_artifact, sessions=SESSIONS))
-        await asyncio.sleep(0)
-        behind = [asyncio.create_task(reason(requests[1])), asyncio.create_task(engine.answer(QUESTION))]
-        await asyncio.sleep(0)
-        for request in requests:
-            engine._send(Cancel(engine._inner_ids[request.id]))
-        os.kill(engine.pid, signal.SIGCONT)
-        await swap
-        return [await before, await behind[0]], (await behind[1]).text
-
-    assert run(cancelled()) == (["cancelled"] * 2, "Paris")
 
 
 def test_a_process_that_is_stopped(engine: AsyncEngine, run: Run) -> None:

@@ -18,7 +18,8 @@ import pytest
 
 from ostinato.delegate import ArtifactError, ClosedError
 from ostinato.delegate.errors import OptionError, OstinatoError
-from ostinato.runner import AsyncEngine, EngineProcessError, Result, SamplingParams
+from ostinato.runner import AsyncEngine, EngineProcessError, Request, Result, SamplingParams
+from ostinato.runner.scheduler.messages import Cancel
 
 from ...processes import PATIENCE
 from .conftest import Run
@@ -89,6 +90,34 @@ def test_closed_with_requests(run: Run, capitals_artifact: Path) -> None:
         return engine.pid
 
     assert not Path(f"/proc/{run(closed())}").exists()
+
+
+def test_cancelled_while_a_swap_waits(run: Run, capitals_artifact: Path) -> None:
+    """A request that the swap waits for, and one behind the swap. The others behind it are for the new one."""
+
+    async def reason(engine: AsyncEngine, request: Request) -> str | None:
+        return [output.finish_reason async for output in engine.outputs(request)][-1]
+
+    async def cancelled() -> None:
+        async with AsyncEngine(capitals_artifact, sessions=SESSIONS) as engine:
+            # So that it reads all of this at once.
+            os.kill(engine.pid, signal.SIGSTOP)
+            requests = [Request(id=name, tokens=[1, 2], max_tokens=200, ignore_eos=True) for name in "ab"]
+            before = asyncio.create_task(reason(engine, requests[0]))
+            await asyncio.sleep(0)
+            swap = asyncio.create_task(engine.swap(capitals_artifact, sessions=SESSIONS))
+            await asyncio.sleep(0)
+            behind = asyncio.create_task(reason(engine, requests[1]))
+            last = asyncio.create_task(engine.answer(QUESTION))
+            await asyncio.sleep(0)
+            for request in requests:
+                engine._send(Cancel(engine._inner_ids[request.id]))
+            os.kill(engine.pid, signal.SIGCONT)
+            await swap
+            assert (await before, await behind) == ("cancelled", "cancelled")
+            assert (await last).text == "Paris"
+
+    run(cancelled())
 
 
 def test_no_artifact(run: Run, capitals_artifact: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,15 +126,13 @@ def test_measured(capitals_artifact: object) -> None:
 
 def test_nothing_runs_without_room(capitals_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler asks again in each step: a prompt that has room costs time as long as a longer one has none."""
-    buckets = {"cuda_graph": True, "prefill_buckets": (16, 128)}
-    with Engine.load(capitals_artifact, sessions=2, kv_tokens=3 * PAGE, **buckets) as engine:
-        ran = []
-        prompt = engine.sessions.steps.prompt
-        monkeypatch.setattr(engine.sessions.steps, "prompt", lambda *given: ran.append(given) or prompt(*given))
+    options: dict[str, Any] = {"sessions": 2, "kv_tokens": 3 * PAGE, "prefill_buckets": (16, 128)}
+    with Engine.load(capitals_artifact, cuda_graph=True, **options) as engine:
         with engine.open_session() as other:
             other.prefill([1] * (PAGE + 1))
-            ran.clear()
-            with pytest.raises(CapacityError, match="pages"):
-                StepTimes.measured(engine.sessions, engine.model, Clock(), None)
-        assert not ran and engine.sessions.free == 2
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.sessions.steps, "prompt", lambda *given: pytest.fail("a prompt has run"))
+                with pytest.raises(CapacityError, match="pages"):
+                    StepTimes.measured(engine.sessions, engine.model, Clock(), None)
+        assert engine.sessions.free == 2
         assert StepTimes.measured(engine.sessions, engine.model, Clock(), None)._rows == [16, 128]
