@@ -52,9 +52,9 @@ class EngineProcess:
     def run(self) -> None:
         """Answer until the owner is gone."""
         while self._channel.is_open:
-            for message in self._channel.receive(wait=not self._busy):
+            for message in self._channel.receive(wait=not self._steps):
                 self._take(message)
-            if self._busy:
+            if self._steps:
                 self._step()
             while self._waiting and not self._waits(self._waiting[0]):
                 self._answer(self._waiting.popleft())
@@ -62,6 +62,11 @@ class EngineProcess:
     @property
     def _busy(self) -> bool:
         return self._engine is not None and self._engine.driver.scheduler.busy
+
+    @property
+    def _steps(self) -> bool:
+        """Whether a step comes next. None does while too much waits for the owner to read."""
+        return self._busy and not self._channel.is_full
 
     def _waits(self, message: ToEngine) -> bool:
         """Whether a message must wait for requests to end: a swap, unless it is refused."""
