@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.errors import ClosedError, InputError, OptionError, OstinatoError, first_line
@@ -43,7 +44,7 @@ from .scheduler.messages import (
 )
 from .stream import Result
 from .text.tokenizer import Message, Tokenizer
-from .text_request import TextRequest, answer_readers
+from .text_request import TextRequest, answer_readers, explains_options
 
 # How often the process is looked at while somebody waits for it.
 _LOOK_SECONDS = 1.0
@@ -113,6 +114,8 @@ class AsyncEngine:
         self, path: str | os.PathLike[str], *, on_load: Callable[[int, int], None] | None = None, **options: Any
     ) -> None:
         self._path, self._options, self._on_load = path, options, on_load
+        # A request's id -> its id in the process, which no other one ever has: outputs may come when it has been left.
+        self._inner_ids: dict[str, str] = {}
         self._waiting: dict[str, asyncio.Queue[Output | OstinatoError]] = {}
         self._replies: dict[str, asyncio.Future[Any]] = {}
         self._count = 0
@@ -163,6 +166,7 @@ class AsyncEngine:
             self._tokenizer = Tokenizer(artifact_paths(self._path)[0].parent)
         return self._tokenizer
 
+    @explains_options
     def stream(self, prompt: str | Sequence[Message], **options: Any) -> AsyncStream:
         """Return the answer's text as it comes. A character is never split.
 
@@ -187,6 +191,7 @@ class AsyncEngine:
             pass
         return stream.result
 
+    @explains_options
     async def answers(self, prompt: str | Sequence[Message], n: int, **options: Any) -> list[Result]:
         """Return `n` answers to one prompt, whose beginning is computed once. See `stream`."""
         asked = TextRequest(prompt=prompt, n=n, **options)
@@ -205,23 +210,25 @@ class AsyncEngine:
             EngineProcessError: the engine's process has ended, or is stopped.
         """
         self._check()
-        if request.id in self._waiting:
+        if request.id in self._inner_ids:
             raise InputError(f"a request with the id {request.id!r} has not ended yet")
         arrived: asyncio.Queue[Output | OstinatoError] = asyncio.Queue()
-        self._waiting[request.id] = arrived
+        inner_id = self._inner_ids[request.id] = self.new_id()
+        self._waiting[inner_id] = arrived
         going_on = request.n
         try:
-            self._send(request)
+            self._send(structs.replace(request, id=inner_id))
             while going_on:
                 output = await arrived.get()
                 if isinstance(output, OstinatoError):
                     raise output
                 going_on -= output.finish_reason is not None
+                output.id = request.id
                 yield output
         finally:
-            del self._waiting[request.id]
+            del self._inner_ids[request.id], self._waiting[inner_id]
             if going_on and self._ended is None:
-                self._send(Cancel(request.id))
+                self._send(Cancel(inner_id))
 
     def new_id(self) -> str:
         """Name for a `Request` that no other one of this engine has."""
@@ -301,7 +308,7 @@ class AsyncEngine:
                     yield text
                 if reader.ended and output.finish_reason is None:
                     # A stop string has ended it.
-                    self._send(Cancel(output.id, output.index))
+                    self._send(Cancel(self._inner_ids[output.id], output.index))
                 if all(one.ended for one in readers):
                     return
 

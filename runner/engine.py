@@ -22,7 +22,8 @@ from .answer_reader import AnswerReader
 from .model.model import DEFAULT_WARMUP_STEPS, Model, token_ids
 from .scheduler.local_driver import LocalDriver
 from .scheduler.messages import Output, Request
-from .scheduler.scheduler import DEFAULT_MAX_WAITING, Scheduler
+from .scheduler.options import DEFAULT_MAX_WAITING, check_options
+from .scheduler.scheduler import Scheduler
 from .scheduler.step_times import StepTimes
 from .sessions.session import Session
 from .sessions.sessions import Sessions
@@ -30,7 +31,7 @@ from .sessions.warm_up import WarmUp, warm_up
 from .stream import DEFAULT_MAX_NEW_TOKENS, Result, Stream
 from .text.prompts import check_prompt, encode_prompt
 from .text.tokenizer import Message, Tokenizer
-from .text_request import TextRequest, answer_readers
+from .text_request import TextRequest, answer_readers, explains_options
 
 # Rows for snapshots, if the caller does not say how many: one to go back to, and one more.
 DEFAULT_SNAPSHOTS = 2
@@ -65,6 +66,7 @@ class Engine:
         max_step_ms: float | None = None,
         max_waiting: int = DEFAULT_MAX_WAITING,
     ) -> None:
+        check_options(max_step_ms, max_waiting)
         self.model = Model(program, cuda_graph, warmup_steps, prefill_buckets, row_buckets)
         self.sessions = Sessions(self.model)
         clock = time.perf_counter
@@ -115,7 +117,8 @@ class Engine:
 
         Raises:
             ArtifactError, TargetError: see `load_program`.
-            OptionError: a bucket that this program or `cuda_graph` does not allow; see also `load_program`.
+            OptionError: a bucket that this program or `cuda_graph` does not allow, `max_step_ms` not above 0, `max_waiting`
+                below 1; see also `load_program`.
             DeviceMemoryError: see `Program.load_method`.
         """
         if snapshots is None and gpu_memory_fraction is None:
@@ -131,16 +134,8 @@ class Engine:
         try:
             if on_total is not None:
                 on_total(program.bytes_to_load())
-            engine = cls(
-                program,
-                artifact_paths(path)[0].parent,
-                cuda_graph,
-                warmup_steps,
-                prefill_buckets,
-                row_buckets,
-                max_step_ms,
-                max_waiting,
-            )
+            folder, buckets = artifact_paths(path)[0].parent, (prefill_buckets, row_buckets)
+            engine = cls(program, folder, cuda_graph, warmup_steps, *buckets, max_step_ms, max_waiting)
             if prefault:
                 program.prefault()
             return engine
@@ -265,6 +260,7 @@ class Engine:
         check_prompt(prompt, raw)
         return encode_prompt(self.tokenizer, prompt, raw, chat_template_kwargs)
 
+    @explains_options
     def generate(
         self,
         prompt: str | Sequence[Message],
@@ -287,7 +283,7 @@ class Engine:
 
         Raises:
             InputError: an empty prompt, or one that leaves no room in max_seq_len.
-            OptionError: `max_new_tokens` below 1.
+            OptionError: `max_new_tokens` below 1, or the name of a sampling parameter.
             CapacityError: the prompt needs more pages than there are; or, when a piece is taken, sessions that others opened
                 have all of them.
         """
@@ -305,6 +301,7 @@ class Engine:
         (reader,) = answer_readers(asked, request, self.tokenizer)
         return Stream((text for text, _ in self._read(request, reader) if text), reader.result)
 
+    @explains_options
     def generate_tokens(
         self,
         tokens: Sequence[int],
@@ -330,6 +327,7 @@ class Engine:
         )
         return Stream(pieces, reader.result)
 
+    @explains_options
     def generate_all(self, prompts: Iterable[str | Sequence[Message]], **options: Any) -> list[Result]:
         """Answer all prompts, with as many sessions at a time as there is room for, and return the results in their order.
 

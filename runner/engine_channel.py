@@ -12,6 +12,8 @@ from .scheduler.messages import ToEngine, decode_to_engine, encode
 # Bytes of the length in front of a frame, little-endian.
 LENGTH_BYTES = 4
 _READ_BYTES = 1 << 16
+# Bytes that may wait for the owner to read: some 150,000 tokens. An owner that is stopped would have ever more wait.
+_MOST_LEAVING = 1 << 22
 
 
 def frame(message: Any) -> bytes:
@@ -33,6 +35,11 @@ class EngineChannel:
         self._arrived = bytearray()
         self._leaving = bytearray()
         self.is_open = True
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits for the owner that no step should add to it."""
+        return len(self._leaving) > _MOST_LEAVING
 
     def send(self, message: Any) -> None:
         """Send a message, now or when the owner has read those before it."""

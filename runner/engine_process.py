@@ -10,6 +10,8 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
+from contextlib import suppress
 from inspect import signature
 from typing import Any
 
@@ -34,6 +36,7 @@ from .scheduler.messages import (
     Swap,
     ToEngine,
 )
+from .scheduler.options import DEFAULT_MAX_WAITING, check_options
 
 
 class EngineProcess:
@@ -42,19 +45,45 @@ class EngineProcess:
     def __init__(self, channel: EngineChannel) -> None:
         self._channel = channel
         self._engine: Engine | None = None
+        # A swap that waits for requests to end, and the messages behind it.
+        self._waiting: deque[ToEngine] = deque()
         self._done = self._total = 0
 
     def run(self) -> None:
         """Answer until the owner is gone."""
         while self._channel.is_open:
-            for message in self._channel.receive(wait=not self._busy):
-                self._answer(message)
-            if self._busy:
+            for message in self._channel.receive(wait=not self._steps):
+                self._take(message)
+            if self._steps:
                 self._step()
+            while self._waiting and not self._waits(self._waiting[0]):
+                self._answer(self._waiting.popleft())
 
     @property
     def _busy(self) -> bool:
         return self._engine is not None and self._engine.driver.scheduler.busy
+
+    @property
+    def _steps(self) -> bool:
+        """Whether a step comes next. None does while too much waits for the owner to read."""
+        return self._busy and not self._channel.is_full
+
+    def _waits(self, message: ToEngine) -> bool:
+        """Whether a message must wait for requests to end: a swap, unless it is refused."""
+        if isinstance(message, Swap) and self._busy:
+            with suppress(OptionError):
+                _checked(message.options)
+                return True
+        return False
+
+    def _take(self, message: ToEngine) -> None:
+        """Answer a message, or have it wait behind a swap."""
+        if self._waiting or self._waits(message):
+            self._waiting.append(message)
+            if not isinstance(message, Cancel):
+                return
+            # Its request is one that the swap waits for, or waits behind it.
+        self._answer(message)
 
     def _step(self) -> None:
         assert self._engine is not None
@@ -102,8 +131,6 @@ class EngineProcess:
                 return engine.describe()
             case Swap(_, path, options):
                 options = _checked(options)
-                while self._busy and self._channel.is_open:
-                    self._step()
                 # Else nothing of the old program would ever be collected.
                 gc.unfreeze()
                 engine.swap(path, **options)
@@ -139,11 +166,12 @@ class EngineProcess:
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of `Engine.load`. Raises OptionError: one that it does not have."""
+    """Return options of `Engine.load`. Raises OptionError: one that it does not have, or of the scheduler, out of range."""
     known = [name for name in signature(Engine.load).parameters if name not in ("path", "on_load", "on_total")]
     for name in options:
         if name not in known:
             raise OptionError(f"unknown option {name!r}: the options are {', '.join(known)}")
+    check_options(options.get("max_step_ms"), options.get("max_waiting", DEFAULT_MAX_WAITING))
     return options
 
 

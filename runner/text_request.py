@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
+from ostinato.delegate.errors import OptionError
 from ostinato.delegate.sampling_params import SamplingParams
 
 from .answer_reader import AnswerReader
@@ -15,6 +17,11 @@ from .stream import DEFAULT_MAX_NEW_TOKENS
 from .text.prompts import encode_prompt
 from .text.stop_strings import checked_stop
 from .text.tokenizer import Message, Tokenizer
+
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
+
+_SAMPLING = frozenset(item.name for item in fields(SamplingParams))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,3 +82,21 @@ class TextRequest:
 def answer_readers(asked: TextRequest, request: Request, tokenizer: Tokenizer) -> list[AnswerReader]:
     """Return a reader for each answer to what was asked."""
     return [AnswerReader(len(request.tokens), tokenizer, checked_stop(asked.stop)) for _ in range(asked.n)]
+
+
+def explains_options(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+    """Have a function that takes attributes of a `TextRequest` say what to write for those that have another place here."""
+
+    @wraps(function)
+    def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> Returned:
+        for name, value in options.items():
+            if name == "max_tokens":
+                instead = f"max_new_tokens={value!r}"
+            elif name in _SAMPLING:
+                instead = f"sampling_params=SamplingParams({name}={value!r})"
+            else:
+                continue
+            raise OptionError(f"{function.__name__} takes no {name}: write {instead}")
+        return function(*arguments, **options)
+
+    return run

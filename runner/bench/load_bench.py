@@ -73,10 +73,15 @@ class LoadSpec:
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, least in (("prompt", 1), ("answer", 1), ("turns", 1), ("shared_prefix", 0), ("requests", 1)):
-            value = getattr(self, name)
+        for option, value, least in (
+            ("-p", self.prompt, 1),
+            ("-n", self.answer, 1),
+            ("--turns", self.turns, 1),
+            ("--shared-prefix", self.shared_prefix, 0),
+            ("--requests", self.requests, 1),
+        ):
             if value is not None and value < least:
-                raise OptionError(f"--load: {name.replace('_', '-')} must be {least} or more, got {value}")
+                raise OptionError(f"{option} must be {least} or more, got {value}")
         if not 0 <= self.range_ratio < 1:
             raise OptionError(f"--range-ratio must be at least 0 and below 1, got {self.range_ratio:g}")
         if self.duration is not None and not 0 < self.duration < math.inf:

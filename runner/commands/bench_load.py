@@ -22,6 +22,7 @@ from ostinato.runner.bench.device import device_name
 from ostinato.runner.bench.load_bench import Load, LoadMeasurement, LoadSpec, measure_loads
 from ostinato.runner.bench.load_report import draw_loads, render_loads
 from ostinato.runner.model.buckets import PREFILL_BUCKETS
+from ostinato.runner.scheduler.options import DEFAULT_MAX_WAITING, check_options
 
 from .bench_options import buckets_of, check_files, check_sampling, sizes
 from .options import NO_GRAPH_NOTE, capacity_of, say
@@ -160,10 +161,8 @@ def _spec(arguments: argparse.Namespace) -> LoadSpec:
     if len(prompts) != 1 or len(answers) != 1 or len(sampling) != 1:
         raise OptionError("with --load, -p, -n and --sampling are given once")
     check_sampling(sampling[0])
-    if arguments.max_step_ms is not None and not arguments.max_step_ms > 0:
-        raise OptionError(f"--max-step-ms must be above 0, got {arguments.max_step_ms:g}")
-    if arguments.max_waiting is not None and arguments.max_waiting < 1:
-        raise OptionError(f"--max-waiting must be 1 or more, got {arguments.max_waiting}")
+    max_waiting = DEFAULT_MAX_WAITING if arguments.max_waiting is None else arguments.max_waiting
+    check_options(arguments.max_step_ms, max_waiting, ("--max-step-ms", "--max-waiting"))
     if arguments.rate is not None:
         loads = [Load(rate=rate) for rate in _rates(arguments.rate)]
     else:

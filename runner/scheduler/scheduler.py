@@ -19,11 +19,10 @@ from ostinato.runner.sessions.sessions import Sessions
 from .answer import Answer, seeded
 from .kept_sessions import KeptSession, KeptSessions
 from .messages import CancelledError, Ended, Output, QueueFullError, Request, SchedulerStats
+from .options import DEFAULT_MAX_WAITING
 from .prompt_budget import Parts, PromptBudget
 from .room import Room
 from .step_times import StepTimes
-
-DEFAULT_MAX_WAITING = 1024
 
 
 class Scheduler:
@@ -215,7 +214,13 @@ class Scheduler:
         while self._waiting:
             answer = self._waiting[0]
             try:
-                room = self._room.is_free(answer, self._prefilling, self._decoding)
+                tier = self._sessions.tier
+                leaving, room = tier.is_leaving, self._room.is_free(answer, self._prefilling, self._decoding)
+                if not room and leaving:
+                    # That may be room enough: the next step looks. With no step to run, this waits.
+                    if self._prefilling or self._decoding or not tier.settle(wait=True):
+                        return
+                    continue
                 if not room and self.kept.make_room():
                     continue
                 if not room and (self._prefilling or self._decoding):

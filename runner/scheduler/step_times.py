@@ -65,14 +65,15 @@ class StepTimes:
                 STREAMED_MAX_STEP_MS.
 
         Raises:
-            CapacityError: no slot or too few pages are free.
+            CapacityError: no slot or too few pages are free. Nothing has run.
         """
         # With experts on the host, the steps that have graphs are too short for prompts beside sessions.
         buckets = () if model.streams_experts else model.prefill_buckets
         lengths = _TIMED_STREAMED_ROWS if model.streams_experts else buckets or _TIMED_ROWS
         longest = min(model.max_rows, model.max_chunk, model.max_seq_len - 1)
         points = []
-        for rows in [rows for rows in lengths if rows <= longest] or [longest]:
+        # The longest first: the scheduler asks in each step until there is room, and only this one can lack it.
+        for rows in sorted((rows for rows in lengths if rows <= longest), reverse=True) or [longest]:
             # Tokens that differ: those that are alike go to the same experts.
             prompt = [7919 * number % model.vocab for number in range(rows)]
             seconds = []
@@ -86,7 +87,7 @@ class StepTimes:
         if max_step_ms is None:
             default = DEFAULT_MAX_STEP_MS[model.program.device.type]
             max_step_ms = STREAMED_MAX_STEP_MS if model.streams_experts else default
-        return cls(points, max_step_ms, buckets, model.max_rows)
+        return cls(points[::-1], max_step_ms, buckets, model.max_rows)
 
     def prompt_rows(self, sessions: int) -> int:
         """Number of rows that prompts may have in a step beside `sessions` sessions."""

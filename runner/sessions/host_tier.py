@@ -143,20 +143,27 @@ class HostTier:
         self.onload(session)
         return session
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether copies are under way at whose ends slots and pages come free."""
+        self.settle()
+        return bool(self._leaving)
+
     def settle(self, wait: bool = False) -> bool:
         """Take slots and pages back whose copies are done. Returns whether there are any.
 
         Args:
             wait: whether to wait for the copy that began first.
         """
-        before = len(self._leaving)
-        if wait and before:
-            self._leaving[0].mark.wait()
-        while self._leaving and self._leaving[0].mark.is_done:
-            done = self._leaving.popleft()
-            self._slots.give(done.slot)
-            self._pages.release(done.pages)
-        return len(self._leaving) < before
+        with self._lock:
+            before = len(self._leaving)
+            if wait and before:
+                self._leaving[0].mark.wait()
+            while self._leaving and self._leaving[0].mark.is_done:
+                done = self._leaving.popleft()
+                self._slots.give(done.slot)
+                self._pages.release(done.pages)
+            return len(self._leaving) < before
 
     def with_room(self, take: Callable[[], Taken]) -> Taken:
         """Call `take`. If it raises CapacityError, wait for sessions that leave, and call it again."""

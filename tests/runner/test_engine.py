@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -293,6 +294,37 @@ def test_checks_are_made_at_once(engine: Engine) -> None:
             InputError, match=r"a prompt is text, or a list of messages .*generate_tokens takes token ids"
         ):
             engine.encode_prompt(prompt)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_waiting": 0}, r"max_waiting must be 1 or more \(requests\), got 0"),
+        ({"max_waiting": -1}, "max_waiting must be 1 or more .*, got -1"),
+        ({"max_waiting": 2.5}, "max_waiting must be 1 or more .*, got 2.5"),
+        ({"max_waiting": None}, "max_waiting must be 1 or more .*, got None"),
+        ({"max_step_ms": 0}, r"max_step_ms must be above 0 \(milliseconds\), got 0"),
+        ({"max_step_ms": float("nan")}, "max_step_ms must be above 0 .*, got nan"),
+        ({"max_step_ms": "16"}, "max_step_ms must be above 0 .*, got '16'"),
+    ],
+)
+def test_options_of_the_scheduler(recurrent_artifact: Path, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(OptionError, match=text):
+        Engine.load(recurrent_artifact, **options)
+
+
+def test_options_that_have_another_place(engine: Engine) -> None:
+    """The error says what to write. Nothing has begun."""
+    asks: list[Callable[..., Any]] = [engine.generate, engine.generate_tokens, engine.generate_all]
+    for ask in asks:
+        name = ask.__name__
+        with pytest.raises(OptionError, match=f"^{name} takes no max_tokens: write max_new_tokens=5$"):
+            ask([1], max_tokens=5)
+        text = rf"{name} takes no top_k: write sampling_params=SamplingParams\(top_k=3\)"
+        with pytest.raises(OptionError, match=text):
+            ask([1], top_k=3)
+        with pytest.raises(TypeError, match="'heat'"):
+            ask([1], heat=3)
 
 
 def test_a_request_that_is_refused_stops_no_other(capitals_artifact: Path) -> None:

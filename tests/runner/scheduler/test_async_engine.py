@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import time
 from collections.abc import Iterator
@@ -113,6 +114,23 @@ def test_times_and_names(engine: AsyncEngine, run: Run, capitals_artifact: Path)
         run(AsyncEngine(capitals_artifact, sesions=3).__aenter__())
     with pytest.raises(ClosedError, match="async with AsyncEngine"):
         print(AsyncEngine(capitals_artifact).pid)
+
+
+def test_an_id_that_is_used_again(engine: AsyncEngine, local: Engine, run: Run) -> None:
+    """Outputs of the request that had it before, which are on their way, are not the new one's."""
+
+    async def again() -> list[int]:
+        first = engine.outputs(Request(id="one", tokens=[1, 2], max_tokens=200, ignore_eos=True))
+        await anext(first)
+        # The event loop stands still until there is one.
+        select.select([engine._writer.get_extra_info("socket")], [], [])
+        await first.aclose()
+        second = engine.outputs(Request(id="one", tokens=[5, 6, 7], max_tokens=3, ignore_eos=True))
+        found = [output async for output in second]
+        assert {output.id for output in found} == {"one"}
+        return [token for output in found for token in output.tokens]
+
+    assert run(again()) == list(local.generate_tokens([5, 6, 7], max_new_tokens=3, ignore_eos=True))
 
 
 def test_several_answers(engine: AsyncEngine, local: Engine, run: Run) -> None:
@@ -239,6 +257,10 @@ def test_values_of_other_types(engine: AsyncEngine, run: Run) -> None:
         run(engine.rewind("a", "all"))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'n'"):
         engine.stream(QUESTION, n=2)
+    with pytest.raises(OptionError, match="stream takes no max_tokens: write max_new_tokens=5"):
+        run(engine.answer(QUESTION, max_tokens=5))
+    with pytest.raises(OptionError, match=r"answers takes no seed: write sampling_params=SamplingParams\(seed=1\)"):
+        run(engine.answers(QUESTION, 2, seed=1))
     run(ask())
 
 
@@ -324,11 +346,13 @@ def test_kept_sessions(engine: AsyncEngine, local: Engine, run: Run, tmp_path: P
 
 
 def test_a_refused_swap(engine: AsyncEngine, run: Run, capitals_artifact: Path, tmp_path: Path) -> None:
-    """An unknown option leaves the old artifact loaded, with its own tokenizer."""
+    """An unknown option, or one of the scheduler out of range, leaves the old artifact loaded, with its own tokenizer."""
     for path in capitals_artifact.glob("model.*"):
         (tmp_path / path.name).symlink_to(path)
     with pytest.raises(OptionError, match="unknown option 'sesions'"):
         run(engine.swap(tmp_path, sesions=3))
+    with pytest.raises(OptionError, match="max_waiting must be 1 or more"):
+        run(engine.swap(tmp_path, max_waiting=-1))
     # The other folder has no tokenizer.
     assert run(engine.answer(QUESTION)).text == "Paris"
 

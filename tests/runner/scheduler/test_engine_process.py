@@ -7,8 +7,10 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +20,10 @@ import pytest
 
 from ostinato.delegate import ArtifactError, ClosedError
 from ostinato.delegate.errors import OptionError, OstinatoError
-from ostinato.runner import AsyncEngine, EngineProcessError, Result, SamplingParams
+from ostinato.runner import AsyncEngine, EngineProcessError, Request, Result, SamplingParams
+from ostinato.runner.engine_channel import LENGTH_BYTES, EngineChannel, frame
+from ostinato.runner.engine_process import EngineProcess
+from ostinato.runner.scheduler.messages import Cancel, Output, decode_from_engine
 
 from ...processes import PATIENCE
 from .conftest import Run
@@ -89,6 +94,78 @@ def test_closed_with_requests(run: Run, capitals_artifact: Path) -> None:
         return engine.pid
 
     assert not Path(f"/proc/{run(closed())}").exists()
+
+
+def test_cancelled_while_a_swap_waits(run: Run, capitals_artifact: Path) -> None:
+    """A request that the swap waits for, and one behind the swap. The others behind it are for the new one."""
+
+    async def reason(engine: AsyncEngine, request: Request) -> str | None:
+        return [output.finish_reason async for output in engine.outputs(request)][-1]
+
+    async def cancelled() -> None:
+        async with AsyncEngine(capitals_artifact, sessions=SESSIONS) as engine:
+            # So that it reads all of this at once.
+            os.kill(engine.pid, signal.SIGSTOP)
+            requests = [Request(id=name, tokens=[1, 2], max_tokens=200, ignore_eos=True) for name in "ab"]
+            before = asyncio.create_task(reason(engine, requests[0]))
+            await asyncio.sleep(0)
+            swap = asyncio.create_task(engine.swap(capitals_artifact, sessions=SESSIONS))
+            await asyncio.sleep(0)
+            behind = asyncio.create_task(reason(engine, requests[1]))
+            last = asyncio.create_task(engine.answer(QUESTION))
+            await asyncio.sleep(0)
+            for request in requests:
+                engine._send(Cancel(engine._inner_ids[request.id]))
+            os.kill(engine.pid, signal.SIGCONT)
+            await swap
+            assert (await before, await behind) == ("cancelled", "cancelled")
+            assert (await last).text == "Paris"
+
+    run(cancelled())
+
+
+class Steps:
+    """Stands for an engine, its driver and its scheduler: steps that give large outputs, which the owner must have read."""
+
+    def __init__(self, channel: EngineChannel, count: int) -> None:
+        self.driver = self.scheduler = self
+        self._channel, self.left = channel, count
+
+    @property
+    def busy(self) -> bool:
+        return self.left > 0
+
+    def step(self) -> list[Output]:
+        assert not self._channel.is_full
+        self.left -= 1
+        return [Output("1", 0, [self.left] * 100_000)]
+
+
+def test_an_owner_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps pause when much waits for it, and go on when it reads. Messages are answered meanwhile."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel = EngineChannel(theirs)
+        process = EngineProcess(channel)
+        steps: Any = Steps(channel, 100)
+        process._engine = steps
+        answered = threading.Event()
+        monkeypatch.setattr(process, "_answer", lambda message: answered.set() if channel.is_full else None)
+        thread = threading.Thread(target=process.run)
+        thread.start()
+        ours.settimeout(PATIENCE)
+        while not answered.wait(0.01):
+            assert steps.busy and thread.is_alive()
+            ours.sendall(frame(Cancel("1")))
+        left = steps.left
+        with ours.makefile("rb") as file:
+            for number in reversed(range(100)):
+                length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+                (output,) = decode_from_engine(file.read(length))  # type: ignore[misc]
+                assert output.tokens[0] == number
+        ours.shutdown(socket.SHUT_WR)
+        thread.join(PATIENCE)
+        assert left > 0 and not thread.is_alive()
 
 
 def test_no_artifact(run: Run, capitals_artifact: Path, tmp_path: Path) -> None:

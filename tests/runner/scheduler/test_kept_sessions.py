@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ostinato.delegate import InputError
+from ostinato.delegate.code.transfers import Mark
 from ostinato.delegate.errors import CapacityError, SessionFileError
 from ostinato.runner import Engine, Request, SamplingParams
 
@@ -23,6 +24,25 @@ def driven(engine: Engine, reference: Engine, mode: str) -> Iterator[Driven]:
     driven.reference = reference
     yield driven
     driven.close()
+
+
+class SlowCopies:
+    """Copies to the host that are done when somebody has waited for them, or after `end`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._ended, waited_for = False, set[Mark]()
+        wait, is_done = Mark.wait, Mark.is_done.fget  # type: ignore[attr-defined]
+
+        def waited(mark: Mark) -> None:
+            wait(mark)
+            waited_for.add(mark)
+
+        monkeypatch.setattr(Mark, "wait", waited)
+        slow = property(lambda mark: (self._ended or mark in waited_for) and is_done(mark))
+        monkeypatch.setattr(Mark, "is_done", slow)
+
+    def end(self) -> None:
+        self._ended = True
 
 
 def tokens_of(driven: Driven, name: str) -> list[int]:
@@ -240,6 +260,25 @@ def test_idle_sessions_leave_the_device(driven: Driven, engine: Engine) -> None:
     # The one that was used longest ago leaves first.
     here = [name for name in names if (held := driven.scheduler.kept.get(name).session) and not held.is_offloaded]
     assert here == names[-len(here) :] and here
+
+
+@pytest.mark.parametrize("stepping", [False, True])
+def test_no_more_leave_than_must(driven: Driven, monkeypatch: pytest.MonkeyPatch, stepping: bool) -> None:
+    """While the copy of one that leaves is under way, no other one leaves for the same room."""
+    histories = {}
+    for name in "abcd"[stepping:]:
+        histories[name] = ran(driven, driven.add(prompt(ord(name), 20), 3, keep=name, ignore_eos=True), [])
+    other = driven.add(prompt(5, 5), 40, ignore_eos=True) if stepping else None
+    driven.step(2)
+    slow = SlowCopies(monkeypatch)
+    request = driven.add(prompt(6, 5), 9, ignore_eos=True)
+    driven.step(5)
+    slow.end()
+    driven.run()
+    here = [name for name in histories if (held := driven.scheduler.kept.get(name).session) and not held.is_offloaded]
+    assert here == list(histories)[1:]
+    for one in (request, *([other] if other else [])):
+        ran(driven, one, [])
 
 
 def test_pressure_while_kept_sessions_go_on(driven: Driven) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from ostinato.delegate import CapacityError
 from ostinato.runner import Engine
 from ostinato.runner.scheduler.step_times import DEFAULT_MAX_STEP_MS, MIN_ROWS, StepTimes
 
-from .driving import Clock
+from .driving import PAGE, Clock
 
 # Qwen3.5-35B-A3B on an H200: (rows, ms) of prompts, and (sessions, rows of prompts, ms) of steps.
 PROMPTS = [(16, 4.3), (128, 8.9), (256, 12.8), (512, 17.0)]
@@ -120,3 +122,17 @@ def test_measured(capitals_artifact: object) -> None:
         assert engine.sessions.free == 1
         with engine.open_session(), pytest.raises(CapacityError, match="all 1 sessions are open"):
             StepTimes.measured(engine.sessions, engine.model, clock, None)
+
+
+def test_nothing_runs_without_room(capitals_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler asks again in each step: a prompt that has room costs time as long as a longer one has none."""
+    options: dict[str, Any] = {"sessions": 2, "kv_tokens": 3 * PAGE, "prefill_buckets": (16, 128)}
+    with Engine.load(capitals_artifact, cuda_graph=True, **options) as engine:
+        with engine.open_session() as other:
+            other.prefill([1] * (PAGE + 1))
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.sessions.steps, "prompt", lambda *given: pytest.fail("a prompt has run"))
+                with pytest.raises(CapacityError, match="pages"):
+                    StepTimes.measured(engine.sessions, engine.model, Clock(), None)
+        assert engine.sessions.free == 2
+        assert StepTimes.measured(engine.sessions, engine.model, Clock(), None)._rows == [16, 128]
