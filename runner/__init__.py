@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from .async_engine import EngineLimits as EngineLimits
     from .async_engine import EngineProcessError as EngineProcessError
     from .conversation import Conversation as Conversation
-    from .conversation import TurnResult as TurnResult
-    from .conversation import TurnStream as TurnStream
     from .engine import Engine as Engine
     from .load_bar import LoadBar as LoadBar
     from .scheduler.messages import CancelledError as CancelledError
@@ -60,7 +58,7 @@ else:
             "ostinato.delegate.sampling_params": "SamplingParams SamplingTensors TokenLogprobs",
             "ostinato.delegate.version": "__version__",
             ".async_engine": "AsyncEngine AsyncStream EngineLimits EngineProcessError",
-            ".conversation": "Conversation TurnResult TurnStream",
+            ".conversation": "Conversation",
             ".engine": "Engine",
             ".load_bar": "LoadBar",
             ".scheduler.messages": "CancelledError Output QueueFullError Request",

@@ -39,6 +39,7 @@ class AnswerReader:
         if output.prompt_logprobs is not None:
             result.prompt_logprobs = list(output.prompt_logprobs)
         result.logprobs += output.logprobs
+        result.reused_tokens += output.reused_tokens
         text = ""
         for token in output.tokens:
             result.tokens.append(token)

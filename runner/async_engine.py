@@ -34,6 +34,7 @@ from .scheduler.messages import (
     Output,
     Reply,
     Request,
+    ResetPrefixCache,
     Rewind,
     Save,
     Start,
@@ -256,6 +257,10 @@ class AsyncEngine:
         """See `Engine.describe`."""
         found: dict[str, Any] = await self._ask(Describe(self.new_id()))
         return found
+
+    async def reset_prefix_cache(self) -> None:
+        """See `Engine.reset_prefix_cache`."""
+        await self._ask(ResetPrefixCache(self.new_id()))
 
     async def swap(self, path: str | os.PathLike[str], **options: Any) -> None:
         """Load another artifact in the place of this one, when all requests that came before have ended.

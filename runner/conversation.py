@@ -23,6 +23,7 @@ from ostinato.delegate.sampling_params import SamplingParams
 from .engine import Engine
 from .sessions.session import Session, Snapshot, check_max_new_tokens
 from .stream import DEFAULT_MAX_NEW_TOKENS, Result, Stream
+from .text.common_prefix import common_length
 from .text.prompts import encode_prompt
 from .text.tokenizer import Message, TextStream
 
@@ -30,27 +31,6 @@ from .text.tokenizer import Message, TextStream
 PREFILL_PART = 512
 
 Returned = TypeVar("Returned")
-
-
-@dataclass
-class TurnResult(Result):
-    """An answer in a conversation.
-
-    `reused_tokens`: how many of the `prompt_tokens` the session had already. `prefill_seconds` is the time to the first
-    token.
-    """
-
-    reused_tokens: int = 0
-
-    @property
-    def prefilled_tokens(self) -> int:
-        return self.prompt_tokens - self.reused_tokens
-
-
-class TurnStream(Stream[str]):
-    """The pieces of an answer in a conversation."""
-
-    result: TurnResult
 
 
 @dataclass(frozen=True)
@@ -117,7 +97,7 @@ class Conversation:
         """The most tokens that it may have."""
         return self._engine.max_seq_len
 
-    def ask(self, text: str) -> TurnStream:
+    def ask(self, text: str) -> Stream[str]:
         """Return the answer as it is generated; pieces may be empty. The turn counts when it has a token of the answer.
 
         An answer that is closed before its end stays in the conversation as far as it came.
@@ -130,7 +110,7 @@ class Conversation:
             raise InputError("the prompt is empty")
         return self._answer([*self.messages, {"role": "user", "content": text}])
 
-    def retry(self) -> TurnStream:
+    def retry(self) -> Stream[str]:
         """Answer the last question again, as `ask` does. Raises InputError: there is none."""
         return self._answer(self.messages[: self._last_question() + 1])
 
@@ -246,22 +226,23 @@ class Conversation:
                 return number
         raise InputError("there is no turn yet")
 
-    def _answer(self, asked: list[Message]) -> TurnStream:
+    def _answer(self, asked: list[Message]) -> Stream[str]:
         begin = time.perf_counter()
         tokenizer, limit = self._engine.tokenizer, self._engine.max_seq_len
-        tokens = encode_prompt(tokenizer, asked, chat_template_kwargs=self._template_kwargs)
+        prompt = encode_prompt(tokenizer, asked, chat_template_kwargs=self._template_kwargs)
+        tokens = prompt.tokens
         if len(tokens) >= limit:
             raise InputError(
                 f"the conversation has {len(tokens)} tokens with this question, which leaves no room for an answer: "
                 f"max_seq_len is {limit}. Take turns back, or begin anew"
             )
-        # Templates render these tokens in the same way when there are later turns; what begins an answer may differ.
-        stable = tokenizer.encode(tokenizer.render(asked, self._template_kwargs, add_generation_prompt=False))
-        result = TurnResult(prompt_tokens=len(tokens))
-        return TurnStream(self._pieces(asked, tokens, common_length(tokens, stable), result, begin), result)
+        result = Result(prompt_tokens=len(tokens))
+        return Stream(
+            self._pieces(asked, tokens, prompt.shared[-1] if prompt.shared else len(tokens), result, begin), result
+        )
 
     def _pieces(
-        self, asked: list[Message], tokens: list[int], stable: int, result: TurnResult, begin: float
+        self, asked: list[Message], tokens: list[int], stable: int, result: Result, begin: float
     ) -> Generator[str, None, None]:
         text = TextStream(self._engine.tokenizer)
         ends = self._params.ends(self._engine.eos_ids)
@@ -377,14 +358,6 @@ class Conversation:
     def _forget_points(self) -> None:
         while self._points:
             self._points.pop().snapshot.close()
-
-
-def common_length(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Number of tokens with which both begin."""
-    for number, (one, other) in enumerate(zip(tokens, others, strict=False)):
-        if one != other:
-            return number
-    return min(len(tokens), len(others))
 
 
 def _state_path(path: Path) -> Path:

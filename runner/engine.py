@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -19,6 +18,7 @@ from ostinato.delegate.errors import InputError, OptionError, OstinatoError
 from ostinato.delegate.sampling_params import SamplingParams
 
 from .answer_reader import AnswerReader
+from .description import description
 from .model.model import DEFAULT_WARMUP_STEPS, Model, token_ids
 from .scheduler.local_driver import LocalDriver
 from .scheduler.messages import Output, Request
@@ -65,13 +65,16 @@ class Engine:
         row_buckets: Sequence[int] | None = None,
         max_step_ms: float | None = None,
         max_waiting: int = DEFAULT_MAX_WAITING,
+        host_cache_bytes: int = 0,
+        prefix_caching: bool = True,
     ) -> None:
         check_options(max_step_ms, max_waiting)
         self.model = Model(program, cuda_graph, warmup_steps, prefill_buckets, row_buckets)
         self.sessions = Sessions(self.model)
         clock = time.perf_counter
         step_times = partial(StepTimes.measured, self.sessions, self.model, clock, max_step_ms)
-        self.driver = LocalDriver(Scheduler(self.sessions, self.model, step_times, clock, max_waiting))
+        options = max_waiting, host_cache_bytes, prefix_caching
+        self.driver = LocalDriver(Scheduler(self.sessions, self.model, step_times, clock, *options))
         self._folder = folder
         self._tokenizer: Tokenizer | None = None
 
@@ -90,6 +93,8 @@ class Engine:
         snapshots: int | None = None,
         max_step_ms: float | None = None,
         max_waiting: int = DEFAULT_MAX_WAITING,
+        host_cache_bytes: int = 0,
+        prefix_caching: bool = True,
         prefault: bool = False,
         on_load: Callable[[int], None] | None = None,
         on_total: Callable[[int], None] | None = None,
@@ -111,6 +116,8 @@ class Engine:
             max_step_ms: the most milliseconds that a step should take in which prompts ride beside other answers. None: 16 on
                 a GPU, 100 on a CPU, 250 with experts on the host.
             max_waiting: the most requests that wait for room. One more is refused with QueueFullError.
+            host_cache_bytes: the most bytes of the host's memory for beginnings of prompts that leave the device.
+            prefix_caching: whether prompts go on from what is known of their beginnings, see runner/sessions/README.md.
             prefault: whether to read all weights that stay in the mapped file once, before anything runs.
             on_load: function that gets the size in bytes of each loaded constant, for progress displays.
             on_total: function that gets the sum of these sizes before loading. `LoadBar` provides both functions.
@@ -135,7 +142,17 @@ class Engine:
             if on_total is not None:
                 on_total(program.bytes_to_load())
             folder, buckets = artifact_paths(path)[0].parent, (prefill_buckets, row_buckets)
-            engine = cls(program, folder, cuda_graph, warmup_steps, *buckets, max_step_ms, max_waiting)
+            engine = cls(
+                program,
+                folder,
+                cuda_graph,
+                warmup_steps,
+                *buckets,
+                max_step_ms=max_step_ms,
+                max_waiting=max_waiting,
+                host_cache_bytes=host_cache_bytes,
+                prefix_caching=prefix_caching,
+            )
             if prefault:
                 program.prefault()
             return engine
@@ -171,30 +188,11 @@ class Engine:
         """Describe what is loaded and what is captured, in JSON's types.
 
         Keys: `target`, `device`, `max_seq_len`, `prefill_buckets`, `row_buckets`, `capacity` (`Capacity`, with the numbers of
-        free slots, of free snapshots, and of free pages in each page group), `scheduler` (`SchedulerStats`, `host_seconds`,
-        `wait_seconds` of `Sessions`), `program` (`ProgramStats`), `methods` (`MethodStats` with its plans, by method).
+        free slots, of free snapshots, and of free pages in each page group), `prefix_cache` (`PrefixCacheStats`), `scheduler`
+        (`SchedulerStats`, `host_seconds`, `wait_seconds` of `Sessions`), `program` (`ProgramStats`), `methods`
+        (`MethodStats` with its plans, by method).
         """
-        capacity, free = self.program.capacity, self.sessions.free_pages_by_group
-        return {
-            "target": asdict(self.program.target),
-            "device": str(self.program.device),
-            "max_seq_len": self.max_seq_len,
-            "prefill_buckets": list(self.model.prefill_buckets),
-            "row_buckets": list(self.model.row_buckets),
-            "capacity": {
-                **asdict(capacity),
-                "free_slots": self.sessions.free,
-                "free_snapshots": self.sessions.free_snapshots,
-                "groups": [{**asdict(group), "free_pages": free.get(group.name, 0)} for group in capacity.groups],
-            },
-            "scheduler": {
-                **asdict(self.driver.scheduler.stats),
-                "host_seconds": self.sessions.host_seconds,
-                "wait_seconds": self.sessions.wait_seconds,
-            },
-            "program": asdict(self.program.stats),
-            "methods": self.model.method_stats,
-        }
+        return description(self)
 
     def warm_up(self, buckets: Sequence[int] | None = None, beside_sessions: bool = False) -> WarmUp:
         """Capture all graphs now, not at their first use: prompts of these buckets, decode, and steps of several sessions.
@@ -238,6 +236,11 @@ class Engine:
         """
         return self.sessions.tier.load(self.sessions, Path(path))
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all beginnings of prompts, on the device and on the host."""
+        with self.driver.lock:
+            self.driver.scheduler.prefixes.reset()
+
     def step(
         self, sessions: Sequence[Session], more: bool = False, prefill: Mapping[Session, Sequence[int]] | None = None
     ) -> list[int]:
@@ -258,7 +261,7 @@ class Engine:
             InputError: an empty prompt, or no chat template.
         """
         check_prompt(prompt, raw)
-        return encode_prompt(self.tokenizer, prompt, raw, chat_template_kwargs)
+        return encode_prompt(self.tokenizer, prompt, raw, chat_template_kwargs).tokens
 
     @explains_options
     def generate(
@@ -410,6 +413,7 @@ class Engine:
 
     def close(self) -> None:
         self.driver.scheduler.kept.forget_states()
+        self.reset_prefix_cache()
         self.program.close()
 
     def __enter__(self) -> Engine:

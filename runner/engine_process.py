@@ -30,6 +30,7 @@ from .scheduler.messages import (
     Output,
     Reply,
     Request,
+    ResetPrefixCache,
     Rewind,
     Save,
     Start,
@@ -129,6 +130,8 @@ class EngineProcess:
                 kept.close(session)
             case Describe():
                 return engine.describe()
+            case ResetPrefixCache():
+                engine.reset_prefix_cache()
             case Swap(_, path, options):
                 options = _checked(options)
                 # Else nothing of the old program would ever be collected.

@@ -23,6 +23,7 @@ class Result:
     a record for each of `tokens`, and `prompt_logprobs` one for each of the prompt's tokens and None for the first, if the
     parameters asked for them. Prefill times include the sampling of the first token; decode times are of every token after
     it. In an answer of `AsyncEngine` they begin when the request is sent: its time in the queue is in the first of the two.
+    `reused_tokens`: how many of the `prompt_tokens` a session or the prefix cache had, so that they were not computed.
     """
 
     text: str = ""
@@ -30,6 +31,7 @@ class Result:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     finish_reason: str = "interrupted"
@@ -37,6 +39,11 @@ class Result:
     error_type: str | None = None
     methods: dict[str, dict[str, Any]] = field(default_factory=dict)
     constants: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """How many of the `prompt_tokens` were computed for this answer."""
+        return self.prompt_tokens - self.reused_tokens
 
     @property
     def prefill_tokens_per_second(self) -> float:

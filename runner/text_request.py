@@ -61,8 +61,10 @@ class TextRequest:
             OptionError: a value out of range.
         """
         checked_stop(self.stop)
-        tokens = encode_prompt(tokenizer, self.prompt, self.raw, self.chat_template_kwargs)
-        return self.with_tokens(name, tokens)
+        prompt = encode_prompt(tokenizer, self.prompt, self.raw, self.chat_template_kwargs)
+        request = self.with_tokens(name, prompt.tokens)
+        request.shared, request.goes_on = prompt.shared, prompt.goes_on
+        return request
 
     def with_tokens(self, name: str, tokens: list[int]) -> Request:
         """Return the same with these token ids in the place of the prompt. Raises OptionError: a value out of range."""

@@ -31,7 +31,8 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ostinato.runner.conversation import Conversation, TurnResult, TurnStream
+    from ostinato.runner.conversation import Conversation
+    from ostinato.runner.stream import Result, Stream
 
 # A person can end an answer, so this is longer than what `run` has.
 MAX_NEW_TOKENS = 1024
@@ -128,7 +129,7 @@ class Chat:
         self._all = [first]
         self._number = 0
         self._typed = typed
-        self._last: TurnResult | None = None
+        self._last: Result | None = None
         self._stopped = self.failed = self.ended = False
 
     @property
@@ -228,7 +229,7 @@ class Chat:
         method: Callable[..., None] = getattr(self, name)
         method(*([rest] if takes else []))
 
-    def _show(self, answer: TurnStream) -> None:
+    def _show(self, answer: Stream[str]) -> None:
         """Print an answer as it comes."""
         result = answer.result
         before = self._last.methods if self._last else {}
@@ -263,7 +264,7 @@ _LIMITS = {
 }
 
 
-def figures(result: TurnResult) -> str:
+def figures(result: Result) -> str:
     """One line about an answer."""
     return (
         f"prompt: {result.prompt_tokens} tokens, {result.reused_tokens} reused, {result.prefilled_tokens} prefilled | "

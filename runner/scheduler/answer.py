@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -37,6 +37,10 @@ class Answer:
         kept: the kept session that its own becomes when it ends.
         further: number of the request's further answers, which are made when the prompt is complete.
         prompt_logprobs: of the tokens that the session has so far; None if they were not asked for.
+        stops: numbers of tokens, ascending, after which the prefix cache keeps the state of the session.
+        reused: number of tokens that the session had from the prefix cache.
+        awaited: the answer whose prompt has the same beginning, and the number of tokens after which this one goes on from
+            it; None: it waits for no other one.
         put_back: how often it lost its place on the device.
         error: what its bitmask raised.
     """
@@ -57,6 +61,9 @@ class Answer:
     kept: KeptSession | None = None
     further: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    stops: list[int] = field(default_factory=list)
+    reused: int = 0
+    awaited: tuple[Answer, int] | None = None
     put_back: int = 0
     error: Exception | None = None
 
@@ -64,6 +71,11 @@ class Answer:
     def rest(self) -> int:
         """Number of tokens that the session must get before it steps."""
         return len(self.tokens) - self.fed
+
+    @property
+    def part(self) -> int:
+        """Number of tokens that it may get in one step."""
+        return (self.stops[0] if self.stops else len(self.tokens)) - self.fed
 
     @property
     def scores_prompt(self) -> bool:
@@ -129,6 +141,8 @@ class Answer:
                 params=seeded(self.request.sampling_params, index),
                 session=None,
                 kept=None,
+                stops=[],
+                reused=self.prompt_end,
                 further=0,
             )
             for index in range(1, self.further + 1)

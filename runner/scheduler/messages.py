@@ -44,6 +44,9 @@ class Request(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
         session: the kept session to go on from. None: a new one.
         keep: name under which the first answer's session is kept. If it is `session`, that one goes on itself; else it stays
             as it is, and a fork of it goes on.
+        shared: numbers of tokens of the prompt, up to which a later prompt is likely to be the same: the prefix cache keeps
+            state there. None: nothing is known, and it keeps that of the whole prompt.
+        goes_on: whether a later prompt is likely to go on behind the answer.
 
     Raises:
         OptionError: a value out of range.
@@ -57,6 +60,8 @@ class Request(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     n: int = 1
     session: str | None = None
     keep: str | None = None
+    shared: list[int] | None = None
+    goes_on: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "n"):
@@ -109,6 +114,12 @@ class Describe(msgspec.Struct, tag=True):
     id: str
 
 
+class ResetPrefixCache(msgspec.Struct, tag=True):
+    """Forget all beginnings of prompts."""
+
+    id: str
+
+
 class Start(msgspec.Struct, tag=True):
     """Load an artifact: the first message. `options`: as `Engine.load` has. The reply has `max_seq_len`, `eos_ids` and the
     number of `sessions`."""
@@ -153,6 +164,7 @@ class Output(msgspec.Struct, tag=True, omit_defaults=True, array_like=True):
             "max_seq_len" and "kv_tokens": there is no more room. "cancelled". "error".
         error: what went wrong, with "error".
         prompt_logprobs: with the first output of an answer, if they were asked for; None for the history's first token.
+        reused_tokens: with the first output of an answer, number of tokens before it that were not computed for it.
     """
 
     id: str
@@ -162,6 +174,7 @@ class Output(msgspec.Struct, tag=True, omit_defaults=True, array_like=True):
     finish_reason: str | None = None
     error: Ended | None = None
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    reused_tokens: int = 0
 
 
 @dataclass
@@ -173,6 +186,7 @@ class SchedulerStats:
         kept_sessions: sessions that are kept.
         steps: calls of `step` that ran the model.
         prompt_tokens, output_tokens: tokens that were run as prompts, and tokens that were sampled and taken.
+        reused_tokens: tokens of prompts that the prefix cache had.
         put_back: how often an answer lost its place on the device.
         finished: answers that have ended, for whatever reason.
         refused: requests that found too many others waiting.
@@ -185,6 +199,7 @@ class SchedulerStats:
     steps: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    reused_tokens: int = 0
     put_back: int = 0
     finished: int = 0
     refused: int = 0
@@ -205,7 +220,7 @@ class Loading(msgspec.Struct, tag=True):
     total: int
 
 
-Command = Rewind | Save | Load | Close | Describe | Swap
+Command = Rewind | Save | Load | Close | Describe | ResetPrefixCache | Swap
 ToEngine = Request | Cancel | Start | Command
 FromEngine = list[Output] | Reply | Loading
 

@@ -74,18 +74,18 @@ class PromptBudget:
             # It stands alone, in one chunk.
             self._left_to_others = long and not self._left_to_others
             if not self._left_to_others:
-                return [(first, min(first.rest, chunk))]
+                return [(first, min(first.part, chunk))]
             first, others, long = others[0], others[1:], False
             if first.rest > rows:
-                return [(first, min(first.rest, chunk))]
-        parts = {first: min(first.rest, rows // 2 if long else rows)}
+                return [(first, min(first.part, chunk))]
+        parts = {first: min(first.part, rows // 2 if long else rows)}
         rows -= parts[first]
         for answer in others:
             if not rows:
                 break
-            parts[answer] = min(answer.rest, rows)
+            parts[answer] = min(answer.part, rows)
             rows -= parts[answer]
-        parts[first] += min(rows, first.rest - parts[first])
+        parts[first] += min(rows, first.part - parts[first])
         return [(answer, count) for answer, count in parts.items() if count]
 
     def begin(self) -> None:

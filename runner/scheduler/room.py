@@ -43,15 +43,20 @@ class Room:
         size = self._capacity.page_size
         return [min(-(-tokens // size), group.pages_per_session) for group in self._groups]
 
-    def is_free(self, answer: Answer, prefilling: Sequence[Answer], decoding: Sequence[Answer]) -> bool:
-        """Whether a slot is free for each of the request's answers, and pages for its prompt beside those of others."""
+    def is_free(
+        self, answer: Answer, prefilling: Sequence[Answer], decoding: Sequence[Answer], reused: int = 0
+    ) -> bool:
+        """Whether a slot is free for each of the request's answers, and pages for its prompt beside those of others.
+
+        `reused`: number of tokens whose pages on the device it will share.
+        """
         source = answer.source.session if answer.source is not None else None
         here = source is not None and not source.is_offloaded
         slots = 1 + answer.further - (here and answer.source is answer.kept)
         if self._sessions.free < slots + sum(one.further for one in prefilling):
             return False
         wanted = self.pages_of(len(answer.tokens))
-        had = self.pages_of(len(answer.source.tokens)) if here and answer.source is not None else [0] * len(wanted)
+        had = self.pages_of(len(answer.source.tokens) if here and answer.source is not None else reused)
         # Those that others will take: for the rest of a prompt, and one more for each.
         promised = [len(decoding) + len(prefilling)] * len(wanted)
         for one in prefilling:

@@ -8,19 +8,20 @@ from contextlib import suppress
 
 import torch
 
-from ostinato.delegate import InputError
 from ostinato.delegate.errors import CapacityError, ClosedError
-from ostinato.delegate.logits_processing import checked_biases
-from ostinato.runner.model.model import Model, token_ids
+from ostinato.runner.model.model import Model
 from ostinato.runner.model.steps import TokenBitmask
+from ostinato.runner.sessions.prefix_cache import PrefixCache
 from ostinato.runner.sessions.session import Session
 from ostinato.runner.sessions.sessions import Sessions
 
 from .answer import Answer, seeded
-from .kept_sessions import KeptSession, KeptSessions
+from .kept_sessions import KeptSessions
 from .messages import CancelledError, Ended, Output, QueueFullError, Request, SchedulerStats
 from .options import DEFAULT_MAX_WAITING
+from .prefix_reuse import PrefixReuse
 from .prompt_budget import Parts, PromptBudget
+from .request_check import check_request
 from .room import Room
 from .step_times import StepTimes
 
@@ -35,9 +36,12 @@ class Scheduler:
             there are two answers for the first time.
         clock: returns seconds, from which it learns how long steps take.
         max_waiting: the most answers that wait.
+        host_cache_bytes: the most bytes of the host's memory for the prefix cache.
+        prefix_caching: whether there is a prefix cache.
 
     Attributes:
         kept: the kept sessions.
+        prefixes: the prefix cache.
         budget: which prompts go into a step.
         failure: why the program can run nothing more; None: it can.
     """
@@ -49,6 +53,8 @@ class Scheduler:
         step_times: Callable[[], StepTimes],
         clock: Callable[[], float],
         max_waiting: int = DEFAULT_MAX_WAITING,
+        host_cache_bytes: int = 0,
+        prefix_caching: bool = True,
     ) -> None:
         self._sessions, self._model, self._max_waiting = sessions, model, max_waiting
         self._room = Room(sessions, model.program.capacity)
@@ -56,6 +62,8 @@ class Scheduler:
         # A CPU's copies to the host would be copies to the same memory.
         self._offloads = model.program.device.type == "cuda"
         self.kept = KeptSessions(sessions, self._offloads)
+        self.prefixes = PrefixCache(sessions, model, host_cache_bytes, prefix_caching)
+        self._reuse = PrefixReuse(self.prefixes)
         # By age, the oldest first: a state that was put back is older than all that wait.
         self._waiting: deque[Answer] = deque()
         self._prefilling: list[Answer] = []
@@ -86,11 +94,8 @@ class Scheduler:
         """Check what `add` checks without adding it.
 
         Raises:
-            InputError: an empty prompt, a token out of range, no room for an answer in max_seq_len, a kept session that does
-                not exist or is busy.
-            OptionError: biases that the model cannot take.
-            CapacityError: more answers, or a longer prompt, than the program was loaded for.
             ClosedError: the program can run nothing more.
+            InputError, OptionError, CapacityError: see `check_request`; a kept session that does not exist or is busy.
         """
         if self.failure is not None:
             raise ClosedError(self.failure)
@@ -99,22 +104,7 @@ class Scheduler:
         source = self.kept.get(request.session) if request.session is not None else None
         if request.keep is not None and request.keep != request.session:
             self.kept.check_free(request.keep)
-        before = len(source.tokens) if source else 0
-        request.tokens = token_ids(request.tokens)
-        length, max_seq_len = before + len(request.tokens), self._model.max_seq_len
-        if not length:
-            raise InputError("the prompt is empty")
-        if length >= max_seq_len:
-            behind = f", {before} of them from its session," if before else ""
-            raise InputError(
-                f"the prompt has {length} tokens{behind} and leaves no room for an answer in max_seq_len {max_seq_len}: "
-                "shorten it, or export with a larger --max-seq-len"
-            )
-        if request.tokens:
-            self._model.check_tokens(request.tokens)
-        if request.sampling_params.processes:
-            checked_biases(request.sampling_params, length, self._model.vocab, self._model.eos_ids)
-        self._room.check(request.n, length)
+        check_request(request, len(source.tokens) if source else 0, self._model, self._room)
 
     def add(self, request: Request, bitmask: TokenBitmask | None = None) -> None:
         """Have a request wait for its turn.
@@ -160,8 +150,7 @@ class Scheduler:
         )
 
     def cancel(self, name: str, index: int | None = None) -> None:
-        """End the answers of the request with this id, or one of them, as far as they go on. Their slots and pages are free
-        then."""
+        """End the answers of the request with this id, or one of them. Their slots and pages are free then."""
         for answer in [*self._waiting, *self._prefilling, *self._decoding]:
             if answer.request.id != name or index not in (None, answer.index):
                 continue
@@ -210,46 +199,55 @@ class Scheduler:
         return self._sessions.step(sessions, more, prefill)  # type: ignore[arg-type]
 
     def _admit(self) -> None:
-        """Give waiting answers a session, the oldest first, while there is room."""
-        while self._waiting:
-            answer = self._waiting[0]
-            try:
-                tier = self._sessions.tier
-                leaving, room = tier.is_leaving, self._room.is_free(answer, self._prefilling, self._decoding)
-                if not room and leaving:
-                    # That may be room enough: the next step looks. With no step to run, this waits.
-                    if self._prefilling or self._decoding or not tier.settle(wait=True):
-                        return
-                    continue
-                if not room and self.kept.make_room():
-                    continue
-                if not room and (self._prefilling or self._decoding):
-                    return
-                self._begin(answer)
-            except CapacityError as error:
-                if self.kept.make_room():
-                    continue
-                if self._prefilling or self._decoding:
-                    return
-                if self.kept.make_room(self._waited_for(but=answer)):
-                    continue
-                if answer.source is not None and answer.source.session is not None:
-                    # There is no room for it and a fork of it.
-                    answer.source.forget_state()
-                    continue
-                # Sessions of others have all the slots or pages, and nobody here will give any back.
-                self._waiting.popleft()
-                self._end(answer, "error", error)
-            except Exception as error:
-                # The program was closed, or the state cannot come back.
-                self._waiting.popleft()
-                self._end(answer, "error", error)
+        """Give waiting answers a session, the oldest first, while there is room; not while others compute their beginning."""
+        held: list[Answer] = []
+        slots = self._sessions.free
+        while self._waiting and len(held) <= slots:
+            if self._reuse.awaits(self._waiting[0]):
+                held.append(self._waiting.popleft())
+            elif not self._admit_next():
+                break
+        self._waiting.extendleft(reversed(held))
+
+    def _admit_next(self) -> bool:
+        """Give the next waiting answer a session, or make room for it. Returns whether there may be more to do now."""
+        answer, active = self._waiting[0], bool(self._prefilling or self._decoding)
+        try:
+            tier, reused = self._sessions.tier, self._reuse.on_device(answer)
+            leaving, room = tier.is_leaving, self._room.is_free(answer, self._prefilling, self._decoding, reused)
+            if not room and leaving:
+                # That may be room enough: the next step looks. With no step to run, this waits.
+                return not active and tier.settle(wait=True)
+            if not room and self._give_way():
+                return True
+            if not room and active:
+                return False
+            self._begin(answer)
+        except CapacityError as error:
+            if self._give_way():
+                return True
+            if active:
+                return False
+            if self._give_way(waited_for=True, but=answer) or self._reuse.forget(answer):
+                return True
+            if answer.source is not None and answer.source.session is not None:
+                # There is no room for it and a fork of it.
+                answer.source.forget_state()
+                return True
+            # Sessions of others have all the slots or pages, and nobody here will give any back.
+            self._waiting.popleft()
+            self._end(answer, "error", error)
+        except Exception as error:
+            # The program was closed, or the state cannot come back.
+            self._waiting.popleft()
+            self._end(answer, "error", error)
+        else:
+            self._waiting.popleft()
+            if answer.rest:
+                self._prefilling.append(answer)
             else:
-                self._waiting.popleft()
-                if answer.rest:
-                    self._prefilling.append(answer)
-                else:
-                    self._decode(answer)
+                self._decode(answer)
+        return True
 
     def _begin(self, answer: Answer) -> None:
         """Give an answer a session on the device. Raises CapacityError; nothing has changed."""
@@ -267,10 +265,10 @@ class Scheduler:
                 session, source.session = source.session, None
             else:
                 session = source.session.fork()
-            answer.fed = session.position
         if session is None:
-            session, answer.fed = self._sessions.open(), 0
-        answer.session, answer.source = session, None
+            session = self._reuse.open(answer) or self._sessions.open()
+        answer.session, answer.source, answer.fed = session, None, session.position
+        self._reuse.begin(answer)
         if source is not None and source is not answer.kept:
             source.busy = False
         self._sample_so(answer, session)
@@ -314,6 +312,9 @@ class Scheduler:
                 output.logprobs = () if logprobs is None else (logprobs,)
             if answer.prompt_logprobs is not None:
                 output.prompt_logprobs, answer.prompt_logprobs = answer.given_prompt_logprobs, None
+            if answer.reused:
+                self._stats.reused_tokens += answer.reused
+                output.reused_tokens, answer.reused = answer.reused, 0
             outputs.append(output)
             if answer.error is not None:
                 output.tokens, output.logprobs, reason = (), (), "error"
@@ -331,6 +332,7 @@ class Scheduler:
         for answer, count in parts:
             answer.fed += count
             self._stats.prompt_tokens += count
+            self._reuse.passed(answer)
             if not answer.rest:
                 self._prefilling.remove(answer)
                 self._decode(answer)
@@ -360,7 +362,7 @@ class Scheduler:
     def _make_room(self, error: CapacityError) -> None:
         """Have the session that matters least leave the device, so that the others can step."""
         self.budget.interrupt()
-        if self.kept.make_room(self._waited_for()):
+        if self._give_way(waited_for=True):
             return
         active = [*self._decoding, *self._prefilling]
         youngest = max(active, key=lambda answer: (answer.order, answer.index))
@@ -371,9 +373,11 @@ class Scheduler:
             return
         self._put_back(youngest)
 
-    def _waited_for(self, but: Answer | None = None) -> list[KeptSession]:
-        """The kept sessions that waiting answers will go on from, the last one first."""
-        return [one.source for one in reversed(self._waiting) if one.source is not None and one is not but]
+    def _give_way(self, waited_for: bool = False, but: Answer | None = None) -> bool:
+        """Have something leave the device that no answer goes on with now, and, with `waited_for`, what waiting answers will
+        go on from, the last one first, `but` this one. Returns whether there was anything."""
+        others = (one.source for one in reversed(self._waiting) if one.source is not None and one is not but)
+        return self.prefixes.make_room() or self.kept.make_room(others if waited_for else ())
 
     def _put_back(self, answer: Answer) -> None:
         """Have an answer wait again, as the next one to go on. Its state goes to the host, or is computed again."""
@@ -405,6 +409,7 @@ class Scheduler:
 
     def _leave(self, answer: Answer) -> None:
         """Take an answer out of the list that it is in."""
+        self._reuse.left(answer)
         for answers in (self._decoding, self._prefilling, self._waiting):
             if answer in answers:
                 answers.remove(answer)
@@ -432,6 +437,7 @@ class Scheduler:
                 return
         if kept is None:
             if session is not None:
+                self._reuse.ended(answer, session)
                 session.close()
         elif session is not None and self.failure is None:
             tokens = list(session.tokens)

@@ -36,8 +36,8 @@ class History:
     def add(self, tokens: Sequence[int]) -> None:
         self.tokens.extend(tokens)
 
-    def share(self) -> History:
-        """Another history with the same tokens. It copies them when it is read or added to."""
+    def share(self, count: int | None = None) -> History:
+        """Another history with the same tokens, or the first `count` of them. It copies them when it is read or added to."""
         made = History(self._tokens)
-        made._shared = len(self)
+        made._shared = len(self) if count is None else count
         return made

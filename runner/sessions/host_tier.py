@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -22,7 +23,7 @@ from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
 
 from .history import History
 from .pages import PageList, Pages
-from .session import Session, SessionState
+from .session import Session, SessionState, Snapshot
 from .session_file import opened_session, read_rows, write_session
 from .slots import Slots
 
@@ -57,12 +58,10 @@ class Offloaded:
 
 
 class _Leaving(NamedTuple):
-    """What a copy reads until its mark is done."""
+    """What a copy reads until its mark is done: then it is given back."""
 
     mark: Mark
-    slot: int
-    pages: list[PageList]
-    logits: torch.Tensor | None
+    give_back: Callable[[], None]
 
 
 class HostTier:
@@ -73,6 +72,9 @@ class HostTier:
         slots, pages: its slots and pages.
         lock: lets one thread at a time change these.
         steps: returns the steps of these sessions.
+
+    Attributes:
+        evict: has something leave that nobody needs, and returns whether there was anything. The prefix cache sets it.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class HostTier:
         self._steps = steps
         # Sessions whose copies may be under way, in their order.
         self._leaving: deque[_Leaving] = deque()
+        self.evict: Callable[[], bool] = lambda: False
 
     def offload(self, session: Session) -> None:
         """See `Session.offload`."""
@@ -96,7 +99,9 @@ class HostTier:
                 state = session._open
                 offloaded = self._copied(session)
                 self._steps().forget(session)
-                self._leaving.append(_Leaving(offloaded.rows.mark, session.slot, state.pages, state.logits))
+                self._leaving.append(
+                    _Leaving(offloaded.rows.mark, partial(self._give_back, session.slot, state.pages, state.logits))
+                )
                 session._offloaded, session.slot = offloaded, -1
                 state.pages, state.logits, state.writable = [], None, 0
                 self.settle()
@@ -138,10 +143,7 @@ class HostTier:
         """See `Engine.load_session`."""
         self._check_program()
         offloaded, state = self._read(path)
-        session = Session(sessions, -1, state)
-        session._offloaded = offloaded
-        self.onload(session)
-        return session
+        return self.open_prefix(sessions, offloaded, state)
 
     @property
     def is_leaving(self) -> bool:
@@ -160,20 +162,49 @@ class HostTier:
             if wait and before:
                 self._leaving[0].mark.wait()
             while self._leaving and self._leaving[0].mark.is_done:
-                done = self._leaving.popleft()
-                self._slots.give(done.slot)
-                self._pages.release(done.pages)
+                self._leaving.popleft().give_back()
             return len(self._leaving) < before
 
     def with_room(self, take: Callable[[], Taken]) -> Taken:
-        """Call `take`. If it raises CapacityError, wait for sessions that leave, and call it again."""
+        """Call `take`. If it raises CapacityError, wait for what leaves, or have something leave, and call it again."""
         self.settle()
         while True:
             try:
                 return take()
             except CapacityError:
-                if not self.settle(wait=True):
+                if not self.settle(wait=True) and not self.evict():
                     raise
+
+    def offload_prefix(self, snapshot: Snapshot) -> Offloaded:
+        """Copy what `PrefixCache` keeps to the host. The snapshot is closed when the copy is done."""
+        with self._lock:
+            self._check_program()
+            self._steps().settle()
+            pages, copied = snapshot._known.pages, snapshot.copied
+            # Without a row of its own it has that of any session, which nobody will read.
+            row = copied if isinstance(copied, int) else 0
+            logits = snapshot._known.logits
+            rows = self._program.row_transfers.to_host(self._chosen(row, pages, logits))
+            self._leaving.append(_Leaving(rows.mark, snapshot.close))
+            self.settle()
+            kept = [Kept(mine.first, mine.end - mine.first) for mine in pages]
+            return Offloaded(rows, kept, None if logits is None else torch.empty_like(logits, device="meta"))
+
+    def open_prefix(self, sessions: Sessions, offloaded: Offloaded, state: SessionState) -> Session:
+        """Open a session with this state, whose rows `offload_prefix` has copied. They stay on the host.
+
+        Raises:
+            CapacityError: no slot is free, or too few pages.
+        """
+        session = Session(sessions, -1, state)
+        session._offloaded = offloaded
+        self.onload(session)
+        return session
+
+    def _give_back(self, slot: int, pages: list[PageList], logits: torch.Tensor | None) -> None:
+        """Give back what a session had. Its logits stayed until now."""
+        self._slots.give(slot)
+        self._pages.release(pages)
 
     def _check_program(self) -> None:
         if self._program.closed:

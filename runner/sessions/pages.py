@@ -39,6 +39,13 @@ class FullPages:
     end: int
     users: int = 1
 
+    def split(self, end: int) -> FullPages:
+        """Divide the pages, and return those before page `end`. These are their one user."""
+        count = len(self.numbers) - (self.end - end)
+        self.before = FullPages(self.numbers[:count], self.before, end)
+        self.numbers = self.numbers[count:]
+        return self.before
+
 
 @dataclass
 class PageList:
@@ -160,6 +167,19 @@ class Pages:
         page before writing it."""
         return [group.share(mine, seen) for group, mine in zip(self.groups, owned, strict=True)]
 
+    def share_first(self, owned: Sequence[PageList], positions: int) -> list[PageList]:
+        """Share the pages of the first `positions` of a snapshot with a session, and return its lists. Positions that the
+        session then sees must have pages, see `cover`."""
+        return [group.share_first(mine, positions) for group, mine in zip(self.groups, owned, strict=True)]
+
+    def cover(self, firsts: Sequence[int], position: int) -> bool:
+        """Whether a session that has seen `position` tokens may go on from pages of which so many were left behind, in each
+        group: none of them is in its window."""
+        return all(
+            first * group.size <= max(0, position - group.window + 1)
+            for group, first in zip(self.groups, firsts, strict=True)
+        )
+
     def release(self, owned: Sequence[PageList]) -> None:
         """Take a session's pages back. Pages that no other session has are free, and the first is dealt out next."""
         for group, mine in zip(self.groups, owned, strict=True):
@@ -191,7 +211,7 @@ class _Group:
     def __init__(self, program: Program, capacity: GroupCapacity, named: bool) -> None:
         self.name, self.window = capacity.name, capacity.window
         self._program = program
-        self._size = program.capacity.page_size
+        self.size = program.capacity.page_size
         self._period = capacity.pages_per_session
         self._named = named
         # Number of entries in lists of sessions and snapshots, for each page.
@@ -200,7 +220,7 @@ class _Group:
 
     def plan(self, mine: PageList, first: int, end: int) -> tuple[list[int], list[bool]]:
         """Return indices of pages to copy, and for each page to add whether it is a free one. Raises CapacityError."""
-        begin, stop = first // self._size, -(-end // self._size)
+        begin, stop = first // self.size, -(-end // self.size)
         shared = [
             index for index in range(begin, min(stop, mine.end)) if self._users[mine.last[index - mine.begin]] > 1
         ]
@@ -214,7 +234,7 @@ class _Group:
             pages = "page" if wanted == 1 else "pages"
             where = f" in the page group {self.name!r}" if self._named else ""
             raise CapacityError(
-                f"the sessions' keys and values need {wanted} more {pages} of {self._size} positions{where}, "
+                f"the sessions' keys and values need {wanted} more {pages} of {self.size} positions{where}, "
                 f"{len(self.free)} of {len(self._users)} are free: close a session, or load the program with more kv_tokens"
             )
 
@@ -233,12 +253,12 @@ class _Group:
                 mine.last.append(mine.last[-self._period])
                 self._users[mine.last[-1]] += 1
         self.write_block_table(slot, changed, mine.last[changed - mine.begin :])
-        end = mine.end * self._size
-        return min(end, (mine.first + 1) * self._size + self.window - 1) if self.window else end
+        end = mine.end * self.size
+        return min(end, (mine.first + 1) * self.size + self.window - 1) if self.window else end
 
     def leave(self, mine: PageList, seen: int) -> None:
         """Take back the pages whose positions lie behind the window of a row at position `seen`."""
-        behind = max(0, seen - self.window + 1) // self._size - mine.first
+        behind = max(0, seen - self.window + 1) // self.size - mine.first
         if behind > 0:
             self.release(mine.last[:behind])
             del mine.last[:behind]
@@ -246,7 +266,7 @@ class _Group:
 
     def share(self, mine: PageList, seen: int) -> PageList:
         """See `Pages.share`. With a window there are few pages, and they are soon left behind: each is counted by itself."""
-        full = 0 if self.window else seen // self._size - mine.begin
+        full = 0 if self.window else seen // self.size - mine.begin
         if full > 0:
             mine.full = FullPages(mine.last[:full], mine.full, mine.begin + full)
             del mine.last[:full]
@@ -255,6 +275,22 @@ class _Group:
         for page in mine.last:
             self._users[page] += 1
         return PageList(list(mine.last), mine.first, mine.full)
+
+    def share_first(self, mine: PageList, positions: int) -> PageList:
+        """See `Pages.share_first`. A page of which only some positions are shared is one that both may write: it is not among
+        the full ones."""
+        whole, end = positions // self.size, -(-positions // self.size)
+        full, last = mine.full, mine.last[: max(0, end - mine.begin)]
+        while full is not None and full.end > whole:
+            begin = full.end - len(full.numbers)
+            if whole >= begin and end > whole:
+                last = [full.numbers[whole - begin]]
+            full = full.split(whole) if whole > begin else full.before
+        if full is not None:
+            full.users += 1
+        for page in last:
+            self._users[page] += 1
+        return PageList(last, mine.first, full)
 
     def release_all(self, mine: PageList) -> None:
         self.release(mine.last)

@@ -117,6 +117,12 @@ class Session:
         return len(self._known.history)
 
     @property
+    def seen_tokens(self) -> list[int]:
+        """Those of the history that the model has seen: a copy. The last one may be left out."""
+        state = self._known
+        return state.history.tokens[: state.seen]
+
+    @property
     def sampling_params(self) -> SamplingParams:
         """Parameters for sampling. When they are set, they hold for all tokens that are computed later.
 
@@ -359,19 +365,31 @@ class Session:
 
 
 class Snapshot:
-    """The state of a session at one moment. It keeps pages and a row of state until it is closed or garbage-collected."""
+    """The state of a session at one moment. It keeps pages and a row of state until it is closed or garbage-collected.
 
-    def __init__(self, owner: Sessions, state: SessionState, copied: CopiedSlot) -> None:
+    Attributes:
+        copied: its copy of the slot; None: it has pages alone.
+    """
+
+    def __init__(self, owner: Sessions, state: SessionState, copied: CopiedSlot | None) -> None:
         self._owner = owner
         self._state: SessionState | None = state
-        self._copied = copied
+        self.copied = copied
+
+    @property
+    def _known(self) -> SessionState:
+        """What is known of the session at that moment. Raises ClosedError."""
+        if self._state is None:
+            raise ClosedError("the snapshot is closed")
+        return self._state
 
     def close(self) -> None:
         """Give pages and row back. Closing twice is fine."""
         if self._state is not None:
             # The garbage collector may call this anywhere, also in the middle of what `Sessions` does.
             self._owner.pages.release_later(self._state.pages)
-            self._owner.slots.forget_later(self._copied)
+            if self.copied is not None:
+                self._owner.slots.forget_later(self.copied)
             self._state = None
 
     def __del__(self) -> None:

@@ -41,7 +41,7 @@ def _in_turn(
 
     @wraps(operation)
     def run(sessions: Sessions, *arguments: Parameters.args, **named: Parameters.kwargs) -> Returned:
-        with sessions._lock:
+        with sessions.lock:
             return operation(sessions, *arguments, **named)
 
     return run
@@ -55,6 +55,7 @@ class Sessions:
         pages: the program's pages of the KV caches.
         tier: moves sessions to the host and back.
         steps: runs the steps of the sessions.
+        lock: lets one thread at a time change them.
     """
 
     def __init__(self, model: Model) -> None:
@@ -63,8 +64,8 @@ class Sessions:
         self.pages = Pages(model.program)
         self.steps = steps_of(model)
         self._host_ns = self._wait_ns = 0
-        self._lock = RLock()
-        self.tier = HostTier(model.program, self.slots, self.pages, self._lock, lambda: self.steps)
+        self.lock = RLock()
+        self.tier = HostTier(model.program, self.slots, self.pages, self.lock, lambda: self.steps)
 
     @property
     @_in_turn
@@ -332,25 +333,26 @@ class Sessions:
         self.steps.settle()
         state, slot = session._open, self.tier.with_room(self.slots.take)
         self.slots.copy(session.slot, slot)
-        return Session(self, slot, self._shared(state))
+        return Session(self, slot, self.shared(state))
 
     @_in_turn
     def snapshot(self, session: Session) -> Snapshot:
         """See `Session.snapshot`."""
         self.steps.settle()
-        state, copied = session._open, self.slots.keep(session.slot)
-        return Snapshot(self, self._shared(state), copied)
+        state, copied = session._open, self.tier.with_room(lambda: self.slots.keep(session.slot))
+        return Snapshot(self, self.shared(state), copied)
 
     @_in_turn
     def restore(self, session: Session, snapshot: Snapshot) -> None:
         """See `Session.restore`."""
         self.steps.settle()
         state = session._open
-        if not isinstance(snapshot, Snapshot) or snapshot._state is None or snapshot._owner is not self:
+        copied = snapshot.copied if isinstance(snapshot, Snapshot) else None
+        if copied is None or snapshot._state is None or snapshot._owner is not self:
             raise ClosedError("restore takes a snapshot of this engine that is not closed")
-        self.slots.write(snapshot._copied, session.slot)
+        self.slots.write(copied, session.slot)
         self.pages.release(state.pages)
-        session._state = self._shared(snapshot._state)
+        session._state = self.shared(snapshot._state)
 
     @_in_turn
     def close(self, session: Session) -> None:
@@ -430,7 +432,7 @@ class Sessions:
         if end > state.writable:
             state.writable = self.tier.with_room(lambda: self.pages.reserve(session.slot, state.pages, state.seen, end))
 
-    def _shared(self, state: SessionState) -> SessionState:
+    def shared(self, state: SessionState) -> SessionState:
         """Copy the state for one more session, or for a snapshot. Neither may write the pages before copying them."""
         state.writable = 0
         self.pages.leave(state.pages, state.seen)

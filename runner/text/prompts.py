@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ostinato.delegate.errors import InputError
 
 from .tokenizer import Message, Tokenizer
+
+
+class Prompt(NamedTuple):
+    """A prompt for the model, and what is known of prompts that will come after it.
+
+    Attributes:
+        tokens: token ids.
+        shared: numbers of tokens up to which a later prompt is likely to be the same. None: nothing is known.
+        goes_on: whether a later prompt is likely to begin with this one and its answer.
+    """
+
+    tokens: list[int]
+    shared: list[int] | None
+    goes_on: bool
 
 
 def encode_prompt(
@@ -15,17 +29,24 @@ def encode_prompt(
     prompt: str | Sequence[Message],
     raw: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> list[int]:
+) -> Prompt:
     """See `Engine.encode_prompt`."""
     check_prompt(prompt, raw)
-    if not isinstance(prompt, str):
-        text = tokenizer.render(prompt, chat_template_kwargs)
+    if raw and isinstance(prompt, str):
+        tokens = tokenizer.encode(prompt)
+        found = Prompt(tokens, None, True)
     else:
-        text = prompt if raw else tokenizer.render([{"role": "user", "content": prompt}], chat_template_kwargs)
-    tokens = tokenizer.encode(text)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        text = tokenizer.render(messages, chat_template_kwargs)
+        tokens = tokenizer.encode(text)
+        # What begins an answer is often not there when the same turn is history.
+        later = tokenizer.render(messages, chat_template_kwargs, add_generation_prompt=False)
+        found = Prompt(
+            tokens, [tokenizer.common_tokens(text, tokens, later)], tokenizer.keeps_answers(chat_template_kwargs)
+        )
     if not tokens:
         raise InputError("the prompt has no tokens")
-    return tokens
+    return found
 
 
 def check_prompt(prompt: str | Sequence[Message], raw: bool = False) -> None:

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.errors import ArtifactError, InputError, first_line
 
+from .common_prefix import common_length
+
 if TYPE_CHECKING:
     import jinja2
 
 Message = dict[str, str]
 
+# Characters in which the last special token of a text is looked for: a turn's, in front of an answer.
+_FAR = 4096
 _REPLACEMENT = "�"
 
 
@@ -46,6 +50,8 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._config = _read_config(folder / "tokenizer_config.json")
         self._template = _chat_template(folder, self._config)
+        # Values for the chat template, as JSON -> whether it keeps answers.
+        self._keeps_answers: dict[str, bool] = {}
 
     @property
     def has_template(self) -> bool:
@@ -95,6 +101,38 @@ class Tokenizer:
             return self._compiled.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **values)
         except Exception as error:  # A template is a program, and can fail in any way.
             raise InputError(f"the chat template cannot be rendered: {first_line(error)}") from error
+
+    def common_tokens(self, text: str, tokens: list[int], other: str) -> int:
+        """Number of tokens with which the encodings of two texts begin. `tokens` are those of `text`.
+
+        Only what comes behind the last special token that both have is encoded.
+        """
+        common = common_length(text, other)
+        found = ((text.rfind(special, max(0, common - _FAR), common), len(special)) for special in self._special)
+        begin = max((place + length for place, length in found if place >= 0), default=0)
+        mine, others = self.encode(text[begin:]), self.encode(other[begin:])
+        return len(tokens) - len(mine) + common_length(mine, others)
+
+    def keeps_answers(self, chat_template_kwargs: Mapping[str, Any] | None = None) -> bool:
+        """Whether the chat template renders a turn and its answer in history as the model saw them: it drops no thinking, and
+        begins an answer in history as it has the model begin."""
+        key = json.dumps(chat_template_kwargs, sort_keys=True, default=repr)
+        if key not in self._keeps_answers:
+            answer = "<think>\nx\n</think>\n\ny"
+            asked: list[Message] = [{"role": "user", "content": "x"}]
+            try:
+                before = self.render(asked, chat_template_kwargs)
+                told = [*asked, {"role": "assistant", "content": answer}, {"role": "user", "content": "z"}]
+                after = self.render(told, chat_template_kwargs)
+                self._keeps_answers[key] = after.startswith(before + answer)
+            except InputError:
+                self._keeps_answers[key] = False
+        return self._keeps_answers[key]
+
+    @cached_property
+    def _special(self) -> list[str]:
+        """The special tokens' texts."""
+        return [one.content for one in self._tokenizer.get_added_tokens_decoder().values() if one.special]
 
     @cached_property
     def _compiled(self) -> jinja2.Template:

@@ -15,11 +15,11 @@ from ostinato.runner import (
     Conversation,
     Engine,
     InputError,
+    Result,
     SamplingParams,
     SessionFileError,
     StepError,
-    TurnResult,
-    TurnStream,
+    Stream,
 )
 from ostinato.runner import conversation as conversation_module
 
@@ -50,7 +50,7 @@ def load(capitals_artifact: Path) -> Iterator[Callable[..., Engine]]:
         engine.close()
 
 
-def tell(answer: TurnStream) -> TurnResult:
+def tell(answer: Stream[str]) -> Result:
     """Take all pieces; return the result."""
     pieces = list(answer)
     assert "".join(pieces) == answer.result.text

@@ -296,14 +296,12 @@ def test_lines_history_and_exit(terminal: Callable[..., Terminal], tmp_path: Pat
 
 
 def test_control_characters_stay_out_of_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    from ostinato.runner import Result, Stream
     from ostinato.runner.commands.chat import Chat
-    from ostinato.runner.conversation import TurnResult, TurnStream
 
     class Said:
-        def ask(self, text: str) -> TurnStream:
-            return TurnStream(
-                (piece for piece in ("\n", " \x1b]52;c;x\x07", "a\tb\n")), TurnResult(finish_reason="stop")
-            )
+        def ask(self, text: str) -> Stream[str]:
+            return Stream((piece for piece in ("\n", " \x1b]52;c;x\x07", "a\tb\n")), Result(finish_reason="stop"))
 
     for typed, expected in ((True, "\ufffd]52;c;x\ufffda\tb\n"), (False, "\n \x1b]52;c;x\x07a\tb\n")):
         Chat(Said(), typed).take("hello")  # type: ignore[arg-type]

@@ -92,6 +92,7 @@ class Driven:
     Args:
         engine: the engine whose sessions it steps, without the engine's own scheduler.
         rows: the most rows of prompts beside others.
+        options: as `Scheduler` has them. By default there is no prefix cache, which would divide prompts.
 
     Attributes:
         reference: an engine with a free session, whose answers are the right ones.
@@ -101,6 +102,7 @@ class Driven:
 
     def __init__(self, engine: Engine, mode: str = "in turn", rows: int = 32, **options: Any) -> None:
         self.engine, self.reference, self.clock = engine, engine, Clock()
+        options = {"prefix_caching": False, **options}
         self.scheduler = Scheduler(engine.sessions, engine.model, lambda: FixedRows(rows), self.clock, **options)
         if mode == "ahead, to the host":
             self.scheduler._offloads = self.scheduler.kept._offloads = True
@@ -148,10 +150,13 @@ class Driven:
         self.run()
         for name in list(self.scheduler.kept._by_name):
             self.scheduler.kept.close(name)
+        self.scheduler.prefixes.reset()
         assert_all_free(self.engine)
 
 
 def assert_all_free(engine: Engine) -> None:
+    """See that nobody but the prefix cache has anything."""
+    engine.reset_prefix_cache()
     settle(engine)
     capacity = engine.program.capacity
     assert engine.sessions.free == capacity.slots

@@ -56,6 +56,7 @@ async def idle(engine: AsyncEngine) -> None:
     """Wait until nobody is served, and see that all is free."""
     end = time.monotonic() + PATIENCE
     while True:
+        await engine.reset_prefix_cache()
         described = await engine.describe()
         stats, capacity = described["scheduler"], described["capacity"]
         if not stats["waiting"] + stats["prefilling"] + stats["decoding"]:

@@ -192,11 +192,16 @@ class Requests(RuleBasedStateMachine):
         return self.known[key]
 
 
-def test_in_any_order(request: pytest.FixtureRequest, mode: str, reference: Engine) -> None:
-    with loaded(request, mode, sessions=FEW_SLOTS, kv_tokens=FEW_PAGES * PAGE, snapshots=2) as engine:
+@pytest.mark.parametrize("host_cache_bytes", (None, 0, 4 * MIB))
+def test_in_any_order(
+    request: pytest.FixtureRequest, mode: str, reference: Engine, host_cache_bytes: int | None
+) -> None:
+    """`host_cache_bytes`: None: without a prefix cache."""
+    with loaded(request, mode, sessions=FEW_SLOTS, kv_tokens=FEW_PAGES * PAGE, snapshots=4) as engine:
+        caching = {"prefix_caching": host_cache_bytes is not None, "host_cache_bytes": host_cache_bytes or 0}
 
         def make() -> Driven:
-            driven = Driven(engine, mode, rows=24)
+            driven = Driven(engine, mode, rows=24, **caching)
             driven.reference = reference
             return driven
 

@@ -1,0 +1,118 @@
+"""Which answers go on from the prefix cache, and what they leave there."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from ostinato.runner.sessions.prefix_cache import Hit, PrefixCache
+from ostinato.runner.sessions.session import Session
+
+from .answer import Answer
+
+# Prompts that have fewer tokens in common are not made to share them: they begin with the same tokens of a template.
+MIN_SHARED = 32
+# In long prompts state is kept every so many tokens.
+STOP_EVERY = 8192
+
+
+class PrefixReuse:
+    """Has answers begin with what the prefix cache knows of their tokens.
+
+    Args:
+        cache: the prefix cache.
+    """
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self.cache = cache
+
+    def find(self, answer: Answer) -> Hit:
+        """The beginning of an answer that has no session. It is the last one that would leave the device."""
+        if answer.prompt_logprobs is not None:
+            # All tokens of the prompt must be run.
+            return Hit(None, 0, 0, None)
+        hit = self.cache.find(answer.tokens)
+        if hit.prefix is not None:
+            self.cache.touch(hit.prefix)
+        return hit
+
+    def on_device(self, answer: Answer) -> int:
+        """Number of tokens whose pages an answer without a session would share."""
+        if answer.session is not None or answer.source is not None:
+            return 0
+        hit = self.find(answer)
+        return hit.position if hit.prefix is not None and hit.prefix.snapshot is not None else 0
+
+    def awaits(self, answer: Answer) -> bool:
+        """Whether an answer should wait, as another one computes a beginning that both have."""
+        if answer.session is not None or answer.source is not None or answer.prompt_logprobs is not None:
+            return False
+        if answer.awaited is not None:
+            before, position = answer.awaited
+            if position in before.stops and self.cache.is_owner(before):
+                return True
+            answer.awaited = None
+        hit = self.cache.find(answer.tokens)
+        other = hit.owner
+        if not isinstance(other, Answer):
+            return False
+        position = min(hit.known, len(other.tokens) - 1, len(answer.tokens) - 1)
+        if position - hit.position < MIN_SHARED or other.fed >= position:
+            return False
+        if position not in other.stops:
+            insort(other.stops, position)
+        answer.awaited = other, position
+        return True
+
+    def open(self, answer: Answer) -> Session | None:
+        """Open a session with the beginning of an answer's tokens; None: there is none. Raises CapacityError."""
+        hit = self.find(answer)
+        return None if hit.prefix is None else self.cache.open(hit)
+
+    def forget(self, answer: Answer) -> bool:
+        """Forget what an answer would begin with. Returns whether there was anything."""
+        hit = self.find(answer)
+        if hit.prefix is not None:
+            self.cache.drop(hit.prefix)
+        return hit.prefix is not None
+
+    def begin(self, answer: Answer) -> None:
+        """Note that an answer's prompt is computed from now on, behind the tokens that its session has."""
+        if not answer.has_outputs:
+            answer.reused = min(answer.fed, answer.prompt_end)
+        if not self.cache.enabled or answer.prompt_logprobs is not None:
+            return
+        tokens, fed = answer.tokens, answer.fed
+        if self.cache.needs_rows:
+            known = self.cache.find(tokens).known
+            stops = {known} if known - fed >= MIN_SHARED else set()
+            before = answer.prompt_end - len(answer.request.tokens)
+            shared = answer.request.shared
+            stops |= {before + count for count in shared or ()}
+            stops |= {*range(STOP_EVERY, len(tokens), STOP_EVERY)}
+            answer.stops = sorted(stop for stop in stops if fed < stop < len(tokens))
+        self.cache.announce(tokens, answer)
+
+    def passed(self, answer: Answer) -> None:
+        """Keep the state of an answer's session, if its prompt has come to where that is due: to a stop, or to its end, where
+        nothing is known of later prompts or where any token is a stop."""
+        if answer.session is None:
+            return
+        due = False
+        while answer.stops and answer.stops[0] <= answer.fed:
+            answer.stops.pop(0)
+            due = True
+        if not answer.rest:
+            self.cache.withdraw(answer)
+            due = due or answer.request.shared is None or not self.cache.needs_rows
+        if due and answer.prompt_logprobs is None:
+            self.cache.keep(answer.session, logits=not answer.rest)
+
+    def left(self, answer: Answer) -> None:
+        """Note that an answer's prompt is not computed any more."""
+        answer.stops = []
+        self.cache.withdraw(answer)
+
+    def ended(self, answer: Answer, session: Session) -> None:
+        """Keep the state of a session whose answer has ended."""
+        if answer.request.goes_on and answer.prompt_logprobs is None and not session.is_offloaded:
+            self.cache.keep(session)

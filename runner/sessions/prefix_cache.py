@@ -1,0 +1,327 @@
+"""The prefix cache: state at beginnings of sequences, from which sessions that begin alike go on.
+
+Where a layer has state of fixed size (a recurrent or a convolution's), a session can go on only where that state was kept:
+from a snapshot. Keys and values alone can be taken up to any token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+from ostinato.delegate import StateKind
+from ostinato.delegate.errors import CapacityError
+from ostinato.runner.model.model import Model
+
+from .history import History
+from .host_tier import Offloaded
+from .prefix_tree import Node, PrefixTree
+from .session import Session, SessionState, Snapshot
+from .sessions import Sessions
+
+_FIXED_STATE = (StateKind.CONVOLUTION, StateKind.RECURRENT, StateKind.OTHER)
+
+
+@dataclass(eq=False)
+class Prefix:
+    """State after the first tokens of a sequence.
+
+    Attributes:
+        node: its place in the tree.
+        snapshot: the state on the device; None: it is on the host.
+        offloaded: the state on the host.
+    """
+
+    node: Node[Known]
+    snapshot: Snapshot | None
+    offloaded: Offloaded | None = None
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether the logits after the last token are there."""
+        if self.snapshot is not None:
+            return self.snapshot._known.logits is not None
+        return self.offloaded is not None and self.offloaded.logits is not None
+
+    @property
+    def firsts(self) -> list[int]:
+        """Numbers of pages that a window has left behind, by page group."""
+        if self.snapshot is not None:
+            return [mine.first for mine in self.snapshot._known.pages]
+        return [] if self.offloaded is None else [kept.first for kept in self.offloaded.pages]
+
+
+@dataclass(eq=False)
+class Known:
+    """What is known of a sequence of tokens.
+
+    Attributes:
+        prefix: state after it, if there is any.
+        owners: number of those whose prompt it is, which is computed now.
+    """
+
+    prefix: Prefix | None = None
+    owners: int = 0
+
+
+class Hit(NamedTuple):
+    """The best beginning for a sequence of tokens.
+
+    Attributes:
+        prefix: the state to go on from; None: there is none.
+        position: number of tokens that a session would have then.
+        known: number of tokens from the first on that were seen before.
+        owner: whose prompt begins with all these, and is computed now; None: nobody's.
+    """
+
+    prefix: Prefix | None
+    position: int
+    known: int
+    owner: Hashable | None
+
+
+@dataclass
+class PrefixCacheStats:
+    """Sizes of a prefix cache.
+
+    Attributes:
+        prefixes, host_prefixes: numbers of sequences with state on the device, and on the host.
+        device_bytes: rows of state and pages that they have on the device, also those that sessions share.
+        host_bytes: bytes on the host.
+    """
+
+    prefixes: int = 0
+    host_prefixes: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+
+class PrefixCache:
+    """Prefixes, the one that was used longest ago first. It is used by one thread at a time.
+
+    Args:
+        sessions: the sessions that go on from prefixes.
+        model: their model.
+        host_bytes: the most bytes of the host's memory for prefixes that leave the device. 0: these are forgotten.
+        enabled: whether to keep anything.
+
+    Attributes:
+        needs_rows: whether a session can go on only from where a prefix ends, and a prefix takes a row for a snapshot.
+        enabled: whether anything can be kept.
+    """
+
+    def __init__(self, sessions: Sessions, model: Model, host_bytes: int = 0, enabled: bool = True) -> None:
+        program = model.program
+        self._sessions, self._program, self._most_host_bytes = sessions, program, host_bytes
+        self._tree = PrefixTree[Known]()
+        self._on_device: dict[Prefix, None] = {}
+        self._on_host: dict[Prefix, None] = {}
+        self._host_bytes = 0
+        # Whose prompt is computed now, and where it ends.
+        self._owners: dict[Hashable, Node[Known]] = {}
+        sessions.tier.evict = self.make_room
+        self.needs_rows = any(program.buffers_of(kind) for kind in _FIXED_STATE)
+        capacity = program.capacity
+        has_room = capacity.snapshots > 0 if self.needs_rows else bool(capacity.groups)
+        self.enabled = enabled and model.samples and capacity.slot_bytes > 0 and has_room
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        capacity = self._program.capacity
+        rows = sum(prefix.snapshot is not None and self.needs_rows for prefix in self._on_device)
+        nbytes = rows * capacity.slot_bytes
+        groups = [group for group in capacity.groups if group.pages]
+        for number, group in enumerate(groups):
+            lists = [prefix.snapshot._known.pages[number] for prefix in self._on_device if prefix.snapshot is not None]
+            nbytes += len({page for mine in lists for page in mine.numbers}) * group.page_bytes
+        return PrefixCacheStats(len(self._on_device), len(self._on_host), nbytes, self._host_bytes)
+
+    def find(self, tokens: list[int]) -> Hit:
+        """Look up the longest beginning of the tokens after which there is state. All of them count only if their logits are
+        there too."""
+        if not self.enabled or len(tokens) < 2:
+            return Hit(None, 0, 0, None)
+        path, known, last = self._tree.match(tokens)
+        limit = min(known, len(tokens) - 1)
+        if not limit:
+            return Hit(None, 0, known, None)
+        whole = path[-1].value if path[-1].end == len(tokens) else None
+        if whole is not None and whole.prefix is not None and whole.prefix.has_logits:
+            return Hit(whole.prefix, len(tokens), known, None)
+        candidates: Iterable[Node[Known]] = reversed(path)
+        if not self.needs_rows:
+            candidates = chain(self._tree.below(last), candidates)
+        owner = next((owner for owner, node in self._owners.items() if self._is_below(node, last)), None)
+        for node in candidates:
+            prefix = node.value.prefix if node.value is not None else None
+            if prefix is None or (self.needs_rows and node.end > limit):
+                continue
+            position = min(node.end, limit)
+            if self._sessions.pages.cover(prefix.firsts, position):
+                return Hit(prefix, position, known, owner)
+        return Hit(None, 0, known, owner)
+
+    def open(self, hit: Hit) -> Session:
+        """Open a session that has the tokens of a hit.
+
+        Raises:
+            CapacityError: no slot is free, or too few pages for what comes back from the host.
+        """
+        prefix = hit.prefix
+        assert prefix is not None
+        self.touch(prefix)
+        if prefix.snapshot is not None:
+            return self._open_at(prefix.snapshot, hit.position)
+        assert prefix.offloaded is not None
+        history = History(self._tokens_of(prefix.node)[: hit.position])
+        state = SessionState(history, hit.position, hit.position)
+        return self._sessions.tier.open_prefix(self._sessions, prefix.offloaded, state)
+
+    def touch(self, prefix: Prefix) -> None:
+        """Note that a prefix is used now."""
+        for prefixes in (self._on_device, self._on_host):
+            if prefix in prefixes:
+                prefixes[prefix] = prefixes.pop(prefix)
+
+    def keep(self, session: Session, logits: bool = False) -> bool:
+        """Keep the state after all tokens of a session that the model has seen. Returns whether there was room.
+
+        `logits`: with its logits, if the same tokens may come again, and there are any.
+        """
+        if not self.enabled:
+            return False
+        seen = session.seen_tokens
+        if not seen:
+            return False
+        node = self._tree.insert(seen)
+        known = node.value = node.value or Known()
+        if known.prefix is not None and known.prefix.snapshot is not None and known.prefix.has_logits >= logits:
+            self.touch(known.prefix)
+            return True
+        try:
+            snapshot = self._snapshot(session, logits)
+        except CapacityError:
+            self._prune(node)
+            return False
+        # What left the device for it may have taken the node away.
+        node = self._tree.insert(seen)
+        known = node.value = node.value or Known()
+        before, known.prefix = known.prefix, Prefix(node, snapshot)
+        self._on_device[known.prefix] = None
+        if before is not None:
+            self.drop(before)
+        return True
+
+    def make_room(self) -> bool:
+        """Have the prefix that was used longest ago leave the device. Returns whether there was one."""
+        for prefix in self._on_device:
+            self._leave(prefix)
+            return True
+        return False
+
+    def announce(self, tokens: list[int], owner: Hashable) -> None:
+        """Note that the owner's prompt is computed now."""
+        node = self._owners[owner] = self._tree.insert(tokens)
+        node.value = node.value or Known()
+        node.value.owners += 1
+
+    def is_owner(self, owner: Hashable) -> bool:
+        """Whether the owner's prompt is computed now."""
+        return owner in self._owners
+
+    def withdraw(self, owner: Hashable) -> None:
+        """Note that the owner's prompt, if it was announced, is computed, or is not any more."""
+        node = self._owners.pop(owner, None)
+        if node is not None and node.value is not None:
+            node.value.owners -= 1
+            self._prune(node)
+
+    def drop(self, prefix: Prefix) -> None:
+        """Forget a prefix."""
+        self._on_device.pop(prefix, None)
+        if prefix in self._on_host:
+            del self._on_host[prefix]
+            assert prefix.offloaded is not None
+            self._host_bytes -= prefix.offloaded.rows.nbytes
+        if prefix.snapshot is not None:
+            prefix.snapshot.close()
+        prefix.snapshot = prefix.offloaded = None
+        if prefix.node.value is not None and prefix.node.value.prefix is prefix:
+            prefix.node.value.prefix = None
+        self._prune(prefix.node)
+
+    def reset(self) -> None:
+        """Forget all prefixes."""
+        for prefix in [*self._on_device, *self._on_host]:
+            self.drop(prefix)
+
+    def _open_at(self, snapshot: Snapshot, position: int) -> Session:
+        """Open a session with the first `position` tokens of a snapshot: if that has a row, with all of them."""
+        sessions = self._sessions
+        with sessions.lock:
+            sessions.steps.settle()
+            slot = sessions.tier.with_room(sessions.slots.take)
+            pages = sessions.pages.share_first(snapshot._known.pages, position)
+            if snapshot.copied is None:
+                self._program.numbers_of(StateKind.SAMPLING).forget(slot)
+                sessions.pages.write_block_tables(slot, pages)
+            else:
+                sessions.slots.write(snapshot.copied, slot)
+            before = snapshot._known
+            logits = before.logits if position == before.seen else None
+            state = SessionState(before.history.share(position), position, position, logits=logits, pages=pages)
+            return Session(sessions, slot, state)
+
+    def _snapshot(self, session: Session, logits: bool) -> Snapshot:
+        """A snapshot of what the model has seen of a session. Raises CapacityError: all rows are somebody else's."""
+        sessions = self._sessions
+        with sessions.lock:
+            sessions.steps.settle()
+            state, copied = session._open, None
+            if self.needs_rows:
+                copied = sessions.tier.with_room(lambda: sessions.slots.keep(session.slot))
+            pages = sessions.shared(state).pages
+            history = state.history.share(state.seen)
+            kept = SessionState(history, state.seen, state.seen, logits=state.logits if logits else None, pages=pages)
+            return Snapshot(sessions, kept, copied)
+
+    def _leave(self, prefix: Prefix) -> None:
+        """Have a prefix leave the device: to the host, if it has room."""
+        snapshot = prefix.snapshot
+        assert snapshot is not None
+        del self._on_device[prefix]
+        prefix.snapshot = None
+        if self._most_host_bytes:
+            # The host may have no memory for it.
+            with suppress(Exception):
+                prefix.offloaded = self._sessions.tier.offload_prefix(snapshot)
+        if prefix.offloaded is None:
+            snapshot.close()
+            self.drop(prefix)
+            return
+        self._on_host[prefix] = None
+        self._host_bytes += prefix.offloaded.rows.nbytes
+        while self._host_bytes > self._most_host_bytes:
+            self.drop(next(iter(self._on_host)))
+
+    def _prune(self, node: Node[Known]) -> None:
+        known = node.value
+        if known is not None and known.prefix is None and not known.owners:
+            node.value = None
+            self._tree.prune(node)
+
+    def _is_below(self, node: Node[Known] | None, other: Node[Known]) -> bool:
+        while node is not None and node is not other:
+            node = node.parent
+        return node is not None
+
+    def _tokens_of(self, node: Node[Known]) -> list[int]:
+        parts: list[list[int]] = []
+        found: Node[Known] | None = node
+        while found is not None:
+            parts.append(found.tokens)
+            found = found.parent
+        return [token for part in reversed(parts) for token in part]
