@@ -50,11 +50,9 @@ class Room:
 
         `reused`: number of tokens whose pages on the device it will share.
         """
-        source = answer.source.session if answer.source is not None else None
-        here = source is not None and not source.is_offloaded
-        slots = 1 + answer.further - (here and answer.source is answer.kept)
-        if self._sessions.free < slots + sum(one.further for one in prefilling):
+        if not self.has_slots(answer, prefilling):
             return False
+        here = _is_here(answer)
         wanted = self.pages_of(len(answer.tokens))
         had = self.pages_of(len(answer.source.tokens) if here and answer.source is not None else reused)
         # Those that others will take: for the rest of a prompt, and one more for each.
@@ -68,3 +66,14 @@ class Room:
         return all(
             pages >= want - has + others for pages, want, has, others in zip(free, wanted, had, promised, strict=True)
         )
+
+    def has_slots(self, answer: Answer, prefilling: Sequence[Answer]) -> bool:
+        """Whether a slot is free for each of the request's answers."""
+        slots = 1 + answer.further - (_is_here(answer) and answer.source is answer.kept)
+        return self._sessions.free >= slots + sum(one.further for one in prefilling)
+
+
+def _is_here(answer: Answer) -> bool:
+    """Whether the answer goes on from a kept session that is on the device."""
+    source = answer.source.session if answer.source is not None else None
+    return source is not None and not source.is_offloaded

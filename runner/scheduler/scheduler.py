@@ -16,7 +16,7 @@ from ostinato.runner.sessions.session import Session
 from ostinato.runner.sessions.sessions import Sessions
 
 from .answer import Answer, seeded
-from .kept_sessions import KeptSessions
+from .kept_sessions import KeptSession, KeptSessions
 from .messages import CancelledError, Ended, Output, QueueFullError, Request, SchedulerStats
 from .options import DEFAULT_MAX_WAITING
 from .prefix_reuse import PrefixReuse
@@ -218,17 +218,19 @@ class Scheduler:
             if not room and leaving:
                 # That may be room enough: the next step looks. With no step to run, this waits.
                 return not active and tier.settle(wait=True)
-            if not room and self._give_way():
+            if not room and (self._room.has_slots(answer, self._prefilling) and self.prefixes.make_room()):
+                return True
+            if not room and self.kept.make_room():
                 return True
             if not room and active:
                 return False
             self._begin(answer)
         except CapacityError as error:
-            if self._give_way():
+            if self.kept.make_room():
                 return True
             if active:
                 return False
-            if self._give_way(waited_for=True, but=answer) or self._reuse.forget(answer):
+            if self.kept.make_room(self._waited_for(but=answer)) or self._reuse.forget(answer):
                 return True
             if answer.source is not None and answer.source.session is not None:
                 # There is no room for it and a fork of it.
@@ -362,7 +364,7 @@ class Scheduler:
     def _make_room(self, error: CapacityError) -> None:
         """Have the session that matters least leave the device, so that the others can step."""
         self.budget.interrupt()
-        if self._give_way(waited_for=True):
+        if self.kept.make_room(self._waited_for()):
             return
         active = [*self._decoding, *self._prefilling]
         youngest = max(active, key=lambda answer: (answer.order, answer.index))
@@ -373,11 +375,9 @@ class Scheduler:
             return
         self._put_back(youngest)
 
-    def _give_way(self, waited_for: bool = False, but: Answer | None = None) -> bool:
-        """Have something leave the device that no answer goes on with now, and, with `waited_for`, what waiting answers will
-        go on from, the last one first, `but` this one. Returns whether there was anything."""
-        others = (one.source for one in reversed(self._waiting) if one.source is not None and one is not but)
-        return self.prefixes.make_room() or self.kept.make_room(others if waited_for else ())
+    def _waited_for(self, but: Answer | None = None) -> list[KeptSession]:
+        """The kept sessions that waiting answers will go on from, the last one first."""
+        return [one.source for one in reversed(self._waiting) if one.source is not None and one is not but]
 
     def _put_back(self, answer: Answer) -> None:
         """Have an answer wait again, as the next one to go on. Its state goes to the host, or is computed again."""

@@ -116,7 +116,7 @@ class HostTier:
             logits = offloaded.logits
             if logits is not None:
                 logits = torch.empty_like(logits, device=self._program.device)
-            slot, pages = self.with_room(self._slots.take), self._pages.none()
+            slot, pages = self.take_slot(), self._pages.none()
             self._program.numbers_of(StateKind.SAMPLING).forget(slot)
             try:
                 pages = self.with_room(lambda: self._pages.take(offloaded.pages))
@@ -165,14 +165,15 @@ class HostTier:
                 self._leaving.popleft().give_back()
             return len(self._leaving) < before
 
-    def with_room(self, take: Callable[[], Taken]) -> Taken:
-        """Call `take`. If it raises CapacityError, wait for what leaves, or have something leave, and call it again."""
+    def with_room(self, take: Callable[[], Taken], evicts: bool = True) -> Taken:
+        """Call `take`. If it raises CapacityError, wait for what leaves, or if it `evicts`, have something leave, and call it
+        again."""
         self.settle()
         while True:
             try:
                 return take()
             except CapacityError:
-                if not self.settle(wait=True) and not self.evict():
+                if not self.settle(wait=True) and not (evicts and self.evict()):
                     raise
 
     def offload_prefix(self, snapshot: Snapshot) -> Offloaded:
@@ -200,6 +201,10 @@ class HostTier:
         session._offloaded = offloaded
         self.onload(session)
         return session
+
+    def take_slot(self) -> int:
+        """Return a free slot. What `evict` has leave would give none back. Raises CapacityError."""
+        return self.with_room(self._slots.take, evicts=False)
 
     def _give_back(self, slot: int, pages: list[PageList], logits: torch.Tensor | None) -> None:
         """Give back what a session had. Its logits stayed until now."""

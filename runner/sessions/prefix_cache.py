@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from ostinato.delegate import StateKind
@@ -22,6 +22,9 @@ from .prefix_tree import Node, PrefixTree
 from .session import Session, SessionState, Snapshot
 from .sessions import Sessions
 
+# Of so many prefixes one is chosen to leave, by the number of sequences that went on from it.
+_LOOKED_AT = 32
+_ORDER = {1: 0, 0: 1}
 _FIXED_STATE = (StateKind.CONVOLUTION, StateKind.RECURRENT, StateKind.OTHER)
 
 
@@ -216,11 +219,16 @@ class PrefixCache:
         return True
 
     def make_room(self) -> bool:
-        """Have the prefix that was used longest ago leave the device. Returns whether there was one."""
-        for prefix in self._on_device:
-            self._leave(prefix)
-            return True
-        return False
+        """Have a prefix leave the device. Returns whether there was one.
+
+        Of those that were used longest ago it is the first from which one sequence went on, and no other; else the first that
+        is an end; else the first.
+        """
+        oldest = list(islice(self._on_device, _LOOKED_AT))
+        if not oldest:
+            return False
+        self._leave(min(oldest, key=lambda prefix: _ORDER.get(len(prefix.node.children), len(_ORDER))))
+        return True
 
     def announce(self, tokens: list[int], owner: Hashable) -> None:
         """Note that the owner's prompt is computed now."""
@@ -263,7 +271,7 @@ class PrefixCache:
         sessions = self._sessions
         with sessions.lock:
             sessions.steps.settle()
-            slot = sessions.tier.with_room(sessions.slots.take)
+            slot = sessions.tier.take_slot()
             pages = sessions.pages.share_first(snapshot._known.pages, position)
             if snapshot.copied is None:
                 self._program.numbers_of(StateKind.SAMPLING).forget(slot)

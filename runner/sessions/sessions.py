@@ -115,7 +115,7 @@ class Sessions:
         params = checked_params(sampling_params)
         if self._model.program.closed:
             raise ClosedError("the program is closed")
-        slot = self.tier.with_room(self.slots.take)
+        slot = self.tier.take_slot()
         return Session(self, slot, SessionState(sampling_params=params, pages=self.pages.none()))
 
     @_in_turn
@@ -331,7 +331,7 @@ class Sessions:
     def fork(self, session: Session) -> Session:
         """See `Session.fork`."""
         self.steps.settle()
-        state, slot = session._open, self.tier.with_room(self.slots.take)
+        state, slot = session._open, self.tier.take_slot()
         self.slots.copy(session.slot, slot)
         return Session(self, slot, self.shared(state))
 
