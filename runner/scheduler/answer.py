@@ -10,6 +10,8 @@ import torch
 
 from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
 from ostinato.runner.model.steps import TokenBitmask, asked_bitmask
+from ostinato.runner.sessions.prefix_cache import Hit, Known
+from ostinato.runner.sessions.prefix_tree import Node
 from ostinato.runner.sessions.session import Session
 
 from .kept_sessions import KeptSession
@@ -41,6 +43,8 @@ class Answer:
         reused: number of tokens that the session had from the prefix cache.
         awaited: the answer whose prompt has the same beginning, and the number of tokens after which this one goes on from
             it; None: it waits for no other one.
+        hit: what the prefix cache was found to have of its tokens.
+        node: its prompt's node in the prefix cache, from when it begins until it ends.
         put_back: how often it lost its place on the device.
         error: what its bitmask raised.
     """
@@ -64,6 +68,8 @@ class Answer:
     stops: list[int] = field(default_factory=list)
     reused: int = 0
     awaited: tuple[Answer, int] | None = None
+    hit: Hit | None = None
+    node: Node[Known] | None = None
     put_back: int = 0
     error: Exception | None = None
 
@@ -142,6 +148,8 @@ class Answer:
                 session=None,
                 kept=None,
                 stops=[],
+                hit=None,
+                node=None,
                 reused=self.prompt_end,
                 further=0,
             )

@@ -26,21 +26,24 @@ class PrefixReuse:
         self.cache = cache
 
     def find(self, answer: Answer) -> Hit:
-        """The beginning of an answer that has no session. It is the last one that would leave the device."""
+        """The beginning of an answer that has no session."""
         if answer.prompt_logprobs is not None:
             # All tokens of the prompt must be run.
-            return Hit(None, 0, 0, None)
-        hit = self.cache.find(answer.tokens)
-        if hit.prefix is not None:
-            self.cache.touch(hit.prefix)
-        return hit
+            return Hit()
+        if answer.hit is None or answer.hit.version != self.cache.version:
+            answer.hit = self.cache.find(answer.tokens)
+        return answer.hit
 
     def on_device(self, answer: Answer) -> int:
         """Number of tokens whose pages an answer without a session would share."""
         if answer.session is not None or answer.source is not None:
             return 0
         hit = self.find(answer)
-        return hit.position if hit.prefix is not None and hit.prefix.snapshot is not None else 0
+        if hit.prefix is None:
+            return 0
+        # It is the last one that leaves the device.
+        self.cache.touch(hit.prefix)
+        return hit.position if hit.prefix.snapshot is not None else 0
 
     def awaits(self, answer: Answer) -> bool:
         """Whether an answer should wait, as another one computes a beginning that both have."""
@@ -51,7 +54,7 @@ class PrefixReuse:
             if position in before.stops and self.cache.is_owner(before):
                 return True
             answer.awaited = None
-        hit = self.cache.find(answer.tokens)
+        hit = self.find(answer)
         other = hit.owner
         if not isinstance(other, Answer):
             return False
@@ -81,16 +84,16 @@ class PrefixReuse:
             answer.reused = min(answer.fed, answer.prompt_end)
         if not self.cache.enabled or answer.prompt_logprobs is not None:
             return
-        tokens, fed = answer.tokens, answer.fed
+        tokens, fed, hit = answer.tokens, answer.fed, self.find(answer)
         if self.cache.needs_rows:
-            known = self.cache.find(tokens).known
+            known = hit.known
             stops = {known} if known - fed >= MIN_SHARED else set()
             before = answer.prompt_end - len(answer.request.tokens)
             shared = answer.request.shared
             stops |= {before + count for count in shared or ()}
             stops |= {*range(STOP_EVERY, len(tokens), STOP_EVERY)}
             answer.stops = sorted(stop for stop in stops if fed < stop < len(tokens))
-        self.cache.announce(tokens, answer)
+        answer.node = self.cache.announce(tokens, answer, hit)
 
     def passed(self, answer: Answer) -> None:
         """Keep the state of an answer's session, if its prompt has come to where that is due: to a stop, or to its end, where
@@ -105,14 +108,22 @@ class PrefixReuse:
             self.cache.withdraw(answer)
             due = due or answer.request.shared is None or not self.cache.needs_rows
         if due and answer.prompt_logprobs is None:
-            self.cache.keep(answer.session, logits=not answer.rest)
+            self.cache.keep(answer.session, not answer.rest, answer.node)
 
     def left(self, answer: Answer) -> None:
         """Note that an answer's prompt is not computed any more."""
         answer.stops = []
         self.cache.withdraw(answer)
 
-    def ended(self, answer: Answer, session: Session) -> None:
-        """Keep the state of a session whose answer has ended."""
-        if answer.request.goes_on and answer.prompt_logprobs is None and not session.is_offloaded:
-            self.cache.keep(session)
+    def ended(self, answer: Answer, session: Session | None) -> None:
+        """Note that an answer has ended, or is to begin anew, and keep the state of its session, if there is one to keep."""
+        if (
+            session is not None
+            and not session.is_offloaded
+            and answer.request.goes_on
+            and answer.prompt_logprobs is None
+        ):
+            self.cache.keep(session, known=answer.node)
+        if answer.node is not None:
+            self.cache.release(answer.node)
+        answer.node = answer.hit = None

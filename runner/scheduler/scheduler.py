@@ -80,7 +80,7 @@ class Scheduler:
 
     @property
     def has_few_waiting(self) -> bool:
-        """Whether a caller with many requests should add one now: all slots can be filled from those that wait."""
+        """Whether a caller with many requests should add one now: those that wait cannot fill all slots."""
         return len(self._waiting) < min(self._max_waiting, self._model.program.capacity.slots)
 
     @property
@@ -203,7 +203,7 @@ class Scheduler:
         held: list[Answer] = []
         slots = self._sessions.free
         while self._waiting and len(held) <= slots:
-            if self._reuse.awaits(self._waiting[0]):
+            if slots and self._reuse.awaits(self._waiting[0]):
                 held.append(self._waiting.popleft())
             elif not self._admit_next():
                 break
@@ -213,14 +213,13 @@ class Scheduler:
         """Give the next waiting answer a session, or make room for it. Returns whether there may be more to do now."""
         answer, active = self._waiting[0], bool(self._prefilling or self._decoding)
         try:
-            tier, reused = self._sessions.tier, self._reuse.on_device(answer)
+            tier, reused = self._sessions.tier, self._reuse.on_device(answer) if self._sessions.free else 0
             leaving, room = tier.is_leaving, self._room.is_free(answer, self._prefilling, self._decoding, reused)
             if not room and leaving:
                 # That may be room enough: the next step looks. With no step to run, this waits.
                 return not active and tier.settle(wait=True)
-            if not room and (self._room.has_slots(answer, self._prefilling) and self.prefixes.make_room()):
-                return True
-            if not room and self.kept.make_room():
+            pages_alone = not room and self._room.has_slots(answer, self._prefilling)
+            if not room and ((pages_alone and self.prefixes.make_room()) or self.kept.make_room()):
                 return True
             if not room and active:
                 return False
@@ -383,6 +382,7 @@ class Scheduler:
         """Have an answer wait again, as the next one to go on. Its state goes to the host, or is computed again."""
         self._stats.put_back += 1
         answer.leave_device(self._offloads)
+        self._reuse.ended(answer, None)
         self._waiting.appendleft(answer)
 
     def _fail(self, error: BaseException) -> None:
@@ -430,6 +430,7 @@ class Scheduler:
         self._stats.finished += 1
         session, kept, source = answer.session, answer.kept, answer.source
         answer.session = None
+        self._reuse.ended(answer, session if kept is None else None)
         if source is not None:
             # The answer never began.
             source.busy = False
@@ -437,7 +438,6 @@ class Scheduler:
                 return
         if kept is None:
             if session is not None:
-                self._reuse.ended(answer, session)
                 session.close()
         elif session is not None and self.failure is None:
             tokens = list(session.tokens)

@@ -63,7 +63,7 @@ class Known:
 
     Attributes:
         prefix: state after it, if there is any.
-        owners: number of those whose prompt it is, which is computed now.
+        owners: number of those whose prompt it is.
     """
 
     prefix: Prefix | None = None
@@ -78,12 +78,16 @@ class Hit(NamedTuple):
         position: number of tokens that a session would have then.
         known: number of tokens from the first on that were seen before.
         owner: whose prompt begins with all these, and is computed now; None: nobody's.
+        node: the last node of the tree that the tokens begin with, while the cache has this version; None: the root.
+        version: the cache's version.
     """
 
-    prefix: Prefix | None
-    position: int
-    known: int
-    owner: Hashable | None
+    prefix: Prefix | None = None
+    position: int = 0
+    known: int = 0
+    owner: Hashable | None = None
+    node: Node[Known] | None = None
+    version: int = 0
 
 
 @dataclass
@@ -114,6 +118,7 @@ class PrefixCache:
     Attributes:
         needs_rows: whether a session can go on only from where a prefix ends, and a prefix takes a row for a snapshot.
         enabled: whether anything can be kept.
+        version: number of changes so far.
     """
 
     def __init__(self, sessions: Sessions, model: Model, host_bytes: int = 0, enabled: bool = True) -> None:
@@ -123,6 +128,7 @@ class PrefixCache:
         self._on_device: dict[Prefix, None] = {}
         self._on_host: dict[Prefix, None] = {}
         self._host_bytes = 0
+        self.version = 0
         # Whose prompt is computed now, and where it ends.
         self._owners: dict[Hashable, Node[Known]] = {}
         sessions.tier.evict = self.make_room
@@ -146,26 +152,27 @@ class PrefixCache:
         """Look up the longest beginning of the tokens after which there is state. All of them count only if their logits are
         there too."""
         if not self.enabled or len(tokens) < 2:
-            return Hit(None, 0, 0, None)
+            return Hit(version=self.version)
         path, known, last = self._tree.match(tokens)
+        hit = Hit(None, 0, known, None, path[-1], self.version)
         limit = min(known, len(tokens) - 1)
         if not limit:
-            return Hit(None, 0, known, None)
+            return hit
         whole = path[-1].value if path[-1].end == len(tokens) else None
         if whole is not None and whole.prefix is not None and whole.prefix.has_logits:
-            return Hit(whole.prefix, len(tokens), known, None)
+            return hit._replace(prefix=whole.prefix, position=len(tokens))
         candidates: Iterable[Node[Known]] = reversed(path)
         if not self.needs_rows:
             candidates = chain(self._tree.below(last), candidates)
-        owner = next((owner for owner, node in self._owners.items() if self._is_below(node, last)), None)
+        hit = hit._replace(owner=next((owner for owner, node in self._owners.items() if _is_below(node, last)), None))
         for node in candidates:
             prefix = node.value.prefix if node.value is not None else None
             if prefix is None or (self.needs_rows and node.end > limit):
                 continue
             position = min(node.end, limit)
             if self._sessions.pages.cover(prefix.firsts, position):
-                return Hit(prefix, position, known, owner)
-        return Hit(None, 0, known, owner)
+                return hit._replace(prefix=prefix, position=position)
+        return hit
 
     def open(self, hit: Hit) -> Session:
         """Open a session that has the tokens of a hit.
@@ -189,20 +196,20 @@ class PrefixCache:
             if prefix in prefixes:
                 prefixes[prefix] = prefixes.pop(prefix)
 
-    def keep(self, session: Session, logits: bool = False) -> bool:
+    def keep(self, session: Session, logits: bool = False, known: Node[Known] | None = None) -> bool:
         """Keep the state after all tokens of a session that the model has seen. Returns whether there was room.
 
-        `logits`: with its logits, if the same tokens may come again, and there are any.
+        Args:
+            session: the session.
+            logits: whether to keep its logits too, if there are any: the same tokens may come again.
+            known: a node that its tokens begin with, or that begins with them. None: it is not known.
         """
-        if not self.enabled:
+        if not self.enabled or not session.seen:
             return False
-        seen = session.seen_tokens
-        if not seen:
-            return False
-        node = self._tree.insert(seen)
-        known = node.value = node.value or Known()
-        if known.prefix is not None and known.prefix.snapshot is not None and known.prefix.has_logits >= logits:
-            self.touch(known.prefix)
+        node = self._node_of(session, known)
+        there = node.value.prefix if node.value is not None else None
+        if there is not None and there.snapshot is not None and there.has_logits >= logits:
+            self.touch(there)
             return True
         try:
             snapshot = self._snapshot(session, logits)
@@ -210,10 +217,11 @@ class PrefixCache:
             self._prune(node)
             return False
         # What left the device for it may have taken the node away.
-        node = self._tree.insert(seen)
-        known = node.value = node.value or Known()
-        before, known.prefix = known.prefix, Prefix(node, snapshot)
-        self._on_device[known.prefix] = None
+        node = self._node_of(session, known)
+        value = node.value = node.value or Known()
+        before, value.prefix = value.prefix, Prefix(node, snapshot)
+        self._on_device[value.prefix] = None
+        self.version += 1
         if before is not None:
             self.drop(before)
         return True
@@ -230,22 +238,32 @@ class PrefixCache:
         self._leave(min(oldest, key=lambda prefix: _ORDER.get(len(prefix.node.children), len(_ORDER))))
         return True
 
-    def announce(self, tokens: list[int], owner: Hashable) -> None:
-        """Note that the owner's prompt is computed now."""
-        node = self._owners[owner] = self._tree.insert(tokens)
+    def announce(self, tokens: list[int], owner: Hashable, hit: Hit) -> Node[Known]:
+        """Note that the owner's prompt is computed now. Returns its node, which stays until it is released.
+
+        `hit`: what was found for the tokens.
+        """
+        node = self._tree.insert(tokens, hit.node if hit.version == self.version else None)
+        self._owners[owner] = node
         node.value = node.value or Known()
         node.value.owners += 1
+        self.version += 1
+        return node
 
     def is_owner(self, owner: Hashable) -> bool:
         """Whether the owner's prompt is computed now."""
         return owner in self._owners
 
     def withdraw(self, owner: Hashable) -> None:
-        """Note that the owner's prompt, if it was announced, is computed, or is not any more."""
-        node = self._owners.pop(owner, None)
-        if node is not None and node.value is not None:
-            node.value.owners -= 1
-            self._prune(node)
+        """Note that the owner's prompt is computed, or is not any more."""
+        if self._owners.pop(owner, None) is not None:
+            self.version += 1
+
+    def release(self, node: Node[Known]) -> None:
+        """Note that nobody goes on from a node any more that `announce` returned."""
+        assert node.value is not None
+        node.value.owners -= 1
+        self._prune(node)
 
     def drop(self, prefix: Prefix) -> None:
         """Forget a prefix."""
@@ -302,6 +320,7 @@ class PrefixCache:
         assert snapshot is not None
         del self._on_device[prefix]
         prefix.snapshot = None
+        self.version += 1
         if self._most_host_bytes:
             # The host may have no memory for it.
             with suppress(Exception):
@@ -315,16 +334,18 @@ class PrefixCache:
         while self._host_bytes > self._most_host_bytes:
             self.drop(next(iter(self._on_host)))
 
+    def _node_of(self, session: Session, known: Node[Known] | None) -> Node[Known]:
+        """The node of the tokens that the model has seen of a session. See `keep`."""
+        if known is not None and session.seen <= known.end:
+            return self._tree.at(known, session.seen)
+        return self._tree.insert(session.tokens[: session.seen], known)
+
     def _prune(self, node: Node[Known]) -> None:
+        self.version += 1
         known = node.value
         if known is not None and known.prefix is None and not known.owners:
             node.value = None
             self._tree.prune(node)
-
-    def _is_below(self, node: Node[Known] | None, other: Node[Known]) -> bool:
-        while node is not None and node is not other:
-            node = node.parent
-        return node is not None
 
     def _tokens_of(self, node: Node[Known]) -> list[int]:
         parts: list[list[int]] = []
@@ -333,3 +354,9 @@ class PrefixCache:
             parts.append(found.tokens)
             found = found.parent
         return [token for part in reversed(parts) for token in part]
+
+
+def _is_below(node: Node[Known] | None, other: Node[Known]) -> bool:
+    while node is not None and node is not other:
+        node = node.parent
+    return node is not None

@@ -39,14 +39,19 @@ class PrefixTree(Generic[Value]):
     def __init__(self) -> None:
         self.root = Node[Value]([], 0, None)
 
-    def match(self, tokens: list[int]) -> tuple[list[Node[Value]], int, Node[Value]]:
+    def match(self, tokens: list[int], start: Node[Value] | None = None) -> tuple[list[Node[Value]], int, Node[Value]]:
         """Find how far the tree knows the tokens.
 
+        Args:
+            tokens: a sequence.
+            start: a node with which it begins. None: the root.
+
         Returns:
-            The nodes that the tokens begin with, the root first; the number of tokens from the first on that the tree has;
+            The nodes that the tokens begin with, from `start` on; the number of tokens from the first on that the tree has;
             and the node that has the last of these. It is the last of the list, or a child of it that goes on otherwise.
         """
-        node, path, end = self.root, [self.root], 0
+        node = start or self.root
+        path, end = [node], node.end
         while (child := node.children.get(tokens[end]) if end < len(tokens) else None) is not None:
             common = common_length(child.tokens, tokens[end : child.end])
             end += common
@@ -56,17 +61,24 @@ class PrefixTree(Generic[Value]):
             node = child
         return path, end, node
 
-    def insert(self, tokens: list[int]) -> Node[Value]:
-        """Return the node of these tokens, which is made if there is none. Give it a value, or `prune` it."""
-        path, end, last = self.match(tokens)
+    def insert(self, tokens: list[int], start: Node[Value] | None = None) -> Node[Value]:
+        """Return the node of these tokens, which is made if there is none. Give it a value, or `prune` it. `start`: see
+        `match`."""
+        path, end, last = self.match(tokens, start)
         node = path[-1]
         if last is not node:
             node = self._split(last, end)
         if end < len(tokens):
-            added = Node[Value](list(tokens[end:]), len(tokens), node)
+            added = Node[Value](tokens[end:], len(tokens), node)
             node.children[tokens[end]] = added
             return added
         return node
+
+    def at(self, node: Node[Value], end: int) -> Node[Value]:
+        """Return the node of the first `end` tokens of a node, at least one, as `insert` does."""
+        while node.parent is not None and node.parent.end >= end:
+            node = node.parent
+        return node if node.end == end else self._split(node, end)
 
     def prune(self, node: Node[Value]) -> None:
         """Remove the node if nothing needs it: it has no value, and not two children."""

@@ -117,10 +117,10 @@ class Session:
         return len(self._known.history)
 
     @property
-    def seen_tokens(self) -> list[int]:
-        """Those of the history that the model has seen: a copy. The last one may be left out."""
+    def seen(self) -> int:
+        """Number of the history's tokens that the model has seen: all, or all but the last."""
         state = self._known
-        return state.history.tokens[: state.seen]
+        return min(state.seen, len(state.history))
 
     @property
     def sampling_params(self) -> SamplingParams:
