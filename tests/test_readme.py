@@ -25,6 +25,7 @@ READMES = [
     "export/kernels/README.md",
     "runner/README.md",
     "runner/scheduler/README.md",
+    "runner/sessions/README.md",
     "scripts/FIGURES.md",
     "tests/assets/configs/README.md",
     "tests/assets/templates/README.md",

@@ -11,7 +11,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,7 +51,7 @@ class LoadSpec:
         range_ratio: each of these is drawn uniformly from mean * (1 - range_ratio) to mean * (1 + range_ratio).
         requests: number of requests for each load. None: 4 per caller, but at least 16; or those of 30 seconds.
         duration: seconds after which no conversation begins; without `requests`, any number does until then.
-        turns: requests of a conversation. Each goes on from the answer to the one before, in a kept session.
+        turns: requests of a conversation. Each has all that was said before at its begin, as a chat's requests have.
         shared_prefix: number of tokens before the prompt of each conversation, the same for all.
         seed: of lengths, tokens and times.
         sampling: fields of all requests' `SamplingParams`.
@@ -129,6 +128,7 @@ class Sample:
         sent: when it was sent.
         arrivals: when each output came.
         tokens: number of tokens that came.
+        reused_tokens: how many of the prompt's tokens were not computed.
         error: why there are not `max_tokens`; None: there are.
     """
 
@@ -139,6 +139,7 @@ class Sample:
     sent: float
     arrivals: list[float] = field(default_factory=list)
     tokens: int = 0
+    reused_tokens: int = 0
     error: str | None = None
 
     @property
@@ -191,6 +192,10 @@ class LoadMeasurement:
     @property
     def prompt_tokens(self) -> int:
         return sum(sample.prompt_tokens for sample in self.done)
+
+    @property
+    def reused_tokens(self) -> int:
+        return sum(sample.reused_tokens for sample in self.done)
 
     @property
     def output_tokens(self) -> int:
@@ -314,35 +319,33 @@ async def _converse(
     engine: AsyncEngine, spec: LoadSpec, conversation: _Conversation, caller: int, begin: float, samples: list[Sample]
 ) -> None:
     """Send the requests of a conversation one after the other, until one fails."""
-    session = f"conversation {engine.new_id()}" if spec.turns > 1 else None
+    told: list[int] = []
     for turn, (prompt, answer) in enumerate(zip(conversation.prompts, conversation.answers, strict=True)):
+        told += prompt
         request = Request(
             id=engine.new_id(),
-            tokens=prompt,
+            tokens=list(told),
             max_tokens=answer,
             sampling_params=SamplingParams(**spec.sampling),
             ignore_eos=True,
-            session=session if turn else None,
-            keep=session,
         )
-        sample = Sample(caller, turn, len(prompt), answer, time.perf_counter() - begin)
+        sample = Sample(caller, turn, len(told), answer, time.perf_counter() - begin)
         samples.append(sample)
-        await _send(engine, request, sample, begin)
+        told += await _send(engine, request, sample, begin)
         if sample.error is not None:
             break
-    if session is not None:
-        # A request that failed may have kept nothing.
-        with suppress(OstinatoError):
-            await engine.close_session(session)
 
 
-async def _send(engine: AsyncEngine, request: Request, sample: Sample, begin: float) -> None:
-    """Send a request, and note what comes."""
+async def _send(engine: AsyncEngine, request: Request, sample: Sample, begin: float) -> list[int]:
+    """Send a request, note what comes, and return its tokens."""
+    tokens: list[int] = []
     try:
         async for output in engine.outputs(request):
             if output.tokens:
                 sample.arrivals.append(time.perf_counter() - begin)
                 sample.tokens += len(output.tokens)
+                tokens += output.tokens
+            sample.reused_tokens += output.reused_tokens
             if output.error is not None:
                 sample.error = output.error.message
     except EngineProcessError:
@@ -351,3 +354,4 @@ async def _send(engine: AsyncEngine, request: Request, sample: Sample, begin: fl
         sample.error = str(error)
     if sample.error is None and sample.tokens != sample.max_tokens:
         sample.error = f"{sample.tokens} of {sample.max_tokens} tokens came"
+    return tokens

@@ -38,6 +38,7 @@ def records(spec: LoadSpec, rows: Sequence[LoadMeasurement], subject: Mapping[st
             "error": next((sample.error for sample in row.samples if sample.error is not None), None),
             "duration": row.seconds,
             "total_input_tokens": row.prompt_tokens,
+            "total_reused_tokens": row.reused_tokens,
             "total_output_tokens": row.output_tokens,
             "request_throughput": len(row.done) / row.seconds,
             "output_throughput": row.speed,
@@ -63,6 +64,7 @@ def records(spec: LoadSpec, rows: Sequence[LoadMeasurement], subject: Mapping[st
                     "caller": sample.caller,
                     "turn": sample.turn,
                     "input_tokens": sample.prompt_tokens,
+                    "reused_tokens": sample.reused_tokens,
                     "output_tokens": sample.tokens,
                     "sent": round(sample.sent, 6),
                     "ttft_ms": round(sample.ttft_ms, 3) if sample.arrivals else None,
@@ -103,7 +105,8 @@ def render_loads(spec: LoadSpec, rows: Sequence[LoadMeasurement], subject: Mappi
         "right",
     )
     columns |= dict.fromkeys(("requests/s", "first token, ms", "per token, ms", "between tokens, ms"), "right")
-    columns |= dict.fromkeys(("put back", "failed"), "right")
+    reuses = any(row.reused_tokens for row in rows)
+    columns |= dict.fromkeys((*(["reused"] if reuses else []), "put back", "failed"), "right")
     cells = [
         [
             row.load.name,
@@ -113,6 +116,7 @@ def render_loads(spec: LoadSpec, rows: Sequence[LoadMeasurement], subject: Mappi
             f"{(row.prompt_tokens + row.output_tokens) / row.seconds:,.1f}",
             f"{len(row.done) / row.seconds:,.2f}",
             *(_three(values) for values in latencies(row).values()),
+            *([f"{100 * row.reused_tokens / max(row.prompt_tokens, 1):.1f}%"] if reuses else []),
             f"{row.counts['put_back']}",
             str(row.failed),
         ]
@@ -136,7 +140,7 @@ def _three(values: Sequence[float]) -> str:
 def _notes(spec: LoadSpec, rows: Sequence[LoadMeasurement], subject: Mapping[str, Any]) -> list[str]:
     notes = [
         f"each request: {_range(spec, spec.prompt)} random tokens, and {_range(spec, spec.answer)} tokens of answer",
-        *([f"each conversation: {spec.turns} requests, in a kept session"] if spec.turns > 1 else []),
+        *([f"each conversation: {spec.turns} requests, each with all that was said before"] if spec.turns > 1 else []),
         *([f"the first {spec.shared_prefix} tokens of all conversations are the same"] if spec.shared_prefix else []),
         "all requests count, from the first one sent to the end of the last; steady: from when every caller has a token "
         "until the first has nothing more to send",

@@ -65,8 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             "--turns",
             int,
             "N",
-            "requests of a conversation, each of which goes on from the last answer in a kept session (default: 1). With "
-            "--rate, conversations come at that rate",
+            "requests of a conversation, each of which begins with all that was said before (default: 1). With --rate, "
+            "conversations come at that rate",
         ),
         (
             "--shared-prefix",
@@ -83,15 +83,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             "see Engine.load: how long a step with prompts should take (default: 16, CPU: 100, experts on the host: 250)",
         ),
         ("--max-waiting", int, "N", "see Engine.load: the most requests that wait (default: 1024)"),
+        (
+            "--host-cache-bytes",
+            int,
+            "N",
+            "see Engine.load: bytes of the host's memory for the prefix cache (default: 0)",
+        ),
     ):
         group.add_argument(name, type=kind, metavar=metavar, help=text)
+    group.add_argument(
+        "--no-prefix-caching", action="store_true", default=None, help="compute each prompt from its first token on"
+    )
 
 
 def check_not_given(arguments: argparse.Namespace) -> None:
     """Raises OptionError: an option of --load without it."""
     for name in (
         *("concurrency", "rate", "range_ratio", "requests", "duration", "turns", "shared_prefix", "seed"),
-        *("max_step_ms", "max_waiting"),
+        *("max_step_ms", "max_waiting", "host_cache_bytes", "no_prefix_caching"),
     ):
         if getattr(arguments, name) is not None:
             raise OptionError(f"--{name.replace('_', '-')} is an option of --load: give --load, too")
@@ -202,11 +211,16 @@ def _engine_options(
         -(-min(max(buckets or PREFILL_BUCKETS), int(metadata[META_MAX_SEQ_LEN])) // page_size) + 1,
     )
     capacity = with_kv_tokens(replace(capacity, sessions=sessions), pages * page_size)
+    if (spec.turns > 1 or spec.shared_prefix) and capacity.snapshots is None and capacity.gpu_memory_fraction is None:
+        # The state behind each caller's last answer and its prompt, and behind what all share.
+        capacity = replace(capacity, snapshots=2 * sessions + 2)
     options = {
         **asdict(capacity),
         "cuda_graph": on_gpu if arguments.cuda_graph is None else arguments.cuda_graph[0],
         "prefault": arguments.prefault,
         "prefill_buckets": buckets,
         "max_step_ms": arguments.max_step_ms,
+        "host_cache_bytes": arguments.host_cache_bytes or 0,
+        "prefix_caching": not arguments.no_prefix_caching,
     }
     return options if arguments.max_waiting is None else options | {"max_waiting": arguments.max_waiting}

@@ -83,13 +83,14 @@ def test_conversations(bench: Bench, capitals_artifact: Path, monkeypatch: pytes
     # Whole conversations: seven requests are nine. Two more warm up.
     assert (row["completed"], len(sent)) == (9, 2 + 9)
     assert Counter(one["turn"] for one in row["samples"]) == {0: 3, 1: 3, 2: 3}
-    first = [request for request in sent[2:] if request.session is None]
-    assert len({tuple(request.tokens[:5]) for request in first}) == 1
-    assert {len(request.tokens) for request in first} == {5 + 16}
-    assert len({tuple(request.tokens[5:]) for request in first}) == 3
-    later = [request for request in sent[2:] if request.session is not None]
-    assert {len(request.tokens) for request in later} == {16}
-    assert {request.session for request in later} == {request.keep for request in first}
+    # Each begins with all that was said before, which is not computed again.
+    turns = {turn: [request for request in sent[2:] if len(request.tokens) == 5 + 16 + 24 * turn] for turn in range(3)}
+    assert [len(requests) for requests in turns.values()] == [3, 3, 3]
+    assert len({tuple(request.tokens[:5]) for request in sent[2:]}) == 1
+    assert len({tuple(request.tokens[5:]) for request in turns[0]}) == 3
+    assert {tuple(request.tokens[:21]) for request in turns[2]} == {tuple(request.tokens) for request in turns[0]}
+    # All but an answer's last token, and the new ones.
+    assert row["total_reused_tokens"] >= 3 * (28 + 52)
     # 5 + 3 * (16 + 8) positions are two pages.
     assert row["kv_tokens"] == 2 * 3 * 64
 
@@ -166,7 +167,7 @@ def test_options_of_load_alone(refused: Bench, capitals_artifact: Path, capsys: 
 
 
 def sample(caller: int, sent: float, *arrivals: float, error: str | None = None) -> Sample:
-    return Sample(caller, 0, 10, len(arrivals), sent, list(arrivals), len(arrivals), error)
+    return Sample(caller, 0, 10, len(arrivals), sent, list(arrivals), len(arrivals), error=error)
 
 
 def test_steady() -> None:
