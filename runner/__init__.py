@@ -45,7 +45,9 @@ if TYPE_CHECKING:
     from .sessions.warm_up import WarmUp as WarmUp
     from .stream import Result as Result
     from .stream import Stream as Stream
+    from .text.prompts import Prompt as Prompt
     from .text.tokenizer import Message as Message
+    from .text.tokenizer import Piece as Piece
     from .text.tokenizer import TextStream as TextStream
     from .text.tokenizer import Tokenizer as Tokenizer
     from .text_request import TextRequest as TextRequest
@@ -65,7 +67,8 @@ else:
             ".sessions.session": "Session Snapshot",
             ".sessions.warm_up": "Captured WarmUp",
             ".stream": "Result Stream",
-            ".text.tokenizer": "Message TextStream Tokenizer",
+            ".text.prompts": "Prompt",
+            ".text.tokenizer": "Message Piece TextStream Tokenizer",
             ".text_request": "TextRequest",
         },
     )

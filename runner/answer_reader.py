@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
 
 from .scheduler.messages import Output
 from .stream import Result
@@ -56,6 +57,29 @@ class AnswerReader:
             result.error, result.error_type = str(error), type(error).__name__
             raise error
         return text
+
+    def read_all(self, outputs: Generator[Output, None, None]) -> Generator[tuple[str, Output], None, None]:
+        """Read an answer's outputs until it ends, time the waits for them, and yield the text of each, and the output.
+
+        Raises:
+            OstinatoError: the error that the answer has ended with.
+        """
+        result = self.result
+        begin = time.perf_counter()
+        try:
+            for output in outputs:
+                # Only the wait is timed: the caller's own work on a token does not count as decode.
+                seconds = time.perf_counter() - begin
+                if result.tokens:
+                    result.decode_seconds += seconds
+                else:
+                    result.prefill_seconds += seconds
+                yield self.read(output), output
+                if self.ended:
+                    return
+                begin = time.perf_counter()
+        finally:
+            outputs.close()
 
     def _passed(self, text: str) -> str:
         if self._stop is None or not text:

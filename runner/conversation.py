@@ -1,54 +1,34 @@
-"""A conversation of several turns over one session, so that a turn prefills only what the session does not have.
-
-A chat template may render earlier turns otherwise than the session saw them: many drop what a model thought. Then the session
-goes back to the last snapshot from which both agree.
-"""
+"""A conversation of several turns. Each turn goes on from what the prefix cache knows of the turns before."""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Generator, Mapping, Sequence
+from copy import copy
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ostinato.delegate.errors import CapacityError, InputError, OstinatoError, SessionFileError
 from ostinato.delegate.sampling_params import SamplingParams
 
 from .engine import Engine
-from .sessions.session import Session, Snapshot, check_max_new_tokens
-from .stream import DEFAULT_MAX_NEW_TOKENS, Result, Stream
-from .text.common_prefix import common_length
-from .text.prompts import encode_prompt
-from .text.tokenizer import Message, TextStream
-
-# A long prompt is prefilled in parts of so many tokens: an answer can be closed between them.
-PREFILL_PART = 512
-
-Returned = TypeVar("Returned")
-
-
-@dataclass(frozen=True)
-class Point:
-    """A snapshot of the session when it had its first `position` tokens."""
-
-    position: int
-    snapshot: Snapshot
+from .sessions.session import check_max_new_tokens
+from .stream import DEFAULT_MAX_NEW_TOKENS, Stream
+from .text.prompts import Prompt, encode_prompt
+from .text.tokenizer import Message, Piece
+from .text_request import TextRequest
 
 
 class Conversation:
-    """Messages, and a session that has seen most of them. One thread at a time may use it.
+    """Messages, and the tokens that the model has seen of them. One thread at a time may use it.
 
-    Answers go on from the session; whatever takes the state away (no room, a file of another artifact) costs time alone: it
-    is computed again from the messages.
+    It holds no state on the device. What the prefix cache had to give up costs time alone: it is computed again.
 
     Args:
-        engine: where the session is. Snapshots to go back to are made as far as it has room for them.
+        engine: answers the questions.
         chat_template_kwargs, max_new_tokens, sampling_params: as `Engine.generate` takes them, for all answers.
         messages: what was said before.
 
@@ -78,9 +58,9 @@ class Conversation:
         self._template_kwargs = chat_template_kwargs
         self._max_new_tokens = max_new_tokens
         self._params = sampling_params or SamplingParams()
-        self._session: Session | None = None
-        # Their positions rise, and the session has the tokens of all of them.
-        self._points: list[Point] = []
+        # The last turn's prompt and answer, and their text with the tokens that were sampled for its answers.
+        self._tokens: list[int] = []
+        self._told: list[Piece] = []
 
     @property
     def turns(self) -> int:
@@ -89,8 +69,8 @@ class Conversation:
 
     @property
     def position(self) -> int:
-        """Number of tokens that the session has."""
-        return 0 if self._session is None else self._session.position
+        """Number of tokens of the last turn's prompt and answer, or of the session that was loaded."""
+        return len(self._tokens)
 
     @property
     def max_seq_len(self) -> int:
@@ -104,7 +84,8 @@ class Conversation:
 
         Raises:
             InputError: an empty question, or the conversation leaves no room in max_seq_len.
-            CapacityError: when a piece is taken, there are too few pages, or no session is free.
+            CapacityError: the conversation needs more pages than there are; or, when a piece is taken, sessions that others
+                opened have them, or all slots.
         """
         if not text.strip():
             raise InputError("the prompt is empty")
@@ -139,54 +120,28 @@ class Conversation:
         self.close()
 
     def fork(self) -> Conversation:
-        """Return another conversation that goes on from here. This one's session leaves the device until its next turn."""
-        other = Conversation(
-            self._engine,
-            chat_template_kwargs=self._template_kwargs,
-            max_new_tokens=self._max_new_tokens,
-            sampling_params=self._params,
-            messages=self.messages,
-        )
-        self._bring_back()
-        snapshot = self._snapshot() if self.position else None
-        other._points, self._points = self._points, []
-        self.put_aside()
-        if snapshot is not None:
-            try:
-                other._session = self._engine.open_session()
-                other._session.restore(snapshot)
-            except CapacityError:
-                other.close()
-            snapshot.close()
-        else:
-            other._forget_points()
+        """Return another conversation that goes on from here."""
+        other = copy(self)
+        other.messages = list(self.messages)
         return other
 
-    def put_aside(self) -> None:
-        """Have the session leave the device, for the sake of others. The next turn brings it back."""
-        self._forget_points()
-        if self._session is None or self._session.is_offloaded:
-            return
-        try:
-            self._session.offload()
-        except OstinatoError:
-            self.close()
-
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the messages to a file, as JSON, and the session beside it, with `.session` behind the name.
+        """Write the messages to a file, as JSON, and a session with the last turn's tokens beside it, with `.session` behind
+        the name. What the prefix cache does not have of it is computed again.
 
         Raises:
             SessionFileError: a file cannot be written.
+            CapacityError: no slot or too few pages are free for the session; nothing was written.
         """
         path = Path(path)
         beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}") if path.name else path
         try:
             beside.write_text(json.dumps({"messages": self.messages}, indent=1), encoding="utf-8")
             try:
-                if self._session is None:
-                    _state_path(path).unlink(missing_ok=True)
+                if self._tokens:
+                    self._save_session(_state_path(path))
                 else:
-                    self._session.save(_state_path(path))
+                    _state_path(path).unlink(missing_ok=True)
                 os.replace(beside, path)
             finally:
                 beside.unlink(missing_ok=True)
@@ -206,18 +161,20 @@ class Conversation:
         messages = _read_messages(path)
         self.close()
         self.messages = messages
+        driver = self._engine.driver
         try:
-            self._session = self._engine.load_session(_state_path(path))
+            with driver.lock, self._engine.load_session(_state_path(path)) as session:
+                if not driver.scheduler.prefixes.keep(session):
+                    raise CapacityError("the prefix cache has no room for it: load the program with more snapshots")
+                self._tokens = list(session.tokens)
+            self._told = self._loaded()
         except OstinatoError as error:
             return error
         return None
 
     def close(self) -> None:
-        """Give the session back. The messages stay, and the next turn opens another one."""
-        self._forget_points()
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        """Forget the tokens. The messages stay, and so does their state in the prefix cache, while there is room for it."""
+        self._tokens, self._told = [], []
 
     def _last_question(self) -> int:
         """Number of the message. Raises InputError: there is none."""
@@ -227,137 +184,56 @@ class Conversation:
         raise InputError("there is no turn yet")
 
     def _answer(self, asked: list[Message]) -> Stream[str]:
-        begin = time.perf_counter()
-        tokenizer, limit = self._engine.tokenizer, self._engine.max_seq_len
-        prompt = encode_prompt(tokenizer, asked, chat_template_kwargs=self._template_kwargs)
-        tokens = prompt.tokens
-        if len(tokens) >= limit:
+        engine, limit = self._engine, self.max_seq_len
+        prompt = encode_prompt(engine.tokenizer, asked, chat_template_kwargs=self._template_kwargs, told=self._told)
+        if len(prompt.tokens) >= limit:
             raise InputError(
-                f"the conversation has {len(tokens)} tokens with this question, which leaves no room for an answer: "
+                f"the conversation has {len(prompt.tokens)} tokens with this question, which leaves no room for an answer: "
                 f"max_seq_len is {limit}. Take turns back, or begin anew"
             )
-        result = Result(prompt_tokens=len(tokens))
-        return Stream(
-            self._pieces(asked, tokens, prompt.shared[-1] if prompt.shared else len(tokens), result, begin), result
+        answer = engine.answer(
+            TextRequest(prompt=prompt, max_new_tokens=self._max_new_tokens, sampling_params=self._params)
         )
+        return Stream(self._pieces(asked, prompt, answer), answer.result)
 
-    def _pieces(
-        self, asked: list[Message], tokens: list[int], stable: int, result: Result, begin: float
-    ) -> Generator[str, None, None]:
-        text = TextStream(self._engine.tokenizer)
-        ends = self._params.ends(self._engine.eos_ids)
-        limit, reason = min((self._max_new_tokens, "length"), (self._engine.max_seq_len - len(tokens), "max_seq_len"))
+    def _pieces(self, asked: list[Message], prompt: Prompt, answer: Stream[str]) -> Generator[str, None, None]:
+        """Yield the answer's text. At its end it is part of the conversation, if it has a token."""
+        result = answer.result
         try:
-            session = self._rewind(tokens)
-            result.reused_tokens = session.position
-            for _ in self._prefill(session, tokens, stable):
-                # The caller's own work does not count.
-                result.prefill_seconds += time.perf_counter() - begin
-                yield ""
-                begin = time.perf_counter()
-            for count in range(1, limit + 1):
-                try:
-                    (token,) = self._with_room(partial(self._engine.step, [session], more=count < limit))
-                except CapacityError:
-                    if not result.tokens:
-                        raise
-                    reason = "kv_tokens"
-                    break
-                seconds = time.perf_counter() - begin
-                if result.tokens:
-                    result.decode_seconds += seconds
-                else:
-                    result.prefill_seconds += seconds
-                result.tokens.append(token)
-                if token in ends:
-                    reason = "stop"
-                    break
-                piece = text.push(token)
-                result.text += piece
-                yield piece
-                begin = time.perf_counter()
-            rest = text.flush()
-            result.text += rest
-            result.finish_reason = reason
-            yield rest
-        except OstinatoError as error:
-            result.finish_reason, result.error = "error", str(error)
-            if not isinstance(error, (CapacityError, InputError)):
-                # The state may be partly updated.
-                self.close()
-            raise
+            yield from answer
         finally:
-            result.text += text.flush()
-            result.methods = self._engine.model.method_stats
             if result.tokens:
                 self.messages = [*asked, {"role": "assistant", "content": result.text}]
+                self._tokens = prompt.tokens + result.tokens
+                self._told = prompt.pieces[:-1]
+                said = result.tokens[: -1 if result.finish_reason == "stop" else None]
+                # A text may leave out what was said: special tokens, or an unfinished character.
+                if self._engine.tokenizer.decode(said) == result.text:
+                    text, tokens = prompt.pieces[-1]
+                    self._told.append(Piece(text + result.text, tokens + said))
 
-    def _rewind(self, tokens: list[int]) -> Session:
-        """Return the session with as many of the tokens, from the first on, as it can go back to."""
-        self._bring_back()
-        if self._session is not None:
-            common = common_length(tokens, self._session.tokens)
-            if common < self._session.position:
-                while self._points and self._points[-1].position > common:
-                    self._points.pop().snapshot.close()
-                if self._points:
-                    self._session.restore(self._points[-1].snapshot)
-                else:
-                    self.close()
-        if self._session is None:
-            self._session = self._engine.open_session()
-        self._session.sampling_params = self._params
-        return self._session
+    def _save_session(self, path: Path) -> None:
+        driver, tokens = self._engine.driver, self._tokens
+        with driver.lock, driver.scheduler.prefixes.open_longest(tokens) or self._engine.open_session() as session:
+            # The last one waits for the next step, as it does in a session that has sampled it.
+            if rest := tokens[session.position : -1]:
+                session.prefill(rest)
+            if session.position < len(tokens):
+                session.append(tokens[-1])
+            session.save(path)
 
-    def _bring_back(self) -> None:
-        """Have the session on the device, if there is one. Where it finds no room there, it is computed again."""
-        if self._session is not None and self._session.is_offloaded:
-            try:
-                self._session.onload()
-            except OstinatoError:
-                self.close()
+    def _loaded(self) -> list[Piece]:
+        """The text of the messages with the tokens that were loaded, if these are tokens of that text.
 
-    def _prefill(self, session: Session, tokens: list[int], stable: int) -> Iterator[None]:
-        """Prefill the tokens that the session does not have, part by part, and keep points before and after the question."""
-        self._keep_point(session)
-        for end in (stable, len(tokens)):
-            while session.position < end:
-                part = tokens[session.position : min(session.position + PREFILL_PART, end)]
-                self._with_room(partial(session.prefill, part))
-                yield
-            if session.position == stable:
-                self._keep_point(session)
-
-    def _keep_point(self, session: Session) -> None:
-        position = session.position
-        if position and (not self._points or self._points[-1].position < position):
-            snapshot = self._snapshot()
-            if snapshot is not None:
-                self._points.append(Point(position, snapshot))
-
-    def _snapshot(self) -> Snapshot | None:
-        """A snapshot of the session, in the place of the oldest point if there is no other; None: there is no room."""
-        assert self._session is not None
-        if self._points and len(self._points) >= self._engine.program.capacity.snapshots:
-            self._points.pop(0).snapshot.close()
-        try:
-            return self._with_room(self._session.snapshot)
-        except CapacityError:
-            return None
-
-    def _with_room(self, operation: Callable[[], Returned]) -> Returned:
-        """Run the operation; while there is no room for it, give up points, which hold pages: the oldest first."""
-        while True:
-            try:
-                return operation()
-            except CapacityError:
-                if not self._points:
-                    raise
-                self._points.pop(0).snapshot.close()
-
-    def _forget_points(self) -> None:
-        while self._points:
-            self._points.pop().snapshot.close()
+        Raises:
+            InputError: the chat template cannot be rendered.
+        """
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            return []
+        tokenizer, ends = self._engine.tokenizer, self._params.ends(self._engine.eos_ids)
+        text = tokenizer.render(self.messages[:-1], self._template_kwargs) + self.messages[-1]["content"]
+        tokens = self._tokens[: -1 if self._tokens[-1] in ends else None]
+        return [Piece(text, tokens)] if tokenizer.decode(tokens) == tokenizer.decode(tokenizer.encode(text)) else []
 
 
 def _state_path(path: Path) -> Path:

@@ -299,10 +299,16 @@ class Engine:
             ignore_eos=ignore_eos,
             stop=stop,
         )
+        answer = self.answer(asked)
+        return Stream((text for text in answer if text), answer.result)
+
+    def answer(self, asked: TextRequest) -> Stream[str]:
+        """Return the answer to a request with `n=1`, as `generate` does. After a step that completes no text, as one with a
+        part of the prompt, there is an empty piece: the stream can be closed there."""
         request = asked.for_scheduler(self.driver.new_id(), self.tokenizer)
         self.driver.check(request)
         (reader,) = answer_readers(asked, request, self.tokenizer)
-        return Stream((text for text, _ in self._read(request, reader) if text), reader.result)
+        return Stream((text for text, _ in self._read(request, reader)), reader.result)
 
     @explains_options
     def generate_tokens(
@@ -426,23 +432,10 @@ class Engine:
 
     def _read(self, request: Request, reader: AnswerReader) -> Generator[tuple[str, Output], None, None]:
         """Yield the text of each output, and the output. The result is complete at the end, also of a closed generator."""
-        outputs, result = self.driver.outputs(request), reader.result
-        begin = time.perf_counter()
+        result = reader.result
         try:
-            for output in outputs:
-                # Only the wait is timed: the caller's own work on a token does not count as decode.
-                seconds = time.perf_counter() - begin
-                if result.tokens:
-                    result.decode_seconds += seconds
-                else:
-                    result.prefill_seconds += seconds
-                text = reader.read(output)
-                yield text, output
-                if reader.ended:
-                    return
-                begin = time.perf_counter()
+            yield from reader.read_all(self.driver.outputs(request))
         finally:
-            outputs.close()
             result.methods = self.model.method_stats
             stats = self.program.stats
             result.constants = {"count": stats.constants, "shared": stats.shared, "bytes_saved": stats.bytes_saved}

@@ -14,7 +14,7 @@ from .answer_reader import AnswerReader
 from .scheduler.messages import Request
 from .sessions.session import check_max_new_tokens, checked_params
 from .stream import DEFAULT_MAX_NEW_TOKENS
-from .text.prompts import encode_prompt
+from .text.prompts import Prompt, encode_prompt
 from .text.stop_strings import checked_stop
 from .text.tokenizer import Message, Tokenizer
 
@@ -29,7 +29,7 @@ class TextRequest:
     """A prompt, and how to answer it.
 
     Attributes:
-        prompt: a question, or the turns of a chat. The chat template is applied.
+        prompt: a question, or the turns of a chat. The chat template is applied. A `Prompt` is one that is encoded.
         raw: no chat template: go on with the text as it is.
         chat_template_kwargs: values for the chat template, such as `{"enable_thinking": False}`.
         max_new_tokens: the most tokens of an answer.
@@ -42,7 +42,7 @@ class TextRequest:
         keep: name under which the session of the first answer is kept, see `Request.keep`.
     """
 
-    prompt: str | Sequence[Message]
+    prompt: str | Sequence[Message] | Prompt
     raw: bool = False
     chat_template_kwargs: Mapping[str, Any] | None = None
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
@@ -61,7 +61,9 @@ class TextRequest:
             OptionError: a value out of range.
         """
         checked_stop(self.stop)
-        prompt = encode_prompt(tokenizer, self.prompt, self.raw, self.chat_template_kwargs)
+        prompt = self.prompt
+        if not isinstance(prompt, Prompt):
+            prompt = encode_prompt(tokenizer, prompt, self.raw, self.chat_template_kwargs)
         request = self.with_tokens(name, prompt.tokens)
         request.shared, request.goes_on = prompt.shared, prompt.goes_on
         return request

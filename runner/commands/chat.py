@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 # A person can end an answer, so this is longer than what `run` has.
 MAX_NEW_TOKENS = 1024
-# Two for each of the last turns: /undo and /retry go back to them without computing.
+# Behind the question and the answer of each of the last two turns: /undo and /retry go on from there. Keys and values alone
+# need no rows.
 SNAPSHOTS = 4
 
 # Name -> (what it takes, what it does). `Chat` has a method with each name.
@@ -178,9 +179,7 @@ class Chat:
     def switch(self, number: str) -> None:
         if number not in {str(one + 1) for one in range(len(self._all))}:
             raise InputError(f"there are conversations 1 to {len(self._all)}, got {_short(number)}")
-        if int(number) != self._number + 1:
-            self._conversation.put_aside()
-            self._number = int(number) - 1
+        self._number = int(number) - 1
         turns = self._conversation.turns
         say(f"this is conversation {number}, with {turns} turn{'s' * (turns != 1)}")
 

@@ -41,7 +41,8 @@ class LocalDriver:
             self.scheduler.check(request)
 
     def outputs(self, request: Request, bitmask: TokenBitmask | None = None) -> Generator[Output, None, None]:
-        """Add a request, and yield its outputs as they come. If the generator is closed before, the request is cancelled.
+        """Add a request, and yield its outputs as they come; one without tokens after each step that gives it nothing. If the
+        generator is closed before the end, the request is cancelled.
 
         Raises:
             InputError, CapacityError, QueueFullError, ClosedError: see `Scheduler.add`.
@@ -54,8 +55,10 @@ class LocalDriver:
         try:
             while going_on:
                 with self.lock:
-                    while not arrived:
+                    if not arrived:
                         self._step()
+                if not arrived:
+                    yield Output(request.id, 0)
                 while arrived:
                     output = arrived.popleft()
                     going_on -= output.finish_reason is not None

@@ -190,6 +190,17 @@ class PrefixCache:
         state = SessionState(history, hit.position, hit.position)
         return self._sessions.tier.open_prefix(self._sessions, prefix.offloaded, state)
 
+    def open_longest(self, tokens: list[int]) -> Session | None:
+        """Open a session with the longest beginning of the tokens after which there is state, all of them if it can be. None:
+        there is none.
+
+        Raises:
+            CapacityError: as `open`.
+        """
+        # `find` leaves the last token to be computed, as a prompt needs its logits: here that is one that nobody has.
+        hit = self.find([*tokens, -1])
+        return None if hit.prefix is None else self.open(hit)
+
     def touch(self, prefix: Prefix) -> None:
         """Note that a prefix is used now."""
         for prefixes in (self._on_device, self._on_host):

@@ -7,18 +7,20 @@ from typing import Any, NamedTuple
 
 from ostinato.delegate.errors import InputError
 
-from .tokenizer import Message, Tokenizer
+from .tokenizer import Message, Piece, Tokenizer
 
 
 class Prompt(NamedTuple):
     """A prompt for the model, and what is known of prompts that will come after it.
 
     Attributes:
-        tokens: token ids.
+        pieces: its text in pieces, see `Tokenizer.pieces`.
+        tokens: their token ids.
         shared: numbers of tokens up to which a later prompt is likely to be the same. None: nothing is known.
         goes_on: whether a later prompt is likely to begin with this one and its answer.
     """
 
+    pieces: list[Piece]
     tokens: list[int]
     shared: list[int] | None
     goes_on: bool
@@ -29,21 +31,22 @@ def encode_prompt(
     prompt: str | Sequence[Message],
     raw: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    told: Sequence[Piece] = (),
 ) -> Prompt:
-    """See `Engine.encode_prompt`."""
+    """See `Engine.encode_prompt`. `told`: text that a chat is likely to begin with, see `Tokenizer.pieces`."""
     check_prompt(prompt, raw)
     if raw and isinstance(prompt, str):
         tokens = tokenizer.encode(prompt)
-        found = Prompt(tokens, None, True)
+        found = Prompt([Piece(prompt, tokens)], tokens, None, True)
     else:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         text = tokenizer.render(messages, chat_template_kwargs)
-        tokens = tokenizer.encode(text)
+        pieces = tokenizer.pieces(text, told)
+        tokens = [token for piece in pieces for token in piece.tokens]
         # What begins an answer is often not there when the same turn is history.
         later = tokenizer.render(messages, chat_template_kwargs, add_generation_prompt=False)
-        found = Prompt(
-            tokens, [tokenizer.common_tokens(text, tokens, later)], tokenizer.keeps_answers(chat_template_kwargs)
-        )
+        shared = [tokenizer.common_tokens(text, tokens, later)]
+        found = Prompt(pieces, tokens, shared, tokenizer.keeps_answers(chat_template_kwargs))
     if not tokens:
         raise InputError("the prompt has no tokens")
     return found

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.errors import ArtifactError, InputError, first_line
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     import jinja2
 
 Message = dict[str, str]
+
+
+class Piece(NamedTuple):
+    """Text, and token ids of it: those that the tokenizer gives, or others that were sampled."""
+
+    text: str
+    tokens: list[int]
+
 
 # Characters in which the last special token of a text is looked for: a turn's, in front of an answer.
 _FAR = 4096
@@ -72,6 +80,20 @@ class Tokenizer:
         except Exception as error:  # The library raises bare Exception.
             raise InputError(f"the text cannot be encoded: {error}") from error
         return ids
+
+    def pieces(self, text: str, told: Sequence[Piece] = ()) -> list[Piece]:
+        """The text in pieces: those of `told` that it begins with, and the rest, which is encoded.
+
+        A piece ends where a special token begins, so that the rest has the tokens that it has in the whole text.
+        """
+        found, begin = [], 0
+        for piece in told:
+            end = begin + len(piece.text)
+            if not text.startswith(piece.text, begin) or not text.startswith(self._special, end):
+                break
+            found.append(piece)
+            begin = end
+        return [*found, Piece(text[begin:], self.encode(text[begin:]))]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of `tokens` without special tokens. Bytes that do not form a whole character become U+FFFD."""
@@ -130,9 +152,9 @@ class Tokenizer:
         return self._keeps_answers[key]
 
     @cached_property
-    def _special(self) -> list[str]:
+    def _special(self) -> tuple[str, ...]:
         """The special tokens' texts."""
-        return [one.content for one in self._tokenizer.get_added_tokens_decoder().values() if one.special]
+        return tuple(one.content for one in self._tokenizer.get_added_tokens_decoder().values() if one.special)
 
     @cached_property
     def _compiled(self) -> jinja2.Template:

@@ -21,13 +21,15 @@ from ostinato.runner import (
     StepError,
     Stream,
 )
-from ostinato.runner import conversation as conversation_module
+from ostinato.runner.sessions.sessions import Sessions
 
 from ..conftest import CAPITALS_LENGTH
 
 FRANCE, PERU, CHAD = (f"What is the capital of {country}?" for country in ("France", "Peru", "Chad"))
 # Answers of a dozen tokens and more, which do not stand in the checkpoint's training data.
 HOT = SamplingParams(temperature=1.5, seed=3, min_tokens=12)
+# Texts of answers -> the tokens that were sampled for them, which are not always those that the tokenizer gives.
+SAMPLED: dict[str, list[int]] = {}
 # Drops all but the first three characters of an earlier answer, and what stands before an answer while it is generated.
 SHORTENING = """\
 {%- for message in messages %}<|im_start|>{{ message.role }}
@@ -50,32 +52,54 @@ def load(capitals_artifact: Path) -> Iterator[Callable[..., Engine]]:
         engine.close()
 
 
+@pytest.fixture
+def anew(load: Callable[..., Engine]) -> Callable[..., list[int]]:
+    """`anew(conversation, params, count)`: tokens of the last answer, `count` at most, computed from all messages before it
+    by an engine without a prefix cache. Where the template keeps earlier answers, these have the tokens that `tell` took."""
+    engines: dict[Path, Engine] = {}
+
+    def anew(conversation: Conversation, params: SamplingParams | None = None, count: int = 256) -> list[int]:
+        *messages, last = conversation.messages
+        assert last["role"] == "assistant"
+        artifact = conversation._engine._folder
+        if artifact not in engines:
+            engines[artifact] = load(artifact, prefix_caching=False)
+        engine = engines[artifact]
+        rest, tokens = engine.tokenizer.render(messages), []
+        for message in messages:
+            if message["role"] == "assistant" and message["content"] in rest:
+                before, _, rest = rest.partition(message["content"])
+                tokens += [*engine.tokenizer.encode(before), *SAMPLED[message["content"]]]
+        tokens += engine.tokenizer.encode(rest)
+        stream = engine.generate_tokens(tokens, max_new_tokens=count, sampling_params=params)
+        assert last["content"] == engine.tokenizer.decode([*stream])
+        assert stream.result.reused_tokens == 0
+        return stream.result.tokens
+
+    return anew
+
+
 def tell(answer: Stream[str]) -> Result:
     """Take all pieces; return the result."""
     pieces = list(answer)
-    assert "".join(pieces) == answer.result.text
-    return answer.result
+    result = answer.result
+    assert "".join(pieces) == result.text
+    SAMPLED[result.text] = result.tokens[: -1 if result.finish_reason == "stop" else None]
+    return result
 
 
-def anew(engine: Engine, conversation: Conversation, params: SamplingParams | None = None) -> list[int]:
-    """Tokens of the last answer, computed in a session of their own from all messages before it."""
-    assert conversation.messages[-1]["role"] == "assistant"
-    stream = engine.generate(conversation.messages[:-1], sampling_params=params)
-    assert conversation.messages[-1]["content"] == "".join(stream)
-    return stream.result.tokens
-
-
-def test_only_the_new_turn_is_prefilled(load: Callable[..., Engine]) -> None:
+def test_only_the_new_turn_is_prefilled(load: Callable[..., Engine], anew: Callable[..., list[int]]) -> None:
     engine = load()
     conversation = Conversation(engine)
     first = tell(conversation.ask(FRANCE))
     assert (first.text, first.reused_tokens, first.finish_reason) == ("Paris", 0, "stop")
     before = conversation.position
     second = tell(conversation.ask(PERU))
-    assert (second.text, second.reused_tokens) == ("Lima", before)
-    assert second.tokens == anew(engine, conversation)
+    # The model has not run the token that ended the answer.
+    assert (second.text, second.reused_tokens) == ("Lima", before - 1)
+    assert second.tokens == anew(conversation)
     assert second.prompt_tokens == len(engine.encode_prompt(conversation.messages[:-1]))
-    assert second.prefilled_tokens == second.prompt_tokens - before > 0
+    assert second.prefilled_tokens == second.prompt_tokens - before + 1 > 0
     assert [message["content"] for message in conversation.messages] == [FRANCE, "Paris", PERU, "Lima"]
     assert conversation.turns == 2 and conversation.position == second.prompt_tokens + len(second.tokens)
     assert second.prefill_seconds > 0 and second.decode_seconds > 0
@@ -84,33 +108,33 @@ def test_only_the_new_turn_is_prefilled(load: Callable[..., Engine]) -> None:
 @pytest.mark.parametrize("params", [None, HOT], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("snapshots", [4, 1, 0])
 def test_undo_retry_and_fork_are_as_computed_anew(
-    load: Callable[..., Engine], params: SamplingParams | None, snapshots: int
+    load: Callable[..., Engine], anew: Callable[..., list[int]], params: SamplingParams | None, snapshots: int
 ) -> None:
     engine = load(snapshots=snapshots)
     conversation = Conversation(engine, sampling_params=params)
-    assert tell(conversation.ask(FRANCE)).tokens == anew(engine, conversation, params)
+    assert tell(conversation.ask(FRANCE)).tokens == anew(conversation, params)
     position = conversation.position
-    assert tell(conversation.ask(PERU)).tokens == anew(engine, conversation, params)
+    assert tell(conversation.ask(PERU)).tokens == anew(conversation, params)
     again = tell(conversation.retry())
-    assert again.tokens == anew(engine, conversation, params)
-    # From behind the question: what begins an answer is all that is prefilled.
-    assert 0 < again.prefilled_tokens <= 5 if snapshots else again.reused_tokens == 0
+    assert again.tokens == anew(conversation, params)
+    if snapshots == 4:
+        # From behind the question: what begins an answer is all that is prefilled.
+        assert 0 < again.prefilled_tokens <= 5
     assert conversation.undo() == PERU and conversation.turns == 1
     other = tell(conversation.ask(CHAD))
-    assert other.tokens == anew(engine, conversation, params)
-    if snapshots == 4 and params is None:
-        # From before the question; its first tokens, which are the same, are prefilled again.
-        assert other.reused_tokens == position
+    assert other.tokens == anew(conversation, params)
+    if snapshots == 4:
+        # From before the question at least; also from where both questions part, as that prompt has been seen.
+        assert other.reused_tokens >= position - 1
     fork = conversation.fork()
     assert fork.messages == conversation.messages
     for one, question in ((fork, PERU), (conversation, FRANCE), (fork, FRANCE), (conversation, PERU)):
-        (fork if one is conversation else conversation).put_aside()
-        assert tell(one.ask(question)).tokens == anew(engine, one, params)
+        assert tell(one.ask(question)).tokens == anew(one, params)
     assert [one.turns for one in (fork, conversation)] == [4, 4]
 
 
 def test_a_fork_takes_no_room(load: Callable[..., Engine]) -> None:
-    """The session that goes on has the only slot; the other one waits on the host, and has lost nothing."""
+    """Conversations that wait have no slot."""
     engine = load(sessions=1)
     first = Conversation(engine)
     tell(first.ask(FRANCE))
@@ -118,17 +142,16 @@ def test_a_fork_takes_no_room(load: Callable[..., Engine]) -> None:
     for _ in range(3):
         forks.append(forks[-1].fork())
         assert tell(forks[-1].ask(PERU)).reused_tokens > 0
-    forks[-1].put_aside()
     assert tell(first.fork().ask(CHAD)).text == "N'Djamena"
-    # The last fork has the slot.
-    with pytest.raises(CapacityError, match="all 1 sessions are open"):
-        tell(Conversation(engine).ask(FRANCE))
+    with engine.open_session(), pytest.raises(CapacityError, match="all 1 sessions are open"):
+        tell(first.ask(PERU))
+    assert first.turns == 1 and tell(first.ask(PERU)).text == "Lima"
 
 
 def test_a_template_that_drops_what_was_said(
-    load: Callable[..., Engine], capitals_artifact: Path, tmp_path: Path
+    load: Callable[..., Engine], anew: Callable[..., list[int]], capitals_artifact: Path, tmp_path: Path
 ) -> None:
-    """The session goes back behind the question, where the rendered turns are still the same."""
+    """A turn goes on from behind the last question, where the rendered turns are still the same."""
     shortening = Path(shutil.copytree(capitals_artifact, tmp_path / "shortening"))
     (shortening / "chat_template.jinja").write_text(SHORTENING)
     engine = load(shortening)
@@ -141,10 +164,30 @@ def test_a_template_that_drops_what_was_said(
         assert stable < conversation.position
         second = tell(conversation.ask(question))
         assert second.reused_tokens == stable
-        assert second.tokens == anew(engine, conversation, HOT)
+        assert second.tokens == anew(conversation, HOT)
 
 
-def test_an_answer_that_is_closed(load: Callable[..., Engine]) -> None:
+def test_answers_keep_the_tokens_that_were_sampled(load: Callable[..., Engine], anew: Callable[..., list[int]]) -> None:
+    """The text of an answer has other tokens when it is encoded again. The next turn goes on behind those that it had."""
+    engine = load(snapshots=8)
+    conversation = Conversation(engine, sampling_params=HOT)
+    first = tell(conversation.ask(FRANCE))
+    assert engine.tokenizer.encode(first.text) != SAMPLED[first.text]
+    before = conversation.position
+    for question in (PERU, CHAD):
+        position = conversation.position
+        assert tell(conversation.ask(question)).reused_tokens == position - 1
+    conversation.undo()
+    conversation.undo()
+    again = tell(conversation.ask(CHAD))
+    assert again.reused_tokens >= before - 1 and again.tokens == anew(conversation, HOT)
+    # A message that was changed is encoded again.
+    conversation.messages[1]["content"] = "Rome"
+    SAMPLED["Rome"] = engine.tokenizer.encode("Rome")
+    assert tell(conversation.retry()).tokens == anew(conversation, HOT)
+
+
+def test_an_answer_that_is_closed(load: Callable[..., Engine], anew: Callable[..., list[int]]) -> None:
     engine = load()
     conversation = Conversation(engine, sampling_params=HOT)
     answer = conversation.ask(FRANCE)
@@ -156,30 +199,34 @@ def test_an_answer_that_is_closed(load: Callable[..., Engine]) -> None:
     answer.close()
     assert answer.result.finish_reason == "interrupted" and len(answer.result.tokens) == 5
     assert conversation.messages[1:] == [{"role": "assistant", "content": answer.result.text}]
+    SAMPLED[answer.result.text] = answer.result.tokens
     tell(conversation.ask(PERU))
-    assert tell(conversation.retry()).tokens == anew(engine, conversation, HOT)
+    assert tell(conversation.retry()).tokens == anew(conversation, HOT)
 
 
-def test_a_prompt_can_be_closed_between_its_parts(load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation_module, "PREFILL_PART", 4)
+def test_a_prompt_can_be_closed_between_its_parts(load: Callable[..., Engine]) -> None:
     engine = load()
     conversation = Conversation(engine)
     answer = conversation.ask(FRANCE)
-    assert [next(answer), next(answer)] == ["", ""] and conversation.position == 8
+    # The first part ends behind the question.
+    assert next(answer) == ""
     answer.close()
     assert conversation.messages == [] and answer.result.tokens == []
-    # What it has is not computed again.
+    assert engine.sessions.free == 2
+    # What was computed is not computed again.
     again = tell(conversation.ask(FRANCE))
-    assert (again.text, again.reused_tokens) == ("Paris", 8)
+    assert again.text == "Paris" and 0 < again.prefilled_tokens <= 5
 
 
-def test_system_message_and_reset(load: Callable[..., Engine], capitals_artifact: Path, tmp_path: Path) -> None:
+def test_system_message_and_reset(
+    load: Callable[..., Engine], anew: Callable[..., list[int]], capitals_artifact: Path, tmp_path: Path
+) -> None:
     engine = load()
     conversation = Conversation(engine)
     tell(conversation.ask(FRANCE))
     conversation.set_system("Be brief.")
     assert [message["role"] for message in conversation.messages] == ["system", "user", "assistant"]
-    assert tell(conversation.ask(PERU)).tokens == anew(engine, conversation)
+    assert tell(conversation.ask(PERU)).tokens == anew(conversation)
     conversation.set_system("Be long.")
     conversation.reset()
     assert conversation.messages == [{"role": "system", "content": "Be long."}] and conversation.position == 0
@@ -210,55 +257,51 @@ def test_the_end_of_max_seq_len(load: Callable[..., Engine]) -> None:
     assert tell(conversation.ask(PERU)).text.startswith("Lima")
 
 
-def test_points_give_way_when_pages_run_out(load: Callable[..., Engine]) -> None:
-    """Snapshots hold pages; an answer may have all of them."""
+def test_what_was_kept_gives_way_when_pages_run_out(
+    load: Callable[..., Engine], anew: Callable[..., list[int]]
+) -> None:
+    """The prefix cache holds pages; an answer may have all of them."""
     engine = load(sessions=1, kv_tokens=192)
     conversation = Conversation(engine, max_new_tokens=60, sampling_params=SamplingParams(min_tokens=60))
     assert [tell(conversation.ask(FRANCE)).finish_reason for _ in range(2)] == ["length"] * 2
     full = tell(conversation.ask(FRANCE))
     assert full.finish_reason == "kv_tokens" and full.prompt_tokens + len(full.tokens) == 193
-    with pytest.raises(CapacityError, match="1 more page"):
+    with pytest.raises(CapacityError, match="needs 4 pages of 64 positions, there are 3"):
         tell(conversation.ask(FRANCE))
     assert conversation.turns == 3
     conversation.undo()
-    other = load()
     tokens = tell(conversation.ask(PERU)).tokens
-    conversation.close()
-    params = SamplingParams(min_tokens=60)
-    assert (
-        tokens
-        == list(
-            other.generate_tokens(
-                other.encode_prompt(conversation.messages[:-1]), max_new_tokens=60, sampling_params=params
-            )
-        )[: len(tokens)]
-    )
+    assert tokens == anew(conversation, SamplingParams(min_tokens=60), len(tokens))
 
 
-def test_a_step_that_fails(load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was answered stays; the state may be broken, so it is computed again."""
+def test_a_step_that_fails(
+    load: Callable[..., Engine], anew: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was answered stays; its state may be broken, so it is computed again."""
     engine = load()
     conversation = Conversation(engine, sampling_params=HOT)
     answer = conversation.ask(FRANCE)
+    first = answer.result.prompt_tokens
     while len(answer.result.tokens) < 3:
         next(answer)
-    step = Engine.step
+    step = Sessions.step
 
     def fail(*_: object, **__: object) -> None:
         raise StepError("injected")
 
-    monkeypatch.setattr(Engine, "step", fail)
+    monkeypatch.setattr(Sessions, "step", fail)
     with pytest.raises(StepError, match="injected"):
         list(answer)
-    monkeypatch.setattr(Engine, "step", step)
+    monkeypatch.setattr(Sessions, "step", step)
     assert answer.result.finish_reason == "error" and answer.result.error == "injected"
     assert conversation.messages[-1] == {"role": "assistant", "content": answer.result.text}
+    SAMPLED[answer.result.text] = answer.result.tokens
     second = tell(conversation.ask(PERU))
-    assert second.reused_tokens == 0
-    assert second.tokens == anew(engine, conversation, HOT)
+    assert second.reused_tokens < first
+    assert second.tokens == anew(conversation, HOT)
 
 
-def test_save_and_load(load: Callable[..., Engine], tmp_path: Path) -> None:
+def test_save_and_load(load: Callable[..., Engine], anew: Callable[..., list[int]], tmp_path: Path) -> None:
     engine = load()
     conversation, file = Conversation(engine), tmp_path / "talk.json"
     conversation.set_system("Be brief.")
@@ -268,20 +311,46 @@ def test_save_and_load(load: Callable[..., Engine], tmp_path: Path) -> None:
     position = conversation.position
     conversation.save(file)
     conversation.close()
-    other = Conversation(engine)
+    other = Conversation(load())
     assert other.load(file) is None
     assert (other.messages, other.position) == (conversation.messages, position)
     second = tell(other.ask(PERU))
-    assert second.reused_tokens == position
-    assert second.tokens == anew(engine, other)
+    assert second.reused_tokens == position - 1
+    assert second.tokens == anew(other)
     # Without its session, and with one that is broken, a conversation goes on from its messages.
     session = tmp_path / "talk.json.session"
     session.write_bytes(session.read_bytes()[:-1])
     assert "cut short" in str(other.load(file))
     assert tell(other.ask(PERU)).tokens == second.tokens
     session.unlink()
+    other._engine.reset_prefix_cache()
     assert "cannot be read: No such file" in str(other.load(file))
     assert tell(other.ask(PERU)).reused_tokens == 0
+
+
+def test_a_saved_session_has_the_sampled_tokens(
+    load: Callable[..., Engine], anew: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    conversation, file = Conversation(load(), sampling_params=HOT), tmp_path / "talk.json"
+    for question in (FRANCE, PERU):
+        tell(conversation.ask(question))
+    # What the cache has lost is computed again for the file.
+    conversation._engine.reset_prefix_cache()
+    conversation.save(file)
+    engine = load()
+    other = Conversation(engine, sampling_params=HOT)
+    assert other.load(file) is None and other.position == conversation.position
+    assert tell(other.ask(CHAD)).reused_tokens == conversation.position - 1
+    assert anew(other, HOT) == tell(conversation.ask(CHAD)).tokens
+    # A session of other messages is kept, but its tokens are not taken for theirs.
+    other.undo()
+    other.save(file)
+    alone = Conversation(load(prefix_caching=False), sampling_params=HOT, messages=other.messages)
+    assert other.load(file) is None and tell(other.ask(CHAD)).tokens == tell(alone.ask(CHAD)).tokens
+    with engine.open_session(), engine.open_session(), pytest.raises(CapacityError, match="all 2 sessions are open"):
+        other.save(tmp_path / "none")
+    assert not list(tmp_path.glob("*none*"))
+    assert "no room for it" in str(Conversation(load(snapshots=0)).load(file))
 
 
 def test_files_that_are_no_conversation(load: Callable[..., Engine], tmp_path: Path) -> None:

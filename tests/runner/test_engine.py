@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ostinato.delegate import ArtifactError, CapacityError, ClosedError, InputError, OptionError
 from ostinato.delegate.artifact.records import Growth
-from ostinato.runner import Engine, SamplingParams, TextRequest
-from ostinato.runner import engine as engine_module
+from ostinato.runner import Engine, SamplingParams, TextRequest, answer_reader
 
 from ..comparison import logits_of
 from ..modules import MAX_SEQ_LEN, VOCAB, WIDTH, Recurrent, Stateless
@@ -247,12 +246,12 @@ class Clock:
 
 def test_the_callers_time_is_not_decode_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(answer_reader, "time", clock)
     answer = engine.generate_tokens([5, 1, 7], max_new_tokens=4, ignore_eos=True)
     for _ in answer:
         clock.now += 1000
-    # Three steps after the prefill.
-    assert (answer.result.prefill_seconds, answer.result.decode_seconds) == (1, 3)
+    # Two steps until the first token, of which one is the prompt's, and three after it.
+    assert (answer.result.prefill_seconds, answer.result.decode_seconds) == (2, 3)
 
 
 def test_stopping_early_keeps_the_figures(engine: Engine) -> None:

@@ -69,8 +69,9 @@ def test_stats_say_what_was_prefilled(chatted: Chatted, capitals_artifact: Path)
         assert first[1:] == (CAPITALS_LENGTH, len(engine.encode_prompt(turns)), 0, len(engine.encode_prompt(turns)))
         turns += [{"role": "assistant", "content": "Paris"}, {"role": "user", "content": PERU}]
         whole = len(engine.encode_prompt(turns))
-    # What the session had after the first turn is not prefilled; after /retry, what begins an answer is.
-    assert second[2:] == (whole, first[0], whole - first[0])
+    # What the model has run in the first turn is not prefilled; the token that ended the answer is, and after /retry what
+    # begins an answer.
+    assert second[2:] == (whole, first[0] - 1, whole - first[0] + 1)
     assert again[:3] == second[:3] and 0 < again[4] <= 5
     assert re.search(r"\| first token after \d\.\d{3} s \| answer: \d tokens, \d+\.\d tokens/s \| stop$", err[-1])
 
@@ -134,7 +135,7 @@ def test_errors_are_a_line_and_the_conversation_goes_on(chatted: Chatted, tmp_pa
     status, out, err = chatted([FRANCE * 20, FRANCE], "--kv-tokens", 64)
     assert (status, out) == (2, ["Paris"])
     (line,) = err
-    assert line.startswith("error: the sessions' keys and values need ") and "\n" not in line
+    assert line.startswith("error: the prompt has ") and "more kv_tokens" in line and "\n" not in line
 
 
 def test_answers_that_end_early_say_why(chatted: Chatted) -> None:
@@ -182,12 +183,12 @@ SLOW = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from ostinato.runner.cli import main
-from ostinato.runner.engine import Engine
-step = Engine.step
+from ostinato.runner.sessions.sessions import Sessions
+step = Sessions.step
 def slow(*arguments, **named):
     time.sleep(0.05)
     return step(*arguments, **named)
-Engine.step = slow
+Sessions.step = slow
 sys.exit(main())
 """
 UP, ALT_ENTER, CTRL_C, CTRL_D = "\x1b[A", "\x1b\r", "\x03", "\x04"

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from ostinato.delegate import ArtifactError, InputError
 from ostinato.runner import Tokenizer
-from ostinato.runner.text.tokenizer import TextStream
+from ostinato.runner.text.tokenizer import Piece, TextStream
 
 from ...conftest import QWEN3_TEMPLATE
 
@@ -224,6 +224,27 @@ def test_special_tokens_of_every_kind(tmp_path: Path, kind: str) -> None:
     built.enable_truncation(2)
     built.enable_padding(length=50)
     assert no_template(tmp_path, built).encode("<s>hi</s>") == tokens
+
+
+@pytest.mark.parametrize("kind", ["capitals", *BUILT])
+def test_text_in_pieces(tokenizer: Tokenizer, tmp_path: Path, kind: str) -> None:
+    """What was told keeps its tokens, and what comes behind it has those that it has in the whole text."""
+    some, end = (tokenizer, "<|im_end|>") if kind == "capitals" else (no_template(tmp_path, BUILT[kind]()), "</s>")
+    first, second, rest = "the hat", f"{end} a nut, then", f"{end}\n and the rest"
+    whole = some.encode(first + second + rest)
+    told = some.pieces(first)
+    assert told == [Piece(first, some.encode(first))] and some.pieces(first + second, told)[0] == told[0]
+    told = some.pieces(first + second, told)
+    pieces = some.pieces(first + second + rest, told)
+    assert [piece.text for piece in pieces] == [first, second, rest]
+    assert [token for piece in pieces for token in piece.tokens] == whole
+    # Other tokens stay as they are, as far as the text begins with theirs and a special token follows.
+    told[1] = Piece(second, [5, 6, 7])
+    assert some.pieces(first + second + rest, told)[1].tokens == [5, 6, 7]
+    for other in (first + second, f"{first}{second}.{rest}", f"{first}{end} a nun{rest}"):
+        assert some.pieces(other, told) == [told[0], Piece(other[len(first) :], some.encode(other[len(first) :]))]
+    for other in (f"{first}s{second}", "", first):
+        assert some.pieces(other, told) == [Piece(other, some.encode(other))]
 
 
 def test_a_word_that_has_no_token(tmp_path: Path) -> None:
