@@ -6,11 +6,10 @@ from bisect import insort
 
 from ostinato.runner.sessions.prefix_cache import Hit, PrefixCache
 from ostinato.runner.sessions.session import Session
+from ostinato.runner.text.common_prefix import MIN_SHARED
 
 from .answer import Answer
 
-# Prompts that have fewer tokens in common are not made to share them: they begin with the same tokens of a template.
-MIN_SHARED = 32
 # In long prompts state is kept every so many tokens.
 STOP_EVERY = 8192
 

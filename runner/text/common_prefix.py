@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+# State is not kept, nor waited for, to save fewer tokens: prompts begin with the same tokens of a template.
+MIN_SHARED = 32
+
 Compared = TypeVar("Compared", str, list[int])
 
 

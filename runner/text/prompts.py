@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ostinato.delegate.errors import InputError
 
+from .common_prefix import MIN_SHARED
 from .tokenizer import Message, Piece, Tokenizer
 
 
@@ -42,12 +44,8 @@ def encode_prompt(
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         text = tokenizer.render(messages, chat_template_kwargs)
         pieces = tokenizer.pieces(text, told)
-        tokens = [token for piece in pieces for token in piece.tokens]
-        # What begins an answer is often not there when the same turn is history.
-        later = tokenizer.render(messages, chat_template_kwargs, add_generation_prompt=False)
-        shared = [tokenizer.common_tokens(text, tokens, later)]
-        found = Prompt(pieces, tokens, shared, tokenizer.keeps_answers(chat_template_kwargs))
-    if not tokens:
+        found = _chat_prompt(tokenizer, messages, text, pieces, chat_template_kwargs)
+    if not found.tokens:
         raise InputError("the prompt has no tokens")
     return found
 
@@ -62,6 +60,32 @@ def check_prompt(prompt: str | Sequence[Message], raw: bool = False) -> None:
         )
     if raw and not isinstance(prompt, str):
         raise InputError("raw=True takes a string, not a list of messages")
+
+
+def _chat_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    text: str,
+    pieces: list[Piece],
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> Prompt:
+    """The prompt of these messages, whose text is known, in pieces."""
+    tokens = [token for piece in pieces for token in piece.tokens]
+
+    def rendered(told: Sequence[Message]) -> str:
+        return tokenizer.render(told, chat_template_kwargs, add_generation_prompt=False)
+
+    # What begins an answer is often not there when the same turn is history.
+    shared = [tokenizer.common_tokens(text, tokens, rendered(messages))]
+    goes_on = tokenizer.keeps_answers(chat_template_kwargs)
+    with suppress(InputError):
+        # Many drop a turn's thinking, between calls of tools, when the next one begins. Hermes 3, for one, ends a tool's
+        # answer in another way if a message follows.
+        later = rendered([*messages, {"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}])
+        shared.append(tokenizer.common_tokens(text, tokens, later))
+        goes_on = goes_on and later.startswith(text)
+    first, last = min(shared), max(shared)
+    return Prompt(pieces, tokens, [first, last] if last - first >= MIN_SHARED else [first], goes_on)
 
 
 def _is_chat(prompt: object) -> bool:
