@@ -57,8 +57,8 @@ def test_a_run(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_known_beginnings() -> None:
-    first, other = Asked(Prompt([1, 2, 3], None, True), [4, 5]), Asked(Prompt([1, 2, 9], None, True), [7])
-    later = Asked(Prompt([1, 2, 3, 4, 5, 6], None, True), [8])
+    first, other = Asked(Prompt([], [1, 2, 3], None, True), [4, 5]), Asked(Prompt([], [1, 2, 9], None, True), [7])
+    later = Asked(Prompt([], [1, 2, 3, 4, 5, 6], None, True), [8])
     assert [known for _, known in bench_reuse.with_known([first, other, later, later])] == [0, 2, 5, 6]
     chats = [[first, later], [other, other], [other, later]]
     assert bench_reuse.in_order(chats, "in turn") == [first, other, other, later, other, later]
