@@ -107,7 +107,9 @@ class PrefixReuse:
             self.cache.withdraw(answer)
             due = due or answer.request.shared is None or not self.cache.needs_rows
         if due and answer.prompt_logprobs is None:
-            self.cache.keep(answer.session, not answer.rest, answer.node)
+            before, shared = answer.prompt_end - len(answer.request.tokens), answer.request.shared or ()
+            but = {before + count for count in shared}
+            self.cache.keep(answer.session, not answer.rest, answer.node, but)
 
     def left(self, answer: Answer) -> None:
         """Note that an answer's prompt is not computed any more."""

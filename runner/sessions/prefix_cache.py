@@ -6,10 +6,10 @@ from a snapshot. Keys and values alone can be taken up to any token.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
 from ostinato.delegate import StateKind
@@ -22,9 +22,6 @@ from .prefix_tree import Node, PrefixTree
 from .session import Session, SessionState, Snapshot
 from .sessions import Sessions
 
-# Of so many prefixes one is chosen to leave, by the number of sequences that went on from it.
-_LOOKED_AT = 32
-_ORDER = {1: 0, 0: 1}
 _FIXED_STATE = (StateKind.CONVOLUTION, StateKind.RECURRENT, StateKind.OTHER)
 
 
@@ -127,6 +124,8 @@ class PrefixCache:
         self._tree = PrefixTree[Known]()
         self._on_device: dict[Prefix, None] = {}
         self._on_host: dict[Prefix, None] = {}
+        # Those on the device in whose place there is a longer one.
+        self._outdated: dict[Prefix, None] = {}
         self._host_bytes = 0
         self.version = 0
         # Whose prompt is computed now, and where it ends.
@@ -203,17 +202,23 @@ class PrefixCache:
 
     def touch(self, prefix: Prefix) -> None:
         """Note that a prefix is used now."""
+        self._outdated.pop(prefix, None)
         for prefixes in (self._on_device, self._on_host):
             if prefix in prefixes:
                 prefixes[prefix] = prefixes.pop(prefix)
 
-    def keep(self, session: Session, logits: bool = False, known: Node[Known] | None = None) -> bool:
+    def keep(
+        self, session: Session, logits: bool = False, known: Node[Known] | None = None, but: Collection[int] = ()
+    ) -> bool:
         """Keep the state after all tokens of a session that the model has seen. Returns whether there was room.
+
+        It outdates those of its own beginnings, back to where other tokens part. They leave first, and not for the host.
 
         Args:
             session: the session.
             logits: whether to keep its logits too, if there are any: the same tokens may come again.
             known: a node that its tokens begin with, or that begins with them. None: it is not known.
+            but: numbers of tokens of beginnings that are not outdated: another sequence is likely to part there.
         """
         if not self.enabled or not session.seen:
             return False
@@ -235,19 +240,25 @@ class PrefixCache:
         self.version += 1
         if before is not None:
             self.drop(before)
+        above = node.parent
+        while above is not None and len(above.children) == 1:
+            shorter = above.value.prefix if above.value is not None else None
+            if shorter is not None and above.end not in but:
+                # On the host it is the first to be forgotten.
+                if shorter in self._on_host:
+                    self._on_host = {shorter: None, **self._on_host}
+                else:
+                    self._outdated[shorter] = None
+            above = above.parent
         return True
 
     def make_room(self) -> bool:
-        """Have a prefix leave the device. Returns whether there was one.
-
-        Of those that were used longest ago it is the first from which one sequence went on, and no other; else the first that
-        is an end; else the first.
-        """
-        oldest = list(islice(self._on_device, _LOOKED_AT))
-        if not oldest:
-            return False
-        self._leave(min(oldest, key=lambda prefix: _ORDER.get(len(prefix.node.children), len(_ORDER))))
-        return True
+        """Have a prefix leave the device. Returns whether there was one. The first are those that are outdated, then the one
+        that was used longest ago."""
+        prefix = next(chain(self._outdated, self._on_device), None)
+        if prefix is not None:
+            self._leave(prefix)
+        return prefix is not None
 
     def announce(self, tokens: list[int], owner: Hashable, hit: Hit) -> Node[Known]:
         """Note that the owner's prompt is computed now. Returns its node, which stays until it is released.
@@ -279,6 +290,7 @@ class PrefixCache:
     def drop(self, prefix: Prefix) -> None:
         """Forget a prefix."""
         self._on_device.pop(prefix, None)
+        self._outdated.pop(prefix, None)
         if prefix in self._on_host:
             del self._on_host[prefix]
             assert prefix.offloaded is not None
@@ -329,10 +341,12 @@ class PrefixCache:
         """Have a prefix leave the device: to the host, if it has room."""
         snapshot = prefix.snapshot
         assert snapshot is not None
+        outdated = prefix in self._outdated
+        self._outdated.pop(prefix, None)
         del self._on_device[prefix]
         prefix.snapshot = None
         self.version += 1
-        if self._most_host_bytes:
+        if self._most_host_bytes and not outdated:
             # The host may have no memory for it.
             with suppress(Exception):
                 prefix.offloaded = self._sessions.tier.offload_prefix(snapshot)
