@@ -243,12 +243,13 @@ class PrefixCache:
         above = node.parent
         while above is not None and len(above.children) == 1:
             shorter = above.value.prefix if above.value is not None else None
-            if shorter is not None and above.end not in but:
-                # On the host it is the first to be forgotten.
-                if shorter in self._on_host:
-                    self._on_host = {shorter: None, **self._on_host}
-                else:
-                    self._outdated[shorter] = None
+            if shorter is not None and above.end in but:
+                self.touch(shorter)
+            elif shorter in self._on_host:
+                # It is the first to be forgotten.
+                self._on_host = {shorter: None, **self._on_host}
+            elif shorter is not None:
+                self._outdated[shorter] = None
             above = above.parent
         return True
 
