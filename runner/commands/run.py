@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 # What --prompts makes room for on a CPU, and on a GPU, if the user does not say it.
 SESSIONS_FOR_LINES = 16
 FRACTION_FOR_LINES = 0.9
+# Rows of state for what the prompts begin with, such as one system prompt.
+SNAPSHOTS_FOR_LINES = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

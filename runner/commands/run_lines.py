@@ -21,7 +21,7 @@ from ostinato.runner.stream import Result
 from ostinato.runner.text_request import TextRequest
 
 from .options import capacity_of, load_engine, say
-from .run import FRACTION_FOR_LINES, SESSIONS_FOR_LINES
+from .run import FRACTION_FOR_LINES, SESSIONS_FOR_LINES, SNAPSHOTS_FOR_LINES
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -60,7 +60,7 @@ def run_lines(arguments: argparse.Namespace, params: SamplingParams) -> int:
         progress = Progress(len(ids), len(ids) - left)
         del ids
         if left:
-            with load_engine(arguments, _capacity, prefill_buckets=None) as engine:
+            with load_engine(arguments, _capacity, SNAPSHOTS_FOR_LINES, prefill_buckets=None) as engine:
                 if arguments.cuda_graph:
                     engine.warm_up(beside_sessions=True)
                 model = artifact_paths(arguments.artifact)[0].resolve().parent.name
