@@ -67,8 +67,7 @@ class PrefixReuse:
 
     def open(self, answer: Answer) -> Session | None:
         """Open a session with the beginning of an answer's tokens; None: there is none. Raises CapacityError."""
-        hit = self.find(answer)
-        return None if hit.prefix is None else self.cache.open(hit)
+        return self.cache.open(self.find(answer))
 
     def forget(self, answer: Answer) -> bool:
         """Forget what an answer would begin with. Returns whether there was anything."""

@@ -18,6 +18,7 @@ from ostinato.runner.model.model import Model
 
 from .history import History
 from .host_tier import Offloaded
+from .in_turn import in_turn
 from .prefix_tree import Node, PrefixTree
 from .session import Session, SessionState, Snapshot
 from .sessions import Sessions
@@ -104,7 +105,8 @@ class PrefixCacheStats:
 
 
 class PrefixCache:
-    """Prefixes, the one that was used longest ago first. It is used by one thread at a time.
+    """Prefixes, the one that was used longest ago first. Threads take turns, as with the sessions themselves: any of them may
+    need the room that prefixes have.
 
     Args:
         sessions: the sessions that go on from prefixes.
@@ -116,11 +118,13 @@ class PrefixCache:
         needs_rows: whether a session can go on only from where a prefix ends, and a prefix takes a row for a snapshot.
         enabled: whether anything can be kept.
         version: number of changes so far.
+        lock: that of the sessions.
     """
 
     def __init__(self, sessions: Sessions, model: Model, host_bytes: int = 0, enabled: bool = True) -> None:
         program = model.program
         self._sessions, self._program, self._most_host_bytes = sessions, program, host_bytes
+        self.lock = sessions.lock
         self._tree = PrefixTree[Known]()
         self._on_device: dict[Prefix, None] = {}
         self._on_host: dict[Prefix, None] = {}
@@ -137,6 +141,7 @@ class PrefixCache:
         self.enabled = enabled and model.samples and capacity.slot_bytes > 0 and has_room
 
     @property
+    @in_turn
     def stats(self) -> PrefixCacheStats:
         capacity = self._program.capacity
         rows = sum(prefix.snapshot is not None and self.needs_rows for prefix in self._on_device)
@@ -147,6 +152,7 @@ class PrefixCache:
             nbytes += len({page for mine in lists for page in mine.numbers}) * group.page_bytes
         return PrefixCacheStats(len(self._on_device), len(self._on_host), nbytes, self._host_bytes)
 
+    @in_turn
     def find(self, tokens: list[int]) -> Hit:
         """Look up the longest beginning of the tokens after which there is state. All of them count only if their logits are
         there too."""
@@ -173,14 +179,16 @@ class PrefixCache:
                 return hit._replace(prefix=prefix, position=position)
         return hit
 
-    def open(self, hit: Hit) -> Session:
-        """Open a session that has the tokens of a hit.
+    @in_turn
+    def open(self, hit: Hit) -> Session | None:
+        """Open a session that has the tokens of a hit. None: there is no state, or another thread has had it leave.
 
         Raises:
             CapacityError: no slot is free, or too few pages for what comes back from the host.
         """
         prefix = hit.prefix
-        assert prefix is not None
+        if prefix is None or (prefix.snapshot is None and prefix.offloaded is None):
+            return None
         self.touch(prefix)
         if prefix.snapshot is not None:
             return self._open_at(prefix.snapshot, hit.position)
@@ -189,6 +197,7 @@ class PrefixCache:
         state = SessionState(history, hit.position, hit.position)
         return self._sessions.tier.open_prefix(self._sessions, prefix.offloaded, state)
 
+    @in_turn
     def open_longest(self, tokens: list[int]) -> Session | None:
         """Open a session with the longest beginning of the tokens after which there is state, all of them if it can be. None:
         there is none.
@@ -198,8 +207,9 @@ class PrefixCache:
         """
         # `find` leaves the last token to be computed, as a prompt needs its logits: here that is one that nobody has.
         hit = self.find([*tokens, -1])
-        return None if hit.prefix is None else self.open(hit)
+        return self.open(hit)
 
+    @in_turn
     def touch(self, prefix: Prefix) -> None:
         """Note that a prefix is used now."""
         self._outdated.pop(prefix, None)
@@ -207,6 +217,7 @@ class PrefixCache:
             if prefix in prefixes:
                 prefixes[prefix] = prefixes.pop(prefix)
 
+    @in_turn
     def keep(
         self, session: Session, logits: bool = False, known: Node[Known] | None = None, but: Collection[int] = ()
     ) -> bool:
@@ -253,6 +264,7 @@ class PrefixCache:
             above = above.parent
         return True
 
+    @in_turn
     def make_room(self) -> bool:
         """Have a prefix leave the device. Returns whether there was one. The first are those that are outdated, then the one
         that was used longest ago."""
@@ -261,6 +273,7 @@ class PrefixCache:
             self._leave(prefix)
         return prefix is not None
 
+    @in_turn
     def announce(self, tokens: list[int], owner: Hashable, hit: Hit) -> Node[Known]:
         """Note that the owner's prompt is computed now. Returns its node, which stays until it is released.
 
@@ -277,17 +290,20 @@ class PrefixCache:
         """Whether the owner's prompt is computed now."""
         return owner in self._owners
 
+    @in_turn
     def withdraw(self, owner: Hashable) -> None:
         """Note that the owner's prompt is computed, or is not any more."""
         if self._owners.pop(owner, None) is not None:
             self.version += 1
 
+    @in_turn
     def release(self, node: Node[Known]) -> None:
         """Note that nobody goes on from a node any more that `announce` returned."""
         assert node.value is not None
         node.value.owners -= 1
         self._prune(node)
 
+    @in_turn
     def drop(self, prefix: Prefix) -> None:
         """Forget a prefix."""
         self._on_device.pop(prefix, None)
@@ -303,6 +319,7 @@ class PrefixCache:
             prefix.node.value.prefix = None
         self._prune(prefix.node)
 
+    @in_turn
     def reset(self) -> None:
         """Forget all prefixes."""
         for prefix in [*self._on_device, *self._on_host]:
@@ -311,32 +328,30 @@ class PrefixCache:
     def _open_at(self, snapshot: Snapshot, position: int) -> Session:
         """Open a session with the first `position` tokens of a snapshot: if that has a row, with all of them."""
         sessions = self._sessions
-        with sessions.lock:
-            sessions.steps.settle()
-            slot = sessions.tier.take_slot()
-            pages = sessions.pages.share_first(snapshot._known.pages, position)
-            if snapshot.copied is None:
-                self._program.numbers_of(StateKind.SAMPLING).forget(slot)
-                sessions.pages.write_block_tables(slot, pages)
-            else:
-                sessions.slots.write(snapshot.copied, slot)
-            before = snapshot._known
-            logits = before.logits if position == before.seen else None
-            state = SessionState(before.history.share(position), position, position, logits=logits, pages=pages)
-            return Session(sessions, slot, state)
+        sessions.steps.settle()
+        slot = sessions.tier.take_slot()
+        pages = sessions.pages.share_first(snapshot._known.pages, position)
+        if snapshot.copied is None:
+            self._program.numbers_of(StateKind.SAMPLING).forget(slot)
+            sessions.pages.write_block_tables(slot, pages)
+        else:
+            sessions.slots.write(snapshot.copied, slot)
+        before = snapshot._known
+        logits = before.logits if position == before.seen else None
+        state = SessionState(before.history.share(position), position, position, logits=logits, pages=pages)
+        return Session(sessions, slot, state)
 
     def _snapshot(self, session: Session, logits: bool) -> Snapshot:
         """A snapshot of what the model has seen of a session. Raises CapacityError: all rows are somebody else's."""
         sessions = self._sessions
-        with sessions.lock:
-            sessions.steps.settle()
-            state, copied = session._open, None
-            if self.needs_rows:
-                copied = sessions.tier.with_room(lambda: sessions.slots.keep(session.slot))
-            pages = sessions.shared(state).pages
-            history = state.history.share(state.seen)
-            kept = SessionState(history, state.seen, state.seen, logits=state.logits if logits else None, pages=pages)
-            return Snapshot(sessions, kept, copied)
+        sessions.steps.settle()
+        state, copied = session._open, None
+        if self.needs_rows:
+            copied = sessions.tier.with_room(lambda: sessions.slots.keep(session.slot))
+        pages = sessions.shared(state).pages
+        history = state.history.share(state.seen)
+        kept = SessionState(history, state.seen, state.seen, logits=state.logits if logits else None, pages=pages)
+        return Snapshot(sessions, kept, copied)
 
     def _leave(self, prefix: Prefix) -> None:
         """Have a prefix leave the device: to the host, if it has room."""

@@ -8,11 +8,9 @@ one thread at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import wraps
 from threading import RLock
-from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -24,27 +22,12 @@ from ostinato.runner.model.model import Model, token_ids
 from ostinato.runner.model.steps import TokenBitmask, steps_of
 
 from .host_tier import HostTier
+from .in_turn import in_turn
 from .pages import Pages
 from .parts import Opened, Part, packed
 from .prompt_logprobs import prompt_logprobs
 from .session import Session, SessionState, Snapshot, check_max_new_tokens, checked_params
 from .slots import Slots
-
-Parameters = ParamSpec("Parameters")
-Returned = TypeVar("Returned")
-
-
-def _in_turn(
-    operation: Callable[Concatenate[Sessions, Parameters], Returned],
-) -> Callable[Concatenate[Sessions, Parameters], Returned]:
-    """Let one thread at a time into such methods of the same sessions."""
-
-    @wraps(operation)
-    def run(sessions: Sessions, *arguments: Parameters.args, **named: Parameters.kwargs) -> Returned:
-        with sessions.lock:
-            return operation(sessions, *arguments, **named)
-
-    return run
 
 
 class Sessions:
@@ -68,7 +51,7 @@ class Sessions:
         self.tier = HostTier(model.program, self.slots, self.pages, self.lock, lambda: self.steps)
 
     @property
-    @_in_turn
+    @in_turn
     def free(self) -> int:
         """Number of sessions that can still be opened."""
         self.tier.settle()
@@ -80,14 +63,14 @@ class Sessions:
         return self.slots.free_snapshots
 
     @property
-    @_in_turn
+    @in_turn
     def free_pages(self) -> int:
         """Number of pages of the KV caches that no session has, in the page group that has fewest."""
         self.tier.settle()
         return self.pages.free
 
     @property
-    @_in_turn
+    @in_turn
     def free_pages_by_group(self) -> dict[str, int]:
         """Number of pages of the KV caches that no session has, by the name of their page group."""
         self.tier.settle()
@@ -103,7 +86,7 @@ class Sessions:
         """Seconds that `step` has waited for the GPU so far; None as for `host_seconds`."""
         return self._wait_ns / 1e9 if self.steps.goes_ahead else None
 
-    @_in_turn
+    @in_turn
     def open(self, sampling_params: SamplingParams | None = None) -> Session:
         """Open a new session.
 
@@ -118,7 +101,7 @@ class Sessions:
         slot = self.tier.take_slot()
         return Session(self, slot, SessionState(sampling_params=params, pages=self.pages.none()))
 
-    @_in_turn
+    @in_turn
     def step(
         self, sessions: Sequence[Session], more: bool = False, prefill: Mapping[Session, Sequence[int]] | None = None
     ) -> list[int]:
@@ -168,13 +151,13 @@ class Sessions:
                 state.logprobs = pending.logprobs(number)
         return tokens
 
-    @_in_turn
+    @in_turn
     def prefill(self, session: Session, tokens: Sequence[int]) -> None:
         """See `Session.prefill`."""
         self.steps.settle()
         self._run([self._prompt(session, token_ids(tokens))])
 
-    @_in_turn
+    @in_turn
     def prefill_logits(self, session: Session, tokens: list[int]) -> torch.Tensor:
         """Logits [len(tokens), vocab] after each token; see `Session.prefill_logits`."""
         self.steps.settle()
@@ -187,7 +170,7 @@ class Sessions:
         self._saw(state, tokens, logits[-1].clone())
         return logits
 
-    @_in_turn
+    @in_turn
     def prompt_logprobs(self, session: Session, tokens: list[int], count: int) -> list[TokenLogprobs | None]:
         """See `Session.prompt_logprobs`. Pages are reserved for all tokens before anything changes."""
         self.steps.settle()
@@ -196,7 +179,7 @@ class Sessions:
         before = self.logits(session) if session.tokens else None
         return prompt_logprobs(self._model, tokens, count, before, lambda part: self.prefill_logits(session, [*part]))
 
-    @_in_turn
+    @in_turn
     def hidden_states(self, session: Session, tokens: list[int], layers: list[int]) -> torch.Tensor:
         """See `Session.hidden_states`."""
         self.steps.settle()
@@ -206,7 +189,7 @@ class Sessions:
         self._saw(state, tokens, logits.clone())
         return states
 
-    @_in_turn
+    @in_turn
     def logits(self, session: Session) -> torch.Tensor:
         """See `Session.logits`."""
         state = session._open
@@ -290,7 +273,7 @@ class Sessions:
             state.logprobs, state.prompt_end = None, state.prompt_end_of(state.seen)
         self.pages.leave(state.pages, state.seen)
 
-    @_in_turn
+    @in_turn
     def append(self, session: Session, token: int) -> None:
         """See `Session.append`."""
         self.steps.settle()
@@ -306,7 +289,7 @@ class Sessions:
         state.written_prompt_end = None
         self.steps.write_last_token(session)
 
-    @_in_turn
+    @in_turn
     def set_sampling(self, session: Session, params: SamplingParams, token_bitmask: TokenBitmask | None) -> None:
         """Set `Session.sampling_params` and `Session.token_bitmask`."""
         self.steps.settle()
@@ -327,7 +310,7 @@ class Sessions:
         ends = session.sampling_params.ends(self._model.eos_ids if eos_ids is None else eos_ids)
         return self._generate(session, room if max_new_tokens is None else min(room, max_new_tokens), ends)
 
-    @_in_turn
+    @in_turn
     def fork(self, session: Session) -> Session:
         """See `Session.fork`."""
         self.steps.settle()
@@ -335,14 +318,14 @@ class Sessions:
         self.slots.copy(session.slot, slot)
         return Session(self, slot, self.shared(state))
 
-    @_in_turn
+    @in_turn
     def snapshot(self, session: Session) -> Snapshot:
         """See `Session.snapshot`."""
         self.steps.settle()
         state, copied = session._open, self.tier.with_room(lambda: self.slots.keep(session.slot))
         return Snapshot(self, self.shared(state), copied)
 
-    @_in_turn
+    @in_turn
     def restore(self, session: Session, snapshot: Snapshot) -> None:
         """See `Session.restore`."""
         self.steps.settle()
@@ -354,7 +337,7 @@ class Sessions:
         self.pages.release(state.pages)
         session._state = self.shared(snapshot._state)
 
-    @_in_turn
+    @in_turn
     def close(self, session: Session) -> None:
         """See `Session.close`."""
         self.steps.forget(session)

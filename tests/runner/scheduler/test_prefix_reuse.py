@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ostinato.delegate.errors import CapacityError
 from ostinato.export import export_model
 from ostinato.runner import Engine, Request
 
@@ -158,6 +162,41 @@ def test_what_leaves_for_the_host_comes_back(request: pytest.FixtureRequest, mod
         assert [ask(driven, tokens, goes_on=False)[1] for tokens in prompts] == [80] * 6
         driven.close()
         assert driven.scheduler.prefixes.stats.host_bytes == 0
+
+
+def test_another_thread_takes_the_room(request: pytest.FixtureRequest, mode: str) -> None:
+    """Sessions that a caller opens have prefixes leave at any moment of a step. Answers stay right."""
+    with loaded(request, mode, sessions=4, kv_tokens=14 * PAGE, snapshots=3) as engine:
+        driven = Driven(engine, mode, rows=64, prefix_caching=True, host_cache_bytes=MIB)
+        ended = threading.Event()
+
+        def take() -> int:
+            taken = 0
+            while not ended.is_set():
+                with suppress(CapacityError), engine.open_session() as session:
+                    session.prefill(fresh(taken, 150))
+                    session.snapshot().close()
+                    taken += 1
+            return taken
+
+        with ThreadPoolExecutor(1) as beside:
+            taken = beside.submit(take)
+            try:
+                expected: dict[tuple[int, int], Tokens] = {}
+                for number in range(40):
+                    requests = [
+                        driven.add(fresh(number // 8, 70 + 9 * place), 4, ignore_eos=True) for place in range(3)
+                    ]
+                    driven.run()
+                    assert all(driven.of(one).reason in ("length", "kv_tokens", "error") for one in requests)
+                    for one in requests:
+                        if driven.of(one).reason == "length":
+                            key = (number // 8, len(one.tokens))
+                            assert driven.of(one).tokens == expected.setdefault(key, driven.of(one).tokens)
+            finally:
+                ended.set()
+            assert taken.result() > 0
+        driven.close()
 
 
 @pytest.fixture(
