@@ -92,6 +92,8 @@ class PrefixReuse:
             stops |= {*range(STOP_EVERY, len(tokens), STOP_EVERY)}
             answer.stops = sorted(stop for stop in stops if fed < stop < len(tokens))
         answer.node = self.cache.announce(tokens, answer, hit)
+        if not answer.rest:
+            self.cache.withdraw(answer)
 
     def passed(self, answer: Answer) -> None:
         """Keep the state of an answer's session, if its prompt has come to where that is due: to a stop, or to its end, where

@@ -206,8 +206,7 @@ class PrefixCache:
             CapacityError: as `open`.
         """
         # `find` leaves the last token to be computed, as a prompt needs its logits: here that is one that nobody has.
-        hit = self.find([*tokens, -1])
-        return self.open(hit)
+        return self.open(self.find([*tokens, -1]))
 
     @in_turn
     def touch(self, prefix: Prefix) -> None:
@@ -227,12 +226,14 @@ class PrefixCache:
 
         Args:
             session: the session.
-            logits: whether to keep its logits too, if there are any: the same tokens may come again.
+            logits: whether to keep its logits too, if there are any, beside a row: the same tokens may come again.
             known: a node that its tokens begin with, or that begins with them. None: it is not known.
             but: numbers of tokens of beginnings that are not outdated: another sequence is likely to part there.
         """
         if not self.enabled or not session.seen:
             return False
+        # Without rows there may be thousands, and a last token is soon computed again.
+        logits = logits and self.needs_rows
         node = self._node_of(session, known)
         there = node.value.prefix if node.value is not None else None
         if there is not None and there.snapshot is not None and there.has_logits >= logits:
