@@ -1,4 +1,4 @@
-"""What is loaded and what is captured, in JSON's types."""
+"""Description of an engine in JSON's types: of what is loaded, and what is captured."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ostinato.delegate import Method, Program
-from ostinato.delegate.artifact.names import DECODE, PREFILL, ROWS_STREAMED
+from ostinato.delegate.artifact.names import DECODE, PREFILL, PREFILL_STREAMED, ROWS_STREAMED
 from ostinato.delegate.artifact.records import TensorSpec
 from ostinato.delegate.errors import ArtifactError
 
@@ -66,15 +66,19 @@ def max_value(spec: TensorSpec) -> int:
 
 def last_logits(method: Method, inputs: Sequence[torch.Tensor], graph: bool = True, checked: bool = False) -> Outputs:
     """Run a method that samples nothing. Its output may have logits of all rows: only the last row's are an output."""
-    logits = method.execute(inputs[: len(method.inputs)], graph, checked)[0]
+    logits = method.execute(_with_share(method, inputs)[: len(method.inputs)], graph, checked)[0]
     return Outputs(logits.reshape(-1, logits.shape[-1])[-1:], None)
 
 
 def sampled(method: Method, inputs: Sequence[torch.Tensor], graph: bool = True, checked: bool = False) -> Outputs:
-    """Run a method that samples after its outputs. With some experts on the host it runs without a graph."""
-    if method.name == ROWS_STREAMED:
-        count = int((inputs[2] >= 0).sum())
-        share = torch.tensor([streamed_experts(count, max_value(method.inputs[-1]))])
-        inputs, graph = (*inputs, share), False
-    tokens, logits = method.execute(inputs, graph, checked)
+    """Run a method that samples after its outputs."""
+    tokens, logits = method.execute(_with_share(method, inputs), graph and method.name != ROWS_STREAMED, checked)
     return Outputs(logits, tokens)
+
+
+def _with_share(method: Method, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The inputs of a method; with the number of experts that the device computes, if some are on the host."""
+    if method.name not in (PREFILL_STREAMED, ROWS_STREAMED):
+        return inputs
+    count = int((inputs[2] >= 0).sum())
+    return *inputs, torch.tensor([streamed_experts(count, max_value(method.inputs[-1]))])

@@ -30,17 +30,8 @@ from ostinato.delegate.sampling_params import SamplingParams, SamplingTensors
 
 from .batch import BatchInputs, LastTokens, Outputs, Run
 from .buckets import MAX_PROMPT_ROWS, OUTPUT_BUCKETS, bucket_of, choose_prefill_buckets, choose_row_buckets
-from .methods import (
-    check_inputs,
-    last_logits,
-    max_rows_of,
-    max_value,
-    method_for_rows,
-    method_names,
-    padded_rows,
-    sampled,
-)
-from .streamed import MIN_STREAMED_TOKENS, streamed_experts
+from .methods import check_inputs, last_logits, max_rows_of, method_for_rows, method_names, padded_rows, sampled
+from .streamed import MIN_STREAMED_TOKENS
 
 DEFAULT_WARMUP_STEPS = BackendOptions.cuda_graph_warmup_steps
 
@@ -346,9 +337,7 @@ class Model:
         if count == 1 and self.has_state:
             return self._single(run)
         if self.streams_experts and count >= MIN_STREAMED_TOKENS and run.outputs <= 1:
-            method = self._method(PREFILL_STREAMED, graph=False)
-            streamed = torch.tensor([streamed_experts(count, max_value(method.inputs[-1]))])
-            return last_logits(method, (*BatchInputs(count).filled([run]), streamed))
+            return last_logits(self._method(PREFILL_STREAMED, graph=False), BatchInputs(count).filled([run]))
         rows = bucket or count
         method = self._for_prompt(rows, run.outputs) or self._method(self._prefill_name)
         self._held.pop(method.name, None)

@@ -86,10 +86,7 @@ class PrefixReuse:
         if self.cache.needs_rows:
             known = hit.known
             stops = {known} if known - fed >= MIN_SHARED else set()
-            before = answer.prompt_end - len(answer.request.tokens)
-            shared = answer.request.shared
-            stops |= {before + count for count in shared or ()}
-            stops |= {*range(STOP_EVERY, len(tokens), STOP_EVERY)}
+            stops |= {*_shared(answer), *range(STOP_EVERY, len(tokens), STOP_EVERY)}
             answer.stops = sorted(stop for stop in stops if fed < stop < len(tokens))
         answer.node = self.cache.announce(tokens, answer, hit)
         if not answer.rest:
@@ -108,9 +105,7 @@ class PrefixReuse:
             self.cache.withdraw(answer)
             due = due or answer.request.shared is None or not self.cache.needs_rows
         if due and answer.prompt_logprobs is None:
-            before, shared = answer.prompt_end - len(answer.request.tokens), answer.request.shared or ()
-            but = {before + count for count in shared}
-            self.cache.keep(answer.session, not answer.rest, answer.node, but)
+            self.cache.keep(answer.session, not answer.rest, answer.node, _shared(answer))
 
     def left(self, answer: Answer) -> None:
         """Note that an answer's prompt is not computed any more."""
@@ -129,3 +124,9 @@ class PrefixReuse:
         if answer.node is not None:
             self.cache.release(answer.node)
         answer.node = answer.hit = None
+
+
+def _shared(answer: Answer) -> set[int]:
+    """Numbers of an answer's tokens up to which a later prompt is likely to be the same."""
+    before = answer.prompt_end - len(answer.request.tokens)
+    return {before + count for count in answer.request.shared or ()}

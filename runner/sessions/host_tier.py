@@ -58,7 +58,7 @@ class Offloaded:
 
 
 class _Leaving(NamedTuple):
-    """What a copy reads until its mark is done: then it is given back."""
+    """A copy to the host. When its mark is done, what it read is given back."""
 
     mark: Mark
     give_back: Callable[[], None]
@@ -143,7 +143,7 @@ class HostTier:
         """See `Engine.load_session`."""
         self._check_program()
         offloaded, state = self._read(path)
-        return self.open_prefix(sessions, offloaded, state)
+        return self.open_offloaded(sessions, offloaded, state)
 
     @property
     def is_leaving(self) -> bool:
@@ -191,8 +191,8 @@ class HostTier:
             kept = [Kept(mine.first, mine.end - mine.first) for mine in pages]
             return Offloaded(rows, kept, None if logits is None else torch.empty_like(logits, device="meta"))
 
-    def open_prefix(self, sessions: Sessions, offloaded: Offloaded, state: SessionState) -> Session:
-        """Open a session with this state, whose rows `offload_prefix` has copied. They stay on the host.
+    def open_offloaded(self, sessions: Sessions, offloaded: Offloaded, state: SessionState) -> Session:
+        """Open a session with this state, whose rows are on the host. They stay there.
 
         Raises:
             CapacityError: no slot is free, or too few pages.

@@ -57,7 +57,7 @@ class Prefix:
 
 @dataclass(eq=False)
 class Known:
-    """What is known of a sequence of tokens.
+    """State after a sequence of tokens, and how many have it as their prompt.
 
     Attributes:
         prefix: state after it, if there is any.
@@ -195,7 +195,7 @@ class PrefixCache:
         assert prefix.offloaded is not None
         history = History(self._tokens_of(prefix.node)[: hit.position])
         state = SessionState(history, hit.position, hit.position)
-        return self._sessions.tier.open_prefix(self._sessions, prefix.offloaded, state)
+        return self._sessions.tier.open_offloaded(self._sessions, prefix.offloaded, state)
 
     @in_turn
     def open_longest(self, tokens: list[int]) -> Session | None:

@@ -378,7 +378,7 @@ class Snapshot:
 
     @property
     def _known(self) -> SessionState:
-        """What is known of the session at that moment. Raises ClosedError."""
+        """State of the session at that moment. Raises ClosedError."""
         if self._state is None:
             raise ClosedError("the snapshot is closed")
         return self._state
