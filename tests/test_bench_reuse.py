@@ -1,4 +1,4 @@
-"""scripts/bench_reuse.py: a run of few conversations, and its goals over made-up figures."""
+"""scripts/bench_reuse.py and bench_next_turn.py: a run of few conversations, and their goals over made-up figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from .conftest import ROOT
 
 sys.path.append(str(ROOT / "scripts"))
 
+import bench_next_turn
 import bench_reuse
+from bench_next_turn import Shared, Turn
 from bench_reuse import CONFIG, Asked, Row
 
 from ostinato.runner.text.prompts import Prompt
@@ -76,3 +78,32 @@ def test_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         bench_reuse.main([str(tmp_path), "--templates", str(tmp_path)])
     assert ended.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {tmp_path} has no template of Qwen3.5, Qwen3, ")
+
+
+def test_next_turns(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "found.json"
+    words = ["--context", "300", "--answer", "20", "--question", "10", "--prefix", "200", "--callers", "4", "-r", "1"]
+    assert bench_next_turn.main([str(tiny), *words, "--json", str(saved)]) == 0
+    found = json.loads(saved.read_text())
+    assert [(one["state"], one["reused"], one["computed"]) for one in found["turns"]] == [
+        ("anew", 0, 330),
+        ("device", 300, 30),
+        ("host", 300, 30),
+    ]
+    # Two answers cost one prompt; four requests cost what they have in common once, and 8 tokens each.
+    assert [(one["prompt_tokens"], one["computed"]) for one in found["shared"]] == [(400, 200), (4 * 208, 200 + 4 * 8)]
+    assert capsys.readouterr().out.split().count("computed") == 2
+    with pytest.raises(SystemExit) as ended:
+        bench_next_turn.main([str(tiny), "--context", "99999"])
+    assert ended.value.code == 2
+    assert "max_seq_len is 32,768" in capsys.readouterr().err
+
+
+def test_goals_of_next_turns() -> None:
+    slow, quick = Turn("host", 300, 30, 61.0, [61.0]), Turn("device", 300, 30, 32.0, [32.0])
+    found = bench_next_turn.findings([slow, quick], [Shared("2 answers", 400, 400, 200, 1.0)])
+    assert [(one.what, one.held) for one in found] == [
+        ("ms to the first token, state on the host", False),
+        ("ms to the first token, state on the device", True),
+        ("2 answers: tokens computed", False),
+    ]
