@@ -61,11 +61,13 @@ class EngineLimits:
 
     Attributes:
         max_seq_len: the most tokens of prompt and answer together.
+        vocab: size of the vocabulary.
         eos_ids: tokens that end an answer.
         sessions: number of answers that can have a session at a time.
     """
 
     max_seq_len: int
+    vocab: int
     eos_ids: list[int]
     sessions: int
 
@@ -210,26 +212,57 @@ class AsyncEngine:
             OptionError: an attribute has a value of another type.
             EngineProcessError: the engine's process has ended, or is stopped.
         """
+        async with aclosing(self.arrivals([request])) as arrivals:
+            async for arrived in arrivals:
+                for output in arrived:
+                    yield output
+
+    async def arrivals(self, requests: Sequence[Request]) -> AsyncGenerator[list[Output], None]:
+        """Yield the outputs of several requests: all that have come since the ones before. See `outputs`."""
         self._check()
-        if request.id in self._inner_ids:
-            raise InputError(f"a request with the id {request.id!r} has not ended yet")
+        names = [request.id for request in requests]
+        for number, name in enumerate(names):
+            if name in self._inner_ids or name in names[:number]:
+                raise InputError(f"a request with the id {name!r} has not ended yet")
         arrived: asyncio.Queue[Output | OstinatoError] = asyncio.Queue()
-        inner_id = self._inner_ids[request.id] = self.new_id()
-        self._waiting[inner_id] = arrived
-        going_on = request.n
+        # Inner id -> the request's id, and the number of its answers that have not ended.
+        going_on: dict[str, tuple[str, int]] = {}
         try:
-            self._send(structs.replace(request, id=inner_id))
+            for request in requests:
+                inner_id = self._inner_ids[request.id] = self.new_id()
+                going_on[inner_id] = request.id, request.n
+                self._waiting[inner_id] = arrived
+                self._send(structs.replace(request, id=inner_id))
             while going_on:
-                output = await arrived.get()
-                if isinstance(output, OstinatoError):
-                    raise output
-                going_on -= output.finish_reason is not None
-                output.id = request.id
-                yield output
+                outputs = [await arrived.get()]
+                while not arrived.empty():
+                    outputs.append(arrived.get_nowait())
+                ready = []
+                for output in outputs:
+                    if isinstance(output, OstinatoError):
+                        raise output
+                    output.id, left = going_on[inner_id := output.id]
+                    going_on[inner_id] = output.id, left - (output.finish_reason is not None)
+                    if not going_on[inner_id][1]:
+                        del going_on[inner_id]
+                    ready.append(output)
+                yield ready
         finally:
-            del self._inner_ids[request.id], self._waiting[inner_id]
-            if going_on and self._ended is None:
-                self._send(Cancel(inner_id))
+            for request in requests:
+                self._waiting.pop(self._inner_ids.pop(request.id, ""), None)
+            if self._ended is None:
+                for inner_id in going_on:
+                    self._send(Cancel(inner_id))
+
+    def cancel(self, request: Request, index: int | None = None) -> None:
+        """End the answers to a request whose outputs are awaited, or one of them. They end with "cancelled"."""
+        if request.id in self._inner_ids and self._ended is None:
+            self._send(Cancel(self._inner_ids[request.id], index))
+
+    @property
+    def failure(self) -> OstinatoError | None:
+        """Why the engine answers nothing any more; None: it does."""
+        return self._ended
 
     def new_id(self) -> str:
         """Name for a `Request` that no other one of this engine has."""
@@ -313,7 +346,7 @@ class AsyncEngine:
                     yield text
                 if reader.ended and output.finish_reason is None:
                     # A stop string has ended it.
-                    self._send(Cancel(self._inner_ids[output.id], output.index))
+                    self.cancel(request, output.index)
                 if all(one.ended for one in readers):
                     return
 

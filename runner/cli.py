@@ -1,4 +1,4 @@
-"""`ostinato`: export, recompile, run, chat, bench, eval, inspect."""
+"""`ostinato`: export, recompile, run, chat, serve, bench, eval, inspect."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ COMMANDS = {
     "recompile": ("ostinato.export.commands.recompile", "an artifact -> the same, compiled for this machine"),
     "run": ("ostinato.runner.commands.run", "answer a prompt with an artifact"),
     "chat": ("ostinato.runner.commands.chat", "talk with an artifact in the terminal"),
+    "serve": ("ostinato.runner.commands.serve", "serve an artifact over HTTP, with OpenAI's interface"),
     "bench": ("ostinato.runner.commands.bench", "measure how fast an artifact runs"),
     "eval": ("ostinato.runner.commands.eval", "measure an artifact's perplexity over a text"),
     "inspect": ("ostinato.runner.commands.inspect", "show what an artifact holds"),

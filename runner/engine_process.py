@@ -156,7 +156,12 @@ class EngineProcess:
         # The garbage collector would look at all that torch has, which takes longer than a step.
         gc.collect()
         gc.freeze()
-        return {"max_seq_len": engine.max_seq_len, "eos_ids": sorted(engine.eos_ids), "sessions": engine.sessions.free}
+        return {
+            "max_seq_len": engine.max_seq_len,
+            "vocab": engine.model.vocab,
+            "eos_ids": sorted(engine.eos_ids),
+            "sessions": engine.sessions.free,
+        }
 
     def _begin(self, total: int) -> None:
         self._total = total

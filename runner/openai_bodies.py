@@ -34,9 +34,11 @@ class Endpoint:
     answer: Callable[[str, str, Sequence[Result], Tokenizer], dict[str, Any]]
 
 
-def error_body(code: str, message: str) -> dict[str, Any]:
-    """Body of the response to a request that is refused."""
-    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+def error_body(
+    code: str | None, message: str, kind: str = "invalid_request_error", param: str | None = None
+) -> dict[str, Any]:
+    """Body of the response to a request that is refused, or has failed."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _read_chat(body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -71,7 +73,7 @@ def _options(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _answer_chat(name: str, model: str, results: Sequence[Result], tokenizer: Tokenizer) -> dict[str, Any]:
     choices = [
-        _choice(i, result, _chat_logprobs(result.logprobs, tokenizer))
+        _choice(i, result, chat_logprobs(result.logprobs, tokenizer))
         | {"message": {"role": "assistant", "content": result.text}}
         for i, result in enumerate(results)
     ]
@@ -80,7 +82,7 @@ def _answer_chat(name: str, model: str, results: Sequence[Result], tokenizer: To
 
 def _answer_completion(name: str, model: str, results: Sequence[Result], tokenizer: Tokenizer) -> dict[str, Any]:
     choices = [
-        _choice(i, result, _completion_logprobs(result.logprobs, tokenizer)) | {"text": result.text}
+        _choice(i, result, completion_logprobs(result.logprobs, tokenizer)) | {"text": result.text}
         for i, result in enumerate(results)
     ]
     return _body(f"cmpl-{name}", "text_completion", model, choices)
@@ -91,15 +93,15 @@ def _body(name: str, kind: str, model: str, choices: list[dict[str, Any]]) -> di
 
 
 def _choice(index: int, result: Result, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    # OpenAI has one reason for answers that were cut.
-    reason = "stop" if result.finish_reason == "stop" else "length"
-    choice = {"index": index, "finish_reason": reason, "logprobs": logprobs}
+    choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason(result), "logprobs": logprobs}
     if result.prompt_logprobs:
         choice["prompt_logprobs"] = [record and record._asdict() for record in result.prompt_logprobs]
     return choice
 
 
-def _chat_logprobs(records: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any] | None:
+def chat_logprobs(records: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Records of tokens as a chat's choice has them; None: there are none."""
+
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = tokenizer.decode([token])
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
@@ -111,16 +113,39 @@ def _chat_logprobs(records: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> di
     return {"content": content} if content else None
 
 
-def _completion_logprobs(records: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any] | None:
+def completion_logprobs(
+    records: Sequence[TokenLogprobs | None], tokenizer: Tokenizer, first: int | None = None, offset: int = 0
+) -> dict[str, Any] | None:
+    """Records of tokens as a completion's choice has them; None: there are none.
+
+    Args:
+        records: one for each token; None in the place of a prompt's first token.
+        tokenizer: gives their texts.
+        first: that token.
+        offset: number of characters before the first of them.
+    """
     if not records:
         return None
-    texts = [tokenizer.decode([record.token]) for record in records]
+    texts = [tokenizer.decode([first if record is None else record.token]) for record in records]  # type: ignore[list-item]
     return {
         "tokens": texts,
-        "token_logprobs": [record.logprob for record in records],
-        "top_logprobs": [{tokenizer.decode([token]): logprob for token, logprob in record.top} for record in records],
-        "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)),
+        "token_logprobs": [record and record.logprob for record in records],
+        "top_logprobs": [record and _by_text(record, tokenizer) for record in records],
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)),
     }
+
+
+def finish_reason(result: Result) -> str:
+    """Why an answer has ended, in OpenAI's words: they have one for answers that were cut."""
+    return "stop" if result.finish_reason == "stop" else "length"
+
+
+def _by_text(record: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for token, logprob in record.top:
+        # Several tokens may have the same text, special ones none: the most likely one stands for them.
+        found.setdefault(tokenizer.decode([token]), logprob)
+    return found
 
 
 ENDPOINTS = {

@@ -103,8 +103,8 @@ make_environment() {
     echo "== exports then keep compiled headers in ${TMPDIR:-/tmp}: 0.6 GB after e2e.sh ==" >&2
     rm -f "$venv/.ostinato"
     "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv" || fail "'$python -m venv $venv' failed"
-    local extras="test"
-    [ "$device" = cuda ] && extras="test,cuda,bench"
+    local extras="test,serve"
+    [ "$device" = cuda ] && extras="test,serve,cuda,bench"
     # No bytecode at installation: for all files it takes half a minute. Imports write the bytecode that is needed.
     local install=("$PYTHON_BIN" -m pip install --quiet --disable-pip-version-check --no-compile)
     # torch first: a later package that only asks for "torch" must not bring another build of it.

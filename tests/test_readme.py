@@ -26,6 +26,7 @@ READMES = [
     "runner/README.md",
     "runner/scheduler/README.md",
     "runner/sessions/README.md",
+    "runner/server/README.md",
     "scripts/FIGURES.md",
     "tests/assets/configs/README.md",
     "tests/assets/templates/README.md",

@@ -40,7 +40,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("runner.sessions",),
     ("runner.scheduler",),
     ("runner",),
-    ("runner.bench",),
+    ("runner.bench", "runner.server"),
     ("runner.commands",),
 )
 ALSO = {("export.program", "export.artifact")}

@@ -121,8 +121,8 @@ class ResetPrefixCache(msgspec.Struct, tag=True):
 
 
 class Start(msgspec.Struct, tag=True):
-    """Load an artifact: the first message. `options`: as `Engine.load` has. The reply has `max_seq_len`, `eos_ids` and the
-    number of `sessions`."""
+    """Load an artifact: the first message. `options`: as `Engine.load` has. The reply has the
+    attributes of `EngineLimits`."""
 
     id: str
     path: str

@@ -34,7 +34,7 @@ class StopStrings:
         if places:
             self.found, self._held = True, ""
             return text[: min(places)]
-        held = max((_overlap(text, string) for string in self._strings), default=0)
+        held = max((overlap(text, string) for string in self._strings), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
@@ -44,7 +44,7 @@ class StopStrings:
         return text
 
 
-def _overlap(text: str, string: str) -> int:
+def overlap(text: str, string: str) -> int:
     """Length of the longest end of `text` that `string` begins with, and goes on after."""
     for length in range(min(len(text), len(string) - 1), 0, -1):
         if text.endswith(string[:length]):

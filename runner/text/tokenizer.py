@@ -13,6 +13,7 @@ from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.errors import ArtifactError, InputError, first_line
 
 from .common_prefix import common_length
+from .reasoning import END_OF_REASONING
 
 if TYPE_CHECKING:
     import jinja2
@@ -65,6 +66,11 @@ class Tokenizer:
     def has_template(self) -> bool:
         """Whether `render` has a chat template."""
         return self._template is not None
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether the chat template knows of reasoning in answers, between `<think>` and `</think>`."""
+        return self._template is not None and END_OF_REASONING in self._template
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Special tokens that are written out in the text are recognised, and no others are added.

@@ -1,0 +1,1 @@
+"""The HTTP server: `ostinato serve`. See README.md beside this file."""

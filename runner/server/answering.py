@@ -1,0 +1,345 @@
+"""Prompts on their way to the engine, and its outputs as text on their way back."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ostinato.delegate.artifact.json_files import read_json
+from ostinato.delegate.errors import ArtifactError, InputError, OptionError
+from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
+from ostinato.runner.answer_reader import AnswerReader
+from ostinato.runner.async_engine import AsyncEngine
+from ostinato.runner.prompt_lines import with_options
+from ostinato.runner.scheduler.messages import Request
+from ostinato.runner.stream import Result
+from ostinato.runner.text.prompts import Prompt, encode_prompt
+from ostinato.runner.text.reasoning import Divided, ReasoningSplitter
+from ostinato.runner.text.stop_strings import checked_stop
+from ostinato.runner.text.tokenizer import Message, Tokenizer
+from ostinato.runner.text_request import TextRequest
+
+from .protocol import MAX_CHOICES, ChatBody, ChatMessage, CompletionBody, GenerationBody
+
+# OpenAI's default for completions. An answer of a chat may be as long as there is room.
+_COMPLETION_TOKENS = 16
+_CHECKED_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Threads that render and encode: tokenizers let others run meanwhile, and long prompts take tens of milliseconds.
+_THREADS = 4
+
+
+@dataclass
+class Piece:
+    """What outputs that came together give one choice.
+
+    Attributes:
+        text, reasoning: new text.
+        tokens, logprobs: new tokens, the one that ended the answer included, and records of them if they were asked for.
+        ended: whether the choice is complete.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    ended: bool = False
+
+
+class Choice:
+    """One answer of a request.
+
+    Attributes:
+        index: its number among the request's choices.
+        request, number: the engine's request, and which of its answers this is.
+        prompt: the prompt's text; "" where nobody needs it.
+        result: the answer so far.
+        reasoning, content: the two parts of its text.
+    """
+
+    def __init__(
+        self, index: int, request: Request, number: int, prompt: str, reader: AnswerReader, splits: bool, takes: bool
+    ) -> None:
+        self.index, self.request, self.number, self.prompt = index, request, number, prompt
+        self.reasoning = self.content = ""
+        self._reader = reader
+        self._splitter = ReasoningSplitter(prompt) if splits else None
+        # Whether its tokens count: those of a request for none do not.
+        self._takes = takes
+
+    @property
+    def result(self) -> Result:
+        return self._reader.result
+
+    @property
+    def ended(self) -> bool:
+        return self._reader.ended
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.result.tokens) if self._takes else 0
+
+    def read(self, outputs: Sequence[Any]) -> Piece:
+        """Add outputs, and return what they give. Raises OstinatoError: the error that the answer has ended with."""
+        reader, piece = self._reader, Piece()
+        text = ""
+        for output in outputs:
+            if reader.ended:
+                break
+            text += reader.read(output)
+            piece.tokens += output.tokens
+            piece.logprobs += output.logprobs
+        piece.ended = reader.ended
+        if not self._takes:
+            return Piece(ended=piece.ended)
+        divided = self._divided(text)
+        piece.reasoning, piece.text = divided
+        self.reasoning += divided.reasoning
+        self.content += divided.content
+        return piece
+
+    def _divided(self, text: str) -> Divided:
+        if self._splitter is None:
+            return Divided(content=text)
+        found = self._splitter.push(text) if text else Divided()
+        if not self.ended:
+            return found
+        rest = self._splitter.flush()
+        return Divided(found.reasoning + rest.reasoning, found.content + rest.content)
+
+
+class Generation:
+    """The choices of one request.
+
+    Attributes:
+        id: name of the request, for the client.
+        created: when it came, in seconds since 1970.
+        choices: `n` for each prompt, one prompt after the other.
+        begun: when it was sent to the engine, by `time.perf_counter`.
+    """
+
+    def __init__(self, engine: AsyncEngine, name: str, requests: Sequence[Request], choices: Sequence[Choice]) -> None:
+        self.id, self.created, self.choices = name, int(time.time()), choices
+        self.begun = time.perf_counter()
+        self._engine, self._requests = engine, requests
+        self._by_place = {(choice.request.id, choice.number): choice for choice in choices}
+
+    async def pieces(self) -> AsyncGenerator[list[tuple[Choice, Piece]], None]:
+        """Yield what is new, all that is ready together. If it is closed before the end, the engine drops the rest.
+
+        Raises:
+            OstinatoError: what an answer has ended with.
+        """
+        left = len(self.choices)
+        async with aclosing(self._engine.arrivals(self._requests)) as arrivals:
+            async for outputs in arrivals:
+                mine: dict[Choice, list[Any]] = {}
+                for output in outputs:
+                    mine.setdefault(self._by_place[output.id, output.index], []).append(output)
+                ready = []
+                for choice, some in mine.items():
+                    if choice.ended:
+                        continue
+                    piece = choice.read(some)
+                    if piece.ended:
+                        left -= 1
+                        if some[-1].finish_reason is None:
+                            # A stop string has ended it.
+                            self._engine.cancel(choice.request, choice.number)
+                    ready.append((choice, piece))
+                if ready:
+                    yield ready
+                if not left:
+                    return
+
+    async def run(self) -> None:
+        """Wait until all choices are complete."""
+        async with aclosing(self.pieces()) as pieces:
+            async for _ in pieces:
+                pass
+
+    def usage(self) -> dict[str, Any]:
+        """Numbers of tokens so far, as OpenAI's `usage`."""
+        first = {choice.request.id: choice for choice in reversed(self.choices)}.values()
+        prompt = sum(choice.result.prompt_tokens for choice in first)
+        completion = sum(choice.output_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.result.reused_tokens for choice in first)},
+        }
+
+
+class Answering:
+    """Makes generations of requests' bodies.
+
+    Args:
+        engine: answers them.
+        folder: the artifact's folder.
+    """
+
+    def __init__(self, engine: AsyncEngine, folder: Path) -> None:
+        self._engine = engine
+        self._pool = ThreadPoolExecutor(_THREADS, "prompts")
+        self._defaults = default_params(folder)
+        self.tokenizer: Tokenizer = engine.tokenizer
+
+    async def chat(self, body: ChatBody) -> Generation:
+        """Raises InputError, OptionError: what the body asks for cannot be done."""
+        return await self._in_thread(self._chat, body)
+
+    async def completion(self, body: CompletionBody) -> Generation:
+        """Raises InputError, OptionError: what the body asks for cannot be done."""
+        return await self._in_thread(self._completion, body)
+
+    async def tokenize(
+        self, prompt: str | Sequence[ChatMessage], kwargs: Mapping[str, Any] | None, add_generation_prompt: bool
+    ) -> list[int]:
+        """Token ids of a text, or of a chat."""
+
+        def encode() -> list[int]:
+            text = prompt
+            if not isinstance(text, str):
+                text = self.tokenizer.render(messages_of(text), kwargs, add_generation_prompt)
+            return self.tokenizer.encode(text)
+
+        return await self._in_thread(encode)
+
+    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    def _chat(self, body: ChatBody) -> Generation:
+        kwargs = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+            if body.reasoning_effort == "none":
+                kwargs.setdefault("enable_thinking", False)
+        prompt = encode_prompt(self.tokenizer, messages_of(body.messages), chat_template_kwargs=kwargs)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        if body.top_logprobs is not None and not body.logprobs:
+            raise OptionError("top_logprobs needs logprobs to be true")
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        if body.max_tokens is not None and limit != body.max_tokens:
+            raise OptionError("max_tokens and max_completion_tokens mean the same: give one of them")
+        if limit == 0:
+            raise OptionError("max_tokens must be 1 or more, got 0")
+        asked = self._asked(body, limit or self._engine.limits.max_seq_len, logprobs, prompt=prompt)
+        return self._generation("chatcmpl", body, [(asked, prompt, "".join(piece.text for piece in prompt.pieces))])
+
+    def _completion(self, body: CompletionBody) -> Generation:
+        limit = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        if limit == 0 and not body.echo:
+            raise OptionError("max_tokens must be 1 or more without echo, got 0")
+        asked = self._asked(body, max(limit, 1), body.logprobs, prompt="")
+        if body.echo and body.logprobs is not None:
+            params = asked.sampling_params
+            assert params is not None
+            asked = replace(asked, sampling_params=replace(params, prompt_logprobs=body.logprobs))
+        prompts = [self._raw(one) for one in _prompts_of(body)]
+        if len(prompts) * body.n > MAX_CHOICES:
+            raise OptionError(f"{len(prompts)} prompts times n {body.n} are more than {MAX_CHOICES} choices")
+        texts = [
+            "" if not body.echo else given if isinstance(given, str) else self.tokenizer.decode(given)
+            for given in _prompts_of(body)
+        ]
+        every = [(replace(asked, prompt=prompt), prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        return self._generation("cmpl", body, every, takes=limit > 0)
+
+    def _raw(self, given: str | list[int]) -> Prompt:
+        if isinstance(given, str):
+            return encode_prompt(self.tokenizer, given, raw=True)
+        if not given:
+            raise InputError("the prompt is empty")
+        return Prompt([], given, None, True)
+
+    def _asked(self, body: GenerationBody, limit: int, logprobs: int | None, prompt: Any) -> TextRequest:
+        """What a body asks for, but for its prompts. Raises OptionError: values that do not go together."""
+        given = {name: getattr(body, name) for name in _OPTIONS}
+        if given["top_k"] == -1:
+            given["top_k"] = 0
+        if given["seed"] is not None:
+            given["seed"] %= 1 << 64
+        if given["min_tokens"] is not None and given["min_tokens"] > limit:
+            raise OptionError(f"min_tokens {given['min_tokens']} is more than max_tokens {limit}")
+        defaults = TextRequest(prompt=prompt, max_new_tokens=limit, sampling_params=self._defaults)
+        return with_options(defaults, given | {"logprobs": logprobs})
+
+    def _generation(
+        self,
+        kind: str,
+        body: GenerationBody,
+        every: Sequence[tuple[TextRequest, Prompt, str]],
+        takes: bool = True,
+    ) -> Generation:
+        """Raises InputError: a prompt leaves no room for an answer."""
+        requests: list[Request] = []
+        choices: list[Choice] = []
+        most = self._engine.limits.max_seq_len
+        splits = kind == "chatcmpl" and self.tokenizer.may_reason
+        for asked, prompt, text in every:
+            if len(prompt.tokens) >= most:
+                raise ContextLengthError(
+                    f"the prompt has {len(prompt.tokens):,} tokens, and the model takes {most:,} with the answer: shorten it"
+                )
+            request = asked.for_scheduler(self._engine.new_id(), self.tokenizer)
+            requests.append(request)
+            for number in range(body.n):
+                reader = AnswerReader(len(request.tokens), self.tokenizer, checked_stop(asked.stop))
+                choices.append(Choice(len(choices), request, number, text, reader, splits, takes))
+        return Generation(self._engine, f"{kind}-{secrets.token_hex(12)}", requests, choices)
+
+
+class ContextLengthError(InputError):
+    """A prompt has more tokens than the model takes."""
+
+
+_OPTIONS = (
+    *("n", "stop", "ignore_eos", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop_token_ids"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+)
+
+
+def messages_of(messages: Sequence[ChatMessage]) -> list[Message]:
+    """The messages as the chat template takes them. Raises InputError: one without content."""
+    found = []
+    for message in messages:
+        given = message.model_dump(exclude_none=True)
+        if message.content is None:
+            raise InputError(f"a message's content is text; one with the role {message.role!r} has none")
+        if not isinstance(message.content, str):
+            given["content"] = "".join(part.text for part in message.content)
+        found.append(given)
+    return found
+
+
+def default_params(folder: Path) -> SamplingParams:
+    """Parameters of requests that do not say them: those of the model's `generation_config.json`, else OpenAI's.
+
+    Raises:
+        ArtifactError: the file cannot be read, or has a value that is out of range.
+    """
+    path = folder / "generation_config.json"
+    config = read_json(path, ArtifactError) if path.exists() else {}
+    given = {name: config[name] for name in _CHECKED_DEFAULTS if config.get(name) is not None}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    try:
+        return replace(SamplingParams(temperature=1.0), **given)
+    except OptionError as error:
+        raise ArtifactError(f"{path}: {error}") from error
+
+
+def _prompts_of(body: CompletionBody) -> list[str] | list[list[int]]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InputError("the prompt is empty")
+    return [prompt] if isinstance(prompt[0], int) else prompt  # type: ignore[list-item, return-value]

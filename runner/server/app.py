@@ -1,0 +1,328 @@
+"""HTTP: routes, errors, and answers as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from ostinato.delegate.errors import CapacityError, ClosedError, InputError, OptionError, OstinatoError
+from ostinato.delegate.version import __version__
+from ostinato.runner.async_engine import AsyncEngine, EngineProcessError
+from ostinato.runner.openai_bodies import error_body
+from ostinato.runner.scheduler.messages import QueueFullError
+
+from . import protocol
+from .answering import Answering, Choice, ContextLengthError, Generation, Piece
+from .responses import ChatForm, CompletionForm, Form, event
+
+log = logging.getLogger("ostinato.server")
+Got = TypeVar("Got")
+
+_REFUSED = {
+    400: "the request cannot be done as it is",
+    401: "no key, or a wrong one",
+    404: "there is no such model, session or path",
+    408: "the body did not come in time",
+    413: "the body is too large",
+    415: "the body is not JSON",
+    429: "too many requests wait: try again",
+    500: "the engine has failed with this request",
+    503: "the engine is not there, or the server ends",
+}
+_DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    status: {"model": protocol.ErrorAnswer, "description": text} for status, text in _REFUSED.items()
+}
+
+
+@dataclass
+class Service:
+    """What the routes work with.
+
+    Attributes:
+        engine: the engine.
+        answering: makes generations.
+        name: the model's name.
+        created: when the server began, in seconds since 1970.
+        failure: why the engine answers nothing any more; None: it does.
+        logs_prompts: whether prompts and answers are logged.
+    """
+
+    engine: AsyncEngine
+    answering: Answering
+    name: str
+    logs_prompts: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    failure: str | None = None
+
+
+def make_app(service: Service) -> FastAPI:
+    """The routes over a service."""
+    app = FastAPI(
+        title="Ostinato",
+        version=__version__,
+        description="OpenAI's interface to a language model that was exported ahead of time.",
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(OstinatoError, _failed)
+    app.add_exception_handler(Exception, _broken)
+    answering, engine = service.answering, service.engine
+
+    @app.post("/v1/chat/completions", response_model=protocol.ChatAnswer, responses=_DOCUMENTED)
+    async def chat(request: Request, body: protocol.ChatBody) -> Response:
+        """Answer a chat."""
+        _check_model(service, body.model)
+        generation = await answering.chat(body)
+        return await _respond(service, request, ChatForm(service.name, answering.tokenizer, body, generation))
+
+    @app.post("/v1/completions", response_model=protocol.CompletionAnswer, responses=_DOCUMENTED)
+    async def completion(request: Request, body: protocol.CompletionBody) -> Response:
+        """Go on with texts, or with token ids."""
+        _check_model(service, body.model)
+        generation = await answering.completion(body)
+        return await _respond(service, request, CompletionForm(service.name, answering.tokenizer, body, generation))
+
+    @app.get("/v1/models", response_model=protocol.ModelList, responses=_documented(401, 503))
+    async def models() -> Response:
+        """The model that is served."""
+        return _json({"object": "list", "data": [_card(service)]})
+
+    @app.get("/v1/models/{model:path}", response_model=protocol.ModelCard, responses=_documented(401, 404, 503))
+    async def model(model: str) -> Response:
+        """The model that is served, by its name."""
+        _check_model(service, model)
+        return _json(_card(service))
+
+    @app.post("/tokenize", response_model=protocol.TokenizeAnswer, responses=_DOCUMENTED)
+    async def tokenize(body: protocol.TokenizeBody) -> Response:
+        """Token ids of a text, or of a chat."""
+        _check_model(service, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InputError("give either prompt or messages")
+        given = body.prompt if body.messages is None else body.messages
+        assert given is not None
+        tokens = await answering.tokenize(given, body.chat_template_kwargs, body.add_generation_prompt)
+        found = {"count": len(tokens), "max_model_len": engine.limits.max_seq_len, "tokens": tokens}
+        if body.return_token_strs:
+            found["token_strs"] = [answering.tokenizer.decode([token]) for token in tokens]
+        return _json(found)
+
+    @app.post("/detokenize", response_model=protocol.DetokenizeAnswer, responses=_DOCUMENTED)
+    async def detokenize(body: protocol.DetokenizeBody) -> Response:
+        """The text of token ids."""
+        _check_model(service, body.model)
+        return _json({"prompt": answering.tokenizer.decode(body.tokens)})
+
+    @app.get("/health", response_model=protocol.Health, responses=_documented(503))
+    async def health() -> Response:
+        """Whether requests are answered."""
+        if service.failure is not None:
+            return _json(error_body("unhealthy", service.failure, "server_error"), 503)
+        return _json({"status": "ok"})
+
+    return app
+
+
+# --- answers
+
+
+async def _respond(service: Service, request: Request, form: Form) -> Response:
+    """The response with a generation's answers: whole, or as events."""
+    generation = form.generation
+    if not form.body.stream:
+        await until_gone(request.receive, generation.run())
+        _log(service, request, generation)
+        return _json(form.answer())
+    pieces = generation.pieces()
+    try:
+        # What fails before the first token has a status of its own.
+        first = await until_gone(request.receive, anext(pieces))
+    except BaseException:
+        await pieces.aclose()
+        raise
+    return EventResponse(_events(service, request, form, first, pieces))
+
+
+async def _events(
+    service: Service,
+    request: Request,
+    form: Form,
+    first: list[tuple[Choice, Piece]],
+    pieces: AsyncGenerator[list[tuple[Choice, Piece]], None],
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(pieces):
+        yield form.events(first)
+        try:
+            async for ready in pieces:
+                yield form.events(ready)
+        except Exception as error:
+            status, body, _ = _error(request, error)
+            log.error("%s %s", request.state.id, body["error"]["message"])
+            yield event(body | {"status": status}) + b"data: [DONE]\n\n"
+            return
+        yield form.last_events()
+    _log(service, request, form.generation)
+
+
+class EventResponse(Response):
+    """Server-sent events. When the client goes away, their generator is closed."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for data in self._events:
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        async with aclosing(self._events):
+            try:
+                await until_gone(receive, write())
+            except ClientGoneError:
+                log.info("%s the client has gone away", scope["state"]["id"])
+
+
+class ClientGoneError(OstinatoError):
+    """The client has closed its connection."""
+
+
+async def until_gone(receive: Receive, work: Awaitable[Got]) -> Got:
+    """Wait for work, but no longer than the client does. Raises ClientGoneError."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError("the client has gone away")
+    finally:
+        for one in (task, watch):
+            if not one.done():
+                one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+# --- errors
+
+
+def _error(request: Request, error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, body and headers of the response to a request that has failed."""
+    text = str(error)
+    match error:
+        case QueueFullError():
+            return 429, error_body("queue_full", text, "rate_limit_error"), {"Retry-After": "1"}
+        case ContextLengthError():
+            return 400, error_body("context_length_exceeded", text), {}
+        case InputError() | OptionError() | CapacityError():
+            return 400, error_body(None, text), {}
+        case EngineProcessError() | ClosedError():
+            return 503, error_body("engine_unavailable", text, "server_error"), {}
+        case ClientGoneError():
+            return 499, error_body(None, text), {}
+    return 500, error_body("engine_error", f"request {request.state.id} has failed: {text}", "server_error"), {}
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    status, body, headers = _error(request, error)
+    if status >= 500:
+        log.error("%s %s", request.state.id, body["error"]["message"])
+    return _json(body, status, headers)
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    # Starlette raises it once more, and it is logged with its traceback.
+    text = f"request {request.state.id} has failed in the server: {type(error).__name__}"
+    return _json(error_body("internal_error", text, "server_error"), 500)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    # The first word is where the parameter stands: in the body.
+    param = ".".join(str(word) for word in first["loc"][1:]) or None
+    what = first["msg"]
+    if first["type"] == "json_invalid":
+        param, what = None, f"the body is not JSON: {first.get('ctx', {}).get('error', what)}"
+    elif first["type"] == "extra_forbidden" and param in protocol.NOT_SUPPORTED:
+        what = f"{param} is not supported"
+    elif first["type"] == "extra_forbidden":
+        what = f"unknown parameter {param!r}"
+    elif param is not None:
+        what = f"{param}: {what}"
+    return _json(error_body(None, what, param=param), 400)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _json(error_body(None, str(error.detail)), error.status_code, error.headers)
+
+
+def _check_model(service: Service, name: str | None) -> None:
+    """Raises HTTPException: another model is served."""
+    if name is not None and name != service.name:
+        raise HTTPException(404, f"there is no model {name!r}: this server has {service.name!r}")
+
+
+# --- helpers
+
+
+def _card(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "ostinato",
+        "max_model_len": service.engine.limits.max_seq_len,
+        "vocab_size": service.engine.limits.vocab,
+    }
+
+
+def _documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: _DOCUMENTED[status] for status in statuses}
+
+
+def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def _log(service: Service, request: Request, generation: Generation) -> None:
+    usage = generation.usage()
+    log.info(
+        "%s %s prompt %d (%d cached) answer %d %s %.2f s",
+        request.state.id,
+        request.url.path,
+        usage["prompt_tokens"],
+        usage["prompt_tokens_details"]["cached_tokens"],
+        usage["completion_tokens"],
+        ",".join(choice.result.finish_reason for choice in generation.choices[:8]),
+        time.perf_counter() - generation.begun,
+    )
+    if service.logs_prompts:
+        for choice in generation.choices:
+            prompt = choice.prompt or service.answering.tokenizer.decode(choice.request.tokens)
+            log.info("%s prompt %r answer %r", request.state.id, prompt, choice.result.text)

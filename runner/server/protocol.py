@@ -1,0 +1,274 @@
+"""Bodies of requests and of answers as OpenAI's interface has them, with vLLM's names for what that lacks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ostinato.delegate.sampling_params import MAX_BIAS, MAX_FLOAT32, MAX_LOGPROBS, MAX_PENALTY, MAX_TOP_K
+
+# The most choices of one request, its prompts times `n`.
+MAX_CHOICES = 1024
+MAX_STOPS = 64
+# Parameters of OpenAI's and of vLLM's interface that are not done here yet.
+NOT_SUPPORTED = frozenset(
+    (
+        *("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls", "response_format", "suffix"),
+        *(
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "modalities",
+            "audio",
+        ),
+        *("prediction", "web_search_options", "use_beam_search", "best_of", "truncate_prompt_tokens", "prompt_embeds"),
+        *(
+            "continue_final_message",
+            "add_generation_prompt",
+            "include_stop_str_in_output",
+            "documents",
+            "chat_template",
+        ),
+    )
+)
+# Values of these that ask for nothing.
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none",),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "best_of": (1,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+}
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_Number = Annotated[float, Field(ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
+_Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+
+
+class Body(BaseModel):
+    """A request's body. Values are not converted from other types."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, body: Any) -> Any:
+        """Drop parameters that ask for nothing: null, and values that mean what is done anyway."""
+        if not isinstance(body, dict):
+            return body
+        return {
+            name: value
+            for name, value in body.items()
+            if value is not None and not any(value == one for one in _NOTHING.get(name, ()))
+        }
+
+
+class StreamOptions(Body):
+    """`include_usage`: a last event with the numbers of tokens. `continuous_usage_stats`: each event has those so far."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationBody(Body):
+    """Parameters of chats and of completions. What is left out comes from the model's `generation_config.json`, else it has
+    OpenAI's default."""
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+    temperature: float | None = Field(None, ge=0, le=MAX_FLOAT32)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOP_K, description="-1 and 0: all")
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: float | None = Field(None, gt=0, le=MAX_FLOAT32)
+    logit_bias: dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None = None
+    return_token_ids: bool = Field(False, description="give the token ids of prompt and answers, too")
+    # They change nothing.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    verbosity: str | None = None
+
+
+class ContentPart(Body):
+    """A text among several that a message has."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """A message of a chat. The chat template gets all that it has."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str = Field(min_length=1)
+    content: str | list[ContentPart] | None = None
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions"""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(None, description="for the chat template; `none`: as enable_thinking false")
+    session: str | None = Field(None, description="go on with this session: messages are those that come after it")
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions"""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+# --- answers
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(BaseModel):
+    """Answer to a request that has failed."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Numbers of tokens. `cached_tokens`: those of the prompt that were not computed for this request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class AnswerMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: str | None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AnswerMessage
+    finish_reason: str
+    logprobs: dict[str, Any] | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatAnswer(BaseModel):
+    """Answers to a chat."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    finish_reason: str
+    logprobs: dict[str, Any] | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionAnswer(BaseModel):
+    """Texts that go on from prompts: `n` for each prompt, one prompt after the other."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ModelCard(BaseModel):
+    """The model. `max_model_len`: the most tokens of prompt and answer together."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    vocab_size: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class TokenizeAnswer(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(BaseModel):
+    prompt: str
+
+
+class Health(BaseModel):
+    status: Literal["ok"]

@@ -1,0 +1,161 @@
+"""Bodies of responses: the answers of a generation, whole or as server-sent events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ostinato.runner.openai_bodies import chat_logprobs, completion_logprobs, finish_reason
+from ostinato.runner.text.tokenizer import Tokenizer
+
+from . import protocol
+from .answering import Choice, Generation, Piece
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+class Form:
+    """How the answers of one endpoint look.
+
+    Args:
+        model: the model's name.
+        tokenizer: gives texts of single tokens.
+        body: what was asked for.
+        generation: the answers.
+    """
+
+    kind = event_kind = ""
+
+    def __init__(self, model: str, tokenizer: Tokenizer, body: protocol.GenerationBody, generation: Generation) -> None:
+        self.generation, self.body, self._model, self._tokenizer = generation, body, model, tokenizer
+        self._begun: set[int] = set()
+
+    def answer(self) -> dict[str, Any]:
+        """The whole answer. The generation is complete."""
+        choices = [self.choice(choice) for choice in self.generation.choices]
+        return self._head(self.kind) | {"choices": choices, "usage": self.generation.usage()}
+
+    def events(self, ready: list[tuple[Choice, Piece]]) -> bytes:
+        """What is new, as events."""
+        return b"".join(self._events_of(choice, piece) for choice, piece in ready)
+
+    def last_events(self) -> bytes:
+        """What follows the last piece."""
+        options = self.body.stream_options
+        usage = b""
+        if options is not None and options.include_usage:
+            head = self._head(self.event_kind)
+            usage = event(head | {"choices": [], "usage": self.generation.usage()})
+        return usage + b"data: [DONE]\n\n"
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        """A choice of the whole answer."""
+        raise NotImplementedError
+
+    def delta(self, choice: Choice, piece: Piece, first: bool) -> dict[str, Any]:
+        """What is new of a choice."""
+        raise NotImplementedError
+
+    def _events_of(self, choice: Choice, piece: Piece) -> bytes:
+        options, first = self.body.stream_options, choice.index not in self._begun
+        continuous = options is not None and options.continuous_usage_stats
+        found = b""
+        if piece.text or piece.reasoning or piece.logprobs or self.body.return_token_ids or continuous or first:
+            self._begun.add(choice.index)
+            found = self._event(choice, self.delta(choice, piece, first), None)
+        if piece.ended:
+            # Some clients read no text of the event that says why the answer has ended.
+            found += self._event(choice, self.delta(choice, Piece(), False), finish_reason(choice.result))
+        return found
+
+    def _event(self, choice: Choice, delta: dict[str, Any], reason: str | None) -> bytes:
+        options = self.body.stream_options
+        body = self._head(self.event_kind)
+        body["choices"] = [{"index": choice.index, **delta, "finish_reason": reason}]
+        if options is not None and options.continuous_usage_stats:
+            body["usage"] = self.generation.usage()
+        elif options is not None and options.include_usage:
+            body["usage"] = None
+        return event(body)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        generation = self.generation
+        return {"id": generation.id, "object": kind, "created": generation.created, "model": self._model}
+
+
+class ChatForm(Form):
+    """Answers of /v1/chat/completions."""
+
+    kind, event_kind = "chat.completion", "chat.completion.chunk"
+    body: protocol.ChatBody
+
+    def answer(self) -> dict[str, Any]:
+        found = super().answer()
+        if self.body.return_token_ids:
+            found["prompt_token_ids"] = self.generation.choices[0].request.tokens
+        return found
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.content}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        result = choice.result
+        found: dict[str, Any] = {
+            "index": choice.index,
+            "message": message,
+            "logprobs": chat_logprobs(result.logprobs, self._tokenizer),
+            "finish_reason": finish_reason(result),
+        }
+        if self.body.return_token_ids:
+            found["token_ids"] = result.tokens
+        return found
+
+    def delta(self, choice: Choice, piece: Piece, first: bool) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
+        if piece.text or first:
+            delta["content"] = piece.text
+        found: dict[str, Any] = {"delta": delta, "logprobs": chat_logprobs(piece.logprobs, self._tokenizer)}
+        if self.body.return_token_ids:
+            found["token_ids"] = piece.tokens
+        return found
+
+
+class CompletionForm(Form):
+    """Answers of /v1/completions."""
+
+    kind = event_kind = "text_completion"
+    body: protocol.CompletionBody
+
+    def __init__(self, model: str, tokenizer: Tokenizer, body: protocol.GenerationBody, generation: Generation) -> None:
+        super().__init__(model, tokenizer, body, generation)
+        # Choice -> number of characters of its tokens so far.
+        self._offsets: dict[int, int] = {}
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        result = choice.result
+        whole = Piece(choice.content, tokens=result.tokens, logprobs=result.logprobs)
+        return {"index": choice.index, **self.delta(choice, whole, True), "finish_reason": finish_reason(result)}
+
+    def delta(self, choice: Choice, piece: Piece, first: bool) -> dict[str, Any]:
+        tokenizer, request = self._tokenizer, choice.request
+        echoes = self.body.echo and first
+        records = [
+            *(choice.result.prompt_logprobs if echoes else ()),
+            *(piece.logprobs if choice.output_tokens else ()),
+        ]
+        offset = self._offsets.get(choice.index, 0)
+        logprobs = completion_logprobs(records, tokenizer, request.tokens[0], offset)
+        if logprobs is not None:
+            self._offsets[choice.index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+        found: dict[str, Any] = {"text": (choice.prompt if echoes else "") + piece.text, "logprobs": logprobs}
+        if self.body.return_token_ids:
+            found["token_ids"] = piece.tokens if choice.output_tokens else []
+            if first:
+                found["prompt_token_ids"] = request.tokens
+        return found

@@ -1,0 +1,180 @@
+"""The life of a server: it loads, says that it is ready, answers, drains, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from ostinato.delegate.artifact.paths import artifact_paths
+from ostinato.delegate.errors import OptionError
+from ostinato.runner.async_engine import AsyncEngine
+from ostinato.runner.load_bar import LoadBar
+
+from .answering import Answering
+from .app import Service, make_app
+from .gate import Gate
+
+log = logging.getLogger("ostinato.server")
+
+# How long a server whose engine has ended says so before it ends.
+_LAST_WORDS_SECONDS = 5.0
+# How long the connections may take to close when all answers are out.
+_CLOSE_SECONDS = 2
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How to serve.
+
+    Attributes:
+        artifact: the artifact's folder.
+        host, port: where to listen; port 0: any free one.
+        name: the model's name for clients; None: the folder's.
+        keys: see `Gate`.
+        drain_seconds: how long requests may go on after SIGTERM.
+        logs_prompts: whether prompts and answers are logged.
+        engine: options of `Engine.load`.
+    """
+
+    artifact: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str | None = None
+    keys: tuple[str, ...] = ()
+    drain_seconds: float = 30.0
+    logs_prompts: bool = False
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+def serve(options: ServeOptions) -> int:
+    """Serve until a signal, or the engine's end. Returns the exit status: 1 if the engine has ended.
+
+    Raises:
+        OptionError: the address is taken, or is none of this machine.
+        OstinatoError: what `Engine.load` raises.
+    """
+    listener = _listener(options)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
+    log.setLevel(logging.INFO)
+    with listener:
+        return uvloop.run(_serve(options, listener))
+
+
+async def _serve(options: ServeOptions, listener: socket.socket) -> int:
+    folder = artifact_paths(options.artifact)[0].parent
+    begin = time.perf_counter()
+    with LoadBar() as bar:
+        done = 0
+
+        def on_load(so_far: int, total: int) -> None:
+            nonlocal done
+            if not so_far:
+                bar.begin(total)
+            bar.advance(so_far - done)
+            done = so_far
+            if so_far == total:
+                log.info("loaded; capturing graphs and warming up")
+
+        log.info("loading %s", options.artifact)
+        engine = AsyncEngine(options.artifact, on_load=on_load, **options.engine)
+        await engine.__aenter__()
+    try:
+        service = Service(engine, Answering(engine, folder), options.name or folder.resolve().name)
+        gate = Gate(make_app(service), options.keys)
+        server = _Server(uvicorn.Config(gate, **_UVICORN), gate, service, options.drain_seconds)
+        host, port = listener.getsockname()[:2]
+        name = f"[{host}]" if ":" in host else host
+        log.info(
+            "ready after %.1f s: http://%s:%d serves %s, %d sessions of %s tokens",
+            time.perf_counter() - begin,
+            name,
+            port,
+            service.name,
+            engine.limits.sessions,
+            f"{engine.limits.max_seq_len:,}",
+        )
+        watch = asyncio.create_task(server.watch())
+        await server.serve(sockets=[listener])
+        watch.cancel()
+        return 1 if service.failure is not None else 0
+    finally:
+        await engine.close()
+
+
+_UVICORN: dict[str, Any] = {
+    "lifespan": "off",
+    "log_config": None,
+    "access_log": False,
+    "server_header": False,
+    "timeout_graceful_shutdown": _CLOSE_SECONDS,
+    # Longer than most load balancers keep an idle connection, so that it is they who close it.
+    "timeout_keep_alive": 75,
+}
+
+
+class _Server(uvicorn.Server):
+    """Ends when all requests have, after the first signal, and at once after the second."""
+
+    def __init__(self, config: uvicorn.Config, gate: Gate, service: Service, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._gate, self._service, self._drain_seconds = gate, service, drain_seconds
+        self._signalled: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal. uvicorn would send it to the process once more at the end."""
+        if self._signalled is not None:
+            self.force_exit = True
+        self._signalled = self._signalled or time.monotonic()
+        self._gate.draining = True
+
+    async def watch(self) -> None:
+        """End the server when it is time."""
+        gate, service = self._gate, self._service
+        while self._signalled is None:
+            await asyncio.sleep(_LOOK_SECONDS)
+            ended = service.engine.failure
+            if ended is not None and service.failure is None:
+                service.failure = str(ended)
+                log.error("%s; the server ends", ended)
+                self._drain_seconds = _LAST_WORDS_SECONDS
+                asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._end)
+        log.info("draining: %d requests go on, for at most %g s", gate.active, self._drain_seconds)
+        while gate.active and not self.force_exit and time.monotonic() < self._signalled + self._drain_seconds:
+            await asyncio.sleep(_LOOK_SECONDS)
+        if gate.active:
+            log.warning("%d requests end before their answers", gate.active)
+            # They end with an error that says so.
+            await service.engine.close()
+        self.should_exit = True
+
+    def _end(self) -> None:
+        self.should_exit = True
+
+
+def _listener(options: ServeOptions) -> socket.socket:
+    """A socket at the address, before anything is loaded. Raises OptionError: there cannot be one."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"cannot listen on {options.host} port {options.port}: {reason}") from error
+    return listener
