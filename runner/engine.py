@@ -83,7 +83,6 @@ class Engine:
         cls,
         path: str | PathLike[str],
         *,
-        digest: str | None = None,
         cuda_graph: bool = False,
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
         prefill_buckets: Sequence[int] | None = None,
@@ -97,6 +96,7 @@ class Engine:
         host_cache_bytes: int = 0,
         prefix_caching: bool = True,
         prefault: bool = False,
+        digest: str | None = None,
         on_load: Callable[[int], None] | None = None,
         on_total: Callable[[int], None] | None = None,
     ) -> Engine:
@@ -104,7 +104,6 @@ class Engine:
 
         Args:
             path: the artifact folder.
-            digest: the digest that the artifact must have, see `load_program`. `tokenizer` has the files that it is of.
             cuda_graph: whether decode, and prompts by bucket, go through warmup -> capture -> replay.
             warmup_steps: number of calls before the capture, for decode and for each bucket.
             prefill_buckets: lengths of prompts that have a graph; shorter prompts are padded. None: 16 to 512 on a GPU, 16
@@ -121,6 +120,7 @@ class Engine:
             host_cache_bytes: the most bytes of the host's memory for beginnings of prompts that leave the device.
             prefix_caching: whether prompts go on from what is known of their beginnings, see runner/sessions/README.md.
             prefault: whether to read all weights that stay in the mapped file once, before anything runs.
+            digest: the digest that the artifact must have, see `load_program`. `tokenizer` is of the same artifact, too.
             on_load: function that gets the size in bytes of each loaded constant, for progress displays.
             on_total: function that gets the sum of these sizes before loading. `LoadBar` provides both functions.
 

@@ -56,6 +56,5 @@ def check_digest(program_path: Path, seal: Seal, files: Mapping[str, bytes], wan
     if found != parse_digest(wanted):
         raise ArtifactError(
             f"{program_path.parent} is not the artifact that was asked for: its digest is {found}, not "
-            f"{parse_digest(wanted)}. Nothing of it was run: get the artifact with that digest, or give this one's digest if "
-            "you trust it"
+            f"{parse_digest(wanted)}: get the artifact with that digest, or give this one's digest if you trust it"
         )

@@ -102,7 +102,7 @@ def test_another_artifact_is_found_and_refused(folder: Path, change: Callable[[P
         assert found.digest is None and any(re.search(problem, text) for text in found.problems), found
     else:
         assert found.problems == () and found.digest not in (None, digest)
-        message = f"its digest is {found.digest}, not {digest}. Nothing of it was run"
+        message = f"its digest is {found.digest}, not {digest}: get the artifact"
         with pytest.raises(ArtifactError, match=re.escape(message)):
             load_program(folder, digest=digest)
     with pytest.raises(ArtifactError):
