@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def parse_digest(text: object) -> str:
     digits = text.removeprefix(_PREFIX).lower() if isinstance(text, str) else ""
     if not re.fullmatch("[0-9a-f]{64}", digits):
         raise OptionError(
-            f"a digest is {_PREFIX} and 64 hexadecimal digits, as `ostinato inspect --verify` prints it; got {text!r}"
+            f"a digest is {_PREFIX} and 64 hexadecimal digits, as `ostinato inspect --verify` prints it; got {reprlib.repr(text)}"
         )
     return _PREFIX + digits
 

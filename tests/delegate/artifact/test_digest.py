@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ostinato.delegate import ArtifactError, OptionError, load_program
+from ostinato.delegate import ArtifactError, OptionError, load_program, verify_artifact
 from ostinato.delegate.artifact.digest import parse_digest
 from ostinato.delegate.artifact.files import open_artifact
 from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.artifact.ptd import parse_constants
 from ostinato.delegate.artifact.seal import Seal
-from ostinato.delegate.verification import verify_artifact
 
 from ...processes import PATIENCE
 from ..helpers import eager_answers, step_inputs

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.delegate import ArtifactError
+from ostinato.delegate import ArtifactError, verify_artifact
 from ostinato.delegate.code import method_code
-from ostinato.delegate.verification import verify_artifact
 from ostinato.runner import AsyncEngine, Engine
 from ostinato.runner.cli import main
 
