@@ -26,7 +26,8 @@ def parse_digest(text: object) -> str:
     digits = text.removeprefix(_PREFIX).lower() if isinstance(text, str) else ""
     if not re.fullmatch("[0-9a-f]{64}", digits):
         raise OptionError(
-            f"a digest is {_PREFIX} and 64 hexadecimal digits, as `ostinato inspect --verify` prints it; got {reprlib.repr(text)}"
+            f"a digest is {_PREFIX} and 64 hexadecimal digits, as `ostinato inspect --verify` prints it; "
+            f"got {reprlib.repr(text)}"
         )
     return _PREFIX + digits
 
