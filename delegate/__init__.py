@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from .program import Program as Program
     from .program import ProgramStats as ProgramStats
     from .program import load_program as load_program
+    from .verification import Verification as Verification
+    from .verification import verify_artifact as verify_artifact
     from .version import __version__ as __version__
 else:
     __all__, __getattr__, __dir__ = lazy_names(
@@ -67,6 +69,7 @@ else:
             ".method": "Method",
             ".options": "BackendOptions",
             ".program": "Program ProgramStats load_program",
+            ".verification": "Verification verify_artifact",
             ".version": "__version__",
         },
     )

@@ -14,7 +14,7 @@ class OstinatoError(Exception):
 
 
 class ArtifactError(OstinatoError):
-    """The folder or file is not an artifact, is damaged, or its files do not belong together."""
+    """The folder or file is not an artifact, is damaged or not the one asked for, or its files do not belong together."""
 
 
 class TargetError(ArtifactError):

@@ -122,9 +122,9 @@ class Program(Owner):
         return self._pool.buffers_that_grow(growth, group)
 
     @property
-    def digest(self) -> str:
-        """SHA-256 (hex) that tells the artifact from others: of its program and its constants."""
-        return self._parsed.digest
+    def id(self) -> str:
+        """SHA-256 (hex) of the artifact's program and its constants, not of the files beside them: see `Seal.id`."""
+        return self._parsed.id
 
     def rows_of(self, growth: Growth, group: str | None = None, tables: bool = True) -> StateRows:
         """Rows of the buffers that `buffers_that_grow` gives, with the block tables or without. Buffers of a fixed size have
@@ -369,6 +369,7 @@ def load_program(
     verify: bool = True,
     on_load: Callable[[int], None] | None = None,
     *,
+    digest: str | None = None,
     sessions: int | None = None,
     kv_tokens: int | None = None,
     gpu_memory_fraction: float | None = None,
@@ -385,6 +386,11 @@ def load_program(
             hash of compiled code is always checked.
         on_load: function that gets the size in bytes of each loaded constant, called from the thread that loads the method.
             `Program.bytes_to_load` gives the total in advance.
+        digest: the digest that the artifact must have, as `ostinato inspect --verify` prints it. It is one of the program and
+            all its code, of all constants, and of the files from the checkpoint beside the program. Any other artifact is
+            refused before its code is mapped; the program is read into memory, so that later changes of the file change
+            nothing. Constants are compared with the manifest when they are loaded, as always; who can write to the mapped
+            file can still change them after that, but no code. None: any artifact.
         sessions: number of sessions with a state of their own. None: 1, or with `gpu_memory_fraction` as many as fit.
         kv_tokens: positions of all sessions together, rounded up to whole pages. None: max_seq_len for each session. A larger
             number leaves room for snapshots, which keep pages. Layers with a sliding window take fewer pages, see
@@ -395,14 +401,16 @@ def load_program(
             `gpu_memory_fraction` a thirty-second.
 
     Raises:
-        OptionError: see `choose_capacity`.
-        ArtifactError: no such file, not an artifact, damaged, or the two files do not belong together.
+        OptionError: see `choose_capacity`; a text that is no digest; a digest with `verify=False`.
+        ArtifactError: no such file, not an artifact, damaged, the two files do not belong together, or another digest.
         TargetError: compiled for another device, architecture, instruction set or torch.
     """
     _close_dropped()
     options = CapacityOptions(sessions, kv_tokens, gpu_memory_fraction, snapshots)
+    if digest is not None and not verify:
+        raise OptionError("with a digest, constants are compared with it: leave out verify=False, or the digest")
     program_path, constants_path = artifact_paths(source)
-    parsed, constants = open_artifact(program_path, constants_path, verify)
+    parsed, constants = open_artifact(program_path, constants_path, verify, digest)
     entries = list(parsed.methods.values())
     for entry in entries:
         check_target(entry.target)

@@ -186,7 +186,6 @@ def export_network(
     ends = _eos_ids(folder, tokenizer)
     allocate_untouched(network)
     methods = family.methods(network)
-    copied = (names.CONFIG_FILE, *names.TOKENIZER_FILES)
     metadata = _metadata(ends, record, network)
     return export_program(
         methods,
@@ -200,7 +199,7 @@ def export_network(
             STREAMED: (0, config.experts_per_layer),
             **_row_ranges(config, length, methods),
         },
-        extra_files=[folder / name for name in copied if (folder / name).exists()],
+        extra_files=[folder / name for name in names.COPIED_FILES if (folder / name).exists()],
         root=network,
         state_forms=state_forms(network),
         weights=weights,

@@ -19,7 +19,8 @@ from torch import nn
 
 from ostinato.delegate.artifact.files import open_constants
 from ostinato.delegate.artifact.names import CONSTANTS_FILE, PROGRAM_FILE
-from ostinato.delegate.artifact.records import Seal, StateForm
+from ostinato.delegate.artifact.records import StateForm
+from ostinato.delegate.artifact.seal import Seal
 from ostinato.delegate.artifact.target import Target
 from ostinato.delegate.errors import ExportError
 from ostinato.delegate.memory import size_text

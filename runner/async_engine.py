@@ -166,7 +166,7 @@ class AsyncEngine:
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer(artifact_paths(self._path)[0].parent)
+            self._tokenizer = Tokenizer.of_artifact(self._path, self._options.get("digest"))
         return self._tokenizer
 
     @explains_options
@@ -304,14 +304,14 @@ class AsyncEngine:
             OstinatoError: what `Engine.load` raises. Requests end with ClosedError then, until another `swap` has succeeded.
         """
         artifact_paths(path)
-        before = self._path, self._tokenizer
+        before = self._path, self._options, self._tokenizer
         # Requests that are sent from now on are for the new one.
-        self._path, self._tokenizer = path, None
+        self._path, self._options, self._tokenizer = path, options, None
         try:
             await self._take_limits(Swap(self.new_id(), str(path), options))
         except OptionError:
             # An unknown option leaves the old one loaded, and its token ids are not those of the new one.
-            self._path, self._tokenizer = before
+            self._path, self._options, self._tokenizer = before
             raise
 
     async def close(self) -> None:

@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any
 
 from ostinato.delegate import Program, load_program
-from ostinato.delegate.artifact.paths import artifact_paths
 from ostinato.delegate.errors import InputError, OptionError, OstinatoError
 from ostinato.delegate.sampling_params import SamplingParams
 
@@ -58,7 +57,7 @@ class Engine:
     def __init__(
         self,
         program: Program,
-        folder: Path,
+        path: str | PathLike[str],
         cuda_graph: bool,
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
         prefill_buckets: Sequence[int] | None = None,
@@ -67,6 +66,7 @@ class Engine:
         max_waiting: int = DEFAULT_MAX_WAITING,
         host_cache_bytes: int = 0,
         prefix_caching: bool = True,
+        digest: str | None = None,
     ) -> None:
         check_options(max_step_ms, max_waiting)
         self.model = Model(program, cuda_graph, warmup_steps, prefill_buckets, row_buckets)
@@ -75,7 +75,7 @@ class Engine:
         step_times = partial(StepTimes.measured, self.sessions, self.model, clock, max_step_ms)
         options = max_waiting, host_cache_bytes, prefix_caching
         self.driver = LocalDriver(Scheduler(self.sessions, self.model, step_times, clock, *options))
-        self._folder = folder
+        self._path, self._digest = path, digest
         self._tokenizer: Tokenizer | None = None
 
     @classmethod
@@ -96,6 +96,7 @@ class Engine:
         host_cache_bytes: int = 0,
         prefix_caching: bool = True,
         prefault: bool = False,
+        digest: str | None = None,
         on_load: Callable[[int], None] | None = None,
         on_total: Callable[[int], None] | None = None,
     ) -> Engine:
@@ -119,6 +120,7 @@ class Engine:
             host_cache_bytes: the most bytes of the host's memory for beginnings of prompts that leave the device.
             prefix_caching: whether prompts go on from what is known of their beginnings, see runner/sessions/README.md.
             prefault: whether to read all weights that stay in the mapped file once, before anything runs.
+            digest: the digest that the artifact must have, see `load_program`. `tokenizer` is of the same artifact, too.
             on_load: function that gets the size in bytes of each loaded constant, for progress displays.
             on_total: function that gets the sum of these sizes before loading. `LoadBar` provides both functions.
 
@@ -133,6 +135,7 @@ class Engine:
         program = load_program(
             path,
             on_load=on_load,
+            digest=digest,
             sessions=sessions,
             kv_tokens=kv_tokens,
             gpu_memory_fraction=gpu_memory_fraction,
@@ -141,17 +144,18 @@ class Engine:
         try:
             if on_total is not None:
                 on_total(program.bytes_to_load())
-            folder, buckets = artifact_paths(path)[0].parent, (prefill_buckets, row_buckets)
             engine = cls(
                 program,
-                folder,
+                path,
                 cuda_graph,
                 warmup_steps,
-                *buckets,
+                prefill_buckets,
+                row_buckets,
                 max_step_ms=max_step_ms,
                 max_waiting=max_waiting,
                 host_cache_bytes=host_cache_bytes,
                 prefix_caching=prefix_caching,
+                digest=digest,
             )
             if prefault:
                 program.prefault()
@@ -177,7 +181,7 @@ class Engine:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the artifact's folder, loaded when it is first needed, or one that was set."""
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer(self._folder)
+            self._tokenizer = Tokenizer.of_artifact(self._path, self._digest)
         return self._tokenizer
 
     @tokenizer.setter

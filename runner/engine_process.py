@@ -15,6 +15,7 @@ from contextlib import suppress
 from inspect import signature
 from typing import Any
 
+from ostinato.delegate.artifact.digest import parse_digest
 from ostinato.delegate.errors import OptionError
 
 from .engine import Engine
@@ -174,12 +175,15 @@ class EngineProcess:
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of `Engine.load`. Raises OptionError: one that it does not have, or of the scheduler, out of range."""
+    """Return options of `Engine.load`. Raises OptionError: one that it does not have; of the scheduler, out of range; no
+    digest."""
     known = [name for name in signature(Engine.load).parameters if name not in ("path", "on_load", "on_total")]
     for name in options:
         if name not in known:
             raise OptionError(f"unknown option {name!r}: the options are {', '.join(known)}")
     check_options(options.get("max_step_ms"), options.get("max_waiting", DEFAULT_MAX_WAITING))
+    if options.get("digest") is not None:
+        parse_digest(options["digest"])
     return options
 
 

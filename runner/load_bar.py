@@ -24,12 +24,14 @@ class LoadBar:
     ...     engine = Engine.load("artifact/", on_total=bar.begin, on_load=bar.advance)
     loaded 18.1 GB in 4.3 s  4.2 GB/s
 
-    Loads under `smallest` bytes show nothing. Any thread may call `begin` and `advance`.
+    Loads under `smallest` bytes show nothing. `verb` says what is done, if not "load". Any thread may call `begin` and
+    `advance`.
     """
 
-    def __init__(self, stream: TextIO | None = None, smallest: int = _SMALLEST) -> None:
+    def __init__(self, stream: TextIO | None = None, smallest: int = _SMALLEST, verb: str = "load") -> None:
         self._stream = stream or sys.stderr
         self._smallest = smallest
+        self._verb = verb
         # tqdm's count is not safe to raise from several threads.
         self._lock = threading.Lock()
         self._bar: tqdm[Any] | None = None
@@ -46,7 +48,9 @@ class LoadBar:
                 # Imported here: the import takes as long as a small load, which shows nothing.
                 from tqdm import tqdm
 
-                self._bar = tqdm(total=total, desc="loading", unit="B", unit_scale=True, file=self._stream, leave=False)
+                self._bar = tqdm(
+                    total=total, desc=f"{self._verb}ing", unit="B", unit_scale=True, file=self._stream, leave=False
+                )
 
     def advance(self, nbytes: int) -> None:
         """Note that `nbytes` more bytes have been loaded."""
@@ -67,7 +71,7 @@ class LoadBar:
             if self._shows and kind is None:
                 seconds = time.perf_counter() - self._begun
                 speed = size_text(int(self._done / seconds) if seconds else 0)
-                self._stream.write(f"loaded {size_text(self._done)} in {seconds:.1f} s  {speed}/s\n")
+                self._stream.write(f"{self._verb}ed {size_text(self._done)} in {seconds:.1f} s  {speed}/s\n")
                 self._stream.flush()
 
     @property

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from ostinato.delegate.errors import ArtifactError
 
@@ -101,9 +102,21 @@ def map_file(path: Path) -> memoryview:
     Raises:
         ArtifactError: the file is missing, unreadable or empty.
     """
+    with _opened(path) as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def read_file(path: Path) -> memoryview:
+    """Read the whole file into memory that no one else can write. Raises ArtifactError: it is missing or unreadable."""
+    with _opened(path) as file:
+        return memoryview(file.read())
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(path, "rb") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            yield file
     except FileNotFoundError:
         raise ArtifactError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:

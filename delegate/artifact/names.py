@@ -14,11 +14,16 @@ FORMAT_VERSION = 16
 PROGRAM_FILE = "model.pte"
 CONSTANTS_FILE = "model.ptd"
 CONFIG_FILE = "config.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+# What is copied from the checkpoint: what says how text becomes tokens, and what `ostinato recompile` takes.
+COPIED_FILES = (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG_FILE,
     "generation_config.json",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
 )
 
 # ExecuTorch finds a backend by its class name; export/artifact/assemble.py writes this name into programs.

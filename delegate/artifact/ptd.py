@@ -18,7 +18,7 @@ from ostinato.delegate.errors import ArtifactError
 
 from .flatbuffer import Table, damaged
 from .names import MANIFEST_KEY
-from .records import Manifest
+from .records import Manifest, constant_digest, dtype_name
 
 _SEGMENTS, _NAMED_DATA = 1, 2
 
@@ -70,6 +70,17 @@ class ConstantsFile:
     path: Path
     manifest: Manifest
     entries: dict[str, Entry]
+
+    def check(self, key: str, entry: Entry) -> None:
+        """Read an entry. Raises ArtifactError: it is not what the manifest lists under `key`."""
+        expected = self.manifest.constants.get(key)
+        dtype = dtype_name(entry.dtype) if entry.dtype else ""
+        found = constant_digest(entry.data, dtype, entry.shape, entry.strides)
+        if found != expected:
+            raise ArtifactError(
+                f"{self.path} is damaged: constant {key!r} has SHA-256 {found[:12]}..., the manifest says "
+                f"{(expected or 'nothing')[:12]}...: copy the artifact again or export it again"
+            )
 
 
 def parse_constants(data: memoryview, path: Path) -> ConstantsFile:

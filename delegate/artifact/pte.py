@@ -6,7 +6,9 @@ numbers below are field numbers of executorch's `exir/_serialize/program.fbs`.
 
 from __future__ import annotations
 
+import hashlib
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,8 @@ from typing import Any
 from ostinato.delegate.errors import ArtifactError
 
 from .flatbuffer import Table, damaged
-from .names import BACKEND_ID, SPEC_TARGET
-from .records import MethodRecord, TensorSpec
+from .names import BACKEND_ID, PROGRAM_FILE, SPEC_TARGET
+from .records import MethodRecord, Segment, TensorSpec
 from .target import Target
 
 _PROGRAM_PLANS, _PROGRAM_INLINE, _PROGRAM_SEGMENTS, _PROGRAM_NAMED_DATA = 1, 3, 4, 7
@@ -64,13 +66,32 @@ class DelegateMethod:
 class ProgramFile:
     """A parsed `.pte`: delegated methods, metadata (constant methods) and named data, which are views of the mapped file.
 
-    `digest`: `Seal.digest` of the artifact; "" before the file is matched with its constants.
+    `id`: `Seal.id` of the artifact; "" before the file is matched with its constants.
     """
 
     methods: dict[str, DelegateMethod] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     named_data: dict[str, memoryview] = field(default_factory=dict)
-    digest: str = ""
+    id: str = ""
+
+
+def library_of(method: str, segment: Segment, named_data: Mapping[str, memoryview]) -> memoryview:
+    """Return the library of a segment of `method`. Raises ArtifactError: it is missing, or not what the record says."""
+    return _checked(f"the compiled code of method {method!r}", named_data.get(segment.code_key), segment.code_sha256)
+
+
+def kernels_of(method: str, segment: Segment, named_data: Mapping[str, memoryview]) -> memoryview:
+    """Return the kernels that a segment's library is linked with. Raises ArtifactError, as `library_of` does."""
+    return _checked(f"the kernels of method {method!r}", named_data.get(segment.kernels_key), segment.kernels_sha256)
+
+
+def _checked(what: str, data: memoryview | None, sha256: str) -> memoryview:
+    if data is None:
+        raise ArtifactError(f"{PROGRAM_FILE} lacks {what}")
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise ArtifactError(f"{what} in {PROGRAM_FILE} is damaged: SHA-256 {found[:12]}..., expected {sha256[:12]}...")
+    return data
 
 
 def parse_program(data: memoryview, path: Path) -> ProgramFile:

@@ -1,21 +1,20 @@
 """Records stored in an artifact: what the runtime needs to know about methods, and the manifest.
 
 Each delegated method carries a `MethodRecord` (JSON) as its delegate's processed bytes. The manifest, a named blob in
-`model.ptd`, holds the SHA-256 of every constant. The seal at the end of `model.pte` holds the SHA-256 of the program and of
-the manifest. So damage and mixed-up files are found before anything runs. `model.ptd` knows nothing of a program: another
-one may be compiled for the same constants.
+`model.ptd`, holds the SHA-256 of every constant, and the seal of `model.pte` (`seal.py`) that of the program and of the
+manifest. So damage and mixed-up files are found before anything runs. `model.ptd` knows nothing of a program: another one may
+be compiled for the same constants.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -380,41 +379,3 @@ class Manifest:
             return cls(dict(raw["constants"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ArtifactError(f"the manifest in {CONSTANTS_FILE} cannot be read: {error}") from error
-
-
-@dataclass(frozen=True)
-class Seal:
-    """Hashes behind the program in `model.pte`, where ExecuTorch's own readers do not look.
-
-    Attributes:
-        program: SHA-256 (hex) of the program.
-        constants: `Manifest.id` of the `model.ptd` that the program takes.
-    """
-
-    program: str
-    constants: str
-
-    MARK: ClassVar[bytes] = b"ostinato"
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 (hex) that tells artifacts apart."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
-
-    def to_bytes(self) -> bytes:
-        """JSON, its length (8 bytes, little-endian), and MARK."""
-        text = json.dumps(asdict(self), sort_keys=True).encode()
-        return text + struct.pack("<Q", len(text)) + self.MARK
-
-    @classmethod
-    def split(cls, data: memoryview) -> tuple[memoryview, Seal]:
-        """Return the program and the seal of a `model.pte`. Raises ArtifactError: it has no seal."""
-        end = len(data) - 8 - len(cls.MARK)
-        if end < 0 or bytes(data[end + 8 :]) != cls.MARK:
-            raise ArtifactError(f"{PROGRAM_FILE} has no seal: it is cut short, or was not made by `ostinato export`")
-        begin = end - struct.unpack("<Q", data[end : end + 8])[0]
-        raw = parse_json(bytes(data[max(begin, 0) : end]), f"the seal of {PROGRAM_FILE}", ArtifactError)
-        try:
-            return data[:begin], cls(as_text(raw["program"]), as_text(raw["constants"]))
-        except (KeyError, TypeError) as error:
-            raise ArtifactError(f"the seal of {PROGRAM_FILE} cannot be read: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ostinato.delegate.artifact.names import HOST, KERNELS_KEY_PREFIX, PROGRAM_FILE
+from ostinato.delegate.artifact.pte import kernels_of, library_of
 from ostinato.delegate.artifact.records import MethodRecord, Segment
 from ostinato.delegate.constants.loading import free_tensors
 from ostinato.delegate.constants.streaming import ConstantStream, StreamBuffers
@@ -332,7 +332,8 @@ def _last_uses(record: MethodRecord) -> list[tuple[int, ...]]:
 
 def _unpack(method: str, segment: Segment, named_data: Mapping[str, memoryview], path: str) -> None:
     """Write a segment's library to `path`, and the list of operators beside it, where torch looks for the list."""
-    _write(f"the compiled code of method {method!r}", named_data.get(segment.code_key), segment.code_sha256, path)
+    with open(path, "wb") as file:
+        file.write(library_of(method, segment, named_data))
     if segment.extern_key:
         # Without the list the code would call through a null pointer.
         if segment.extern_key not in named_data:
@@ -346,18 +347,8 @@ def _unpack_kernels(method: str, segment: Segment, named_data: Mapping[str, memo
     if segment.kernels_key:
         path = os.path.join(folder, os.path.basename(segment.kernels_key.removeprefix(KERNELS_KEY_PREFIX)))
         if not os.path.exists(path):
-            data = named_data.get(segment.kernels_key)
-            _write(f"the kernels of method {method!r}", data, segment.kernels_sha256, path)
-
-
-def _write(what: str, data: memoryview | None, sha256: str, path: str) -> None:
-    if data is None:
-        raise ArtifactError(f"{PROGRAM_FILE} lacks {what}")
-    found = hashlib.sha256(data).hexdigest()
-    if found != sha256:
-        raise ArtifactError(f"{what} in {PROGRAM_FILE} is damaged: SHA-256 {found[:12]}..., expected {sha256[:12]}...")
-    with open(path, "wb") as file:
-        file.write(data)
+            with open(path, "wb") as file:
+                file.write(kernels_of(method, segment, named_data))
 
 
 def _load_library(path: str, device: torch.device, method: str) -> Container:

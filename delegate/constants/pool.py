@@ -17,9 +17,7 @@ from ostinato.delegate.artifact.records import (
     Growth,
     MethodRecord,
     StateKind,
-    constant_digest,
     dtype_from_name,
-    dtype_name,
 )
 from ostinato.delegate.capacity import Capacity, first_block_table
 from ostinato.delegate.errors import ArtifactError, InputError
@@ -92,7 +90,7 @@ class ConstantPool:
         self._file = file
         self._device = device
         self.capacity = Capacity()
-        check = self._check_hash if verify else None
+        check = file.check if verify else None
         devices = dict.fromkeys((device, torch.device(HOST)))
         self._loaders = {device: ConstantLoader(device, check, on_load, parallel_from) for device in devices}
         self._tensors: dict[TensorKey, torch.Tensor] = {}
@@ -347,16 +345,6 @@ class ConstantPool:
                 f"{self._file.path} lacks the constant {key!r}: it belongs to another export, or is damaged"
             )
         return entry
-
-    def _check_hash(self, key: str, entry: Entry) -> None:
-        expected = self._file.manifest.constants.get(key)
-        assert entry.dtype is not None
-        found = constant_digest(entry.data, dtype_name(entry.dtype), entry.shape, entry.strides)
-        if found != expected:
-            raise ArtifactError(
-                f"{self._file.path} is damaged: constant {key!r} has SHA-256 {found[:12]}..., the manifest says "
-                f"{(expected or 'nothing')[:12]}...: copy the artifact again or export it again"
-            )
 
 
 def _other_layout(own: torch.Tensor, given: torch.Tensor) -> str | None:

@@ -170,11 +170,12 @@ def with_kv_tokens(capacity: CapacityOptions, kv_tokens: int) -> CapacityOptions
     return replace(capacity, kv_tokens=kv_tokens) if is_open else capacity
 
 
-def load_for_bench(source: Source, capacity: CapacityOptions) -> Program:
+def load_for_bench(source: Source, capacity: CapacityOptions, digest: str | None = None) -> Program:
     """Load a program. What `capacity` leaves open: the KV caches have one page more than the sessions need, and there are
     rows for two snapshots, of the empty session and at a depth.
 
-    A snapshot at a depth may end within a page. The session that goes on from there writes to a copy of that page.
+    A snapshot at a depth may end within a page. The session that goes on from there writes to a copy of that page. `digest`:
+    see `load_program`.
 
     Raises:
         ArtifactError, OptionError, TargetError: see `load_program`.
@@ -185,7 +186,7 @@ def load_for_bench(source: Source, capacity: CapacityOptions) -> Program:
         capacity = with_kv_tokens(capacity, positions + int(metadata[META_PAGE_SIZE]))
     if capacity.snapshots is None:
         capacity = replace(capacity, snapshots=_SNAPSHOTS)
-    return load_program(source, **asdict(capacity))
+    return load_program(source, digest=digest, **asdict(capacity))
 
 
 def sizes_of(program: Program) -> tuple[int, int]:

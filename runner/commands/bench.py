@@ -150,7 +150,7 @@ def main(arguments: argparse.Namespace) -> int:
     buckets, capacity = buckets_of(arguments), capacity_of(arguments)
     check_files(arguments)
     begin = time.perf_counter()
-    with load_for_bench(arguments.artifact, capacity) as program:
+    with load_for_bench(arguments.artifact, capacity, arguments.digest) as program:
         max_seq_len, vocabulary = sizes_of(program)
         choose_prefill_buckets(buckets, program, method_names(program)[0], True in modes)
         spec = make_spec(max_seq_len, prompts, answers, depths, arguments.repetitions)
@@ -179,7 +179,7 @@ def _main_of_batches(arguments: argparse.Namespace) -> int:
     spec = BatchSpec(tuple(sorted(set(batches))), prompts[0], answers[0], arguments.repetitions, sampling)
     capacity = room_for("--batch", spec.max_batch, spec.positions, arguments)
     check_files(arguments)
-    with load_program(arguments.artifact, **asdict(capacity)) as program:
+    with load_program(arguments.artifact, digest=arguments.digest, **asdict(capacity)) as program:
         max_seq_len, vocabulary = sizes_of(program)
         check_length(spec.positions, max_seq_len)
         choose_prefill_buckets(buckets, program, method_names(program)[0], True in modes)
@@ -212,7 +212,7 @@ def _main_of_mixed(arguments: argparse.Namespace) -> int:
     spec = MixedSpec(tuple((pair[0], pair[1]) for pair in pairs), depths[0], arguments.repetitions)
     capacity = room_for("--mixed", spec.sessions, spec.positions, arguments)
     check_files(arguments)
-    with load_program(arguments.artifact, **asdict(capacity)) as program:
+    with load_program(arguments.artifact, digest=arguments.digest, **asdict(capacity)) as program:
         max_seq_len, vocabulary = sizes_of(program)
         check_length(spec.positions, max_seq_len)
         _note_of_graphs(program, modes)

@@ -216,6 +216,7 @@ def _engine_options(
         capacity = replace(capacity, snapshots=2 * sessions + 2)
     options = {
         **asdict(capacity),
+        "digest": arguments.digest,
         "cuda_graph": on_gpu if arguments.cuda_graph is None else arguments.cuda_graph[0],
         "prefault": arguments.prefault,
         "prefill_buckets": buckets,

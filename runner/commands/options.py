@@ -12,7 +12,9 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
+from ostinato.delegate.artifact.digest import parse_digest
 from ostinato.delegate.artifact.paths import artifact_paths
+from ostinato.delegate.errors import OptionError
 from ostinato.delegate.sampling_params import SamplingParams
 from ostinato.runner.imports import long_imports
 from ostinato.runner.text.tokenizer import Tokenizer
@@ -49,6 +51,12 @@ def add_graph_option(parser: argparse.ArgumentParser) -> None:
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `Engine.load` that `run`, `chat` and `bench` share."""
+    parser.add_argument(
+        "--digest",
+        type=_digest,
+        metavar="sha256:HEX",
+        help="run this artifact alone, and none of the code of another one; inspect --verify prints it",
+    )
     parser.add_argument("--sessions", type=int, metavar="N", help="conversations to make room for (default: 1)")
     parser.add_argument(
         "--kv-tokens",
@@ -101,6 +109,13 @@ def sampling_params_of(arguments: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**{item.name: given[item.name] for item in fields(SamplingParams) if item.name in given})
 
 
+def _digest(text: str) -> str:
+    try:
+        return parse_digest(text)
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _token_ids(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
@@ -139,10 +154,11 @@ def load_engine(
     Raises:
         ArtifactError: the tokenizer is missing; and what `Engine.load` raises.
     """
-    folder = artifact_paths(arguments.artifact)[0].parent
+    # A wrong path is an error before anything is imported.
+    artifact_paths(arguments.artifact)
     # The tokenizer is read while this thread imports torch, which takes longer.
     with long_imports(), ThreadPoolExecutor(1) as beside:
-        tokenizer = beside.submit(Tokenizer, folder)
+        tokenizer = beside.submit(Tokenizer.of_artifact, arguments.artifact, arguments.digest)
         from ostinato.runner.engine import Engine
         from ostinato.runner.load_bar import LoadBar
 
@@ -157,6 +173,7 @@ def load_engine(
 
         engine = Engine.load(
             arguments.artifact,
+            digest=arguments.digest,
             cuda_graph=arguments.cuda_graph,
             prefill_buckets=prefill_buckets,
             prefault=arguments.prefault,

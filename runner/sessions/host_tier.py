@@ -247,7 +247,7 @@ class HostTier:
         pending = [] if offloaded.logits is not None else state.pending
         logits = offloaded.logits
         return {
-            "artifact": self._program.digest,
+            "artifact": self._program.id,
             "tokens": state.history.tokens,
             "logprobs": state.logprobs,
             "pending": [(tokens.tokens()[number], tokens.logprobs(number)) for tokens, number in pending],
@@ -261,7 +261,7 @@ class HostTier:
 
     def _read(self, path: Path) -> tuple[Offloaded, SessionState]:
         """Read a session from a file, to the host. Raises SessionFileError."""
-        with opened_session(path, self._program.digest) as (header, file):
+        with opened_session(path, self._program.id) as (header, file):
             try:
                 pages = [Kept(*header["pages"][name]) for name in self._pages.names]
                 shape = header["logits"]

@@ -9,7 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ostinato.delegate.artifact.json_files import read_json
+from ostinato.delegate.artifact.digest import check_digest, read_copied_files
+from ostinato.delegate.artifact.flatbuffer import map_file
+from ostinato.delegate.artifact.json_files import parse_json
+from ostinato.delegate.artifact.names import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from ostinato.delegate.artifact.paths import Source, artifact_paths
+from ostinato.delegate.artifact.seal import Seal
 from ostinato.delegate.errors import ArtifactError, InputError, first_line
 
 from .common_prefix import common_length
@@ -38,29 +43,44 @@ class Tokenizer:
 
     Args:
         folder: folder with `tokenizer.json`, and for chats `tokenizer_config.json` or `chat_template.jinja`.
+        files: contents of these files by name, to use in the place of those in `folder`.
 
     Raises:
         ArtifactError: no `tokenizer.json`, or a file that cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        if not path.exists():
-            raise ArtifactError(f"{folder} has no tokenizer.json: text needs one; use the Python API with token ids")
+    def __init__(self, folder: Path, files: Mapping[str, bytes] | None = None) -> None:
+        files = read_copied_files(folder) if files is None else files
+        if TOKENIZER_FILE not in files:
+            raise ArtifactError(f"{folder} has no {TOKENIZER_FILE}: text needs one; use the Python API with token ids")
         # Imported here: a program that gets token ids does not need it.
         import tokenizers
 
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(files[TOKENIZER_FILE])
         except Exception as error:  # The library raises bare Exception for a broken file.
-            raise ArtifactError(f"{path} cannot be read: {error}") from error
+            raise ArtifactError(f"{folder / TOKENIZER_FILE} cannot be read: {error}") from error
         # The file may hold settings of the training; a prompt is neither truncated nor padded.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._config = _read_config(folder / "tokenizer_config.json")
-        self._template = _chat_template(folder, self._config)
+        self._config = _read_config(folder, files)
+        self._template = _chat_template(folder, files, self._config)
         # Values for the chat template, as JSON -> whether it keeps answers.
         self._keeps_answers: dict[str, bool] = {}
+
+    @classmethod
+    def of_artifact(cls, source: Source, digest: str | None = None) -> Tokenizer:
+        """Return the tokenizer of an artifact. With `digest`, of exactly the files that the digest is of.
+
+        Raises:
+            ArtifactError: see `Tokenizer`; no artifact; or one with another digest.
+            OptionError: `digest` is no digest.
+        """
+        program_path = artifact_paths(source)[0]
+        files = read_copied_files(program_path.parent)
+        if digest is not None:
+            check_digest(program_path, Seal.split(map_file(program_path))[1], files, digest)
+        return cls(program_path.parent, files)
 
     @property
     def has_template(self) -> bool:
@@ -230,30 +250,28 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.exists():
+def _chat_template(folder: Path, files: Mapping[str, bytes], config: dict[str, Any]) -> str | None:
+    if TEMPLATE_FILE in files:
         try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ArtifactError(f"{path} cannot be read: {error}") from error
+            return files[TEMPLATE_FILE].decode()
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"{folder / TEMPLATE_FILE} cannot be read: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
         named = (item for item in template if isinstance(item, dict))
         template = next((item.get("template") for item in named if item.get("name") == "default"), None)
     if template is not None and not isinstance(template, str):
         raise ArtifactError(
-            f"{folder / 'tokenizer_config.json'}: chat_template must be text, or a list of named texts, got "
+            f"{folder / TOKENIZER_CONFIG_FILE}: chat_template must be text, or a list of named texts, got "
             f"{type(template).__name__}"
         )
     return template
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file; an empty one if there is no file."""
-    if not path.exists():
-        return {}
-    config = read_json(path, ArtifactError)
+def _read_config(folder: Path, files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the JSON object in the tokenizer's config; an empty one if there is no such file."""
+    path = folder / TOKENIZER_CONFIG_FILE
+    config = parse_json(files.get(TOKENIZER_CONFIG_FILE, b"{}"), str(path), ArtifactError)
     if not isinstance(config, dict):
         raise ArtifactError(f"{path} cannot be read: expected an object, got {type(config).__name__}")
     return config

@@ -61,7 +61,7 @@ def anew(load: Callable[..., Engine]) -> Callable[..., list[int]]:
     def anew(conversation: Conversation, params: SamplingParams | None = None, count: int = 256) -> list[int]:
         *messages, last = conversation.messages
         assert last["role"] == "assistant"
-        artifact = conversation._engine._folder
+        artifact = Path(conversation._engine._path)
         if artifact not in engines:
             engines[artifact] = load(artifact, prefix_caching=False)
         engine = engines[artifact]

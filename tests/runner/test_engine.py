@@ -283,7 +283,7 @@ def test_checks_are_made_at_once(engine: Engine) -> None:
     with pytest.raises(OptionError, match="max_new_tokens must be 1 or more"):
         engine.generate_tokens([1], max_new_tokens=0)
     with pytest.raises(OptionError, match="cuda_graph_warmup_steps"):
-        Engine.load(engine._folder, cuda_graph=True, warmup_steps=0)
+        Engine.load(engine._path, cuda_graph=True, warmup_steps=0)
     with pytest.raises(ArtifactError, match=r"no tokenizer\.json"):
         engine.encode_prompt("hello")
     with pytest.raises(InputError, match="takes a string"):

@@ -7,6 +7,7 @@ import json
 import struct
 import tracemalloc
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,10 @@ from ostinato.delegate.artifact.records import (
     Manifest,
     MethodRecord,
     PageGroup,
-    Seal,
     Segment,
     StateKind,
 )
+from ostinato.delegate.artifact.seal import Seal
 from ostinato.delegate.artifact.target import host_isa, host_target
 
 from ...modules import MAX_SEQ_LEN, Recurrent
@@ -389,6 +390,21 @@ def test_seal_round_trip() -> None:
     ):
         with pytest.raises(ArtifactError, match=r"(the seal of model\.pte cannot be read|model\.pte has no seal): "):
             Seal.split(memoryview(data))
+
+
+def test_every_bit_of_a_seal_is_known_from_it() -> None:
+    """Only then does the hash of what it says stand for all its bytes."""
+    seal = Seal("ab" * 32, "cd" * 32)
+    content = bytearray(seal.to_bytes())
+    for bit in range(8 * len(content)):
+        content[bit // 8] ^= 1 << bit % 8
+        with suppress(ArtifactError):
+            assert Seal.split(memoryview(content))[1].id != seal.id
+        content[bit // 8] ^= 1 << bit % 8
+    assert Seal.split(memoryview(content))[1] == seal
+    for text in (b'{"constants": "cd", "program": "ab", "more": 1}', b'{"program": "ab", "constants": "cd"}'):
+        with pytest.raises(ArtifactError, match="it has more than the two hashes"):
+            Seal.split(memoryview(text + struct.pack("<Q", len(text)) + Seal.MARK))
 
 
 def test_target_round_trip() -> None:

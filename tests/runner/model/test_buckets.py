@@ -141,7 +141,7 @@ def test_padding_is_written_nowhere(engine: Engine, tokens: list[int]) -> None:
 def test_to_the_last_position(engine: Engine, tokens: list[int]) -> None:
     """A bucket may be longer than what is left of the sequence."""
     many = (tokens * 3)[:CAPITALS_LENGTH]
-    with Engine.load(engine._folder) as plain:
+    with Engine.load(engine._path) as plain:
         for last in (2, 3, 9, 31):
             logits_of(plain.model, many[:-last])
             logits_of(engine.model, many[:-last])

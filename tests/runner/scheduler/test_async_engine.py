@@ -347,13 +347,16 @@ def test_kept_sessions(engine: AsyncEngine, local: Engine, run: Run, tmp_path: P
 
 
 def test_a_refused_swap(engine: AsyncEngine, run: Run, capitals_artifact: Path, tmp_path: Path) -> None:
-    """An unknown option, or one of the scheduler out of range, leaves the old artifact loaded, with its own tokenizer."""
+    """An unknown option, one of the scheduler out of range, or no digest, leaves the old artifact loaded, with its own
+    tokenizer."""
     for path in capitals_artifact.glob("model.*"):
         (tmp_path / path.name).symlink_to(path)
     with pytest.raises(OptionError, match="unknown option 'sesions'"):
         run(engine.swap(tmp_path, sesions=3))
     with pytest.raises(OptionError, match="max_waiting must be 1 or more"):
         run(engine.swap(tmp_path, max_waiting=-1))
+    with pytest.raises(OptionError, match="a digest is sha256: and 64 hexadecimal digits"):
+        run(engine.swap(tmp_path, digest="abc"))
     # The other folder has no tokenizer.
     assert run(engine.answer(QUESTION)).text == "Paris"
 
