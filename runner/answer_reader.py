@@ -41,6 +41,7 @@ class AnswerReader:
             result.prompt_logprobs = list(output.prompt_logprobs)
         result.logprobs += output.logprobs
         result.reused_tokens += output.reused_tokens
+        result.queue_seconds += output.queue_seconds or 0.0
         text = ""
         for token in output.tokens:
             result.tokens.append(token)

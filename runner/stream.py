@@ -24,6 +24,7 @@ class Result:
     parameters asked for them. Prefill times include the sampling of the first token; decode times are of every token after
     it. In an answer of `AsyncEngine` they begin when the request is sent: its time in the queue is in the first of the two.
     `reused_tokens`: how many of the `prompt_tokens` a session or the prefix cache had, so that they were not computed.
+    `queue_seconds`: how long it waited for a session.
     """
 
     text: str = ""
@@ -32,6 +33,7 @@ class Result:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     finish_reason: str = "interrupted"

@@ -16,13 +16,14 @@ CONSTANTS_FILE = "model.ptd"
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 # What is copied from the checkpoint: what says how text becomes tokens, and what `ostinato recompile` takes.
 COPIED_FILES = (
     CONFIG_FILE,
     TOKENIZER_FILE,
     TOKENIZER_CONFIG_FILE,
-    "generation_config.json",
+    GENERATION_CONFIG_FILE,
     TEMPLATE_FILE,
 )
 

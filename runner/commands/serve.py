@@ -118,6 +118,7 @@ def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
         **asdict(capacity),
         "cuda_graph": on_gpu if arguments.cuda_graph is None else arguments.cuda_graph == "on",
         "prefault": arguments.prefault,
+        "digest": arguments.digest,
         "max_step_ms": arguments.max_step_ms,
         "max_waiting": arguments.max_waiting,
         "host_cache_bytes": arguments.host_cache_bytes,

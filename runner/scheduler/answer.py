@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 
 import torch
 
@@ -15,7 +16,7 @@ from ostinato.runner.sessions.prefix_tree import Node
 from ostinato.runner.sessions.session import Session
 
 from .kept_sessions import KeptSession
-from .messages import Request
+from .messages import Output, Request
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +46,8 @@ class Answer:
             it; None: it waits for no other one.
         hit: what the prefix cache was found to have of its tokens.
         node: its prompt's node in the prefix cache, from when it begins until it ends.
+        added, begun: when it came, and when it was first given a session, by `time.perf_counter`.
+        told: whether an output has said what is known from the begin.
         put_back: how often it lost its place on the device.
         error: what its bitmask raised.
     """
@@ -70,6 +73,9 @@ class Answer:
     awaited: tuple[Answer, int] | None = None
     hit: Hit | None = None
     node: Node[Known] | None = None
+    added: float = field(default_factory=perf_counter)
+    begun: float | None = None
+    told: bool = False
     put_back: int = 0
     error: Exception | None = None
 
@@ -99,11 +105,16 @@ class Answer:
         position = self.session.position if self.session is not None else 0
         return max(len(self.tokens), position) > self.prompt_end
 
-    @property
-    def given_prompt_logprobs(self) -> list[TokenLogprobs | None]:
-        """Log-probabilities of the request's tokens, without those of a history that was computed again."""
-        found = self.prompt_logprobs or []
-        return found[len(found) - len(self.request.tokens) :]
+    def tell(self, output: Output) -> None:
+        """Have the first output say what is known from the begin."""
+        self.told = True
+        output.reused_tokens = self.reused
+        if self.begun is not None:
+            output.queue_seconds = self.begun - self.added
+        if self.prompt_logprobs is not None:
+            # Without those of a history that was computed again.
+            output.prompt_logprobs = self.prompt_logprobs[len(self.prompt_logprobs) - len(self.request.tokens) :]
+            self.prompt_logprobs = None
 
     def leave_device(self, offload: bool) -> None:
         """Have its state leave the device: to the host's memory, if it `offload`s and there is some; else it is computed

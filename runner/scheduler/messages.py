@@ -165,6 +165,7 @@ class Output(msgspec.Struct, tag=True, omit_defaults=True, array_like=True):
         error: what went wrong, with "error".
         prompt_logprobs: with the first output of an answer, if they were asked for; None for the history's first token.
         reused_tokens: with the first output of an answer, number of tokens before it that were not computed for it.
+        queue_seconds: the same, time from when the request came until the answer had a session.
     """
 
     id: str
@@ -175,6 +176,7 @@ class Output(msgspec.Struct, tag=True, omit_defaults=True, array_like=True):
     error: Ended | None = None
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     reused_tokens: int = 0
+    queue_seconds: float | None = None
 
 
 @dataclass

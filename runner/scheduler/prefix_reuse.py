@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from time import perf_counter
 
 from ostinato.runner.sessions.prefix_cache import Hit, PrefixCache
 from ostinato.runner.sessions.session import Session
@@ -78,6 +79,8 @@ class PrefixReuse:
 
     def begin(self, answer: Answer) -> None:
         """Note that an answer's prompt is computed from now on, behind the tokens that its session has."""
+        if answer.begun is None:
+            answer.begun = perf_counter()
         if not answer.has_outputs:
             answer.reused = min(answer.fed, answer.prompt_end)
         if not self.cache.enabled or answer.prompt_logprobs is not None:

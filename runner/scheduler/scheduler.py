@@ -311,11 +311,9 @@ class Scheduler:
             if answer.params.logprobs is not None:
                 logprobs = answer.session.logprobs  # type: ignore[union-attr]
                 output.logprobs = () if logprobs is None else (logprobs,)
-            if answer.prompt_logprobs is not None:
-                output.prompt_logprobs, answer.prompt_logprobs = answer.given_prompt_logprobs, None
-            if answer.reused:
-                self._stats.reused_tokens += answer.reused
-                output.reused_tokens, answer.reused = answer.reused, 0
+            if not answer.told:
+                answer.tell(output)
+                self._stats.reused_tokens += output.reused_tokens
             outputs.append(output)
             if answer.error is not None:
                 output.tokens, output.logprobs, reason = (), (), "error"

@@ -9,10 +9,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from ostinato.delegate.artifact.json_files import read_json
 from ostinato.delegate.errors import ArtifactError, InputError, OptionError
 from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
 from ostinato.runner.answer_reader import AnswerReader
@@ -26,11 +24,12 @@ from ostinato.runner.text.stop_strings import checked_stop
 from ostinato.runner.text.tokenizer import Message, Tokenizer
 from ostinato.runner.text_request import TextRequest
 
+from .metrics import Metrics
 from .protocol import MAX_CHOICES, ChatBody, ChatMessage, CompletionBody, GenerationBody
 
 # OpenAI's default for completions. An answer of a chat may be as long as there is room.
 _COMPLETION_TOKENS = 16
-_CHECKED_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_CONFIGURED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Threads that render and encode: tokenizers let others run meanwhile, and long prompts take tens of milliseconds.
 _THREADS = 4
 
@@ -61,6 +60,7 @@ class Choice:
         prompt: the prompt's text; "" where nobody needs it.
         result: the answer so far.
         reasoning, content: the two parts of its text.
+        last: when its last tokens came; None: none have.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Choice:
     ) -> None:
         self.index, self.request, self.number, self.prompt = index, request, number, prompt
         self.reasoning = self.content = ""
+        self.last: float | None = None
         self._reader = reader
         self._splitter = ReasoningSplitter(prompt) if splits else None
         # Whether its tokens count: those of a request for none do not.
@@ -115,7 +116,7 @@ class Choice:
 
 
 class Generation:
-    """The choices of one request.
+    """The choices of one request, whose times are counted in the server's metrics.
 
     Attributes:
         id: name of the request, for the client.
@@ -124,10 +125,12 @@ class Generation:
         begun: when it was sent to the engine, by `time.perf_counter`.
     """
 
-    def __init__(self, engine: AsyncEngine, name: str, requests: Sequence[Request], choices: Sequence[Choice]) -> None:
+    def __init__(
+        self, engine: AsyncEngine, metrics: Metrics, name: str, requests: Sequence[Request], choices: Sequence[Choice]
+    ) -> None:
         self.id, self.created, self.choices = name, int(time.time()), choices
         self.begun = time.perf_counter()
-        self._engine, self._requests = engine, requests
+        self._engine, self._metrics, self._requests = engine, metrics, requests
         self._by_place = {(choice.request.id, choice.number): choice for choice in choices}
 
     async def pieces(self) -> AsyncGenerator[list[tuple[Choice, Piece]], None]:
@@ -137,8 +140,11 @@ class Generation:
             OstinatoError: what an answer has ended with.
         """
         left = len(self.choices)
+        for request in self._requests:
+            self._metrics.begin(len(request.tokens))
         async with aclosing(self._engine.arrivals(self._requests)) as arrivals:
             async for outputs in arrivals:
+                now = time.perf_counter()
                 mine: dict[Choice, list[Any]] = {}
                 for output in outputs:
                     mine.setdefault(self._by_place[output.id, output.index], []).append(output)
@@ -147,6 +153,7 @@ class Generation:
                     if choice.ended:
                         continue
                     piece = choice.read(some)
+                    self._count(choice, piece, now)
                     if piece.ended:
                         left -= 1
                         if some[-1].finish_reason is None:
@@ -157,6 +164,19 @@ class Generation:
                     yield ready
                 if not left:
                     return
+
+    def _count(self, choice: Choice, piece: Piece, now: float) -> None:
+        metrics, result = self._metrics, choice.result
+        if piece.tokens and choice.last is None:
+            metrics.first(now - self.begun, result.queue_seconds)
+            result.prefill_seconds = now - self.begun
+        elif piece.tokens:
+            metrics.more(now - (choice.last or now), len(piece.tokens))
+        if piece.tokens:
+            choice.last = now
+        if piece.ended:
+            result.decode_seconds = now - self.begun - result.prefill_seconds
+            metrics.end(now - self.begun, result.decode_seconds, len(result.tokens), result.finish_reason)
 
     async def run(self) -> None:
         """Wait until all choices are complete."""
@@ -182,14 +202,17 @@ class Answering:
 
     Args:
         engine: answers them.
-        folder: the artifact's folder.
+        metrics: counts them.
+
+    Raises:
+        ArtifactError: the model's `generation_config.json` has a value that is out of range.
     """
 
-    def __init__(self, engine: AsyncEngine, folder: Path) -> None:
-        self._engine = engine
+    def __init__(self, engine: AsyncEngine, metrics: Metrics) -> None:
+        self._engine, self._metrics = engine, metrics
         self._pool = ThreadPoolExecutor(_THREADS, "prompts")
-        self._defaults = default_params(folder)
         self.tokenizer: Tokenizer = engine.tokenizer
+        self._defaults = default_params(self.tokenizer.generation_config)
 
     async def chat(self, body: ChatBody) -> Generation:
         """Raises InputError, OptionError: what the body asks for cannot be done."""
@@ -293,7 +316,7 @@ class Answering:
             for number in range(body.n):
                 reader = AnswerReader(len(request.tokens), self.tokenizer, checked_stop(asked.stop))
                 choices.append(Choice(len(choices), request, number, text, reader, splits, takes))
-        return Generation(self._engine, f"{kind}-{secrets.token_hex(12)}", requests, choices)
+        return Generation(self._engine, self._metrics, f"{kind}-{secrets.token_hex(12)}", requests, choices)
 
 
 class ContextLengthError(InputError):
@@ -319,21 +342,19 @@ def messages_of(messages: Sequence[ChatMessage]) -> list[Message]:
     return found
 
 
-def default_params(folder: Path) -> SamplingParams:
+def default_params(config: Mapping[str, Any]) -> SamplingParams:
     """Parameters of requests that do not say them: those of the model's `generation_config.json`, else OpenAI's.
 
     Raises:
-        ArtifactError: the file cannot be read, or has a value that is out of range.
+        ArtifactError: a value that is out of range.
     """
-    path = folder / "generation_config.json"
-    config = read_json(path, ArtifactError) if path.exists() else {}
-    given = {name: config[name] for name in _CHECKED_DEFAULTS if config.get(name) is not None}
+    given = {name: config[name] for name in _CONFIGURED if config.get(name) is not None}
     if given.get("top_k") == -1:
         given["top_k"] = 0
     try:
         return replace(SamplingParams(temperature=1.0), **given)
     except OptionError as error:
-        raise ArtifactError(f"{path}: {error}") from error
+        raise ArtifactError(f"generation_config.json: {error}") from error
 
 
 def _prompts_of(body: CompletionBody) -> list[str] | list[list[int]]:

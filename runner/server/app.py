@@ -25,6 +25,7 @@ from ostinato.runner.scheduler.messages import QueueFullError
 
 from . import protocol
 from .answering import Answering, Choice, ContextLengthError, Generation, Piece
+from .metrics import CONTENT_TYPE, Metrics
 from .responses import ChatForm, CompletionForm, Form, event
 
 log = logging.getLogger("ostinato.server")
@@ -53,6 +54,7 @@ class Service:
     Attributes:
         engine: the engine.
         answering: makes generations.
+        metrics: counts them.
         name: the model's name.
         created: when the server began, in seconds since 1970.
         failure: why the engine answers nothing any more; None: it does.
@@ -61,6 +63,7 @@ class Service:
 
     engine: AsyncEngine
     answering: Answering
+    metrics: Metrics
     name: str
     logs_prompts: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
@@ -126,6 +129,11 @@ def make_app(service: Service) -> FastAPI:
         """The text of token ids."""
         _check_model(service, body.model)
         return _json({"prompt": answering.tokenizer.decode(body.tokens)})
+
+    @app.get("/metrics", response_class=Response, responses=_documented(503))
+    async def metrics() -> Response:
+        """What the server has counted, for Prometheus."""
+        return Response(service.metrics.text(await engine.describe()), media_type=CONTENT_TYPE)
 
     @app.get("/health", response_model=protocol.Health, responses=_documented(503))
     async def health() -> Response:

@@ -22,6 +22,7 @@ from ostinato.runner.load_bar import LoadBar
 from .answering import Answering
 from .app import Service, make_app
 from .gate import Gate
+from .metrics import Metrics
 
 log = logging.getLogger("ostinato.server")
 
@@ -89,15 +90,17 @@ async def _serve(options: ServeOptions, listener: socket.socket) -> int:
         engine = AsyncEngine(options.artifact, on_load=on_load, **options.engine)
         await engine.__aenter__()
     try:
-        service = Service(engine, Answering(engine, folder), options.name or folder.resolve().name)
+        name = options.name or folder.resolve().name
+        metrics = Metrics(name)
+        service = Service(engine, Answering(engine, metrics), metrics, name, options.logs_prompts)
         gate = Gate(make_app(service), options.keys)
         server = _Server(uvicorn.Config(gate, **_UVICORN), gate, service, options.drain_seconds)
         host, port = listener.getsockname()[:2]
-        name = f"[{host}]" if ":" in host else host
+        shown = f"[{host}]" if ":" in host else host
         log.info(
             "ready after %.1f s: http://%s:%d serves %s, %d sessions of %s tokens",
             time.perf_counter() - begin,
-            name,
+            shown,
             port,
             service.name,
             engine.limits.sessions,

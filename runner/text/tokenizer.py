@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ostinato.delegate.artifact.digest import check_digest, read_copied_files
 from ostinato.delegate.artifact.flatbuffer import map_file
 from ostinato.delegate.artifact.json_files import parse_json
-from ostinato.delegate.artifact.names import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from ostinato.delegate.artifact.names import (
+    GENERATION_CONFIG_FILE,
+    TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+)
 from ostinato.delegate.artifact.paths import Source, artifact_paths
 from ostinato.delegate.artifact.seal import Seal
 from ostinato.delegate.errors import ArtifactError, InputError, first_line
@@ -45,6 +50,9 @@ class Tokenizer:
         folder: folder with `tokenizer.json`, and for chats `tokenizer_config.json` or `chat_template.jinja`.
         files: contents of these files by name, to use in the place of those in `folder`.
 
+    Attributes:
+        generation_config: how the model's authors sample, `generation_config.json`; empty if there is none.
+
     Raises:
         ArtifactError: no `tokenizer.json`, or a file that cannot be read.
     """
@@ -63,7 +71,8 @@ class Tokenizer:
         # The file may hold settings of the training; a prompt is neither truncated nor padded.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._config = _read_config(folder, files)
+        self._config = _read_object(folder, files, TOKENIZER_CONFIG_FILE)
+        self.generation_config = _read_object(folder, files, GENERATION_CONFIG_FILE)
         self._template = _chat_template(folder, files, self._config)
         # Values for the chat template, as JSON -> whether it keeps answers.
         self._keeps_answers: dict[str, bool] = {}
@@ -268,10 +277,9 @@ def _chat_template(folder: Path, files: Mapping[str, bytes], config: dict[str, A
     return template
 
 
-def _read_config(folder: Path, files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the JSON object in the tokenizer's config; an empty one if there is no such file."""
-    path = folder / TOKENIZER_CONFIG_FILE
-    config = parse_json(files.get(TOKENIZER_CONFIG_FILE, b"{}"), str(path), ArtifactError)
-    if not isinstance(config, dict):
-        raise ArtifactError(f"{path} cannot be read: expected an object, got {type(config).__name__}")
-    return config
+def _read_object(folder: Path, files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if there is no such file."""
+    found = parse_json(files.get(name, b"{}"), str(folder / name), ArtifactError)
+    if not isinstance(found, dict):
+        raise ArtifactError(f"{folder / name} cannot be read: expected an object, got {type(found).__name__}")
+    return found
