@@ -1,4 +1,4 @@
-"""A load test: callers that send requests to an engine in a process of its own, and what each of them sees.
+"""A load test: callers that send requests to an engine in a process of its own, or to a server, and what each of them sees.
 
 Lengths are drawn as `vllm bench serve` draws them, and the figures are those that it and SGLang's `bench_serving` print.
 Every request counts, from the first one sent to the end of the last. `steady_speed` alone leaves out the begin and the end.
@@ -10,9 +10,10 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,6 +27,76 @@ _REQUESTS_PER_CALLER, _LEAST_REQUESTS = 4, 16
 # The same for a rate: what comes in so many seconds.
 _SECONDS_OF_RATE = 30
 _WARM_UP_REQUESTS, _WARM_UP_TOKENS = 2, 4
+
+
+class EndpointError(OstinatoError, RuntimeError):
+    """What answers the requests has gone, or does not give what the load test needs."""
+
+
+class Arrival(NamedTuple):
+    """A part of an answer, as its caller gets it.
+
+    Attributes:
+        tokens: number of the answer's tokens so far.
+        brings: whether some of them came with this part.
+        token_ids: the ids of those that came with it. Empty if they are not told.
+        reused_tokens: number of the prompt's tokens that were not computed, as far as it is known.
+    """
+
+    tokens: int
+    brings: bool
+    token_ids: Sequence[int]
+    reused_tokens: int
+
+
+class Endpoint(Protocol):
+    """What answers the requests of a load test."""
+
+    def send(self, prompt: Sequence[int], max_tokens: int) -> AsyncIterator[Arrival]:
+        """Yield an answer of so many tokens as it comes.
+
+        Raises:
+            EndpointError, EngineProcessError: no request can be answered from now on.
+            OstinatoError: this request has failed.
+        """
+        ...
+
+    async def counts(self) -> Mapping[str, float | None]:
+        """Return counts since its begin, as `Engine.describe()["scheduler"]` has them. Empty if it has none."""
+        ...
+
+
+class EngineEndpoint:
+    """`Endpoint` that is an engine in a process of its own.
+
+    Args:
+        engine: it, running.
+        sampling: fields of all requests' `SamplingParams`.
+    """
+
+    def __init__(self, engine: AsyncEngine, sampling: Mapping[str, Any]) -> None:
+        self._engine, self._params = engine, SamplingParams(**sampling)
+
+    async def send(self, prompt: Sequence[int], max_tokens: int) -> AsyncIterator[Arrival]:
+        request = Request(
+            id=self._engine.new_id(),
+            tokens=list(prompt),
+            max_tokens=max_tokens,
+            sampling_params=self._params,
+            ignore_eos=True,
+        )
+        tokens = reused_tokens = 0
+        async with aclosing(self._engine.outputs(request)) as outputs:
+            async for output in outputs:
+                tokens += len(output.tokens)
+                reused_tokens += output.reused_tokens
+                yield Arrival(tokens, bool(output.tokens), output.tokens, reused_tokens)
+                if output.error is not None:
+                    raise output.error.error()
+
+    async def counts(self) -> Mapping[str, float | None]:
+        counts: dict[str, float | None] = (await self._engine.describe())["scheduler"]
+        return counts
 
 
 @dataclass(frozen=True)
@@ -171,7 +242,7 @@ class LoadMeasurement:
         samples: all requests, by the time at which they were sent.
         seconds: from the first request to the end of the last.
         client_share: share of a core that the callers' process took.
-        counts: differences of the numbers in `Engine.describe()["scheduler"]` over the run; None where there is no number.
+        counts: differences of `Endpoint.counts` over the run; None where there is no number.
     """
 
     load: Load
@@ -230,7 +301,7 @@ class LoadMeasurement:
 
     def per_step(self, counted: str) -> float | None:
         """One of `counts`, for each step of the model; None if it is not known."""
-        value, steps = self.counts[counted], self.counts["steps"]
+        value, steps = self.counts.get(counted), self.counts.get("steps")
         return value / steps if value is not None and steps else None
 
 
@@ -240,20 +311,20 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 async def measure_loads(
-    engine: AsyncEngine, spec: LoadSpec, vocabulary: int, say: Callable[[LoadMeasurement], None]
+    endpoint: Endpoint, spec: LoadSpec, vocabulary: int, say: Callable[[LoadMeasurement], None]
 ) -> list[LoadMeasurement]:
-    """Measure all loads with one loaded engine, after a warm-up. `say` gets each measurement.
+    """Measure all loads with one endpoint, after a warm-up. `say` gets each measurement.
 
     Raises:
-        EngineProcessError: the engine's process has ended.
+        EndpointError, EngineProcessError: no request can be answered any more.
     """
     drawn = random.Random(spec.seed)
     short = replace(spec, answer=_WARM_UP_TOKENS, range_ratio=0.0, requests=_WARM_UP_REQUESTS, duration=None, turns=1)
-    await _measure(engine, short, Load(_WARM_UP_REQUESTS), drawn, vocabulary, [])
+    await _measure(endpoint, short, Load(_WARM_UP_REQUESTS), drawn, vocabulary, [])
     prefix = _tokens(drawn, vocabulary, spec.shared_prefix)
     found = []
     for load in spec.loads:
-        found.append(await _measure(engine, spec, load, drawn, vocabulary, prefix))
+        found.append(await _measure(endpoint, spec, load, drawn, vocabulary, prefix))
         say(found[-1])
     return found
 
@@ -267,13 +338,13 @@ class _Conversation:
 
 
 async def _measure(
-    engine: AsyncEngine, spec: LoadSpec, load: Load, drawn: random.Random, vocabulary: int, prefix: list[int]
+    endpoint: Endpoint, spec: LoadSpec, load: Load, drawn: random.Random, vocabulary: int, prefix: list[int]
 ) -> LoadMeasurement:
     count = spec.conversations(load)
     # Drawn before the clock starts, where their number is known.
     ready = [_conversation(spec, drawn, vocabulary, prefix) for _ in range(int(count) if count < math.inf else 0)]
     ready.reverse()
-    before = (await engine.describe())["scheduler"]
+    before = await endpoint.counts()
     begin, cpu = time.perf_counter(), time.process_time()
     samples: list[Sample] = []
 
@@ -286,7 +357,7 @@ async def _measure(
 
     async def caller(number: int) -> None:
         while (conversation := take()) is not None:
-            await _converse(engine, spec, conversation, number, begin, samples)
+            await _converse(endpoint, conversation, number, begin, samples)
 
     if load.rate is None:
         await asyncio.gather(*(caller(number) for number in range(load.concurrency or 0)))
@@ -297,11 +368,11 @@ async def _measure(
             # Times are counted from the begin, so that one that is late does not make the others late.
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             due += drawn.expovariate(load.rate)
-            going_on.append(asyncio.create_task(_converse(engine, spec, conversation, len(going_on), begin, samples)))
+            going_on.append(asyncio.create_task(_converse(endpoint, conversation, len(going_on), begin, samples)))
         await asyncio.gather(*going_on)
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
-    after = (await engine.describe())["scheduler"]
-    counts = {key: None if value is None else value - before[key] for key, value in after.items()}
+    after = await endpoint.counts()
+    counts = {key: None if value is None else value - (before[key] or 0) for key, value in after.items()}
     return LoadMeasurement(load, tuple(samples), seconds, cpu / seconds, counts)
 
 
@@ -316,42 +387,32 @@ def _tokens(drawn: random.Random, vocabulary: int, count: int) -> list[int]:
 
 
 async def _converse(
-    engine: AsyncEngine, spec: LoadSpec, conversation: _Conversation, caller: int, begin: float, samples: list[Sample]
+    endpoint: Endpoint, conversation: _Conversation, caller: int, begin: float, samples: list[Sample]
 ) -> None:
     """Send the requests of a conversation one after the other, until one fails."""
     told: list[int] = []
     for turn, (prompt, answer) in enumerate(zip(conversation.prompts, conversation.answers, strict=True)):
         told += prompt
-        request = Request(
-            id=engine.new_id(),
-            tokens=list(told),
-            max_tokens=answer,
-            sampling_params=SamplingParams(**spec.sampling),
-            ignore_eos=True,
-        )
         sample = Sample(caller, turn, len(told), answer, time.perf_counter() - begin)
         samples.append(sample)
-        told += await _send(engine, request, sample, begin)
+        told += await _send(endpoint, told, sample, begin)
         if sample.error is not None:
             break
 
 
-async def _send(engine: AsyncEngine, request: Request, sample: Sample, begin: float) -> list[int]:
-    """Send a request, note what comes, and return its tokens."""
-    tokens: list[int] = []
+async def _send(endpoint: Endpoint, prompt: Sequence[int], sample: Sample, begin: float) -> list[int]:
+    """Send a request, note what comes, and return its tokens, if they are told."""
+    token_ids: list[int] = []
     try:
-        async for output in engine.outputs(request):
-            if output.tokens:
+        async for arrival in endpoint.send(prompt, sample.max_tokens):
+            if arrival.brings:
                 sample.arrivals.append(time.perf_counter() - begin)
-                sample.tokens += len(output.tokens)
-                tokens += output.tokens
-            sample.reused_tokens += output.reused_tokens
-            if output.error is not None:
-                sample.error = output.error.message
-    except EngineProcessError:
+                token_ids += arrival.token_ids
+            sample.tokens, sample.reused_tokens = arrival.tokens, arrival.reused_tokens
+    except (EndpointError, EngineProcessError):
         raise
     except OstinatoError as error:
         sample.error = str(error)
     if sample.error is None and sample.tokens != sample.max_tokens:
         sample.error = f"{sample.tokens} of {sample.max_tokens} tokens came"
-    return tokens
+    return token_ids

@@ -27,7 +27,7 @@ def records(spec: LoadSpec, rows: Sequence[LoadMeasurement], subject: Mapping[st
     """One record per load, by the names of `vllm bench serve` where these exist: seconds, tokens per second, milliseconds.
 
     Args:
-        subject: what is said of the artifact, the engine and the machine.
+        subject: what is said of the artifact, the engine and the machine, or of the server.
     """
     return [
         {
@@ -46,9 +46,7 @@ def records(spec: LoadSpec, rows: Sequence[LoadMeasurement], subject: Mapping[st
             "total_token_throughput": (row.prompt_tokens + row.output_tokens) / row.seconds,
             **_percentiles(row),
             "mean_in_flight": row.in_flight,
-            "put_back": row.counts["put_back"],
-            "refused": row.counts["refused"],
-            "steps": row.counts["steps"],
+            **{name: row.counts.get(name) for name in ("put_back", "refused", "steps")},
             **_step_times(row),
             "client_cpu_share": row.client_share,
             "input": spec.prompt,
@@ -88,9 +86,9 @@ def _percentiles(row: LoadMeasurement) -> dict[str, float | None]:
 
 def _step_times(row: LoadMeasurement) -> dict[str, float | None]:
     """Mean milliseconds of the run for each step, and microseconds of Python and of waits for the GPU in each."""
-    host, wait = row.per_step("host_seconds"), row.per_step("wait_seconds")
+    host, wait, steps = row.per_step("host_seconds"), row.per_step("wait_seconds"), row.counts.get("steps")
     return {
-        "ms_per_step": 1e3 * row.seconds / row.counts["steps"] if row.counts["steps"] else None,
+        "ms_per_step": 1e3 * row.seconds / steps if steps else None,
         "host_us_per_step": None if host is None else 1e6 * host,
         "wait_us_per_step": None if wait is None else 1e6 * wait,
     }
@@ -106,7 +104,8 @@ def render_loads(spec: LoadSpec, rows: Sequence[LoadMeasurement], subject: Mappi
     )
     columns |= dict.fromkeys(("requests/s", "first token, ms", "per token, ms", "between tokens, ms"), "right")
     reuses = any(row.reused_tokens for row in rows)
-    columns |= dict.fromkeys((*(["reused"] if reuses else []), "put back", "failed"), "right")
+    counted = any("put_back" in row.counts for row in rows)
+    columns |= dict.fromkeys((*(["reused"] if reuses else []), *(["put back"] if counted else []), "failed"), "right")
     cells = [
         [
             row.load.name,
@@ -117,7 +116,7 @@ def render_loads(spec: LoadSpec, rows: Sequence[LoadMeasurement], subject: Mappi
             f"{len(row.done) / row.seconds:,.2f}",
             *(_three(values) for values in latencies(row).values()),
             *([f"{100 * row.reused_tokens / max(row.prompt_tokens, 1):.1f}%"] if reuses else []),
-            f"{row.counts['put_back']}",
+            *([f"{row.counts['put_back']}"] if counted else []),
             str(row.failed),
         ]
         for row in rows
@@ -147,20 +146,28 @@ def _notes(spec: LoadSpec, rows: Sequence[LoadMeasurement], subject: Mapping[str
         "milliseconds: median / p95 / p99; per token: (last - first) / (tokens - 1) of a request; between tokens: each gap",
     ]
     for row in rows:
-        times = _step_times(row)
-        text = f"{row.load.name}: {row.counts['steps']:,} steps"
-        if times["ms_per_step"] is not None:
-            text += f", {times['ms_per_step']:.3f} ms of the run each"
-        host, wait = times["host_us_per_step"], times["wait_us_per_step"]
-        if host is not None and wait is not None:
-            text += f", {host:.1f} us of it Python that launches, {wait:.1f} us waits for the GPU"
         notes.append(
-            f"{text}; {row.in_flight:.1f} requests at a time; the callers took {row.client_share:.1%} of a core"
+            f"{row.load.name}: {_step_text(row)}{row.in_flight:.1f} requests at a time; the callers took "
+            f"{row.client_share:.1%} of a core"
         )
         failed = next((sample.error for sample in row.samples if sample.error is not None), None)
         if failed is not None:
             notes.append(f"{row.load.name}: {row.failed} of {len(row.samples)} requests failed, the first: {failed}")
     return [*notes, ", ".join(f"{name} {value}" for name, value in subject.items())]
+
+
+def _step_text(row: LoadMeasurement) -> str:
+    """What is known of the steps, with a semicolon behind it; empty if nothing is."""
+    steps, times = row.counts.get("steps"), _step_times(row)
+    if steps is None:
+        return ""
+    text = f"{steps:,} steps"
+    if times["ms_per_step"] is not None:
+        text += f", {times['ms_per_step']:.3f} ms of the run each"
+    host, wait = times["host_us_per_step"], times["wait_us_per_step"]
+    if host is not None and wait is not None:
+        text += f", {host:.1f} us of it Python that launches, {wait:.1f} us waits for the GPU"
+    return f"{text}; "
 
 
 def _range(spec: LoadSpec, mean: int) -> str:
@@ -175,7 +182,8 @@ def draw_loads(spec: LoadSpec, rows: Sequence[LoadMeasurement], subject: Mapping
     from .plot import legend_below
 
     figure = Figure(figsize=(10.0, 4.4), layout="constrained")
-    figure.suptitle(f"{spec.prompt} + {spec.answer} tokens each, on {subject['device']}", fontsize=11)
+    where = subject["device"] if "device" in subject else f"{subject['model']} at {subject['url']}"
+    figure.suptitle(f"{spec.prompt} + {spec.answer} tokens each, on {where}", fontsize=11)
     left, right = figure.subplots(1, 2)
     places = [row.load.concurrency or row.load.rate for row in rows]
     style: dict[str, Any] = {"marker": "o", "markersize": 5}

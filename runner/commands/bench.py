@@ -7,7 +7,8 @@ each repetition, not for each token.
 With --batch, several sessions step together instead, as in llama-batched-bench: all start at once with a prompt of -p
 tokens, and decode -n tokens each. With --mixed 32+224, a step of 32 sessions with -p tokens each is timed, a prompt of 224
 tokens, and both in one step. With --load, callers send requests of random tokens to an engine in a process of its own, which
-schedules them: how fast answers come, and how evenly.
+schedules them: how fast answers come, and how evenly. With --load --url http://HOST:PORT they are sent to a server; there is
+no ARTIFACT then.
 
 stdout gets the table (or another --output); progress, notes and errors go to stderr.
 Exit status: 0 done, 2 an error in the arguments or the files, 130 interrupted.
@@ -63,7 +64,7 @@ _MODES = {"both": (False, True), "off": (False,), "on": (True,)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("artifact", metavar="ARTIFACT", help="artifact folder")
+    parser.add_argument("artifact", metavar="ARTIFACT", nargs="?", help="artifact folder; none with --url")
     for flags, what, default in (
         (("-p", "--n-prompt"), "lengths of prompts to prefill", DEFAULT_PROMPTS),
         (("-n", "--n-gen"), "numbers of tokens to decode", DEFAULT_ANSWERS),
@@ -135,6 +136,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if (arguments.artifact is None) == (arguments.url is None):
+        raise OptionError("bench takes an ARTIFACT or, with --load, the --url of a server")
     if arguments.load:
         return bench_load.main(arguments)
     bench_load.check_not_given(arguments)

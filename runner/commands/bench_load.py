@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Mapping
+import importlib.util
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
@@ -19,7 +22,7 @@ from ostinato.runner.async_engine import AsyncEngine
 from ostinato.runner.bench.batch_bench import check_length
 from ostinato.runner.bench.bench import with_kv_tokens
 from ostinato.runner.bench.device import device_name
-from ostinato.runner.bench.load_bench import Load, LoadMeasurement, LoadSpec, measure_loads
+from ostinato.runner.bench.load_bench import EngineEndpoint, Load, LoadMeasurement, LoadSpec, measure_loads
 from ostinato.runner.bench.load_report import draw_loads, render_loads
 from ostinato.runner.model.buckets import PREFILL_BUCKETS
 from ostinato.runner.scheduler.options import DEFAULT_MAX_WAITING, check_options
@@ -32,6 +35,17 @@ _PROMPT, _ANSWER, _CONCURRENCY = 1024, 256, (1, 8, 32, 64, 128)
 _RANGE_RATIO = 0.2
 # Sessions that there is room for where only --rate is given.
 _SESSIONS_OF_RATE = 64
+# The most bytes that are read of --api-key-file.
+_KEY_BYTES = 4096
+
+# Options of --load; those of them that belong to --url; those that an engine has, and a server would not hear of.
+_LOAD_OPTIONS = ("concurrency", "rate", "range_ratio", "requests", "duration", "turns", "shared_prefix", "seed")
+_URL_OPTIONS = ("model", "vocab_size", "api_key_file")
+_LOAD_ENGINE_OPTIONS = ("max_step_ms", "max_waiting", "host_cache_bytes", "no_prefix_caching")
+_ENGINE_OPTIONS = (
+    *_LOAD_ENGINE_OPTIONS,
+    *("cuda_graph", "prefill_buckets", "sessions", "kv_tokens", "gpu_memory_fraction", "snapshots", "prefault"),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -94,20 +108,108 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-prefix-caching", action="store_true", default=None, help="compute each prompt from its first token on"
     )
+    group.add_argument(
+        "--url",
+        metavar="URL",
+        help="instead of ARTIFACT: send the requests to the server with OpenAI's interface at http://HOST:PORT, as `ostinato "
+        "serve`, llama.cpp and vLLM are (needs ostinato[serve]). It must take ignore_eos, and return_token_ids with --turns",
+    )
+    group.add_argument(
+        "--model", metavar="NAME", help="with --url: the model (default: the first that the server lists)"
+    )
+    group.add_argument(
+        "--vocab-size", type=int, metavar="N", help="with --url: number of token ids, if the server does not say it"
+    )
+    group.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="with --url: a file that holds the server's API key"
+    )
 
 
 def check_not_given(arguments: argparse.Namespace) -> None:
     """Raises OptionError: an option of --load without it."""
-    for name in (
-        *("concurrency", "rate", "range_ratio", "requests", "duration", "turns", "shared_prefix", "seed"),
-        *("max_step_ms", "max_waiting", "host_cache_bytes", "no_prefix_caching"),
-    ):
-        if getattr(arguments, name) is not None:
-            raise OptionError(f"--{name.replace('_', '-')} is an option of --load: give --load, too")
+    given = (*_LOAD_OPTIONS, *_LOAD_ENGINE_OPTIONS, "url", *_URL_OPTIONS)
+    _refuse(arguments, given, "is an option of --load: give --load, too")
+
+
+def _refuse(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raises OptionError: one of these options is given."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value is not False:
+            raise OptionError(f"--{name.replace('_', '-')} {why}")
 
 
 def main(arguments: argparse.Namespace) -> int:
     spec = _spec(arguments)
+    rows, subject = _of_artifact(arguments, spec) if arguments.url is None else _of_url(arguments, spec)
+    print(render_loads(spec, rows, subject, arguments.output))
+    if arguments.save:
+        arguments.save.write_text(render_loads(spec, rows, subject, "json") + "\n")
+    if arguments.plot:
+        draw_loads(spec, rows, subject, arguments.plot)
+        say(f"wrote {arguments.plot}")
+    return 0
+
+
+def _say_one(row: LoadMeasurement) -> None:
+    say(f"{row.load.name:>8} {row.speed:>10,.1f} tokens/s {row.seconds:>8.1f} s {row.failed:>4} failed")
+
+
+def _date() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _of_url(arguments: argparse.Namespace, spec: LoadSpec) -> tuple[list[LoadMeasurement], dict[str, Any]]:
+    """The measurements, and what they are of."""
+    _refuse(arguments, _ENGINE_OPTIONS, "is for an engine here: it does not go with --url")
+    url = _base_url(arguments.url)
+    if arguments.vocab_size is not None and arguments.vocab_size < 1:
+        raise OptionError(f"--vocab-size must be 1 or more, got {arguments.vocab_size}")
+    if importlib.util.find_spec("aiohttp") is None:
+        raise OptionError("--url needs aiohttp: pip install 'ostinato[serve]'")
+    key = None if arguments.api_key_file is None else _api_key(arguments.api_key_file)
+    check_files(arguments)
+    from ostinato.runner.bench.http_endpoint import HttpEndpoint
+
+    async def measure() -> tuple[list[LoadMeasurement], str]:
+        async with HttpEndpoint(url, arguments.model, key, spec.sampling, spec.turns > 1) as endpoint:
+            vocabulary = arguments.vocab_size or endpoint.vocab_size
+            if vocabulary is None:
+                raise OptionError(f"{url} does not say how many token ids {endpoint.model} has: give --vocab-size")
+            if endpoint.max_model_len is not None and spec.positions > endpoint.max_model_len:
+                raise OptionError(
+                    f"a conversation would have {spec.positions} tokens, {endpoint.model} takes {endpoint.max_model_len}: "
+                    "ask for less"
+                )
+            say(f"sending to {url}")
+            return await measure_loads(endpoint, spec, vocabulary, _say_one), endpoint.model
+
+    rows, model = asyncio.run(measure())
+    return rows, {"url": url, "model": model, "date": _date()}
+
+
+def _base_url(text: str) -> str:
+    """What stands before /v1 in the server's addresses."""
+    try:
+        parts = urlsplit(text)
+        right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and parts.username is None
+    except ValueError:
+        right = False
+    if not right or parts.query or parts.fragment or not text.isprintable():
+        raise OptionError(f"--url takes an address such as http://localhost:8000, got {text!r}")
+    return text.rstrip("/").removesuffix("/v1")
+
+
+def _api_key(path: Path) -> str:
+    with path.open("rb") as file:
+        key = file.read(_KEY_BYTES).decode("latin-1").strip()
+    if not (key and key.isascii() and key.isprintable()):
+        raise OptionError(f"--api-key-file {path}: it must hold one key, a line of ASCII text")
+    return key
+
+
+def _of_artifact(arguments: argparse.Namespace, spec: LoadSpec) -> tuple[list[LoadMeasurement], dict[str, Any]]:
+    """The measurements, and what they are of."""
     parsed = open_artifact(*artifact_paths(arguments.artifact), verify=False)[0]
     on_gpu = next(iter(parsed.methods.values())).target.device == "cuda"
     if META_VOCAB_SIZE not in parsed.metadata or META_MAX_SEQ_LEN not in parsed.metadata:
@@ -120,8 +222,16 @@ def main(arguments: argparse.Namespace) -> int:
     options = _engine_options(arguments, spec, parsed.metadata, on_gpu)
     if options["cuda_graph"] and not on_gpu:
         say(NO_GRAPH_NOTE)
-    rows, engine = asyncio.run(_measure(arguments.artifact, options, spec, int(parsed.metadata[META_VOCAB_SIZE])))
-    subject = {
+
+    async def measure() -> tuple[list[LoadMeasurement], dict[str, Any]]:
+        say(f"loading {arguments.artifact}")
+        async with AsyncEngine(arguments.artifact, **options) as engine:
+            endpoint = EngineEndpoint(engine, spec.sampling)
+            rows = await measure_loads(endpoint, spec, int(parsed.metadata[META_VOCAB_SIZE]), _say_one)
+            return rows, await engine.describe()
+
+    rows, engine = asyncio.run(measure())
+    return rows, {
         "artifact": arguments.artifact,
         "cuda_graph": options["cuda_graph"],
         "sessions": engine["capacity"]["slots"],
@@ -131,32 +241,14 @@ def main(arguments: argparse.Namespace) -> int:
         # The engine has given the device back: this process took nothing of it meanwhile.
         "device": device_name(torch.device("cuda" if on_gpu else "cpu")),
         "torch": torch.__version__,
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "date": _date(),
     }
-    print(render_loads(spec, rows, subject, arguments.output))
-    if arguments.save:
-        arguments.save.write_text(render_loads(spec, rows, subject, "json") + "\n")
-    if arguments.plot:
-        draw_loads(spec, rows, subject, arguments.plot)
-        say(f"wrote {arguments.plot}")
-    return 0
-
-
-async def _measure(
-    artifact: str, options: Mapping[str, Any], spec: LoadSpec, vocabulary: int
-) -> tuple[list[LoadMeasurement], dict[str, Any]]:
-    """The measurements, and what the engine says of itself."""
-
-    def say_one(row: LoadMeasurement) -> None:
-        say(f"{row.load.name:>8} {row.speed:>10,.1f} tokens/s {row.seconds:>8.1f} s {row.failed:>4} failed")
-
-    say(f"loading {artifact}")
-    async with AsyncEngine(artifact, **options) as engine:
-        return await measure_loads(engine, spec, vocabulary, say_one), await engine.describe()
 
 
 def _spec(arguments: argparse.Namespace) -> LoadSpec:
     """Raises OptionError: options that do not fit together, or are out of range."""
+    if arguments.url is None:
+        _refuse(arguments, _URL_OPTIONS, "is an option of --url: give --url, too")
     for name in ("batch", "mixed", "n_depth"):
         if getattr(arguments, name) is not None:
             raise OptionError(f"--load does not go with {'-d' if name == 'n_depth' else f'--{name}'}")
