@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take the model through warmup -> capture -> replay (default: on with a GPU)",
     )
     parser.add_argument("--no-prefix-caching", action="store_true", help="compute each prompt from its first token on")
+    parser.add_argument("--no-log-requests", action="store_true", help="log no line for each request")
     parser.add_argument("--log-prompts", action="store_true", help="log prompts and answers, too")
     add_load_options(parser)
 
@@ -94,6 +95,7 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.served_model_name,
             tuple(keys),
             arguments.drain_seconds,
+            not arguments.no_log_requests,
             arguments.log_prompts,
             _engine_options(arguments),
         )

@@ -58,13 +58,14 @@ class Service:
         name: the model's name.
         created: when the server began, in seconds since 1970.
         failure: why the engine answers nothing any more; None: it does.
-        logs_prompts: whether prompts and answers are logged.
+        logs_requests, logs_prompts: whether each request is logged, and its prompt and answers, too.
     """
 
     engine: AsyncEngine
     answering: Answering
     metrics: Metrics
     name: str
+    logs_requests: bool = True
     logs_prompts: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     failure: str | None = None
@@ -319,6 +320,8 @@ def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None
 
 
 def _log(service: Service, request: Request, generation: Generation) -> None:
+    if not service.logs_requests:
+        return
     usage = generation.usage()
     log.info(
         "%s %s prompt %d (%d cached) answer %d %s %.2f s",

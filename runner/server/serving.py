@@ -43,7 +43,7 @@ class ServeOptions:
         name: the model's name for clients; None: the folder's.
         keys: see `Gate`.
         drain_seconds: how long requests may go on after SIGTERM.
-        logs_prompts: whether prompts and answers are logged.
+        logs_requests, logs_prompts: whether each request is logged, and its prompt and answers, too.
         engine: options of `Engine.load`.
     """
 
@@ -53,6 +53,7 @@ class ServeOptions:
     name: str | None = None
     keys: tuple[str, ...] = ()
     drain_seconds: float = 30.0
+    logs_requests: bool = True
     logs_prompts: bool = False
     engine: dict[str, Any] = field(default_factory=dict)
 
@@ -92,7 +93,9 @@ async def _serve(options: ServeOptions, listener: socket.socket) -> int:
     try:
         name = options.name or folder.resolve().name
         metrics = Metrics(name)
-        service = Service(engine, Answering(engine, metrics), metrics, name, options.logs_prompts)
+        service = Service(
+            engine, Answering(engine, metrics), metrics, name, options.logs_requests, options.logs_prompts
+        )
         gate = Gate(make_app(service), options.keys)
         server = _Server(uvicorn.Config(gate, **_UVICORN), gate, service, options.drain_seconds)
         host, port = listener.getsockname()[:2]
