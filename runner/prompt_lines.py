@@ -110,7 +110,9 @@ class PromptLine:
         if _is_batch(self.data):
             endpoint, body = ENDPOINTS[self.data["url"]], self.data["body"]
             answered = endpoint.answer(str(self.number), body.get("model") or model, results, tokenizer)
-            return self._response(200, {**answered, "usage": usage}, None)
+            # Lines of our own do not say it: it depends on what came before, and the rest of an answer does not.
+            details = {"prompt_tokens_details": {"cached_tokens": results[0].reused_tokens}}
+            return self._response(200, {**answered, "usage": {**usage, **details}}, None)
         answers = [_answer(result) for result in results]
         if len(answers) == 1:
             return {"id": self.id, **answers[0], "usage": usage}

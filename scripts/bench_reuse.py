@@ -22,8 +22,9 @@ A request could reuse the tokens with which its prompt and any prompt and answer
     at random  with the same room on the device, and none on the host
 
 Room for a conversation is one row for a snapshot, and the pages of the longest one without the system prompt. On the host it
-is --host-states times a row and all pages of the longest one: where a template drops a turn's thinking when the next one
-begins, a conversation needs two states, that in front of the turn's answers and that of its last call of a tool.
+is these pages, and --host-states times a row and a page that no other state shares: where a template drops a turn's thinking
+when the next one begins, a conversation needs two states, that in front of the turn's answers and that of its last call of a
+tool.
 
 The goal is 90 % in turn. It counts for all tokens; "own" leaves the system prompt out.
 
@@ -181,8 +182,9 @@ def runs(
     mine = pages - shared // capacity.page_size
     # The session that runs, the system prompt, and what conversations have behind it.
     kv_tokens = (2 * pages + ON_DEVICE * mine) * capacity.page_size
-    bytes_each = capacity.slot_bytes + pages * sum(group.page_bytes for group in capacity.groups)
-    for order, host_bytes in (("in turn", host_states * len(chats) * bytes_each), ("at random", 0)):
+    page_bytes = sum(group.page_bytes for group in capacity.groups)
+    bytes_each = host_states * (capacity.slot_bytes + page_bytes) + mine * page_bytes
+    for order, host_bytes in (("in turn", len(chats) * bytes_each + pages * page_bytes), ("at random", 0)):
         room: dict[str, Any] = {"snapshots": ON_DEVICE, "kv_tokens": kv_tokens, "host_cache_bytes": host_bytes}
         with Engine.load(artifact, **room) as engine:
             found = [reuse(engine, one, known) for one, known in with_known(in_order(chats, order))]

@@ -22,7 +22,7 @@ from ostinato.delegate.errors import CapacityError, SessionFileError, first_line
 from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
 
 from .history import History
-from .pages import PageList, Pages
+from .pages import FullPages, HostPages, Kept, PageList, Pages
 from .session import Session, SessionState, Snapshot
 from .session_file import opened_session, read_rows, write_session
 from .slots import Slots
@@ -35,26 +35,33 @@ if TYPE_CHECKING:
 Taken = TypeVar("Taken")
 
 
-class Kept(NamedTuple):
-    """Pages of one group that a session has: the number that it has left behind, and the number of those after them."""
-
-    first: int
-    pages: int
-
-
 @dataclass
 class Offloaded:
     """What a session has on the device, in the host's memory.
 
     Attributes:
-        rows: its slot, its pages by group, and its logits if it has any.
-        pages: numbers of its pages, by group.
+        rows: its slot, the pages by group that it does not share, and its logits if it has any.
+        pages: its pages, by group.
         logits: an example of the logits [vocab] on the meta device.
     """
 
     rows: HostRows
     pages: list[Kept]
     logits: torch.Tensor | None
+
+    def count(self, users: int) -> int:
+        """Count it among those that share copies of pages (1), or no more (-1). Returns by how many bytes all of them have
+        more then."""
+        nbytes = self.rows.nbytes
+        for kept in self.pages:
+            copied = kept.full
+            while copied is not None:
+                copied.users += users
+                if copied.users != max(users, 0):
+                    break
+                nbytes += copied.rows.nbytes
+                copied = copied.before
+        return users * nbytes
 
 
 class _Leaving(NamedTuple):
@@ -116,11 +123,17 @@ class HostTier:
             logits = offloaded.logits
             if logits is not None:
                 logits = torch.empty_like(logits, device=self._program.device)
-            slot, pages = self.take_slot(), self._pages.none()
+            slot, pages, transfers = self.take_slot(), self._pages.none(), self._program.row_transfers
             self._program.numbers_of(StateKind.SAMPLING).forget(slot)
             try:
-                pages = self.with_room(lambda: self._pages.take(offloaded.pages))
-                arrival = self._program.row_transfers.to_device(offloaded.rows, self._chosen(slot, pages, logits))
+                pages, absent = self.with_room(lambda: self._pages.take(offloaded.pages, state.seen))
+                for one in absent:
+                    transfers.to_device(one.copied.rows, self._chosen_pages(one.group, one.numbers))
+                own = [
+                    mine.last[len(mine.last) - kept.pages :] for mine, kept in zip(pages, offloaded.pages, strict=True)
+                ]
+                # One transfer comes after the other, so this is the last to arrive.
+                arrival = transfers.to_device(offloaded.rows, self._chosen(slot, own, logits))
             except BaseException:
                 self._slots.give(slot)
                 self._pages.release(pages)
@@ -185,10 +198,11 @@ class HostTier:
             # Without a row of its own it has that of any session, which nobody will read.
             row = copied if isinstance(copied, int) else 0
             logits = snapshot._known.logits
-            rows = self._program.row_transfers.to_host(self._chosen(row, pages, logits))
+            full = [self._copied_pages(name, mine.full) for name, mine in zip(self._pages.names, pages, strict=True)]
+            rows = self._program.row_transfers.to_host(self._chosen(row, [mine.last for mine in pages], logits))
             self._leaving.append(_Leaving(rows.mark, snapshot.close))
             self.settle()
-            kept = [Kept(mine.first, mine.end - mine.first) for mine in pages]
+            kept = [Kept(mine.first, len(mine.last), copied) for mine, copied in zip(pages, full, strict=True)]
             return Offloaded(rows, kept, None if logits is None else torch.empty_like(logits, device="meta"))
 
     def open_offloaded(self, sessions: Sessions, offloaded: Offloaded, state: SessionState) -> Session:
@@ -222,14 +236,34 @@ class HostTier:
         self._pages.leave(state.pages, state.seen)
         kept = [Kept(mine.first, mine.end - mine.first) for mine in state.pages]
         logits = None if state.logits is None else state.logits.contiguous()
-        rows = self._program.row_transfers.to_host(self._chosen(session.slot, state.pages, logits))
+        numbers = [mine.numbers for mine in state.pages]
+        rows = self._program.row_transfers.to_host(self._chosen(session.slot, numbers, logits))
         return Offloaded(rows, kept, None if logits is None else torch.empty_like(logits, device="meta"))
 
+    def _copied_pages(self, group: str, full: FullPages | None) -> HostPages | None:
+        """Return the copy of full pages, and begin to copy those that have none. What others share has a copy of its own."""
+        parts: list[tuple[FullPages, list[list[int]]]] = []
+        copied = None
+        while full is not None and (copied := full.host and full.host()) is None:
+            if not parts or full.users > 1:
+                parts.append((full, []))
+            parts[-1][1].append(full.numbers)
+            full = full.before
+        for full, found in reversed(parts):
+            numbers = [page for some in reversed(found) for page in some]
+            rows = self._program.row_transfers.to_host(self._chosen_pages(group, numbers))
+            copied = HostPages(rows, copied, full)
+        return copied
+
+    def _chosen_pages(self, group: str, numbers: Sequence[int]) -> list[tuple[StateRows, Sequence[int]]]:
+        """Pages of one group."""
+        return [(self._program.rows_of(Growth.PAGES, group), numbers)]
+
     def _chosen(
-        self, slot: int, pages: Sequence[PageList], logits: torch.Tensor | None
+        self, slot: int, pages: Sequence[Sequence[int]], logits: torch.Tensor | None
     ) -> list[tuple[StateRows, Sequence[int]]]:
-        """The rows that a session has, and their numbers."""
-        numbers = [[slot], *(mine.numbers for mine in pages), [0]]
+        """The rows that a session has, and their numbers: those of pages by group."""
+        numbers = [[slot], *pages, [0]]
         return [(rows, some) for (_, rows), some in zip(self._parts(logits), numbers, strict=False)]
 
     def _parts(self, logits: torch.Tensor | None) -> list[tuple[str, StateRows]]:
@@ -254,7 +288,7 @@ class HostTier:
             "seen": state.seen,
             "prompt_end": state.prompt_end,
             "sampling_params": asdict(state.sampling_params),
-            "pages": {name: list(kept) for name, kept in zip(self._pages.names, offloaded.pages, strict=True)},
+            "pages": {name: kept[:2] for name, kept in zip(self._pages.names, offloaded.pages, strict=True)},
             "logits": None if logits is None else [len(logits), dtype_name(logits.dtype)],
             "rows": self._layout(logits),
         }

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 
-from ostinato.delegate import Program, StateKind
+from ostinato.delegate import HostRows, Program, StateKind
 from ostinato.delegate.artifact.records import Growth
 from ostinato.delegate.capacity import GroupCapacity
 from ostinato.delegate.errors import CapacityError
@@ -32,12 +34,14 @@ class FullPages:
         before: the pages before them.
         end: number of pages from position 0 on.
         users: number of page lists, and of `FullPages` after these, that have them.
+        host: the copy of these and those before; None, or of something that is gone: there is none.
     """
 
     numbers: list[int]
     before: FullPages | None
     end: int
     users: int = 1
+    host: ReferenceType[HostPages] | None = None
 
     def split(self, end: int) -> FullPages:
         """Divide the pages, and return those before page `end`. These are their one user."""
@@ -45,6 +49,59 @@ class FullPages:
         self.before = FullPages(self.numbers[:count], self.before, end)
         self.numbers = self.numbers[count:]
         return self.before
+
+
+@dataclass(eq=False)
+class HostPages:
+    """A copy on the host of `FullPages` and all those before them. Whoever shares the pages shares the copy.
+
+    Attributes:
+        rows: the pages after those of `before`.
+        before: the copy of the pages before.
+        device: the pages, which have the same contents as long as they have users.
+        users: number of those on the host, and of `HostPages` after these, that have it.
+    """
+
+    rows: HostRows
+    before: HostPages | None
+    device: FullPages
+    users: int = 0
+
+    def __post_init__(self) -> None:
+        self.device.host = ref(self)
+
+    @property
+    def count(self) -> int:
+        """Number of pages in `rows`."""
+        return self.device.end - (0 if self.before is None else self.before.device.end)
+
+
+class Kept(NamedTuple):
+    """Pages of one group that a session has on the host.
+
+    Attributes:
+        first: number of pages that it has left behind.
+        pages: number of those that it does not share.
+        full: those before them that others may share.
+    """
+
+    first: int
+    pages: int
+    full: HostPages | None = None
+
+
+class Absent(NamedTuple):
+    """Pages whose contents must come from a copy on the host.
+
+    Attributes:
+        group: the group's name.
+        copied: the copy.
+        numbers: numbers of the pages for its `rows`.
+    """
+
+    group: str
+    copied: HostPages
+    numbers: list[int]
 
 
 @dataclass
@@ -111,22 +168,22 @@ class Pages:
         """Names of the groups, in the order of a session's lists."""
         return [group.name for group in self.groups]
 
-    def take(self, kept: Sequence[tuple[int, int]]) -> list[PageList]:
-        """Return free pages for a session that comes back. Their numbers are not in a block table yet.
+    def take(self, kept: Sequence[Kept], seen: int) -> tuple[list[PageList], list[Absent]]:
+        """Return pages for a session that comes back, the last `Kept.pages` of each list free ones. Of the others, those on
+        the device are shared. Their numbers are not in a block table yet.
 
         Args:
-            kept: for each group, the number of pages that the session has left behind, and that of the pages after them.
+            kept: what it has on the host, by group.
+            seen: number of positions from which it goes on.
 
         Raises:
             CapacityError: too few pages are free.
         """
         self._release_dropped()
-        for group, (_, count) in zip(self.groups, kept, strict=True):
-            group.check_room(count)
-        return [
-            PageList([group.take() for _ in range(count)], first)
-            for group, (first, count) in zip(self.groups, kept, strict=True)
-        ]
+        plans = [group.plan_return(one, seen) for group, one in zip(self.groups, kept, strict=True)]
+        absent: list[Absent] = []
+        lists = [group.come_back(*plan, seen, absent) for group, plan in zip(self.groups, plans, strict=True)]
+        return lists, absent
 
     def none(self) -> list[PageList]:
         """The pages of a new session."""
@@ -255,6 +312,31 @@ class _Group:
         self.write_block_table(slot, changed, mine.last[changed - mine.begin :])
         end = mine.end * self.size
         return min(end, (mine.first + 1) * self.size + self.window - 1) if self.window else end
+
+    def plan_return(self, kept: Kept, seen: int) -> tuple[Kept, FullPages | None, list[HostPages]]:
+        """Return what is on the device of the pages that others share, and copies of the rest. Raises CapacityError."""
+        absent, copied = [], kept.full
+        while copied is not None and not (copied.device.users and copied.device.end * self.size <= seen):
+            absent.append(copied)
+            copied = copied.before
+        self.check_room(kept.pages + sum(one.count for one in absent))
+        return kept, None if copied is None else copied.device, absent[::-1]
+
+    def come_back(
+        self, kept: Kept, full: FullPages | None, copies: Sequence[HostPages], seen: int, absent: list[Absent]
+    ) -> PageList:
+        """Carry a plan out. Pages that the session will write are not among the full ones."""
+        last: list[int] = []
+        if full is not None:
+            full.users += 1
+        for copied in copies:
+            numbers, end = [self.take() for _ in range(copied.count)], copied.device.end
+            absent.append(Absent(self.name, copied, numbers))
+            if end * self.size <= seen:
+                full = copied.device = FullPages(numbers, full, end, host=ref(copied))
+            else:
+                last += numbers
+        return PageList([*last, *(self.take() for _ in range(kept.pages))], kept.first, full)
 
     def leave(self, mine: PageList, seen: int) -> None:
         """Take back the pages whose positions lie behind the window of a row at position `seen`."""

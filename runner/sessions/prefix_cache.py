@@ -312,7 +312,7 @@ class PrefixCache:
         if prefix in self._on_host:
             del self._on_host[prefix]
             assert prefix.offloaded is not None
-            self._host_bytes -= prefix.offloaded.rows.nbytes
+            self._host_bytes += prefix.offloaded.count(-1)
         if prefix.snapshot is not None:
             prefix.snapshot.close()
         prefix.snapshot = prefix.offloaded = None
@@ -372,7 +372,7 @@ class PrefixCache:
             self.drop(prefix)
             return
         self._on_host[prefix] = None
-        self._host_bytes += prefix.offloaded.rows.nbytes
+        self._host_bytes += prefix.offloaded.count(1)
         while self._host_bytes > self._most_host_bytes:
             self.drop(next(iter(self._on_host)))
 

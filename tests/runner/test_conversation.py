@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from ostinato.runner import (
 from ostinato.runner.sessions.sessions import Sessions
 
 from ..conftest import CAPITALS_LENGTH
+from ..export.memory import MIB
 
 FRANCE, PERU, CHAD = (f"What is the capital of {country}?" for country in ("France", "Peru", "Chad"))
 # Answers of a dozen tokens and more, which do not stand in the checkpoint's training data.
@@ -351,6 +354,36 @@ def test_a_saved_session_has_the_sampled_tokens(
         other.save(tmp_path / "none")
     assert not list(tmp_path.glob("*none*"))
     assert "no room for it" in str(Conversation(load(snapshots=0)).load(file))
+
+
+def test_a_hundred_conversations_through_a_restart(load: Callable[..., Engine], tmp_path: Path) -> None:
+    """With room for few of them on the device, each goes on with the tokens that it had gone on with, and only its new turn
+    is computed."""
+    before = load()
+    conversations = []
+    for number in range(100):
+        conversation = Conversation(before, max_new_tokens=16, sampling_params=replace(HOT, seed=number))
+        conversation.set_system("Answer as a teacher of geography would. " * 4)
+        for question in (f"{number} + {number}?", FRANCE)[number % 2 :]:
+            tell(conversation.ask(question))
+        conversation.save(tmp_path / str(number))
+        conversations.append(conversation)
+    positions = [conversation.position for conversation in conversations]
+    expected = [tell(conversation.ask(PERU)).tokens for conversation in conversations]
+    assert len({tuple(tokens) for tokens in expected}) > 90
+    before.close()
+
+    engine = load(kv_tokens=12 * 64, host_cache_bytes=64 * MIB)
+    again = [
+        Conversation(engine, max_new_tokens=16, sampling_params=replace(HOT, seed=number)) for number in range(100)
+    ]
+    for number, conversation in enumerate(again):
+        assert conversation.load(tmp_path / str(number)) is None
+    kept = engine.describe()["prefix_cache"]
+    assert kept["prefixes"] <= 4 and kept["prefixes"] + kept["host_prefixes"] == 100
+    for number in Random(0).sample(range(100), 100):
+        result = tell(again[number].ask(PERU))
+        assert (result.tokens, result.reused_tokens) == (expected[number], positions[number] - 1)
 
 
 def test_files_that_are_no_conversation(load: Callable[..., Engine], tmp_path: Path) -> None:

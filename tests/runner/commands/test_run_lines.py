@@ -66,6 +66,7 @@ def test_both_forms(run: Runs, engine: Engine) -> None:
     for name, number in (("chat", 5), ("parts", 6)):
         line = found[name]
         assert 0 <= time.time() - line["response"]["body"].pop("created") < PATIENCE
+        assert set(line["response"]["body"]["usage"].pop("prompt_tokens_details")) == {"cached_tokens"}
         message = {"role": "assistant", "content": "Lima"}
         assert line == {
             "id": f"batch_req_{number}",
@@ -84,11 +85,22 @@ def test_both_forms(run: Runs, engine: Engine) -> None:
             "error": None,
         }
     body = found["completion"]["response"]["body"]
+    assert 0 <= body["usage"].pop("prompt_tokens_details")["cached_tokens"] <= usage["prompt_tokens"]
     assert (body["object"], body["usage"]) == ("text_completion", usage)
     assert body["choices"] == [{"index": 0, "text": "Lima", "logprobs": None, "finish_reason": "stop"}]
     assert len(found) == 6 and run.err.splitlines()[-1].startswith(
         f"6 requests, {6 * usage['completion_tokens']} tokens"
     )
+
+
+def test_tokens_that_were_reused(run: Runs) -> None:
+    """A prompt that comes again, for one answer or for several, waits for the first: all but its last token is there then."""
+    run.write(batch("first"), batch("again"), batch("several", n=2), batch("other", COMPLETION, prompt="Say it."))
+    found = run("--sessions", 2, "--system", "Answer as a teacher of geography would. " * 4)
+    usages = {name: line["response"]["body"]["usage"] for name, line in found.items()}
+    cached = {name: usage["prompt_tokens_details"]["cached_tokens"] for name, usage in usages.items()}
+    most = usages["first"]["prompt_tokens"] - 1
+    assert most > 32 and cached == {"first": 0, "again": most, "several": most, "other": 0}
 
 
 def test_options_of_lines_and_of_the_command_line(run: Runs, engine: Engine) -> None:

@@ -16,6 +16,7 @@ from ostinato.runner.model.steps import _HostTokens
 from ostinato.runner.scheduler.messages import Ended, Output, Request
 from ostinato.runner.scheduler.scheduler import Scheduler
 from ostinato.runner.scheduler.step_times import StepTimes
+from ostinato.runner.sessions.prefix_cache import PrefixCache
 from ostinato.runner.sessions.session import Session
 
 PAGE = 64
@@ -150,8 +151,25 @@ class Driven:
         self.run()
         for name in list(self.scheduler.kept._by_name):
             self.scheduler.kept.close(name)
-        self.scheduler.prefixes.reset()
+        prefixes = self.scheduler.prefixes
+        assert prefixes.stats.host_bytes == bytes_on_host(prefixes)
+        prefixes.reset()
+        assert prefixes.stats.host_bytes == 0
         assert_all_free(self.engine)
+
+
+def bytes_on_host(prefixes: PrefixCache) -> int:
+    """Bytes of all that the prefixes on the host have, copies that they share counted once."""
+    rows = []
+    for prefix in prefixes._on_host:
+        assert prefix.offloaded is not None
+        rows.append(prefix.offloaded.rows)
+        for kept in prefix.offloaded.pages:
+            copied = kept.full
+            while copied is not None:
+                rows.append(copied.rows)
+                copied = copied.before
+    return sum({id(one): one.nbytes for one in rows}.values())
 
 
 def assert_all_free(engine: Engine) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,7 @@ from ...conftest import export_on_a_gpu
 from ...export.memory import MIB
 from ...export.models import dense_references
 from ...export.models.dense_references import CASES, make_dense
-from .driving import CPU_MODES, GPU_MODES, PAGE, Driven, alone, loaded
+from .driving import CPU_MODES, GPU_MODES, PAGE, Driven, alone, bytes_on_host, loaded
 
 # Models of keys and values alone: with a window in all layers, in some, and in none.
 DENSE = ("mistral-window", "qwen2-mixed", "llama")
@@ -161,7 +163,55 @@ def test_what_leaves_for_the_host_comes_back(request: pytest.FixtureRequest, mod
         assert driven.scheduler.prefixes.stats.host_bytes > 0
         assert [ask(driven, tokens, goes_on=False)[1] for tokens in prompts] == [80] * 6
         driven.close()
-        assert driven.scheduler.prefixes.stats.host_bytes == 0
+
+
+def test_pages_that_prefixes_share_have_one_copy(request: pytest.FixtureRequest, mode: str) -> None:
+    """They come back once, too: later ones find them on the device."""
+    with loaded(request, mode, sessions=2, kv_tokens=16 * PAGE, snapshots=1) as engine:
+        driven = Driven(engine, mode, rows=64, prefix_caching=True, host_cache_bytes=64 * MIB)
+        same, sizes = fresh(46, 3 * PAGE), [0]
+        ask(driven, same, goes_on=False)
+        prompts = [[*same, *fresh(50 + number, 20)] for number in range(5)]
+        for tokens in prompts:
+            # The prefix before it leaves.
+            assert ask(driven, tokens, goes_on=False)[1] == len(same)
+            sizes.append(driven.scheduler.prefixes.stats.host_bytes)
+        (group,) = engine.program.capacity.groups
+        # That of `same` has no page of its own, that of a prompt has one.
+        first, *others = (after - before for before, after in itertools.pairwise(sizes))
+        assert set(others) == {first - 2 * group.page_bytes}
+        assert [ask(driven, tokens, goes_on=False)[1] for tokens in prompts] == [len(tokens) for tokens in prompts]
+        prefixes, pages = driven.scheduler.prefixes, []
+        with contextlib.ExitStack() as sessions:
+            for tokens in prompts[:2]:
+                session = prefixes.open_longest(tokens)
+                assert session is not None
+                sessions.enter_context(session)
+                pages.append(session._open.pages[0].numbers)
+        assert pages[0][:3] == pages[1][:3] and pages[0][3] != pages[1][3]
+        driven.close()
+
+
+@pytest.mark.parametrize("host_cache_bytes", (2 * MIB, 64 * MIB))
+def test_sequences_that_part_anywhere_and_leave(
+    request: pytest.FixtureRequest, mode: str, host_cache_bytes: int
+) -> None:
+    """With room for few of them, on the device and, with fewer bytes, on the host."""
+    random = Random(host_cache_bytes)
+    with loaded(request, mode, sessions=3, kv_tokens=14 * PAGE, snapshots=3) as engine:
+        driven = Driven(engine, mode, rows=64, prefix_caching=True, host_cache_bytes=host_cache_bytes)
+        told: list[Tokens] = [[]]
+        for number in range(60):
+            before = random.choice(told)
+            cut = random.choice((random.randrange(len(before) + 1), len(before)))
+            tokens = [*before[: min(cut, 200)], *fresh(number, 30)]
+            answer, _ = ask(driven, tokens)
+            told.append([*tokens, *answer])
+            stats = driven.scheduler.prefixes.stats
+            assert stats.host_bytes == bytes_on_host(driven.scheduler.prefixes) <= host_cache_bytes
+        assert driven.scheduler.stats.reused_tokens > 900
+        assert driven.scheduler.stats.reused_tokens > 900
+        driven.close()
 
 
 def test_another_thread_takes_the_room(request: pytest.FixtureRequest, mode: str) -> None:
@@ -251,11 +301,14 @@ def test_keys_and_values_are_taken_up_to_any_token(dense: Path) -> None:
         check()
 
 
-def test_any_token_is_one_to_go_on_from(dense: Path) -> None:
+@pytest.mark.parametrize("host_cache_bytes", (0, 64 * MIB), ids=("device", "host"))
+def test_any_token_is_one_to_go_on_from(dense: Path, host_cache_bytes: int) -> None:
     with Engine.load(dense, sessions=2, kv_tokens=24 * PAGE) as engine:
-        driven = Driven(engine, rows=64, prefix_caching=True)
+        driven = Driven(engine, rows=64, prefix_caching=True, host_cache_bytes=host_cache_bytes)
         tokens = fresh(60, 400)
         ask(driven, tokens)
+        while host_cache_bytes and driven.scheduler.prefixes.make_room():
+            pass
         known = [len(group.name) for group in engine.program.capacity.groups if group.window]
         reused = ask(driven, [*tokens[:333], *fresh(61, 20)])[1]
         # A window has left the pages before the prompt's end behind.
