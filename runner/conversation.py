@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
 from collections.abc import Generator, Mapping, Sequence
 from copy import copy
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ostinato.delegate.errors import CapacityError, InputError, OstinatoError, SessionFileError
+from ostinato.delegate.errors import InputError, OstinatoError, SessionFileError
 from ostinato.delegate.sampling_params import SamplingParams
 
+from .chat_history import ChatHistory
 from .engine import Engine
+from .sessions.prefix_cache import PrefixCache
 from .sessions.session import check_max_new_tokens
 from .stream import DEFAULT_MAX_NEW_TOKENS, Stream
-from .text.prompts import Prompt, encode_prompt
-from .text.tokenizer import Message, Piece
+from .text.prompts import Prompt
+from .text.tokenizer import Message
 from .text_request import TextRequest
 
 
@@ -31,9 +30,6 @@ class Conversation:
         engine: answers the questions.
         chat_template_kwargs, max_new_tokens, sampling_params: as `Engine.generate` takes them, for all answers.
         messages: what was said before.
-
-    Attributes:
-        messages: all messages, the answers included.
 
     >>> conversation = Conversation(engine)
     >>> print("".join(conversation.ask("What is the capital of France?")))
@@ -53,14 +49,20 @@ class Conversation:
         messages: Sequence[Message] = (),
     ) -> None:
         check_max_new_tokens(max_new_tokens)
-        self.messages: list[Message] = list(messages)
+        self._history = ChatHistory(messages)
         self._engine = engine
         self._template_kwargs = chat_template_kwargs
         self._max_new_tokens = max_new_tokens
         self._params = sampling_params or SamplingParams()
-        # The last turn's prompt and answer, and their text with the tokens that were sampled for its answers.
-        self._tokens: list[int] = []
-        self._told: list[Piece] = []
+
+    @property
+    def messages(self) -> list[Message]:
+        """All messages, the answers included."""
+        return self._history.messages
+
+    @messages.setter
+    def messages(self, messages: list[Message]) -> None:
+        self._history.messages = messages
 
     @property
     def turns(self) -> int:
@@ -70,7 +72,7 @@ class Conversation:
     @property
     def position(self) -> int:
         """Number of tokens of the last turn's prompt and answer, or of the session that was loaded."""
-        return len(self._tokens)
+        return len(self._history.tokens)
 
     @property
     def max_seq_len(self) -> int:
@@ -122,7 +124,7 @@ class Conversation:
     def fork(self) -> Conversation:
         """Return another conversation that goes on from here."""
         other = copy(self)
-        other.messages = list(self.messages)
+        other._history = self._history.fork()
         return other
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -133,20 +135,13 @@ class Conversation:
             SessionFileError: a file cannot be written.
             CapacityError: no slot or too few pages are free for the session; nothing was written.
         """
-        path = Path(path)
-        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}") if path.name else path
-        try:
-            beside.write_text(json.dumps({"messages": self.messages}, indent=1), encoding="utf-8")
-            try:
-                if self._tokens:
-                    self._save_session(_state_path(path))
-                else:
-                    _state_path(path).unlink(missing_ok=True)
-                os.replace(beside, path)
-            finally:
-                beside.unlink(missing_ok=True)
-        except OSError as error:
-            raise SessionFileError(f"{path} cannot be written: {error.strerror}") from error
+        path, tokens = Path(path), self._history.tokens
+        if tokens:
+            with self._engine.driver.lock:
+                self._prefixes.save(tokens, _state_path(path))
+        self._history.write(path)
+        if not tokens:
+            _state_path(path).unlink(missing_ok=True)
 
     def load(self, path: str | PathLike[str]) -> OstinatoError | None:
         """Go on with what `save` wrote, in the place of what was here, with the parameters that there are.
@@ -158,23 +153,20 @@ class Conversation:
             SessionFileError: the file with the messages cannot be read; nothing has changed.
         """
         path = Path(path)
-        messages = _read_messages(path)
-        self.close()
-        self.messages = messages
-        driver = self._engine.driver
+        self._history, _ = ChatHistory.read(path, self._engine.tokenizer)
         try:
-            with driver.lock, self._engine.load_session(_state_path(path)) as session:
-                if not driver.scheduler.prefixes.keep(session):
-                    raise CapacityError("the prefix cache has no room for it: load the program with more snapshots")
-                self._tokens = list(session.tokens)
-            self._told = self._loaded()
+            with self._engine.driver.lock:
+                tokens = self._prefixes.load(_state_path(path))
+            if tokens != self._history.tokens:
+                raise SessionFileError(f"{_state_path(path)} is the session of another conversation")
         except OstinatoError as error:
+            self.close()
             return error
         return None
 
     def close(self) -> None:
         """Forget the tokens. The messages stay, and so does their state in the prefix cache, while there is room for it."""
-        self._tokens, self._told = [], []
+        self._history.forget_tokens()
 
     def _last_question(self) -> int:
         """Number of the message. Raises InputError: there is none."""
@@ -185,7 +177,7 @@ class Conversation:
 
     def _answer(self, asked: list[Message]) -> Stream[str]:
         engine, limit = self._engine, self.max_seq_len
-        prompt = encode_prompt(engine.tokenizer, asked, chat_template_kwargs=self._template_kwargs, told=self._told)
+        prompt = self._history.prompt(engine.tokenizer, asked, self._template_kwargs)
         if len(prompt.tokens) >= limit:
             raise InputError(
                 f"the conversation has {len(prompt.tokens)} tokens with this question, which leaves no room for an answer: "
@@ -203,52 +195,13 @@ class Conversation:
             yield from answer
         finally:
             if result.tokens:
-                self.messages = [*asked, {"role": "assistant", "content": result.text}]
-                self._tokens = prompt.tokens + result.tokens
-                self._told = prompt.pieces[:-1]
-                said = result.tokens[: -1 if result.finish_reason == "stop" else None]
-                # A text may leave out what was said: special tokens, or an unfinished character.
-                if self._engine.tokenizer.decode(said) == result.text:
-                    text, tokens = prompt.pieces[-1]
-                    self._told.append(Piece(text + result.text, tokens + said))
+                said: Message = {"role": "assistant", "content": result.text}
+                self._history.add(self._engine.tokenizer, asked, prompt, result, said)
 
-    def _save_session(self, path: Path) -> None:
-        driver, tokens = self._engine.driver, self._tokens
-        with driver.lock, driver.scheduler.prefixes.open_longest(tokens) or self._engine.open_session() as session:
-            # The last one waits for the next step, as it does in a session that has sampled it.
-            if rest := tokens[session.position : -1]:
-                session.prefill(rest)
-            if session.position < len(tokens):
-                session.append(tokens[-1])
-            session.save(path)
-
-    def _loaded(self) -> list[Piece]:
-        """The text of the messages with the tokens that were loaded, if these are tokens of that text.
-
-        Raises:
-            InputError: the chat template cannot be rendered.
-        """
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            return []
-        tokenizer, ends = self._engine.tokenizer, self._params.ends(self._engine.eos_ids)
-        text = tokenizer.render(self.messages[:-1], self._template_kwargs) + self.messages[-1]["content"]
-        tokens = self._tokens[: -1 if self._tokens[-1] in ends else None]
-        return [Piece(text, tokens)] if tokenizer.decode(tokens) == tokenizer.decode(tokenizer.encode(text)) else []
+    @property
+    def _prefixes(self) -> PrefixCache:
+        return self._engine.driver.scheduler.prefixes
 
 
 def _state_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.session")
-
-
-def _read_messages(path: Path) -> list[Message]:
-    """Raises SessionFileError: the file cannot be read, or has something else."""
-    try:
-        data = json.loads(path.read_bytes())
-        messages = [{"role": one["role"], "content": one["content"]} for one in data["messages"]]
-        if not all(isinstance(value, str) for one in messages for value in one.values()):
-            raise TypeError
-    except OSError as error:
-        raise SessionFileError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise SessionFileError(f"{path} is no saved conversation") from error
-    return messages

@@ -194,8 +194,8 @@ def row_of(alone: dict[str, Any], served: dict[str, Any], peer: dict[str, Any] |
         served["median_itl_ms"],
         served["p99_itl_ms"],
         alone["failed"] + served["failed"],
-        peer and peer["output_throughput"],
-        peer and peer["median_ttft_ms"],
+        None if peer is None else peer["output_throughput"],
+        None if peer is None else peer["median_ttft_ms"],
     )
 
 

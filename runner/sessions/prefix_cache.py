@@ -10,10 +10,11 @@ from collections.abc import Collection, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
 from ostinato.delegate import StateKind
-from ostinato.delegate.errors import CapacityError
+from ostinato.delegate.errors import CapacityError, SessionFileError
 from ostinato.runner.model.model import Model
 
 from .history import History
@@ -207,6 +208,39 @@ class PrefixCache:
         """
         # `find` leaves the last token to be computed, as a prompt needs its logits: here that is one that nobody has.
         return self.open(self.find([*tokens, -1]))
+
+    @in_turn
+    def save(self, tokens: list[int], path: Path, compute: bool = True) -> None:
+        """Write a session with these tokens to a file. What is not known of them is computed, or left out.
+
+        Raises:
+            CapacityError: no slot or too few pages are free; nothing was written.
+            SessionFileError: the file cannot be written; nothing is known of the tokens, and none are computed.
+        """
+        known = self.open_longest(tokens)
+        if known is None and not compute:
+            raise SessionFileError("nothing is known of these tokens")
+        with known or self._sessions.open() as session:
+            if compute:
+                # The last one waits for the next step, as it does in a session that has sampled it.
+                if rest := tokens[session.position : -1]:
+                    session.prefill(rest)
+                if session.position < len(tokens):
+                    session.append(tokens[-1])
+            session.save(path)
+
+    @in_turn
+    def load(self, path: Path) -> list[int]:
+        """Keep the state of the session in a file, and return its tokens.
+
+        Raises:
+            SessionFileError: see `Engine.load_session`.
+            CapacityError: no slot or too few pages are free, or no room for a prefix.
+        """
+        with self._sessions.tier.load(self._sessions, path) as session:
+            if not self.keep(session):
+                raise CapacityError("the prefix cache has no room for it: load the program with more snapshots")
+            return list(session.tokens)
 
     @in_turn
     def touch(self, prefix: Prefix) -> None:

@@ -345,11 +345,18 @@ def test_a_saved_session_has_the_sampled_tokens(
     assert other.load(file) is None and other.position == conversation.position
     assert tell(other.ask(CHAD)).reused_tokens == conversation.position - 1
     assert anew(other, HOT) == tell(conversation.ask(CHAD)).tokens
-    # A session of other messages is kept, but its tokens are not taken for theirs.
+    # Tokens of what was taken back are kept, but not taken for those of what is left.
     other.undo()
     other.save(file)
-    alone = Conversation(load(prefix_caching=False), sampling_params=HOT, messages=other.messages)
-    assert other.load(file) is None and tell(other.ask(CHAD)).tokens == tell(alone.ask(CHAD)).tokens
+    expected = tell(other.fork().ask(CHAD)).tokens
+    assert other.load(file) is None and tell(other.ask(CHAD)).tokens == expected == anew(other, HOT)
+    # Nor are those of another tokenizer.
+    changed = json.loads(file.read_text())
+    changed["told"][0][1][-1] += 1
+    file.write_text(json.dumps(changed))
+    alone = Conversation(load(prefix_caching=False), sampling_params=HOT, messages=changed["messages"])
+    assert "of another conversation" in str(other.load(file))
+    assert tell(other.ask(CHAD)).tokens == tell(alone.ask(CHAD)).tokens
     with engine.open_session(), engine.open_session(), pytest.raises(CapacityError, match="all 2 sessions are open"):
         other.save(tmp_path / "none")
     assert not list(tmp_path.glob("*none*"))
